@@ -1,0 +1,1 @@
+"""jdp: data-parallel training for JAX."""

@@ -1,0 +1,1 @@
+"""Host side: start processes, find each other, share small facts."""

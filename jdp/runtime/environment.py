@@ -1,0 +1,74 @@
+"""Launch environment: how a launcher tells a process its place in the job."""
+
+import dataclasses
+from collections.abc import Mapping
+
+COORDINATOR_ADDRESS = "JDP_COORDINATOR_ADDRESS"
+NUM_PROCESSES = "JDP_NUM_PROCESSES"
+PROCESS_ID = "JDP_PROCESS_ID"
+LOCAL_PROCESS_ID = "JDP_LOCAL_PROCESS_ID"
+NODE_RANK = "JDP_NODE_RANK"
+DEVICES_PER_PROCESS = "JDP_DEVICES_PER_PROCESS"
+LAUNCH_ID = "JDP_LAUNCH_ID"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchEnvironment:
+    """The place of one process in a job started by `jdp launch`."""
+
+    coordinator_address: str  # "host:port" of process 0.
+    num_processes: int
+    process_id: int
+    local_process_id: int  # Position among the processes of this host.
+    node_rank: int  # Position of this host.
+    devices_per_process: int | None  # None: not said on the command line.
+
+    def to_environ(self) -> dict[str, str]:
+        """Returns the variables that `from_environ` reads back."""
+        environ = {
+            COORDINATOR_ADDRESS: self.coordinator_address,
+            NUM_PROCESSES: str(self.num_processes),
+            PROCESS_ID: str(self.process_id),
+            LOCAL_PROCESS_ID: str(self.local_process_id),
+            NODE_RANK: str(self.node_rank),
+        }
+        if self.devices_per_process is not None:
+            environ[DEVICES_PER_PROCESS] = str(self.devices_per_process)
+        return environ
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnvironment | None":
+        """Reads the variables; None where no launcher set them.
+
+        Raises:
+          ValueError: some are set and others are missing, or one is no number.
+        """
+        if COORDINATOR_ADDRESS not in environ:
+            return None
+        required = (NUM_PROCESSES, PROCESS_ID, LOCAL_PROCESS_ID, NODE_RANK)
+        missing = [name for name in required if name not in environ]
+        if missing:
+            raise ValueError(
+                f"`{COORDINATOR_ADDRESS}` is set but {missing} are not. "
+                "`jdp launch` sets all of them; unset them to start without it."
+            )
+        devices = environ.get(DEVICES_PER_PROCESS)
+        return cls(
+            coordinator_address=environ[COORDINATOR_ADDRESS],
+            num_processes=_parse_int(environ, NUM_PROCESSES),
+            process_id=_parse_int(environ, PROCESS_ID),
+            local_process_id=_parse_int(environ, LOCAL_PROCESS_ID),
+            node_rank=_parse_int(environ, NODE_RANK),
+            devices_per_process=(
+                None if devices is None else _parse_int(environ, DEVICES_PER_PROCESS)
+            ),
+        )
+
+
+def _parse_int(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ValueError(
+            f"`{name}` must be a whole number, got {environ[name]!r}."
+        ) from None
