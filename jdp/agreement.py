@@ -1,0 +1,128 @@
+"""Agreement: one decision for all processes, in bounded time."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from jdp.mesh import World
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What one process brings to a meeting."""
+
+    topic: str
+    body: bytes = b""
+    error: str | None = None  # why the process cannot take part.
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What process 0 decided, the same for all."""
+
+    body: bytes = b""
+    error: str | None = None
+
+
+Decide = Callable[[list[bytes]], bytes]
+
+
+def meet(world: World, topic: str, body: bytes, decide: Decide) -> bytes:
+    """Brings one record of every process together and returns one decision.
+
+    Every process calls it, the same number of times and in the same order. Process 0
+    collects the records and decides; the others wait for what it decided.
+
+    Args:
+      world: the job; with one process `decide` is called at once.
+      topic: what the meeting is about, in words; must be the same everywhere.
+      body: this process' record.
+      decide: pure function of the records, by process; runs on process 0.
+
+    Raises:
+      RuntimeError: a process failed, came with another topic, or did not come within
+        `world.timeout_s` seconds; on every process.
+    """
+    if world.store is None:
+        return decide([body])
+    round_index = world.store.next_round()
+    verdict = _meet(world, round_index, Record(topic, body), decide)
+    if verdict.error is not None:
+        raise RuntimeError(verdict.error)
+    return verdict.body
+
+
+def report_failure(world: World, topic: str, error: BaseException) -> None:
+    """Tells the processes that wait in `meet` that this one will not come."""
+    if world.store is None:
+        return
+    text = f"process {world.process_index} failed: {type(error).__name__}: {error}"
+    round_index = world.store.next_round()
+    if world.is_main_process:
+        world.store.set(
+            _key(round_index, "verdict"),
+            msgspec.msgpack.encode(Verdict(error=f"In the {topic}, {text}")),
+        )
+    else:
+        record = Record(topic, error=text)
+        key = _key(round_index, str(world.process_index))
+        world.store.set(key, msgspec.msgpack.encode(record))
+
+
+def judge(records: Sequence[Record], decide: Decide) -> Verdict:
+    """Decides on a full set of records, by process; pure."""
+    errors = [record.error for record in records if record.error is not None]
+    topic = records[0].topic
+    if errors:
+        return Verdict(error=f"In the {topic}, {errors[0]}")
+    for process, record in enumerate(records):
+        if record.topic != topic:
+            return Verdict(
+                error="The processes do not do the same thing: process 0 is in the "
+                f"{topic}, process {process} in the {record.topic}."
+            )
+    return Verdict(body=decide([record.body for record in records]))
+
+
+def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Verdict:
+    assert world.store is not None
+    own_key = _key(round_index, str(world.process_index))
+    verdict_key = _key(round_index, "verdict")
+    if not world.is_main_process:
+        world.store.set(own_key, msgspec.msgpack.encode(record))
+        # Process 0 says within `timeout_s` who is missing; a little longer than that
+        # and it is process 0 that is.
+        timeout_s = 1.2 * world.timeout_s + 5.0
+        try:
+            verdict = _wait(world, verdict_key, 0, record.topic, timeout_s)
+        except TimeoutError as error:
+            return Verdict(error=str(error))
+        world.store.delete(own_key)
+        return msgspec.msgpack.decode(verdict, type=Verdict)
+    records = [record]
+    try:
+        for process in range(1, world.process_count):
+            key = _key(round_index, str(process))
+            found = _wait(world, key, process, record.topic, world.timeout_s)
+            records.append(msgspec.msgpack.decode(found, type=Record))
+        verdict = judge(records, decide)
+    except TimeoutError as error:
+        verdict = Verdict(error=str(error))
+    world.store.set(verdict_key, msgspec.msgpack.encode(verdict))
+    if round_index > 0:  # Whoever is in this round has read the last one's verdict.
+        world.store.delete(_key(round_index - 1, "verdict"))
+    return verdict
+
+
+def _wait(world: World, key: str, process: int, topic: str, timeout_s: float) -> bytes:
+    assert world.store is not None
+    try:
+        return world.store.get(key, timeout_s=timeout_s)
+    except TimeoutError:
+        raise TimeoutError(
+            f"Process {process} did not come to the {topic} within {timeout_s:.0f} s; "
+            "it may have stopped, or be in another part of the program (a batch of "
+            "another size, one step more or less)."
+        ) from None
+
+
+def _key(round_index: int, name: str) -> str:
+    return f"jdp/meet/{round_index}/{name}"

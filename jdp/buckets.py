@@ -1,0 +1,283 @@
+"""Buckets: which leaves of a tree travel together, and how they are packed."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.types import PyTree
+
+# The defaults of torch's DistributedDataParallel (reducer.hpp): a small first bucket,
+# so that communication starts early, then large ones.
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+DEFAULT_FIRST_BUCKET_BYTES = 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """Shape and dtype of one leaf."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes; 0 for float0, which carries no data."""
+        return 0 if self.dtype == jax.dtypes.float0 else self.size * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        """As in `float32[3,2]`."""
+        shape = ",".join(map(str, self.shape))
+        return f"{self.dtype.name if self.dtype.names is None else 'float0'}[{shape}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketPlan:
+    """A static assignment of the leaves of a tree to buckets.
+
+    Hashable, and equal for equal structures, shapes, dtypes and assignments, so that
+    it can be a static argument and part of a program's fingerprint.
+    """
+
+    treedef: Hashable  # jax.tree_util.PyTreeDef
+    leaves: tuple[LeafSpec, ...]  # in jax.tree.leaves order.
+    buckets: tuple[tuple[int, ...], ...]  # indices into `leaves`, in packing order.
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets together."""
+        return sum(self.leaves[i].num_bytes for bucket in self.buckets for i in bucket)
+
+    def bucket_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape (n,) and dtype of each packed bucket."""
+        return [
+            jax.ShapeDtypeStruct(
+                (sum(self.leaves[i].size for i in bucket),),
+                self.leaves[bucket[0]].dtype,
+            )
+            for bucket in self.buckets
+        ]
+
+    def leaf_paths(self) -> list[str]:
+        """Path of each leaf, as in `['dense']['kernel']`."""
+        return leaf_paths(jax.tree.unflatten(self.treedef, range(len(self.leaves))))
+
+    def describe(self) -> str:
+        """Returns a table of the buckets: bytes, dtype and leaves, by path."""
+        paths = self.leaf_paths()
+        rows = [("bucket", "bytes", "leaf", "path")]
+        for number, bucket in enumerate(self.buckets):
+            num_bytes = sum(self.leaves[i].num_bytes for i in bucket)
+            for position, i in enumerate(bucket):
+                head = (str(number), f"{num_bytes:,}") if position == 0 else ("", "")
+                rows.append((*head, str(self.leaves[i]), paths[i] or "(the tree)"))
+        widths = [max(len(row[c]) for row in rows) for c in range(3)]
+        lines = [
+            f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  "
+            f"{row[3]}"
+            for row in rows
+        ]
+        num_leaves = sum(map(len, self.buckets))
+        lines.append(
+            f"{len(self.buckets)} buckets, {num_leaves} leaves, "
+            f"{self.num_bytes:,} bytes"
+        )
+        return "\n".join(lines)
+
+
+def plan_buckets(
+    tree: PyTree,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
+    order: Sequence[int] | None = None,
+) -> BucketPlan:
+    """Assigns the leaves of `tree`, taken in `order`, to buckets.
+
+    Leaves of different dtypes never share a bucket. A bucket is closed once it has
+    reached its size, so it may be larger than that by one leaf. The first bucket of
+    each dtype is closed at `first_bucket_bytes`, the others at `bucket_bytes`. This is
+    the assignment of torch's `_compute_bucket_assignment_by_size`; the buckets come in
+    the order in which their last leaves come in `order`.
+
+    Args:
+      tree: pytree of arrays, `jax.ShapeDtypeStruct`s or Python numbers; values are not
+        read. Leaves of dtype float0 (gradients of integers) are in no bucket.
+      bucket_bytes: size at which a bucket is closed, in bytes; at least 0.
+      first_bucket_bytes: the same for the first bucket of each dtype; at least 0.
+      order: leaf indices, each exactly once, in the order in which they become ready;
+        by default the reverse of `jax.tree.leaves`, as a backward pass makes them.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: `order` is no permutation of the leaf indices, or a size is negative.
+      TypeError: a leaf is neither an array nor a number, or is a PRNG key.
+    """
+    if bucket_bytes < 0 or first_bucket_bytes < 0:
+        raise ValueError(
+            "`bucket_bytes` and `first_bucket_bytes` must be at least 0, got "
+            f"{bucket_bytes} and {first_bucket_bytes}."
+        )
+    leaves, treedef = jax.tree.flatten(tree)
+    specs = tuple(_leaf_spec(tree, i, leaf) for i, leaf in enumerate(leaves))
+    num_leaves = len(specs)
+    if order is None:
+        order = range(num_leaves - 1, -1, -1)
+    elif sorted(order) != list(range(num_leaves)):
+        raise ValueError(
+            f"`order` must hold each of the {num_leaves} leaf indices exactly once, "
+            f"got {list(order)}."
+        )
+    buckets = _assign(specs, order, first_bucket_bytes, bucket_bytes)
+    return BucketPlan(treedef, specs, buckets)
+
+
+def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:
+    """Packs the leaves of `tree` into one buffer a bucket.
+
+    Args:
+      plan: a plan made for a tree of this structure, these shapes and dtypes.
+      tree: pytree of arrays.
+
+    Returns:
+      A buffer of shape (n,) for each bucket of the plan.
+
+    Raises:
+      ValueError: the tree does not fit the plan; the first leaf that differs is named.
+    """
+    leaves = check_fits(plan, tree)
+    return [
+        jnp.concatenate([jnp.ravel(leaves[i]) for i in bucket])
+        for bucket in plan.buckets
+    ]
+
+
+def unflatten_buckets(plan: BucketPlan, buffers: Sequence[jax.Array]) -> PyTree:
+    """The inverse of `flatten_buckets`.
+
+    Args:
+      plan: the plan that the buffers were packed with.
+      buffers: an array of shape (n,) for each bucket. Its dtype need not be the plan's.
+
+    Returns:
+      A pytree with the plan's structure and shapes and the buffers' dtypes.
+
+    Raises:
+      ValueError: the number or the sizes of the buffers are not the plan's.
+    """
+    expected = [aval.shape for aval in plan.bucket_avals()]
+    got = [tuple(buffer.shape) for buffer in buffers]
+    if got != expected:
+        raise ValueError(
+            "`buffers` do not have the shapes of the plan's buckets.\n"
+            f"  plan:    {expected}\n  buffers: {got}"
+        )
+    leaves: list = [np.zeros(spec.shape, jax.dtypes.float0) for spec in plan.leaves]
+    for bucket, buffer in zip(plan.buckets, buffers, strict=True):
+        start = 0
+        for i in bucket:
+            spec = plan.leaves[i]
+            part = jax.lax.slice_in_dim(buffer, start, start + spec.size)
+            leaves[i] = part.reshape(spec.shape)
+            start += spec.size
+    return jax.tree.unflatten(plan.treedef, leaves)
+
+
+def check_fits(plan: BucketPlan, tree: PyTree) -> list:
+    """Returns the leaves of `tree`, which must be what the plan was made for.
+
+    Raises:
+      ValueError: structure, a shape or a dtype differs; the leaf is named.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    if treedef != plan.treedef:
+        raise ValueError(
+            "The tree does not have the structure that the plan was made for.\n"
+            f"{_first_difference(plan.leaf_paths(), leaf_paths(tree))}"
+            f"  plan: {plan.treedef}\n  tree: {treedef}\n"
+            "Call `plan_buckets` again when parameters are added, removed or frozen."
+        )
+    for i, (spec, leaf) in enumerate(zip(plan.leaves, leaves, strict=True)):
+        found = _leaf_spec(tree, i, leaf)
+        if found != spec:
+            raise ValueError(
+                f"`{leaf_paths(tree)[i]}` is {found}, but the plan was made for "
+                f"{spec}. Call `plan_buckets` again when parameters change."
+            )
+    return leaves
+
+
+def leaf_paths(tree: PyTree) -> list[str]:
+    """Path of each leaf of `tree`, as `jax.tree_util.keystr` writes it."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in flat]
+
+
+def _assign(
+    specs: Sequence[LeafSpec],
+    order: Sequence[int],
+    first_bucket_bytes: int,
+    bucket_bytes: int,
+) -> tuple[tuple[int, ...], ...]:
+    closed: list[list[int]] = []
+    open_buckets: dict[np.dtype, list[int]] = {}
+    open_bytes: dict[np.dtype, int] = {}
+    limits: dict[np.dtype, int] = {}
+    for i in order:
+        dtype = specs[i].dtype
+        if dtype == jax.dtypes.float0:
+            continue
+        bucket = open_buckets.setdefault(dtype, [])
+        bucket.append(i)
+        open_bytes[dtype] = open_bytes.get(dtype, 0) + specs[i].num_bytes
+        if open_bytes[dtype] >= limits.get(dtype, first_bucket_bytes):
+            closed.append(open_buckets.pop(dtype))
+            open_bytes[dtype] = 0
+            limits[dtype] = bucket_bytes
+    closed.extend(open_buckets.values())
+    position = {i: p for p, i in enumerate(order)}
+    return tuple(map(tuple, sorted(closed, key=lambda bucket: position[bucket[-1]])))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_spec(shape: tuple[int, ...], dtype: np.dtype) -> LeafSpec:
+    return LeafSpec(shape, dtype)
+
+
+def _leaf_spec(tree: PyTree, index: int, leaf: object) -> LeafSpec:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None:
+        if not isinstance(leaf, bool | int | float | complex):
+            raise TypeError(
+                f"`{leaf_paths(tree)[index]}` must be an array or a number, "
+                f"got {type(leaf).__name__}."
+            )
+        shape, dtype = (), jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"`{leaf_paths(tree)[index]}` is a PRNG key, which cannot be packed into a "
+            "bucket. Leave it out, or pass `jax.random.key_data(key)`."
+        )
+    return _cached_spec(tuple(shape), np.dtype(dtype))
+
+
+def _first_difference(expected: list[str], found: list[str]) -> str:
+    for a, b in zip(expected, found, strict=False):
+        if a != b:
+            return f"The first path that differs: `{a}` in the plan, `{b}` here.\n"
+    extra = (expected if len(expected) > len(found) else found)[
+        min(len(expected), len(found)) :
+    ]
+    where = "plan" if len(expected) > len(found) else "tree"
+    return f"Only the {where} has `{extra[0]}`.\n" if extra else ""

@@ -1,0 +1,80 @@
+"""Compat: the one place that touches private or version-dependent JAX."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax._src import clusters, config, core, distributed, xla_bridge
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the manual mesh axes over which `x` may differ, by its type.
+
+    Empty outside `shard_map`, under `check_vma=False`, and under `vmap` and `pmap`.
+    """
+    axis_type = getattr(jax.typeof(x), "mat", None)
+    return frozenset() if axis_type is None else axis_type.varying
+
+
+def cast_varying(x: Any, axis_names: Sequence[str]) -> Any:
+    """Casts an array to one that may differ over `axis_names`; no data moves."""
+    missing = tuple(a for a in axis_names if a not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def order_after(
+    xs: Sequence[jax.Array], earlier: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """Makes `xs` depend on `earlier`, so that XLA cannot merge or swap them.
+
+    Returns:
+      `xs` and `earlier`, both to be used in place of the arguments: JAX 0.10 drops
+      an operand of the barrier whose result is not used, JAX 0.12 gives all results
+      the axes over which any operand varies.
+    """
+    xs, held = lax.optimization_barrier((list(xs), earlier))
+    if varying_axes(held) == varying_axes(earlier):
+        earlier = held
+    return xs, earlier
+
+
+def skip_size_one_axes() -> contextlib.AbstractContextManager[Any]:
+    """While tracing: collectives over axes of size 1 are left out of the program."""
+    flag = getattr(config, "remove_size_one_mesh_axis_from_type", None)
+    return contextlib.nullcontext() if flag is None else flag(True)
+
+
+def backend_is_initialized() -> bool:
+    """Returns whether JAX has already chosen its devices."""
+    return xla_bridge.backends_are_initialized()
+
+
+def distributed_client() -> Any | None:
+    """Returns the client of `jax.distributed`, or None where it was not started."""
+    return distributed.global_state.client
+
+
+def distributed_num_processes() -> int:
+    """Returns the number of processes that `jax.distributed` was started with."""
+    return distributed.global_state.num_processes
+
+
+def detect_cluster(
+    *, timeout_s: float
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
+    """Asks JAX's cluster environments (Slurm, Open MPI, Kubernetes, TPU).
+
+    Returns:
+      Coordinator address, number of processes, process id, local device ids; None
+      for each where no environment was found.
+    """
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, int(timeout_s)
+    )
+
+
+def bound_axis_names() -> tuple[str, ...]:
+    """Returns the names of the axes that are bound where this is traced."""
+    return tuple(str(name) for name in core.get_axis_env().axis_names())

@@ -1,0 +1,198 @@
+"""Mesh: the replicas of a job, and arrays laid out over them."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp.types import AxisName, PyTree, Store
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The replicas that train together; `jdp.init` makes it.
+
+    A replica is one device. Replicas are numbered in the order of `mesh.devices.flat`;
+    those of one process are next to each other.
+    """
+
+    mesh: Mesh  # its only axes are `axis_name`'s.
+    axis_name: AxisName  # what collectives inside a step reduce over.
+    process_index: int
+    process_count: int
+    timeout_s: float  # longest wait for another process on the host, in seconds.
+    store: Store | None  # shared by the processes; None where there is only one.
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the mesh's axes."""
+        return as_axis_names(self.axis_name)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of all processes together."""
+        return self.mesh.devices.size
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Replicas of this process."""
+        return len(self.local_devices)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is the one that logs and saves: process 0."""
+        return self.process_index == 0
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The devices of this process, in replica order."""
+        return tuple(
+            device
+            for device in self.mesh.devices.flat
+            if device.process_index == self.process_index
+        )
+
+    @functools.cached_property
+    def replicated(self) -> NamedSharding:
+        """Sharding of an array that every replica holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @functools.cached_property
+    def split(self) -> NamedSharding:
+        """Sharding of an array that is split over the replicas on its dimension 0."""
+        return NamedSharding(self.mesh, PartitionSpec(self.axis_names))
+
+
+class _CurrentWorld:
+    """The world of this process; like `jax.distributed`, there is one."""
+
+    world: World | None = None
+
+
+def set_current_world(world: World | None) -> None:
+    """Makes `world` the one that functions without a `world` use."""
+    _CurrentWorld.world = world
+
+
+def current_world() -> World:
+    """Returns the world that `jdp.init` made.
+
+    Raises:
+      RuntimeError: `jdp.init` has not been called.
+    """
+    if _CurrentWorld.world is None:
+        raise RuntimeError(
+            "There is no world yet. Call `jdp.init()` once, before the first step, "
+            "or pass `world=`."
+        )
+    return _CurrentWorld.world
+
+
+def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """Returns one axis name, or several, as a tuple."""
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def make_mesh(
+    devices: Sequence[jax.Device], axis_name: AxisName, *, num_nodes: int
+) -> Mesh:
+    """Lays `devices` out on one axis, or on a node axis and a data axis.
+
+    Args:
+      devices: those of one process next to each other, those of one node too.
+      axis_name: one name, or a pair of names: across nodes, within a node.
+      num_nodes: number of hosts; only used with a pair of names.
+
+    Raises:
+      ValueError: more than two names, or nodes with different numbers of devices.
+    """
+    names = as_axis_names(axis_name)
+    grid = np.array(devices, dtype=object)
+    if len(names) == 2:
+        if len(devices) % num_nodes:
+            raise ValueError(
+                f"`axis_name={axis_name!r}` needs the same number of devices on every "
+                f"node, got {len(devices)} devices on {num_nodes} nodes."
+            )
+        grid = grid.reshape(num_nodes, -1)
+    elif len(names) != 1 or not names[0]:
+        raise ValueError(
+            "`axis_name` must be one name or a pair of names (across nodes, within a "
+            f"node), got {axis_name!r}."
+        )
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    return Mesh(grid, names, axis_types=auto)
+
+
+def global_batch(world: World, local_batch: PyTree) -> PyTree:
+    """Makes the global arrays of a step from what each process has loaded.
+
+    Every process calls it, each with its own samples and the same shapes; nothing is
+    sent. Leaves that are already split over the replicas are returned as they are.
+
+    Args:
+      world: the replicas.
+      local_batch: pytree of host or device arrays, shape (n, ...), where n is the
+        number of samples of this process, a multiple of its number of replicas.
+
+    Returns:
+      The same tree of `jax.Array`s, shape (n * process_count, ...), split over the
+      replicas on dimension 0.
+
+    Raises:
+      ValueError: a leaf has no dimension 0, is empty, does not divide among the
+        replicas of this process, or is a global array with another sharding.
+    """
+    leaves, treedef = jax.tree.flatten(local_batch)
+    placed = [
+        leaf if _is_split(world, leaf) else _split_leaf(world, local_batch, i, leaf)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, placed)
+
+
+def _is_split(world: World, leaf: object) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.sharding == world.split
+
+
+def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Array:
+    if not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)
+    elif not leaf.is_fully_addressable:
+        if leaf.sharding.is_equivalent_to(world.split, leaf.ndim):
+            return leaf
+        raise ValueError(
+            f"{_describe(tree, index)} is a global array with sharding "
+            f"{leaf.sharding}; it must be split over {world.axis_name!r} on its first "
+            "dimension. Pass host arrays, or what `jdp.global_batch` returned."
+        )
+    num_parts = world.num_local_replicas
+    if leaf.ndim == 0:
+        raise ValueError(
+            f"{_describe(tree, index)} is a scalar; a batch is split on its first "
+            "dimension. Put what is not per sample into the state."
+        )
+    num_samples = leaf.shape[0]
+    if num_samples == 0:
+        raise ValueError(
+            f"{_describe(tree, index)} has no samples: shape {leaf.shape}."
+        )
+    if num_samples % num_parts:
+        raise ValueError(
+            f"{_describe(tree, index)} has {num_samples} samples, which do not divide "
+            f"among the {num_parts} replicas of this process. Use a batch size that is "
+            f"a multiple of {num_parts}, or drop or pad the rest."
+        )
+    part = num_samples // num_parts
+    parts = [leaf[k * part : (k + 1) * part] for k in range(num_parts)]
+    shards = jax.device_put(parts, list(world.local_devices))
+    shape = (part * world.num_replicas, *leaf.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, world.split, shards)
+
+
+def _describe(tree: PyTree, index: int) -> str:
+    path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][index]
+    return f"The batch's leaf `{jax.tree_util.keystr(path) or '(the batch)'}`"

@@ -1,0 +1,364 @@
+"""Replicas: is the state, and is the program, the same in every process?"""
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from jdp import agreement, buckets
+from jdp.mesh import World
+from jdp.types import PyTree
+
+_BLOCK_BYTES = 1 << 16  # check_replicas narrows a difference down to one block.
+_BROADCAST_WORDS = 1 << 24  # 64 MiB of 32-bit words at a time.
+_MAX_DETAIL_BYTES = 1 << 21  # a key-value store is no place for more.
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Where process `process` differs from process 0; nowhere if it is -1."""
+
+    process: int = -1
+    index: int = -1
+
+
+class _Details(msgspec.Struct, frozen=True):
+    """What there is to say of a program, in full."""
+
+    leaves: list[tuple[str, str]]  # path; dtype and shape.
+    program: bytes  # the jaxpr's text, compressed.
+
+
+def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> None:
+    """Checks that `fn(*args)` is the same program in every process.
+
+    Every process calls it. Compared are the paths, shapes and dtypes of the arguments,
+    and the jaxpr; the values of arguments and of captured arrays are not.
+
+    Args:
+      fn: a function that JAX can trace.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      world: the processes.
+
+    Raises:
+      RuntimeError: they differ; on every process, naming the first difference and
+        both values. Or a process failed or did not come within `world.timeout_s`.
+    """
+    try:
+        jaxpr = jax.make_jaxpr(fn)(*args)
+    except Exception as error:
+        agreement.report_failure(world, "comparison of programs", error)
+        raise
+    named = {f"args[{i}]": arg for i, arg in enumerate(args)}
+    compare_programs(world, jaxpr, named, topic="comparison of programs")
+
+
+def compare_programs(
+    world: World, jaxpr: Any, arguments: dict[str, PyTree], *, topic: str
+) -> None:
+    """Compares one traced program between the processes; see `check_same_program`.
+
+    Args:
+      world: the processes.
+      jaxpr: the program; only its text counts.
+      arguments: the trees that go into it, by the name that an error gives them.
+      topic: what the processes are doing, for errors.
+    """
+    if world.store is None:
+        return
+    leaves = _describe_leaves(arguments)
+    # Functions print with their address, which differs from process to process.
+    text = re.sub(r"0x[0-9a-f]+", "0x", str(jaxpr))
+    details = _Details(leaves, zlib.compress(text.encode(), level=1))
+    digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
+    difference = _first_difference(world, topic, digests)
+    if difference.process >= 0:
+        raise RuntimeError(_explain(world, topic, difference, details))
+
+
+def check_replicas(tree: PyTree, *, world: World) -> None:
+    """Checks that every replica holds the same bits of `tree`.
+
+    Every process calls it. Costs a copy to the host and a hash of every leaf, and no
+    collective on the devices.
+
+    Args:
+      tree: pytree of host arrays, or `jax.Array`s that are replicated or local.
+      world: the processes.
+
+    Raises:
+      RuntimeError: a leaf differs; on every process, naming the first such leaf, the
+        first element, and both values. Or a process did not come in time.
+      ValueError: a leaf is split over the replicas.
+    """
+    topic = "comparison of replicas"
+    compare_programs(world, "", {"tree": tree}, topic=topic)
+    arrays = [_local_copy(tree, i, x) for i, x in enumerate(jax.tree.leaves(tree))]
+    difference = _first_difference(world, topic, [_digest(_bytes(x)) for x in arrays])
+    if difference.process < 0:
+        return
+    process, leaf = difference.process, difference.index
+    data = _bytes(arrays[leaf])
+    blocks = [data[i : i + _BLOCK_BYTES] for i in range(0, len(data), _BLOCK_BYTES)]
+    difference = _first_difference(world, topic, [_digest(b) for b in blocks], process)
+    block = difference.index
+    found = agreement.meet(
+        world,
+        topic,
+        blocks[block] if world.process_index in (0, process) else b"",
+        lambda bodies: msgspec.msgpack.encode([bodies[0], bodies[process]]),
+    )
+    ours, theirs = msgspec.msgpack.decode(found, type=list[bytes])
+    raise RuntimeError(
+        f"`{buckets.leaf_paths(tree)[leaf]}` differs between the replicas: "
+        + _first_element(arrays[leaf], block * _BLOCK_BYTES, ours, theirs, process)
+    )
+
+
+def replicate(world: World, tree: PyTree) -> PyTree:
+    """Puts a tree on all replicas, with the values of process 0.
+
+    Every process calls it with a tree of the same structure, shapes and dtypes. Leaves
+    that all replicas hold already are returned as they are; the others are copied, so
+    that a step that donates its state leaves the argument alone.
+
+    Args:
+      world: the replicas.
+      tree: pytree of host arrays, local `jax.Array`s, numbers and PRNG keys.
+
+    Returns:
+      The same tree of `jax.Array`s, bit for bit those of process 0, replicated over
+      `world.mesh`.
+
+    Raises:
+      RuntimeError: structure, a shape or a dtype differs between the processes; on
+        every process, naming the path and both values.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    if world.store is None:
+        placed = [
+            x
+            if is_replicated(world, x)
+            else jax.device_put(x, world.replicated, may_alias=False)
+            for x in leaves
+        ]
+        return jax.tree.unflatten(treedef, placed)
+    todo = [i for i, x in enumerate(leaves) if not is_replicated(world, x)]
+    # Which leaves are to be sent is part of what must agree.
+    compare_programs(world, todo, {"tree": tree}, topic="replication of a tree")
+    copies = [_host_copy(leaves[i]) for i in todo]
+    sent = _broadcast(world, b"".join(_bytes(x) for x in copies))
+    start = 0
+    for i, like in zip(todo, copies, strict=True):
+        value = np.frombuffer(sent, like.dtype, like.size, offset=start)
+        start += like.nbytes
+        leaves[i] = _place(world, value.reshape(like.shape), like=leaves[i])
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def is_replicated(world: World, x: Any) -> bool:
+    """Returns whether every replica of `world` holds the whole of the array `x`."""
+    return isinstance(x, jax.Array) and (
+        x.sharding == world.replicated
+        or x.sharding.is_equivalent_to(world.replicated, x.ndim)
+    )
+
+
+def _first_difference(
+    world: World, topic: str, digests: Sequence[bytes], only: int | None = None
+) -> Difference:
+    """Finds the lowest index at which a process' digests are not those of process 0."""
+
+    def decide(bodies: list[bytes]) -> bytes:
+        lists = [msgspec.msgpack.decode(body, type=list[bytes]) for body in bodies]
+        differences = [
+            Difference(process, index)
+            for process, theirs in enumerate(lists)
+            for index, (a, b) in enumerate(zip(lists[0], theirs, strict=True))
+            if a != b and only in (None, process)
+        ]
+        first = min(differences, key=lambda d: (d.index, d.process), default=None)
+        return msgspec.msgpack.encode(first or Difference())
+
+    body = msgspec.msgpack.encode(list(digests))
+    found = agreement.meet(world, topic, body, decide)
+    return msgspec.msgpack.decode(found, type=Difference)
+
+
+def _explain(
+    world: World, topic: str, difference: Difference, details: _Details
+) -> str:
+    """Says in words how process `difference.process` differs from process 0."""
+    process = difference.process
+    body = msgspec.msgpack.encode(details)
+    if len(body) > _MAX_DETAIL_BYTES:
+        body = msgspec.msgpack.encode(_Details(details.leaves[:10_000], b""))
+
+    def decide(bodies: list[bytes]) -> bytes:
+        ours, theirs = (
+            msgspec.msgpack.decode(bodies[p], type=_Details) for p in (0, process)
+        )
+        explain = _explain_leaves if difference.index == 0 else _explain_programs
+        return explain(ours, theirs, process).encode()
+
+    mine = body if world.process_index in (0, process) else b""
+    return agreement.meet(world, topic, mine, decide).decode()
+
+
+def _explain_leaves(ours: _Details, theirs: _Details, process: int) -> str:
+    counts = ""
+    if len(ours.leaves) != len(theirs.leaves):
+        counts = (
+            f"Process 0 has {len(ours.leaves)} leaves, process {process} has "
+            f"{len(theirs.leaves)}. "
+        )
+    for (our_path, our_spec), (their_path, their_spec) in zip(
+        ours.leaves, theirs.leaves, strict=False
+    ):
+        if our_path != their_path:
+            return (
+                f"The processes do not have the same parameters. {counts}The first "
+                f"difference: `{our_path}` ({our_spec}) on process 0 stands where "
+                f"`{their_path}` ({their_spec}) stands on process {process}."
+            )
+        if our_spec != their_spec:
+            return (
+                f"`{our_path}` is not the same on all processes: {our_spec} on process "
+                f"0, {their_spec} on process {process}."
+            )
+    num_common = min(len(ours.leaves), len(theirs.leaves))
+    longer, owner = (ours, 0) if len(ours.leaves) > num_common else (theirs, process)
+    path, spec = longer.leaves[num_common]
+    return (
+        f"The processes do not have the same parameters. {counts}Only process {owner} "
+        f"has `{path}` ({spec})."
+    )
+
+
+def _explain_programs(ours: _Details, theirs: _Details, process: int) -> str:
+    head = "The processes traced different programs"
+    if not ours.program or not theirs.program:
+        return f"{head}: process 0 and process {process} (too long to compare here)."
+    our_lines, their_lines = (
+        zlib.decompress(d.program).decode().splitlines() for d in (ours, theirs)
+    )
+    for a, b in zip(our_lines, their_lines, strict=False):
+        if a != b:
+            return (
+                f"{head}. The first line of the jaxpr that differs:\n"
+                f"  process 0: {a.strip()}\n  process {process}: {b.strip()}"
+            )
+    return (
+        f"{head}: {len(our_lines)} lines on process 0, {len(their_lines)} on process "
+        f"{process}."
+    )
+
+
+def _first_element(
+    like: np.ndarray, offset: int, ours: bytes, theirs: bytes, process: int
+) -> str:
+    """Names the first element that differs in two blocks that begin at `offset`."""
+    itemsize = like.dtype.itemsize
+    for start in range(0, len(ours), itemsize):
+        a, b = ours[start : start + itemsize], theirs[start : start + itemsize]
+        if a != b:
+            position = np.unravel_index((offset + start) // itemsize, like.shape)
+            where = f"at {tuple(map(int, position))} " if like.ndim else ""
+            values = [np.frombuffer(x, like.dtype)[0] for x in (a, b)]
+            if str(values[0]) == str(values[1]):
+                values = [
+                    f"{v} (0x{x[::-1].hex()})"
+                    for v, x in zip(values, (a, b), strict=True)
+                ]
+            return f"{where}{values[0]} on process 0, {values[1]} on process {process}."
+    raise AssertionError("the blocks are equal")
+
+
+def _describe_leaves(arguments: dict[str, PyTree]) -> list[tuple[str, str]]:
+    described = []
+    for name, tree in arguments.items():
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+        for path, leaf in flat:
+            aval = jax.typeof(leaf) if not hasattr(leaf, "shape") else leaf
+            shape = ",".join(map(str, aval.shape))
+            path_text = f"{name}{jax.tree_util.keystr(path)}"
+            described.append((path_text, f"{aval.dtype}[{shape}]"))
+    return described
+
+
+def _local_copy(tree: PyTree, index: int, leaf: Any) -> np.ndarray:
+    """Copies a leaf to the host; its copies on the local devices must be equal."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    path = buckets.leaf_paths(tree)[index]
+    if not leaf.is_fully_replicated:
+        raise ValueError(
+            f"`{path}` is split over the replicas ({leaf.sharding}); only what every "
+            "replica holds whole can be compared."
+        )
+    first, *others = (shard.data for shard in leaf.addressable_shards)
+    value = _host_copy(first)
+    for other in others:
+        copy = _host_copy(other)
+        if _bytes(copy) != _bytes(value):
+            raise RuntimeError(
+                f"`{path}` differs between replicas of one process, on devices "
+                f"{first.device} and {other.device}."
+            )
+    return value
+
+
+def _host_copy(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return np.asarray(leaf)
+    value = np.asarray(leaf)
+    dtype = value.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return value.astype(jax.dtypes.canonicalize_dtype(dtype), copy=False)
+
+
+def _place(world: World, value: np.ndarray, *, like: Any) -> jax.Array:
+    shards = jax.device_put(
+        [value] * world.num_local_replicas, list(world.local_devices)
+    )
+    placed = jax.make_array_from_single_device_arrays(
+        value.shape, world.replicated, shards
+    )
+    dtype = getattr(like, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like))
+    return placed
+
+
+def _broadcast(world: World, data: bytes) -> bytes:
+    """Sends process 0's `data` to all, through one sum in which it is the only one."""
+    num_words = -(-len(data) // 4)
+    words = np.frombuffer(data.ljust(4 * num_words, b"\0"), np.uint32)
+    total = jax.jit(
+        lambda x: x.sum(axis=0, dtype=jnp.uint32), out_shardings=world.replicated
+    )
+    received = []
+    for start in range(0, num_words, _BROADCAST_WORDS):
+        chunk = words[start : start + _BROADCAST_WORDS][None]
+        parts = [np.zeros_like(chunk)] * world.num_local_replicas
+        if world.is_main_process:
+            parts[0] = chunk
+        shards = jax.device_put(parts, list(world.local_devices))
+        shape = (world.num_replicas, chunk.size)
+        x = jax.make_array_from_single_device_arrays(shape, world.split, shards)
+        received.append(np.asarray(total(x).addressable_data(0)))
+    return b"".join(map(_bytes, received))[: len(data)]
+
+
+def _bytes(x: np.ndarray) -> bytes:
+    return np.ascontiguousarray(x).tobytes()
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,211 @@
+"""SPMD: a train step of one replica becomes the step of all of them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, overload
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from jdp import agreement, compat, grad_sync, mesh, replicas
+from jdp.mesh import World
+from jdp.types import PyTree
+
+Step = Callable[..., tuple[PyTree, PyTree]]
+
+
+@overload
+def data_parallel(step: Step, /) -> "DataParallelStep": ...
+@overload
+def data_parallel(
+    step: Step,
+    /,
+    *,
+    world: World | None = ...,
+    donate_state: bool = ...,
+    check_vma: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> "DataParallelStep": ...
+@overload
+def data_parallel(
+    step: None = None,
+    /,
+    *,
+    world: World | None = ...,
+    donate_state: bool = ...,
+    check_vma: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> Callable[[Step], "DataParallelStep"]: ...
+def data_parallel(
+    step: Step | None = None,
+    /,
+    *,
+    world: World | None = None,
+    donate_state: bool = True,
+    check_vma: bool = True,
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """Turns the step of one replica into a compiled step of all replicas.
+
+    `step(state, *batches) -> (state, metrics)` is written for one replica: it sees
+    that replica's samples, and averages gradients over the axis `world.axis_name` with
+    `jdp.value_and_grad`, `jdp.sync_gradients` or `jdp.distributed_optimizer`. Also a
+    decorator, with and without arguments.
+
+    Every process calls the returned step, the same number of times. Before a program
+    runs for the first time, the processes compare it and the paths, shapes and dtypes
+    of its arguments; JAX traces again for other shapes, and they compare again.
+
+    Args:
+      step: the step of one replica. The state must come back with the same value on
+        every replica. Metrics that differ between replicas are averaged.
+      world: the replicas; by default, at the first call, what `jdp.init` made.
+      donate_state: whether the memory of the state passed in is used for the new one.
+        A donated state cannot be used again.
+      check_vma: whether JAX's types must prove that the new state is the same on all
+        replicas. False is for reductions that the types cannot follow.
+      compiler_options: options of XLA for this step, over jdp's own.
+
+    Returns:
+      A callable `(state, *batches) -> (state, metrics)`. The state may be anything
+      that `jdp.replicate` takes; every batch is a pytree of host arrays with the
+      samples of this process, or what `jdp.global_batch` returned.
+
+    Raises:
+      RuntimeError: from a call: the processes do not have the same state or the same
+        program; on every process, naming the difference.
+      ValueError: from a call: a batch does not divide among the replicas, or the new
+        state differs between replicas; the leaf is named.
+    """
+
+    def wrap(step: Step) -> DataParallelStep:
+        return DataParallelStep(
+            step,
+            world=world,
+            donate_state=donate_state,
+            check_vma=check_vma,
+            compiler_options=compiler_options or {},
+        )
+
+    return wrap if step is None else wrap(step)
+
+
+class DataParallelStep:
+    """A step of all replicas; see `data_parallel`."""
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        world: World | None,
+        donate_state: bool,
+        check_vma: bool,
+        compiler_options: dict[str, Any],
+    ):
+        """Use `data_parallel`."""
+        functools.update_wrapper(self, step)
+        self._step = step
+        self._world = world
+        self._donate_state = donate_state
+        self._check_vma = check_vma
+        self._compiler_options = compiler_options
+
+    def __call__(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
+        """Runs one step; see `data_parallel`."""
+        return self._jitted(*self._place(state, batches))
+
+    def lower(self, state: PyTree, *batches: PyTree) -> jax.stages.Lowered:
+        """Lowers the step for arguments of a call, to look at the program.
+
+        Every process calls it, as it would call the step.
+        """
+        return self._jitted.lower(*self._place(state, batches))
+
+    @functools.cached_property
+    def world(self) -> World:
+        """The replicas that the step runs on."""
+        return self._world or mesh.current_world()
+
+    def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
+        world = self.world
+        # One look at the first leaf: a state comes from this step, or is new as a
+        # whole. What does not fit otherwise, JAX refuses.
+        leaves = jax.tree.leaves(state)
+        if leaves and not replicas.is_replicated(world, leaves[0]):
+            state = replicas.replicate(world, state)
+        return state, *mesh.global_batch(world, batches)
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        # jit gives the compiled program the name of the function.
+        fn = functools.update_wrapper(lambda *args: self._trace(*args), self._step)
+        return jax.jit(
+            fn,
+            donate_argnums=(0,) if self._donate_state else (),
+            out_shardings=self.world.replicated,
+            compiler_options=self._compiler_options,
+        )
+
+    def _trace(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
+        """Runs when JAX traces; compares the program before it can be compiled."""
+        world = self.world
+        arguments = {"state": state}
+        arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
+        topic = f"first call of the step `{getattr(self, '__name__', 'step')}`"
+        try:
+            sharded, shape = self._shard(state, batches)
+        except Exception as error:
+            agreement.report_failure(world, topic, error)
+            raise
+        replicas.compare_programs(world, sharded.jaxpr, arguments, topic=topic)
+        leaves = jax.tree.leaves((state, batches))
+        out = jaxpr_as_fun(sharded)(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    def _shard(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, Any]:
+        world = self.world
+        single = world.num_replicas == 1
+        sharded = jax.shard_map(
+            functools.partial(_run_on_replica, self._step, world),
+            mesh=world.mesh,
+            in_specs=(
+                PartitionSpec(),
+                *[PartitionSpec(world.axis_names)] * len(batches),
+            ),
+            out_specs=PartitionSpec(),
+            # With one replica there is nothing to prove, and no collective.
+            check_vma=self._check_vma and not single,
+        )
+        make = jax.make_jaxpr(sharded, return_shape=True)
+        if not single:
+            return make(state, *batches)
+        with compat.skip_size_one_axes():
+            return make(state, *batches)
+
+
+def _run_on_replica(
+    step: Step, world: World, state: PyTree, *batches: PyTree
+) -> tuple[PyTree, PyTree]:
+    out = step(state, *batches)
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            "The step must return a pair `(state, metrics)`, got "
+            f"{type(out).__name__}. Return `(state, {{}})` where there are no metrics."
+        )
+    state, metrics = out
+    _check_is_replicated(state, world)
+    return state, grad_sync.average(metrics, axis_name=world.axis_name)
+
+
+def _check_is_replicated(state: PyTree, world: World) -> None:
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    for path, leaf in flat:
+        if compat.varying_axes(leaf) & frozenset(world.axis_names):
+            raise ValueError(
+                f"The new state's leaf `{jax.tree_util.keystr(path) or '(the state)'}` "
+                "may differ between the replicas: it depends on a replica's own "
+                "samples. Average gradients with `jdp.value_and_grad` or "
+                "`jdp.sync_gradients`; pass `check_vma=False` if the leaf is equal for "
+                "a reason that types cannot see."
+            )

@@ -1,0 +1,45 @@
+"""Types: the aliases and protocols that the rest of jdp shares."""
+
+from typing import Any, Protocol
+
+import jax
+
+PyTree = Any
+AxisName = str | tuple[str, ...]
+
+
+class AllReduce(Protocol):
+    """Sums a flat buffer over the replicas, inside a traced function.
+
+    Every replica of the axis calls it the same number of times, in the same order,
+    with the same shape and dtype, and gets bitwise the same result.
+    `jax.lax.psum` is one.
+    """
+
+    def __call__(self, x: jax.Array, axis_name: AxisName, /) -> jax.Array:
+        """Returns the sum of `x`, shape (n,), over `axis_name`."""
+        ...
+
+
+class Store(Protocol):
+    """Small values that the processes of a job share on the host, by key."""
+
+    def next_round(self) -> int:
+        """Returns 0, 1, 2, ...: how often this process has called it before."""
+        ...
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publishes `value`; a key is set once."""
+        ...
+
+    def get(self, key: str, *, timeout_s: float) -> bytes:
+        """Waits for `key` and returns its value.
+
+        Raises:
+          TimeoutError: nobody set the key within `timeout_s` seconds.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Forgets `key`."""
+        ...
