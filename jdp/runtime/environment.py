@@ -7,9 +7,19 @@ COORDINATOR_ADDRESS = "JDP_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JDP_NUM_PROCESSES"
 PROCESS_ID = "JDP_PROCESS_ID"
 LOCAL_PROCESS_ID = "JDP_LOCAL_PROCESS_ID"
+NUM_LOCAL_PROCESSES = "JDP_NUM_LOCAL_PROCESSES"
 NODE_RANK = "JDP_NODE_RANK"
 DEVICES_PER_PROCESS = "JDP_DEVICES_PER_PROCESS"
-LAUNCH_ID = "JDP_LAUNCH_ID"
+LAUNCH_ID = "JDP_LAUNCH_ID"  # The same for all that one launcher started.
+_REQUIRED = (
+    COORDINATOR_ADDRESS,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    LOCAL_PROCESS_ID,
+    NUM_LOCAL_PROCESSES,
+    NODE_RANK,
+)
+VARIABLES = (*_REQUIRED, DEVICES_PER_PROCESS, LAUNCH_ID)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +30,7 @@ class LaunchEnvironment:
     num_processes: int
     process_id: int
     local_process_id: int  # Position among the processes of this host.
+    num_local_processes: int  # Processes of this host.
     node_rank: int  # Position of this host.
     devices_per_process: int | None  # None: not said on the command line.
 
@@ -30,6 +41,7 @@ class LaunchEnvironment:
             NUM_PROCESSES: str(self.num_processes),
             PROCESS_ID: str(self.process_id),
             LOCAL_PROCESS_ID: str(self.local_process_id),
+            NUM_LOCAL_PROCESSES: str(self.num_local_processes),
             NODE_RANK: str(self.node_rank),
         }
         if self.devices_per_process is not None:
@@ -43,13 +55,13 @@ class LaunchEnvironment:
         Raises:
           ValueError: some are set and others are missing, or one is no number.
         """
-        if COORDINATOR_ADDRESS not in environ:
+        present = [name for name in _REQUIRED if name in environ]
+        missing = [name for name in _REQUIRED if name not in environ]
+        if not present:
             return None
-        required = (NUM_PROCESSES, PROCESS_ID, LOCAL_PROCESS_ID, NODE_RANK)
-        missing = [name for name in required if name not in environ]
         if missing:
             raise ValueError(
-                f"`{COORDINATOR_ADDRESS}` is set but {missing} are not. "
+                f"{present} are set in the environment but {missing} are not. "
                 "`jdp launch` sets all of them; unset them to start without it."
             )
         devices = environ.get(DEVICES_PER_PROCESS)
@@ -58,6 +70,7 @@ class LaunchEnvironment:
             num_processes=_parse_int(environ, NUM_PROCESSES),
             process_id=_parse_int(environ, PROCESS_ID),
             local_process_id=_parse_int(environ, LOCAL_PROCESS_ID),
+            num_local_processes=_parse_int(environ, NUM_LOCAL_PROCESSES),
             node_rank=_parse_int(environ, NODE_RANK),
             devices_per_process=(
                 None if devices is None else _parse_int(environ, DEVICES_PER_PROCESS)
