@@ -1,0 +1,79 @@
+"""Guard: who ends the workers when their launcher can no longer do it?
+
+The launcher runs this file by its path, in a session of its own, and holds the other
+end of its stdin. The pipe closes when the launcher ends, however it ends: without the
+byte `DONE` before it, the launcher was killed, and the guard ends the job. The file
+imports neither jdp nor jax, so that it starts in a few hundredths of a second.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+
+READY = b"ready\n"
+DONE = b"d"
+_LAUNCH_ID = "JDP_LAUNCH_ID"  # `environment.LAUNCH_ID`; a test holds them equal.
+_SCAN_PERIOD_S = 0.1
+# A process between fork and exec still shows the environment of the launcher. It gets
+# this many scans to appear under the launch id.
+_NUM_EMPTY_SCANS = 3
+
+
+def find_processes(launch_id: str) -> list[psutil.Process]:
+    """Lists the live processes that carry `launch_id` in their environment.
+
+    Children inherit the environment, so grandchildren and processes that left the
+    session of their worker are found too. Processes of other users are passed over.
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environ = process.environ()
+        except (psutil.Error, OSError):
+            continue  # Ended, a zombie, or not ours to read.
+        if environ.get(_LAUNCH_ID) == launch_id and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def signal_processes(processes: list[psutil.Process], signum: int) -> None:
+    """Sends `signum` to each process that is still the one that was found."""
+    for process in processes:
+        try:
+            process.send_signal(signum)
+        except (psutil.Error, OSError):
+            continue  # Ended in between.
+
+
+def kill_all(launch_id: str, *, timeout_s: float) -> list[psutil.Process]:
+    """Kills every process that carries `launch_id`, until no scan finds one.
+
+    Returns:
+      What was still there after `timeout_s`; empty when all have ended.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    num_empty = 0
+    while True:
+        left = find_processes(launch_id)
+        signal_processes(left, signal.SIGKILL)
+        num_empty = 0 if left else num_empty + 1
+        if num_empty == _NUM_EMPTY_SCANS or time.monotonic() > deadline_s:
+            return left
+        time.sleep(_SCAN_PERIOD_S)
+
+
+def main() -> None:
+    """Waits for the end of the launcher; see the module docstring."""
+    launch_id = sys.argv[1]
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    os.write(1, READY)
+    if os.read(0, 1) != DONE:
+        kill_all(launch_id, timeout_s=30.0)
+
+
+if __name__ == "__main__":
+    main()

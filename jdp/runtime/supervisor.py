@@ -1,0 +1,369 @@
+"""Supervisor: when do the processes of a job end, and how are they ended?
+
+`observe` decides, without a clock or a process; `Supervisor` is the thin shell that
+starts the processes, forwards their output and does what `observe` says.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import psutil
+
+from jdp.runtime import environment, guard, output
+
+BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
+_TICK_S = 0.05
+_SCAN_PERIOD_S = 0.1
+# How long after SIGKILL a process may still be listed before it is given up.
+_KILL_TIMEOUT_S = 10.0
+# What an ended process wrote lies in a buffer of the kernel. A stream is still open
+# after that only if a process outside the job holds it; it gets this long.
+_DRAIN_IDLE_S = 0.5
+_DRAIN_S = 5.0
+_GUARD_TIMEOUT_S = 30.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Exit(NamedTuple):
+    """The end of one process."""
+
+    process_id: int
+    returncode: int  # As in `subprocess`: the negative signal where one killed it.
+
+
+class StopState(NamedTuple):
+    """How far the end of a job has come."""
+
+    exit_code: int = 0
+    cause: Exit | signal.Signals | None = None  # None: nothing went wrong so far.
+    kill_at_s: float | None = None  # None: nobody was told to end.
+    is_killed: bool = False
+
+
+def exit_code(returncode: int) -> int:
+    """Returns the exit code of a shell for a return code of `subprocess`."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def describe_exit(end: Exit) -> str:
+    """Says how a process ended, such as `process 1 failed with exit code 3`."""
+    if end.returncode == 0:
+        return f"process {end.process_id} ended"
+    if end.returncode > 0:
+        return f"process {end.process_id} failed with exit code {end.returncode}"
+    return f"process {end.process_id} was killed by {_signal_name(-end.returncode)}"
+
+
+def observe(
+    state: StopState,
+    exits: Sequence[Exit],
+    signals: Sequence[int],
+    *,
+    now_s: float,
+    grace_s: float,
+) -> tuple[StopState, signal.Signals | None]:
+    """Decides what the processes that still run are sent.
+
+    The first signal, or the first process that fails, starts the end of the job with
+    SIGTERM. SIGKILL follows after `grace_s`, or at the next signal. A process that ends
+    with 0 changes nothing.
+
+    Args:
+      state: what was decided before.
+      exits: processes that have ended since then, the first one first.
+      signals: what the launcher was sent since then; SIGPIPE for a lost reader.
+      now_s: the time of a monotonic clock.
+      grace_s: from SIGTERM to SIGKILL.
+
+    Returns:
+      The new state, and the signal to send now.
+    """
+    failures = [end for end in exits if end.returncode != 0]
+    pending = list(signals)
+    send = None
+    if state.cause is None and pending:
+        signum = signal.Signals(pending.pop(0))
+        state = StopState(128 + signum, signum, now_s + grace_s)
+        send = signal.SIGTERM
+    elif state.cause is None and failures:
+        code = exit_code(failures[0].returncode)
+        state = StopState(code, failures[0], now_s + grace_s)
+        send = signal.SIGTERM
+    if state.kill_at_s is None or state.is_killed:
+        return state, send
+    if pending or now_s >= state.kill_at_s:
+        return state._replace(is_killed=True, kill_at_s=now_s), signal.SIGKILL
+    return state, send
+
+
+class Supervisor:
+    """Runs the processes of one job on this host, once."""
+
+    def __init__(
+        self, launch_id: str, forwarder: output.Forwarder, *, grace_s: float
+    ) -> None:
+        """Takes what every process carries in its environment, and their output."""
+        self._launch_id = launch_id
+        self._forwarder = forwarder
+        self._grace_s = grace_s
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._state = StopState()
+        self._signals: list[int] = []
+
+    def run(
+        self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]
+    ) -> int:
+        """Runs `arguments` once for each process id of `environs`, to the end of all.
+
+        Nothing of the job is left when it returns, also when it raises.
+
+        Returns:
+          0, or the exit code of what went wrong first.
+        """
+        with self._listening():
+            try:
+                with self._guarded():
+                    for process_id, environ in environs.items():
+                        self._start(process_id, arguments, environ)
+                    self._wait_for_workers()
+                    self._sweep()
+                    self._drain()
+                    self._report()
+            finally:
+                self._forwarder.close()
+                self._flush()
+        return self._state.exit_code
+
+    def _start(
+        self, process_id: int, arguments: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
+        stdout_fd, stderr_fd = self._forwarder.open_streams(process_id)
+        try:
+            self._running[process_id] = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout_fd,
+                stderr=stderr_fd,
+                env=dict(environ),
+                start_new_session=True,
+            )
+        finally:
+            os.close(stdout_fd)
+            os.close(stderr_fd)
+
+    def _wait_for_workers(self) -> None:
+        while self._running:
+            self._forwarder.pump(timeout_s=_TICK_S)
+            self._observe()
+            if self._is_given_up():
+                return
+
+    def _observe(self) -> None:
+        """Collects what has happened, and does what follows from it."""
+        exits = []
+        for process_id, process in list(self._running.items()):
+            if process.poll() is not None:
+                del self._running[process_id]
+                exits.append(Exit(process_id, process.returncode))
+        signals = self._take_signals()
+        if self._forwarder.is_broken and self._state.cause is None:
+            signals.append(signal.SIGPIPE)
+        self._state, send = observe(
+            self._state,
+            exits,
+            signals,
+            now_s=time.monotonic(),
+            grace_s=self._grace_s,
+        )
+        if send is not None:
+            self._signal(send)
+
+    def _is_given_up(self) -> bool:
+        if not self._state.is_killed or self._state.kill_at_s is None:
+            return False
+        return time.monotonic() > self._state.kill_at_s + _KILL_TIMEOUT_S
+
+    def _signal(self, signum: int) -> None:
+        """Signals the group of each worker, and what has left these groups."""
+        groups = {process.pid for process in self._running.values()}
+        for pid in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signum)
+        others = [
+            process
+            for process in guard.find_processes(self._launch_id)
+            if _group_of(process) not in groups
+        ]
+        guard.signal_processes(others, signum)
+
+    def _sweep(self) -> None:
+        """Ends what the workers have left behind."""
+        left = guard.find_processes(self._launch_id)
+        if left and not self._state.is_killed:
+            guard.signal_processes(left, signal.SIGTERM)
+        if self._state.kill_at_s is None:
+            kill_at_s = time.monotonic() + self._grace_s
+            self._state = self._state._replace(kill_at_s=kill_at_s)
+        while left:
+            next_scan_s = time.monotonic() + _SCAN_PERIOD_S
+            while time.monotonic() < next_scan_s:
+                self._forwarder.pump(timeout_s=_TICK_S)
+            self._observe()
+            left = guard.find_processes(self._launch_id)
+            if self._state.is_killed:  # Also those that were started since then.
+                guard.signal_processes(left, signal.SIGKILL)
+            if self._is_given_up():
+                pids = [process.pid for process in left]
+                self._forwarder.print_line(
+                    f"jdp launch: processes {pids} did not end after SIGKILL."
+                )
+                return
+
+    def _drain(self) -> None:
+        """Forwards what the ended processes have written."""
+        left_s, idle_s = _DRAIN_S, 0.0
+        while self._forwarder.is_open and left_s > 0.0 and idle_s < _DRAIN_IDLE_S:
+            start_s = time.monotonic()
+            has_waited_for_reader = self._forwarder.has_backlog
+            has_read = self._forwarder.pump(timeout_s=_TICK_S)
+            self._take_signals()
+            if not has_waited_for_reader:
+                elapsed_s = time.monotonic() - start_s
+                left_s -= elapsed_s
+                idle_s = 0.0 if has_read else idle_s + elapsed_s
+
+    def _report(self) -> None:
+        """Says what went wrong, and shows what the culprit wrote last."""
+        cause = self._state.cause
+        if isinstance(cause, Exit):
+            self._forwarder.print_line(f"jdp launch: {describe_exit(cause)}.")
+            self._forwarder.print_tail(cause.process_id)
+        elif cause is not None:
+            self._forwarder.print_line(f"jdp launch: ended by {_signal_name(cause)}.")
+
+    def _flush(self) -> None:
+        """Waits for the readers of our output, as any program does.
+
+        Once the job has been told to end, they get `grace_s`.
+        """
+        deadline_s = time.monotonic() + self._grace_s
+        while self._forwarder.has_backlog:
+            self._forwarder.flush(timeout_s=_TICK_S)
+            signals = self._take_signals()
+            if signals and self._state.cause is None:
+                cause = signal.Signals(signals[0])
+                self._state = StopState(128 + cause, cause)
+                deadline_s = time.monotonic() + self._grace_s
+            if self._state.cause is not None and time.monotonic() > deadline_s:
+                return
+
+    def _take_signals(self) -> list[int]:
+        received, self._signals = self._signals, []
+        if signal.SIGWINCH in received:
+            self._forwarder.resize()
+        return [signum for signum in received if signum in _STOP_SIGNALS]
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Holds the pipe whose end tells the guard that nobody else ends the job."""
+        environ = dict(os.environ)
+        # The guard of a job inside a job must outlive the processes of the outer one.
+        environ.pop(environment.LAUNCH_ID, None)
+        environ["PYTHONPATH"] = os.path.dirname(os.path.dirname(psutil.__file__))
+        with subprocess.Popen(
+            # -S: `site` may import anything. -P: no module of this folder is meant.
+            [sys.executable, "-S", "-P", guard.__file__, self._launch_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            env=environ,
+            start_new_session=True,
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                _wait_until_ready(process.stdout.fileno())
+                process.stdout.close()
+                yield
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(guard.DONE)
+            finally:
+                # After an error, the guard ends the job as if we had been killed.
+                process.stdin.close()
+                try:
+                    process.wait(_GUARD_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                for worker in self._running.values():
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        worker.wait(_TICK_S)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Collects signals; outside the main thread, Python delivers none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wake_fd, write_fd = os.pipe()
+        os.set_blocking(wake_fd, False)
+        os.set_blocking(write_fd, False)
+        old_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        old_handlers = {}
+        for signum in (*_STOP_SIGNALS, signal.SIGCHLD, signal.SIGWINCH):
+            old = signal.getsignal(signum)
+            # `nohup` and a shell's `&` have us ignore signals; that stays so.
+            if signum in _STOP_SIGNALS and old is signal.SIG_IGN:
+                continue
+            old_handlers[signum] = old
+            signal.signal(signum, lambda signum, _: self._signals.append(signum))
+        self._forwarder.watch(wake_fd)
+        try:
+            yield
+        finally:
+            for signum, old in old_handlers.items():
+                signal.signal(signum, old)
+            signal.set_wakeup_fd(old_fd)
+            os.close(wake_fd)
+            os.close(write_fd)
+
+
+def _wait_until_ready(fd: int) -> None:
+    """Waits for the first words of the guard.
+
+    Raises:
+      RuntimeError: it ended or kept silent instead.
+    """
+    deadline_s = time.monotonic() + _GUARD_TIMEOUT_S
+    said = b""
+    while not said.endswith(guard.READY):
+        wait_s = max(deadline_s - time.monotonic(), 0.0)
+        chunk = os.read(fd, 4096) if select.select([fd], [], [], wait_s)[0] else b""
+        if not chunk:
+            raise RuntimeError(
+                f"The guard process did not start within {_GUARD_TIMEOUT_S:g} s; "
+                "no worker was started. It wrote:\n"
+                f"{said.decode(errors='replace') or 'nothing'}"
+            )
+        said += chunk
+
+
+def _group_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except OSError:
+        return None
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

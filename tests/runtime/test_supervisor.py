@@ -1,0 +1,77 @@
+import signal
+
+import pytest
+
+from jdp.runtime import supervisor
+from jdp.runtime.supervisor import Exit, StopState
+
+RUNNING = StopState()
+
+
+def observe(state, exits=(), signals=(), *, now_s=0.0):
+    return supervisor.observe(state, exits, signals, now_s=now_s, grace_s=5.0)
+
+
+@pytest.mark.parametrize("returncode, code", [(0, 0), (3, 3), (-9, 137), (-15, 143)])
+def test_exit_code_is_that_of_a_shell(returncode, code):
+    assert supervisor.exit_code(returncode) == code
+
+
+@pytest.mark.parametrize(
+    "returncode, text",
+    [
+        (0, "process 1 ended"),
+        (3, "process 1 failed with exit code 3"),
+        (-9, "process 1 was killed by SIGKILL"),
+        (-40, "process 1 was killed by signal 40"),
+    ],
+)
+def test_describe_exit_says_who_and_why(returncode, text):
+    assert supervisor.describe_exit(Exit(1, returncode)) == text
+
+
+def test_a_process_that_ends_with_0_changes_nothing():
+    assert observe(RUNNING, [Exit(0, 0)]) == (RUNNING, None)
+
+
+def test_the_first_failure_counts():
+    state, send = observe(RUNNING, [Exit(2, 0), Exit(1, 3), Exit(0, 4)])
+    assert send == signal.SIGTERM
+    assert (state.exit_code, state.cause) == (3, Exit(1, 3))
+    state, send = observe(state, [Exit(3, -9)], now_s=1.0)
+    assert send is None
+    assert (state.exit_code, state.cause) == (3, Exit(1, 3))
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_the_job(signum, code):
+    state, send = observe(RUNNING, signals=[signum])
+    assert (send, state.exit_code, state.cause) == (signal.SIGTERM, code, signum)
+
+
+def test_a_signal_is_the_cause_of_the_failures_beside_it():
+    state, send = observe(RUNNING, [Exit(0, -2)], [signal.SIGINT])
+    assert (send, state.exit_code) == (signal.SIGTERM, 130)
+
+
+def test_kill_follows_after_the_grace_and_once():
+    state, _ = observe(RUNNING, [Exit(0, 1)], now_s=10.0)
+    state, send = observe(state, now_s=14.9)
+    assert send is None
+    state, send = observe(state, now_s=15.0)
+    assert (send, state.is_killed) == (signal.SIGKILL, True)
+    state, send = observe(state, now_s=16.0)
+    assert send is None
+    assert state.kill_at_s == 15.0
+
+
+@pytest.mark.parametrize("exits, signals", [([], [2]), ([Exit(0, 1)], [])])
+def test_a_signal_during_the_grace_kills_at_once(exits, signals):
+    state, _ = observe(RUNNING, exits, signals, now_s=10.0)
+    state, send = observe(state, signals=[signal.SIGINT], now_s=10.1)
+    assert (send, state.kill_at_s) == (signal.SIGKILL, 10.1)
+
+
+def test_two_signals_at_once_kill_at_once():
+    state, send = observe(RUNNING, signals=[signal.SIGINT, signal.SIGINT])
+    assert (send, state.exit_code) == (signal.SIGKILL, 130)
