@@ -1,0 +1,139 @@
+"""Worker: how does one process of a job run the user's program?
+
+`jdp launch` runs this file by its path: `python -u worker.py script train.py args...`
+or `... module package.train args...`. The program sees what it would see under
+`python train.py` or `python -m package.train`, and `__main__` stays the program's until
+the interpreter ends; `runpy` would take it back before threads and exit handlers do,
+and they may start processes that import it. The file imports neither jdp nor jax.
+
+A program that fails ends with `os._exit`: the exit handler of JAX waits up to 300 s at
+a barrier for peers that hang in a collective with the process that failed.
+"""
+
+import builtins
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+import types
+
+
+def main(argv: list[str]) -> None:
+    """Runs the program named by `argv`: its kind, its target, its arguments."""
+    kind, target, *arguments = argv
+    program = types.ModuleType("__main__")
+    program.__dict__["__builtins__"] = builtins
+    # The interpreter itself keeps the module of this file alive.
+    sys.modules["__main__"] = program
+    try:
+        if kind == "module":
+            code = _load_module(program, target, arguments)
+        else:
+            code = _load_script(program, target, arguments)
+        exec(code, program.__dict__)
+    except SystemExit as error:
+        _exit_unless_zero(_exit_code(error))
+    except BaseException as error:
+        _print_exception(error)
+        _exit_unless_zero(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _load_script(
+    program: types.ModuleType, path: str, arguments: list[str]
+) -> types.CodeType:
+    sys.argv = [path, *arguments]
+    spec = None
+    if not path.endswith(".py"):
+        # A folder or a zip file with a `__main__.py` in it.
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is not None:
+        _set_first_path(path)
+        return _adopt(program, spec)
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    program.__file__ = path
+    program.__loader__ = loader
+    program.__dict__["__cached__"] = None
+    with io.open_code(os.path.abspath(path)) as file:
+        return loader.source_to_code(file.read(), path)
+
+
+def _load_module(
+    program: types.ModuleType, name: str, arguments: list[str]
+) -> types.CodeType:
+    sys.argv = ["-m", *arguments]
+    _set_first_path(os.getcwd())
+    spec = importlib.util.find_spec(name)  # Imports the packages around it.
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.loader is None:
+        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
+        raise SystemExit(1)
+    if spec.origin is not None:
+        sys.argv[0] = spec.origin
+    return _adopt(program, spec)
+
+
+def _adopt(
+    program: types.ModuleType, spec: importlib.machinery.ModuleSpec
+) -> types.CodeType:
+    """Names `program` as the import system would, and returns its code."""
+    program.__spec__ = spec
+    program.__loader__ = spec.loader
+    program.__package__ = spec.parent
+    program.__file__ = spec.origin
+    program.__dict__["__cached__"] = spec.cached
+    code = getattr(spec.loader, "get_code")(spec.name)  # noqa: B009 (not in the ABC)
+    if code is None:
+        raise ImportError(f"No code object available for {spec.name}")
+    return code
+
+
+def _set_first_path(path: str) -> None:
+    """Puts `path` where Python put the folder of this file."""
+    if not sys.flags.safe_path:
+        sys.path[0] = path
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _exit_unless_zero(code: int) -> None:
+    """Ends without exit handlers, unless the program succeeded."""
+    if code == 0:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            continue  # None, broken or closed: nothing that could be shown.
+    os._exit(code)
+
+
+def _print_exception(error: BaseException) -> None:
+    """Shows `error` as Python would: without the frames that led to the program."""
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name != __file__ and not name.startswith("<frozen "):
+            break
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    try:
+        sys.excepthook(type(error), error, trace)
+    except BaseException as hook_error:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, trace)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
