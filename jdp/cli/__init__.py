@@ -1,0 +1,1 @@
+"""Command line: what can be done with jdp from a shell?"""

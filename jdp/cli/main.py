@@ -1,0 +1,52 @@
+"""Command line: the commands of `jdp`."""
+
+import importlib.metadata
+from typing import Annotated
+
+import typer
+
+from jdp.cli import launch
+
+# Plain messages: boxes break them in the middle of paths and commands.
+app = typer.Typer(
+    help="Data-parallel training for JAX.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
+
+
+def main() -> None:
+    """Runs the command line `jdp`."""
+    app(prog_name="jdp")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if not is_wanted:
+        return
+    try:
+        version = importlib.metadata.version("jdp")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed)"
+    typer.echo(f"jdp {version}")
+    raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Data-parallel training for JAX."""
+
+
+if __name__ == "__main__":
+    main()
