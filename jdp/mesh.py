@@ -186,6 +186,8 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
             f"among the {num_parts} replicas of this process. Use a batch size that is "
             f"a multiple of {num_parts}, or drop or pad the rest."
         )
+    if world.process_count == 1:
+        return jax.device_put(leaf, world.split)
     part = num_samples // num_parts
     parts = [leaf[k * part : (k + 1) * part] for k in range(num_parts)]
     shards = jax.device_put(parts, list(world.local_devices))

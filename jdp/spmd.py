@@ -129,10 +129,10 @@ class DataParallelStep:
 
     def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
         world = self.world
-        # One look at the first leaf: a state comes from this step, or is new as a
-        # whole. What does not fit otherwise, JAX refuses.
-        leaves = jax.tree.leaves(state)
-        if leaves and not replicas.is_replicated(world, leaves[0]):
+        # One look at one leaf: a state comes from a step, or is new as a whole. What
+        # does not fit otherwise, JAX refuses.
+        leaf = _any_leaf(state)
+        if leaf is not None and not replicas.is_replicated(world, leaf):
             state = replicas.replicate(world, state)
         return state, *mesh.global_batch(world, batches)
 
@@ -144,7 +144,7 @@ class DataParallelStep:
             fn,
             donate_argnums=(0,) if self._donate_state else (),
             out_shardings=self.world.replicated,
-            compiler_options=self._compiler_options,
+            compiler_options=_default_compiler_options() | self._compiler_options,
         )
 
     def _trace(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
@@ -182,6 +182,26 @@ class DataParallelStep:
             return make(state, *batches)
         with compat.skip_size_one_axes():
             return make(state, *batches)
+
+
+def _any_leaf(tree: PyTree) -> Any:
+    """Returns some leaf; walks down instead of flattening, 1 µs instead of 16."""
+    node = tree
+    while isinstance(node, dict | list | tuple) and node:
+        node = next(iter(node.values() if isinstance(node, dict) else node))
+    if isinstance(node, jax.Array):
+        return node
+    return next(iter(jax.tree.leaves(tree)), None)
+
+
+def _default_compiler_options() -> dict[str, Any]:
+    # On CPU this pass merges all all-reduces into one that runs buffer by buffer, after
+    # the last gradient. Apart, buckets of 25 MiB overlap with the backward pass: 240 ms
+    # a step instead of 310 ms with one flat buffer of 100 MB, and the same time where
+    # there is but one bucket (2 processes, gloo).
+    if jax.default_backend() == "cpu":
+        return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+    return {}
 
 
 def _run_on_replica(

@@ -1,0 +1,1 @@
+"""`jdp bench`: measurements that are interleaved with what they are compared to."""

@@ -1,0 +1,92 @@
+"""Channel: how a benchmark tells its workers what to time, and when.
+
+Each worker connects back to the driver and sleeps in `recv` until it is asked, so that
+the workers that do not run leave the cores to those that do.
+"""
+
+import json
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+RunSteps = Callable[[int], list[float]]
+
+
+class StepConfig(NamedTuple):
+    """The model that every system trains in `jdp bench step`."""
+
+    num_blocks: int
+    width: int
+    batch_size: int  # samples of one process.
+    learning_rate: float = 1e-3
+
+
+class Line:
+    """One JSON value a line, over a connected socket."""
+
+    def __init__(self, connection: socket.socket):
+        """Takes over `connection`."""
+        self._socket = connection
+        self._file = connection.makefile("rw", encoding="utf-8", newline="\n")
+
+    def send(self, message: Any) -> None:
+        """Sends one message."""
+        self._file.write(json.dumps(message) + "\n")
+        self._file.flush()
+
+    def receive(self, *, timeout_s: float | None) -> Any:
+        """Receives one message.
+
+        Raises:
+          EOFError: the other side is gone.
+          TimeoutError: it said nothing for `timeout_s` seconds.
+        """
+        self._socket.settimeout(timeout_s)
+        text = self._file.readline()
+        if not text:
+            raise EOFError("the other side of the channel is gone")
+        return json.loads(text)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._file.close()
+        self._socket.close()
+
+
+def serve(port: int, group: str, rank: int, variants: Mapping[str, RunSteps]) -> None:
+    """Times variants for the driver at `port` until it hangs up; runs in a worker.
+
+    Args:
+      port: where the driver listens on this host.
+      group: name of the group of processes.
+      rank: number of this process in it.
+      variants: by name, a function that runs that many steps, together with the other
+        processes of the group, and returns the seconds of each.
+    """
+    line = Line(socket.create_connection(("127.0.0.1", port), timeout=30.0))
+    line.send({"group": group, "rank": rank, "variants": list(variants)})
+    try:
+        while True:
+            request = line.receive(timeout_s=None)
+            line.send(variants[request["variant"]](request["num_steps"]))
+    except (EOFError, ConnectionError):
+        return
+    finally:
+        line.close()
+
+
+def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:
+    """Returns the seconds of each of `num_steps` calls; `step` waits for its result."""
+    seconds = []
+    for _ in range(num_steps):
+        start_s = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start_s)
+    return seconds
+
+
+def median(seconds: list[float]) -> float:
+    """The median, or nan of nothing."""
+    return statistics.median(seconds) if seconds else float("nan")

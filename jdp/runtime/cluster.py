@@ -1,0 +1,302 @@
+"""Cluster: which processes form the job, and the world they make."""
+
+import atexit
+import dataclasses
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jdp import compat, mesh
+from jdp.mesh import World
+from jdp.runtime import roll_call
+from jdp.runtime.environment import LaunchEnvironment
+from jdp.runtime.store import DistributedStore
+from jdp.types import AxisName
+
+_logger = logging.getLogger("jdp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of this process in a job of several."""
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: Sequence[int] | None = None
+    num_cpu_devices: int | None = None
+    node: str | None = None  # equal within a host; None: found out by itself.
+
+    def __post_init__(self) -> None:
+        """Checks what one process can check alone."""
+        host, _, port = self.coordinator_address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ValueError(
+                "`coordinator_address` must be 'host:port' of process 0, got "
+                f"{self.coordinator_address!r}."
+            )
+        if self.num_processes < 1:
+            raise ValueError(
+                f"`num_processes` must be at least 1, got {self.num_processes}."
+            )
+        if not 0 <= self.process_id < self.num_processes:
+            raise ValueError(
+                f"`process_id` must be from 0 to {self.num_processes - 1} "
+                f"(`num_processes={self.num_processes}`), got {self.process_id}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _InitOptions:
+    coordinator_address: str | None
+    num_processes: int | None
+    process_id: int | None
+    local_device_ids: tuple[int, ...] | None
+    num_cpu_devices: int | None
+    axis_name: AxisName
+    num_nodes: int | None
+    timeout_s: float
+
+
+class _Initialized:
+    """What `init` was called with; there is one job for a process."""
+
+    options: _InitOptions | None = None
+
+
+def init(
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    num_cpu_devices: int | None = None,
+    axis_name: AxisName = "data",
+    num_nodes: int | None = None,
+    timeout_s: float = 300.0,
+) -> World:
+    """Joins the job and returns its replicas; every process calls it once, first.
+
+    Without arguments the place of this process comes from `jdp launch`, else from what
+    `jax.distributed` detects (Slurm, Open MPI, Kubernetes, TPU), else this process is
+    alone and its devices are the replicas. Called again with the same arguments it
+    returns the same world.
+
+    Args:
+      coordinator_address: "host:port" at which process 0 listens. With it go
+        `num_processes` and `process_id`.
+      num_processes: number of processes of the job.
+      process_id: number of this process, from 0.
+      local_device_ids: which GPUs this process uses; all it sees if None.
+      num_cpu_devices: how many devices the CPU is divided into; 1 if None.
+      axis_name: name of the mesh axis, or a pair of names: across nodes (hosts) and
+        within a node.
+      num_nodes: with a pair of names, the number of nodes, if it is not to be the
+        number of hosts.
+      timeout_s: longest wait for other processes, here and later on the host, in
+        seconds.
+
+    Returns:
+      The world; functions that take `world=None` use it.
+
+    Raises:
+      ValueError: an argument is out of range or missing.
+      RuntimeError: called before with other arguments, or after JAX has chosen its
+        devices; the coordinator cannot be reached, its port is taken, or processes are
+        missing, doubled or do not fit.
+    """
+    options = _InitOptions(
+        coordinator_address=coordinator_address,
+        num_processes=num_processes,
+        process_id=process_id,
+        local_device_ids=None if local_device_ids is None else tuple(local_device_ids),
+        num_cpu_devices=num_cpu_devices,
+        axis_name=axis_name if isinstance(axis_name, str) else tuple(axis_name),
+        num_nodes=num_nodes,
+        timeout_s=timeout_s,
+    )
+    if _Initialized.options is not None:
+        _check_same_options(_Initialized.options, options)
+        return mesh.current_world()
+    _check_options(options)
+    place = _find_place(options, os.environ)
+    nodes = _join(place, options) if place else [""]
+    world = _make_world(options, nodes)
+    mesh.set_current_world(world)
+    _Initialized.options = options
+    return world
+
+
+def _check_same_options(before: _InitOptions, now: _InitOptions) -> None:
+    for field in dataclasses.fields(now):
+        old, new = getattr(before, field.name), getattr(now, field.name)
+        if old != new:
+            raise RuntimeError(
+                f"`jdp.init` was called before with `{field.name}={old!r}`, now with "
+                f"{new!r}. A process joins one job, once; keep the world it returned."
+            )
+
+
+def _check_options(options: _InitOptions) -> None:
+    if options.timeout_s <= 0:
+        raise ValueError(f"`timeout_s` must be positive, got {options.timeout_s}.")
+    for name in ("num_cpu_devices", "num_nodes"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
+    if options.num_nodes is not None and len(mesh.as_axis_names(options.axis_name)) < 2:
+        raise ValueError(
+            "`num_nodes` needs a pair of axis names, such as "
+            f"`axis_name=('node', 'data')`; got {options.axis_name!r}."
+        )
+
+
+def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | None:
+    """Finds the place of this process; None where it is alone."""
+    explicit = {
+        "coordinator_address": options.coordinator_address,
+        "num_processes": options.num_processes,
+        "process_id": options.process_id,
+    }
+    if any(value is not None for value in explicit.values()):
+        missing = [name for name, value in explicit.items() if value is None]
+        if missing:
+            raise ValueError(
+                f"{', '.join(f'`{m}`' for m in missing)} must be given too: "
+                "`coordinator_address`, `num_processes` and `process_id` go together."
+            )
+        place = Place(**explicit, local_device_ids=options.local_device_ids)
+    elif launched := LaunchEnvironment.from_environ(environ):
+        place = _launched_place(launched, options)
+    else:
+        place = _detected_place(options)
+    return None if place is None or place.num_processes == 1 else place
+
+
+def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> Place:
+    device_ids = options.local_device_ids
+    if device_ids is None and launched.num_local_processes > 1:
+        # One process a GPU, unless the command line says how many.
+        count = launched.devices_per_process or 1
+        first = launched.local_process_id * count
+        device_ids = tuple(range(first, first + count))
+    return Place(
+        coordinator_address=launched.coordinator_address,
+        num_processes=launched.num_processes,
+        process_id=launched.process_id,
+        local_device_ids=device_ids,
+        num_cpu_devices=launched.devices_per_process,
+        node=f"node {launched.node_rank}",
+    )
+
+
+def _detected_place(options: _InitOptions) -> Place | None:
+    address, count, process_id, device_ids = compat.detect_cluster(
+        timeout_s=options.timeout_s
+    )
+    if address is None or count is None or process_id is None:
+        return None
+    return Place(
+        coordinator_address=address,
+        num_processes=count,
+        process_id=process_id,
+        local_device_ids=options.local_device_ids or device_ids,
+    )
+
+
+def _join(place: Place, options: _InitOptions) -> list[str]:
+    """Meets the other processes; returns the node of each."""
+    if compat.backend_is_initialized():
+        raise RuntimeError(
+            "`jdp.init` must come before anything that makes JAX choose its devices, "
+            "such as `jax.devices()`, `jnp.zeros(...)` or a random key, because the "
+            f"{place.num_processes} processes of this job share theirs."
+        )
+    hello = roll_call.make_hello(place.process_id, place.num_processes, node=place.node)
+    address = place.coordinator_address
+    nodes = roll_call.call_roll(hello, address, timeout_s=options.timeout_s)
+    _set_num_cpu_devices(options.num_cpu_devices or place.num_cpu_devices)
+    host, port = address.rsplit(":", 1)
+    jax.distributed.initialize(
+        address,
+        place.num_processes,
+        place.process_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(1, int(options.timeout_s)),
+        coordinator_bind_address=(
+            f"127.0.0.1:{port}" if roll_call.is_loopback(host) else None
+        ),
+    )
+    _leave_at_once_on_failure()
+    return nodes
+
+
+def _make_world(options: _InitOptions, nodes: list[str]) -> World:
+    client = compat.distributed_client()
+    if client is None:
+        _set_num_cpu_devices(options.num_cpu_devices)
+    process_count = jax.process_count()
+    # Devices of a process next to each other, processes of a node too.
+    rank_of_node = {node: rank for rank, node in enumerate(dict.fromkeys(nodes))}
+
+    def position(device: jax.Device) -> tuple[int, int, int]:
+        process = device.process_index
+        node = rank_of_node[nodes[process]] if process_count > 1 else 0
+        return node, process, device.id
+
+    devices = sorted(jax.devices(), key=position)
+    return World(
+        mesh=mesh.make_mesh(
+            devices,
+            options.axis_name,
+            num_nodes=options.num_nodes or len(rank_of_node),
+        ),
+        axis_name=options.axis_name,
+        process_index=jax.process_index(),
+        process_count=process_count,
+        timeout_s=options.timeout_s,
+        store=DistributedStore(client) if process_count > 1 else None,
+    )
+
+
+def _set_num_cpu_devices(count: int | None) -> None:
+    if count is None:
+        return
+    if not compat.backend_is_initialized():
+        jax.config.update("jax_num_cpu_devices", count)
+    elif jax.default_backend() == "cpu" and jax.local_device_count() != count:
+        raise RuntimeError(
+            f"`num_cpu_devices={count}` comes too late: JAX has already made "
+            f"{jax.local_device_count()}. Call `jdp.init` before anything that uses "
+            "a device."
+        )
+
+
+def _leave_at_once_on_failure() -> None:
+    """Ends the process at once after an exception that nobody caught.
+
+    JAX waits at exit, for up to 300 s, until all processes have come to the end. The
+    peers of a process that failed never do: they wait for it in a collective.
+    """
+    failed = threading.Event()
+    report = sys.excepthook
+
+    def hook(kind: Any, error: Any, traceback: Any) -> None:
+        failed.set()
+        report(kind, error, traceback)
+
+    def leave() -> None:
+        if failed.is_set():
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    sys.excepthook = hook
+    atexit.register(leave)  # Runs before JAX's own, which was registered earlier.
