@@ -7,6 +7,9 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src import clusters, config, core, distributed, xla_bridge
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir.dialects import stablehlo
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -25,19 +28,29 @@ def cast_varying(x: Any, axis_names: Sequence[str]) -> Any:
 
 
 def order_after(
-    xs: Sequence[jax.Array], earlier: jax.Array
-) -> tuple[list[jax.Array], jax.Array]:
-    """Makes `xs` depend on `earlier`, so that XLA cannot merge or swap them.
+    xs: Sequence[jax.Array], earlier: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Makes `xs` depend on `earlier`, so that XLA can neither merge nor swap them.
 
     Returns:
-      `xs` and `earlier`, both to be used in place of the arguments: JAX 0.10 drops
-      an operand of the barrier whose result is not used, JAX 0.12 gives all results
-      the axes over which any operand varies.
+      `xs` and `earlier`, to be used in place of the arguments: XLA drops what enters
+      a barrier and does not leave it.
     """
-    xs, held = lax.optimization_barrier((list(xs), earlier))
-    if varying_axes(held) == varying_axes(earlier):
-        earlier = held
-    return xs, earlier
+    held = _barrier_p.bind(*xs, *earlier)
+    return held[: len(xs)], held[len(xs) :]
+
+
+# `lax.optimization_barrier`, but each result keeps the axes over which its own operand
+# varies; with JAX 0.10 all results get those of all operands.
+_barrier_p = Primitive("jdp_barrier")
+_barrier_p.multiple_results = True
+_barrier_p.def_impl(lambda *xs: list(xs))
+_barrier_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(
+    _barrier_p, lambda ctx, *xs: list(stablehlo.OptimizationBarrierOp(xs).results)
+)
+batching.primitive_batchers[_barrier_p] = lambda xs, dims: (_barrier_p.bind(*xs), dims)
+ad.primitive_jvps[_barrier_p] = lambda xs, dots: (_barrier_p.bind(*xs), dots)
 
 
 def skip_size_one_axes() -> contextlib.AbstractContextManager[Any]:

@@ -239,12 +239,13 @@ def _reduce_tuples(
     """Sums leaf by leaf, side by side within a bucket and one bucket after another.
 
     XLA combines all-reduces that do not depend on each other, so a bucket becomes one
-    all-reduce with as many operands, and the dependence keeps buckets apart.
+    all-reduce with as many operands, and the dependence keeps buckets apart; on CPU
+    only if the pass "cse_barrier_expander" does not remove it first.
     """
     reduced: list[list[jax.Array]] = []
     for group in groups:
         if reduced:
-            group, reduced[-1][0] = compat.order_after(group, reduced[-1][0])
+            group, reduced[-1] = compat.order_after(group, reduced[-1])
         reduced.append([lax.psum(_before(x, num_replicas), axis_name) for x in group])
     return [[_after(x, num_replicas) for x in group] for group in reduced]
 

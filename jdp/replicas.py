@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jdp import agreement, buckets
 from jdp.mesh import World
@@ -141,12 +142,7 @@ def replicate(world: World, tree: PyTree) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(tree)
     if world.store is None:
-        placed = [
-            x
-            if is_replicated(world, x)
-            else jax.device_put(x, world.replicated, may_alias=False)
-            for x in leaves
-        ]
+        placed = [x if is_replicated(world, x) else _copy_out(world, x) for x in leaves]
         return jax.tree.unflatten(treedef, placed)
     todo = [i for i, x in enumerate(leaves) if not is_replicated(world, x)]
     # Which leaves are to be sent is part of what must agree.
@@ -165,7 +161,10 @@ def is_replicated(world: World, x: Any) -> bool:
     """Returns whether every replica of `world` holds the whole of the array `x`."""
     return isinstance(x, jax.Array) and (
         x.sharding == world.replicated
-        or x.sharding.is_equivalent_to(world.replicated, x.ndim)
+        or (
+            isinstance(x.sharding, NamedSharding)
+            and x.sharding.is_equivalent_to(world.replicated, x.ndim)
+        )
     )
 
 
@@ -321,6 +320,14 @@ def _host_copy(leaf: Any) -> np.ndarray:
     value = np.asarray(leaf)
     dtype = value.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return value.astype(jax.dtypes.canonicalize_dtype(dtype), copy=False)
+
+
+def _copy_out(world: World, leaf: Any) -> jax.Array:
+    # `device_put` may keep the array of a device that has it already, as one of the
+    # copies; a step that donates its state would take that away from the caller.
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(leaf.copy(), world.replicated)
+    return jax.device_put(leaf, world.replicated, may_alias=False)
 
 
 def _place(world: World, value: np.ndarray, *, like: Any) -> jax.Array:

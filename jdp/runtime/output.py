@@ -321,9 +321,6 @@ class Forwarder:
     def _open_stream(self, owner: int, process_id: int, screen: Screen) -> int:
         if screen.is_terminal:
             read_fd, write_fd = os.openpty()
-            attributes = termios.tcgetattr(write_fd)
-            attributes[1] &= ~termios.OPOST  # Our own terminal adds the `\r`.
-            termios.tcsetattr(write_fd, termios.TCSANOW, attributes)
             _copy_size(screen.fd, read_fd, margin=self._prefix_width())
         else:
             read_fd, write_fd = os.pipe()

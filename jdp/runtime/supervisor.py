@@ -234,8 +234,8 @@ class Supervisor:
             start_s = time.monotonic()
             has_waited_for_reader = self._forwarder.has_backlog
             has_read = self._forwarder.pump(timeout_s=_TICK_S)
-            self._take_signals()
-            if not has_waited_for_reader:
+            self._observe()
+            if not has_waited_for_reader or self._state.cause is not None:
                 elapsed_s = time.monotonic() - start_s
                 left_s -= elapsed_s
                 idle_s = 0.0 if has_read else idle_s + elapsed_s
@@ -254,14 +254,11 @@ class Supervisor:
 
         Once the job has been told to end, they get `grace_s`.
         """
-        deadline_s = time.monotonic() + self._grace_s
+        start_s = time.monotonic()
         while self._forwarder.has_backlog:
             self._forwarder.flush(timeout_s=_TICK_S)
-            signals = self._take_signals()
-            if signals and self._state.cause is None:
-                cause = signal.Signals(signals[0])
-                self._state = StopState(128 + cause, cause)
-                deadline_s = time.monotonic() + self._grace_s
+            self._observe()
+            deadline_s = max(start_s + self._grace_s, self._state.kill_at_s or 0.0)
             if self._state.cause is not None and time.monotonic() > deadline_s:
                 return
 

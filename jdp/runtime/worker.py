@@ -43,11 +43,14 @@ def _load_script(
     program: types.ModuleType, path: str, arguments: list[str]
 ) -> types.CodeType:
     sys.argv = [path, *arguments]
+    path = os.path.join(os.getcwd(), path)
     spec = None
     if not path.endswith(".py"):
         # A folder or a zip file with a `__main__.py` in it.
         spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
     if spec is not None:
+        if sys.flags.safe_path:  # Python gives a folder its place all the same.
+            sys.path.insert(0, path)
         _set_first_path(path)
         return _adopt(program, spec)
     _set_first_path(os.path.dirname(os.path.realpath(path)))
@@ -55,7 +58,7 @@ def _load_script(
     program.__file__ = path
     program.__loader__ = loader
     program.__dict__["__cached__"] = None
-    with io.open_code(os.path.abspath(path)) as file:
+    with io.open_code(path) as file:
         return loader.source_to_code(file.read(), path)
 
 
