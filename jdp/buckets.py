@@ -78,8 +78,15 @@ class BucketPlan:
         for number, bucket in enumerate(self.buckets):
             num_bytes = sum(self.leaves[i].num_bytes for i in bucket)
             for position, i in enumerate(bucket):
-                head = (str(number), f"{num_bytes:,}") if position == 0 else ("", "")
-                rows.append((*head, str(self.leaves[i]), paths[i] or "(the tree)"))
+                is_first = position == 0
+                rows.append(
+                    (
+                        str(number) if is_first else "",
+                        f"{num_bytes:,}" if is_first else "",
+                        str(self.leaves[i]),
+                        paths[i] or "(the tree)",
+                    )
+                )
         widths = [max(len(row[c]) for row in rows) for c in range(3)]
         lines = [
             f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  "

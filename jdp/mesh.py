@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.types import AxisName, PyTree, Store
+from jdp.types import AxisName, Device, PyTree, Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class World:
         return self.process_index == 0
 
     @functools.cached_property
-    def local_devices(self) -> tuple[jax.Device, ...]:
+    def local_devices(self) -> tuple[Device, ...]:
         """The devices of this process, in replica order."""
         return tuple(
             device
@@ -97,7 +97,7 @@ def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def make_mesh(
-    devices: Sequence[jax.Device], axis_name: AxisName, *, num_nodes: int
+    devices: Sequence[Device], axis_name: AxisName, *, num_nodes: int
 ) -> Mesh:
     """Lays `devices` out on one axis, or on a node axis and a data axis.
 

@@ -210,33 +210,38 @@ def _explain(
 
 
 def _explain_leaves(ours: _Details, theirs: _Details, process: int) -> str:
-    counts = ""
-    if len(ours.leaves) != len(theirs.leaves):
-        counts = (
-            f"Process 0 has {len(ours.leaves)} leaves, process {process} has "
-            f"{len(theirs.leaves)}. "
+    our_specs, their_specs = dict(ours.leaves), dict(theirs.leaves)
+    only_ours = [leaf for leaf in ours.leaves if leaf[0] not in their_specs]
+    only_theirs = [leaf for leaf in theirs.leaves if leaf[0] not in our_specs]
+    if not only_ours and not only_theirs:
+        for (path, spec), (their_path, _) in zip(
+            ours.leaves, theirs.leaves, strict=True
+        ):
+            if their_specs[path] != spec:
+                return (
+                    f"`{path}` is not the same on all processes: {spec} on process 0, "
+                    f"{their_specs[path]} on process {process}."
+                )
+            if their_path != path:
+                return (
+                    "The processes have their parameters in another order: "
+                    f"`{path}` on process 0 stands where `{their_path}` stands on "
+                    f"process {process}."
+                )
+    head = "The processes do not have the same parameters. "
+    if len(our_specs) != len(their_specs):
+        head += (
+            f"Process 0 has {len(our_specs)} leaves, process {process} has "
+            f"{len(their_specs)}. "
         )
-    for (our_path, our_spec), (their_path, their_spec) in zip(
-        ours.leaves, theirs.leaves, strict=False
-    ):
-        if our_path != their_path:
-            return (
-                f"The processes do not have the same parameters. {counts}The first "
-                f"difference: `{our_path}` ({our_spec}) on process 0 stands where "
-                f"`{their_path}` ({their_spec}) stands on process {process}."
-            )
-        if our_spec != their_spec:
-            return (
-                f"`{our_path}` is not the same on all processes: {our_spec} on process "
-                f"0, {their_spec} on process {process}."
-            )
-    num_common = min(len(ours.leaves), len(theirs.leaves))
-    longer, owner = (ours, 0) if len(ours.leaves) > num_common else (theirs, process)
-    path, spec = longer.leaves[num_common]
-    return (
-        f"The processes do not have the same parameters. {counts}Only process {owner} "
-        f"has `{path}` ({spec})."
-    )
+    if only_ours and only_theirs:
+        (our_path, our_spec), (their_path, their_spec) = only_ours[0], only_theirs[0]
+        return (
+            f"{head}Only process 0 has `{our_path}` ({our_spec}), only process "
+            f"{process} has `{their_path}` ({their_spec})."
+        )
+    owner, (path, spec) = (0, only_ours[0]) if only_ours else (process, only_theirs[0])
+    return f"{head}Only process {owner} has `{path}` ({spec})."
 
 
 def _explain_programs(ours: _Details, theirs: _Details, process: int) -> str:

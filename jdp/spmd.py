@@ -106,6 +106,7 @@ class DataParallelStep:
         """Use `data_parallel`."""
         functools.update_wrapper(self, step)
         self._step = step
+        self._name = getattr(step, "__name__", "step")
         self._world = world
         self._donate_state = donate_state
         self._check_vma = check_vma
@@ -138,10 +139,12 @@ class DataParallelStep:
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        # jit gives the compiled program the name of the function.
-        fn = functools.update_wrapper(lambda *args: self._trace(*args), self._step)
+        def step(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
+            return self._trace(state, *batches)
+
+        step.__name__ = self._name  # of the compiled program, in profiles and dumps.
         return jax.jit(
-            fn,
+            step,
             donate_argnums=(0,) if self._donate_state else (),
             out_shardings=self.world.replicated,
             compiler_options=_default_compiler_options() | self._compiler_options,
@@ -152,7 +155,7 @@ class DataParallelStep:
         world = self.world
         arguments = {"state": state}
         arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
-        topic = f"first call of the step `{getattr(self, '__name__', 'step')}`"
+        topic = f"first call of the step `{self._name}`"
         try:
             sharded, shape = self._shard(state, batches)
         except Exception as error:

@@ -6,6 +6,7 @@ import jax
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
+Device = Any  # jax.Device, which type checkers do not take for a type.
 
 
 class AllReduce(Protocol):

@@ -16,7 +16,7 @@ from jdp.mesh import World
 from jdp.runtime import roll_call
 from jdp.runtime.environment import LaunchEnvironment
 from jdp.runtime.store import DistributedStore
-from jdp.types import AxisName
+from jdp.types import AxisName, Device
 
 _logger = logging.getLogger("jdp")
 
@@ -245,7 +245,7 @@ def _make_world(options: _InitOptions, nodes: list[str]) -> World:
     # Devices of a process next to each other, processes of a node too.
     rank_of_node = {node: rank for rank, node in enumerate(dict.fromkeys(nodes))}
 
-    def position(device: jax.Device) -> tuple[int, int, int]:
+    def position(device: Device) -> tuple[int, int, int]:
         process = device.process_index
         node = rank_of_node[nodes[process]] if process_count > 1 else 0
         return node, process, device.id

@@ -34,7 +34,8 @@ def make_batch(config: StepConfig, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns inputs and targets of one process, (batch_size, d) each, float32."""
     rng = np.random.default_rng(1 + rank)
     shape = (config.batch_size, config.width)
-    return tuple(rng.normal(size=shape).astype(np.float32) for _ in range(2))
+    x, y = rng.normal(size=(2, *shape)).astype(np.float32)
+    return x, y
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:

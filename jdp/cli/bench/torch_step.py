@@ -44,7 +44,7 @@ def main(port: int, rank: int, size: int, rendezvous: int, config: StepConfig) -
     torch.manual_seed(0)
     rng = np.random.default_rng(1 + rank)
     shape = (config.batch_size, config.width)
-    x, y = (torch.tensor(rng.normal(size=shape), dtype=torch.float32) for _ in range(2))
+    x, y = torch.tensor(rng.normal(size=(2, *shape)), dtype=torch.float32)
 
     def runner(model: nn.Module) -> channel.RunSteps:
         optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate)

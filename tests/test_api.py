@@ -1,0 +1,71 @@
+"""The contract: `__all__`, signatures, docstrings."""
+
+import inspect
+
+import pytest
+
+import jdp
+
+SIGNATURES = {
+    "average": "(tree, *, axis_name)",
+    "check_replicas": "(tree, *, world)",
+    "check_same_program": "(fn, *args, world)",
+    "data_parallel": "(step, /, *, world, donate_state, check_vma, compiler_options)",
+    "distributed_optimizer": "(tx, *, axis_name, plan, packing, all_reduce)",
+    "flatten_buckets": "(plan, tree)",
+    "global_batch": "(world, local_batch)",
+    "init": "(*, coordinator_address, num_processes, process_id, local_device_ids, "
+    "num_cpu_devices, axis_name, num_nodes, timeout_s)",
+    "local_gradients": "(loss_fn, *, has_aux, axis_name)",
+    "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
+    "replicate": "(world, tree)",
+    "sync_gradients": "(grads, *, axis_name, plan, packing, all_reduce)",
+    "unflatten_buckets": "(plan, buffers)",
+    "value_and_grad": "(loss_fn, *, has_aux, axis_name, plan, packing, all_reduce)",
+}
+TYPES = {"AllReduce", "BucketPlan", "World"}
+
+
+def test_all_is_the_contract():
+    assert set(jdp.__all__) == SIGNATURES.keys() | TYPES
+    assert jdp.__all__ == sorted(jdp.__all__)
+    public = {name for name, value in vars(jdp).items() if not name.startswith("_")}
+    modules = {name for name in public if inspect.ismodule(getattr(jdp, name))}
+    assert public - modules == set(jdp.__all__)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_stay(name):
+    parameters = inspect.signature(getattr(jdp, name)).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
+def test_docstrings_say_what_goes_in_and_what_comes_out(name):
+    fn = getattr(jdp, name)
+    doc = inspect.getdoc(fn)
+    assert doc and doc.splitlines()[0].endswith(".")
+    if inspect.signature(fn).parameters:
+        assert "Args:" in doc
+        for parameter in inspect.signature(fn).parameters:
+            assert f"{parameter}:" in doc, parameter
+    assert "Returns:" in doc or "Raises:" in doc
+
+
+def test_axis_name_is_data_by_default():
+    for name in ("sync_gradients", "value_and_grad", "distributed_optimizer", "init"):
+        parameter = inspect.signature(getattr(jdp, name)).parameters["axis_name"]
+        assert parameter.default == "data"
+
+
+def test_a_world_says_who_is_who():
+    for name in (
+        "mesh",
+        "axis_name",
+        "num_replicas",
+        "process_index",
+        "process_count",
+        "is_main_process",
+    ):
+        assert name in dir(jdp.World) or name in jdp.World.__dataclass_fields__

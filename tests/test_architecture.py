@@ -1,0 +1,107 @@
+"""The import rules of jdp, as a test. See "Layout" in README.md."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import jdp
+
+ROOT = pathlib.Path(jdp.__file__).parent
+
+# A unit (a root module or a package) may import only units in lines above its own.
+LAYERS = (
+    {"types", "compat"},
+    {"mesh", "buckets"},
+    {"agreement"},
+    {"grad_sync"},
+    {"replicas"},
+    {"optimizer"},
+    {"spmd"},
+    {"runtime"},
+    {"cli"},
+)
+HOST = {"runtime"}
+HOST_MAY_USE = HOST | {"types", "compat", "mesh", "buckets"}
+
+
+def _rank(unit):
+    return next(i for i, layer in enumerate(LAYERS) if unit in layer)
+
+
+def _units():
+    for path in sorted(ROOT.rglob("*.py")):
+        unit = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if unit != "__init__":
+            yield path, unit
+
+
+def _imported_units(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ImportFrom(level=level) if level > 0:
+                raise AssertionError(f"{path}:{node.lineno}: relative import")
+            case ast.ImportFrom(module="jdp"):
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom(module=str(name)) if name.startswith("jdp."):
+                yield name.split(".")[1]
+            case ast.Import():
+                names = (alias.name.split(".") for alias in node.names)
+                yield from (n[1] for n in names if n[0] == "jdp" and len(n) > 1)
+
+
+def test_imports_point_up_the_list():
+    for path, unit in _units():
+        for target in set(_imported_units(path)) - {unit}:
+            assert _rank(target) < _rank(unit), f"{path} imports {target}"
+            if unit in HOST:
+                assert target in HOST_MAY_USE, f"{path} imports {target}"
+
+
+def test_every_layer_has_a_module():
+    assert {unit for _, unit in _units()} == set().union(*LAYERS)
+
+
+def test_private_jax_only_in_compat():
+    for path, _ in _units():
+        if path.name != "compat.py":
+            text = path.read_text()
+            assert "jax._src" not in text and "jaxlib" not in text, path
+
+
+def test_no_public_name_shadows_a_module():
+    packages = [p.parent for p in ROOT.rglob("__init__.py")]
+    for package in packages:
+        modules = {p.stem for p in package.glob("*.py")}
+        tree = ast.parse((package / "__init__.py").read_text())
+        froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        names = {
+            a.asname or a.name for n in froms for a in n.names if n.module != "jdp"
+        }
+        assert not names & modules, f"{package}: {sorted(names & modules)}"
+
+
+def test_modules_stay_short():
+    for path, _ in _units():
+        assert len(path.read_text().splitlines()) <= 480, path
+
+
+def test_importing_jdp_starts_nothing():
+    code = """
+import os
+class NoReads(dict):
+    def __getitem__(self, key):
+        assert not str(key).startswith("JDP_"), key
+        return super().__getitem__(key)
+os.environ["JDP_NUM_PROCESSES"] = "not a number"
+import threading, sys
+before = threading.active_count()
+import jdp
+from jax._src import xla_bridge, distributed
+assert not xla_bridge.backends_are_initialized()
+assert distributed.global_state.client is None
+assert threading.active_count() == before, threading.enumerate()
+heavy = {"flax", "torch", "zmq.auth", "sklearn", "typer", "rich", "psutil"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

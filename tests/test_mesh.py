@@ -1,0 +1,95 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jdp
+from jdp import mesh
+from tests import harness
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_batch_is_split_over_the_replicas_in_order(n):
+    world = harness.local_world(n)
+    batch = {"x": np.arange(8.0, dtype=np.float32), "ids": np.arange(16).reshape(8, 2)}
+    placed = jdp.global_batch(world, batch)
+    assert placed["x"].shape == (8,)
+    for k, shard in enumerate(placed["x"].addressable_shards):
+        assert shard.device == world.mesh.devices.flat[k]
+        np.testing.assert_array_equal(shard.data, np.split(batch["x"], n)[k])
+
+
+def test_what_is_split_already_is_returned_as_it_is():
+    world = harness.local_world(2)
+    placed = jdp.global_batch(world, np.ones((4, 2), np.float32))
+    assert jdp.global_batch(world, {"x": placed})["x"] is placed
+    other = jax.device_put(jnp.ones((4, 2)), jax.devices()[3])
+    assert jdp.global_batch(world, other).sharding == world.split
+
+
+@pytest.mark.parametrize("num_samples,n", [(7, 2), (1, 4), (6, 4)])
+def test_a_batch_that_does_not_divide_names_the_leaf_and_the_numbers(num_samples, n):
+    batch = {"image": np.ones((num_samples, 3), np.float32)}
+    expected = rf"`\['image'\]` has {num_samples} samples.* the {n} replicas"
+    with pytest.raises(ValueError, match=expected):
+        jdp.global_batch(harness.local_world(n), batch)
+
+
+def test_an_empty_batch_and_a_scalar_are_named():
+    world = harness.local_world(2)
+    with pytest.raises(ValueError, match=r"`\['x'\]` has no samples: shape \(0, 3\)"):
+        jdp.global_batch(world, {"x": np.ones((0, 3))})
+    with pytest.raises(ValueError, match=r"`\(the batch\)` is a scalar"):
+        jdp.global_batch(world, 3.0)
+
+
+def test_a_pair_of_names_makes_a_node_axis_and_a_data_axis():
+    world = harness.local_world(8, ("node", "data"), num_nodes=2)
+    assert dict(world.mesh.shape) == {"node": 2, "data": 4}
+    assert world.num_replicas == world.num_local_replicas == 8
+    batch = jdp.global_batch(world, np.arange(8.0))
+    assert [float(s.data[0]) for s in batch.addressable_shards] == list(range(8))
+
+
+def test_nodes_of_different_sizes_are_refused():
+    with pytest.raises(ValueError, match="got 8 devices on 3 nodes"):
+        mesh.make_mesh(jax.devices(), ("node", "data"), num_nodes=3)
+
+
+@pytest.mark.parametrize("axis_name", [("a", "b", "c"), "", ()])
+def test_other_numbers_of_names_are_refused(axis_name):
+    with pytest.raises(ValueError, match="one name or a pair of names"):
+        mesh.make_mesh(jax.devices(), axis_name, num_nodes=1)
+
+
+def test_without_a_world_the_error_says_what_to_call():
+    with pytest.raises(RuntimeError, match=r"Call `jdp.init\(\)` once"):
+        mesh.current_world()
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_replicate_copies_to_every_replica(n):
+    world = harness.local_world(n)
+    mine = jnp.arange(3.0)
+    tree = {"w": mine, "n": 2, "key": jax.random.key(1), "host": np.ones(2, np.int8)}
+    placed = jdp.replicate(world, tree)
+    for leaf in jax.tree.leaves(placed):
+        assert leaf.sharding == world.replicated
+        assert len(leaf.addressable_shards) == n
+    np.testing.assert_array_equal(placed["w"], mine)
+    assert placed["host"].dtype == jnp.int8
+    assert jax.random.key_data(placed["key"]).tolist() == [0, 1]
+    for leaf in jax.tree.leaves(placed):
+        leaf.delete()
+    np.testing.assert_array_equal(mine, np.arange(3.0))
+
+
+def test_replicate_returns_what_is_replicated_already():
+    world = harness.local_world(2)
+    placed = jdp.replicate(world, {"w": np.ones(3)})
+    assert jdp.replicate(world, placed)["w"] is placed["w"]
+    split = jax.device_put(
+        np.ones(4, np.float32), NamedSharding(world.mesh, PartitionSpec("data"))
+    )
+    assert jdp.replicate(world, split).sharding == world.replicated

@@ -1,0 +1,202 @@
+"""What differs between processes is named on all of them: in-memory processes."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdp
+from tests import harness
+
+
+def _compare(trees, fn=lambda tree: jax.tree.leaves(tree)):
+    def run(world):
+        tree = trees[min(world.process_index, len(trees) - 1)]
+        return jdp.check_same_program(fn, tree, world=world)
+
+    return harness.run_threads(run, 3)
+
+
+def _tree(**leaves):
+    return {name: np.zeros(shape, np.float32) for name, shape in leaves.items()}
+
+
+def test_equal_trees_and_programs_pass():
+    assert _compare([_tree(a=2, b=(3, 1))]) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "ours,theirs,expected",
+    [
+        (
+            _tree(a=2, b=3),
+            _tree(a=2),
+            "Process 0 has 2 leaves, process 1 has 1. Only process 0 has "
+            "`args[0]['b']` (float32[3])",
+        ),
+        (
+            _tree(a=2, c=3),
+            _tree(a=2, b=1, c=3),
+            "Process 0 has 2 leaves, process 1 has 3. Only process 1 has "
+            "`args[0]['b']` (float32[1])",
+        ),
+        (
+            _tree(w=(4, 8)),
+            _tree(w=(5, 8)),
+            "`args[0]['w']` is not the same on all processes: float32[4,8] on process "
+            "0, float32[5,8] on process 1",
+        ),
+        (
+            {"w": np.zeros(2, np.float32)},
+            {"w": np.zeros(2, np.float16)},
+            "float32[2] on process 0, float16[2] on process 1",
+        ),
+        (
+            _tree(down=3, up=3),
+            _tree(up=3, upper=3),
+            "Only process 0 has `args[0]['down']` (float32[3]), only process 1 has "
+            "`args[0]['upper']` (float32[3])",
+        ),
+    ],
+    ids=["fewer", "other names", "other shape", "other dtype", "other order"],
+)
+def test_a_difference_is_named_on_every_process(ours, theirs, expected):
+    for error in _compare([ours, theirs]):
+        assert isinstance(error, RuntimeError)
+        assert expected in str(error)
+
+
+def test_another_order_of_the_same_paths_is_named():
+    def run(world):
+        names = ["a", "b"] if world.process_index == 0 else ["b", "a"]
+        tree = collections.OrderedDict((n, np.ones(2, np.float32)) for n in names)
+        jdp.check_same_program(lambda tree: tree["a"], tree, world=world)
+
+    for error in harness.run_threads(run, 2):
+        assert "`args[0]['a']` on process 0 stands where `args[0]['b']`" in str(error)
+
+
+def test_the_same_shapes_in_another_order_are_another_program():
+    def run(world):
+        order = [0, 1] if world.process_index == 0 else [1, 0]
+
+        def fn(weights, x):
+            first, second = (weights[i] for i in order)
+            return jnp.tanh(x @ first) @ second
+
+        weights = [np.ones((3, 3), np.float32)] * 2
+        jdp.check_same_program(fn, weights, np.ones(3, np.float32), world=world)
+
+    for error in harness.run_threads(run, 2):
+        assert "traced different programs" in str(error)
+        assert "process 0:" in str(error) and "process 1:" in str(error)
+
+
+def test_a_different_constant_is_shown_from_both():
+    def run(world):
+        rate = 0.1 * (1 + world.process_index)
+        jdp.check_same_program(lambda x: x * rate, np.float32(1), world=world)
+
+    for error in harness.run_threads(run, 2):
+        assert "mul a 0.1" in str(error) and "mul a 0.2" in str(error)
+
+
+def test_addresses_of_functions_are_no_difference():
+    def run(world):
+        @jax.custom_jvp
+        def f(x):
+            return x
+
+        f.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+        jdp.check_same_program(lambda x: f(x), np.float32(1), world=world)
+
+    assert harness.run_threads(run, 2) == [None, None]
+
+
+def test_a_failing_trace_is_told_to_the_others():
+    def run(world):
+        def fn(x):
+            if world.process_index == 1:
+                raise KeyError("scale")
+            return x
+
+        jdp.check_same_program(fn, np.float32(1), world=world)
+
+    first, second, third = harness.run_threads(run, 3)
+    assert isinstance(second, KeyError)
+    for error in (first, third):
+        assert "process 1 failed: KeyError: 'scale'" in str(error)
+
+
+def _check(make):
+    def run(world):
+        jdp.check_replicas(make(world.process_index), world=world)
+
+    return harness.run_threads(run, 3)
+
+
+def test_equal_replicas_pass():
+    assert (
+        _check(lambda p: {"a": np.arange(7), "empty": np.zeros((0, 2))}) == [None] * 3
+    )
+
+
+def test_the_first_element_that_differs_is_named_with_both_values():
+    def make(process):
+        w = np.arange(60_000, dtype=np.float32).reshape(300, 200)
+        if process == 2:
+            w[250, 3] = -1.5
+            w[299, 0] = -2.5
+        return {"a": np.ones(3), "w": w, "z": np.full(2, process)}
+
+    for error in _check(make):
+        assert str(error) == (
+            "`['w']` differs between the replicas: at (250, 3) 50003.0 on process 0, "
+            "-1.5 on process 2."
+        )
+
+
+def test_bits_count_not_values():
+    zeros = [np.float32(0.0), np.float32(0.0), np.float32(-0.0)]
+    for error in _check(lambda p: {"x": zeros[p]}):
+        assert "`['x']` differs between the replicas: 0.0 on process 0, -0.0" in str(
+            error
+        )
+    nans = [
+        np.array([0x7FC00000 + p // 2], np.uint32).view(np.float32) for p in range(3)
+    ]
+    for error in _check(lambda p: {"x": nans[p]}):
+        assert "nan (0x7fc00000) on process 0, nan (0x7fc00001)" in str(error)
+    same_nan = np.float32(np.nan)
+    assert _check(lambda p: {"x": same_nan}) == [None] * 3
+
+
+def test_other_structures_are_named_before_bits():
+    for error in _check(lambda p: {"x": np.zeros(2 + p // 2, np.float32)}):
+        assert "float32[2] on process 0, float32[3] on process 2" in str(error)
+
+
+def test_replicas_of_one_process_are_compared():
+    world = harness.local_world(2)
+    parts = [
+        jax.device_put(np.full(3, k, np.float32), device)
+        for k, device in enumerate(world.local_devices)
+    ]
+    bad = jax.make_array_from_single_device_arrays((3,), world.replicated, parts)
+    with pytest.raises(RuntimeError, match=r"`\['w'\]` differs .* of one process"):
+        jdp.check_replicas({"w": bad}, world=world)
+    jdp.check_replicas({"w": jdp.replicate(world, parts[0])}, world=world)
+
+
+def test_what_is_split_cannot_be_compared():
+    world = harness.local_world(2)
+    batch = jdp.global_batch(world, {"x": np.ones(4, np.float32)})
+    with pytest.raises(ValueError, match=r"`\['x'\]` is split over the replicas"):
+        jdp.check_replicas(batch, world=world)
+
+
+def test_keys_are_compared_by_their_data():
+    for error in _check(lambda p: {"key": jax.random.key(p // 2)}):
+        assert "`['key']` differs between the replicas" in str(error)

@@ -1,0 +1,215 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jdp
+from tests import harness
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+
+
+def _sgd_step(params, batch):
+    loss, grads = jdp.value_and_grad(harness.oracle_loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
+
+
+def _compiled(step, *args):
+    return step.lower(*args).compile()
+
+
+def test_a_decorator_with_and_without_arguments():
+    world = harness.local_world(2)
+
+    @jdp.data_parallel(world=world)
+    def with_arguments(state, batch):
+        """Adds."""
+        return state + 1, {"n": batch.sum()}
+
+    @jdp.data_parallel
+    def without(state, batch):
+        return state, {}
+
+    assert (with_arguments.__name__, with_arguments.__doc__) == (
+        "with_arguments",
+        "Adds.",
+    )
+    state, metrics = with_arguments(np.float32(1.0), np.ones(4, np.float32))
+    assert (float(state), float(metrics["n"])) == (2.0, 2.0)
+    with pytest.raises(RuntimeError, match=r"Call `jdp.init\(\)` once"):
+        without(1.0, np.ones(4))
+
+
+def test_each_replica_sees_its_samples_and_metrics_are_averaged():
+    @jdp.data_parallel(world=harness.local_world(4))
+    def step(state, batch, extra):
+        metrics = {
+            "rank": lax.axis_index("data"),
+            "size": batch["x"].shape[0],
+            "first": batch["x"][0],
+            "all": lax.pmean(extra.sum(), "data"),
+        }
+        return state, metrics
+
+    batch = {"x": np.arange(8.0, dtype=np.float32)}
+    _, metrics = step({}, batch, np.ones((4, 2), np.float32))
+    got = jax.tree.map(float, metrics)
+    assert got == {"rank": 1.5, "size": 2.0, "first": 3.0, "all": 2.0}
+
+
+def test_the_state_is_replicated_and_donated():
+    world = harness.local_world(4)
+    step = jdp.data_parallel(_sgd_step, world=world)
+    params, (batch,) = harness.oracle_params(), harness.oracle_batches(1)
+    first, _ = step(params, batch)
+    second, _ = step(first, batch)
+    for old, new in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert old.is_deleted()
+        assert new.sharding == world.replicated
+    jdp.check_replicas(second, world=world)
+
+
+def test_a_state_that_is_not_donated_can_be_used_again():
+    step = jdp.data_parallel(
+        _sgd_step, world=harness.local_world(2), donate_state=False
+    )
+    (batch,) = harness.oracle_batches(1)
+    first, _ = step(harness.oracle_params(), batch)
+    chex.assert_trees_all_equal(step(first, batch)[0], step(first, batch)[0])
+
+
+def test_the_caller_keeps_the_arrays_of_the_first_state():
+    params = jax.tree.map(jnp.asarray, harness.oracle_params())
+    (batch,) = harness.oracle_batches(1)
+    for n in (1, 2):
+        jdp.data_parallel(_sgd_step, world=harness.local_world(n))(params, batch)
+    chex.assert_trees_all_equal(params, harness.oracle_params())
+
+
+def test_global_arrays_and_host_arrays_give_the_same():
+    world = harness.local_world(4)
+    step = jdp.data_parallel(_sgd_step, world=world)
+    (batch,) = harness.oracle_batches(1)
+    on_host = step(harness.oracle_params(), batch)
+    on_device = step(harness.oracle_params(), jdp.global_batch(world, batch))
+    chex.assert_trees_all_equal(on_host, on_device)
+
+
+@pytest.mark.parametrize("axis_name,num_nodes", [("data", 1), (("node", "data"), 1)])
+def test_one_replica_has_no_collective(axis_name, num_nodes):
+    world = harness.local_world(1, axis_name, num_nodes)
+
+    @jdp.data_parallel(world=world)
+    def step(params, batch):
+        grad_fn = jdp.value_and_grad(harness.oracle_loss, axis_name=axis_name)
+        loss, grads = grad_fn(params, batch)
+        mean = lax.pmean(batch["x"].mean(), axis_name)  # a user's own
+        return jax.tree.map(lambda p, g: p - g, params, grads), (loss, mean)
+
+    (batch,) = harness.oracle_batches(1)
+    text = _compiled(step, harness.oracle_params(), batch).as_text()
+    assert not [name for name in COLLECTIVES if name in text]
+    state, _ = step(harness.oracle_params(), batch)
+    expected = jax.grad(harness.oracle_loss)(harness.oracle_params(), batch)
+    moved = jax.tree.map(lambda p, s: p - s, harness.oracle_params(), state)
+    chex.assert_trees_all_close(moved, expected, atol=1e-6)
+
+
+def test_several_replicas_have_one_collective_for_loss_and_gradients():
+    step = jdp.data_parallel(_sgd_step, world=harness.local_world(4))
+    (batch,) = harness.oracle_batches(1)
+    text = _compiled(step, harness.oracle_params(), batch).as_text()
+    assert text.count(" all-reduce(") == 1
+
+
+def test_a_state_that_differs_between_replicas_is_refused_by_path():
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(state, batch):
+        loss, grads = jdp.local_gradients(harness.oracle_loss)(state["params"], batch)
+        return {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, {}
+
+    (batch,) = harness.oracle_batches(1)
+    with pytest.raises(ValueError, match=r"`\['params'\]\['b0'\]` may differ"):
+        step({"params": harness.oracle_params()}, batch)
+
+
+def test_unchecked_types_allow_a_reduction_that_types_cannot_follow():
+    def all_reduce(x, axis_name):
+        # A ring of two: what the neighbour sent, plus one's own.
+        return x + lax.ppermute(x, axis_name, [(0, 1), (1, 0)])
+
+    @jdp.data_parallel(world=harness.local_world(2), check_vma=False)
+    def step(params, batch):
+        grad_fn = jdp.value_and_grad(harness.oracle_loss, all_reduce=all_reduce)
+        loss, grads = grad_fn(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    (batch,) = harness.oracle_batches(1)
+    state, _ = step(harness.oracle_params(), batch)
+    jdp.check_replicas(state, world=step.world)
+    reference = jdp.data_parallel(_sgd_step, world=harness.local_world(2))
+    expected, _ = reference(harness.oracle_params(), batch)
+    chex.assert_trees_all_close(state, expected, atol=1e-6)
+
+
+def test_a_batch_that_does_not_divide_is_named_at_the_call():
+    step = jdp.data_parallel(_sgd_step, world=harness.local_world(4))
+    (batch,) = harness.oracle_batches(1, batch_size=6)
+    with pytest.raises(ValueError, match=r"`\[0\]\['x'\]` has 6 samples"):
+        step(harness.oracle_params(), batch)
+
+
+def test_a_step_must_return_a_pair():
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(state, batch):
+        return state
+
+    with pytest.raises(TypeError, match=r"pair `\(state, metrics\)`, got dict"):
+        step({"w": np.ones(2)}, np.ones(4))
+
+
+def test_other_batch_sizes_compile_again():
+    traces = []
+
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(state, batch):
+        traces.append(batch.shape)
+        return state + 1, batch.mean()
+
+    state = np.float32(0)
+    for size in (4, 4, 8, 4):
+        state, _ = step(state, np.ones(size, np.float32))
+    assert traces == [(2,), (4,)]
+    assert float(state) == 4.0
+
+
+def test_on_cpu_buckets_are_not_merged_and_an_option_can_change_that():
+    plan = jdp.plan_buckets(
+        harness.oracle_params(), bucket_bytes=64, first_bucket_bytes=64
+    )
+
+    def step(params, batch):
+        grad_fn = jdp.value_and_grad(harness.oracle_loss, plan=plan)
+        loss, grads = grad_fn(params, batch)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    (batch,) = harness.oracle_batches(1)
+    wrap = functools.partial(jdp.data_parallel, world=harness.local_world(2))
+    apart = wrap(step)
+    merged = wrap(step, compiler_options={"xla_disable_hlo_passes": ""})
+    counts = [
+        _compiled(s, harness.oracle_params(), batch).as_text().count(" all-reduce(")
+        for s in (apart, merged)
+    ]
+    assert counts == [len(plan.buckets), 1]
+
+
+def test_memory_is_that_of_the_hand_written_step():
+    from jdp.cli.bench import overhead
+
+    memory = overhead.measure_memory(harness.local_world(2))
+    assert memory["jdp"] <= memory["flat shard_map"] + memory["bucket_plan"]
