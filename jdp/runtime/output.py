@@ -32,6 +32,11 @@ _NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 _END = re.compile(rb"\r\n|\r|\n")
 # A process that turns colours off one by one, never all, would carry them for ever.
 _MAX_STYLES = 8
+# Moves to other rows, and erasures that reach our prefix: on a terminal that is shared,
+# a process owns one line. Displays of many lines come out one below the other.
+_MOVE = re.compile(rb"\x1b\[(?:[0-9;]*[ABEFHJf]|[12]K)")
+_HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+_ESCAPE = re.compile(rb"\x1b\[[0-9;:?]*[A-Za-z]")
 _STYLE = re.compile(rb"\x1b\[([0-9;:]*)m")
 
 
@@ -142,6 +147,7 @@ class Screen:
         self.fd = fd
         self._plain = PlainState()
         self._terminal = TerminalState()
+        self._may_hide_cursor = False
 
     def write(self, owner: int, prefix: bytes, segment: bytes) -> None:
         """Adds one segment of a file or pipe to the backlog."""
@@ -151,7 +157,14 @@ class Screen:
     def draw(self, owner: int, lines: Sequence[bytes], unfinished: bytes) -> None:
         """Adds lines of a terminal to the backlog."""
         self._terminal, out = render_terminal(self._terminal, owner, lines, unfinished)
+        self._may_hide_cursor |= _HIDE_CURSOR in out
         self.backlog += out
+
+    def close(self) -> None:
+        """Leaves the place as it was found, also by processes that were killed."""
+        self.close_line()
+        if self._may_hide_cursor:
+            self.backlog += _SHOW_CURSOR
 
     def close_line(self, owner: int | None = None) -> None:
         """Ends the line that `owner`, by default anybody, left open."""
@@ -314,8 +327,8 @@ class Forwarder:
         """Ends every stream; what was read of them is shown, the rest is not."""
         for stream in list(self._streams):
             self._end(stream)
-        for screen in (self.stdout, self.stderr):
-            screen.close_line()
+        for screen in {self.stdout, self.stderr}:
+            screen.close()
         self._selector.close()
 
     def _open_stream(self, owner: int, process_id: int, screen: Screen) -> int:
@@ -371,6 +384,7 @@ class Forwarder:
 
     def _styled(self, stream: _Stream, text: bytes) -> bytes:
         """Puts the prefix before `text`, and keeps its colours out of other lines."""
+        text = _MOVE.sub(b"", text)
         end = _RESET if carry_style(stream.style, text) else b""
         return stream.prefix + stream.style + text + end
 
@@ -387,8 +401,11 @@ class Forwarder:
         self._streams.remove(stream)
         self._selector.unregister(stream.fd)
         os.close(stream.fd)
-        is_drawn = stream.replaced and stream.screen.is_terminal
-        if stream.pieces or is_drawn:
+        is_terminal = stream.screen.is_terminal
+        if is_terminal and not _ESCAPE.sub(b"", b"".join(stream.pieces)):
+            stream.pieces.clear()  # Such as the cursor that a progress bar gives back.
+            stream.screen.draw(stream.owner, [], b"")
+        if stream.pieces or (is_terminal and stream.replaced):
             self._show(stream, stream.take(b"\n"))
         stream.screen.close_line(stream.owner)
 

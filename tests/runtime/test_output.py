@@ -250,6 +250,8 @@ def test_a_terminal_shows_bars_below_and_lines_above(terminal):
     write(0, b"\r", expected=["[1] hello", "[1] half line", "[0] 20%"])
     done = ["[1] hello", "[1] half line", "[0] 20%", ""]
     write(0, b"\n", expected=done)
+    write(0, b"\x1b[1A\x1b[2Kup\n", expected=[*done[:-1], "[0] up", ""])
+    done = show(shown)
     write(0, b"\x1b[31mred\n", expected=[*done[:-1], "[0] red", ""])
     assert b"\x1b[31mred\x1b[0m\n" in shown
     shown = b""
@@ -263,6 +265,26 @@ def test_a_terminal_shows_bars_below_and_lines_above(terminal):
     while forwarder.is_open:
         forwarder.pump(timeout_s=1.0)
     forwarder.close()
+
+
+def test_a_hidden_cursor_comes_back(terminal):
+    master_fd, slave_fd = terminal
+    forwarder = output.Forwarder(
+        num_processes=1, stdout_fd=slave_fd, stderr_fd=slave_fd
+    )
+    fds = forwarder.open_streams(0)
+    os.write(fds[0], b"\x1b[?25lbar\n\x1b[1m")
+    forwarder.pump(timeout_s=1.0)
+    for fd in fds:
+        os.close(fd)
+    forwarder.close()
+    forwarder.flush(timeout_s=1.0)
+    expected = output.prefix(0, num_processes=1, is_colored=True)
+    expected += b"\x1b[?25lbar\r\n\x1b[?25h"
+    shown = b""
+    while len(shown) < len(expected):  # A read may end anywhere.
+        shown += os.read(master_fd, 1 << 16)
+    assert shown == expected
 
 
 def test_a_terminal_of_a_process_leaves_room_for_the_prefix(terminal):
