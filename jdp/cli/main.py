@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from jdp.cli import launch
+from jdp.cli.bench import overhead, step
 
 # Plain messages: boxes break them in the middle of paths and commands.
 app = typer.Typer(
@@ -15,6 +16,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
+bench = typer.Typer(
+    help="Measure, in turns with what it is compared to.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+bench.command("step")(step.bench_step)
+bench.command("overhead")(overhead.bench_overhead)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

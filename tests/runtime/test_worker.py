@@ -59,23 +59,18 @@ def tree(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("flags", [(), ("-P",)])
+SCRIPTS = ("train.py", "./pkg/sub.py", "links/linked.py", "noend", "app")
+
+
 @pytest.mark.parametrize(
-    "kind, target",
+    "kind, target, flags",
     [
-        ("script", "train.py"),
-        ("script", "./pkg/sub.py"),
-        ("script", "links/linked.py"),
-        ("script", "noend"),
-        ("script", "app"),
-        ("module", "pkg"),
-        ("module", "pkg.sub"),
-        ("module", "train"),
+        # -P hides the folder that a module is in.
+        *(("module", target, ()) for target in ("pkg", "pkg.sub", "train")),
+        *(("script", target, flags) for target in SCRIPTS for flags in ((), ("-P",))),
     ],
 )
 def test_a_program_sees_what_python_shows_it(tree, kind, target, flags):
-    if flags and kind == "module":
-        pytest.skip("-P hides the folder that the module is in")
     arguments = ["-n", "3", "--", "x"]
     start = [] if kind == "script" else ["-m"]
     expected = run([*start, target, *arguments], tree, flags=flags)

@@ -1,0 +1,108 @@
+"""`jdp bench`: the table and the file it writes, and how it fails."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from jdp.cli.bench import channel, step
+from tests import harness
+
+pytestmark = pytest.mark.multiprocess
+JAX_SYSTEMS = {
+    "jdp",
+    "partitioned",
+    "psum a leaf",
+    "flat shard_map",
+    "no communication",
+}
+SMALL = ("--blocks", "2", "--width", "8", "--batch", "4", "--rounds", "2")
+
+
+def _jdp(*arguments, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, "-m", "jdp.cli.main", *arguments],
+        env={**os.environ, "PYTHONPATH": str(harness.ROOT), "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def test_bench_step_times_every_system_and_writes_a_file(tmp_path):
+    path = tmp_path / "step.json"
+    process = _jdp("bench", "step", "-n", "2", *SMALL, "--steps", "2", "--json", path)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    result = json.loads(path.read_text())
+    systems = result["systems"]
+    assert systems.keys() >= JAX_SYSTEMS
+    assert result["config"]["num_blocks"] == 2
+    if importlib.util.find_spec("torch") is not None:
+        assert "torch DDP" in systems
+    for name, row in systems.items():
+        assert name in out
+        assert len(row["rounds_ms"]) == 2
+        assert 0 < row["min_ms"] <= row["median_ms"]
+    assert systems["jdp"]["jdp_over"] == 1.0
+
+
+def test_the_ratio_is_the_median_of_the_rounds():
+    seconds = {"jdp": [1.0, 2.0, 9.0], "other": [2.0, 2.0, 3.0]}
+    row = step.summarize(seconds)["systems"]["other"]
+    assert (row["median_ms"], row["min_ms"], row["jdp_over"]) == (2000, 2000, 1.0)
+
+
+def test_steps_are_timed_one_by_one():
+    seconds = channel.time_steps(lambda: time.sleep(0.01), 3)
+    assert len(seconds) == 3 and min(seconds) >= 0.01
+
+
+def test_bench_overhead_shows_its_figures(tmp_path):
+    path = tmp_path / "overhead.json"
+    process = _jdp("bench", "overhead", "--rounds", "5", "--json", path)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    result = json.loads(path.read_text())
+    assert set(result["call_us"]) == {"bare", "decorated"}
+    assert result["plan_10000_leaves_ms"] > 0
+    assert "decorated over bare" in out
+
+
+@pytest.mark.parametrize(
+    "arguments,expected",
+    [
+        (("bench", "step", "--blocks", "0"), "Invalid value for '--blocks': "),
+        (("bench", "step", "--bloks", "1"), "No such option: --bloks"),
+        (("bench", "stepp"), "No such command 'stepp'"),
+        (("bench", "overhead", "--rounds", "x"), "Invalid value for '--rounds': "),
+    ],
+)
+def test_a_typo_is_named(arguments, expected):
+    process = _jdp(*arguments)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert expected in " ".join(err.split())
+
+
+def test_workers_end_when_the_driver_is_killed():
+    process = _jdp("bench", "step", *SMALL, "--steps", "100000")
+    deadline_s = time.monotonic() + 60.0
+    workers = []
+    while len(workers) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+        workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=60.0)
+    for worker in alive:
+        worker.kill()
+    assert not alive
