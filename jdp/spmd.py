@@ -107,6 +107,7 @@ class DataParallelStep:
         functools.update_wrapper(self, step)
         self._step = step
         self._name = getattr(step, "__name__", "step")
+        self._topic = f"first call of the step `{self._name}`"
         self._world = world
         self._donate_state = donate_state
         self._check_vma = check_vma
@@ -133,9 +134,16 @@ class DataParallelStep:
         # One look at one leaf: a state comes from a step, or is new as a whole. What
         # does not fit otherwise, JAX refuses.
         leaf = _any_leaf(state)
-        if leaf is not None and not replicas.is_replicated(world, leaf):
+        is_new = leaf is not None and not replicas.is_replicated(world, leaf)
+        try:
+            batches = mesh.global_batch(world, batches)
+        except Exception as error:
+            if is_new:  # The other processes are about to compare theirs with ours.
+                agreement.report_failure(world, self._topic, error)
+            raise
+        if is_new:
             state = replicas.replicate(world, state)
-        return state, *mesh.global_batch(world, batches)
+        return state, *batches
 
     @functools.cached_property
     def _jitted(self) -> Any:
@@ -155,13 +163,12 @@ class DataParallelStep:
         world = self.world
         arguments = {"state": state}
         arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
-        topic = f"first call of the step `{self._name}`"
         try:
             sharded, shape = self._shard(state, batches)
         except Exception as error:
-            agreement.report_failure(world, topic, error)
+            agreement.report_failure(world, self._topic, error)
             raise
-        replicas.compare_programs(world, sharded.jaxpr, arguments, topic=topic)
+        replicas.compare_programs(world, sharded.jaxpr, arguments, topic=self._topic)
         leaves = jax.tree.leaves((state, batches))
         out = jaxpr_as_fun(sharded)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)

@@ -238,6 +238,22 @@ def test_a_step_that_cannot_be_traced_on_one_process_fails_on_all():
     assert seconds0 < 10.0
 
 
+def _odd_batch_on_one_process():
+    world = jdp.init(timeout_s=20.0)
+    step = jdp.data_parallel(_update)
+    size = 3 if world.process_index else 4
+    return harness.error_text(lambda: step(_square(), np.ones((size, 3), np.float32)))
+
+
+def test_a_batch_that_does_not_divide_on_one_process_is_told_to_all():
+    (text0, seconds0), (text1, _) = harness.run_checked(
+        _odd_batch_on_one_process, 2, devices_per_process=2
+    )
+    assert text1.startswith("ValueError: The batch's leaf `[0]` has 3 samples")
+    assert "process 1 failed: ValueError: The batch's leaf `[0]` has 3" in text0
+    assert seconds0 < 10.0
+
+
 def _another_batch_on_one_process():
     world = jdp.init(timeout_s=2.0)
     step = jdp.data_parallel(_update)

@@ -125,7 +125,11 @@ def init(
         return mesh.current_world()
     _check_options(options)
     place = _find_place(options, os.environ)
-    nodes = _join(place, options) if place else [""]
+    if place is not None and place.num_processes > 1:
+        nodes = _join(place, options)
+    else:
+        nodes = [""]
+        _choose_devices(place, options)
     world = _make_world(options, nodes)
     mesh.set_current_world(world)
     _Initialized.options = options
@@ -157,7 +161,7 @@ def _check_options(options: _InitOptions) -> None:
 
 
 def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | None:
-    """Finds the place of this process; None where it is alone."""
+    """Finds the place of this process; None where nothing says that it has one."""
     explicit = {
         "coordinator_address": options.coordinator_address,
         "num_processes": options.num_processes,
@@ -170,12 +174,9 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
                 f"{', '.join(f'`{m}`' for m in missing)} must be given too: "
                 "`coordinator_address`, `num_processes` and `process_id` go together."
             )
-        place = Place(**explicit, local_device_ids=options.local_device_ids)
-    elif launched := LaunchEnvironment.from_environ(environ):
-        place = _launched_place(launched, options)
-    else:
-        place = _detected_place(options)
-    return None if place is None or place.num_processes == 1 else place
+        return Place(**explicit, local_device_ids=options.local_device_ids)
+    launched = LaunchEnvironment.from_environ(environ)
+    return _launched_place(launched, options) if launched else _detected_place(options)
 
 
 def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> Place:
@@ -205,7 +206,9 @@ def _detected_place(options: _InitOptions) -> Place | None:
         coordinator_address=address,
         num_processes=count,
         process_id=process_id,
-        local_device_ids=options.local_device_ids or device_ids,
+        # JAX proposes one GPU a process; a process that is alone takes all.
+        local_device_ids=options.local_device_ids
+        or (device_ids if count > 1 else None),
     )
 
 
@@ -220,13 +223,12 @@ def _join(place: Place, options: _InitOptions) -> list[str]:
     hello = roll_call.make_hello(place.process_id, place.num_processes, node=place.node)
     address = place.coordinator_address
     nodes = roll_call.call_roll(hello, address, timeout_s=options.timeout_s)
-    _set_num_cpu_devices(options.num_cpu_devices or place.num_cpu_devices)
+    _choose_devices(place, options)
     host, port = address.rsplit(":", 1)
     jax.distributed.initialize(
         address,
         place.num_processes,
         place.process_id,
-        local_device_ids=place.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(options.timeout_s)),
         coordinator_bind_address=(
@@ -239,8 +241,6 @@ def _join(place: Place, options: _InitOptions) -> list[str]:
 
 def _make_world(options: _InitOptions, nodes: list[str]) -> World:
     client = compat.distributed_client()
-    if client is None:
-        _set_num_cpu_devices(options.num_cpu_devices)
     process_count = jax.process_count()
     # Devices of a process next to each other, processes of a node too.
     rank_of_node = {node: rank for rank, node in enumerate(dict.fromkeys(nodes))}
@@ -265,12 +265,25 @@ def _make_world(options: _InitOptions, nodes: list[str]) -> World:
     )
 
 
-def _set_num_cpu_devices(count: int | None) -> None:
-    if count is None:
-        return
+def _choose_devices(place: Place | None, options: _InitOptions) -> None:
+    """Tells JAX which devices this process has, before it looks for them."""
+    device_ids = place.local_device_ids if place else options.local_device_ids
+    count = options.num_cpu_devices or (place.num_cpu_devices if place else None)
     if not compat.backend_is_initialized():
-        jax.config.update("jax_num_cpu_devices", count)
-    elif jax.default_backend() == "cpu" and jax.local_device_count() != count:
+        if device_ids is not None:
+            visible = ",".join(map(str, device_ids))
+            jax.config.update("jax_cuda_visible_devices", visible)
+            jax.config.update("jax_rocm_visible_devices", visible)
+        if count is not None:
+            jax.config.update("jax_num_cpu_devices", count)
+        return
+    if device_ids is not None:
+        raise RuntimeError(
+            "`local_device_ids` comes too late: JAX has already chosen its devices. "
+            "Call `jdp.init` before anything that uses a device."
+        )
+    is_cpu = jax.default_backend() == "cpu"
+    if count is not None and is_cpu and jax.local_device_count() != count:
         raise RuntimeError(
             f"`num_cpu_devices={count}` comes too late: JAX has already made "
             f"{jax.local_device_count()}. Call `jdp.init` before anything that uses "

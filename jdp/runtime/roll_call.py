@@ -3,11 +3,16 @@
 `jax.distributed.initialize` aborts the process when the coordinator cannot be reached,
 a process is missing, or two claim one id. So the processes first meet at the same
 address over a short-lived socket, and each gets an exception that says what is wrong.
+
+Plain sockets, a line of JSON each way: whatever else connects is dropped. (A ROUTER of
+libzmq 4.3 aborts the process when a stranger speaks to it while it closes, and the gRPC
+client of `jax.distributed`, at the same address, is such a stranger.)
 """
 
 import logging
 import os
 import platform
+import selectors
 import socket
 import time
 import uuid
@@ -16,11 +21,11 @@ from typing import NamedTuple
 
 import jax
 import msgspec
-import zmq
 
 PROTOCOL = "jdp-roll-call-1"
 _MAX_MESSAGE_BYTES = 1 << 14
-_LINGER_MS = 2000
+_TELL_TIMEOUT_S = 5.0
+_RETRY_S = 0.05
 _logger = logging.getLogger("jdp")
 
 
@@ -137,12 +142,8 @@ def call_roll(own: Hello, address: str, *, timeout_s: float) -> list[str]:
       RuntimeError: a process is missing, came twice or does not fit; the address is
         taken; or process 0 cannot be reached. On every process that could be told.
     """
-    context = zmq.Context()
-    try:
-        run = _serve if own.process_id == 0 else _attend
-        verdict = run(context, own, address, timeout_s)
-    finally:
-        context.term()
+    run = _serve if own.process_id == 0 else _attend
+    verdict = run(own, address, time.monotonic() + timeout_s, timeout_s)
     if verdict.error is not None:
         raise RuntimeError(verdict.error)
     return verdict.nodes
@@ -153,77 +154,126 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _serve(context: zmq.Context, own: Hello, address: str, timeout_s: float) -> Verdict:
-    host, port = address.rsplit(":", 1)
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, _LINGER_MS)
-    router.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-    try:
+def _serve(own: Hello, address: str, deadline_s: float, timeout_s: float) -> Verdict:
+    """Process 0: hears everybody, and tells them how it ended."""
+    roll = open_roll(own, deadline_s=deadline_s)
+    heard: list[socket.socket] = []
+    with selectors.DefaultSelector() as selector:
+        server = _listen(address)
+        selector.register(server, selectors.EVENT_READ, _Guest(server))
         try:
-            router.bind(f"tcp://{'127.0.0.1' if is_loopback(host) else '*'}:{port}")
-        except zmq.ZMQError as error:
-            raise RuntimeError(
-                f"Process 0 cannot listen at the coordinator address {address!r}: "
-                f"{error.strerror}. Another program, or another process 0, has the "
-                "port; choose a free one."
-            ) from None
-        roll = open_roll(own, deadline_s=time.monotonic() + timeout_s)
-        senders: set[bytes] = set()
-        while (verdict := judge(roll, now_s=time.monotonic())) is None:
-            left_s = roll.deadline_s - time.monotonic()
-            if not router.poll(max(0, int(1000 * left_s))):
-                continue
-            sender, *frames = router.recv_multipart()
-            hello = _decode(frames)
-            if hello is not None:
-                senders.add(sender)
-                roll = receive(roll, hello)
-        reply = msgspec.msgpack.encode(verdict)
-        for sender in senders:
-            router.send_multipart([sender, reply])
-        return verdict
-    finally:
-        router.close()
+            while (verdict := judge(roll, now_s=time.monotonic())) is None:
+                left_s = max(0.0, deadline_s - time.monotonic())
+                for key, _ in selector.select(left_s):
+                    if key.fileobj is server:
+                        guest, _ = server.accept()
+                        guest.setblocking(False)
+                        selector.register(guest, selectors.EVENT_READ, _Guest(guest))
+                        continue
+                    hello = _hear(key.data, selector)
+                    if hello is not None:
+                        heard.append(key.data.line)
+                        roll = receive(roll, hello)
+            # The others go on to `jax.distributed` at this address: free it first.
+            selector.unregister(server)
+            server.close()
+            for line in heard:
+                _tell(line, verdict)
+        finally:
+            for key in list(selector.get_map().values()):
+                key.data.line.close()
+            for line in heard:
+                line.close()
+    return verdict
 
 
-def _attend(
-    context: zmq.Context, own: Hello, address: str, timeout_s: float
-) -> Verdict:
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.IPV6, 1)
-    dealer.setsockopt(zmq.MAXMSGSIZE, 1 << 24)
-    dealer.setsockopt(zmq.RECONNECT_IVL, 50)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+class _Guest:
+    """Somebody who has connected, and what it has said so far."""
+
+    def __init__(self, line: socket.socket):
+        self.line = line
+        self.said = bytearray()
+
+
+def _hear(guest: _Guest, selector: selectors.BaseSelector) -> Hello | None:
+    """Reads on; returns a hello once it is whole. Who says anything else is dropped."""
     try:
-        dealer.connect(f"tcp://{address}")
-        dealer.send(msgspec.msgpack.encode(own))
-        # Process 0 waits `timeout_s` from when it began; it may have begun later.
-        if dealer.poll(int(1000 * timeout_s)):
-            return msgspec.msgpack.decode(dealer.recv(), type=Verdict)
-        raise RuntimeError(
-            f"Process {own.process_id} of {own.num_processes} had no answer from the "
-            f"coordinator at {address!r} within {timeout_s:.0f} s. Is process 0 "
-            "running there, is the address right, and can this machine "
-            f"({socket.gethostname()}) reach it?"
-        )
-    except zmq.ZMQError as error:
-        raise RuntimeError(
-            f"The coordinator address {address!r} cannot be used: {error.strerror}."
-        ) from None
-    finally:
-        dealer.close()
-
-
-def _decode(frames: list[bytes]) -> Hello | None:
-    try:
-        hello = msgspec.msgpack.decode(frames[-1], type=Hello)
-    except (IndexError, msgspec.MsgspecError):
-        hello = None
-    if hello is None or hello.protocol != PROTOCOL:
-        _logger.warning("Dropped a message that is no %s hello.", PROTOCOL)
+        data = guest.line.recv(_MAX_MESSAGE_BYTES)
+    except BlockingIOError:
         return None
-    return hello
+    except OSError:
+        data = b""
+    guest.said += data
+    is_whole = guest.said.endswith(b"\n")
+    if data and not is_whole and len(guest.said) <= _MAX_MESSAGE_BYTES:
+        return None
+    selector.unregister(guest.line)
+    try:
+        hello = msgspec.json.decode(guest.said, type=Hello)
+        if hello.protocol == PROTOCOL:
+            return hello
+    except msgspec.MsgspecError:
+        pass
+    _logger.warning("Dropped a connection that did not begin with %s.", PROTOCOL)
+    guest.line.close()
+    return None
+
+
+def _tell(line: socket.socket, verdict: Verdict) -> None:
+    try:
+        line.settimeout(_TELL_TIMEOUT_S)
+        line.sendall(msgspec.json.encode(verdict) + b"\n")
+    except OSError:
+        _logger.warning("A process left before the end of the roll call.")
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = address.rsplit(":", 1)
+    try:
+        if is_loopback(host):
+            family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+            return socket.create_server((host, int(port)), family=family, backlog=1024)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", int(port)),
+                family=socket.AF_INET6,
+                dualstack_ipv6=True,
+                backlog=1024,
+            )
+        return socket.create_server(("", int(port)), backlog=1024)
+    except OSError as error:
+        raise RuntimeError(
+            f"Process 0 cannot listen at the coordinator address {address!r}: "
+            f"{error.strerror}. Another program, or another process 0, may have the "
+            "port; choose a free one."
+        ) from None
+
+
+def _attend(own: Hello, address: str, deadline_s: float, timeout_s: float) -> Verdict:
+    """The others: introduce themselves to process 0 until it answers."""
+    host, port = address.rsplit(":", 1)
+    reason = "nobody listens"
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host, int(port)), timeout=left_s) as line:
+                line.sendall(msgspec.json.encode(own) + b"\n")
+                line.settimeout(max(0.001, deadline_s - time.monotonic()))
+                with line.makefile("rb") as file:
+                    answer = file.readline()
+            return msgspec.json.decode(answer, type=Verdict)
+        except msgspec.MsgspecError:
+            reason = "something else than jdp answers there"
+        except TimeoutError:
+            reason = "it did not answer"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        time.sleep(min(_RETRY_S, max(0.0, deadline_s - time.monotonic())))
+    raise RuntimeError(
+        f"Process {own.process_id} of {own.num_processes} had no answer from the "
+        f"coordinator at {address!r} within {timeout_s:g} s: {reason}. Is process 0 "
+        "running there, is the address right, and can this machine "
+        f"({platform.node()}) reach it?"
+    )
 
 
 def _where(hello: Hello) -> str:

@@ -17,10 +17,13 @@ from typing import NamedTuple
 
 import psutil
 
-from jdp.runtime import environment, guard, output
+from jdp.runtime import environment, guard, output, worker
 
 BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
 _TICK_S = 0.05
+# A peer that fails because a process is gone can be seen to end before that process,
+# whose memory takes a while to free. So long, the first failure waits for others.
+_SETTLE_S = 0.2
 _SCAN_PERIOD_S = 0.1
 # How long after SIGKILL a process may still be listed before it is given up.
 _KILL_TIMEOUT_S = 10.0
@@ -37,6 +40,7 @@ class Exit(NamedTuple):
 
     process_id: int
     returncode: int  # As in `subprocess`: the negative signal where one killed it.
+    failed_at_s: float | None = None  # When its program raised, where it could say so.
 
 
 class StopState(NamedTuple):
@@ -78,7 +82,7 @@ def observe(
 
     Args:
       state: what was decided before.
-      exits: processes that have ended since then, the first one first.
+      exits: processes that have ended since then.
       signals: what the launcher was sent since then; SIGPIPE for a lost reader.
       now_s: the time of a monotonic clock.
       grace_s: from SIGTERM to SIGKILL.
@@ -86,7 +90,7 @@ def observe(
     Returns:
       The new state, and the signal to send now.
     """
-    failures = [end for end in exits if end.returncode != 0]
+    failures = sorted((end for end in exits if end.returncode != 0), key=_failing_order)
     pending = list(signals)
     send = None
     if state.cause is None and pending:
@@ -104,6 +108,12 @@ def observe(
     return state, send
 
 
+def _failing_order(end: Exit) -> float:
+    # Peers raise because a process is gone, so whoever raised first comes before them,
+    # and whoever was killed without a word before everybody.
+    return float("-inf") if end.failed_at_s is None else end.failed_at_s
+
+
 class Supervisor:
     """Runs the processes of one job on this host, once."""
 
@@ -117,6 +127,9 @@ class Supervisor:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._state = StopState()
         self._signals: list[int] = []
+        self._held: list[Exit] = []  # not yet observed.
+        self._held_since_s = 0.0
+        self._failures = worker.FailurePipe()
 
     def run(
         self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]
@@ -138,6 +151,7 @@ class Supervisor:
                     self._drain()
                     self._report()
             finally:
+                self._failures.close()
                 self._forwarder.close()
                 self._flush()
         return self._state.exit_code
@@ -152,7 +166,8 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout_fd,
                 stderr=stderr_fd,
-                env=dict(environ),
+                env={**environ, **self._failures.environ},
+                pass_fds=(self._failures.write_fd,),
                 start_new_session=True,
             )
         finally:
@@ -168,23 +183,39 @@ class Supervisor:
 
     def _observe(self) -> None:
         """Collects what has happened, and does what follows from it."""
-        exits = []
         for process_id, process in list(self._running.items()):
             if process.poll() is not None:
                 del self._running[process_id]
-                exits.append(Exit(process_id, process.returncode))
+                self._hold(Exit(process_id, process.returncode))
         signals = self._take_signals()
         if self._forwarder.is_broken and self._state.cause is None:
             signals.append(signal.SIGPIPE)
+        now_s = time.monotonic()
         self._state, send = observe(
             self._state,
-            exits,
+            self._release(now_s, is_urgent=bool(signals)),
             signals,
-            now_s=time.monotonic(),
+            now_s=now_s,
             grace_s=self._grace_s,
         )
         if send is not None:
             self._signal(send)
+
+    def _hold(self, end: Exit) -> None:
+        if not self._held:
+            self._held_since_s = time.monotonic()
+        self._held.append(end)
+
+    def _release(self, now_s: float, *, is_urgent: bool) -> list[Exit]:
+        """Takes the ends that were held, once others had the time to come before."""
+        has_settled = now_s - self._held_since_s >= _SETTLE_S or not self._running
+        if not (has_settled or is_urgent or self._state.cause is not None):
+            return []
+        failed_at_s = self._failures.read() if self._held else {}
+        held, self._held = self._held, []
+        return [
+            end._replace(failed_at_s=failed_at_s.get(end.process_id)) for end in held
+        ]
 
     def _is_given_up(self) -> bool:
         if not self._state.is_killed or self._state.kill_at_s is None:

@@ -15,13 +15,44 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import struct
 import sys
+import time
 import types
+
+_FAILURE_FD = "JDP_FAILURE_FD"
+_FAILURE = struct.Struct("<id")  # process id, seconds of the monotonic clock.
+
+
+class FailurePipe:
+    """Where workers say when their program raised; read by their launcher."""
+
+    def __init__(self) -> None:
+        """Opens the pipe."""
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self.environ = {_FAILURE_FD: str(self.write_fd)}
+        self._failed_at_s: dict[int, float] = {}
+
+    def read(self) -> dict[int, float]:
+        """Returns by process id when each failed, in seconds, as far as is known."""
+        try:
+            data = os.read(self._read_fd, 1 << 16)
+        except BlockingIOError:
+            data = b""
+        self._failed_at_s.update(_FAILURE.iter_unpack(data))
+        return self._failed_at_s
+
+    def close(self) -> None:
+        """Closes both ends."""
+        os.close(self._read_fd)
+        os.close(self.write_fd)
 
 
 def main(argv: list[str]) -> None:
     """Runs the program named by `argv`: its kind, its target, its arguments."""
     kind, target, *arguments = argv
+    failure_fd = _take_failure_fd()
     program = types.ModuleType("__main__")
     program.__dict__["__builtins__"] = builtins
     # The interpreter itself keeps the module of this file alive.
@@ -33,10 +64,33 @@ def main(argv: list[str]) -> None:
             code = _load_script(program, target, arguments)
         exec(code, program.__dict__)
     except SystemExit as error:
-        _exit_unless_zero(_exit_code(error))
+        code = _exit_code(error)
+        if code != 0:
+            _report_failure(failure_fd)
+        _exit_unless_zero(code)
     except BaseException as error:
+        _report_failure(failure_fd)
         _print_exception(error)
         _exit_unless_zero(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _take_failure_fd() -> int | None:
+    """Takes the launcher's pipe out of what the program and its children see."""
+    fd = os.environ.pop(_FAILURE_FD, None)
+    if fd is None:
+        return None
+    os.set_inheritable(int(fd), False)
+    return int(fd)
+
+
+def _report_failure(fd: int | None) -> None:
+    process_id = os.environ.get("JDP_PROCESS_ID")
+    if fd is None or process_id is None:
+        return
+    try:
+        os.write(fd, _FAILURE.pack(int(process_id), time.monotonic()))
+    except OSError:
+        pass  # The launcher is gone.
 
 
 def _load_script(

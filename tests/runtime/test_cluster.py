@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 
+import jdp
 from jdp.runtime import cluster, environment
 from tests import harness
 
@@ -128,9 +129,18 @@ def test_the_variables_of_a_launcher_are_enough(launcher):
         assert f"WORLD {i} 2 2" in output
 
 
-def _node_world():
-    import jdp
+def _num_replicas():
+    return jdp.init().num_replicas
 
+
+@multiprocess
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_devices_of_a_launch_are_those_asked_for(num_processes):
+    values = harness.run_checked(_num_replicas, num_processes, devices_per_process=3)
+    assert values == [3 * num_processes] * num_processes
+
+
+def _node_world():
     world = jdp.init(axis_name=("node", "data"), num_nodes=2)
     return dict(world.mesh.shape), [d.process_index for d in world.mesh.devices.flat]
 
@@ -230,6 +240,10 @@ def test_a_process_of_a_host_with_several_takes_its_own_gpus():
         (
             "jax.devices(); init(num_cpu_devices=2)",
             "RuntimeError: `num_cpu_devices=2` comes too late: JAX has already made 1",
+        ),
+        (
+            "jax.devices(); init(local_device_ids=[0])",
+            "RuntimeError: `local_device_ids` comes too late",
         ),
         (
             f"jax.devices(); {_explicit(0, port=1)}",

@@ -387,6 +387,29 @@ def test_the_one_that_failed_first_is_named_also_when_others_follow_at_once(job)
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("failure", ["raise ValueError('mine')", "sys.exit(1)"])
+def test_the_one_that_raised_first_is_named_also_when_it_ends_last(job, failure):
+    got = job(
+        f"""
+        import os, pathlib, sys, time
+        mark = pathlib.Path(sys.argv[0] + ".mark")
+        class Slow:
+            def write(self, text): pass
+            def flush(self):
+                mark.touch()
+                time.sleep(0.1)
+        if os.environ["JDP_PROCESS_ID"] == "1":
+            sys.stderr = sys.stdout = Slow()  # it takes a while to end.
+            {failure}
+        while not mark.exists(): pass
+        raise ConnectionError("process 1 is gone")
+        """
+    )
+    assert got.code == 1
+    assert "jdp launch: process 1 failed with exit code 1." in got.err
+
+
+@pytest.mark.multiprocess
 def test_sigkill_follows_when_sigterm_is_ignored(job):
     program = f"""
 import os, sys, time

@@ -51,7 +51,7 @@ def _use_store():
     shared.get(f"done/{1 - rank}", timeout_s=10.0)
     if rank == 0:
         shared.delete("value/0")
-    again, _ = harness.error_text(lambda: shared.get("value/0", timeout_s=5.0))
+    again, _ = harness.error_text(lambda: shared.get("value/0", timeout_s=0.5))
     return got, text, waited_s, shared.next_round(), again if rank == 0 else ""
 
 

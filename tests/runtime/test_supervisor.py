@@ -43,6 +43,13 @@ def test_the_first_failure_counts():
     assert (state.exit_code, state.cause) == (3, Exit(1, 3))
 
 
+def test_who_raised_first_counts_and_who_was_killed_comes_before():
+    late, early = Exit(0, 1, failed_at_s=7.0), Exit(1, 3, failed_at_s=6.9)
+    assert observe(RUNNING, [late, early])[0].cause == early
+    killed = Exit(2, -9)
+    assert observe(RUNNING, [late, early, killed])[0].cause == killed
+
+
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_the_job(signum, code):
     state, send = observe(RUNNING, signals=[signum])
