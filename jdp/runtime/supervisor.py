@@ -22,8 +22,10 @@ from jdp.runtime import environment, guard, output, worker
 BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
 _TICK_S = 0.05
 # A peer that fails because a process is gone can be seen to end before that process,
-# whose memory takes a while to free. So long, the first failure waits for others.
+# whose memory takes a while to free. So long, a failure waits for others, and longer
+# where another has said that its program raised.
 _SETTLE_S = 0.2
+_SETTLE_RAISED_S = 2.0
 _SCAN_PERIOD_S = 0.1
 # How long after SIGKILL a process may still be listed before it is given up.
 _KILL_TIMEOUT_S = 10.0
@@ -208,10 +210,14 @@ class Supervisor:
 
     def _release(self, now_s: float, *, is_urgent: bool) -> list[Exit]:
         """Takes the ends that were held, once others had the time to come before."""
-        has_settled = now_s - self._held_since_s >= _SETTLE_S or not self._running
+        if not self._held:
+            return []
+        failed_at_s = self._failures.read()
+        has_raised = not self._running.keys().isdisjoint(failed_at_s)
+        settle_s = _SETTLE_RAISED_S if has_raised else _SETTLE_S
+        has_settled = now_s - self._held_since_s >= settle_s or not self._running
         if not (has_settled or is_urgent or self._state.cause is not None):
             return []
-        failed_at_s = self._failures.read() if self._held else {}
         held, self._held = self._held, []
         return [
             end._replace(failed_at_s=failed_at_s.get(end.process_id)) for end in held
