@@ -42,8 +42,9 @@ bench: $(VENV)/.examples
 	$(BIN)/jdp bench overhead
 
 $(VENV)/.made:
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
-		echo "jdp needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version)."; \
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \
+		version=$$($(PYTHON) --version 2>/dev/null) || version="not one that runs"; \
+		echo "jdp needs Python 3.11 or newer; $(PYTHON) is $$version."; \
 		echo "Name another one: make PYTHON=python3.12 ..."; \
 		exit 1; \
 	}

@@ -117,4 +117,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.epochs < 1:
         parser.error("--epochs must be at least 1")
+    if arguments.seed < 0:
+        parser.error("--seed must be at least 0")
     main(arguments.epochs, arguments.batch_size, arguments.seed)
