@@ -96,6 +96,16 @@ def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
+def check_axis_name(axis_name: AxisName) -> None:
+    """Raises ValueError unless `axis_name` is one name or a pair of names."""
+    names = as_axis_names(axis_name)
+    if len(set(names)) != len(names) or len(names) not in (1, 2) or not all(names):
+        raise ValueError(
+            "`axis_name` must be one name or a pair of names (across nodes, within a "
+            f"node), got {axis_name!r}."
+        )
+
+
 def make_mesh(
     devices: Sequence[Device], axis_name: AxisName, *, num_nodes: int
 ) -> Mesh:
@@ -107,8 +117,9 @@ def make_mesh(
       num_nodes: number of hosts; only used with a pair of names.
 
     Raises:
-      ValueError: more than two names, or nodes with different numbers of devices.
+      ValueError: not one or two names, or nodes with different numbers of devices.
     """
+    check_axis_name(axis_name)
     names = as_axis_names(axis_name)
     grid = np.array(devices, dtype=object)
     if len(names) == 2:
@@ -118,11 +129,6 @@ def make_mesh(
                 f"node, got {len(devices)} devices on {num_nodes} nodes."
             )
         grid = grid.reshape(num_nodes, -1)
-    elif len(names) != 1 or not names[0]:
-        raise ValueError(
-            "`axis_name` must be one name or a pair of names (across nodes, within a "
-            f"node), got {axis_name!r}."
-        )
     auto = (jax.sharding.AxisType.Auto,) * len(names)
     return Mesh(grid, names, axis_types=auto)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import jax
+import jax.core
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
@@ -134,6 +135,12 @@ class DataParallelStep:
         # One look at one leaf: a state comes from a step, or is new as a whole. What
         # does not fit otherwise, JAX refuses.
         leaf = _any_leaf(state)
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(
+                f"The step `{self._name}` was called while JAX traces. It is compiled "
+                "as a whole; call it from Python, or use `jdp.value_and_grad` under "
+                "your own `jit` and `shard_map`."
+            )
         is_new = leaf is not None and not replicas.is_replicated(world, leaf)
         try:
             batches = mesh.global_batch(world, batches)

@@ -57,7 +57,7 @@ def test_nodes_of_different_sizes_are_refused():
         mesh.make_mesh(jax.devices(), ("node", "data"), num_nodes=3)
 
 
-@pytest.mark.parametrize("axis_name", [("a", "b", "c"), "", ()])
+@pytest.mark.parametrize("axis_name", [("a", "b", "c"), "", (), ("a", "a")])
 def test_other_numbers_of_names_are_refused(axis_name):
     with pytest.raises(ValueError, match="one name or a pair of names"):
         mesh.make_mesh(jax.devices(), axis_name, num_nodes=1)

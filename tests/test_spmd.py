@@ -172,6 +172,13 @@ def test_a_step_must_return_a_pair():
         step({"w": np.ones(2)}, np.ones(4))
 
 
+def test_a_step_is_not_called_inside_jit():
+    step = jdp.data_parallel(_sgd_step, world=harness.local_world(2))
+    (batch,) = harness.oracle_batches(1)
+    with pytest.raises(TypeError, match="`_sgd_step` was called while JAX traces"):
+        jax.jit(step)(harness.oracle_params(), batch)
+
+
 def test_other_batch_sizes_compile_again():
     traces = []
 

@@ -147,6 +147,7 @@ def _check_same_options(before: _InitOptions, now: _InitOptions) -> None:
 
 
 def _check_options(options: _InitOptions) -> None:
+    mesh.check_axis_name(options.axis_name)
     if options.timeout_s <= 0:
         raise ValueError(f"`timeout_s` must be positive, got {options.timeout_s}.")
     for name in ("num_cpu_devices", "num_nodes"):

@@ -110,10 +110,21 @@ def observe(
     return state, send
 
 
+def _as_it_said(end: Exit, failure: tuple[float, int] | None) -> Exit:
+    """Completes `end`; a program that failed may be aborted on its way out."""
+    if failure is None:
+        return end
+    failed_at_s, code = failure
+    return Exit(end.process_id, code, failed_at_s)
+
+
 def _failing_order(end: Exit) -> float:
     # Peers raise because a process is gone, so whoever raised first comes before them,
-    # and whoever was killed without a word before everybody.
-    return float("-inf") if end.failed_at_s is None else end.failed_at_s
+    # and whoever was killed without a word before everybody. But JAX aborts a process
+    # when the coordinator, process 0, is gone, whatever ended that.
+    if end.failed_at_s is not None:
+        return end.failed_at_s
+    return float("inf") if end.returncode == -signal.SIGABRT else float("-inf")
 
 
 class Supervisor:
@@ -212,16 +223,14 @@ class Supervisor:
         """Takes the ends that were held, once others had the time to come before."""
         if not self._held:
             return []
-        failed_at_s = self._failures.read()
-        has_raised = not self._running.keys().isdisjoint(failed_at_s)
+        failures = self._failures.read()
+        has_raised = not self._running.keys().isdisjoint(failures)
         settle_s = _SETTLE_RAISED_S if has_raised else _SETTLE_S
         has_settled = now_s - self._held_since_s >= settle_s or not self._running
         if not (has_settled or is_urgent or self._state.cause is not None):
             return []
         held, self._held = self._held, []
-        return [
-            end._replace(failed_at_s=failed_at_s.get(end.process_id)) for end in held
-        ]
+        return [_as_it_said(end, failures.get(end.process_id)) for end in held]
 
     def _is_given_up(self) -> bool:
         if not self._state.is_killed or self._state.kill_at_s is None:

@@ -21,27 +21,28 @@ import time
 import types
 
 _FAILURE_FD = "JDP_FAILURE_FD"
-_FAILURE = struct.Struct("<id")  # process id, seconds of the monotonic clock.
+_FAILURE = struct.Struct("<idi")  # process id, seconds of the monotonic clock, code.
 
 
 class FailurePipe:
-    """Where workers say when their program raised; read by their launcher."""
+    """Where workers say when and how their program failed; read by their launcher."""
 
     def __init__(self) -> None:
         """Opens the pipe."""
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         self.environ = {_FAILURE_FD: str(self.write_fd)}
-        self._failed_at_s: dict[int, float] = {}
+        self._failures: dict[int, tuple[float, int]] = {}
 
-    def read(self) -> dict[int, float]:
-        """Returns by process id when each failed, in seconds, as far as is known."""
+    def read(self) -> dict[int, tuple[float, int]]:
+        """Returns the seconds and the exit code of what has failed, by process id."""
         try:
             data = os.read(self._read_fd, 1 << 16)
         except BlockingIOError:
             data = b""
-        self._failed_at_s.update(_FAILURE.iter_unpack(data))
-        return self._failed_at_s
+        for process_id, failed_at_s, code in _FAILURE.iter_unpack(data):
+            self._failures[process_id] = failed_at_s, code
+        return self._failures
 
     def close(self) -> None:
         """Closes both ends."""
@@ -66,12 +67,13 @@ def main(argv: list[str]) -> None:
     except SystemExit as error:
         code = _exit_code(error)
         if code != 0:
-            _report_failure(failure_fd)
+            _report_failure(failure_fd, code)
         _exit_unless_zero(code)
     except BaseException as error:
-        _report_failure(failure_fd)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        _report_failure(failure_fd, code)
         _print_exception(error)
-        _exit_unless_zero(130 if isinstance(error, KeyboardInterrupt) else 1)
+        _exit_unless_zero(code)
 
 
 def _take_failure_fd() -> int | None:
@@ -83,12 +85,12 @@ def _take_failure_fd() -> int | None:
     return int(fd)
 
 
-def _report_failure(fd: int | None) -> None:
+def _report_failure(fd: int | None, code: int) -> None:
     process_id = os.environ.get("JDP_PROCESS_ID")
     if fd is None or process_id is None:
         return
     try:
-        os.write(fd, _FAILURE.pack(int(process_id), time.monotonic()))
+        os.write(fd, _FAILURE.pack(int(process_id), time.monotonic(), code))
     except OSError:
         pass  # The launcher is gone.
 

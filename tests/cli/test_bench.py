@@ -81,6 +81,10 @@ def test_bench_overhead_shows_its_figures(tmp_path):
     [
         (("bench", "step", "--blocks", "0"), "Invalid value for '--blocks': "),
         (("bench", "step", "--bloks", "1"), "No such option: --bloks"),
+        (
+            ("bench", "step", "--json", "/no/such/folder/x.json"),
+            "'/no/such/folder/x.json' cannot be written: No such file or directory",
+        ),
         (("bench", "stepp"), "No such command 'stepp'"),
         (("bench", "overhead", "--rounds", "x"), "Invalid value for '--rounds': "),
     ],
@@ -92,14 +96,32 @@ def test_a_typo_is_named(arguments, expected):
     assert expected in " ".join(err.split())
 
 
-def test_workers_end_when_the_driver_is_killed():
+def test_a_worker_that_dies_ends_the_benchmark_with_its_last_words():
     process = _jdp("bench", "step", *SMALL, "--steps", "100000")
+    try:
+        worker = _wait_for_workers(process)[0]
+        worker.send_signal(signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    assert "jdp bench: " in err and "Traceback" not in err
+
+
+def _wait_for_workers(process):
     deadline_s = time.monotonic() + 60.0
     workers = []
     while len(workers) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.2)
         workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 2
+    return workers
+
+
+def test_workers_end_when_the_driver_is_killed():
+    process = _jdp("bench", "step", *SMALL, "--steps", "100000")
+    workers = _wait_for_workers(process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     _, alive = psutil.wait_procs(workers, timeout=60.0)

@@ -231,6 +231,7 @@ def test_a_process_of_a_host_with_several_takes_its_own_gpus():
         ),
         ("init(num_cpu_devices=0)", "ValueError: `num_cpu_devices` must be at least 1"),
         ("init(timeout_s=0)", "ValueError: `timeout_s` must be positive, got 0"),
+        ("init(axis_name='')", "ValueError: `axis_name` must be one name or a pair"),
         ("init(num_nodes=2)", "ValueError: `num_nodes` needs a pair of axis names"),
         (
             "init(); jdp.init(num_cpu_devices=2)",

@@ -397,7 +397,7 @@ def test_the_one_that_raised_first_is_named_also_when_it_ends_last(job, failure)
             def write(self, text): pass
             def flush(self):
                 mark.touch()
-                time.sleep(0.1)
+                time.sleep(0.3)
         if os.environ["JDP_PROCESS_ID"] == "1":
             sys.stderr = sys.stdout = Slow()  # it takes a while to end.
             {failure}
@@ -407,6 +407,23 @@ def test_the_one_that_raised_first_is_named_also_when_it_ends_last(job, failure)
     )
     assert got.code == 1
     assert "jdp launch: process 1 failed with exit code 1." in got.err
+
+
+@pytest.mark.multiprocess
+def test_a_program_that_failed_and_is_aborted_on_its_way_out_failed(job):
+    got = job(
+        """
+        import os, sys
+        class Abort:
+            def write(self, text): pass
+            def flush(self): os.abort()
+        if os.environ["JDP_PROCESS_ID"] == "1":
+            sys.stdout = Abort()
+            sys.exit(7)
+        """
+    )
+    assert got.code == 7
+    assert "jdp launch: process 1 failed with exit code 7." in got.err
 
 
 @pytest.mark.multiprocess

@@ -115,6 +115,23 @@ def test_processes_meet_over_a_socket_and_leave_the_port_free():
     assert _call(_hellos(0, 1, 2), address) == [["n0", "n1", "n2"]] * 3
 
 
+def test_the_port_is_free_before_anybody_hears_the_verdict(monkeypatch):
+    # `jax.distributed` begins at the same address as soon as it does.
+    address = _address()
+    tell = roll_call._tell
+    refused = []
+
+    def tell_and_try(line, verdict):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1])))
+        refused.append(True)
+        tell(line, verdict)
+
+    monkeypatch.setattr(roll_call, "_tell", tell_and_try)
+    assert _call(_hellos(0, 1, 2), address) == [["n0", "n1", "n2"]] * 3
+    assert refused == [True, True]
+
+
 def test_a_doubled_id_is_told_to_all():
     for text in _call(_hellos(0, 1, 1), _address()):
         assert "`process_id=1` was given twice" in text

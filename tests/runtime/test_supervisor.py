@@ -46,8 +46,10 @@ def test_the_first_failure_counts():
 def test_who_raised_first_counts_and_who_was_killed_comes_before():
     late, early = Exit(0, 1, failed_at_s=7.0), Exit(1, 3, failed_at_s=6.9)
     assert observe(RUNNING, [late, early])[0].cause == early
-    killed = Exit(2, -9)
+    killed, aborted = Exit(2, -signal.SIGKILL), Exit(3, -signal.SIGABRT)
     assert observe(RUNNING, [late, early, killed])[0].cause == killed
+    assert observe(RUNNING, [aborted, late])[0].cause == late
+    assert observe(RUNNING, [aborted])[0].cause == aborted
 
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

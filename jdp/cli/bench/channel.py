@@ -5,11 +5,13 @@ the workers that do not run leave the cores to those that do.
 """
 
 import json
+import pathlib
 import socket
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+import typer
 
 RunSteps = Callable[[int], list[float]]
 
@@ -87,6 +89,13 @@ def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:
     return seconds
 
 
-def median(seconds: list[float]) -> float:
-    """The median, or nan of nothing."""
-    return statistics.median(seconds) if seconds else float("nan")
+def check_can_write(path: pathlib.Path | None) -> None:
+    """Refuses a file that cannot be written, before hours are spent on measuring."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{str(path)!r} cannot be written: {error.strerror}.", param_hint="--json"
+        ) from None

@@ -15,7 +15,7 @@ import typer
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp.cli.bench import jax_step
+from jdp.cli.bench import channel, jax_step
 from jdp.cli.bench.channel import StepConfig
 
 
@@ -32,6 +32,7 @@ def bench_overhead(
     48-block step needs beyond its arguments on 2 CPU devices, over the hand-written
     step with one flat buffer.
     """
+    channel.check_can_write(json_file)
     world = jdp.init(num_cpu_devices=2)
     result = {
         "call_us": measure_call(world, rounds),

@@ -32,6 +32,10 @@ _RUN_TIMEOUT_S = 300.0
 _REFERENCE = "jdp"
 
 
+class BenchmarkError(RuntimeError):
+    """A worker did not start, or ended."""
+
+
 @dataclasses.dataclass
 class Group:
     """The processes of one system."""
@@ -60,10 +64,15 @@ def bench_step(
     each; a step is loss, gradients, their average, and plain gradient descent. Every
     round times each system in turn; the table holds medians over the rounds.
     """
+    channel.check_can_write(json_file)
     console = rich.console.Console(stderr=True)
     config = StepConfig(blocks, width, batch)
-    with _started(num_processes, config, console) as groups:
-        seconds = _measure(groups, rounds, steps, console)
+    try:
+        with _started(num_processes, config, console) as groups:
+            seconds = _measure(groups, rounds, steps, console)
+    except BenchmarkError as error:
+        console.print(f"jdp bench: {error}", markup=False, highlight=False)
+        raise typer.Exit(1) from None
     result = summarize(seconds)
     result["config"] = {
         "num_processes": num_processes,
@@ -147,8 +156,8 @@ def _run(group: Group, variant: str, steps: int) -> float:
     try:
         replies = [line.receive(timeout_s=_RUN_TIMEOUT_S) for line in group.lines]
     except (EOFError, OSError):
-        raise RuntimeError(
-            f"A worker of {group.name} ended in {variant!r}:\n{_tail(group.log)}"
+        raise BenchmarkError(
+            f"a worker of {group.name} ended in {variant!r}:\n{_tail(group.log)}"
         ) from None
     return statistics.median(replies[0])
 
@@ -176,7 +185,7 @@ def _started(
                     continue
                 message = f"{group.name} did not start:\n{_tail(group.log)}"
                 if group.name == "jax":
-                    raise RuntimeError(message)
+                    raise BenchmarkError(message)
                 console.print(message, markup=False)
                 _stop(groups.pop())
             yield groups
