@@ -84,7 +84,7 @@ class BucketPlan:
                         str(number) if is_first else "",
                         f"{num_bytes:,}" if is_first else "",
                         str(self.leaves[i]),
-                        paths[i] or "(the tree)",
+                        paths[i],
                     )
                 )
         widths = [max(len(row[c]) for row in rows) for c in range(3)]
@@ -226,9 +226,12 @@ def check_fits(plan: BucketPlan, tree: PyTree) -> list:
 
 
 def leaf_paths(tree: PyTree) -> list[str]:
-    """Path of each leaf of `tree`, as `jax.tree_util.keystr` writes it."""
+    """Path of each leaf of `tree`, as `jax.tree_util.keystr` writes it.
+
+    A tree that is a leaf itself has the path "(root)".
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, _ in flat]
+    return [jax.tree_util.keystr(path) or "(root)" for path, _ in flat]
 
 
 def _assign(

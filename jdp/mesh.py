@@ -203,4 +203,4 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
 
 def _describe(tree: PyTree, index: int) -> str:
     path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][index]
-    return f"The batch's leaf `{jax.tree_util.keystr(path) or '(the batch)'}`"
+    return f"The batch's leaf `{jax.tree_util.keystr(path) or '(root)'}`"

@@ -78,6 +78,7 @@ def data_parallel(
         program; on every process, naming the difference.
       ValueError: from a call: a batch does not divide among the replicas, or the new
         state differs between replicas; the leaf is named.
+      RuntimeError: from a call: the state was donated before.
     """
 
     def wrap(step: Step) -> DataParallelStep:
@@ -140,6 +141,12 @@ class DataParallelStep:
                 f"The step `{self._name}` was called while JAX traces. It is compiled "
                 "as a whole; call it from Python, or use `jdp.value_and_grad` under "
                 "your own `jit` and `shard_map`."
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise RuntimeError(
+                f"The state was donated to an earlier call of `{self._name}`, or of "
+                "another function. Go on with the state that it returned, or pass "
+                "`donate_state=False` to `jdp.data_parallel`."
             )
         is_new = leaf is not None and not replicas.is_replicated(world, leaf)
         try:
@@ -240,7 +247,7 @@ def _check_is_replicated(state: PyTree, world: World) -> None:
     for path, leaf in flat:
         if compat.varying_axes(leaf) & frozenset(world.axis_names):
             raise ValueError(
-                f"The new state's leaf `{jax.tree_util.keystr(path) or '(the state)'}` "
+                f"The new state's leaf `{jax.tree_util.keystr(path) or '(root)'}` "
                 "may differ between the replicas: it depends on a replica's own "
                 "samples. Average gradients with `jdp.value_and_grad` or "
                 "`jdp.sync_gradients`; pass `check_vma=False` if the leaf is equal for "

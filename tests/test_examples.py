@@ -80,7 +80,7 @@ def test_the_newest_python_is_one_that_runs(tmp_path):
         (tmp_path / name).chmod(0o755)
 
     install("python3", "echo 3 11")
-    install("python3.15", "echo 'pyenv: python3.15: command not found' >&2; exit 127")
+    install("python3.14", "echo 'pyenv: python3.14: command not found' >&2; exit 127")
     assert _newest(tmp_path, "3", "12") == (1, "")
     install("python3.12", "echo 3 12")
     assert _newest(tmp_path, "3", "12") == (0, "python3.12")

@@ -40,7 +40,7 @@ def test_an_empty_batch_and_a_scalar_are_named():
     world = harness.local_world(2)
     with pytest.raises(ValueError, match=r"`\['x'\]` has no samples: shape \(0, 3\)"):
         jdp.global_batch(world, {"x": np.ones((0, 3))})
-    with pytest.raises(ValueError, match=r"`\(the batch\)` is a scalar"):
+    with pytest.raises(ValueError, match=r"`\(root\)` is a scalar"):
         jdp.global_batch(world, 3.0)
 
 

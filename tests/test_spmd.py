@@ -82,6 +82,16 @@ def test_a_state_that_is_not_donated_can_be_used_again():
     chex.assert_trees_all_equal(step(first, batch)[0], step(first, batch)[0])
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_donated_state_is_refused(n):
+    step = jdp.data_parallel(_sgd_step, world=harness.local_world(n))
+    (batch,) = harness.oracle_batches(1)
+    first, _ = step(harness.oracle_params(), batch)
+    step(first, batch)
+    with pytest.raises(RuntimeError, match="donated to an earlier call of `_sgd_step`"):
+        step(first, batch)
+
+
 def test_the_caller_keeps_the_arrays_of_the_first_state():
     params = jax.tree.map(jnp.asarray, harness.oracle_params())
     (batch,) = harness.oracle_batches(1)

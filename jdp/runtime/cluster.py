@@ -182,9 +182,10 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
 
 def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> Place:
     device_ids = options.local_device_ids
-    if device_ids is None and launched.num_local_processes > 1:
-        # One process a GPU, unless the command line says how many.
-        count = launched.devices_per_process or 1
+    count = launched.devices_per_process
+    if count is None and launched.num_local_processes > 1:
+        count = 1  # One process a GPU, unless the command line says how many.
+    if device_ids is None and count is not None:
         first = launched.local_process_id * count
         device_ids = tuple(range(first, first + count))
     return Place(

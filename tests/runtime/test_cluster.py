@@ -199,6 +199,7 @@ def test_a_process_of_a_host_with_several_takes_its_own_gpus():
 
     assert device_ids(4, 3, None) == (3,)
     assert device_ids(2, 1, 4) == (4, 5, 6, 7)
+    assert device_ids(1, 0, 2) == (0, 1)
     assert device_ids(1, 0, None) is None  # all there are.
 
 
