@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 
@@ -164,10 +165,7 @@ def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:
       ValueError: the tree does not fit the plan; the first leaf that differs is named.
     """
     leaves = check_fits(plan, tree)
-    return [
-        jnp.concatenate([jnp.ravel(leaves[i]) for i in bucket])
-        for bucket in plan.buckets
-    ]
+    return [pack([leaves[i] for i in bucket]) for bucket in plan.buckets]
 
 
 def unflatten_buckets(plan: BucketPlan, buffers: Sequence[jax.Array]) -> PyTree:
@@ -192,13 +190,24 @@ def unflatten_buckets(plan: BucketPlan, buffers: Sequence[jax.Array]) -> PyTree:
         )
     leaves: list = [np.zeros(spec.shape, jax.dtypes.float0) for spec in plan.leaves]
     for bucket, buffer in zip(plan.buckets, buffers, strict=True):
-        start = 0
-        for i in bucket:
-            spec = plan.leaves[i]
-            part = jax.lax.slice_in_dim(buffer, start, start + spec.size)
-            leaves[i] = part.reshape(spec.shape)
-            start += spec.size
+        parts = unpack(buffer, [plan.leaves[i].shape for i in bucket])
+        for i, part in zip(bucket, parts, strict=True):
+            leaves[i] = part
     return jax.tree.unflatten(plan.treedef, leaves)
+
+
+def pack(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Concatenates arrays of one dtype into a buffer of shape (n,)."""
+    return jnp.concatenate([jnp.ravel(x) for x in arrays])
+
+
+def unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """The inverse of `pack`: cuts `buffer`, shape (n,), into arrays of `shapes`."""
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+    return [
+        jax.lax.slice_in_dim(buffer, end - math.prod(shape), end).reshape(shape)
+        for shape, end in zip(shapes, ends, strict=True)
+    ]
 
 
 def check_fits(plan: BucketPlan, tree: PyTree) -> list:

@@ -69,11 +69,6 @@ def distributed_client() -> Any | None:
     return distributed.global_state.client
 
 
-def distributed_num_processes() -> int:
-    """Returns the number of processes that `jax.distributed` was started with."""
-    return distributed.global_state.num_processes
-
-
 def detect_cluster(
     *, timeout_s: float
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:

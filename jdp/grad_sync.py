@@ -224,13 +224,9 @@ def _reduce_flat(
     axis_name: AxisName,
     all_reduce: AllReduce,
 ) -> list[jax.Array]:
-    buffer = jnp.concatenate([jnp.ravel(x) for x in group])
-    buffer = _mean(buffer, num_replicas, lambda x: all_reduce(x, axis_name))
-    ends = list(_running_sum(x.size for x in group))
-    return [
-        lax.slice_in_dim(buffer, end - x.size, end).reshape(x.shape)
-        for x, end in zip(group, ends, strict=True)
-    ]
+    buffer = _before(buckets.pack(group), num_replicas)
+    buffer = _after(all_reduce(buffer, axis_name), num_replicas)
+    return buckets.unpack(buffer, [x.shape for x in group])
 
 
 def _reduce_tuples(
@@ -250,12 +246,6 @@ def _reduce_tuples(
     return [[_after(x, num_replicas) for x in group] for group in reduced]
 
 
-def _mean(
-    x: jax.Array, num_replicas: int, total: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    return _after(total(_before(x, num_replicas)), num_replicas)
-
-
 def _before(x: jax.Array, num_replicas: int) -> jax.Array:
     # The sum of float16 gradients overflows where their mean does not; torch's
     # DistributedDataParallel divides before it sums for that reason. The wider types
@@ -265,13 +255,6 @@ def _before(x: jax.Array, num_replicas: int) -> jax.Array:
 
 def _after(x: jax.Array, num_replicas: int) -> jax.Array:
     return x if x.dtype == jnp.float16 else x / num_replicas
-
-
-def _running_sum(sizes: Any) -> Any:
-    total = 0
-    for size in sizes:
-        total += size
-        yield total
 
 
 def _default_plan(grads: PyTree) -> BucketPlan:
