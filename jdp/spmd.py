@@ -221,8 +221,8 @@ def _any_leaf(tree: PyTree) -> Any:
 def _default_compiler_options() -> dict[str, Any]:
     # On CPU this pass merges all all-reduces into one that runs buffer by buffer, after
     # the last gradient. Apart, buckets of 25 MiB overlap with the backward pass: 240 ms
-    # a step instead of 310 ms with one flat buffer of 100 MB, and the same time where
-    # there is but one bucket (2 processes, gloo).
+    # a step instead of 300 ms with one flat buffer of 100 MB, and the same time where
+    # there is but one bucket (2 processes, gloo; docs/performance.md).
     if jax.default_backend() == "cpu":
         return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
     return {}
