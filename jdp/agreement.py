@@ -1,6 +1,8 @@
 """Agreement: one decision for all processes, in bounded time."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -67,6 +69,16 @@ def report_failure(world: World, topic: str, error: BaseException) -> None:
         world.store.set(key, msgspec.msgpack.encode(record))
 
 
+@contextlib.contextmanager
+def reporting(world: World, topic: str) -> Iterator[None]:
+    """Around local work before a `meet`: if it raises, the others are told."""
+    try:
+        yield
+    except Exception as error:
+        report_failure(world, topic, error)
+        raise
+
+
 def judge(records: Sequence[Record], decide: Decide) -> Verdict:
     """Decides on a full set of records, by process; pure."""
     errors = [record.error for record in records if record.error is not None]
@@ -98,10 +110,12 @@ def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Ver
         world.store.delete(own_key)
         return msgspec.msgpack.decode(verdict, type=Verdict)
     records = [record]
+    deadline_s = time.monotonic() + world.timeout_s  # one for all of them.
     try:
         for process in range(1, world.process_count):
             key = _key(round_index, str(process))
-            found = _wait(world, key, process, record.topic, world.timeout_s)
+            left_s = max(0.0, deadline_s - time.monotonic())
+            found = _wait(world, key, process, record.topic, left_s)
             records.append(msgspec.msgpack.decode(found, type=Record))
         verdict = judge(records, decide)
     except TimeoutError as error:
@@ -118,7 +132,8 @@ def _wait(world: World, key: str, process: int, topic: str, timeout_s: float) ->
         return world.store.get(key, timeout_s=timeout_s)
     except TimeoutError:
         raise TimeoutError(
-            f"Process {process} did not come to the {topic} within {timeout_s:.0f} s; "
+            f"Process {process} did not come to the {topic} within "
+            f"{world.timeout_s:g} s; "
             "it may have stopped, or be in another part of the program (a batch of "
             "another size, one step more or less)."
         ) from None

@@ -49,13 +49,11 @@ def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> N
       RuntimeError: they differ; on every process, naming the first difference and
         both values. Or a process failed or did not come within `world.timeout_s`.
     """
-    try:
+    topic = "comparison of programs"
+    with agreement.reporting(world, topic):
         jaxpr = jax.make_jaxpr(fn)(*args)
-    except Exception as error:
-        agreement.report_failure(world, "comparison of programs", error)
-        raise
     named = {f"args[{i}]": arg for i, arg in enumerate(args)}
-    compare_programs(world, jaxpr, named, topic="comparison of programs")
+    compare_programs(world, jaxpr, named, topic=topic)
 
 
 def compare_programs(
@@ -73,11 +71,10 @@ def compare_programs(
         return
     leaves = _describe_leaves(arguments)
     text = str(jaxpr)  # JAX prints no addresses of functions.
-    details = _Details(leaves, zlib.compress(text.encode(), level=1))
     digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
     difference = _first_difference(world, topic, digests)
     if difference.process >= 0:
-        raise RuntimeError(_explain(world, topic, difference, details))
+        raise RuntimeError(_explain(world, topic, difference, leaves, text))
 
 
 def check_replicas(tree: PyTree, *, world: World) -> None:
@@ -97,7 +94,8 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
     """
     topic = "comparison of replicas"
     compare_programs(world, "", {"tree": tree}, topic=topic)
-    arrays = [_local_copy(tree, i, x) for i, x in enumerate(jax.tree.leaves(tree))]
+    with agreement.reporting(world, topic):
+        arrays = [_local_copy(tree, i, x) for i, x in enumerate(jax.tree.leaves(tree))]
     difference = _first_difference(world, topic, [_digest(_bytes(x)) for x in arrays])
     if difference.process < 0:
         return
@@ -188,13 +186,18 @@ def _first_difference(
 
 
 def _explain(
-    world: World, topic: str, difference: Difference, details: _Details
+    world: World,
+    topic: str,
+    difference: Difference,
+    leaves: list[tuple[str, str]],
+    text: str,
 ) -> str:
     """Says in words how process `difference.process` differs from process 0."""
     process = difference.process
+    details = _Details(leaves, zlib.compress(text.encode(), level=1))
     body = msgspec.msgpack.encode(details)
     if len(body) > _MAX_DETAIL_BYTES:
-        body = msgspec.msgpack.encode(_Details(details.leaves[:10_000], b""))
+        body = msgspec.msgpack.encode(_Details(leaves[:10_000], b""))
 
     def decide(bodies: list[bytes]) -> bytes:
         ours, theirs = (

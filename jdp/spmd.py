@@ -1,5 +1,6 @@
 """SPMD: a train step of one replica becomes the step of all of them."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, overload
@@ -14,6 +15,7 @@ from jdp.mesh import World
 from jdp.types import PyTree
 
 Step = Callable[..., tuple[PyTree, PyTree]]
+_NOTHING = contextlib.nullcontext()
 
 
 @overload
@@ -114,6 +116,7 @@ class DataParallelStep:
         self._donate_state = donate_state
         self._check_vma = check_vma
         self._compiler_options = compiler_options
+        self._is_compared = False
 
     def __call__(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
@@ -149,12 +152,10 @@ class DataParallelStep:
                 "`donate_state=False` to `jdp.data_parallel`."
             )
         is_new = leaf is not None and not replicas.is_replicated(world, leaf)
-        try:
+        # The other processes may be about to compare theirs with ours.
+        is_awaited = is_new or not self._is_compared
+        with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
             batches = mesh.global_batch(world, batches)
-        except Exception as error:
-            if is_new:  # The other processes are about to compare theirs with ours.
-                agreement.report_failure(world, self._topic, error)
-            raise
         if is_new:
             state = replicas.replicate(world, state)
         return state, *batches
@@ -177,12 +178,10 @@ class DataParallelStep:
         world = self.world
         arguments = {"state": state}
         arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
-        try:
+        with agreement.reporting(world, self._topic):
             sharded, shape = self._shard(state, batches)
-        except Exception as error:
-            agreement.report_failure(world, self._topic, error)
-            raise
         replicas.compare_programs(world, sharded.jaxpr, arguments, topic=self._topic)
+        self._is_compared = True
         leaves = jax.tree.leaves((state, batches))
         out = jaxpr_as_fun(sharded)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)

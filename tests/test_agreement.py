@@ -66,6 +66,16 @@ def test_who_does_not_come_is_named_within_the_deadline(missing):
         assert f"Process {missing} did not come to the test within" in str(error)
 
 
+def test_late_processes_share_one_deadline():
+    def fn(world):
+        # Each comes within the deadline of the one before it, but not of the meeting.
+        time.sleep(0.6 * world.process_index)
+        return agreement.meet(world, "test", b"", _collect)
+
+    for error in harness.run_threads(fn, 4, timeout_s=1.0):
+        assert "did not come to the test within 1 s" in str(error)
+
+
 def test_finished_rounds_leave_nothing_but_the_last_verdict():
     stores = []
 

@@ -1,6 +1,7 @@
 """What differs between processes is named on all of them: in-memory processes."""
 
 import collections
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import jdp
+from jdp import replicas
 from tests import harness
 
 
@@ -191,6 +193,20 @@ def test_replicas_of_one_process_are_compared():
     with pytest.raises(RuntimeError, match=r"`\['w'\]` differs .* of one process"):
         jdp.check_replicas({"w": bad}, world=world)
     jdp.check_replicas({"w": jdp.replicate(world, parts[0])}, world=world)
+
+
+def test_what_one_process_cannot_compare_is_told_to_the_others(monkeypatch):
+    local_copy = replicas._local_copy
+
+    def copy(tree, index, leaf):
+        if threading.current_thread().name == "process 1":
+            raise RuntimeError("devices disagree")
+        return local_copy(tree, index, leaf)
+
+    monkeypatch.setattr(replicas, "_local_copy", copy)
+    for process, error in enumerate(_check(lambda p: {"x": np.zeros(2)})):
+        expected = "" if process == 1 else "process 1 failed: RuntimeError: "
+        assert f"{expected}devices disagree" in str(error)
 
 
 def test_what_is_split_cannot_be_compared():

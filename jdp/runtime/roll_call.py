@@ -143,7 +143,7 @@ def call_roll(own: Hello, address: str, *, timeout_s: float) -> list[str]:
         taken; or process 0 cannot be reached. On every process that could be told.
     """
     run = _serve if own.process_id == 0 else _attend
-    verdict = run(own, address, time.monotonic() + timeout_s, timeout_s)
+    verdict = run(own, address, timeout_s)
     if verdict.error is not None:
         raise RuntimeError(verdict.error)
     return verdict.nodes
@@ -154,19 +154,24 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _serve(own: Hello, address: str, deadline_s: float, timeout_s: float) -> Verdict:
+def _serve(own: Hello, address: str, timeout_s: float) -> Verdict:
     """Process 0: hears everybody, and tells them how it ended."""
+    deadline_s = time.monotonic() + timeout_s
     roll = open_roll(own, deadline_s=deadline_s)
     heard: list[socket.socket] = []
     with selectors.DefaultSelector() as selector:
         server = _listen(address)
+        server.setblocking(False)  # who has called may have gone before `accept`.
         selector.register(server, selectors.EVENT_READ, _Guest(server))
         try:
             while (verdict := judge(roll, now_s=time.monotonic())) is None:
                 left_s = max(0.0, deadline_s - time.monotonic())
                 for key, _ in selector.select(left_s):
                     if key.fileobj is server:
-                        guest, _ = server.accept()
+                        try:
+                            guest, _ = server.accept()
+                        except OSError:
+                            continue
                         guest.setblocking(False)
                         selector.register(guest, selectors.EVENT_READ, _Guest(guest))
                         continue
@@ -249,8 +254,9 @@ def _listen(address: str) -> socket.socket:
         ) from None
 
 
-def _attend(own: Hello, address: str, deadline_s: float, timeout_s: float) -> Verdict:
+def _attend(own: Hello, address: str, timeout_s: float) -> Verdict:
     """The others: introduce themselves to process 0 until it answers."""
+    deadline_s = time.monotonic() + timeout_s
     host, port = address.rsplit(":", 1)
     reason = "nobody listens"
     while (left_s := deadline_s - time.monotonic()) > 0:
