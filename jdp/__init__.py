@@ -1,9 +1,16 @@
 """jdp: data-parallel training for JAX."""
 
+from jdp.backward.loss import gradient_order, used_parameters
 from jdp.buckets import BucketPlan, flatten_buckets, plan_buckets, unflatten_buckets
-from jdp.grad_sync import average, local_gradients, sync_gradients, value_and_grad
+from jdp.grad_sync import (
+    local_gradients,
+    sync_gradients,
+    sync_in_backward,
+    value_and_grad,
+)
 from jdp.mesh import World, global_batch
 from jdp.optimizer import distributed_optimizer
+from jdp.reduction import average
 from jdp.replicas import check_replicas, check_same_program, replicate
 from jdp.runtime.cluster import init
 from jdp.spmd import data_parallel
@@ -20,11 +27,14 @@ __all__ = [
     "distributed_optimizer",
     "flatten_buckets",
     "global_batch",
+    "gradient_order",
     "init",
     "local_gradients",
     "plan_buckets",
     "replicate",
     "sync_gradients",
+    "sync_in_backward",
     "unflatten_buckets",
+    "used_parameters",
     "value_and_grad",
 ]

@@ -220,7 +220,7 @@ def check_fits(plan: BucketPlan, tree: PyTree) -> list:
     if treedef != plan.treedef:
         raise ValueError(
             "The tree does not have the structure that the plan was made for.\n"
-            f"{_first_difference(plan.leaf_paths(), leaf_paths(tree))}"
+            f"{first_difference(plan.leaf_paths(), leaf_paths(tree), 'the plan', 'the tree')}"
             f"  plan: {plan.treedef}\n  tree: {treedef}\n"
             "Call `plan_buckets` again when parameters are added, removed or frozen."
         )
@@ -241,6 +241,18 @@ def leaf_paths(tree: PyTree) -> list[str]:
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path) or "(root)" for path, _ in flat]
+
+
+def first_difference(a: list[str], b: list[str], a_name: str, b_name: str) -> str:
+    """Returns a line that names the first path in which two trees differ."""
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            return (
+                f"The first path that differs: `{x}` in {a_name}, `{y}` in {b_name}.\n"
+            )
+    longer, name = (a, a_name) if len(a) > len(b) else (b, b_name)
+    extra = longer[min(len(a), len(b)) :]
+    return f"Only {name} has `{extra[0]}`.\n" if extra else ""
 
 
 def _assign(
@@ -289,14 +301,3 @@ def _leaf_spec(tree: PyTree, index: int, leaf: object) -> LeafSpec:
             "bucket. Leave it out, or pass `jax.random.key_data(key)`."
         )
     return _cached_spec(tuple(shape), np.dtype(dtype))
-
-
-def _first_difference(expected: list[str], found: list[str]) -> str:
-    for a, b in zip(expected, found, strict=False):
-        if a != b:
-            return f"The first path that differs: `{a}` in the plan, `{b}` here.\n"
-    extra = (expected if len(expected) > len(found) else found)[
-        min(len(expected), len(found)) :
-    ]
-    where = "plan" if len(expected) > len(found) else "tree"
-    return f"Only the {where} has `{extra[0]}`.\n" if extra else ""

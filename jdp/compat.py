@@ -1,12 +1,19 @@
 """Compat: the one place that touches private or version-dependent JAX."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import clusters, config, core, distributed, xla_bridge
+from jax._src import (
+    clusters,
+    config,
+    core,
+    distributed,
+    source_info_util,
+    xla_bridge,
+)
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir.dialects import stablehlo
@@ -51,6 +58,34 @@ mlir.register_lowering(
 )
 batching.primitive_batchers[_barrier_p] = lambda xs, dims: (_barrier_p.bind(*xs), dims)
 ad.primitive_jvps[_barrier_p] = lambda xs, dots: (_barrier_p.bind(*xs), dots)
+
+
+@contextlib.contextmanager
+def inside_equation(eqn: Any) -> Iterator[None]:
+    """While tracing: what is bound gets the name scope and source line of `eqn`."""
+    source = eqn.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with (
+        source_info_util.user_context(source.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs one equation of a jaxpr on other operands, as `jax.core.eval_jaxpr` does."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with inside_equation(eqn):
+        results = eqn.primitive.bind(*operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def scan_operands(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carries of a `scan` equation."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()  # JAX 0.12
+    return len(consts), len(carries)
 
 
 def skip_size_one_axes() -> contextlib.AbstractContextManager[Any]:

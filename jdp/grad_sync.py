@@ -1,27 +1,33 @@
-"""Gradient synchronisation: buckets are summed over the replicas and averaged."""
+"""Gradient synchronisation: the gradients of one replica become those of all."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import contextlib
+import contextvars
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jdp import buckets, compat, mesh
+from jdp import buckets, compat, reduction
+from jdp.backward import flow
+from jdp.backward.loss import LossProgram, trace_loss
+from jdp.backward.order import Timeline
 from jdp.buckets import BucketPlan
+from jdp.reduction import Options, Packing
 from jdp.types import AllReduce, AxisName, PyTree
-
-Packing = Literal["flat", "tuple"]
 
 
 def sync_gradients(
     grads: PyTree,
     *,
+    used: PyTree | None = None,
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduce | None = None,
-) -> PyTree:
+) -> Any:
     """Averages the gradients of all replicas, bucket by bucket.
 
     Called inside a traced function whose axis `axis_name` is bound by `shard_map`,
@@ -30,6 +36,8 @@ def sync_gradients(
     Args:
       grads: pytree of this replica's own gradients: arrays of a floating or complex
         dtype. Leaves of dtype float0 (gradients of integers) are returned as they are.
+      used: pytree like `grads` of Python bools, the same on all replicas, and arrays,
+        bool (): whether this replica used the parameter. They ride in a bucket.
       axis_name: the axis, or axes, over which replicas lie.
       plan: which leaves travel together. None: `plan_buckets(grads)`, on CPU without
         the small first bucket.
@@ -40,56 +48,66 @@ def sync_gradients(
       all_reduce: sums a buffer of shape (n,) over an axis; `lax.psum` if None.
 
     Returns:
-      A pytree like `grads`, the mean over the replicas, the same on all of them.
+      A pytree like `grads`, the mean over the replicas, the same on all of them. With
+      `used` a pair of it and the same for all replicas: whether any used it.
 
     Raises:
       ValueError: `axis_name` is not bound, the gradients do not fit the plan, they
-        were summed over the axis already, or `packing` does not go with `all_reduce`.
-      TypeError: a leaf has an integer or boolean dtype.
+        were summed over the axis already, `used` has another structure, or `packing`
+        does not go with `all_reduce`.
+      TypeError: a leaf has an integer or boolean dtype, or one of `used` is no bool.
     """
-    synced, _ = _mean_over_replicas(
-        grads,
-        (),
-        axis_name=axis_name,
-        plan=plan,
-        packing=packing,
-        all_reduce=all_reduce,
-    )
-    return synced
+    plan = reduction.default_plan(grads) if plan is None else plan
+    options = Options(axis_name, plan, packing, all_reduce)
+    decided = [] if used is None else check_used(used, grads)
+    dtype = _first_dtype(plan)
+    riders = [_as_rider(decided, dtype)] if decided else []
+    grads, means = reduction.mean_over_replicas(grads, options, riders=riders)
+    _record(options, riders)
+    if used is None:
+        return grads
+    return grads, _with_decided(used, means[0] if means else None)
 
 
 def local_gradients(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, axis_name: AxisName = "data"
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    find_unused: bool = False,
+    axis_name: AxisName = "data",
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, of this replica's own samples.
 
     `jax.grad` of parameters that are the same on all replicas sums the gradient over
     the replicas by itself, leaf by leaf, inside `shard_map`. This keeps it local, as
-    `sync_gradients` and `distributed_optimizer` want it.
+    `sync_gradients` and `distributed_optimizer` want it. Gradients of several batches
+    may be added up before they are synchronised; that is torch's `no_sync`.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss, or with
         `has_aux` a pair of it and anything else.
       has_aux: whether `loss_fn` returns a pair.
+      find_unused: whether to return which parameters this replica used.
       axis_name: the axis, or axes, over which replicas lie.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or with `has_aux`
-      `((loss, aux), grads)`; each replica has its own.
+      `((loss, aux), grads)`; each replica has its own. With `find_unused` a pair of
+      that and a pytree like the parameters, as `used_parameters` returns it. It raises
+      TypeError and ValueError for parameters and losses that have no gradient.
     """
 
-    def with_aux(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        out = loss_fn(params, *args, **kwargs)
-        loss, aux = out if has_aux else (out, None)
-        # A loss that `loss_fn` averaged over the replicas itself counts on each.
-        return _cast_varying(loss, axis_name), aux
-
-    def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        _axis_size(axis_name)
-        params = _cast_varying(params, axis_name)
-        grad_fn = jax.value_and_grad(with_aux, has_aux=True)
-        (loss, aux), grads = grad_fn(params, *args, **kwargs)
-        return ((loss, aux) if has_aux else loss), grads
+    def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        local = differentiate(
+            loss_fn, params, args, kwargs, axis_name, has_aux, find_unused
+        )
+        if local.facts.synced_in_backward:
+            raise ValueError(
+                "`local_gradients` keeps gradients local, but the loss reduces "
+                f"`{local.facts.paths[local.facts.synced_in_backward[0]]}` in the backward "
+                "pass (`jdp.sync_in_backward`). Use `jdp.value_and_grad`."
+            )
+        return _arranged(local.loss, local.aux, local.grads, local.used, has_aux)
 
     return wrapped
 
@@ -98,6 +116,7 @@ def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     has_aux: bool = False,
+    find_unused: bool = False,
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
@@ -106,233 +125,308 @@ def value_and_grad(
     """A drop-in for `jax.value_and_grad` that averages over the replicas.
 
     Loss and gradients are those of the mean of the replicas' losses, the same on every
-    replica. The loss travels in a bucket of its dtype; it costs no collective of its
-    own.
+    replica. Buckets are sent in the order in which the backward pass finishes them
+    (`gradient_order`). The loss travels in a bucket of its dtype, and so does what
+    `find_unused` has to tell; they cost no collective of their own.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss over this
         replica's samples, or with `has_aux` a pair of it and anything else.
       has_aux: whether `loss_fn` returns a pair; the second part stays local.
+      find_unused: whether to return which parameters were used on any replica, as
+        `jdp.skip_unused` wants it.
       axis_name: the axis, or axes, over which replicas lie.
-      plan: see `sync_gradients`.
+      plan: see `sync_gradients`; by default one in `gradient_order`.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or with `has_aux`
-      `((loss, aux), grads)`. It raises what `sync_gradients` raises.
+      `((loss, aux), grads)`. With `find_unused` a pair of that and a pytree like the
+      parameters: a Python bool where the program decides, an array, bool (), where
+      control flow does. It raises what `sync_gradients` raises, and TypeError and
+      ValueError for parameters and losses that have no gradient. It warns, at the
+      first trace, of parameters that can never receive a gradient.
     """
-    local = local_gradients(loss_fn, has_aux=has_aux, axis_name=axis_name)
+    options = Options(axis_name, plan, packing, all_reduce)
 
-    def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        value, grads = local(params, *args, **kwargs)
-        loss, aux = value if has_aux else (value, None)
-        grads, (loss,) = _mean_over_replicas(
-            grads,
-            (loss,),
-            axis_name=axis_name,
-            plan=plan,
-            packing=packing,
-            all_reduce=all_reduce,
+    def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        local = differentiate(
+            loss_fn, params, args, kwargs, axis_name, has_aux, find_unused
         )
-        return ((loss, aux) if has_aux else loss), grads
+        loss, grads, used = sync_local(local, options)
+        return _arranged(loss, local.aux, grads, used, has_aux)
 
     return wrapped
 
 
-def average(tree: PyTree, *, axis_name: AxisName = "data") -> PyTree:
-    """Averages small values, such as metrics, over the replicas in one collective.
+def sync_in_backward(
+    params: PyTree,
+    *,
+    axis_name: AxisName = "data",
+    packing: Packing | None = None,
+    all_reduce: AllReduce | None = None,
+) -> PyTree:
+    """The identity; its backward pass averages the gradients over the replicas.
 
-    Integers and booleans are averaged in float32. A leaf that is known to be the same
-    on all replicas is returned as it is.
+    For layers that are stacked and run by `lax.scan`: applied to the slice of one
+    layer inside the loop, it starts communication with the last layer, where the
+    gradients of the whole stack come out of the loop together, after it.
+    `jdp.value_and_grad` finds it in the loss and does not reduce these parameters
+    again, unless they are used elsewhere too.
 
     Args:
-      tree: pytree of arrays or numbers.
-      axis_name: the axis, or axes, over which replicas lie.
+      params: pytree of parameters, or of what is computed from parameters alone: this
+        layer's slice. Never of anything that depends on a batch.
+      axis_name: see `sync_gradients`, as for the other options.
+      packing: see `sync_gradients`.
+      all_reduce: see `sync_gradients`.
 
     Returns:
-      A pytree of the same shapes, floating or complex, the same on all replicas.
+      `params`. It raises what `sync_gradients` raises.
     """
-    num_replicas = _axis_size(axis_name)
-    tracked = _tracked_axes(axis_name)
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves = [_as_inexact(x) for x in leaves]
-    local = [
-        i
-        for i, x in enumerate(leaves)
-        if not tracked or tracked & compat.varying_axes(x)
-    ]
-    groups: dict[Any, list[int]] = {}
-    for i in local:
-        groups.setdefault(leaves[i].dtype, []).append(i)
-    for members in groups.values():
-        parts = [_cast_varying(leaves[i], axis_name) for i in members]
-        means = _reduce_flat(parts, num_replicas, axis_name, lax.psum)
-        for i, mean in zip(members, means, strict=True):
-            leaves[i] = mean
+    options = Options(axis_name, None, packing, all_reduce)
+    reduction.axis_size(axis_name)
+    reduction.choose_packing(packing, all_reduce)
+    varying = [frozenset(compat.varying_axes(x)) for x in jax.tree.leaves(params)]
+
+    @jax.custom_vjp
+    def identity(params: PyTree) -> PyTree:
+        return reduction.cast_varying(params, axis_name)
+
+    def forward(params: PyTree) -> tuple[PyTree, None]:
+        return identity(params), None
+
+    def backward(_: None, cotangents: PyTree) -> tuple[PyTree]:
+        plan = reduction.default_plan(cotangents)
+        means, _ = reduction.mean_over_replicas(cotangents, options._replace(plan=plan))
+        leaves, treedef = jax.tree.flatten(means)
+        # As the types of custom_vjp want it: the cotangent varies as the operand did.
+        leaves = [
+            compat.cast_varying(x, sorted(axes))
+            for x, axes in zip(leaves, varying, strict=True)
+        ]
+        return (jax.tree.unflatten(treedef, leaves),)
+
+    def jdp_sync_in_backward(params: PyTree) -> PyTree:
+        return identity(params)
+
+    identity.defvjp(forward, backward)
+    # By its name `flow` finds it in a jaxpr.
+    assert jdp_sync_in_backward.__name__ == flow.SYNC_MARKER
+    return jax.jit(jdp_sync_in_backward)(params)
+
+
+class Local(NamedTuple):
+    """What one replica has after its backward pass."""
+
+    loss: jax.Array
+    aux: PyTree
+    grads: PyTree
+    used: PyTree | None  # with `find_unused`.
+    facts: "LossFacts"
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFacts:
+    """What the program of a loss tells, by leaf index of the parameters."""
+
+    paths: tuple[str, ...]
+    timeline: Timeline
+    never_used: tuple[int, ...]
+    undecided: tuple[int, ...]
+    synced_in_backward: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Synchronization:
+    """What one call of `value_and_grad`, or of its like, synchronises in a step."""
+
+    plan: BucketPlan
+    packing: Packing
+    algorithm: str
+    num_replicas: int
+    riders: tuple[buckets.LeafSpec, ...]  # what rides in the buckets.
+    loss: LossFacts | None  # None where only gradients were given.
+
+
+@dataclasses.dataclass
+class Recording:
+    """What was traced, in the order of the program."""
+
+    losses: list[LossFacts] = dataclasses.field(default_factory=list)
+    synchronizations: list[Synchronization] = dataclasses.field(default_factory=list)
+
+
+_recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar(
+    "recording", default=None
+)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recording]:
+    """While tracing: collects what losses tell and what is synchronised."""
+    found = Recording()
+    token = _recording.set(found)
+    try:
+        yield found
+    finally:
+        _recording.reset(token)
+
+
+def warn_of_never_used(facts: LossFacts, *, stacklevel: int = 2) -> None:
+    """Warns, by path, of parameters that can never receive a gradient."""
+    if not facts.never_used:
+        return
+    paths = [f"`{facts.paths[i]}`" for i in facts.never_used]
+    shown = ", ".join(paths[:10]) + (", ..." if len(paths) > 10 else "")
+    warnings.warn(
+        f"{len(paths)} of {len(facts.paths)} parameters can never receive a gradient: "
+        f"{shown}. The loss does not depend on them, or `stop_gradient` is between. "
+        "If that is meant, keep them out of the parameters.",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def differentiate(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axis_name: AxisName,
+    has_aux: bool,
+    find_unused: bool,
+) -> Local:
+    """Traces the loss once, and runs it forwards and backwards."""
+    reduction.axis_size(axis_name)
+    own = reduction.cast_varying(params, axis_name)
+    program = trace_loss(loss_fn, own, args, kwargs, has_aux=has_aux)
+    if program.synced_in_backward and reduction.tracked_axes(axis_name):
+        # What is reduced in the backward pass comes out the same on all replicas, so
+        # that by JAX's types it must go in the same on all replicas.
+        own = _only_cast_others(params, own, program.synced_in_backward)
+        program = trace_loss(loss_fn, own, args, kwargs, has_aux=has_aux)
+
+    def run(params: PyTree) -> tuple[jax.Array, Any]:
+        if find_unused:
+            loss, aux, used = program.evaluate_marked(params)
+        else:
+            (loss, aux), used = program.evaluate(params), None
+        # A loss that `loss_fn` averaged over the replicas itself counts on each.
+        return reduction.cast_varying(loss, axis_name), (aux, used)
+
+    (loss, (aux, used)), grads = jax.value_and_grad(run, has_aux=True)(own)
+    facts = LossFacts(
+        tuple(program.paths),
+        program.timeline,
+        program.never_used,
+        program.undecided,
+        program.synced_in_backward,
+    )
+    found = _recording.get()
+    if found is None:
+        warn_of_never_used(facts, stacklevel=3)  # whoever called `wrapped`.
+    else:
+        found.losses.append(facts)
+    return Local(loss, aux, grads, used, facts)
+
+
+def sync_local(local: Local, options: Options) -> tuple[jax.Array, PyTree, PyTree]:
+    """Averages loss and gradients, and unites what was used; on all replicas."""
+    if options.plan is None:
+        plan = reduction.default_plan(local.grads, local.facts.timeline.order())
+        options = options._replace(plan=plan)
+    used = local.used
+    decided = [] if used is None else check_used(used, local.grads)
+    riders = [local.loss]
+    if decided:
+        riders.append(_as_rider(decided, local.loss.dtype))
+    grads, (loss, *found) = reduction.mean_over_replicas(
+        local.grads, options, riders=riders, done=local.facts.synced_in_backward
+    )
+    _record(options, riders, local.facts)
+    if used is not None:
+        used = _with_decided(used, found[0] if found else None)
+    return loss, grads, used
+
+
+def check_used(used: PyTree, tree: PyTree) -> list[jax.Array]:
+    """Returns the leaves of `used` that are arrays; it must fit `tree`.
+
+    Raises:
+      ValueError: another structure.
+      TypeError: a leaf is not a bool.
+    """
+    leaves, treedef = jax.tree.flatten(used)
+    if treedef != jax.tree.structure(tree):
+        raise ValueError(
+            "`used` does not have the structure of the gradients.\n"
+            f"{buckets.first_difference(_paths(tree), _paths(used), 'the gradients', '`used`')}"
+            f"  gradients: {jax.tree.structure(tree)}\n  used: {treedef}"
+        )
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, bool):
+            continue
+        if getattr(leaf, "shape", None) != () or leaf.dtype != jnp.bool_:
+            raise TypeError(
+                f"`used` must hold bools, got {leaf!r} at `{_paths(used)[i]}`."
+            )
+    return [leaf for leaf in leaves if not isinstance(leaf, bool)]
+
+
+def _arranged(
+    loss: jax.Array, aux: PyTree, grads: PyTree, used: PyTree | None, has_aux: bool
+) -> Any:
+    out = ((loss, aux) if has_aux else loss), grads
+    return out if used is None else (out, used)
+
+
+def _as_rider(decided: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    return jnp.stack(decided).astype(dtype)
+
+
+def _with_decided(used: PyTree, means: jax.Array | None) -> PyTree:
+    """Puts what was found on all replicas in the place of the arrays of `used`."""
+    if means is None:
+        return used
+    leaves, treedef = jax.tree.flatten(used)
+    # A mean of zeros and ones is positive if there is a one, in any floating dtype.
+    anywhere = iter(means.real > 0)
+    leaves = [x if isinstance(x, bool) else next(anywhere) for x in leaves]
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _mean_over_replicas(
-    grads: PyTree,
-    riders: Sequence[jax.Array],
-    *,
-    axis_name: AxisName,
-    plan: BucketPlan | None,
-    packing: Packing | None,
-    all_reduce: AllReduce | None,
-) -> tuple[PyTree, list[jax.Array]]:
-    """Averages `grads`, and `riders` inside the first bucket of their dtype."""
-    packing = _choose_packing(packing, all_reduce)
-    num_replicas = _axis_size(axis_name)
-    plan = _default_plan(grads) if plan is None else plan
-    leaves = buckets.check_fits(plan, grads)
-    _check_are_gradients(plan)
-    if num_replicas == 1 and not _tracked_axes(axis_name):
-        return grads, list(riders)
-    _check_are_local(plan, leaves, axis_name)
-    groups = [[leaves[i] for i in bucket] for bucket in plan.buckets]
-    seats = [_seat(groups, rider) for rider in riders]
-    if packing == "flat":
-        reduce_one = all_reduce or lax.psum
-        groups = [
-            _reduce_flat(group, num_replicas, axis_name, reduce_one) for group in groups
-        ]
-    else:
-        groups = _reduce_tuples(groups, num_replicas, axis_name)
-    synced = list(leaves)  # keeps the float0 leaves, which are in no bucket.
-    for bucket, group in zip(plan.buckets, groups, strict=False):
-        for i, leaf in zip(bucket, group, strict=False):
-            synced[i] = leaf
-    riders = [groups[g][position] for g, position in seats]
-    return jax.tree.unflatten(plan.treedef, synced), list(riders)
+def _first_dtype(plan: BucketPlan) -> Any:
+    return plan.leaves[plan.buckets[0][0]].dtype if plan.buckets else jnp.float32
 
 
-def _seat(groups: list[list[jax.Array]], rider: jax.Array) -> tuple[int, int]:
-    """Appends `rider` to the first group of its dtype; returns where it sits."""
-    for g, group in enumerate(groups):
-        if group[0].dtype == rider.dtype:
-            group.append(rider)
-            return g, len(group) - 1
-    groups.append([rider])
-    return len(groups) - 1, 0
-
-
-def _reduce_flat(
-    group: list[jax.Array],
-    num_replicas: int,
-    axis_name: AxisName,
-    all_reduce: AllReduce,
-) -> list[jax.Array]:
-    buffer = _before(buckets.pack(group), num_replicas)
-    buffer = _after(all_reduce(buffer, axis_name), num_replicas)
-    return buckets.unpack(buffer, [x.shape for x in group])
-
-
-def _reduce_tuples(
-    groups: list[list[jax.Array]], num_replicas: int, axis_name: AxisName
-) -> list[list[jax.Array]]:
-    """Sums leaf by leaf, side by side within a bucket and one bucket after another.
-
-    XLA combines all-reduces that do not depend on each other, so a bucket becomes one
-    all-reduce with as many operands, and the dependence keeps buckets apart; on CPU
-    only if the pass "cse_barrier_expander" does not remove it first.
-    """
-    reduced: list[list[jax.Array]] = []
-    for group in groups:
-        if reduced:
-            group, reduced[-1] = compat.order_after(group, reduced[-1])
-        reduced.append([lax.psum(_before(x, num_replicas), axis_name) for x in group])
-    return [[_after(x, num_replicas) for x in group] for group in reduced]
-
-
-def _before(x: jax.Array, num_replicas: int) -> jax.Array:
-    # The sum of float16 gradients overflows where their mean does not; torch's
-    # DistributedDataParallel divides before it sums for that reason. The wider types
-    # are divided once, after the sum, with one rounding instead of many.
-    return x / num_replicas if x.dtype == jnp.float16 else x
-
-
-def _after(x: jax.Array, num_replicas: int) -> jax.Array:
-    return x if x.dtype == jnp.float16 else x / num_replicas
-
-
-def _default_plan(grads: PyTree) -> BucketPlan:
-    # The small first bucket starts communication early. XLA on CPU starts it no
-    # earlier, and one more all-reduce over gloo costs 1 to 2 ms of a step of 25 ms
-    # (`jdp bench step`, 12.7 MB of gradients, 2 processes).
-    if jax.default_backend() == "cpu":
-        return buckets.plan_buckets(
-            grads, first_bucket_bytes=buckets.DEFAULT_BUCKET_BYTES
+def _record(
+    options: Options, riders: Sequence[jax.Array], facts: LossFacts | None = None
+) -> None:
+    found = _recording.get()
+    if found is None:
+        return
+    assert options.plan is not None
+    name = getattr(options.all_reduce, "__name__", str(options.all_reduce))
+    found.synchronizations.append(
+        Synchronization(
+            plan=options.plan,
+            packing=reduction.choose_packing(options.packing, options.all_reduce),
+            algorithm="psum" if options.all_reduce is None else name,
+            num_replicas=reduction.axis_size(options.axis_name),
+            riders=tuple(buckets.LeafSpec(r.shape, r.dtype) for r in riders),
+            loss=facts,
         )
-    return buckets.plan_buckets(grads)
+    )
 
 
-def _choose_packing(packing: Packing | None, all_reduce: AllReduce | None) -> Packing:
-    if packing not in (None, "flat", "tuple"):
-        raise ValueError(f"`packing` must be 'flat' or 'tuple', got {packing!r}.")
-    if all_reduce is not None:
-        if packing == "tuple":
-            raise ValueError(
-                "`packing='tuple'` sends leaves as they are, but `all_reduce` takes "
-                "flat buffers. Leave one of the two out."
-            )
-        return "flat"
-    return packing or ("flat" if jax.default_backend() == "cpu" else "tuple")
+def _paths(tree: PyTree) -> list[str]:
+    return buckets.leaf_paths(tree)
 
 
-def _axis_size(axis_name: AxisName) -> int:
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"`axis_name={axis_name!r}` is not bound here; bound axes: "
-            f"{compat.bound_axis_names() or 'none'}. Call this inside a step that "
-            "`jdp.data_parallel` wraps, or under `shard_map`, `pmap(axis_name=)` or "
-            "`vmap(axis_name=)` with that name."
-        ) from None
-
-
-def _tracked_axes(axis_name: AxisName) -> frozenset[str]:
-    """The axes whose varying values JAX tracks by type here; empty if it does not."""
-    names = mesh.as_axis_names(axis_name)
-    return compat.varying_axes(lax.axis_index(names))
-
-
-def _cast_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
-    tracked = _tracked_axes(axis_name)
-    if not tracked:
-        return tree
-    names = tuple(n for n in mesh.as_axis_names(axis_name) if n in tracked)
-    return jax.tree.map(lambda x: compat.cast_varying(x, names), tree)
-
-
-def _check_are_gradients(plan: BucketPlan) -> None:
-    for i, spec in enumerate(plan.leaves):
-        if spec.dtype == jax.dtypes.float0 or jnp.issubdtype(spec.dtype, jnp.inexact):
-            continue
-        raise TypeError(
-            f"The gradient `{plan.leaf_paths()[i]}` is {spec}; only floating and "
-            "complex gradients can be averaged. Keep integers out of the parameters, "
-            "or use `jax.grad(..., allow_int=True)`, whose float0 leaves pass through."
-        )
-
-
-def _check_are_local(plan: BucketPlan, leaves: list, axis_name: AxisName) -> None:
-    tracked = _tracked_axes(axis_name)
-    for bucket in plan.buckets:
-        for i in bucket:
-            if tracked <= compat.varying_axes(leaves[i]):
-                continue
-            raise ValueError(
-                f"The gradient `{plan.leaf_paths()[i]}` is already the same on all "
-                f"replicas of {axis_name!r}, so it was summed or averaged before. "
-                "`jax.grad` of replicated parameters does that, leaf by leaf; take "
-                "gradients with `jdp.local_gradients`, and do not synchronise what "
-                "`jdp.value_and_grad` has synchronised."
-            )
-
-
-def _as_inexact(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+def _only_cast_others(params: PyTree, cast: PyTree, kept: Sequence[int]) -> PyTree:
+    leaves, treedef = jax.tree.flatten(params)
+    others = jax.tree.leaves(cast)
+    return jax.tree.unflatten(
+        treedef, [x if i in kept else others[i] for i, x in enumerate(leaves)]
+    )

@@ -10,7 +10,7 @@ import jax.core
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jdp import agreement, compat, grad_sync, mesh, replicas
+from jdp import agreement, compat, grad_sync, mesh, reduction, replicas
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -238,7 +238,7 @@ def _run_on_replica(
         )
     state, metrics = out
     _check_is_replicated(state, world)
-    return state, grad_sync.average(metrics, axis_name=world.axis_name)
+    return state, reduction.average(metrics, axis_name=world.axis_name)
 
 
 def _check_is_replicated(state: PyTree, world: World) -> None:

@@ -13,7 +13,9 @@ ROOT = pathlib.Path(jdp.__file__).parent
 LAYERS = (
     {"types", "compat"},
     {"mesh", "buckets"},
+    {"backward"},
     {"agreement"},
+    {"reduction"},
     {"grad_sync"},
     {"replicas"},
     {"optimizer"},

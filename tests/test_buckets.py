@@ -161,7 +161,9 @@ def test_unflatten_keeps_the_dtype_of_the_buffers():
 
 def test_another_structure_names_the_first_path_that_differs():
     plan = buckets.plan_buckets({"a": jnp.ones(2), "b": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"`\['b'\]` in the plan, `\['c'\]` here"):
+    with pytest.raises(
+        ValueError, match=r"`\['b'\]` in the plan, `\['c'\]` in the tree"
+    ):
         buckets.flatten_buckets(plan, {"a": jnp.ones(2), "c": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"Only the plan has `\['b'\]`"):
         buckets.flatten_buckets(plan, {"a": jnp.ones(2)})

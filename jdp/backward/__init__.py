@@ -1,0 +1,1 @@
+"""Backward: what the program of a loss tells about its backward pass."""

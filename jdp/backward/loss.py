@@ -1,0 +1,288 @@
+"""Loss: a loss function as a program, traced once."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from jdp import buckets, compat
+from jdp.backward import order, usage
+from jdp.backward.flow import FlowAnalysis, Sets
+from jdp.backward.order import Timeline
+from jdp.backward.usage import Marks, MarkedEvaluation
+from jdp.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class LossProgram:
+    """A loss function of given parameters, traced; its arguments are constants."""
+
+    jaxpr: Any  # closed: (leaves of the parameters) -> (loss, *arrays of aux).
+    treedef: Any  # of the parameters.
+    unflatten_aux: Callable[[list[Any]], PyTree]
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The path of each leaf."""
+        leaves = range(self.treedef.num_leaves)
+        return buckets.leaf_paths(jax.tree.unflatten(self.treedef, leaves))
+
+    @functools.cached_property
+    def used(self) -> Sets:
+        """The leaves that the loss uses, a bit each, as far as the program tells."""
+        return self._reaching(self._analysis)
+
+    @functools.cached_property
+    def never_used(self) -> tuple[int, ...]:
+        """The leaves that can never receive a gradient."""
+        return tuple(i for i in self._indices if not self.used.may >> i & 1)
+
+    @functools.cached_property
+    def undecided(self) -> tuple[int, ...]:
+        """The leaves of which control flow decides whether they are used."""
+        open_bits = self.used.may & ~self.used.must
+        return tuple(i for i in self._indices if open_bits >> i & 1)
+
+    @functools.cached_property
+    def synced_in_backward(self) -> tuple[int, ...]:
+        """The leaves whose every use is behind a `jdp.sync_in_backward`."""
+        used = self.used
+        if not self._analysis.has_markers:
+            return ()
+        local = self._reaching(FlowAnalysis(cut_markers=True)).may
+        return tuple(i for i in self._indices if (used.may & ~local) >> i & 1)
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """When the backward pass finishes each gradient."""
+        return order.backward_timeline(self.jaxpr.jaxpr, self._analysis)
+
+    def evaluate(self, params: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the loss and aux."""
+        loss, *aux = jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(params))
+        return loss, self.unflatten_aux(aux)
+
+    def evaluate_marked(self, params: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns the loss, aux, and a tree like `params`: whether each leaf was used.
+
+        That is a Python bool where the program decides, else an array, bool ().
+        """
+        leaves = jax.tree.leaves(params)
+        if not self.undecided:
+            loss, aux = self.evaluate(params)
+            return loss, aux, self._used_tree({})
+        varying_over = set().union(
+            *map(compat.varying_axes, [*leaves, *self.jaxpr.consts])
+        )
+        bit = {i: 1 << k for k, i in enumerate(self.undecided)}
+        marks = [
+            Marks(Sets(bit[i], bit[i]), None) if i in bit else usage.UNMARKED
+            for i in self._indices
+        ]
+        evaluation = MarkedEvaluation(self._analysis, len(bit), sorted(varying_over))
+        (loss, *aux), (found, *_) = evaluation.run(self.jaxpr, leaves, marks)
+        array = evaluation.as_array(found)
+        decided = {i: array[k] for k, i in enumerate(self.undecided)}
+        return loss, self.unflatten_aux(aux), self._used_tree(decided)
+
+    @functools.cached_property
+    def _analysis(self) -> FlowAnalysis:
+        return FlowAnalysis()
+
+    @property
+    def _indices(self) -> range:
+        return range(self.treedef.num_leaves)
+
+    def _reaching(self, analysis: FlowAnalysis) -> Sets:
+        inputs = [Sets(1 << i, 1 << i) for i in self._indices]
+        return analysis.propagate(self.jaxpr.jaxpr, inputs)[0]
+
+    def _used_tree(self, decided: dict[int, jax.Array]) -> PyTree:
+        leaves = [
+            decided[i] if i in decided else bool(self.used.may >> i & 1)
+            for i in self._indices
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def trace_loss(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    has_aux: bool = False,
+) -> LossProgram:
+    """Traces `loss_fn(params, *args, **kwargs)`.
+
+    Only the parameters become inputs of the program; the rest is closed over, so that
+    arguments that are no arrays stay what they are.
+
+    Raises:
+      TypeError: a parameter or the loss is of a type that has no gradient, or
+        `loss_fn` does not return what `has_aux` says.
+      ValueError: the loss is not a scalar.
+    """
+    _check_are_parameters(params)
+    leaves, treedef = jax.tree.flatten(params)
+    rest: list[Callable[[list[Any]], PyTree]] = []
+
+    def flat_loss(*leaves: jax.Array) -> list[Any]:
+        out = loss_fn(jax.tree.unflatten(treedef, leaves), *args, **(kwargs or {}))
+        loss, aux = _split(loss_fn, out, has_aux)
+        arrays, unflatten_aux = _partition(aux)
+        rest.append(unflatten_aux)
+        return [loss, *arrays]
+
+    closed = jax.make_jaxpr(flat_loss)(*leaves)
+    return LossProgram(closed, treedef, rest[-1])
+
+
+def gradient_order(
+    loss_fn: Callable[..., Any], params: PyTree, *args: Any
+) -> tuple[int, ...]:
+    """Returns the order in which the backward pass finishes the gradients.
+
+    It is read from the program of the loss, through `jit`, `remat`, `cond`, `scan`,
+    `while` and custom derivatives; nothing is run. A gradient is finished with its
+    last contribution, that of the parameter's first use. What control flow makes is
+    finished when it ends. `jdp.value_and_grad` uses this order by itself.
+
+    Args:
+      loss_fn: `loss_fn(params, *args)` returns a scalar loss.
+      params: pytree of floating or complex arrays, or `jax.ShapeDtypeStruct`s.
+      *args: what else the loss takes; arrays, or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      The indices into `jax.tree.leaves(params)`, the first gradient first; equal ones
+      in reverse, and those that can receive no gradient last. The same for the same
+      program, in every process; what `jdp.plan_buckets` takes as `order`.
+
+    Raises:
+      TypeError: a parameter is an integer or a PRNG key, by path; or the loss is not
+        real.
+      ValueError: the loss is not a scalar.
+    """
+    return _trace_abstractly(loss_fn, params, args).timeline.order()
+
+
+def used_parameters(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> PyTree:
+    """Returns which parameters the loss uses: which receive a gradient.
+
+    A parameter is used if a path of operations that pass a gradient leads from it to
+    the loss; `stop_gradient` and what has no derivative cut it. Branches that are not
+    taken, and loops that do not run, use nothing.
+
+    In a train step, take `jdp.value_and_grad(find_unused=True)`, which runs the model
+    once for both. This runs as much of it as the decisions need.
+
+    Args:
+      loss_fn: `loss_fn(params, *args)` returns a scalar loss and has no side effects.
+      params: pytree of floating or complex arrays.
+      *args: what else the loss takes.
+
+    Returns:
+      A pytree like `params`: a Python bool where the program decides, an array, bool
+      (), where control flow does; True where a gradient, zero or not, arrives.
+
+    Raises:
+      TypeError: a parameter is an integer or a PRNG key, by path; or the loss is not
+        real.
+      ValueError: the loss is not a scalar, or has side effects.
+    """
+    program = trace_loss(loss_fn, params, args)
+    effects = program.jaxpr.effects
+    if effects:
+        raise ValueError(
+            "The loss has side effects, which `used_parameters` would repeat: "
+            f"{', '.join(sorted(map(str, effects)))}. Take the mask from "
+            "`jdp.value_and_grad(find_unused=True)`, which runs the loss once, or keep "
+            "`io_callback` and `jax.debug` out of it."
+        )
+    return program.evaluate_marked(params)[2]
+
+
+def _trace_abstractly(
+    loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...]
+) -> LossProgram:
+    """`trace_loss`, with arrays or `jax.ShapeDtypeStruct`s for all that is an array."""
+    _check_are_parameters(params)
+    leaves, treedef = jax.tree.flatten(args)
+    is_array = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    programs: list[LossProgram] = []
+
+    def trace(arrays: list[jax.Array]) -> int:
+        left = iter(arrays)
+        mixed = [next(left) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        programs.append(trace_loss(loss_fn, params, jax.tree.unflatten(treedef, mixed)))
+        return 0
+
+    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
+    jax.make_jaxpr(trace)(arrays)
+    return programs[-1]
+
+
+def _check_are_parameters(params: PyTree) -> None:
+    for i, leaf in enumerate(jax.tree.leaves(params)):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None:
+            dtype = jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            continue
+        path = buckets.leaf_paths(params)[i]
+        what = "a PRNG key"
+        if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            what = f"{dtype}, which has no gradient"
+        raise TypeError(
+            f"The parameter `{path}` is {what}. Parameters are floating or complex "
+            "arrays; pass the rest as a further argument of the loss, or close over "
+            "it."
+        )
+
+
+def _split(
+    loss_fn: Callable[..., Any], out: Any, has_aux: bool
+) -> tuple[jax.Array, PyTree]:
+    name = getattr(loss_fn, "__name__", "loss_fn")
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(
+                f"With `has_aux=True`, `{name}` must return a pair `(loss, aux)`, got "
+                f"{type(out).__name__}."
+            )
+        loss, aux = out
+    else:
+        loss, aux = out, None
+    leaves = jax.tree.leaves(loss)
+    if len(leaves) != 1 or leaves[0] is not loss or not hasattr(loss, "dtype"):
+        if not isinstance(loss, float):
+            hint = "" if has_aux else " Pass `has_aux=True` if it is `(loss, aux)`."
+            raise TypeError(
+                f"`{name}` must return a scalar loss, got {type(loss).__name__}.{hint}"
+            )
+    loss = jnp.asarray(loss)
+    if loss.shape != ():
+        raise ValueError(
+            f"`{name}` must return a scalar loss, got shape {loss.shape}. Take the "
+            "mean, or the sum, over samples."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"`{name}` must return a real loss, got {loss.dtype}.")
+    return loss, aux
+
+
+def _partition(tree: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
+    """Takes the arrays out of a tree; the function puts such arrays back in."""
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [isinstance(x, jax.Array) for x in leaves]
+
+    def unflatten(arrays: list[Any]) -> PyTree:
+        left = iter(arrays)
+        mixed = [next(left) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        return jax.tree.unflatten(treedef, mixed)
+
+    return [x for x, a in zip(leaves, is_array, strict=True) if a], unflatten

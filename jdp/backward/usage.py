@@ -1,0 +1,306 @@
+"""Usage: which parameters a loss used, decided while it runs."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from jdp import compat
+from jdp.backward import flow
+from jdp.backward.flow import FlowAnalysis, Sets
+
+
+class Marks(NamedTuple):
+    """Which of n candidates reach one value."""
+
+    sets: Sets  # what the program tells.
+    decided: jax.Array | None  # bool (n,), once it has run; None where `sets` tells.
+
+
+UNMARKED = Marks(flow.NOTHING, None)
+
+
+class MarkedEvaluation:
+    """Runs a jaxpr with a set of candidates beside each value.
+
+    The sets are arrays only where control flow decides them; they go through loops as
+    carries and through branches as results, so that nothing is run twice.
+
+    Args:
+      analysis: the flows; of gradients, or of values.
+      num_candidates: n.
+      varying_over: manual mesh axes over which a predicate may differ.
+    """
+
+    def __init__(
+        self,
+        analysis: FlowAnalysis,
+        num_candidates: int,
+        varying_over: Sequence[str] = (),
+    ):
+        """See the class."""
+        self._analysis = analysis
+        self._num_candidates = num_candidates
+        self._varying_over = tuple(varying_over)
+
+    def run(
+        self,
+        jaxpr: Any,
+        values: Sequence[Any],
+        marks: Sequence[Marks],
+        consts: Sequence[Any] | None = None,
+    ) -> tuple[list[Any], list[Marks]]:
+        """Returns the outputs of `jaxpr`, open or closed, and their marks."""
+        body, own_consts = flow.open_jaxpr(jaxpr)
+        known: dict[Any, Any] = dict(
+            zip(body.constvars, own_consts if consts is None else consts, strict=True)
+        )
+        known |= zip(body.invars, values, strict=True)
+        marked = dict(zip(body.invars, marks, strict=True))
+
+        def value(var: Any) -> Any:
+            return var.val if isinstance(var, Literal) else known[var]
+
+        def mark(var: Any) -> Marks:
+            if isinstance(var, Literal) or not self._analysis.carries(var):
+                return UNMARKED
+            return marked.get(var, UNMARKED)
+
+        for eqn in body.eqns:
+            results, leaving = self._run_equation(
+                eqn, [value(v) for v in eqn.invars], [mark(v) for v in eqn.invars]
+            )
+            known |= zip(eqn.outvars, results, strict=True)
+            marked |= {
+                var: found
+                for var, found in zip(eqn.outvars, leaving, strict=True)
+                if found.sets.may
+            }
+        return [value(v) for v in body.outvars], [mark(v) for v in body.outvars]
+
+    def as_array(self, marks: Marks) -> jax.Array:
+        """Returns marks as an array, bool (n,)."""
+        if marks.decided is not None:
+            return marks.decided
+        bits = [bool(marks.sets.may >> i & 1) for i in range(self._num_candidates)]
+        return compat.cast_varying(jnp.asarray(np.array(bits)), self._varying_over)
+
+    def _run_equation(
+        self, eqn: Any, values: list[Any], entering: list[Marks]
+    ) -> tuple[list[Any], list[Marks]]:
+        if not any(m.sets.may for m in entering):
+            return compat.bind_equation(eqn, values), [UNMARKED] * len(eqn.outvars)
+        found = self._analysis.of_equation(eqn)
+        if found is None:
+            everything = (1 << len(eqn.invars)) - 1
+            every = (everything,) * len(eqn.outvars)
+            found = flow.Flow(every, every)
+        sets = [
+            s if self._analysis.carries(v) else flow.NOTHING
+            for v, s in zip(
+                eqn.outvars, found.apply([m.sets for m in entering]), strict=True
+            )
+        ]
+        if all(s.must == s.may for s in sets):
+            results = compat.bind_equation(eqn, values)
+            return results, [Marks(s, None) for s in sets]
+        if found.is_decided:
+            results = compat.bind_equation(eqn, values)
+            arrays = [
+                self._union(bits, entering) if s.must != s.may else None
+                for bits, s in zip(found.may, sets, strict=True)
+            ]
+        else:
+            results, arrays = self._run_control_flow(eqn, values, entering)
+        leaving = [
+            Marks(s, a if s.must != s.may else None)
+            for s, a in zip(sets, arrays, strict=True)
+        ]
+        return results, leaving
+
+    def _run_control_flow(
+        self, eqn: Any, values: list[Any], entering: list[Marks]
+    ) -> tuple[list[Any], list[jax.Array | None]]:
+        """Runs an equation that decides; an array for each result that may be marked.
+
+        Arrays of operands enter as operands: what a branch or a loop closes over
+        would become one anyhow.
+        """
+        name = eqn.primitive.name
+        with compat.inside_equation(eqn):
+            if name == "cond":
+                return self._run_cond(eqn, values, entering)
+            if name == "scan":
+                return self._run_scan(eqn, values, entering)
+            if name == "while":
+                return self._run_while(eqn, values, entering)
+            if name in flow.CALLS:
+                return self._run_call(eqn, values, entering)
+        assert name in flow.CUSTOM_RULES, name
+        return self._run_custom_rule(eqn, values, entering)
+
+    def _run_cond(self, eqn: Any, values: list[Any], entering: list[Marks]) -> Any:
+        wanted = [self._analysis.carries(v) for v in eqn.outvars]
+        arrays = [m.decided for m in entering[1:]]
+
+        def run_branch(branch: Any) -> Callable[..., Any]:
+            def run(operands: list[Any], arrays: list[Any]) -> Any:
+                marks = _with_arrays(entering[1:], arrays)
+                results, leaving = self.run(branch, operands, marks)
+                return results, self._chosen(leaving, wanted)
+
+            return run
+
+        branches = [run_branch(branch) for branch in eqn.params["branches"]]
+        results, chosen = lax.switch(values[0], branches, values[1:], arrays)
+        return results, _at(wanted, chosen)
+
+    def _run_scan(self, eqn: Any, values: list[Any], entering: list[Marks]) -> Any:
+        loop = flow.loop_shape(eqn)
+        first, end = loop.num_consts, loop.num_consts + loop.num_carries
+        carried = self._carried_marks(eqn, entering)
+        wanted = [self._analysis.carries(v) for v in eqn.outvars]
+        carry_wanted, stacked_wanted = wanted[: end - first], wanted[end - first :]
+        none = Marks(flow.NOTHING, None)
+
+        def body(carry: Any, xs: list[Any]) -> Any:
+            carries, arrays, stacked_arrays = carry
+            marks = list(entering)
+            marks[first:end] = _with_arrays(carried, _at(carry_wanted, arrays))
+            operands = [*values[:first], *carries, *xs]
+            results, leaving = self.run(loop.body, operands, marks)
+            split = end - first
+            arrays = self._chosen(leaving[:split], carry_wanted)
+            new = self._chosen(leaving[split:], stacked_wanted)
+            stacked_arrays = [a | b for a, b in zip(stacked_arrays, new, strict=True)]
+            return (results[:split], arrays, stacked_arrays), results[split:]
+
+        start = (
+            values[first:end],
+            self._chosen(entering[first:end], carry_wanted),
+            self._chosen([none] * len(stacked_wanted), stacked_wanted),
+        )
+        params = eqn.params
+        (carries, arrays, stacked_arrays), stacked = lax.scan(
+            body,
+            start,
+            values[end:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        found = _at(carry_wanted, arrays) + _at(stacked_wanted, stacked_arrays)
+        return [*carries, *stacked], found
+
+    def _run_while(self, eqn: Any, values: list[Any], entering: list[Marks]) -> Any:
+        loop = flow.loop_shape(eqn)
+        skipped = eqn.params["cond_nconsts"]
+        cond_consts, values = values[:skipped], values[skipped:]
+        entering = entering[skipped:]
+        consts, carries = values[: loop.num_consts], values[loop.num_consts :]
+        carried = self._carried_marks(eqn, entering)
+        wanted = [self._analysis.carries(v) for v in eqn.outvars]
+
+        def condition(carry: Any) -> jax.Array:
+            operands = [*cond_consts, *carry[0]]
+            return jaxpr_as_fun(eqn.params["cond_jaxpr"])(*operands)[0]
+
+        def body(carry: Any) -> Any:
+            carries, arrays = carry
+            marks = [
+                *entering[: loop.num_consts],
+                *_with_arrays(carried, _at(wanted, arrays)),
+            ]
+            results, leaving = self.run(loop.body, [*consts, *carries], marks)
+            return results, self._chosen(leaving, wanted)
+
+        start = carries, self._chosen(entering[loop.num_consts :], wanted)
+        carries, arrays = lax.while_loop(condition, body, start)
+        return carries, _at(wanted, arrays)
+
+    def _run_call(self, eqn: Any, values: list[Any], entering: list[Marks]) -> Any:
+        wanted = [self._analysis.carries(v) for v in eqn.outvars]
+
+        def run(operands: list[Any], arrays: list[Any]) -> Any:
+            marks = _with_arrays(entering, arrays)
+            results, leaving = self.run(flow.called_jaxpr(eqn), operands, marks)
+            return results, self._chosen(leaving, wanted)
+
+        if "policy" in eqn.params:
+            run = jax.checkpoint(
+                run,
+                prevent_cse=eqn.params["prevent_cse"],
+                policy=eqn.params["policy"],
+            )
+        results, chosen = run(values, [m.decided for m in entering])
+        return results, _at(wanted, chosen)
+
+    def _run_custom_rule(
+        self, eqn: Any, values: list[Any], entering: list[Marks]
+    ) -> Any:
+        """Runs the function, and finds in its backward pass what reaches what.
+
+        The backward pass is run on cotangents of zero, whose values nothing depends
+        on; what it needs to decide remains, and XLA drops the rest.
+        """
+        results = compat.bind_equation(eqn, values)
+        pullback = self._analysis.pullback(eqn)
+        num_outputs = len(pullback.outputs)
+        cotangents = [jnp.zeros_like(results[o]) for o in pullback.outputs]
+        inner = MarkedEvaluation(
+            FlowAnalysis(by_value=True), num_outputs, self._varying_over
+        )
+        marks = [UNMARKED] * len(values)
+        marks += [Marks(Sets(1 << k, 1 << k), None) for k in range(num_outputs)]
+        held = lax.stop_gradient([*values, *cotangents])
+        _, reached = inner.run(pullback.jaxpr, held, marks)
+        by_input = [inner.as_array(m) for m in reached]
+        arrays: list[jax.Array | None] = [None] * len(eqn.outvars)
+        for k, o in enumerate(pullback.outputs):
+            parts = [
+                self.as_array(entering[i]) & by_input[position][k]
+                for position, i in enumerate(pullback.inputs)
+                if entering[i].sets.may
+            ]
+            arrays[o] = _any_of(parts)
+        return results, arrays
+
+    def _carried_marks(self, eqn: Any, entering: list[Marks]) -> list[Marks]:
+        sets = self._analysis.carry_sets(eqn, [m.sets for m in entering])
+        return [Marks(s, None) for s in sets]
+
+    def _union(self, bits: int, entering: Sequence[Marks]) -> jax.Array:
+        parts = [
+            self.as_array(m)
+            for i, m in enumerate(entering)
+            if bits >> i & 1 and m.sets.may
+        ]
+        return _any_of(parts)
+
+    def _chosen(
+        self, marks: Sequence[Marks], wanted: Sequence[bool]
+    ) -> list[jax.Array]:
+        return [self.as_array(m) for m in itertools.compress(marks, wanted)]
+
+
+def _with_arrays(marks: Sequence[Marks], arrays: Sequence[Any]) -> list[Marks]:
+    pairs = zip(marks, arrays, strict=True)
+    return [Marks(m.sets, array) for m, array in pairs]
+
+
+def _at(wanted: Sequence[bool], arrays: Sequence[jax.Array]) -> list[Any]:
+    """The inverse of `itertools.compress`, with None where nothing is wanted."""
+    left = iter(arrays)
+    return [next(left) if is_wanted else None for is_wanted in wanted]
+
+
+def _any_of(arrays: Sequence[jax.Array]) -> jax.Array:
+    found = arrays[0]
+    for array in arrays[1:]:
+        found = found | array
+    return found
