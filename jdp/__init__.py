@@ -1,5 +1,6 @@
 """jdp: data-parallel training for JAX."""
 
+from jdp.accumulation import accumulate_gradients
 from jdp.backward.loss import gradient_order, used_parameters
 from jdp.buckets import BucketPlan, flatten_buckets, plan_buckets, unflatten_buckets
 from jdp.grad_sync import (
@@ -20,6 +21,7 @@ __all__ = [
     "AllReduce",
     "BucketPlan",
     "World",
+    "accumulate_gradients",
     "average",
     "check_replicas",
     "check_same_program",

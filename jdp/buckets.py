@@ -218,9 +218,12 @@ def check_fits(plan: BucketPlan, tree: PyTree) -> list:
     """
     leaves, treedef = jax.tree.flatten(tree)
     if treedef != plan.treedef:
+        difference = first_difference(
+            plan.leaf_paths(), leaf_paths(tree), "the plan", "the tree"
+        )
         raise ValueError(
             "The tree does not have the structure that the plan was made for.\n"
-            f"{first_difference(plan.leaf_paths(), leaf_paths(tree), 'the plan', 'the tree')}"
+            f"{difference}"
             f"  plan: {plan.treedef}\n  tree: {treedef}\n"
             "Call `plan_buckets` again when parameters are added, removed or frozen."
         )

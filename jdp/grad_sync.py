@@ -1,20 +1,16 @@
 """Gradient synchronisation: the gradients of one replica become those of all."""
 
-import contextlib
-import contextvars
-import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jdp import buckets, compat, reduction
+from jdp import buckets, compat, recording, reduction
 from jdp.backward import flow
-from jdp.backward.loss import LossProgram, trace_loss
-from jdp.backward.order import Timeline
+from jdp.backward.loss import trace_loss
 from jdp.buckets import BucketPlan
+from jdp.recording import LossFacts, Synchronization
 from jdp.reduction import Options, Packing
 from jdp.types import AllReduce, AxisName, PyTree
 
@@ -101,13 +97,8 @@ def local_gradients(
         local = differentiate(
             loss_fn, params, args, kwargs, axis_name, has_aux, find_unused
         )
-        if local.facts.synced_in_backward:
-            raise ValueError(
-                "`local_gradients` keeps gradients local, but the loss reduces "
-                f"`{local.facts.paths[local.facts.synced_in_backward[0]]}` in the backward "
-                "pass (`jdp.sync_in_backward`). Use `jdp.value_and_grad`."
-            )
-        return _arranged(local.loss, local.aux, local.grads, local.used, has_aux)
+        check_is_local(local, "local_gradients")
+        return arranged(local.loss, local.aux, local.grads, local.used, has_aux)
 
     return wrapped
 
@@ -155,7 +146,7 @@ def value_and_grad(
             loss_fn, params, args, kwargs, axis_name, has_aux, find_unused
         )
         loss, grads, used = sync_local(local, options)
-        return _arranged(loss, local.aux, grads, used, has_aux)
+        return arranged(loss, local.aux, grads, used, has_aux)
 
     return wrapped
 
@@ -197,7 +188,7 @@ def sync_in_backward(
     def forward(params: PyTree) -> tuple[PyTree, None]:
         return identity(params), None
 
-    def backward(_: None, cotangents: PyTree) -> tuple[PyTree]:
+    def backward(residuals: None, cotangents: PyTree) -> tuple[PyTree]:
         plan = reduction.default_plan(cotangents)
         means, _ = reduction.mean_over_replicas(cotangents, options._replace(plan=plan))
         leaves, treedef = jax.tree.flatten(means)
@@ -224,68 +215,7 @@ class Local(NamedTuple):
     aux: PyTree
     grads: PyTree
     used: PyTree | None  # with `find_unused`.
-    facts: "LossFacts"
-
-
-@dataclasses.dataclass(frozen=True)
-class LossFacts:
-    """What the program of a loss tells, by leaf index of the parameters."""
-
-    paths: tuple[str, ...]
-    timeline: Timeline
-    never_used: tuple[int, ...]
-    undecided: tuple[int, ...]
-    synced_in_backward: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Synchronization:
-    """What one call of `value_and_grad`, or of its like, synchronises in a step."""
-
-    plan: BucketPlan
-    packing: Packing
-    algorithm: str
-    num_replicas: int
-    riders: tuple[buckets.LeafSpec, ...]  # what rides in the buckets.
-    loss: LossFacts | None  # None where only gradients were given.
-
-
-@dataclasses.dataclass
-class Recording:
-    """What was traced, in the order of the program."""
-
-    losses: list[LossFacts] = dataclasses.field(default_factory=list)
-    synchronizations: list[Synchronization] = dataclasses.field(default_factory=list)
-
-
-_recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar(
-    "recording", default=None
-)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[Recording]:
-    """While tracing: collects what losses tell and what is synchronised."""
-    found = Recording()
-    token = _recording.set(found)
-    try:
-        yield found
-    finally:
-        _recording.reset(token)
-
-
-def warn_of_never_used(facts: LossFacts, *, stacklevel: int = 2) -> None:
-    """Warns, by path, of parameters that can never receive a gradient."""
-    if not facts.never_used:
-        return
-    paths = [f"`{facts.paths[i]}`" for i in facts.never_used]
-    shown = ", ".join(paths[:10]) + (", ..." if len(paths) > 10 else "")
-    warnings.warn(
-        f"{len(paths)} of {len(facts.paths)} parameters can never receive a gradient: "
-        f"{shown}. The loss does not depend on them, or `stop_gradient` is between. "
-        "If that is meant, keep them out of the parameters.",
-        stacklevel=stacklevel + 1,
-    )
+    facts: LossFacts
 
 
 def differentiate(
@@ -311,7 +241,7 @@ def differentiate(
         if find_unused:
             loss, aux, used = program.evaluate_marked(params)
         else:
-            (loss, aux), used = program.evaluate(params), None
+            loss, aux, used = *program.evaluate(params), None
         # A loss that `loss_fn` averaged over the replicas itself counts on each.
         return reduction.cast_varying(loss, axis_name), (aux, used)
 
@@ -323,11 +253,7 @@ def differentiate(
         program.undecided,
         program.synced_in_backward,
     )
-    found = _recording.get()
-    if found is None:
-        warn_of_never_used(facts, stacklevel=3)  # whoever called `wrapped`.
-    else:
-        found.losses.append(facts)
+    recording.add_loss(facts)
     return Local(loss, aux, grads, used, facts)
 
 
@@ -350,6 +276,25 @@ def sync_local(local: Local, options: Options) -> tuple[jax.Array, PyTree, PyTre
     return loss, grads, used
 
 
+def arranged(
+    loss: jax.Array, aux: PyTree, grads: PyTree, used: PyTree | None, has_aux: bool
+) -> Any:
+    """Returns what `value_and_grad` returns, from its parts."""
+    out = ((loss, aux) if has_aux else loss), grads
+    return out if used is None else (out, used)
+
+
+def check_is_local(local: Local, name: str) -> None:
+    """Raises ValueError if the backward pass reduced gradients already."""
+    facts = local.facts
+    if facts.synced_in_backward:
+        raise ValueError(
+            f"`{name}` keeps gradients local, but the loss reduces that of "
+            f"`{facts.paths[facts.synced_in_backward[0]]}` in the backward pass "
+            "(`jdp.sync_in_backward`). Use `jdp.value_and_grad`, or leave that out."
+        )
+
+
 def check_used(used: PyTree, tree: PyTree) -> list[jax.Array]:
     """Returns the leaves of `used` that are arrays; it must fit `tree`.
 
@@ -359,9 +304,11 @@ def check_used(used: PyTree, tree: PyTree) -> list[jax.Array]:
     """
     leaves, treedef = jax.tree.flatten(used)
     if treedef != jax.tree.structure(tree):
+        difference = buckets.first_difference(
+            _paths(tree), _paths(used), "the gradients", "`used`"
+        )
         raise ValueError(
-            "`used` does not have the structure of the gradients.\n"
-            f"{buckets.first_difference(_paths(tree), _paths(used), 'the gradients', '`used`')}"
+            f"`used` does not have the structure of the gradients.\n{difference}"
             f"  gradients: {jax.tree.structure(tree)}\n  used: {treedef}"
         )
     for i, leaf in enumerate(leaves):
@@ -372,13 +319,6 @@ def check_used(used: PyTree, tree: PyTree) -> list[jax.Array]:
                 f"`used` must hold bools, got {leaf!r} at `{_paths(used)[i]}`."
             )
     return [leaf for leaf in leaves if not isinstance(leaf, bool)]
-
-
-def _arranged(
-    loss: jax.Array, aux: PyTree, grads: PyTree, used: PyTree | None, has_aux: bool
-) -> Any:
-    out = ((loss, aux) if has_aux else loss), grads
-    return out if used is None else (out, used)
 
 
 def _as_rider(decided: Sequence[jax.Array], dtype: Any) -> jax.Array:
@@ -403,12 +343,9 @@ def _first_dtype(plan: BucketPlan) -> Any:
 def _record(
     options: Options, riders: Sequence[jax.Array], facts: LossFacts | None = None
 ) -> None:
-    found = _recording.get()
-    if found is None:
-        return
     assert options.plan is not None
     name = getattr(options.all_reduce, "__name__", str(options.all_reduce))
-    found.synchronizations.append(
+    recording.add_synchronization(
         Synchronization(
             plan=options.plan,
             packing=reduction.choose_packing(options.packing, options.all_reduce),

@@ -30,7 +30,7 @@ def average(tree: PyTree, *, axis_name: AxisName = "data") -> PyTree:
     num_replicas = axis_size(axis_name)
     tracked = tracked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
-    leaves = [_as_inexact(x) for x in leaves]
+    leaves = [as_inexact(x) for x in leaves]
     local = [
         i
         for i, x in enumerate(leaves)
@@ -241,6 +241,7 @@ def _check_are_local(
             )
 
 
-def _as_inexact(x: Any) -> jax.Array:
+def as_inexact(x: Any) -> jax.Array:
+    """Returns a number or an array as one that can be averaged."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -10,11 +11,13 @@ import jax.core
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jdp import agreement, compat, grad_sync, mesh, reduction, replicas
+from jdp import agreement, compat, mesh, recording, reduction, replicas
 from jdp.mesh import World
+from jdp.recording import Recording
 from jdp.types import PyTree
 
 Step = Callable[..., tuple[PyTree, PyTree]]
+_logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
 
 
@@ -28,6 +31,7 @@ def data_parallel(
     world: World | None = ...,
     donate_state: bool = ...,
     check_vma: bool = ...,
+    static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
 ) -> "DataParallelStep": ...
 @overload
@@ -38,6 +42,7 @@ def data_parallel(
     world: World | None = ...,
     donate_state: bool = ...,
     check_vma: bool = ...,
+    static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
 ) -> Callable[[Step], "DataParallelStep"]: ...
 def data_parallel(
@@ -47,6 +52,7 @@ def data_parallel(
     world: World | None = None,
     donate_state: bool = True,
     check_vma: bool = True,
+    static_graph: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """Turns the step of one replica into a compiled step of all replicas.
@@ -68,6 +74,9 @@ def data_parallel(
         A donated state cannot be used again.
       check_vma: whether JAX's types must prove that the new state is the same on all
         replicas. False is for reductions that the types cannot follow.
+      static_graph: whether it is an error that another trace of the step, for other
+        shapes, finds other used parameters or another order of their gradients. False
+        logs the difference.
       compiler_options: options of XLA for this step, over jdp's own.
 
     Returns:
@@ -89,6 +98,7 @@ def data_parallel(
             world=world,
             donate_state=donate_state,
             check_vma=check_vma,
+            static_graph=static_graph,
             compiler_options=compiler_options or {},
         )
 
@@ -105,6 +115,7 @@ class DataParallelStep:
         world: World | None,
         donate_state: bool,
         check_vma: bool,
+        static_graph: bool,
         compiler_options: dict[str, Any],
     ):
         """Use `data_parallel`."""
@@ -115,7 +126,9 @@ class DataParallelStep:
         self._world = world
         self._donate_state = donate_state
         self._check_vma = check_vma
+        self._static_graph = static_graph
         self._compiler_options = compiler_options
+        self._recording: Recording | None = None  # of the last trace.
         self._is_compared = False
 
     def __call__(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
@@ -128,6 +141,27 @@ class DataParallelStep:
         Every process calls it, as it would call the step.
         """
         return self._jitted.lower(*self._place(state, batches))
+
+    def trace(self, state: PyTree, *batches: PyTree) -> Recording:
+        """Traces the step for arguments like these, to see what it synchronises.
+
+        Values are not read, nothing runs, and no other process is asked.
+
+        Args:
+          state: pytree of arrays or `jax.ShapeDtypeStruct`s.
+          *batches: the same, with the samples of this process.
+        """
+        count = self.world.process_count
+
+        def global_aval(leaf: Any) -> jax.ShapeDtypeStruct:
+            if isinstance(leaf, jax.Array) and leaf.sharding == self.world.split:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            aval = _aval(leaf)
+            return aval.update(shape=(aval.shape[0] * count, *aval.shape[1:]))
+
+        with recording.collect() as found:
+            self._shard(jax.tree.map(_aval, state), jax.tree.map(global_aval, batches))
+        return found
 
     @functools.cached_property
     def world(self) -> World:
@@ -179,12 +213,32 @@ class DataParallelStep:
         arguments = {"state": state}
         arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
         with agreement.reporting(world, self._topic):
-            sharded, shape = self._shard(state, batches)
+            with recording.collect() as found:
+                sharded, shape = self._shard(state, batches)
+            self._check_graph(found)
         replicas.compare_programs(world, sharded.jaxpr, arguments, topic=self._topic)
         self._is_compared = True
         leaves = jax.tree.leaves((state, batches))
         out = jaxpr_as_fun(sharded)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    def _check_graph(self, found: Recording) -> None:
+        """Compares with the last trace of this step; warns at the first."""
+        before, is_main = self._recording, self.world.is_main_process
+        if before is None:
+            for facts in found.distinct_losses() if is_main else ():
+                recording.warn_of_never_used(facts)
+        else:
+            difference = recording.graph_difference(before, found)
+            text = f"The step `{self._name}` was traced again, and {difference}."
+            if difference is not None and self._static_graph:
+                raise ValueError(
+                    f"{text} With `static_graph=True` every trace must find the same; "
+                    "leave it out if the difference is meant."
+                )
+            if difference is not None and is_main:
+                _logger.warning(text)
+        self._recording = found
 
     def _shard(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, Any]:
         world = self.world
@@ -215,6 +269,10 @@ def _any_leaf(tree: PyTree) -> Any:
     if isinstance(node, jax.Array):
         return node
     return next(iter(jax.tree.leaves(tree)), None)
+
+
+def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda x: x, leaf)
 
 
 def _default_compiler_options() -> dict[str, Any]:

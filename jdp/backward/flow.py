@@ -189,8 +189,9 @@ class FlowAnalysis:
         if isinstance(index, Literal):
             branches = [branches[int(index.val)]]
         flows = [self.of_jaxpr(branch) for branch in branches]
-        must = [_intersection(column) for column in zip(*(f.must for f in flows))]
-        may = [_union_of(column) for column in zip(*(f.may for f in flows))]
+        musts, mays = [f.must for f in flows], [f.may for f in flows]
+        must = [_intersection(column) for column in zip(*musts, strict=True)]
+        may = [_union_of(column) for column in zip(*mays, strict=True)]
         by_index = 1 if self._by_value else 0
         return Flow(
             tuple(bits << 1 | by_index for bits in must),

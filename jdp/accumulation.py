@@ -1,0 +1,199 @@
+"""Accumulation: one synchronised gradient of many micro-batches."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import buckets, compat, grad_sync, reduction
+from jdp.buckets import BucketPlan
+from jdp.grad_sync import Local
+from jdp.reduction import Options, Packing
+from jdp.types import AllReduce, AxisName, PyTree
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any],
+    num_micro_batches: int,
+    *,
+    has_aux: bool = False,
+    find_unused: bool = False,
+    dtype: Any = None,
+    axis_name: AxisName = "data",
+    plan: BucketPlan | None = None,
+    packing: Packing | None = None,
+    all_reduce: AllReduce | None = None,
+) -> Callable[..., Any]:
+    """`jdp.value_and_grad` in the memory of a smaller batch.
+
+    A replica's samples are cut into micro-batches that differ by one sample at most.
+    Their gradients are added up in a loop, each weighted by its number of samples, and
+    synchronised once, after it: loss and gradients are the means over all samples, as
+    those of the whole batch. To hold the loop yourself, add up what
+    `jdp.local_gradients` returns and call `jdp.sync_gradients` at the end.
+
+    Args:
+      loss_fn: `loss_fn(params, *batches, **kwargs)` returns the mean loss over its
+        samples, or with `has_aux` a pair of it and a pytree of metrics.
+      num_micro_batches: how many; at least 1.
+      has_aux: whether `loss_fn` returns a pair. Metrics are averaged as the loss is,
+        integers and booleans in float32; they stay local.
+      find_unused: whether to return which parameters any micro-batch used, on any
+        replica.
+      dtype: floating dtype of the sums, of the reduction and of the gradients that
+        are returned, such as float32 for bfloat16 parameters; None keeps that of each
+        parameter. Complex parameters keep theirs.
+      axis_name: see `sync_gradients`, as for the other options.
+      plan: see `sync_gradients`; its dtypes are those of the sums.
+      packing: see `sync_gradients`.
+      all_reduce: see `sync_gradients`.
+
+    Returns:
+      A function `(params, *batches, **kwargs)` that returns what
+      `jdp.value_and_grad` does. Batches are pytrees of arrays, shape (n, ...), cut on
+      dimension 0; keyword arguments go whole to every micro-batch.
+
+    Raises:
+      ValueError: here: `num_micro_batches` is below 1; from a call: fewer samples than
+        micro-batches, or leaves with different numbers of them; and what
+        `value_and_grad` raises.
+      TypeError: here: `dtype` is not a floating dtype.
+    """
+    if num_micro_batches < 1:
+        raise ValueError(
+            f"`num_micro_batches` must be at least 1, got {num_micro_batches}."
+        )
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`dtype` must be a floating dtype, got {jnp.dtype(dtype)}.")
+    options = Options(axis_name, plan, packing, all_reduce)
+
+    def wrapped(params: PyTree, *batches: PyTree, **kwargs: Any) -> Any:
+        num_samples = _num_samples(batches, num_micro_batches)
+        traced: list[Local] = []  # what the program tells; its arrays are of a loop.
+
+        def micro_step(weight: float, sums: PyTree, batch: tuple[PyTree, ...]) -> Any:
+            local = grad_sync.differentiate(
+                loss_fn, params, batch, kwargs, axis_name, has_aux, find_unused
+            )
+            grad_sync.check_is_local(local, "accumulate_gradients")
+            traced.append(local)
+            sums = jax.tree.map(
+                lambda s, g: s + weight * g.astype(s.dtype), sums, local.grads
+            )
+            metrics = jax.tree.map(reduction.as_inexact, (local.loss, local.aux))
+            decided = [x for x in jax.tree.leaves(local.used) if not _is_static(x)]
+            return sums, (jax.tree.map(lambda x: weight * x, metrics), decided)
+
+        sums = _zeros(params, dtype, axis_name)
+        parts = []
+        for weight, micro_batches in _groups(batches, num_samples, num_micro_batches):
+            step = functools.partial(micro_step, weight)
+            sums, part = _loop(step, sums, micro_batches)
+            parts.append(part)
+        metrics = [jax.tree.map(lambda x: x.sum(0), m) for m, _ in parts]
+        loss, aux = jax.tree.map(lambda *xs: sum(xs), *metrics)
+        decided = [
+            jnp.any(jnp.concatenate(xs))
+            for xs in zip(*(d for _, d in parts), strict=True)
+        ]
+        facts = traced[-1].facts
+        local = Local(
+            loss,
+            aux,
+            sums,
+            _with_decided(traced[-1].used, decided),
+            dataclasses.replace(facts, timeline=facts.timeline.at_the_end()),
+        )
+        loss, grads, used = grad_sync.sync_local(local, options)
+        return grad_sync.arranged(loss, local.aux, grads, used, has_aux)
+
+    return wrapped
+
+
+def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
+    sizes = {
+        path: jnp.shape(leaf)[0] if jnp.ndim(leaf) else None
+        for path, leaf in zip(
+            buckets.leaf_paths(batches), jax.tree.leaves(batches), strict=True
+        )
+    }
+    if not sizes:
+        raise ValueError("There is no batch to cut into micro-batches.")
+    (first, num_samples), *others = sizes.items()
+    for path, size in [(first, num_samples), *others]:
+        if size is None:
+            raise ValueError(
+                f"`batches{path}` is a scalar; a batch is cut on its first dimension. "
+                "Pass what is not per sample as a keyword argument."
+            )
+        if size != num_samples:
+            raise ValueError(
+                f"`batches{path}` has {size} samples, but `batches{first}` has "
+                f"{num_samples}. Pass what is not per sample as a keyword argument."
+            )
+    assert num_samples is not None
+    if num_samples < num_micro_batches:
+        raise ValueError(
+            f"A replica has {num_samples} samples, fewer than the "
+            f"{num_micro_batches} micro-batches."
+        )
+    return num_samples
+
+
+def _groups(
+    batches: tuple[PyTree, ...], num_samples: int, num_micro_batches: int
+) -> list[tuple[float, tuple[PyTree, ...]]]:
+    """Cuts into micro-batches; those of one size are stacked.
+
+    Returns:
+      For each size, the larger first, the share of the samples that one micro-batch
+      has, and the batches, shape (count, size, ...).
+    """
+    size, num_larger = divmod(num_samples, num_micro_batches)
+    groups = []
+    start = 0
+    for count, size in ((num_larger, size + 1), (num_micro_batches - num_larger, size)):
+        if count == 0:
+            continue
+        end = start + count * size
+        cut = functools.partial(_cut, start=start, end=end, count=count)
+        groups.append((size / num_samples, jax.tree.map(cut, batches)))
+        start = end
+    return groups
+
+
+def _cut(x: Any, *, start: int, end: int, count: int) -> jax.Array:
+    part = jnp.asarray(x)[start:end]
+    return part.reshape(count, (end - start) // count, *part.shape[1:])
+
+
+def _loop(step: Callable[..., Any], sums: PyTree, stacked: PyTree) -> Any:
+    """`lax.scan`, and no loop for a single turn."""
+    if jax.tree.leaves(stacked)[0].shape[0] > 1:
+        return lax.scan(step, sums, stacked)
+    sums, found = step(sums, jax.tree.map(lambda x: x[0], stacked))
+    return sums, jax.tree.map(lambda x: x[None], found)
+
+
+def _zeros(params: PyTree, dtype: Any, axis_name: AxisName) -> PyTree:
+    def zeros(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        is_real = jnp.issubdtype(x.dtype, jnp.floating)
+        made = jnp.zeros(x.shape, dtype if dtype is not None and is_real else x.dtype)
+        # A loop's carry has one type: that of the gradients.
+        return compat.cast_varying(made, sorted(compat.varying_axes(x)))
+
+    return jax.tree.map(zeros, reduction.cast_varying(params, axis_name))
+
+
+def _is_static(leaf: Any) -> bool:
+    return isinstance(leaf, bool)
+
+
+def _with_decided(used: PyTree, decided: list[jax.Array]) -> PyTree:
+    left = iter(decided)
+    return jax.tree.map(lambda x: x if _is_static(x) else next(left), used)

@@ -1,0 +1,145 @@
+"""Recording: what was synchronised, and why so, while a step was traced."""
+
+import contextlib
+import contextvars
+import dataclasses
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+
+from jdp import buckets
+from jdp.backward.order import Timeline
+from jdp.buckets import BucketPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFacts:
+    """What the program of a loss tells, by leaf index of the parameters."""
+
+    paths: tuple[str, ...]
+    timeline: Timeline
+    never_used: tuple[int, ...]
+    undecided: tuple[int, ...]
+    synced_in_backward: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Synchronization:
+    """What one call of `value_and_grad`, or of its like, synchronises in a step."""
+
+    plan: BucketPlan
+    packing: str  # "flat" or "tuple".
+    algorithm: str
+    num_replicas: int
+    riders: tuple[buckets.LeafSpec, ...]  # what rides in the buckets.
+    loss: LossFacts | None  # None where only gradients were given.
+
+
+@dataclasses.dataclass
+class Recording:
+    """What was traced, in the order of the program."""
+
+    losses: list[LossFacts] = dataclasses.field(default_factory=list)
+    synchronizations: list[Synchronization] = dataclasses.field(default_factory=list)
+
+    def distinct_losses(self) -> list[LossFacts]:
+        """The losses, once each; that of micro-batches of two sizes is traced twice."""
+        return list({_graph(facts): facts for facts in self.losses}.values())
+
+
+_current: contextvars.ContextVar[Recording | None] = contextvars.ContextVar(
+    "recording", default=None
+)
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[Recording]:
+    """While tracing: collects what losses tell and what is synchronised."""
+    found = Recording()
+    token = _current.set(found)
+    try:
+        yield found
+    finally:
+        _current.reset(token)
+
+
+def add_loss(facts: LossFacts) -> None:
+    """Notes a loss that was traced; warns by itself where nothing collects."""
+    found = _current.get()
+    if found is not None:
+        found.losses.append(facts)
+    else:
+        warn_of_never_used(facts)
+
+
+def add_synchronization(made: Synchronization) -> None:
+    """Notes what is synchronised."""
+    found = _current.get()
+    if found is not None:
+        found.synchronizations.append(made)
+
+
+def warn_of_never_used(facts: LossFacts) -> None:
+    """Warns, by path, of parameters that can never receive a gradient."""
+    if not facts.never_used:
+        return
+    paths = [facts.paths[i] for i in facts.never_used]
+    warnings.warn(
+        f"{len(paths)} of {len(facts.paths)} parameters can never receive a gradient: "
+        f"{_listed(paths)}. The loss does not depend on them, or `stop_gradient` is "
+        "between. If that is meant, keep them out of the parameters.",
+        stacklevel=2,
+    )
+
+
+def graph_difference(before: Recording, now: Recording) -> str | None:
+    """Says how the losses of two traces of one step differ; None if they do not.
+
+    Compared are the paths of the parameters, which of them are used, always or at
+    times, and the order of their gradients.
+    """
+    old, new = before.distinct_losses(), now.distinct_losses()
+    for a, b in zip(old, new, strict=False):
+        if _graph(a) != _graph(b):
+            return _difference(a, b)
+    if len(old) != len(new):
+        return f"it has {len(new)} different losses, and had {len(old)}"
+    return None
+
+
+def _graph(facts: LossFacts) -> tuple[Hashable, ...]:
+    order = facts.timeline.order()
+    return facts.paths, order, facts.never_used, facts.undecided
+
+
+def _difference(a: LossFacts, b: LossFacts) -> str:
+    if a.paths != b.paths:
+        lost = [path for path in a.paths if path not in b.paths]
+        gained = [path for path in b.paths if path not in a.paths]
+        parts = [f"{_listed(lost)} were parameters and are not"] * bool(lost)
+        parts += [f"{_listed(gained)} are parameters and were not"] * bool(gained)
+        return "; ".join(parts) or "the parameters come in another order"
+    parts = []
+    for path in a.paths:
+        was, is_now = _usage(a, path), _usage(b, path)
+        if was != is_now:
+            parts.append(f"`{path}` was {was} used and is now {is_now} used")
+    if not parts:
+        pairs = zip(a.timeline.order(), b.timeline.order(), strict=True)
+        was, is_now = next((i, k) for i, k in pairs if i != k)
+        parts.append(
+            f"the gradient of `{b.paths[is_now]}` is now finished where that of "
+            f"`{a.paths[was]}` was"
+        )
+    return "; ".join(parts[:10]) + ("; ..." if len(parts) > 10 else "")
+
+
+def _usage(facts: LossFacts, path: str) -> str:
+    index = facts.paths.index(path)
+    if index in facts.never_used:
+        return "never"
+    return "at times" if index in facts.undecided else "always"
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(f"`{path}`" for path in paths[:10])
+    return shown + (", ..." if len(paths) > 10 else "")
