@@ -3,6 +3,7 @@
 from jdp.accumulation import accumulate_gradients
 from jdp.backward.loss import gradient_order, used_parameters
 from jdp.buckets import BucketPlan, flatten_buckets, plan_buckets, unflatten_buckets
+from jdp.description import describe
 from jdp.grad_sync import (
     local_gradients,
     sync_gradients,
@@ -26,6 +27,7 @@ __all__ = [
     "check_replicas",
     "check_same_program",
     "data_parallel",
+    "describe",
     "distributed_optimizer",
     "flatten_buckets",
     "global_batch",

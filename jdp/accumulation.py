@@ -153,10 +153,11 @@ def _groups(
       For each size, the larger first, the share of the samples that one micro-batch
       has, and the batches, shape (count, size, ...).
     """
-    size, num_larger = divmod(num_samples, num_micro_batches)
+    least, num_larger = divmod(num_samples, num_micro_batches)
+    sizes = ((num_larger, least + 1), (num_micro_batches - num_larger, least))
     groups = []
     start = 0
-    for count, size in ((num_larger, size + 1), (num_micro_batches - num_larger, size)):
+    for count, size in sizes:
         if count == 0:
             continue
         end = start + count * size

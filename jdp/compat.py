@@ -14,6 +14,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
+from jax._src.state import types as state_types
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir.dialects import stablehlo
@@ -24,7 +25,12 @@ def varying_axes(x: Any) -> frozenset[str]:
 
     Empty outside `shard_map`, under `check_vma=False`, and under `vmap` and `pmap`.
     """
-    axis_type = getattr(jax.typeof(x), "mat", None)
+    return varying_axes_of_type(jax.typeof(x))
+
+
+def varying_axes_of_type(aval: Any) -> frozenset[str]:
+    """`varying_axes`, of a type."""
+    axis_type = getattr(aval, "mat", None)
     return frozenset() if axis_type is None else axis_type.varying
 
 
@@ -78,6 +84,17 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     with inside_equation(eqn):
         results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def touches_reference(eqn: Any) -> bool:
+    """Returns whether an equation reads or writes a mutable array."""
+    return any(isinstance(effect, state_types.RefEffect) for effect in eqn.effects)
+
+
+def side_effects(jaxpr: Any) -> list[str]:
+    """Returns names of what running a jaxpr does to the outside, such as printing."""
+    inner = (core.NamedAxisEffect, core.InternalMutableArrayEffect)
+    return sorted(str(e) for e in jaxpr.effects if not isinstance(e, inner))
 
 
 def scan_operands(params: dict[str, Any]) -> tuple[int, int]:

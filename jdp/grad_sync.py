@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jdp import buckets, compat, recording, reduction
 from jdp.backward import flow
-from jdp.backward.loss import trace_loss
+from jdp.backward.loss import LossProgram, trace_loss
 from jdp.buckets import BucketPlan
 from jdp.recording import LossFacts, Synchronization
 from jdp.reduction import Options, Packing
@@ -246,15 +246,20 @@ def differentiate(
         return reduction.cast_varying(loss, axis_name), (aux, used)
 
     (loss, (aux, used)), grads = jax.value_and_grad(run, has_aux=True)(own)
-    facts = LossFacts(
+    facts = facts_of(program)
+    recording.add_loss(facts)
+    return Local(loss, aux, grads, used, facts)
+
+
+def facts_of(program: LossProgram) -> LossFacts:
+    """Returns what the program of a loss tells."""
+    return LossFacts(
         tuple(program.paths),
         program.timeline,
         program.never_used,
         program.undecided,
         program.synced_in_backward,
     )
-    recording.add_loss(facts)
-    return Local(loss, aux, grads, used, facts)
 
 
 def sync_local(local: Local, options: Options) -> tuple[jax.Array, PyTree, PyTree]:
@@ -267,8 +272,13 @@ def sync_local(local: Local, options: Options) -> tuple[jax.Array, PyTree, PyTre
     riders = [local.loss]
     if decided:
         riders.append(_as_rider(decided, local.loss.dtype))
+    # Zeros need not travel.
+    never_used = local.facts.never_used
     grads, (loss, *found) = reduction.mean_over_replicas(
-        local.grads, options, riders=riders, done=local.facts.synced_in_backward
+        _with_zeros(local.grads, never_used),
+        options,
+        riders=riders,
+        done={*local.facts.synced_in_backward, *never_used},
     )
     _record(options, riders, local.facts)
     if used is not None:
@@ -367,3 +377,10 @@ def _only_cast_others(params: PyTree, cast: PyTree, kept: Sequence[int]) -> PyTr
     return jax.tree.unflatten(
         treedef, [x if i in kept else others[i] for i, x in enumerate(leaves)]
     )
+
+
+def _with_zeros(tree: PyTree, indices: Sequence[int]) -> PyTree:
+    leaves, treedef = jax.tree.flatten(tree)
+    for i in indices:
+        leaves[i] = jnp.zeros(leaves[i].shape, leaves[i].dtype)
+    return jax.tree.unflatten(treedef, leaves)

@@ -121,8 +121,8 @@ class DataParallelStep:
         """Use `data_parallel`."""
         functools.update_wrapper(self, step)
         self._step = step
-        self._name = getattr(step, "__name__", "step")
-        self._topic = f"first call of the step `{self._name}`"
+        self.name = getattr(step, "__name__", "step")
+        self._topic = f"first call of the step `{self.name}`"
         self._world = world
         self._donate_state = donate_state
         self._check_vma = check_vma
@@ -175,13 +175,13 @@ class DataParallelStep:
         leaf = _any_leaf(state)
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
-                f"The step `{self._name}` was called while JAX traces. It is compiled "
+                f"The step `{self.name}` was called while JAX traces. It is compiled "
                 "as a whole; call it from Python, or use `jdp.value_and_grad` under "
                 "your own `jit` and `shard_map`."
             )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise RuntimeError(
-                f"The state was donated to an earlier call of `{self._name}`, or of "
+                f"The state was donated to an earlier call of `{self.name}`, or of "
                 "another function. Go on with the state that it returned, or pass "
                 "`donate_state=False` to `jdp.data_parallel`."
             )
@@ -199,7 +199,7 @@ class DataParallelStep:
         def step(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
             return self._trace(state, *batches)
 
-        step.__name__ = self._name  # of the compiled program, in profiles and dumps.
+        step.__name__ = self.name  # of the compiled program, in profiles and dumps.
         return jax.jit(
             step,
             donate_argnums=(0,) if self._donate_state else (),
@@ -230,7 +230,7 @@ class DataParallelStep:
                 recording.warn_of_never_used(facts)
         else:
             difference = recording.graph_difference(before, found)
-            text = f"The step `{self._name}` was traced again, and {difference}."
+            text = f"The step `{self.name}` was traced again, and {difference}."
             if difference is not None and self._static_graph:
                 raise ValueError(
                     f"{text} With `static_graph=True` every trace must find the same; "

@@ -21,6 +21,7 @@ LAYERS = (
     {"accumulation", "replicas"},
     {"optimizer"},
     {"spmd"},
+    {"description"},
     {"runtime"},
     {"cli"},
 )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 
@@ -21,10 +21,8 @@ SYNC_MARKER = "jdp_sync_in_backward"
 # Primitives that call one jaxpr with their own operands.
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"})
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-# Floating-point results whose derivative JAX takes to be zero.
-_ZERO_DERIVATIVE = frozenset(
-    {"stop_gradient", "floor", "ceil", "round", "sign", "nextafter"}
-)
+# Real results whose derivative JAX takes to be zero.
+_ZERO_DERIVATIVE = frozenset({"ceil", "floor", "round", "sign"})
 # The k-th result comes from the k-th operand alone.
 _ELEMENT_BY_ELEMENT = frozenset(
     {
@@ -82,10 +80,12 @@ class FlowAnalysis:
     def __init__(self, *, by_value: bool = False, cut_markers: bool = False):
         """Starts with nothing known."""
         self.has_markers = False  # whether a marker has been met.
+        self.has_references = False  # whether a mutable array has been met.
         self._by_value = by_value
         self._cut_markers = cut_markers
         self._known: dict[int, tuple[Any, Flow]] = {}  # the jaxpr keeps its id taken.
-        self._pullbacks: dict[int, Pullback] = {}  # by the id of a `_known` jaxpr.
+        self._derivatives: dict[int, Derivative] = {}  # by the id of a `_known` jaxpr.
+        self._constants: dict[Any, int] = {}  # indices that the program decides.
 
     def of_jaxpr(self, jaxpr: Any) -> Flow:
         """The flow of a jaxpr, open or closed."""
@@ -105,7 +105,11 @@ class FlowAnalysis:
                 sets[var] = found
         for eqn in jaxpr.eqns:
             entering = [self._read(sets, v) for v in eqn.invars]
+            if eqn.primitive.name == "clamp":
+                self._note_constant(eqn)
             flow = self.of_equation(eqn)
+            if eqn.effects and compat.touches_reference(eqn):
+                self.has_references = True
             if flow is None:
                 must = may = 0
                 for s in entering:
@@ -125,7 +129,7 @@ class FlowAnalysis:
     def of_equation(self, eqn: Any) -> Flow | None:
         """The flow of an equation; None where every input reaches every output."""
         name = eqn.primitive.name
-        if name in _ZERO_DERIVATIVE:
+        if name == "stop_gradient" or name in _ZERO_DERIVATIVE and _is_real(eqn):
             return None if self._by_value else _nothing(eqn)
         if name in _ELEMENT_BY_ELEMENT and len(eqn.invars) == len(eqn.outvars):
             return None if self._by_value else _identity(eqn)
@@ -139,7 +143,7 @@ class FlowAnalysis:
         if name == "scan":
             return self._of_scan(eqn)
         if name == "while":
-            return None if self._by_value else self._of_while(eqn)
+            return self._of_while(eqn)
         if self._by_value:
             return None
         if name == "shard_map":
@@ -155,10 +159,18 @@ class FlowAnalysis:
         """Whether a gradient can pass through a value of this type."""
         return self._by_value or is_differentiable(var)
 
-    def pullback(self, eqn: Any) -> "Pullback":
-        """The backward pass of an equation that has a rule of its own."""
+    def derivative(self, eqn: Any) -> "Derivative":
+        """The derivative of an equation that has a rule of its own."""
         self._of_custom_rule(eqn)
-        return self._pullbacks[id(called_jaxpr(eqn))]
+        return self._derivatives[id(called_jaxpr(eqn))]
+
+    def deciding_inputs(self, eqn: Any) -> int:
+        """The inputs whose values decide what runs; empty for gradients."""
+        if not self._by_value:
+            return 0
+        if eqn.primitive.name == "cond":
+            return 1
+        return self._deciding_carries(eqn) if eqn.primitive.name == "while" else 0
 
     def carry_sets(self, eqn: Any, entering: Sequence[Sets]) -> list[Sets]:
         """What reaches the carries of a loop, over all iterations.
@@ -184,18 +196,27 @@ class FlowAnalysis:
     def _read(sets: dict[Any, Sets], var: Any) -> Sets:
         return NOTHING if isinstance(var, Literal) else sets.get(var, NOTHING)
 
+    def _note_constant(self, eqn: Any) -> None:
+        """Remembers the index of a `lax.switch` whose index is a Python integer."""
+        if all(isinstance(v, Literal) for v in eqn.invars):
+            low, x, high = (v.val for v in eqn.invars)  # literals are scalars.
+            self._constants[eqn.outvars[0]] = int(min(max(low, x), high))
+
     def _of_cond(self, eqn: Any) -> Flow:
         index, branches = eqn.invars[0], eqn.params["branches"]
+        _check_markers(index, branches)
         if isinstance(index, Literal):
             branches = [branches[int(index.val)]]
+        elif index in self._constants:
+            branches = [branches[self._constants[index]]]
         flows = [self.of_jaxpr(branch) for branch in branches]
         musts, mays = [f.must for f in flows], [f.may for f in flows]
         must = [_intersection(column) for column in zip(*musts, strict=True)]
         may = [_union_of(column) for column in zip(*mays, strict=True)]
-        by_index = 1 if self._by_value else 0
+        deciding = self.deciding_inputs(eqn)
         return Flow(
-            tuple(bits << 1 | by_index for bits in must),
-            tuple(bits << 1 | by_index for bits in may),
+            tuple(bits << 1 | deciding for bits in must),
+            tuple(bits << 1 | deciding for bits in may),
         )
 
     def _of_scan(self, eqn: Any) -> Flow:
@@ -215,24 +236,31 @@ class FlowAnalysis:
         own = [1 << (loop.num_consts + k) for k in range(loop.num_carries)]
         must = [bits & bit for bits, bit in zip(flow.must, own, strict=True)]
         skipped = eqn.params["cond_nconsts"]
+        deciding = self.deciding_inputs(eqn)
         return Flow(
-            tuple(bits << skipped for bits in must),
-            tuple(s.may << skipped for s in carries),
+            tuple(bits << skipped | deciding for bits in must),
+            tuple(s.may << skipped | deciding for s in carries),
         )
+
+    def _deciding_carries(self, eqn: Any) -> int:
+        loop = loop_shape(eqn)
+        skipped = eqn.params["cond_nconsts"]
+        entering = [
+            Sets(0, 1 << (skipped + i))
+            for i in range(loop.num_consts + loop.num_carries)
+        ]
+        carries = [s.may for s in self.carry_sets(eqn, entering)]
+        (bits,) = self.of_jaxpr(eqn.params["cond_jaxpr"]).may
+        return union(bits, [1 << i for i in range(skipped)] + carries)
 
     def _of_custom_rule(self, eqn: Any) -> Flow:
         jaxpr = called_jaxpr(eqn)
         if id(jaxpr) not in self._known:
-            pullback = _trace_pullback(eqn)
-            self._pullbacks[id(jaxpr)] = pullback
-            backward = FlowAnalysis(by_value=True).of_jaxpr(pullback.jaxpr)
-            must, may = [0] * len(eqn.outvars), [0] * len(eqn.outvars)
-            for position, i in enumerate(pullback.inputs):
-                for k, o in enumerate(pullback.outputs):
-                    cotangent = 1 << (len(eqn.invars) + k)
-                    must[o] |= bool(backward.must[position] & cotangent) << i
-                    may[o] |= bool(backward.may[position] & cotangent) << i
-            self._known[id(jaxpr)] = (jaxpr, Flow(tuple(must), tuple(may)))
+            made = trace_derivative(eqn)
+            self._derivatives[id(jaxpr)] = made
+            inner = FlowAnalysis(by_value=True).of_jaxpr(made.jaxpr)
+            flow = Flow(made.select(eqn, inner.must), made.select(eqn, inner.may))
+            self._known[id(jaxpr)] = (jaxpr, flow)
         return self._known[id(jaxpr)][1]
 
 
@@ -244,12 +272,25 @@ class LoopShape(NamedTuple):
     num_carries: int
 
 
-class Pullback(NamedTuple):
-    """The backward pass of one equation."""
+class Derivative(NamedTuple):
+    """What the rule of a `custom_jvp`, or of a `custom_vjp`, does."""
 
-    jaxpr: Any  # (operands, cotangents of `outputs`) -> cotangents of `inputs`.
+    # (operands, tangents of `inputs`) -> tangents of `outputs`; or, if backward,
+    # (operands, cotangents of `outputs`) -> cotangents of `inputs`.
+    jaxpr: Any
+    is_backward: bool
     inputs: list[int]  # operands that can have a gradient.
     outputs: list[int]  # results that can have one.
+
+    def select(self, eqn: Any, bits: Sequence[int]) -> tuple[int, ...]:
+        """Turns sets of the jaxpr's inputs into sets of the equation's, by output."""
+        found = [0] * len(eqn.outvars)
+        first = len(eqn.invars)
+        for p, i in enumerate(self.inputs):
+            for q, o in enumerate(self.outputs):
+                row, column = (p, q) if self.is_backward else (q, p)
+                found[o] |= (bits[row] >> (first + column) & 1) << i
+        return tuple(found)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -289,6 +330,10 @@ def _is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def _is_real(eqn: Any) -> bool:
+    return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+
+
 def union(bits: int, sets: Sequence[int]) -> int:
     """The union of the sets that `bits` selects."""
     found = 0
@@ -311,6 +356,24 @@ def _intersection(sets: Sequence[int]) -> int:
     for s in sets:
         found &= s
     return found
+
+
+def _check_markers(index: Any, branches: Sequence[Any]) -> None:
+    """Refuses a reduction in a branch that not all replicas need take."""
+    axes = compat.varying_axes_of_type(index.aval)
+    if axes and any(map(_contains_marker, branches)):
+        raise ValueError(
+            "`jdp.sync_in_backward` is in a branch of a `cond` that replicas of "
+            f"{'/'.join(sorted(axes))} choose by themselves; some would wait for the "
+            "others for ever. Apply it outside of the `cond`."
+        )
+
+
+def _contains_marker(jaxpr: Any) -> bool:
+    return any(
+        is_marker(eqn) or any(map(_contains_marker, jaxprs_in_params(eqn.params)))
+        for eqn in open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def _nothing(eqn: Any) -> Flow:
@@ -349,20 +412,31 @@ def _num_invars(jaxpr: Any) -> int:
     return len(open_jaxpr(jaxpr)[0].invars)
 
 
-def _trace_pullback(eqn: Any) -> Pullback:
+def trace_derivative(eqn: Any) -> Derivative:
+    """Traces what JAX does to differentiate an equation with a rule of its own."""
     inputs = [i for i, v in enumerate(eqn.invars) if is_differentiable(v)]
     outputs = [o for o, v in enumerate(eqn.outvars) if is_differentiable(v)]
+    is_backward = eqn.primitive.name == "custom_vjp_call"
 
-    def pull_back(operands: list[jax.Array], cotangents: list[jax.Array]) -> Any:
+    def differentiate(operands: list[jax.Array], seeds: list[jax.Array]) -> Any:
         def run(*chosen: jax.Array) -> list[jax.Array]:
             values = list(operands)
             for i, x in zip(inputs, chosen, strict=True):
                 values[i] = x
             results = compat.bind_equation(eqn, values)
-            return [results[o] for o in outputs]
+            return _at(results, outputs)
 
-        _, vjp = jax.vjp(run, *[operands[i] for i in inputs])
-        return vjp(cotangents)
+        chosen = _at(operands, inputs)
+        if is_backward:
+            return jax.vjp(run, *chosen)[1](seeds)
+        return jax.jvp(run, tuple(chosen), tuple(seeds))[1]
 
-    avals = [v.aval for v in eqn.invars], [eqn.outvars[o].aval for o in outputs]
-    return Pullback(jax.make_jaxpr(pull_back)(*avals), inputs, outputs)
+    operands = [v.aval for v in eqn.invars]
+    results = [v.aval for v in eqn.outvars]
+    seeds = _at(results, outputs) if is_backward else _at(operands, inputs)
+    made = jax.make_jaxpr(differentiate)(operands, seeds)
+    return Derivative(made, is_backward, inputs, outputs)
+
+
+def _at(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [values[i] for i in indices]

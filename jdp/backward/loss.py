@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,6 +66,10 @@ class LossProgram:
         loss, *aux = jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(params))
         return loss, self.unflatten_aux(aux)
 
+    def used_by(self, params: PyTree) -> PyTree:
+        """Returns the last of `evaluate_marked`; runs nothing if nothing is open."""
+        return self.evaluate_marked(params)[2] if self.undecided else self._used_tree()
+
     def evaluate_marked(self, params: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """Returns the loss, aux, and a tree like `params`: whether each leaf was used.
 
@@ -74,7 +78,7 @@ class LossProgram:
         leaves = jax.tree.leaves(params)
         if not self.undecided:
             loss, aux = self.evaluate(params)
-            return loss, aux, self._used_tree({})
+            return loss, aux, self._used_tree()
         varying_over = set().union(
             *map(compat.varying_axes, [*leaves, *self.jaxpr.consts])
         )
@@ -99,9 +103,14 @@ class LossProgram:
 
     def _reaching(self, analysis: FlowAnalysis) -> Sets:
         inputs = [Sets(1 << i, 1 << i) for i in self._indices]
-        return analysis.propagate(self.jaxpr.jaxpr, inputs)[0]
+        found, *_ = analysis.propagate(self.jaxpr.jaxpr, inputs)
+        if analysis.has_references:
+            # A value may go through memory, where no equation shows it.
+            everything = (1 << len(inputs)) - 1
+            return Sets(everything, everything)
+        return found
 
-    def _used_tree(self, decided: dict[int, jax.Array]) -> PyTree:
+    def _used_tree(self, decided: Mapping[int, jax.Array] = {}) -> PyTree:
         leaves = [
             decided[i] if i in decided else bool(self.used.may >> i & 1)
             for i in self._indices
@@ -167,7 +176,7 @@ def gradient_order(
         real.
       ValueError: the loss is not a scalar.
     """
-    return _trace_abstractly(loss_fn, params, args).timeline.order()
+    return trace_abstractly(loss_fn, params, args).timeline.order()
 
 
 def used_parameters(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> PyTree:
@@ -195,18 +204,18 @@ def used_parameters(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> 
       ValueError: the loss is not a scalar, or has side effects.
     """
     program = trace_loss(loss_fn, params, args)
-    effects = program.jaxpr.effects
+    effects = compat.side_effects(program.jaxpr)
     if effects:
         raise ValueError(
             "The loss has side effects, which `used_parameters` would repeat: "
-            f"{', '.join(sorted(map(str, effects)))}. Take the mask from "
+            f"{', '.join(effects)}. Take the mask from "
             "`jdp.value_and_grad(find_unused=True)`, which runs the loss once, or keep "
-            "`io_callback` and `jax.debug` out of it."
+            "callbacks and prints out of it."
         )
-    return program.evaluate_marked(params)[2]
+    return program.used_by(params)
 
 
-def _trace_abstractly(
+def trace_abstractly(
     loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...]
 ) -> LossProgram:
     """`trace_loss`, with arrays or `jax.ShapeDtypeStruct`s for all that is an array."""
@@ -260,7 +269,8 @@ def _split(
     leaves = jax.tree.leaves(loss)
     if len(leaves) != 1 or leaves[0] is not loss or not hasattr(loss, "dtype"):
         if not isinstance(loss, float):
-            hint = "" if has_aux else " Pass `has_aux=True` if it is `(loss, aux)`."
+            is_pair = isinstance(loss, tuple) and not has_aux
+            hint = " Pass `has_aux=True` if it is `(loss, aux)`." if is_pair else ""
             raise TypeError(
                 f"`{name}` must return a scalar loss, got {type(loss).__name__}.{hint}"
             )

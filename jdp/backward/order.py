@@ -70,7 +70,7 @@ def backward_timeline(jaxpr: Any, analysis: FlowAnalysis) -> Timeline:
     return Timeline(
         tuple(r or NEVER for r in ready),
         tuple(
-            1.0 if r is None or not total else sweep.work[r.after_heavy] / total
+            0.0 if r is None or not total else sweep.work[r.after_heavy] / total
             for r in ready
         ),
     )
@@ -138,14 +138,14 @@ class _ReverseSweep:
 
     def _inner_steps(self, eqn: Any) -> dict[int, int]:
         """The order in which a `custom_vjp` makes the gradients of its operands."""
-        if eqn.primitive.name not in flow.CUSTOM_RULES:
+        if eqn.primitive.name != "custom_vjp_call":
             return {}
-        pullback = self._analysis.pullback(eqn)
-        body, _ = flow.open_jaxpr(pullback.jaxpr)
+        rule = self._analysis.derivative(eqn)
+        body, _ = flow.open_jaxpr(rule.jaxpr)
         steps = _steps(body)
         return {
             i: 0 if isinstance(var, Literal) else steps.get(var, 0)
-            for i, var in zip(pullback.inputs, body.outvars, strict=True)
+            for i, var in zip(rule.inputs, body.outvars, strict=True)
         }
 
 

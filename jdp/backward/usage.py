@@ -117,6 +117,10 @@ class MarkedEvaluation:
             ]
         else:
             results, arrays = self._run_control_flow(eqn, values, entering)
+            deciding = self._analysis.deciding_inputs(eqn)
+            if any(m.sets.may for i, m in enumerate(entering) if deciding >> i & 1):
+                chosen = self._union(deciding, entering)
+                arrays = [None if a is None else a | chosen for a in arrays]
         leaving = [
             Marks(s, a if s.must != s.may else None)
             for s, a in zip(sets, arrays, strict=True)
@@ -243,31 +247,42 @@ class MarkedEvaluation:
     def _run_custom_rule(
         self, eqn: Any, values: list[Any], entering: list[Marks]
     ) -> Any:
-        """Runs the function, and finds in its backward pass what reaches what.
+        """Runs the function, and finds in its rule what passes a gradient to what.
 
-        The backward pass is run on cotangents of zero, whose values nothing depends
-        on; what it needs to decide remains, and XLA drops the rest.
+        The rule is run on tangents, or cotangents, of zero, on whose values nothing
+        depends; of it remains what its control flow needs, and XLA drops the rest.
         """
         results = compat.bind_equation(eqn, values)
-        pullback = self._analysis.pullback(eqn)
-        num_outputs = len(pullback.outputs)
-        cotangents = [jnp.zeros_like(results[o]) for o in pullback.outputs]
-        inner = MarkedEvaluation(
-            FlowAnalysis(by_value=True), num_outputs, self._varying_over
-        )
-        marks = [UNMARKED] * len(values)
-        marks += [Marks(Sets(1 << k, 1 << k), None) for k in range(num_outputs)]
-        held = lax.stop_gradient([*values, *cotangents])
-        _, reached = inner.run(pullback.jaxpr, held, marks)
-        by_input = [inner.as_array(m) for m in reached]
+        rule = self._analysis.derivative(eqn)
         arrays: list[jax.Array | None] = [None] * len(eqn.outvars)
-        for k, o in enumerate(pullback.outputs):
-            parts = [
-                self.as_array(entering[i]) & by_input[position][k]
-                for position, i in enumerate(pullback.inputs)
-                if entering[i].sets.may
-            ]
-            arrays[o] = _any_of(parts)
+        by_value = FlowAnalysis(by_value=True)
+        held = lax.stop_gradient(values)
+        unmarked = [UNMARKED] * len(values)
+        if not rule.is_backward:
+            tangents = [jnp.zeros_like(held[i]) for i in rule.inputs]
+            inner = MarkedEvaluation(by_value, self._num_candidates, self._varying_over)
+            marks = [*unmarked, *[entering[i] for i in rule.inputs]]
+            _, leaving = inner.run(rule.jaxpr, [*held, *tangents], marks)
+            for o, found in zip(rule.outputs, leaving, strict=True):
+                arrays[o] = inner.as_array(found)
+            return results, arrays
+        # Backwards it shows which results pass something on to an operand.
+        num_outputs = len(rule.outputs)
+        cotangents = [jnp.zeros_like(results[o]) for o in rule.outputs]
+        inner = MarkedEvaluation(by_value, num_outputs, self._varying_over)
+        bits = [1 << k for k in range(num_outputs)]
+        marks = unmarked + [Marks(Sets(bit, bit), None) for bit in bits]
+        held = [*held, *lax.stop_gradient(cotangents)]
+        _, leaving = inner.run(rule.jaxpr, held, marks)
+        reached = [inner.as_array(found) for found in leaving]  # by operand.
+        for k, o in enumerate(rule.outputs):
+            arrays[o] = _any_of(
+                [
+                    self.as_array(entering[i]) & reached[position][k]
+                    for position, i in enumerate(rule.inputs)
+                    if entering[i].sets.may
+                ]
+            )
         return results, arrays
 
     def _carried_marks(self, eqn: Any, entering: list[Marks]) -> list[Marks]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jdp.cli import launch
+from jdp.cli import launch, plan
 from jdp.cli.bench import overhead, step
 
 # Plain messages: boxes break them in the middle of paths and commands.
@@ -16,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
+app.command("plan")(plan.plan)
 bench = typer.Typer(
     help="Measure, in turns with what it is compared to.",
     no_args_is_help=True,
