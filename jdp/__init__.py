@@ -11,7 +11,7 @@ from jdp.grad_sync import (
     value_and_grad,
 )
 from jdp.mesh import World, global_batch
-from jdp.optimizer import distributed_optimizer
+from jdp.optimizer import distributed_optimizer, skip_unused
 from jdp.reduction import average
 from jdp.replicas import check_replicas, check_same_program, replicate
 from jdp.runtime.cluster import init
@@ -36,6 +36,7 @@ __all__ = [
     "local_gradients",
     "plan_buckets",
     "replicate",
+    "skip_unused",
     "sync_gradients",
     "sync_in_backward",
     "unflatten_buckets",

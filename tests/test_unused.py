@@ -1,0 +1,501 @@
+"""Parameters that a step did not use, on some replicas or on all."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jdp
+from tests import harness
+
+BRANCHES = "abc"
+WIDTH = 4
+# The branch of replica r at step k is CHOICES[k][r % 4].
+CHOICES = ("aaaa", "abab", "bbbb", "aabc", "cccc", "aaaa", "bcbc")
+
+
+def _params(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = {"trunk": (3, WIDTH), **{name: (WIDTH, 1) for name in BRANCHES}}
+    return {k: rng.normal(size=s).astype(dtype) * dtype(0.5) for k, s in shapes.items()}
+
+
+def _batches(n, dtype=np.float32):
+    """For each step x (4 n, 3), y (4 n, 1) and the branch of each sample (4 n,)."""
+    rng = np.random.default_rng(1)
+    return [
+        {
+            "x": rng.normal(size=(4 * n, 3)).astype(dtype),
+            "y": rng.normal(size=(4 * n, 1)).astype(dtype),
+            "branch": np.repeat([BRANCHES.index(row[r % 4]) for r in range(n)], 4),
+        }
+        for row in CHOICES
+    ]
+
+
+def _loss(params, batch):
+    h = jnp.tanh(batch["x"] @ params["trunk"])
+    heads = [lambda h, name=name: h @ params[name] for name in BRANCHES]
+    prediction = lax.switch(batch["branch"][0], heads, h)
+    return ((prediction - batch["y"]) ** 2).mean()
+
+
+def _loss_of(branch, params, batch):
+    h = jnp.tanh(batch["x"] @ params["trunk"])
+    return ((h @ params[branch] - batch["y"]) ** 2).mean()
+
+
+def _train_alone(params, batches, n, tx):
+    """One device; a parameter without a gradient on any replica keeps its state."""
+    states = {name: tx.init(p) for name, p in params.items()}
+    for k, batch in enumerate(batches):
+        branches = [CHOICES[k][r % 4] for r in range(n)]
+        parts = [
+            jax.tree.map(lambda x, r=r: x[4 * r : 4 * (r + 1)], batch) for r in range(n)
+        ]
+        grads = [
+            jax.grad(_loss_of, argnums=1)(branch, params, part)
+            for branch, part in zip(branches, parts, strict=True)
+        ]
+        mean = jax.tree.map(lambda *gs: sum(gs) / n, *grads)
+        for name in {"trunk", *branches}:
+            update, states[name] = tx.update(mean[name], states[name], params[name])
+            params = params | {name: params[name] + update}
+    return params, states
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_replicas_with_branches_of_their_own_train_as_one_device(n, optimizer):
+    tx = {
+        "momentum": optax.sgd(0.05, momentum=0.9),
+        "adamw": optax.adamw(0.01, weight_decay=0.1),
+    }[optimizer]
+    wrapped = jdp.skip_unused(tx)
+
+    @jdp.data_parallel(world=harness.local_world(n))
+    def step(carry, batch):
+        params, state = carry
+        grad_fn = jdp.value_and_grad(_loss, find_unused=True)
+        (loss, grads), used = grad_fn(params, batch)
+        updates, state = wrapped.update(grads, state, params, used=used)
+        return (optax.apply_updates(params, updates), state), {"used": used}
+
+    params = _params()
+    carry = params, wrapped.init(params)
+    for k, batch in enumerate(_batches(n)):
+        before = jax.tree.map(np.asarray, carry)
+        carry, metrics = step(carry, batch)
+        branches = {CHOICES[k][r % 4] for r in range(n)}
+        used = {name: name in branches | {"trunk"} for name in params}
+        assert jax.tree.map(bool, metrics["used"]) == used
+        for name in params.keys() - branches - {"trunk"}:
+            # Bit for bit: the parameter and all that the optimizer knows of it.
+            kept = lambda carry, name=name: (  # noqa: E731
+                carry[0][name],
+                carry[1].leaf_states[f"['{name}']"],
+            )
+            chex.assert_trees_all_equal(kept(before), kept(carry))
+    expected, states = _train_alone(params, _batches(n), n, tx)
+    # Seven steps on numbers of order 1, sums of up to 32 samples in another order.
+    chex.assert_trees_all_close(carry[0], expected, atol=7 * 8 * 1.2e-7, rtol=0)
+    for name, state in states.items():
+        counts = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int32]
+        mine = jax.tree.leaves(carry[1].leaf_states[f"['{name}']"])
+        assert counts == [x for x in mine if x.dtype == jnp.int32]
+
+
+# --- Under every transform ------------------------------------------------------
+
+
+def _shard_map(check_vma):
+    def run(fn, n, params, batch):
+        mapped = jax.shard_map(
+            lambda p, b: fn(p, jax.tree.map(lambda x: x[0], b)),
+            mesh=harness.local_world(n).mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec(),
+            check_vma=check_vma,
+        )
+        return jax.jit(mapped)(params, batch)
+
+    return run
+
+
+def _pmap(fn, n, params, batch):
+    mapped = jax.pmap(fn, "data", in_axes=(None, 0), devices=jax.devices()[:n])
+    return jax.tree.map(lambda x: x[0], mapped(params, batch))
+
+
+def _vmap(fn, n, params, batch):
+    mapped = jax.vmap(fn, in_axes=(None, 0), axis_name="data", axis_size=n)
+    return jax.tree.map(lambda x: x[0], mapped(params, batch))
+
+
+def _as_arrays(used):
+    return jax.tree.map(jnp.asarray, used)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [_shard_map(True), _shard_map(False), _pmap],
+    ids=["shard_map", "unchecked", "pmap"],
+)
+@pytest.mark.parametrize("packing", ["flat", "tuple"])
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_the_mask_is_that_of_all_replicas(run, packing, n):
+    def fn(params, batch):
+        grad_fn = jdp.value_and_grad(_loss, find_unused=True, packing=packing)
+        (loss, grads), used = grad_fn(params, batch)
+        return loss, grads, _as_arrays(used)
+
+    for k, batch in enumerate(_batches(n)):
+        split = jax.tree.map(lambda x: x.reshape(n, 4, *x.shape[1:]), batch)
+        loss, grads, used = run(fn, n, _params(), split)
+        branches = {CHOICES[k][r % 4] for r in range(n)}
+        assert {name for name in used if used[name]} == branches | {"trunk"}
+        plain = run(jdp.value_and_grad(_loss, packing=packing), n, _params(), split)
+        chex.assert_trees_all_equal((loss, grads), plain)
+
+
+def test_under_vmap_a_batched_condition_runs_both_branches():
+    # vmap turns the condition into a selection: every branch runs, and is used.
+    def fn(params, batch):
+        (loss, _), used = jdp.value_and_grad(_loss, find_unused=True)(params, batch)
+        return loss, _as_arrays(used)
+
+    split = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), _batches(2)[0])
+    loss, used = _vmap(fn, 2, _params(), split)
+    assert used["trunk"] and used["a"]
+    plain, _ = _vmap(jdp.value_and_grad(_loss), 2, _params(), split)
+    assert loss == plain
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
+def test_the_mask_survives_every_dtype(dtype):
+    def fn(params, batch):
+        _, used = jdp.value_and_grad(_loss, find_unused=True)(params, batch)
+        return _as_arrays(used)
+
+    n = 8
+    batch = _batches(n, dtype)[3]
+    split = jax.tree.map(lambda x: x.reshape(n, 4, *x.shape[1:]), batch)
+    used = _shard_map(True)(fn, n, _params(dtype), split)
+    assert all(used.values())  # `c` is used by 2 of 8 replicas.
+
+
+def test_local_masks_are_united_when_the_user_synchronises():
+    def fn(params, batch):
+        grad_fn = jdp.local_gradients(_loss, find_unused=True)
+        (_, grads), used = grad_fn(params, batch)
+        synced, everywhere = jdp.sync_gradients(grads, used=used)
+        assert everywhere["trunk"] is True
+        ours = jdp.average(_as_arrays(used))
+        return synced, _as_arrays(everywhere), ours
+
+    n = 4
+    batch = _batches(n)[3]
+    split = jax.tree.map(lambda x: x.reshape(n, 4, *x.shape[1:]), batch)
+    synced, everywhere, ours = _shard_map(True)(fn, n, _params(), split)
+    assert {k: float(v) for k, v in ours.items()} == {
+        "trunk": 1.0,
+        "a": 0.5,
+        "b": 0.25,
+        "c": 0.25,
+    }
+    assert all(everywhere.values())
+    expected = _shard_map(True)(jdp.value_and_grad(_loss), n, _params(), split)[1]
+    chex.assert_trees_all_equal(synced, expected)
+
+
+def test_the_optimizer_unites_local_masks():
+    tx = jdp.distributed_optimizer(jdp.skip_unused(optax.adam(0.01)))
+
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(carry, batch):
+        params, state = carry
+        grad_fn = jdp.local_gradients(_loss, find_unused=True)
+        (loss, grads), used = grad_fn(params, batch)
+        updates, state = tx.update(grads, state, params, used=used)
+        return (optax.apply_updates(params, updates), state), {}
+
+    params = _params()
+    batch = _batches(2)[1]  # a on one replica, b on the other
+    (after, _), _ = step((params, tx.init(params)), batch)
+    moved = {k for k in params if not np.array_equal(after[k], params[k])}
+    assert moved == {"trunk", "a", "b"}
+
+
+# --- What it costs ----------------------------------------------------------------
+
+
+def _deep_loss(params, x):
+    """A loop in which conditions decide, and a loop within it."""
+
+    def turn(h, w):
+        h = lax.cond(h.sum() > 0, lambda: jnp.tanh(h @ w), lambda: h @ params["v"])
+        h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ params["u"]), None), h, length=3)
+        return h, None
+
+    h, _ = lax.scan(turn, x, params["w"])
+    return (h**2).mean()
+
+
+def _deep_params():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (5, 32, 32), "v": (32, 32), "u": (32, 32)}
+    return {k: rng.normal(size=s).astype(np.float32) * 0.3 for k, s in shapes.items()}
+
+
+def _compiled(find_unused):
+    @jdp.data_parallel(world=harness.local_world(4))
+    def step(params, x):
+        grad_fn = jdp.value_and_grad(_deep_loss, find_unused=find_unused)
+        out = grad_fn(params, x)
+        (loss, grads), used = out if find_unused else (out, {})
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, (loss, used)
+
+    return step.lower(_deep_params(), np.ones((16, 32), np.float32)).compile()
+
+
+def test_the_model_is_run_once_loops_included():
+    plain, found = _compiled(False), _compiled(True)
+    flops = [c.cost_analysis()["flops"] for c in (plain, found)]
+    # A multiplication of the model alone is 2 * 4 * 32 * 32 = 8192.
+    assert flops[1] - flops[0] < 200
+    loops = [c.as_text().count(" while(") for c in (plain, found)]
+    assert loops[0] == loops[1]
+    dots = [c.as_text().count(" dot(") for c in (plain, found)]
+    assert dots[0] == dots[1]
+
+
+def test_no_collective_is_added():
+    counts = [_compiled(f).as_text().count(" all-reduce(") for f in (False, True)]
+    assert counts == [1, 1]
+
+
+def test_a_static_mask_changes_nothing_in_the_program():
+    def step(find_unused):
+        def fn(params, batch):
+            grad_fn = jdp.value_and_grad(harness.oracle_loss, find_unused=find_unused)
+            out = grad_fn(params, batch)
+            loss, grads = out[0] if find_unused else out
+            return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+        (batch,) = harness.oracle_batches(1)
+        step = jdp.data_parallel(fn, world=harness.local_world(2))
+        return step.lower(harness.oracle_params(), batch).as_text()
+
+    assert step(True) == step(False)
+
+
+# --- Never used -------------------------------------------------------------------
+
+
+def _partial_loss(params, x):
+    h = x @ params["a"] + lax.stop_gradient(params["frozen"]["w"])
+    return (h**2).mean()
+
+
+def _partial_params():
+    return {
+        "a": np.ones((3, 2), np.float32),
+        "frozen": {"w": np.ones(2, np.float32)},
+        "spare": np.ones(7, np.float32),
+    }
+
+
+def test_what_can_never_receive_a_gradient_is_named_once():
+    @jdp.data_parallel(world=harness.local_world(2), donate_state=False)
+    def step(params, x):
+        loss, grads = jdp.value_and_grad(_partial_loss)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    params = _partial_params()
+    with pytest.warns(UserWarning) as caught:
+        for size in (4, 4, 8):  # another size is traced again.
+            step(params, np.ones((size, 3), np.float32))
+    (warning,) = caught
+    assert "2 of 3 parameters can never" in str(warning.message)
+    assert "`['frozen']['w']`, `['spare']`" in str(warning.message)
+
+
+def test_outside_of_a_decorated_step_it_is_named_too():
+    with pytest.warns(UserWarning, match=r"`\['frozen'\]\['w'\]`"):
+        _shard_map(True)(
+            jdp.value_and_grad(_partial_loss),
+            2,
+            _partial_params(),
+            np.ones((2, 4, 3), np.float32),
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*can never receive:UserWarning")
+def test_what_can_never_receive_a_gradient_is_not_sent():
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(params, x):
+        (loss, grads), used = jdp.value_and_grad(_partial_loss, find_unused=True)(
+            params, x
+        )
+        assert used == {"a": True, "frozen": {"w": False}, "spare": False}
+        return params, grads
+
+    args = _partial_params(), np.ones((4, 3), np.float32)
+    (line,) = [
+        s
+        for s in step.lower(*args).compile().as_text().splitlines()
+        if " all-reduce(" in s
+    ]
+    assert "f32[7]" in line  # a (3, 2), and the loss.
+    _, grads = step(*args)
+    assert not grads["spare"].any() and not grads["frozen"]["w"].any()
+    assert grads["a"].all()
+
+
+# --- Bad input ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "used,error,message",
+    [
+        ({"a": True}, ValueError, r"`\['b'\]`"),
+        ({"a": True, "c": True}, ValueError, r"`\['b'\]` in the gradients, `\['c'\]`"),
+        ({"a": True, "b": 1.0}, TypeError, r"got 1.0 at `\['b'\]`"),
+        ({"a": True, "b": np.ones(2, bool)}, TypeError, r"at `\['b'\]`"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_named(used, error, message):
+    grads = {"a": np.ones((2, 2), np.float32), "b": np.ones((2, 2), np.float32)}
+    with pytest.raises(error, match=message):
+        jax.vmap(lambda g: jdp.sync_gradients(g, used=used), axis_name="data")(grads)
+
+
+def test_a_reduction_in_a_branch_that_replicas_choose_is_refused():
+    def loss(params, x):
+        def with_sync():
+            return x @ jdp.sync_in_backward(params["a"])
+
+        return lax.cond(x.sum() > 0, with_sync, lambda: x[:, :2]).sum()
+
+    with pytest.raises(ValueError, match="in a branch of a `cond` that replicas"):
+        _shard_map(True)(
+            jdp.value_and_grad(loss),
+            2,
+            _partial_params(),
+            np.ones((2, 4, 3), np.float32),
+        )
+
+
+# --- The numbers of torch -------------------------------------------------------------
+
+
+def _torch_unused_loss(params, batch):
+    x, y, branch = batch
+    h = jnp.tanh(x @ params["trunk"]["W"].T + params["trunk"]["b"])
+    heads = [
+        lambda h, head=params[name]: h @ head["W"].T + head["b"] for name in ("A", "B")
+    ]
+    return ((lax.switch(branch[0], heads, h) - y) ** 2).mean()
+
+
+def _train_as_torch():
+    case = np.load(harness.REFERENCE / "torch_2_13_unused.npz")
+    world = jdp.init()
+    names = [f"{part}.{leaf}" for part in ("trunk", "A", "B") for leaf in ("W", "b")]
+    params = {part: {} for part in ("trunk", "A", "B")}
+    for name in names:
+        part, leaf = name.split(".")
+        params[part][leaf] = case[f"init.{name}"]
+    tx = jdp.skip_unused(optax.sgd(0.05, momentum=0.9))
+
+    @jdp.data_parallel
+    def step(carry, batch):
+        params, state = carry
+        grad_fn = jdp.value_and_grad(_torch_unused_loss, find_unused=True)
+        (loss, grads), used = grad_fn(params, batch)
+        local, _ = jdp.local_gradients(_torch_unused_loss)(params, batch)
+        updates, state = tx.update(grads, state, params, used=used)
+        ranks = lax.axis_index("data")
+        metrics = {
+            "grads": grads,
+            "used": used,
+            "losses": 2 * local * jnp.array([1 - ranks, ranks]),
+        }
+        return (optax.apply_updates(params, updates), state), metrics
+
+    def flat(tree):
+        leaves = [tree[p][n] for p in ("trunk", "A", "B") for n in ("W", "b")]
+        return np.concatenate([np.ravel(x.addressable_data(0)) for x in leaves])
+
+    def buffers(state):
+        found = {}
+        for path, leaf_state in state.leaf_states.items():
+            (array,) = [x for x in jax.tree.leaves(leaf_state) if x.ndim or x.size]
+            found[path] = array
+        return np.concatenate(
+            [
+                np.ravel(found[f"['{p}']['{n}']"].addressable_data(0))
+                for p in ("trunk", "A", "B")
+                for n in ("W", "b")
+            ]
+        )
+
+    carry = jdp.replicate(world, (params, tx.init(params)))
+    found = {"traj": [flat(carry[0])], "grads": [], "used": [], "buf": [], "losses": []}
+    branches = ["AA", "AA", "AB", "AA", "BB", "AA", "BA", "AA"]
+    rank = world.process_index
+    for k, row in enumerate(branches):
+        branch = np.full(4, "AB".index(row[rank]))
+        carry, metrics = step(carry, (case["X"][rank, k], case["Y"][rank, k], branch))
+        found["traj"].append(flat(carry[0]))
+        found["grads"].append(flat(metrics["grads"]))
+        found["buf"].append(buffers(carry[1]))
+        found["losses"].append(np.asarray(metrics["losses"]))
+        found["used"].append(
+            [
+                bool(metrics["used"][p][n])
+                for p in ("trunk", "A", "B")
+                for n in ("W", "b")
+            ]
+        )
+    jdp.check_replicas(carry, world=world)
+    return {key: np.asarray(value) for key, value in found.items()}
+
+
+@pytest.mark.multiprocess
+def test_two_processes_leave_unused_parameters_alone_as_torch_does():
+    case = np.load(harness.REFERENCE / "torch_2_13_unused.npz")
+    sizes = [80, 8, 8, 1, 8, 1]
+    for found in harness.run_checked(_train_as_torch, 2):
+        is_none = case["none.momentum.grad_is_none"]
+        np.testing.assert_array_equal(found["used"], ~is_none)
+        np.testing.assert_allclose(
+            found["traj"], case["none.momentum.traj"], atol=2e-6, rtol=0
+        )
+        np.testing.assert_allclose(
+            found["losses"].T, case["none.momentum.losses"], atol=2e-6, rtol=0
+        )
+        gone = np.repeat(is_none, sizes, axis=1)
+        np.testing.assert_allclose(
+            np.where(gone, 0, found["grads"]),
+            np.where(gone, 0, case["none.momentum.grads"]),
+            atol=2e-6,
+            rtol=0,
+        )
+        # Where torch has no momentum yet, ours is the zero it began with.
+        has_state = np.repeat(case["none.momentum.has_state"], sizes, axis=1)
+        np.testing.assert_allclose(
+            found["buf"],
+            np.where(has_state, case["none.momentum.state_buf"], 0),
+            atol=2e-6,
+            rtol=0,
+        )
+        # Bit for bit while unused: the steps before B is used for the first time.
+        for k in np.flatnonzero(is_none[:, 4]):
+            b = slice(97, 106)
+            np.testing.assert_array_equal(found["traj"][k + 1][b], found["traj"][k][b])
