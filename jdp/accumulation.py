@@ -85,7 +85,9 @@ def accumulate_gradients(
                 lambda s, g: s + weight * g.astype(s.dtype), sums, local.grads
             )
             metrics = jax.tree.map(reduction.as_inexact, (local.loss, local.aux))
-            decided = [x for x in jax.tree.leaves(local.used) if not _is_static(x)]
+            decided = [
+                x for x in jax.tree.leaves(local.used) if not grad_sync.is_static(x)
+            ]
             return sums, (jax.tree.map(lambda x: weight * x, metrics), decided)
 
         sums = _zeros(params, dtype, axis_name)
@@ -191,10 +193,6 @@ def _zeros(params: PyTree, dtype: Any, axis_name: AxisName) -> PyTree:
     return jax.tree.map(zeros, reduction.cast_varying(params, axis_name))
 
 
-def _is_static(leaf: Any) -> bool:
-    return isinstance(leaf, bool)
-
-
 def _with_decided(used: PyTree, decided: list[jax.Array]) -> PyTree:
     left = iter(decided)
-    return jax.tree.map(lambda x: x if _is_static(x) else next(left), used)
+    return jax.tree.map(lambda x: x if grad_sync.is_static(x) else next(left), used)

@@ -115,9 +115,7 @@ def describe(step: DataParallelStep, state: PyTree, *batches: PyTree) -> Descrip
             f"{type(step).__name__}. For a loss function there is `jdp plan`."
         )
     found = step.trace(state, *batches)
-    return make_description(
-        step.name, step.world.num_replicas, found.synchronizations
-    )
+    return make_description(step.name, step.world.num_replicas, found.synchronizations)
 
 
 def make_description(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdp import buckets, compat, recording, reduction
 from jdp.backward import flow
@@ -55,7 +56,7 @@ def sync_gradients(
     """
     plan = reduction.default_plan(grads) if plan is None else plan
     options = Options(axis_name, plan, packing, all_reduce)
-    decided = [] if used is None else check_used(used, grads)
+    decided = _decided(used, grads)
     dtype = _first_dtype(plan)
     riders = [_as_rider(decided, dtype)] if decided else []
     grads, means = reduction.mean_over_replicas(grads, options, riders=riders)
@@ -268,7 +269,7 @@ def sync_local(local: Local, options: Options) -> tuple[jax.Array, PyTree, PyTre
         plan = reduction.default_plan(local.grads, local.facts.timeline.order())
         options = options._replace(plan=plan)
     used = local.used
-    decided = [] if used is None else check_used(used, local.grads)
+    decided = _decided(used, local.grads)
     riders = [local.loss]
     if decided:
         riders.append(_as_rider(decided, local.loss.dtype))
@@ -305,30 +306,39 @@ def check_is_local(local: Local, name: str) -> None:
         )
 
 
-def check_used(used: PyTree, tree: PyTree) -> list[jax.Array]:
-    """Returns the leaves of `used` that are arrays; it must fit `tree`.
+def check_used(used: PyTree, grads: PyTree) -> list[Any]:
+    """Returns the leaves of `used`, which must be booleans in the structure of `grads`.
 
     Raises:
       ValueError: another structure.
-      TypeError: a leaf is not a bool.
+      TypeError: a leaf is not one boolean.
     """
-    leaves, treedef = jax.tree.flatten(used)
-    if treedef != jax.tree.structure(tree):
-        difference = buckets.first_difference(
-            _paths(tree), _paths(used), "the gradients", "`used`"
-        )
-        raise ValueError(
-            f"`used` does not have the structure of the gradients.\n{difference}"
-            f"  gradients: {jax.tree.structure(tree)}\n  used: {treedef}"
-        )
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, bool):
+    buckets.check_same_structure(used, "`used`", grads, "the gradients")
+    flags = jax.tree.leaves(used)
+    for i, flag in enumerate(flags):
+        if is_static(flag):
             continue
-        if getattr(leaf, "shape", None) != () or leaf.dtype != jnp.bool_:
-            raise TypeError(
-                f"`used` must hold bools, got {leaf!r} at `{_paths(used)[i]}`."
-            )
-    return [leaf for leaf in leaves if not isinstance(leaf, bool)]
+        if isinstance(flag, jax.Array | np.ndarray | np.generic):
+            if flag.dtype == np.bool_ and flag.shape == ():
+                continue
+            found = f"{flag.dtype} of shape {flag.shape}"
+        else:
+            found = repr(flag)
+        raise TypeError(
+            f"`used` must hold one boolean for each parameter, but has {found} for "
+            f"`{buckets.leaf_paths(used)[i]}`."
+        )
+    return flags
+
+
+def is_static(flag: Any) -> bool:
+    """Whether a leaf of `used` was decided by the program."""
+    return isinstance(flag, bool | np.bool_)
+
+
+def _decided(used: PyTree | None, grads: PyTree) -> list[jax.Array]:
+    flags = [] if used is None else check_used(used, grads)
+    return [flag for flag in flags if not is_static(flag)]
 
 
 def _as_rider(decided: Sequence[jax.Array], dtype: Any) -> jax.Array:
@@ -342,7 +352,7 @@ def _with_decided(used: PyTree, means: jax.Array | None) -> PyTree:
     leaves, treedef = jax.tree.flatten(used)
     # A mean of zeros and ones is positive if there is a one, in any floating dtype.
     anywhere = iter(means.real > 0)
-    leaves = [x if isinstance(x, bool) else next(anywhere) for x in leaves]
+    leaves = [x if is_static(x) else next(anywhere) for x in leaves]
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -365,10 +375,6 @@ def _record(
             loss=facts,
         )
     )
-
-
-def _paths(tree: PyTree) -> list[str]:
-    return buckets.leaf_paths(tree)
 
 
 def _only_cast_others(params: PyTree, cast: PyTree, kept: Sequence[int]) -> PyTree:

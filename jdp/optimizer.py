@@ -1,18 +1,15 @@
 """Optimizer: which gradients reach an optax transformation, and for what."""
 
 import functools
-import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
-from jax.extend import core
 
-from jdp import buckets, compat, grad_sync
+from jdp import buckets, grad_sync
+from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.buckets import BucketPlan
 from jdp.grad_sync import Packing
 from jdp.types import AllReduce, AxisName, PyTree
@@ -29,7 +26,9 @@ def distributed_optimizer(
     """Wraps an optimizer so that it steps on the average of all replicas' gradients.
 
     The state is the inner optimizer's own. `update` is called inside a traced function
-    by every replica, with its local gradients (`jdp.local_gradients`).
+    by every replica, with its local gradients (`jdp.local_gradients`). Given `used`,
+    which parameters this replica used, it hands on whether any replica did: around
+    `jdp.skip_unused` it takes what `local_gradients(find_unused=True)` returns.
 
     Args:
       tx: the optimizer.
@@ -44,16 +43,25 @@ def distributed_optimizer(
     inner = optax.with_extra_args_support(tx)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        used: PyTree | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        grads = grad_sync.sync_gradients(
+        synced = grad_sync.sync_gradients(
             updates,
+            used=used,
             axis_name=axis_name,
             plan=plan,
             packing=packing,
             all_reduce=all_reduce,
         )
-        return inner.update(grads, state, params, **extra_args)
+        if used is None:
+            return inner.update(synced, state, params, **extra_args)
+        grads, used = synced
+        return inner.update(grads, state, params, used=used, **extra_args)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -226,7 +234,7 @@ class _Place(NamedTuple):
 
 def _choose(flag: Any, step: Any, old: Any) -> tuple[jax.Array, Any]:
     """Returns the update and the state of one parameter, `old` if it was not used."""
-    if isinstance(flag, bool | np.bool_):
+    if grad_sync.is_static(flag):
         if flag:
             update, new = step()
             return update, jax.tree.map(_in_type_of, old, new)
@@ -270,27 +278,14 @@ def _check_used(used: PyTree | None, updates: PyTree) -> list[Any]:
             "parameters were used. Take it from `jdp.value_and_grad(find_unused=True)` "
             "and call `update(grads, state, params, used=used)`."
         )
-    _check_same_structure("used", used, updates)
-    flags = jax.tree.leaves(used)
-    for i, flag in enumerate(flags):
-        if isinstance(flag, jax.Array | np.ndarray | np.generic):
-            is_boolean = flag.dtype == np.bool_ and flag.shape == ()
-            found = f"{flag.dtype} of shape {flag.shape}"
-        else:
-            is_boolean, found = isinstance(flag, bool), repr(flag)
-        if not is_boolean:
-            raise TypeError(
-                f"`used` must hold one boolean for each parameter, but has {found} for "
-                f"`{buckets.leaf_paths(used)[i]}`."
-            )
-    return flags
+    return grad_sync.check_used(used, updates)
 
 
 def _check_structures(
     updates: PyTree, state: SkipUnusedState, params: PyTree | None
 ) -> None:
     if params is not None:
-        _check_same_structure("params", params, updates)
+        buckets.check_same_structure(params, "`params`", updates, "the gradients")
     names = dict.fromkeys(_names(updates))
     added = [name for name in names if name not in state.leaf_states]
     removed = [name for name in state.leaf_states if name not in names]
@@ -300,25 +295,6 @@ def _check_structures(
             + (f"no `{added[0]}`." if added else f"`{removed[0]}` as well.")
             + " Call `init` again when parameters are added or removed."
         )
-
-
-def _check_same_structure(name: str, tree: PyTree, updates: PyTree) -> None:
-    found, expected = jax.tree.structure(tree), jax.tree.structure(updates)
-    if found == expected:
-        return
-    difference = ""
-    pairs = itertools.zip_longest(buckets.leaf_paths(tree), buckets.leaf_paths(updates))
-    for a, b in pairs:
-        if a != b:
-            difference = (
-                f"The first path that differs: {f'`{a}`' if a else 'nothing'} in "
-                f"`{name}`, {f'`{b}`' if b else 'nothing'} in the gradients.\n"
-            )
-            break
-    raise ValueError(
-        f"`{name}` does not have the structure of the gradients.\n{difference}"
-        f"  {name}: {found}\n  gradients: {expected}"
-    )
 
 
 def _check_separable(
@@ -339,7 +315,9 @@ def _check_separable(
 
     jaxpr = jax.make_jaxpr(first_step)(updates, params).jaxpr
     leaf_bits = [1 << i for i in range(num_leaves)]
-    results = _reach(jaxpr, leaf_bits * (1 if params is None else 2))
+    inputs = [Sets(bit, bit) for bit in leaf_bits] * (1 if params is None else 2)
+    found = FlowAnalysis(by_value=True).propagate(jaxpr, inputs)
+    results = [sets.may for sets in found]
     # An update may depend on its own parameter, a part of the state on any one.
     owners = [*leaf_bits, *[0] * (len(results) - num_leaves)]
     for bits, owner in zip(results, owners, strict=True):
@@ -354,65 +332,3 @@ def _check_separable(
                 "`optax.chain(optax.clip_by_global_norm(1.0), jdp.skip_unused(...))`, "
                 "or around `skip_unused`, as `optax.apply_if_finite`."
             )
-
-
-def _reach(jaxpr: Any, bits: Sequence[int]) -> list[int]:
-    """Returns for each result of `jaxpr` the union of the bits it depends on."""
-    bits_of = dict(zip(jaxpr.invars, bits, strict=True))
-
-    def read(x: Any) -> int:
-        return 0 if isinstance(x, core.Literal) else bits_of.get(x, 0)
-
-    for eqn in jaxpr.eqns:
-        results = _reach_equation(eqn, [read(x) for x in eqn.invars])
-        bits_of.update(zip(eqn.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
-def _reach_equation(eqn: Any, bits: list[int]) -> list[int]:
-    everything = functools.reduce(int.__or__, bits, 0)
-    if everything.bit_count() < 2:
-        return [everything] * len(eqn.outvars)
-    params = eqn.params
-    if "branches" in params:
-        branches = [_reach(branch.jaxpr, bits[1:]) for branch in params["branches"]]
-        return [
-            functools.reduce(int.__or__, xs, bits[0])
-            for xs in zip(*branches, strict=True)
-        ]
-    match eqn.primitive.name:
-        case "while":
-            return _reach_while(params, bits)
-        case "scan":
-            num_consts, num_carries = compat.scan_operands(params)
-            return _reach_scan(params["jaxpr"].jaxpr, bits, num_consts, num_carries)
-    inside = params.get("jaxpr", params.get("call_jaxpr"))
-    inside = getattr(inside, "jaxpr", inside)
-    if inside is None or len(inside.invars) != len(bits):
-        return [everything] * len(eqn.outvars)
-    return _reach(inside, bits)
-
-
-def _reach_scan(
-    jaxpr: Any, bits: list[int], num_consts: int, num_carries: int
-) -> list[int]:
-    end = num_consts + num_carries
-    consts, carries, xs = bits[:num_consts], bits[num_consts:end], bits[end:]
-    while True:
-        results = _reach(jaxpr, [*consts, *carries, *xs])
-        grown = [a | b for a, b in zip(carries, results, strict=False)]
-        if grown == carries:
-            return results
-        carries = grown
-
-
-def _reach_while(params: dict[str, Any], bits: list[int]) -> list[int]:
-    start, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    carries = bits[end:]
-    while True:
-        (goes_on,) = _reach(params["cond_jaxpr"].jaxpr, [*bits[:start], *carries])
-        results = _reach(params["body_jaxpr"].jaxpr, [*bits[start:end], *carries])
-        grown = [a | b | goes_on for a, b in zip(carries, results, strict=True)]
-        if grown == carries:
-            return grown
-        carries = grown

@@ -124,8 +124,8 @@ def _reduce_flat(
     all_reduce: AllReduce,
 ) -> list[jax.Array]:
     buffer = _before(buckets.pack(group), num_replicas)
-    buffer = _after(all_reduce(buffer, axis_name), num_replicas)
-    return buckets.unpack(buffer, [x.shape for x in group])
+    leaves = buckets.unpack(all_reduce(buffer, axis_name), [x.shape for x in group])
+    return [_after(x, num_replicas) for x in leaves]
 
 
 def _reduce_tuples(

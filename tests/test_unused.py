@@ -363,10 +363,10 @@ def test_what_can_never_receive_a_gradient_is_not_sent():
 @pytest.mark.parametrize(
     "used,error,message",
     [
-        ({"a": True}, ValueError, r"`\['b'\]`"),
-        ({"a": True, "c": True}, ValueError, r"`\['b'\]` in the gradients, `\['c'\]`"),
-        ({"a": True, "b": 1.0}, TypeError, r"got 1.0 at `\['b'\]`"),
-        ({"a": True, "b": np.ones(2, bool)}, TypeError, r"at `\['b'\]`"),
+        ({"a": True}, ValueError, r"`\['b'\]` is only in the gradients"),
+        ({"a": True, "c": True}, ValueError, r"`\['c'\]` in `used`, `\['b'\]` in the"),
+        ({"a": True, "b": 1.0}, TypeError, r"has 1.0 for `\['b'\]`"),
+        ({"a": True, "b": np.ones(2, bool)}, TypeError, r"bool of shape \(2,\) for"),
     ],
 )
 def test_a_mask_that_does_not_fit_is_named(used, error, message):

@@ -132,7 +132,8 @@ class FlowAnalysis:
         if name == "stop_gradient" or name in _ZERO_DERIVATIVE and _is_real(eqn):
             return None if self._by_value else _nothing(eqn)
         if name in _ELEMENT_BY_ELEMENT and len(eqn.invars) == len(eqn.outvars):
-            return None if self._by_value else _identity(eqn)
+            is_mixed = self._by_value and name == "sort"
+            return None if is_mixed else _identity(eqn)
         if is_marker(eqn):
             self.has_markers = True
             return _nothing(eqn) if self._cut_markers else _identity(eqn)

@@ -13,7 +13,7 @@ from jdp import buckets, compat
 from jdp.backward import order, usage
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.backward.order import Timeline
-from jdp.backward.usage import Marks, MarkedEvaluation
+from jdp.backward.usage import MarkedEvaluation, Marks
 from jdp.types import PyTree
 
 
