@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests import harness
@@ -90,3 +91,51 @@ def test_the_newest_python_is_one_that_runs(tmp_path):
     assert (code, found) == (0, str(tmp_path / "versions/3.13.0/bin/python3"))
     install("python3.14", "echo 3 9")  # as numbers, not as text
     assert _newest(tmp_path, "3", "12")[1] == found
+
+
+def test_unused_branch_counts_the_steps_of_each_head():
+    code, out, err = _launch("-n", 2, "examples/unused_branch.py", "--steps", 400)
+    assert code == 0, err
+    lines = re.findall(
+        r"(\w+): used in (\d+) of 400 steps, Adam counts (\d+); test accuracy (.*)%",
+        out,
+    )
+    assert [line[0] for line in lines] == ["digit", "parity"]
+    for _, used, counted, accuracy in lines:
+        assert used == counted
+        assert 0 < int(used) < 400
+        assert float(accuracy) > 88
+    # Drawn with 0.75 and 0.25 by two replicas: 1 - 0.25**2 and 1 - 0.75**2 of 400.
+    expected = np.array([375, 175])
+    deviations = np.sqrt(expected * (400 - expected) / 400)
+    found = np.array([int(line[1]) for line in lines])
+    assert np.all(abs(found - expected) < 5 * deviations)
+
+
+def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
+    code, out, err = _launch("-n", 2, "examples/accumulation.py")
+    assert code == 0, err
+    memory = dict(re.findall(r"([\w-]+ ?\w*): ([\d.]+) MB of temporary memory", out))
+    assert float(memory["micro-batches"]) < float(memory["whole batch"])
+    # Adam's first step is 3e-3 a weight, whatever the size of the gradient.
+    (difference,) = re.findall(r"one step differs by (.*) at most", out)
+    assert float(difference) < 3e-5
+    (accuracy,) = re.findall(r"test accuracy (.*)%", out)
+    assert float(accuracy) > 95
+
+
+@pytest.mark.parametrize(
+    "example,arguments,message",
+    [
+        ("unused_branch", ("--steps", 0), "--steps must be at least 1"),
+        ("unused_branch", ("--share-of-parity", 2), "--share-of-parity must be from"),
+        ("unused_branch", ("--stpes", 2), "unrecognized arguments: --stpes"),
+        ("accumulation", ("--micro-batches", 9999), "--micro-batches must be from 1"),
+        ("accumulation", ("--batch-size", 7), "--batch-size must be a multiple of"),
+        ("accumulation", ("--epochs", "x"), "invalid int value: 'x'"),
+    ],
+)
+def test_examples_name_a_bad_option(example, arguments, message):
+    code, _, err = _launch("-n", 2, f"examples/{example}.py", *arguments)
+    assert code in (1, 2)
+    assert message in err
