@@ -17,6 +17,7 @@ from tests import harness
 pytestmark = pytest.mark.multiprocess
 JAX_SYSTEMS = {
     "jdp",
+    "jdp, find_unused",
     "partitioned",
     "psum a leaf",
     "flat shard_map",

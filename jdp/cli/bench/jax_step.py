@@ -59,6 +59,11 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
         loss, grads = jdp.value_and_grad(loss_fn)(params, batch)
         return sgd(params, grads, config), loss
 
+    def find_unused(params: Any, batch: Any) -> Any:
+        grad_fn = jdp.value_and_grad(loss_fn, find_unused=True)
+        (loss, grads), _ = grad_fn(params, batch)
+        return sgd(params, grads, config), loss
+
     def partitioned(params: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         return sgd(params, grads, config), loss
@@ -92,6 +97,7 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
 
     return {
         "jdp": jdp.data_parallel(jdp_step, world=world),
+        "jdp, find_unused": jdp.data_parallel(find_unused, world=world),
         "partitioned": jax.jit(
             partitioned,
             in_shardings=(world.replicated, world.split),
