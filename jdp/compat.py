@@ -1,12 +1,13 @@
 """Compat: the one place that touches private or version-dependent JAX."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax._src import (
+    api,
     clusters,
     config,
     core,
@@ -78,6 +79,12 @@ def inside_equation(eqn: Any) -> Iterator[None]:
         yield
 
 
+def is_in_scope_of(eqn: Any, other: Any) -> bool:
+    """Returns whether `inside_equation` is the same for both, but for the line."""
+    a, b = eqn.source_info.name_stack, other.source_info.name_stack
+    return a == b and eqn.ctx == other.ctx
+
+
 def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Runs one equation of a jaxpr on other operands, as `jax.core.eval_jaxpr` does."""
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -89,6 +96,12 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 def touches_reference(eqn: Any) -> bool:
     """Returns whether an equation reads or writes a mutable array."""
     return any(isinstance(effect, state_types.RefEffect) for effect in eqn.effects)
+
+
+def jit_inlined(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` of which nothing is left in the jaxpr where it is called."""
+    kinds = getattr(api, "Inline", None)  # JAX 0.12, where True means "when lowering".
+    return jax.jit(fn, inline=True if kinds is None else kinds.JAX_EARLY)
 
 
 def side_effects(jaxpr: Any) -> list[str]:

@@ -270,9 +270,7 @@ def _train_with_no_sync(way):
         _, grads = jdp.local_gradients(_torch_loss)(params, (x, y))
         sums = jax.tree.map(lambda s, g: s[0] + g / 4, sums, grads)
         ranks = lax.axis_index("data")
-        mine = jax.tree.map(
-            lambda s: jnp.stack([s * (1 - ranks), s * ranks]) * 2, sums
-        )
+        mine = jax.tree.map(lambda s: jnp.stack([s * (1 - ranks), s * ranks]) * 2, sums)
         return params, mine
 
     @jdp.data_parallel
@@ -288,9 +286,7 @@ def _train_with_no_sync(way):
             x, y = xs.reshape(16, 10), ys.reshape(16, 1)
             params, grads = accumulate(params, x, y)
         else:
-            sums = jax.tree.map(
-                lambda p: np.zeros((1, *p.shape), np.float32), params
-            )
+            sums = jax.tree.map(lambda p: np.zeros((1, *p.shape), np.float32), params)
             for i in range(4):
                 _, both = local(params, sums, xs[i], ys[i])
                 sums = jax.tree.map(lambda s: np.asarray(s)[rank][None], both)

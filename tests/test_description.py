@@ -69,9 +69,11 @@ def test_buckets_come_in_the_order_sent():
 
 
 def test_a_bucket_is_ready_when_its_last_gradient_is():
-    first, last = jdp.describe(
-        _step(plan=_small_buckets()), _params(), X
-    ).synchronizations[0].buckets
+    first, last = (
+        jdp.describe(_step(plan=_small_buckets()), _params(), X)
+        .synchronizations[0]
+        .buckets
+    )
     assert 0 < first.ready_after < last.ready_after <= 1
     # Two multiplications of a matrix, one of a head: the first bucket waits for all
     # but one of the larger ones; what is not a multiplication is 2 of 8 by comparison.

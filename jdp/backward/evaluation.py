@@ -1,77 +1,180 @@
-"""Evaluation: runs a traced program again, equation by equation."""
+"""Evaluation: runs a traced program again, for JAX to differentiate.
+
+JAX differentiates a primitive anew wherever it meets it, at a third of a millisecond
+each, but what is behind `jit` once for all calls. `jnp`'s functions are; the equations
+that they leave in a jaxpr are not. So equations are run in segments, such that those of
+like layers are the same, and each kind of segment gets a `jit` of its own, which is
+inlined and leaves no trace in the program. Tracing the gradient of a transformer's
+loss that way is faster than tracing it directly (`jdp bench overhead`).
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 from jdp.backward import flow
 
+# A segment ends with one of these, so that it ends at the same place in every layer.
+_ENDS = frozenset({"conv_general_dilated", "dot_general"})
+_MAX_SEGMENT = 64  # equations.
 
-class EquationRunner:
-    """Runs equations; like ones share what JAX derives from them.
 
-    JAX differentiates a primitive anew wherever it meets it, at a third of a
-    millisecond each, but what is behind `jit` once for all calls. `jnp`'s functions
-    are, and the equations that they leave in a jaxpr are not; so each kind of equation
-    gets a `jit` of its own, which leaves no trace in the program (`inline`). Without,
-    tracing the step of `jdp bench overhead` would take 1.6 times as long.
-    """
+class ProgramRunner:
+    """Runs programs and single equations; like ones share what JAX derives."""
 
     def __init__(self):
         """Starts with no kind known."""
         self._functions: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-        """Runs one equation on other operands."""
-        key = _kind(eqn)
-        if key is None:
-            return compat.bind_equation(eqn, operands)
-        if key not in self._functions:
-            self._functions[key] = _inlined(eqn)
-        with compat.inside_equation(eqn):
-            return self._functions[key](*operands)
 
     def run(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         """Runs a closed jaxpr."""
         body, consts = flow.open_jaxpr(jaxpr)
         known: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
         known |= zip(body.invars, operands, strict=True)
+        last_use = _last_uses(body)
+        end = 0
+        for segment in _segments(body.eqns):
+            end += len(segment)
+            results = [
+                (place, var)
+                for i, eqn in enumerate(segment)
+                for place, var in _places(i, eqn.outvars)
+                if last_use.get(var, -1) >= end
+            ]
+            self._run_segment(segment, results, known)
+        return [v.val if isinstance(v, Literal) else known[v] for v in body.outvars]
 
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else known[var]
+    def run_equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        """Runs one equation on other operands."""
+        if _kind(eqn) is None:
+            return compat.bind_equation(eqn, operands)
+        known = {
+            v: x
+            for v, x in zip(eqn.invars, operands, strict=True)
+            if not isinstance(v, Literal)
+        }
+        results = list(_places(0, eqn.outvars))
+        self._run_segment([eqn], results, known)
+        return [known[var] for var in eqn.outvars]
 
-        for eqn in body.eqns:
-            results = self(eqn, [read(v) for v in eqn.invars])
-            known |= zip(eqn.outvars, results, strict=True)
-        return [read(v) for v in body.outvars]
+    def _run_segment(
+        self, segment: list[Any], results: list[Any], known: dict[Any, Any]
+    ) -> None:
+        """Runs equations on what is known, and adds `results` to it."""
+        kinds = [_kind(eqn) for eqn in segment]
+        if kinds[0] is None:
+            (eqn,) = segment
+            operands = [
+                v.val if isinstance(v, Literal) else known[v] for v in eqn.invars
+            ]
+            made = compat.bind_equation(eqn, operands)
+            known |= zip(eqn.outvars, made, strict=True)
+            return
+        wiring, operands = _wire(segment, known)
+        key = tuple(kinds), wiring, tuple(place for place, _ in results)
+        if key not in self._functions:
+            self._functions[key] = _inlined(segment, wiring, key[2])
+        with compat.inside_equation(segment[0]):  # of all: they share its scope.
+            made = self._functions[key](*operands)
+        known |= zip((var for _, var in results), made, strict=True)
+
+
+class _Operand(NamedTuple):
+    """Where an equation of a segment finds an operand."""
+
+    equation: int  # of the segment; -1 for an operand of the segment.
+    position: int
+
+
+def _places(index: int, outvars: Sequence[Any]) -> list[tuple[_Operand, Any]]:
+    return [(_Operand(index, k), var) for k, var in enumerate(outvars)]
+
+
+def _segments(eqns: Sequence[Any]) -> list[list[Any]]:
+    segments: list[list[Any]] = []
+    is_open = False
+    for eqn in eqns:
+        is_plain = _kind(eqn) is not None
+        if (
+            is_open
+            and is_plain
+            and compat.is_in_scope_of(eqn, segments[-1][0])
+            and len(segments[-1]) < _MAX_SEGMENT
+        ):
+            segments[-1].append(eqn)
+        else:
+            segments.append([eqn])
+        is_open = is_plain and eqn.primitive.name not in _ENDS
+    return segments
+
+
+def _last_uses(jaxpr: Any) -> dict[Any, int]:
+    """Returns for each value the number of equations before its last use."""
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        last |= {v: i for v in eqn.invars if not isinstance(v, Literal)}
+    end = len(jaxpr.eqns)
+    return last | {v: end for v in jaxpr.outvars if not isinstance(v, Literal)}
+
+
+def _wire(
+    segment: list[Any], known: dict[Any, Any]
+) -> tuple[tuple[tuple[_Operand, ...], ...], list[Any]]:
+    """Returns where each equation finds its operands, and those of the segment."""
+    at: dict[Any, _Operand] = {}
+    operands: list[Any] = []
+    wiring = []
+    for i, eqn in enumerate(segment):
+        places = []
+        for var in eqn.invars:
+            if isinstance(var, Literal):
+                places.append(_Operand(-1, len(operands)))
+                operands.append(var.val)
+                continue
+            if var not in at:
+                at[var] = _Operand(-1, len(operands))
+                operands.append(known[var])
+            places.append(at[var])
+        wiring.append(tuple(places))
+        at |= {var: place for place, var in _places(i, eqn.outvars)}
+    return tuple(wiring), operands
+
+
+def _inlined(
+    segment: list[Any],
+    wiring: tuple[tuple[_Operand, ...], ...],
+    results: tuple[_Operand, ...],
+) -> Callable[..., list[Any]]:
+    parts = [
+        (eqn.primitive, eqn.primitive.get_bind_params(eqn.params), places)
+        for eqn, places in zip(segment, wiring, strict=True)
+    ]
+
+    def run(*operands: Any) -> list[Any]:
+        made: list[Sequence[Any]] = []
+
+        def read(place: _Operand) -> Any:
+            values = operands if place.equation < 0 else made[place.equation]
+            return values[place.position]
+
+        for primitive, params, places in parts:
+            found = primitive.bind(*map(read, places), **params)
+            made.append(found if primitive.multiple_results else [found])
+        return [read(place) for place in results]
+
+    return compat.jit_inlined(run)
 
 
 def _kind(eqn: Any) -> Any:
     """What equations have in common that run the same; None if it cannot be told."""
     if eqn.effects or any(True for _ in jaxprs_in_params(eqn.params)):
         return None
-    key = (
-        eqn.primitive,
-        tuple(sorted(eqn.params.items())),
-        tuple(v.aval for v in eqn.invars),
-        eqn.ctx,
-    )
+    avals = tuple(v.aval for v in eqn.invars)
+    key = eqn.primitive, tuple(eqn.params.items()), avals, eqn.ctx
     try:
         hash(key)
     except TypeError:
         return None
     return key
-
-
-def _inlined(eqn: Any) -> Callable[..., list[Any]]:
-    primitive, params = eqn.primitive, eqn.primitive.get_bind_params(eqn.params)
-
-    def run(*operands: Any) -> list[Any]:
-        results = primitive.bind(*operands, **params)
-        return list(results) if primitive.multiple_results else [results]
-
-    run.__name__ = primitive.name
-    return jax.jit(run, inline=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jdp import buckets, compat
 from jdp.backward import order, usage
-from jdp.backward.evaluation import EquationRunner
+from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.backward.order import Timeline
 from jdp.backward.usage import MarkedEvaluation, Marks
@@ -63,7 +63,7 @@ class LossProgram:
 
     def evaluate(self, params: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss and aux."""
-        loss, *aux = EquationRunner().run(self.jaxpr, jax.tree.leaves(params))
+        loss, *aux = ProgramRunner().run(self.jaxpr, jax.tree.leaves(params))
         return loss, self.unflatten_aux(aux)
 
     def used_by(self, params: PyTree) -> PyTree:

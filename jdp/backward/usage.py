@@ -12,7 +12,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.backward.evaluation import EquationRunner
+from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.flow import FlowAnalysis, Sets
 
 
@@ -48,7 +48,7 @@ class MarkedEvaluation:
         self._analysis = analysis
         self._num_candidates = num_candidates
         self._varying_over = tuple(varying_over)
-        self._run_plain = EquationRunner()
+        self._runner = ProgramRunner()
 
     def run(
         self,
@@ -96,7 +96,7 @@ class MarkedEvaluation:
         self, eqn: Any, values: list[Any], entering: list[Marks]
     ) -> tuple[list[Any], list[Marks]]:
         if not any(m.sets.may for m in entering):
-            return self._run_plain(eqn, values), [UNMARKED] * len(eqn.outvars)
+            return self._runner.run_equation(eqn, values), [UNMARKED] * len(eqn.outvars)
         found = self._analysis.of_equation(eqn)
         if found is None:
             everything = (1 << len(eqn.invars)) - 1
@@ -109,10 +109,10 @@ class MarkedEvaluation:
             )
         ]
         if all(s.must == s.may for s in sets):
-            results = self._run_plain(eqn, values)
+            results = self._runner.run_equation(eqn, values)
             return results, [Marks(s, None) for s in sets]
         if found.is_decided:
-            results = self._run_plain(eqn, values)
+            results = self._runner.run_equation(eqn, values)
             arrays = [
                 self._union(bits, entering) if s.must != s.may else None
                 for bits, s in zip(found.may, sets, strict=True)
@@ -254,7 +254,7 @@ class MarkedEvaluation:
         The rule is run on tangents, or cotangents, of zero, on whose values nothing
         depends; of it remains what its control flow needs, and XLA drops the rest.
         """
-        results = self._run_plain(eqn, values)
+        results = self._runner.run_equation(eqn, values)
         rule = self._analysis.derivative(eqn)
         arrays: list[jax.Array | None] = [None] * len(eqn.outvars)
         by_value = FlowAnalysis(by_value=True)

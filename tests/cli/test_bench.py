@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from jdp.cli.bench import channel, step
+from jdp.cli.bench import channel, overlap, step
 from tests import harness
 
 pytestmark = pytest.mark.multiprocess
@@ -61,6 +61,34 @@ def test_the_ratio_is_the_median_of_the_rounds():
     assert (row["median_ms"], row["min_ms"], row["jdp_over"]) == (2000, 2000, 1.0)
 
 
+MODELS = {"blocks", "loop, reduced after it", "loop, reduced in it"}
+
+
+def test_bench_step_overlap_shows_the_hidden_share_of_every_model(tmp_path):
+    path = tmp_path / "overlap.json"
+    options = ("--overlap", "--layers", "2", "--steps", "2", "--json", path)
+    process = _jdp("bench", "step", *SMALL, *options)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    result = json.loads(path.read_text())
+    assert result["config"]["num_layers"] == 2
+    assert set(result["models"]) == MODELS
+    for model, row in result["models"].items():
+        assert model in out
+        times = row["rounds_ms"]
+        assert set(times) == {"step", "no communication", "communication alone"}
+        fractions = [
+            overlap.hidden_fraction(*(times[name][k] for name in times))
+            for k in range(2)
+        ]
+        assert row["hidden"] == pytest.approx(sum(fractions) / 2)
+
+
+@pytest.mark.parametrize("step_s,hidden", [(10, 1.0), (14, 0.0), (12, 0.5), (16, -0.5)])
+def test_hidden_is_what_does_not_make_the_step_longer(step_s, hidden):
+    assert overlap.hidden_fraction(step_s, 10, 4) == hidden
+
+
 def test_steps_are_timed_one_by_one():
     seconds = channel.time_steps(lambda: time.sleep(0.01), 3)
     assert len(seconds) == 3 and min(seconds) >= 0.01
@@ -68,13 +96,16 @@ def test_steps_are_timed_one_by_one():
 
 def test_bench_overhead_shows_its_figures(tmp_path):
     path = tmp_path / "overhead.json"
-    process = _jdp("bench", "overhead", "--rounds", "5", "--json", path)
+    rounds = ("--rounds", "5", "--tracing-rounds", "1")
+    process = _jdp("bench", "overhead", *rounds, "--json", path)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     result = json.loads(path.read_text())
     assert set(result["call_us"]) == {"bare", "decorated"}
     assert result["plan_10000_leaves_ms"] > 0
     assert "decorated over bare" in out
+    assert set(result["tracing_ms"]) == {"by hand", "without", "with", "both"}
+    assert "reading over not reading" in out
 
 
 @pytest.mark.parametrize(
@@ -87,6 +118,19 @@ def test_bench_overhead_shows_its_figures(tmp_path):
             "'/no/such/folder/x.json' cannot be written: No such file or directory",
         ),
         (("bench", "stepp"), "No such command 'stepp'"),
+        (("bench", "step", "--overlapp"), "No such option: --overlapp"),
+        (
+            ("bench", "step", "--layers", "2"),
+            "Invalid value for --layers: is for --overlap alone.",
+        ),
+        (
+            ("bench", "step", "--overlap", "--layers", "0"),
+            "Invalid value for '--layers': ",
+        ),
+        (
+            ("bench", "overhead", "--tracing-rounds", "0"),
+            "Invalid value for '--tracing-rounds': ",
+        ),
         (("bench", "overhead", "--rounds", "x"), "Invalid value for '--rounds': "),
     ],
 )

@@ -64,9 +64,7 @@ def make_loss() -> Callable[[Any, Any], jax.Array]:
         x = params["embedding"][tokens[:, :-1]]
         for p in params["layers"]:
             x = x + attention(p, norm(p["norm1"], x))
-            x = x + dense(
-                p["down"], jax.nn.gelu(dense(p["up"], norm(p["norm2"], x)))
-            )
+            x = x + dense(p["down"], jax.nn.gelu(dense(p["up"], norm(p["norm2"], x))))
         log_p = jax.nn.log_softmax(x @ params["head"])
         return -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
 
