@@ -7,21 +7,30 @@ import pytest
 import jdp
 
 SIGNATURES = {
+    "accumulate_gradients": "(loss_fn, num_micro_batches, *, has_aux, find_unused, "
+    "dtype, axis_name, plan, packing, all_reduce)",
     "average": "(tree, *, axis_name)",
     "check_replicas": "(tree, *, world)",
     "check_same_program": "(fn, *args, world)",
-    "data_parallel": "(step, /, *, world, donate_state, check_vma, compiler_options)",
+    "data_parallel": "(step, /, *, world, donate_state, check_vma, static_graph, "
+    "compiler_options)",
+    "describe": "(step, state, *batches)",
     "distributed_optimizer": "(tx, *, axis_name, plan, packing, all_reduce)",
     "flatten_buckets": "(plan, tree)",
     "global_batch": "(world, local_batch)",
+    "gradient_order": "(loss_fn, params, *args)",
     "init": "(*, coordinator_address, num_processes, process_id, local_device_ids, "
     "num_cpu_devices, axis_name, num_nodes, timeout_s)",
-    "local_gradients": "(loss_fn, *, has_aux, axis_name)",
+    "local_gradients": "(loss_fn, *, has_aux, find_unused, axis_name)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
     "replicate": "(world, tree)",
-    "sync_gradients": "(grads, *, axis_name, plan, packing, all_reduce)",
+    "skip_unused": "(tx)",
+    "sync_gradients": "(grads, *, used, axis_name, plan, packing, all_reduce)",
+    "sync_in_backward": "(params, *, axis_name, packing, all_reduce)",
     "unflatten_buckets": "(plan, buffers)",
-    "value_and_grad": "(loss_fn, *, has_aux, axis_name, plan, packing, all_reduce)",
+    "used_parameters": "(loss_fn, params, *args)",
+    "value_and_grad": "(loss_fn, *, has_aux, find_unused, axis_name, plan, packing, "
+    "all_reduce)",
 }
 TYPES = {"AllReduce", "BucketPlan", "World"}
 

@@ -67,18 +67,19 @@ def without_communication(
     return step
 
 
-def communication(loss_fn: Callable[..., jax.Array]) -> Step:
-    """Returns what sends the parameters in the buckets of the step's gradients."""
-
-    def step(state: State, batch: Any) -> tuple[State, Any]:
-        order = jdp.gradient_order(loss_fn, state.params, batch)
-        plan = reduction.default_plan(state.params, order)
-        return state._replace(params=jdp.sync_gradients(state.params, plan=plan)), {}
-
-    return step
+def synchronise(state: State, batch: Any) -> tuple[State, Any]:
+    """Sends as gradients the parameters, in the buckets of `jdp.value_and_grad`."""
+    order = jdp.gradient_order(jax_step.loss_fn, state.params, batch)
+    plan = reduction.default_plan(state.params, order)
+    return state._replace(params=jdp.sync_gradients(state.params, plan=plan)), {}
 
 
-def communication_in_loop(state: State, batch: Any) -> tuple[State, Any]:
+def synchronise_stacked(state: State, batch: Any) -> tuple[State, Any]:
+    """The same for stacked layers, which come out of the loop together."""
+    return state._replace(params=jdp.sync_gradients(state.params)), {}
+
+
+def synchronise_in_loop(state: State, batch: Any) -> tuple[State, Any]:
     """Sends stacked layers one by one, in a loop."""
     _, synced = lax.scan(lambda _, g: (None, jdp.sync_gradients(g)), None, state.params)
     return state._replace(params=synced), {}
@@ -86,12 +87,11 @@ def communication_in_loop(state: State, batch: Any) -> tuple[State, Any]:
 
 def make_steps(config: StepConfig) -> dict[str, Step]:
     """Returns by "model: variant" a step."""
-    blocks = jax_step.loss_fn
     after, inside = make_loop_loss(lambda p: p), make_loop_loss(jdp.sync_in_backward)
     models = {
-        "blocks": (blocks, blocks, communication(blocks)),
-        "loop, reduced after it": (after, after, communication(after)),
-        "loop, reduced in it": (inside, after, communication_in_loop),
+        "blocks": (jax_step.loss_fn, jax_step.loss_fn, synchronise),
+        "loop, reduced after it": (after, after, synchronise_stacked),
+        "loop, reduced in it": (inside, after, synchronise_in_loop),
     }
     steps = {}
     for model, (loss_fn, local_loss_fn, communicate) in models.items():
