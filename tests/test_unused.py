@@ -230,6 +230,46 @@ def test_the_optimizer_unites_local_masks():
     assert moved == {"trunk", "a", "b"}
 
 
+@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp"])
+def test_custom_derivatives_that_decide_keep_their_types(rule):
+    def mixture(x, a, b):
+        return lax.cond(x.sum() > 0, lambda: x @ a, lambda: x @ b)
+
+    def derivative(x, a, b, dx, da, db):
+        return lax.cond(x.sum() > 0, lambda: dx @ a + x @ da, lambda: dx @ b + x @ db)
+
+    if rule == "custom_jvp":
+        mixture = jax.custom_jvp(mixture)
+        mixture.defjvp(lambda p, t: (mixture(*p), derivative(*p, *t)))
+    else:
+        mixture = jax.custom_vjp(mixture)
+
+        def backward(kept, g):
+            x, a, b = kept
+            return lax.cond(
+                x.sum() > 0,
+                lambda: (g @ a.T, x.T @ g, jnp.zeros_like(x.T @ g)),
+                lambda: (g @ b.T, jnp.zeros_like(x.T @ g), x.T @ g),
+            )
+
+        mixture.defvjp(lambda *args: (mixture(*args), args), backward)
+
+    def loss(params, x):
+        return (mixture(x, params["a"], params["b"]) ** 2).mean()
+
+    def fn(params, x):
+        (value, grads), used = jdp.value_and_grad(loss, find_unused=True)(params, x)
+        return value, grads, _as_arrays(used)
+
+    params = {k: np.eye(3, dtype=np.float32) for k in "ab"}
+    x = np.ones((2, 4, 3), np.float32)
+    for signs, expected in {(1, 1): "a", (-1, -1): "b", (1, -1): "ab"}.items():
+        scaled = x * np.array(signs, np.float32)[:, None, None]
+        _, grads, used = _shard_map(True)(fn, 2, params, scaled)
+        assert {name for name in used if used[name]} == set(expected)
+        assert {name for name in grads if grads[name].any()} == set(expected)
+
+
 # --- What it costs ----------------------------------------------------------------
 
 

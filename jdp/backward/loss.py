@@ -34,7 +34,7 @@ class LossProgram:
     @functools.cached_property
     def used(self) -> Sets:
         """The leaves that the loss uses, a bit each, as far as the program tells."""
-        return self._reaching(self._analysis)
+        return self._followed[1]
 
     @functools.cached_property
     def never_used(self) -> tuple[int, ...]:
@@ -50,11 +50,10 @@ class LossProgram:
     @functools.cached_property
     def synced_in_backward(self) -> tuple[int, ...]:
         """The leaves whose every use is behind a `jdp.sync_in_backward`."""
-        used = self.used
         if not self._analysis.has_markers:
             return ()
         local = self._reaching(FlowAnalysis(cut_markers=True)).may
-        return tuple(i for i in self._indices if (used.may & ~local) >> i & 1)
+        return tuple(i for i in self._indices if (self.used.may & ~local) >> i & 1)
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -93,9 +92,15 @@ class LossProgram:
         decided = {i: array[k] for k, i in enumerate(self.undecided)}
         return loss, self.unflatten_aux(aux), self._used_tree(decided)
 
-    @functools.cached_property
+    @property
     def _analysis(self) -> FlowAnalysis:
-        return FlowAnalysis()
+        return self._followed[0]
+
+    @functools.cached_property
+    def _followed(self) -> tuple[FlowAnalysis, Sets]:
+        """The analysis, which has been through the program once, and what it found."""
+        analysis = FlowAnalysis()
+        return analysis, self._reaching(analysis)
 
     @property
     def _indices(self) -> range:
