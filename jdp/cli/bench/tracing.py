@@ -1,5 +1,6 @@
 """Tracing: what reading the program of the loss adds to the tracing of a step."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -85,17 +86,31 @@ def measure(world: jdp.World, rounds: int = 7) -> dict[str, float]:
     """
     params = init_transformer()
     tokens = jax.ShapeDtypeStruct((2 * world.num_replicas, 65), np.int32)
-    ways = {"by hand": _by_hand, "without": _without_reading, "with": _with_reading}
-    seconds: dict[str, list[float]] = {name: [] for name in [*ways, "both"]}
-    for round_index in range(rounds + 1):
-        for name, way in ways.items():
+    one = jax.ShapeDtypeStruct((2, 65), np.int32)
+
+    def tracing_of(way: Callable[..., Any]) -> Callable[[], Callable[[], Any]]:
+        def make() -> Callable[[], Any]:
             step = _sharded(way(make_loss()), world)
-            seconds[name].append(_time(lambda step=step: step.trace(params, tokens)))
+            return lambda: step.trace(params, tokens)
+
+        return make
+
+    def both() -> Callable[[], Any]:
         loss_fn = make_loss()
-        one = jax.ShapeDtypeStruct((2, 65), np.int32)
-        seconds["both"].append(_time(lambda fn=loss_fn, x=one: _both(fn, params, x)))
-        if round_index == 0:  # fills JAX's caches of jnp's own functions.
-            seconds = {name: [] for name in seconds}
+        return lambda: _both(loss_fn, params, one)
+
+    turns = {
+        "by hand": tracing_of(_by_hand),
+        "without": tracing_of(_without_reading),
+        "with": tracing_of(_with_reading),
+        "both": both,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for make in turns.values():
+        make()()  # fills JAX's caches of jnp's own functions.
+    for round_index in range(rounds):
+        for name in list(turns)[:: 1 if round_index % 2 == 0 else -1]:
+            seconds[name].append(_time(turns[name]()))
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 
@@ -153,6 +168,7 @@ def _sharded(step: Callable[..., Any], world: jdp.World) -> Any:
 
 
 def _time(fn: Callable[[], Any]) -> float:
+    gc.collect()  # of what the turn before left.
     start_s = time.perf_counter()
     fn()
     return time.perf_counter() - start_s
