@@ -159,6 +159,14 @@ def test_a_tied_leaf_counts_at_its_last_contribution():
     assert _order(_tied, _matrices("abc"), X) == ["c", "b", "a"]
 
 
+def test_a_leaf_waits_for_its_slowest_contribution():
+    def loss(p, x):
+        quick = p["b"].sum()  # its gradient is there at once.
+        return (x @ p["a"] @ p["b"] @ p["c"]).sum() + quick
+
+    assert _order(loss, _matrices("abc"), X) == ["c", "b", "a"]
+
+
 def test_a_cast_of_all_parameters_up_front_does_not_hold_them_back():
     assert _order(_cast_up_front, _matrices("abc"), X) == ["a", "c", "b"]
 

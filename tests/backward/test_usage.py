@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jdp
+from jdp.backward.flow import FlowAnalysis
+from jdp.backward.loss import trace_loss
 
 ONES = np.ones(3, np.float32)
 
@@ -326,6 +328,28 @@ def test_control_flow_inside_of_custom_derivatives(rule, sign):
 
     expected = {"a": sign > 0, "b": sign < 0, "c": True}
     assert _used(loss, "abc", sign * ONES) == expected
+
+
+def test_what_is_recomputed_stays_recomputed():
+    def loss(p, x):
+        @jax.checkpoint
+        def block(x):
+            return lax.cond(x.sum() > 0, lambda: x * p["a"], lambda: x * p["b"])
+
+        return jnp.sin(block(jnp.tanh(x))).sum()
+
+    def grads(p, x):
+        program = trace_loss(loss, p, (x,))
+        return jax.grad(lambda p: program.evaluate_marked(p)[0])(p)
+
+    text = str(jax.make_jaxpr(grads)(_params("ab"), jnp.asarray(ONES)))
+    assert "remat2[" in text or "checkpoint[" in text
+
+
+def test_values_of_a_sort_depend_on_all_of_its_operands():
+    jaxpr = jax.make_jaxpr(lambda a, b: lax.sort([a, b], num_keys=1))(ONES, ONES)
+    assert FlowAnalysis(by_value=True).of_jaxpr(jaxpr).may == (0b11, 0b11)
+    assert FlowAnalysis().of_jaxpr(jaxpr).may == (0b01, 0b10)
 
 
 # --- The whole against gradients of each path -----------------------------------
