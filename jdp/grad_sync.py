@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, compat, recording, reduction
+from jdp import buckets, compat, mesh, recording, reduction
 from jdp.backward import flow
 from jdp.backward.loss import LossProgram, trace_loss
 from jdp.buckets import BucketPlan
@@ -200,13 +200,13 @@ def sync_in_backward(
         ]
         return (jax.tree.unflatten(treedef, leaves),)
 
-    def jdp_sync_in_backward(params: PyTree) -> PyTree:
+    def marker(params: PyTree) -> PyTree:
         return identity(params)
 
     identity.defvjp(forward, backward)
     # By its name `flow` finds it in a jaxpr.
-    assert jdp_sync_in_backward.__name__ == flow.SYNC_MARKER
-    return jax.jit(jdp_sync_in_backward)(params)
+    marker.__name__ = flow.marker_name(mesh.as_axis_names(axis_name))
+    return jax.jit(marker)(params)
 
 
 class Local(NamedTuple):
@@ -232,6 +232,7 @@ def differentiate(
     reduction.axis_size(axis_name)
     own = reduction.cast_varying(params, axis_name)
     program = trace_loss(loss_fn, own, args, kwargs, has_aux=has_aux)
+    _check_markers(program, axis_name)
     if program.synced_in_backward and reduction.tracked_axes(axis_name):
         # What is reduced in the backward pass comes out the same on all replicas, so
         # that by JAX's types it must go in the same on all replicas.
@@ -334,6 +335,17 @@ def check_used(used: PyTree, grads: PyTree) -> list[Any]:
 def is_static(flag: Any) -> bool:
     """Whether a leaf of `used` was decided by the program."""
     return isinstance(flag, bool | np.bool_)
+
+
+def _check_markers(program: LossProgram, axis_name: AxisName) -> None:
+    expected = flow.marker_name(mesh.as_axis_names(axis_name))
+    others = sorted(program.markers - {expected})
+    if others:
+        raise ValueError(
+            f"The gradients are averaged over `axis_name={axis_name!r}`, but a "
+            "`jdp.sync_in_backward` in the loss averages over others "
+            f"({others[0]}). Pass the same `axis_name` to both."
+        )
 
 
 def _decided(used: PyTree | None, grads: PyTree) -> list[jax.Array]:

@@ -180,6 +180,15 @@ def oracle_loss(params: Any, batch: Any) -> jax.Array:
     return ((h @ params["w1"] + params["b1"] - batch["y"]) ** 2).mean()
 
 
+def torch_loss(params: Any, batch: Any) -> jax.Array:
+    """Of the network of the reference numbers, weights in the layout of torch."""
+    x, y = batch
+    for w, b in params[:-1]:
+        x = jax.numpy.tanh(x @ w.T + b)
+    w, b = params[-1]
+    return jax.numpy.mean((x @ w.T + b - y) ** 2)
+
+
 def train_alone(params: Any, batches: list, tx: Any) -> tuple[Any, list[float]]:
     """One device, whole batches: what n replicas on shards must reproduce."""
     state = tx.init(params)

@@ -237,14 +237,6 @@ def test_a_loss_that_reduces_in_its_backward_pass_is_refused():
 # --- The numbers of torch --------------------------------------------------------
 
 
-def _torch_loss(params, batch):
-    x, y = batch
-    for w, b in params[:-1]:
-        x = jnp.tanh(x @ w.T + b)
-    w, b = params[-1]
-    return jnp.mean((x @ w.T + b - y) ** 2)
-
-
 def _flat(params):
     leaves = [leaf for layer in params for leaf in layer]
     return np.concatenate([np.ravel(x.addressable_data(0)) for x in leaves])
@@ -259,7 +251,7 @@ def _train_with_no_sync(way):
 
     @jdp.data_parallel
     def accumulate(params, x, y):
-        grad_fn = jdp.accumulate_gradients(_torch_loss, 4)
+        grad_fn = jdp.accumulate_gradients(harness.torch_loss, 4)
         _, grads = grad_fn(params, (x, y))
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), grads
 
@@ -267,7 +259,7 @@ def _train_with_no_sync(way):
     # that they have a first dimension that is split.
     @jdp.data_parallel(donate_state=False)
     def local(params, sums, x, y):
-        _, grads = jdp.local_gradients(_torch_loss)(params, (x, y))
+        _, grads = jdp.local_gradients(harness.torch_loss)(params, (x, y))
         sums = jax.tree.map(lambda s, g: s[0] + g / 4, sums, grads)
         ranks = lax.axis_index("data")
         mine = jax.tree.map(lambda s: jnp.stack([s * (1 - ranks), s * ranks]) * 2, sums)

@@ -284,3 +284,24 @@ def test_a_model_of_blocks_may_reduce_in_backward_without_a_loop():
 def test_outside_of_an_axis_it_says_so():
     with pytest.raises(ValueError, match=r"`axis_name='data'` is not bound"):
         jax.grad(lambda p: jdp.sync_in_backward(p).sum())(jnp.ones(2))
+
+
+@pytest.mark.parametrize("inner", ["data", "node", ("data", "node")])
+def test_reducing_over_other_axes_than_the_rest_is_refused(inner):
+    axes = ("node", "data")
+
+    def fn(inner, params, x):
+        loss_fn = functools.partial(
+            _stacked_loss, functools.partial(jdp.sync_in_backward, axis_name=inner)
+        )
+        return params, jdp.value_and_grad(loss_fn, axis_name=axes)(params, x)
+
+    def run(inner):
+        world = harness.local_world(4, axes, 2)
+        step = jdp.data_parallel(functools.partial(fn, inner), world=world)
+        return step(_stacked_params(), X)[1]
+
+    with pytest.raises(ValueError, match="Pass the same `axis_name` to both"):
+        run(inner)
+    plain = jax.value_and_grad(functools.partial(_stacked_loss, lambda p: p))
+    chex.assert_trees_all_close(run(axes), plain(_stacked_params(), X), atol=1e-6)

@@ -21,14 +21,6 @@ pytestmark = pytest.mark.multiprocess
 # --- The numbers of torch ------------------------------------------------------
 
 
-def _torch_loss(params, batch):
-    x, y = batch
-    for w, b in params[:-1]:
-        x = jnp.tanh(x @ w.T + b)
-    w, b = params[-1]
-    return jnp.mean((x @ w.T + b - y) ** 2)
-
-
 def _flat(params):
     return np.concatenate([np.ravel(leaf) for layer in params for leaf in layer])
 
@@ -43,8 +35,8 @@ def _train_as_torch(optimizer):
     @jdp.data_parallel
     def step(carry, batch):
         params, state = carry
-        loss, grads = jdp.value_and_grad(_torch_loss)(params, batch)
-        local, _ = jdp.local_gradients(_torch_loss)(params, batch)
+        loss, grads = jdp.value_and_grad(harness.torch_loss)(params, batch)
+        local, _ = jdp.local_gradients(harness.torch_loss)(params, batch)
         updates, state = tx.update(grads, state, params)
         ranks = jax.lax.axis_index("data")
         metrics = {"grads": grads, "losses": 2 * local * jnp.array([1 - ranks, ranks])}

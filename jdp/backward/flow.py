@@ -15,8 +15,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 
-# `jdp.sync_in_backward` is a `jit` of this name, so that it can be found in a jaxpr.
-SYNC_MARKER = "jdp_sync_in_backward"
+# `jdp.sync_in_backward` is a `jit` of such a name, so that it can be found in a jaxpr.
+_SYNC_MARKER = "jdp_sync_in_backward_over_"
 
 # Primitives that call one jaxpr with their own operands.
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"})
@@ -79,7 +79,7 @@ class FlowAnalysis:
 
     def __init__(self, *, by_value: bool = False, cut_markers: bool = False):
         """Starts with nothing known."""
-        self.has_markers = False  # whether a marker has been met.
+        self.markers: set[str] = set()  # names of the markers that have been met.
         self.has_references = False  # whether a mutable array has been met.
         self._by_value = by_value
         self._cut_markers = cut_markers
@@ -135,7 +135,7 @@ class FlowAnalysis:
             is_mixed = self._by_value and name == "sort"
             return None if is_mixed else _identity(eqn)
         if is_marker(eqn):
-            self.has_markers = True
+            self.markers.add(eqn.params["name"])
             return _nothing(eqn) if self._cut_markers else _identity(eqn)
         if name in CALLS:
             return self.of_jaxpr(called_jaxpr(eqn))
@@ -315,9 +315,16 @@ def loop_shape(eqn: Any) -> LoopShape:
     return LoopShape(params["body_jaxpr"], num_consts, num_carries)
 
 
+def marker_name(axis_names: Sequence[str]) -> str:
+    """The name of a `jdp.sync_in_backward` over these axes."""
+    return _SYNC_MARKER + "_and_".join(axis_names)
+
+
 def is_marker(eqn: Any) -> bool:
     """Whether an equation is a `jdp.sync_in_backward`."""
-    return eqn.params.get("name") == SYNC_MARKER and eqn.primitive.name in CALLS
+    if eqn.primitive.name not in CALLS:
+        return False
+    return str(eqn.params.get("name")).startswith(_SYNC_MARKER)
 
 
 def is_differentiable(var: Any) -> bool:

@@ -47,10 +47,15 @@ class LossProgram:
         open_bits = self.used.may & ~self.used.must
         return tuple(i for i in self._indices if open_bits >> i & 1)
 
+    @property
+    def markers(self) -> set[str]:
+        """The names of each `jdp.sync_in_backward`; see `flow.marker_name`."""
+        return self._analysis.markers
+
     @functools.cached_property
     def synced_in_backward(self) -> tuple[int, ...]:
         """The leaves whose every use is behind a `jdp.sync_in_backward`."""
-        if not self._analysis.has_markers:
+        if not self.markers:
             return ()
         local = self._reaching(FlowAnalysis(cut_markers=True)).may
         return tuple(i for i in self._indices if (self.used.may & ~local) >> i & 1)
@@ -148,7 +153,7 @@ def trace_loss(
     def flat_loss(*leaves: jax.Array) -> list[Any]:
         out = loss_fn(jax.tree.unflatten(treedef, leaves), *args, **(kwargs or {}))
         loss, aux = _split(loss_fn, out, has_aux)
-        arrays, unflatten_aux = _partition(aux)
+        arrays, unflatten_aux = _partition(aux, jax.Array)
         rest.append(unflatten_aux)
         return [loss, *arrays]
 
@@ -225,18 +230,14 @@ def trace_abstractly(
 ) -> LossProgram:
     """`trace_loss`, with arrays or `jax.ShapeDtypeStruct`s for all that is an array."""
     _check_are_parameters(params)
-    leaves, treedef = jax.tree.flatten(args)
-    is_array = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    avals, unflatten_args = _partition(args, jax.ShapeDtypeStruct)
     programs: list[LossProgram] = []
 
     def trace(arrays: list[jax.Array]) -> int:
-        left = iter(arrays)
-        mixed = [next(left) if a else x for x, a in zip(leaves, is_array, strict=True)]
-        programs.append(trace_loss(loss_fn, params, jax.tree.unflatten(treedef, mixed)))
+        programs.append(trace_loss(loss_fn, params, unflatten_args(arrays)))
         return 0
 
-    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
-    jax.make_jaxpr(trace)(arrays)
+    jax.make_jaxpr(trace)(avals)
     return programs[-1]
 
 
@@ -290,10 +291,12 @@ def _split(
     return loss, aux
 
 
-def _partition(tree: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
-    """Takes the arrays out of a tree; the function puts such arrays back in."""
+def _partition(
+    tree: PyTree, kind: type
+) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
+    """Takes the leaves of a kind out of a tree; the function puts such ones back in."""
     leaves, treedef = jax.tree.flatten(tree)
-    is_array = [isinstance(x, jax.Array) for x in leaves]
+    is_array = [isinstance(x, kind) for x in leaves]
 
     def unflatten(arrays: list[Any]) -> PyTree:
         left = iter(arrays)

@@ -55,13 +55,10 @@ class MarkedEvaluation:
         jaxpr: Any,
         values: Sequence[Any],
         marks: Sequence[Marks],
-        consts: Sequence[Any] | None = None,
     ) -> tuple[list[Any], list[Marks]]:
         """Returns the outputs of `jaxpr`, open or closed, and their marks."""
-        body, own_consts = flow.open_jaxpr(jaxpr)
-        known: dict[Any, Any] = dict(
-            zip(body.constvars, own_consts if consts is None else consts, strict=True)
-        )
+        body, consts = flow.open_jaxpr(jaxpr)
+        known: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
         known |= zip(body.invars, values, strict=True)
         marked = dict(zip(body.invars, marks, strict=True))
 
