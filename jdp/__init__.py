@@ -7,9 +7,9 @@ from jdp.description import describe
 from jdp.grad_sync import (
     local_gradients,
     sync_gradients,
-    sync_in_backward,
     value_and_grad,
 )
+from jdp.layer_sync import sync_in_backward
 from jdp.mesh import World, global_batch
 from jdp.optimizer import distributed_optimizer, skip_unused
 from jdp.reduction import average

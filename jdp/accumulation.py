@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import buckets, compat, grad_sync, reduction
+from jdp import buckets, compat, grad_sync, reduction, weights
 from jdp.buckets import BucketPlan
 from jdp.grad_sync import Local
 from jdp.reduction import Options, Packing
 from jdp.types import AllReduce, AxisName, PyTree
+from jdp.weights import DivideBy, Weighting
 
 
 def accumulate_gradients(
@@ -23,6 +24,8 @@ def accumulate_gradients(
     has_aux: bool = False,
     find_unused: bool = False,
     dtype: Any = None,
+    weight: jax.typing.ArrayLike | None = None,
+    divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
@@ -47,7 +50,11 @@ def accumulate_gradients(
       dtype: floating dtype of the sums, of the reduction and of the gradients that
         are returned, such as float32 for bfloat16 parameters; None keeps that of each
         parameter. Complex parameters keep theirs.
-      axis_name: see `sync_gradients`, as for the other options.
+      weight: shape (n,), one number a sample, cut as the batches are: 1 for a true
+        sample, 0 for padding. A micro-batch counts by its sum, and not at all,
+        whatever comes of it, where that is 0; so does the replica.
+      divide_by: see `sync_gradients`, as for the other options.
+      axis_name: see `sync_gradients`.
       plan: see `sync_gradients`; its dtypes are those of the sums.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`.
@@ -59,7 +66,7 @@ def accumulate_gradients(
 
     Raises:
       ValueError: here: `num_micro_batches` is below 1; from a call: fewer samples than
-        micro-batches, or leaves with different numbers of them; and what
+        micro-batches, or leaves or `weight` with different numbers of them; and what
         `value_and_grad` raises.
       TypeError: here: `dtype` is not a floating dtype.
     """
@@ -73,27 +80,35 @@ def accumulate_gradients(
 
     def wrapped(params: PyTree, *batches: PyTree, **kwargs: Any) -> Any:
         num_samples = _num_samples(batches, num_micro_batches)
+        of_samples = _check_weight(weight, num_samples)
+        own_total = None if of_samples is None else of_samples.sum()
+        weighting = weights.resolve(own_total, divide_by)
         traced: list[Local] = []  # what the program tells; its arrays are of a loop.
 
-        def micro_step(weight: float, sums: PyTree, batch: tuple[PyTree, ...]) -> Any:
+        def micro_step(share: float, sums: PyTree, cut: Any) -> Any:
+            batch, of_samples = cut
             local = grad_sync.differentiate(
                 loss_fn, params, batch, kwargs, axis_name, has_aux, find_unused
             )
             grad_sync.check_is_local(local, "accumulate_gradients")
             traced.append(local)
+            weigh = functools.partial(_weigh, share, of_samples, own_total)
             sums = jax.tree.map(
-                lambda s, g: s + weight * g.astype(s.dtype), sums, local.grads
+                lambda s, g: s + weigh(g.astype(s.dtype)), sums, local.grads
             )
             metrics = jax.tree.map(reduction.as_inexact, (local.loss, local.aux))
             decided = [
-                x for x in jax.tree.leaves(local.used) if not grad_sync.is_static(x)
+                x if of_samples is None else x & (of_samples.sum() > 0)
+                for x in jax.tree.leaves(local.used)
+                if not grad_sync.is_static(x)
             ]
-            return sums, (jax.tree.map(lambda x: weight * x, metrics), decided)
+            return sums, (jax.tree.map(weigh, metrics), decided)
 
         sums = _zeros(params, dtype, axis_name)
         parts = []
-        for weight, micro_batches in _groups(batches, num_samples, num_micro_batches):
-            step = functools.partial(micro_step, weight)
+        cuts = (batches, of_samples)
+        for share, micro_batches in _groups(cuts, num_samples, num_micro_batches):
+            step = functools.partial(micro_step, share)
             sums, part = _loop(step, sums, micro_batches)
             parts.append(part)
         metrics = [jax.tree.map(lambda x: x.sum(0), m) for m, _ in parts]
@@ -110,7 +125,7 @@ def accumulate_gradients(
             _with_decided(traced[-1].used, decided),
             dataclasses.replace(facts, timeline=facts.timeline.at_the_end()),
         )
-        loss, grads, used = grad_sync.sync_local(local, options)
+        loss, grads, used = grad_sync.sync_local(local, options, weighting)
         return grad_sync.arranged(loss, local.aux, grads, used, has_aux)
 
     return wrapped
@@ -146,9 +161,35 @@ def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
     return num_samples
 
 
+def _check_weight(
+    weight: jax.typing.ArrayLike | None, num_samples: int
+) -> jax.Array | None:
+    if weight is None:
+        return None
+    of_samples = jnp.asarray(weight)
+    if of_samples.shape != (num_samples,):
+        raise ValueError(
+            f"`weight` has shape {of_samples.shape}; it must hold one number for each "
+            f"of the {num_samples} samples, to be cut as the batches are."
+        )
+    return of_samples
+
+
+def _weigh(
+    share: float, of_samples: jax.Array | None, total: jax.Array | None, x: jax.Array
+) -> jax.Array:
+    """Returns `x` times the share that its micro-batch has in the replica's mean."""
+    if of_samples is None or total is None:
+        return share * x
+    amount = of_samples.sum() / jnp.where(total > 0, total, 1)
+    weighting = Weighting(amount.astype(jnp.float32), "weight")
+    weighed = weights.weigh(x, weighting).astype(x.dtype)
+    return weights.zero_unless(amount > 0, weighed)
+
+
 def _groups(
-    batches: tuple[PyTree, ...], num_samples: int, num_micro_batches: int
-) -> list[tuple[float, tuple[PyTree, ...]]]:
+    batches: PyTree, num_samples: int, num_micro_batches: int
+) -> list[tuple[float, PyTree]]:
     """Cuts into micro-batches; those of one size are stacked.
 
     Returns:

@@ -148,6 +148,11 @@ def detect_cluster(
     )
 
 
+def current_trace() -> Any:
+    """Returns what identifies the function body that is traced now."""
+    return core.trace_ctx.trace
+
+
 def bound_axis_names() -> tuple[str, ...]:
     """Returns the names of the axes that are bound where this is traced."""
     return tuple(str(name) for name in core.get_axis_env().axis_names())

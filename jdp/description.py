@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+_DIVISORS = {
+    "weight": "the total weight, which rides in a bucket",
+    "active": "the number of replicas with data, which rides in a bucket",
+    "world": "the number of all replicas",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafDescription:
@@ -39,6 +45,7 @@ class SynchronizationDescription:
 
     buckets: tuple[BucketDescription, ...]  # in the order sent.
     riders: tuple[str, ...]  # what travels in the buckets beside gradients.
+    divide_by: str | None  # how replicas are weighted; None: all count the same.
     synced_in_backward: tuple[LeafDescription, ...]  # by `jdp.sync_in_backward`.
     never_used: tuple[str, ...]  # paths that can receive no gradient; not sent.
     used_at_times: tuple[str, ...]  # paths of which control flow decides.
@@ -154,6 +161,7 @@ def _describe(made: Synchronization) -> SynchronizationDescription:
     return SynchronizationDescription(
         buckets=buckets,
         riders=tuple(map(str, made.riders)),
+        divide_by=made.divide_by,
         synced_in_backward=tuple(map(leaf, synced)),
         never_used=tuple(paths[i] for i in never_used),
         used_at_times=tuple(paths[i] for i in loss.undecided) if loss else (),
@@ -203,6 +211,11 @@ def _caption(made: SynchronizationDescription) -> str:
     ]
     if made.riders:
         lines.append(f"Beside gradients: {', '.join(made.riders)}.")
+    if made.divide_by:
+        lines.append(
+            "Replicas without data do not count; the sum is divided by "
+            f"{_DIVISORS[made.divide_by]}."
+        )
     if made.never_used:
         lines.append(f"Never used, and not sent: {', '.join(made.never_used)}.")
     return "\n".join(lines)

@@ -7,19 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, compat, mesh, recording, reduction
-from jdp.backward import flow
+from jdp import buckets, layer_sync, recording, reduction, weights
 from jdp.backward.loss import LossProgram, trace_loss
 from jdp.buckets import BucketPlan
 from jdp.recording import LossFacts, Synchronization
 from jdp.reduction import Options, Packing
 from jdp.types import AllReduce, AxisName, PyTree
+from jdp.weights import DivideBy, Weighting
 
 
 def sync_gradients(
     grads: PyTree,
     *,
     used: PyTree | None = None,
+    weight: jax.typing.ArrayLike | None = None,
+    divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
@@ -35,6 +37,15 @@ def sync_gradients(
         dtype. Leaves of dtype float0 (gradients of integers) are returned as they are.
       used: pytree like `grads` of Python bools, the same on all replicas, and arrays,
         bool (): whether this replica used the parameter. They ride in a bucket.
+      weight: scalar, floating or integer: how many samples this replica has. None
+        counts every replica the same, but in a `jdp.Join`, which knows who has data.
+        The gradients of a replica of weight 0 do not count, whatever they hold, NaN
+        included; without any data all gradients are zero. The total weight rides in a
+        bucket. float16 gradients travel as float32.
+      divide_by: what divides the sum over the replicas. "weight": the total weight, so
+        that each sample counts the same. "active": the number of replicas with data,
+        each of which counts the same. "world": the number of all replicas; what is
+        missing makes the step smaller.
       axis_name: the axis, or axes, over which replicas lie.
       plan: which leaves travel together. None: `plan_buckets(grads)`, on CPU without
         the small first bucket.
@@ -50,20 +61,32 @@ def sync_gradients(
 
     Raises:
       ValueError: `axis_name` is not bound, the gradients do not fit the plan, they
-        were summed over the axis already, `used` has another structure, or `packing`
-        does not go with `all_reduce`.
-      TypeError: a leaf has an integer or boolean dtype, or one of `used` is no bool.
+        were summed over the axis already, `used` has another structure, `weight` is
+        not a scalar, or `packing` does not go with `all_reduce`.
+      TypeError: a leaf has an integer or boolean dtype, one of `used` is no bool, or
+        `weight` is not a real number.
     """
-    plan = reduction.default_plan(grads) if plan is None else plan
     options = Options(axis_name, plan, packing, all_reduce)
+    weighting = weights.resolve(weight, divide_by)
+    grads, used, _ = sync_weighted(grads, used, weighting, options)
+    return grads if used is None else (grads, used)
+
+
+def sync_weighted(
+    grads: PyTree, used: PyTree | None, weighting: Weighting | None, options: Options
+) -> tuple[PyTree, PyTree, jax.Array | int]:
+    """`sync_gradients`; also returns how much all replicas count together."""
+    plan = reduction.default_plan(grads) if options.plan is None else options.plan
+    options = options._replace(plan=plan)
     decided = _decided(used, grads)
-    dtype = _first_dtype(plan)
-    riders = [_as_rider(decided, dtype)] if decided else []
-    grads, means = reduction.mean_over_replicas(grads, options, riders=riders)
-    _record(options, riders)
-    if used is None:
-        return grads
-    return grads, _with_decided(used, means[0] if means else None)
+    riders = [_as_rider(decided, _first_dtype(plan))] if decided else []
+    grads, means, total = reduction.mean_over_replicas(
+        grads, options, weighting=weighting, riders=riders
+    )
+    _record(options, weighting, riders)
+    if used is not None:
+        used = _with_decided(used, means[0] if means else None)
+    return grads, used, total
 
 
 def local_gradients(
@@ -109,6 +132,8 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     find_unused: bool = False,
+    weight: jax.typing.ArrayLike | None = None,
+    divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
@@ -121,12 +146,27 @@ def value_and_grad(
     (`gradient_order`). The loss travels in a bucket of its dtype, and so does what
     `find_unused` has to tell; they cost no collective of their own.
 
+    With batches of `jdp.join_batches`, the loss is the mean over the samples whose
+    weight is 1, and the replica counts by their number:
+
+        def loss_fn(params, batch, weight):
+            losses = ...  # (samples,)
+            return (losses * weight).sum() / weight.sum()
+
+        grad_fn = jdp.value_and_grad(loss_fn, weight=weight.sum())
+        loss, grads = grad_fn(params, batch, weight)
+
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss over this
         replica's samples, or with `has_aux` a pair of it and anything else.
       has_aux: whether `loss_fn` returns a pair; the second part stays local.
       find_unused: whether to return which parameters were used on any replica, as
-        `jdp.skip_unused` wants it.
+        `jdp.skip_unused` wants it. A replica without data uses none of what control
+        flow decides.
+      weight: see `sync_gradients`. In a step of `jdp.data_parallel` its metrics are
+        averaged with it too.
+      divide_by: see `sync_gradients`. It concerns the gradients; the loss is the mean
+        over what has data also with "world", and 0 where nothing has.
       axis_name: the axis, or axes, over which replicas lie.
       plan: see `sync_gradients`; by default one in `gradient_order`.
       packing: see `sync_gradients`.
@@ -143,70 +183,14 @@ def value_and_grad(
     options = Options(axis_name, plan, packing, all_reduce)
 
     def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        weighting = weights.resolve(weight, divide_by)
         local = differentiate(
-            loss_fn, params, args, kwargs, axis_name, has_aux, find_unused
+            loss_fn, params, args, kwargs, axis_name, has_aux, find_unused, weighting
         )
-        loss, grads, used = sync_local(local, options)
+        loss, grads, used = sync_local(local, options, weighting)
         return arranged(loss, local.aux, grads, used, has_aux)
 
     return wrapped
-
-
-def sync_in_backward(
-    params: PyTree,
-    *,
-    axis_name: AxisName = "data",
-    packing: Packing | None = None,
-    all_reduce: AllReduce | None = None,
-) -> PyTree:
-    """The identity; its backward pass averages the gradients over the replicas.
-
-    For layers that are stacked and run by `lax.scan`: applied to the slice of one
-    layer inside the loop, it starts communication with the last layer, where the
-    gradients of the whole stack come out of the loop together, after it.
-    `jdp.value_and_grad` finds it in the loss and does not reduce these parameters
-    again, unless they are used elsewhere too.
-
-    Args:
-      params: pytree of parameters, or of what is computed from parameters alone: this
-        layer's slice. Never of anything that depends on a batch.
-      axis_name: see `sync_gradients`, as for the other options.
-      packing: see `sync_gradients`.
-      all_reduce: see `sync_gradients`.
-
-    Returns:
-      `params`. It raises what `sync_gradients` raises.
-    """
-    options = Options(axis_name, None, packing, all_reduce)
-    reduction.axis_size(axis_name)
-    reduction.choose_packing(packing, all_reduce)
-    varying = [frozenset(compat.varying_axes(x)) for x in jax.tree.leaves(params)]
-
-    @jax.custom_vjp
-    def identity(params: PyTree) -> PyTree:
-        return reduction.cast_varying(params, axis_name)
-
-    def forward(params: PyTree) -> tuple[PyTree, None]:
-        return identity(params), None
-
-    def backward(residuals: None, cotangents: PyTree) -> tuple[PyTree]:
-        plan = reduction.default_plan(cotangents)
-        means, _ = reduction.mean_over_replicas(cotangents, options._replace(plan=plan))
-        leaves, treedef = jax.tree.flatten(means)
-        # As the types of custom_vjp want it: the cotangent varies as the operand did.
-        leaves = [
-            compat.cast_varying(x, sorted(axes))
-            for x, axes in zip(leaves, varying, strict=True)
-        ]
-        return (jax.tree.unflatten(treedef, leaves),)
-
-    def marker(params: PyTree) -> PyTree:
-        return identity(params)
-
-    identity.defvjp(forward, backward)
-    # By its name `flow` finds it in a jaxpr.
-    marker.__name__ = flow.marker_name(mesh.as_axis_names(axis_name))
-    return jax.jit(marker)(params)
 
 
 class Local(NamedTuple):
@@ -217,6 +201,7 @@ class Local(NamedTuple):
     grads: PyTree
     used: PyTree | None  # with `find_unused`.
     facts: LossFacts
+    is_weighed: bool = False  # whether gradients are times what the replica counts.
 
 
 def differentiate(
@@ -227,12 +212,13 @@ def differentiate(
     axis_name: AxisName,
     has_aux: bool,
     find_unused: bool,
+    weighting: Weighting | None = None,
 ) -> Local:
     """Traces the loss once, and runs it forwards and backwards."""
     reduction.axis_size(axis_name)
     own = reduction.cast_varying(params, axis_name)
     program = trace_loss(loss_fn, own, args, kwargs, has_aux=has_aux)
-    _check_markers(program, axis_name)
+    layer_sync.check_markers(program, axis_name, weighting)
     if program.synced_in_backward and reduction.tracked_axes(axis_name):
         # What is reduced in the backward pass comes out the same on all replicas, so
         # that by JAX's types it must go in the same on all replicas.
@@ -245,12 +231,26 @@ def differentiate(
         else:
             loss, aux, used = *program.evaluate(params), None
         # A loss that `loss_fn` averaged over the replicas itself counts on each.
-        return reduction.cast_varying(loss, axis_name), (aux, used)
+        loss = reduction.cast_varying(loss, axis_name)
+        objective = loss
+        if is_weighed:
+            assert weighting is not None
+            objective = weights.weigh(loss, weighting)
+        return objective, (loss, aux, used)
 
-    (loss, (aux, used)), grads = jax.value_and_grad(run, has_aux=True)(own)
+    # To multiply the loss costs nothing, to multiply all gradients a fifth of a step on
+    # CPU. What is reduced in the backward pass is weighed there.
+    is_weighed = (
+        weighting is not None
+        and weighting.divide_by == "weight"
+        and not reduction.is_alone(axis_name)
+        and not program.markers
+        and program.is_scalable
+    )
+    (_, (loss, aux, used)), grads = jax.value_and_grad(run, has_aux=True)(own)
     facts = facts_of(program)
     recording.add_loss(facts)
-    return Local(loss, aux, grads, used, facts)
+    return Local(loss, aux, grads, used, facts, is_weighed)
 
 
 def facts_of(program: LossProgram) -> LossFacts:
@@ -264,7 +264,9 @@ def facts_of(program: LossProgram) -> LossFacts:
     )
 
 
-def sync_local(local: Local, options: Options) -> tuple[jax.Array, PyTree, PyTree]:
+def sync_local(
+    local: Local, options: Options, weighting: Weighting | None
+) -> tuple[jax.Array, PyTree, PyTree]:
     """Averages loss and gradients, and unites what was used; on all replicas."""
     if options.plan is None:
         plan = reduction.default_plan(local.grads, local.facts.timeline.order())
@@ -276,13 +278,15 @@ def sync_local(local: Local, options: Options) -> tuple[jax.Array, PyTree, PyTre
         riders.append(_as_rider(decided, local.loss.dtype))
     # Zeros need not travel.
     never_used = local.facts.never_used
-    grads, (loss, *found) = reduction.mean_over_replicas(
+    grads, (loss, *found), _ = reduction.mean_over_replicas(
         _with_zeros(local.grads, never_used),
         options,
+        weighting=weighting,
+        is_weighed=local.is_weighed,
         riders=riders,
         done={*local.facts.synced_in_backward, *never_used},
     )
-    _record(options, riders, local.facts)
+    _record(options, weighting, riders, local.facts)
     if used is not None:
         used = _with_decided(used, found[0] if found else None)
     return loss, grads, used
@@ -337,17 +341,6 @@ def is_static(flag: Any) -> bool:
     return isinstance(flag, bool | np.bool_)
 
 
-def _check_markers(program: LossProgram, axis_name: AxisName) -> None:
-    expected = flow.marker_name(mesh.as_axis_names(axis_name))
-    others = sorted(program.markers - {expected})
-    if others:
-        raise ValueError(
-            f"The gradients are averaged over `axis_name={axis_name!r}`, but a "
-            "`jdp.sync_in_backward` in the loss averages over others "
-            f"({others[0]}). Pass the same `axis_name` to both."
-        )
-
-
 def _decided(used: PyTree | None, grads: PyTree) -> list[jax.Array]:
     flags = [] if used is None else check_used(used, grads)
     return [flag for flag in flags if not is_static(flag)]
@@ -373,9 +366,13 @@ def _first_dtype(plan: BucketPlan) -> Any:
 
 
 def _record(
-    options: Options, riders: Sequence[jax.Array], facts: LossFacts | None = None
+    options: Options,
+    weighting: Weighting | None,
+    riders: Sequence[jax.Array],
+    facts: LossFacts | None = None,
 ) -> None:
     assert options.plan is not None
+    weights.note(weighting)
     name = getattr(options.all_reduce, "__name__", str(options.all_reduce))
     recording.add_synchronization(
         Synchronization(
@@ -384,6 +381,7 @@ def _record(
             algorithm="psum" if options.all_reduce is None else name,
             num_replicas=reduction.axis_size(options.axis_name),
             riders=tuple(buckets.LeafSpec(r.shape, r.dtype) for r in riders),
+            divide_by=None if weighting is None else weighting.divide_by,
             loss=facts,
         )
     )

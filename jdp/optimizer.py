@@ -8,16 +8,19 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import buckets, grad_sync
+from jdp import buckets, grad_sync, weights
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.buckets import BucketPlan
 from jdp.grad_sync import Packing
+from jdp.reduction import Options
 from jdp.types import AllReduce, AxisName, PyTree
+from jdp.weights import DivideBy
 
 
 def distributed_optimizer(
     tx: optax.GradientTransformation,
     *,
+    divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
@@ -28,11 +31,15 @@ def distributed_optimizer(
     The state is the inner optimizer's own. `update` is called inside a traced function
     by every replica, with its local gradients (`jdp.local_gradients`). Given `used`,
     which parameters this replica used, it hands on whether any replica did: around
-    `jdp.skip_unused` it takes what `local_gradients(find_unused=True)` returns.
+    `jdp.skip_unused` it takes what `local_gradients(find_unused=True)` returns. Given
+    `weight`, how many samples this replica has, it weighs the gradients; where no
+    replica has any, the state stays bit for bit what it was, and updates are -0.0,
+    which changes no parameter.
 
     Args:
       tx: the optimizer.
-      axis_name: see `sync_gradients`, as for the other options.
+      divide_by: see `sync_gradients`, as for the other options.
+      axis_name: see `sync_gradients`.
       plan: see `sync_gradients`.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`.
@@ -48,21 +55,22 @@ def distributed_optimizer(
         params: PyTree | None = None,
         *,
         used: PyTree | None = None,
+        weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        synced = grad_sync.sync_gradients(
-            updates,
-            used=used,
-            axis_name=axis_name,
-            plan=plan,
-            packing=packing,
-            all_reduce=all_reduce,
-        )
-        if used is None:
-            return inner.update(synced, state, params, **extra_args)
-        grads, used = synced
-        return inner.update(grads, state, params, used=used, **extra_args)
+        weighting = weights.resolve(weight, divide_by)
+        grads, used, total = grad_sync.sync_weighted(updates, used, weighting, options)
+        if used is not None:
+            extra_args["used"] = used
 
+        def step() -> tuple[PyTree, Any]:
+            return inner.update(grads, state, params, **extra_args)
+
+        if weighting is None:
+            return step()
+        return _choose_tree(jnp.greater(total, 0), step, state)
+
+    options = Options(axis_name, plan, packing, all_reduce)
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
@@ -232,6 +240,14 @@ class _Place(NamedTuple):
         return jax.tree.map(lambda s, x: self.pick(x) if s else x, slots, state)
 
 
+def _choose_tree(flag: jax.Array, step: Any, old: Any) -> tuple[PyTree, Any]:
+    """Returns updates and state; updates of -0.0 and the old state for False."""
+    updates, new = step()
+    return jax.tree.map(lambda x: _or_nothing(flag, x), updates), jax.tree.map(
+        lambda a, b: _select(flag, a, b), old, new
+    )
+
+
 def _choose(flag: Any, step: Any, old: Any) -> tuple[jax.Array, Any]:
     """Returns the update and the state of one parameter, `old` if it was not used."""
     if grad_sync.is_static(flag):
@@ -241,11 +257,19 @@ def _choose(flag: Any, step: Any, old: Any) -> tuple[jax.Array, Any]:
         aval = jax.eval_shape(lambda: step()[0])
         return lax.full(aval.shape, _negative_zero(aval.dtype), aval.dtype), old
     update, new = step()
+    state = jax.tree.map(lambda a, b: _select(flag, a, b), old, new)
+    return _or_nothing(flag, update), state
+
+
+def _or_nothing(flag: jax.Array, update: jax.Array) -> jax.Array:
     zero = lax.full_like(update, _negative_zero(update.dtype))
-    state = jax.tree.map(
-        lambda a, b: lax.select(flag, _in_type_of(a, b), jnp.asarray(a)), old, new
-    )
-    return lax.select(flag, update, zero), state
+    return lax.select(jnp.broadcast_to(flag, update.shape), update, zero)
+
+
+def _select(flag: jax.Array, old: Any, new: Any) -> jax.Array:
+    """Returns `new` if `flag`, else `old`, in the type of `old`."""
+    new, old = _in_type_of(old, new), jnp.asarray(old)
+    return lax.select(jnp.broadcast_to(flag, old.shape), new, old)
 
 
 def _negative_zero(dtype: Any) -> complex:

@@ -31,6 +31,7 @@ class Synchronization:
     algorithm: str
     num_replicas: int
     riders: tuple[buckets.LeafSpec, ...]  # what rides in the buckets.
+    divide_by: str | None  # "weight", "active" or "world"; None without weights.
     loss: LossFacts | None  # None where only gradients were given.
 
 

@@ -11,7 +11,7 @@ import jax.core
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jdp import agreement, compat, mesh, recording, reduction, replicas
+from jdp import agreement, compat, mesh, recording, reduction, replicas, weights
 from jdp.mesh import World
 from jdp.recording import Recording
 from jdp.types import PyTree
@@ -288,7 +288,8 @@ def _default_compiler_options() -> dict[str, Any]:
 def _run_on_replica(
     step: Step, world: World, state: PyTree, *batches: PyTree
 ) -> tuple[PyTree, PyTree]:
-    out = step(state, *batches)
+    with weights.replica() as replica:
+        out = step(state, *batches)
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(
             "The step must return a pair `(state, metrics)`, got "
@@ -296,7 +297,9 @@ def _run_on_replica(
         )
     state, metrics = out
     _check_is_replicated(state, world)
-    return state, reduction.average(metrics, axis_name=world.axis_name)
+    return state, reduction.average_weighted(
+        metrics, world.axis_name, replica.of_metrics
+    )
 
 
 def _check_is_replicated(state: PyTree, world: World) -> None:

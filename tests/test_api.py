@@ -8,14 +8,14 @@ import jdp
 
 SIGNATURES = {
     "accumulate_gradients": "(loss_fn, num_micro_batches, *, has_aux, find_unused, "
-    "dtype, axis_name, plan, packing, all_reduce)",
-    "average": "(tree, *, axis_name)",
+    "dtype, weight, divide_by, axis_name, plan, packing, all_reduce)",
+    "average": "(tree, *, weight, divide_by, axis_name)",
     "check_replicas": "(tree, *, world)",
     "check_same_program": "(fn, *args, world)",
     "data_parallel": "(step, /, *, world, donate_state, check_vma, static_graph, "
     "compiler_options)",
     "describe": "(step, state, *batches)",
-    "distributed_optimizer": "(tx, *, axis_name, plan, packing, all_reduce)",
+    "distributed_optimizer": "(tx, *, divide_by, axis_name, plan, packing, all_reduce)",
     "flatten_buckets": "(plan, tree)",
     "global_batch": "(world, local_batch)",
     "gradient_order": "(loss_fn, params, *args)",
@@ -25,12 +25,13 @@ SIGNATURES = {
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
     "replicate": "(world, tree)",
     "skip_unused": "(tx)",
-    "sync_gradients": "(grads, *, used, axis_name, plan, packing, all_reduce)",
-    "sync_in_backward": "(params, *, axis_name, packing, all_reduce)",
+    "sync_gradients": "(grads, *, used, weight, divide_by, axis_name, plan, packing, "
+    "all_reduce)",
+    "sync_in_backward": "(params, *, weight, divide_by, axis_name, packing, all_reduce)",
     "unflatten_buckets": "(plan, buffers)",
     "used_parameters": "(loss_fn, params, *args)",
-    "value_and_grad": "(loss_fn, *, has_aux, find_unused, axis_name, plan, packing, "
-    "all_reduce)",
+    "value_and_grad": "(loss_fn, *, has_aux, find_unused, weight, divide_by, "
+    "axis_name, plan, packing, all_reduce)",
 }
 TYPES = {"AllReduce", "BucketPlan", "World"}
 

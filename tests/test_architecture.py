@@ -13,10 +13,11 @@ ROOT = pathlib.Path(jdp.__file__).parent
 LAYERS = (
     {"types", "compat"},
     {"mesh", "buckets"},
+    {"weights"},
     {"backward"},
     {"agreement"},
     {"reduction"},
-    {"recording"},
+    {"recording", "layer_sync"},
     {"grad_sync"},
     {"accumulation", "replicas"},
     {"optimizer"},

@@ -12,47 +12,7 @@ from jax.sharding import PartitionSpec
 import jdp
 from jdp import compat
 from tests import harness
-
-AXIS = "data"
-
-
-def _under_shard_map(check_vma):
-    def run(fn, n, shared, local):
-        def body(shared, local):
-            return fn(shared, jax.tree.map(lambda x: x[0], local))
-
-        world = harness.local_world(n)
-        mapped = jax.shard_map(
-            body,
-            mesh=world.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
-            out_specs=PartitionSpec(),
-            check_vma=check_vma,
-        )
-        return jax.jit(mapped)(shared, local)
-
-    return run
-
-
-def _under_pmap(fn, n, shared, local):
-    mapped = jax.pmap(fn, AXIS, in_axes=(None, 0), devices=jax.devices()[:n])
-    return jax.tree.map(lambda x: x[0], mapped(shared, local))
-
-
-def _under_vmap(fn, n, shared, local):
-    mapped = jax.vmap(fn, in_axes=(None, 0), axis_name=AXIS, axis_size=n)
-    return jax.tree.map(lambda x: x[0], mapped(shared, local))
-
-
-TRANSFORMS = {
-    "shard_map": _under_shard_map(check_vma=True),
-    "shard_map unchecked": _under_shard_map(check_vma=False),
-    "pmap": _under_pmap,
-    "vmap": _under_vmap,
-}
-transforms = pytest.mark.parametrize("run", TRANSFORMS.values(), ids=TRANSFORMS)
-packings = pytest.mark.parametrize("packing", ["flat", "tuple", None])
-sizes = pytest.mark.parametrize("n", [1, 2, 4, 8])
+from tests.transforms import AXIS, TRANSFORMS, packings, sizes, transforms
 
 
 def _local_values(n, dtype=np.float32):
@@ -232,7 +192,7 @@ def test_an_unbound_axis_is_named_with_those_that_are_bound(fn):
 def test_a_tree_that_does_not_fit_its_plan_is_named():
     plan = jdp.plan_buckets({"w": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"`\['w'\]` is float32\[4\]"):
-        _under_vmap(
+        TRANSFORMS["vmap"](
             lambda _, g: jdp.sync_gradients(g, plan=plan),
             2,
             0.0,
@@ -243,9 +203,11 @@ def test_a_tree_that_does_not_fit_its_plan_is_named():
 def test_wrong_packing_is_refused():
     grads = np.ones((2, 3), np.float32)
     with pytest.raises(ValueError, match="'flat' or 'tuple', got 'zip'"):
-        _under_vmap(lambda _, g: jdp.sync_gradients(g, packing="zip"), 2, 0.0, grads)
+        TRANSFORMS["vmap"](
+            lambda _, g: jdp.sync_gradients(g, packing="zip"), 2, 0.0, grads
+        )
     with pytest.raises(ValueError, match="`packing='tuple'`.*`all_reduce`"):
-        _under_vmap(
+        TRANSFORMS["vmap"](
             lambda _, g: jdp.sync_gradients(g, packing="tuple", all_reduce=lax.psum),
             2,
             0.0,
@@ -381,7 +343,7 @@ def test_distributed_optimizer_passes_extra_arguments():
     tx = jdp.distributed_optimizer(
         optax.GradientTransformationExtraArgs(lambda p: (), update)
     )
-    updates = _under_vmap(
+    updates = TRANSFORMS["vmap"](
         lambda _, g: tx.update(g, (), factor=3.0)[0], 2, 0.0, np.array([1.0, 3.0])
     )
     assert float(updates) == 6.0

@@ -315,9 +315,10 @@ def loop_shape(eqn: Any) -> LoopShape:
     return LoopShape(params["body_jaxpr"], num_consts, num_carries)
 
 
-def marker_name(axis_names: Sequence[str]) -> str:
-    """The name of a `jdp.sync_in_backward` over these axes."""
-    return _SYNC_MARKER + "_and_".join(axis_names)
+def marker_name(axis_names: Sequence[str], divide_by: str | None) -> str:
+    """The name of a `jdp.sync_in_backward` over these axes, weighted or not."""
+    suffix = "" if divide_by is None else f"_by_{divide_by}"
+    return _SYNC_MARKER + "_and_".join(axis_names) + suffix
 
 
 def is_marker(eqn: Any) -> bool:

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 from jdp import buckets, compat
 from jdp.backward import order, usage
 from jdp.backward.evaluation import ProgramRunner
-from jdp.backward.flow import FlowAnalysis, Sets
+from jdp.backward.flow import FlowAnalysis, Sets, open_jaxpr
 from jdp.backward.order import Timeline
 from jdp.backward.usage import MarkedEvaluation, Marks
 from jdp.types import PyTree
@@ -59,6 +60,16 @@ class LossProgram:
             return ()
         local = self._reaching(FlowAnalysis(cut_markers=True)).may
         return tuple(i for i in self._indices if (self.used.may & ~local) >> i & 1)
+
+    @functools.cached_property
+    def is_scalable(self) -> bool:
+        """Whether a multiple of the loss has gradients that are as precise.
+
+        Not if the loss is of 16 bits, in which the factor would be rounded, nor if
+        the range of a dtype within ends before that of float32.
+        """
+        loss_bits = jnp.finfo(self.jaxpr.out_avals[0].dtype).bits
+        return loss_bits >= 32 and not _has_narrow_range(self.jaxpr.jaxpr)
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -239,6 +250,21 @@ def trace_abstractly(
 
     jax.make_jaxpr(trace)(avals)
     return programs[-1]
+
+
+def _has_narrow_range(jaxpr: Any) -> bool:
+    values = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+    if any(_is_narrow(getattr(var.aval, "dtype", None)) for var in values):
+        return True
+    inner = (x for eqn in jaxpr.eqns for x in jaxprs_in_params(eqn.params))
+    return any(_has_narrow_range(open_jaxpr(x)[0]) for x in inner)
+
+
+@functools.cache
+def _is_narrow(dtype: Any) -> bool:
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
 def _check_are_parameters(params: PyTree) -> None:

@@ -76,6 +76,7 @@ def plan(
         packing=reduction.choose_packing(None, None),
         algorithm="psum",
         num_replicas=replicas,
+        divide_by=None,
         riders=(buckets.LeafSpec((), np.dtype(program.jaxpr.out_avals[0].dtype)),),
         loss=facts,
     )

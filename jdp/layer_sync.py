@@ -1,0 +1,98 @@
+"""Layer sync: the gradients of a layer, averaged as soon as it has been passed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdp import compat, mesh, reduction, weights
+from jdp.backward import flow
+from jdp.backward.loss import LossProgram
+from jdp.reduction import Options, Packing
+from jdp.types import AllReduce, AxisName, PyTree
+from jdp.weights import DivideBy, Weighting
+
+
+def sync_in_backward(
+    params: PyTree,
+    *,
+    weight: jax.typing.ArrayLike | None = None,
+    divide_by: DivideBy = "weight",
+    axis_name: AxisName = "data",
+    packing: Packing | None = None,
+    all_reduce: AllReduce | None = None,
+) -> PyTree:
+    """The identity; its backward pass averages the gradients over the replicas.
+
+    For layers that are stacked and run by `lax.scan`: applied to the slice of one
+    layer inside the loop, it starts communication with the last layer, where the
+    gradients of the whole stack come out of the loop together, after it.
+    `jdp.value_and_grad` finds it in the loss and does not reduce these parameters
+    again, unless they are used elsewhere too.
+
+    Args:
+      params: pytree of parameters, or of what is computed from parameters alone: this
+        layer's slice. Never of anything that depends on a batch.
+      weight: see `sync_gradients`; the same as that of `jdp.value_and_grad`.
+      divide_by: see `sync_gradients`, as for the other options.
+      axis_name: see `sync_gradients`.
+      packing: see `sync_gradients`.
+      all_reduce: see `sync_gradients`.
+
+    Returns:
+      `params`. It raises what `sync_gradients` raises.
+    """
+    options = Options(axis_name, None, packing, all_reduce)
+    reduction.axis_size(axis_name)
+    reduction.choose_packing(packing, all_reduce)
+    weighting = weights.resolve(weight, divide_by)
+    varying = [frozenset(compat.varying_axes(x)) for x in jax.tree.leaves(params)]
+
+    @jax.custom_vjp
+    def identity(params: PyTree, amount: jax.Array | None) -> PyTree:
+        return reduction.cast_varying(params, axis_name)
+
+    def forward(params: PyTree, amount: jax.Array | None) -> tuple[PyTree, Any]:
+        return identity(params, amount), amount
+
+    def backward(amount: jax.Array | None, cotangents: PyTree) -> tuple[PyTree, Any]:
+        plan = reduction.default_plan(cotangents)
+        means, *_ = reduction.mean_over_replicas(
+            cotangents,
+            options._replace(plan=plan),
+            weighting=weighting and weighting._replace(amount=amount),
+        )
+        leaves, treedef = jax.tree.flatten(means)
+        # As the types of custom_vjp want it: the cotangent varies as the operand did.
+        leaves = [
+            compat.cast_varying(x, sorted(axes))
+            for x, axes in zip(leaves, varying, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, leaves), jax.tree.map(jnp.zeros_like, amount)
+
+    def marker(params: PyTree, amount: jax.Array | None) -> PyTree:
+        return identity(params, amount)
+
+    identity.defvjp(forward, backward)
+    # By its name `flow` finds it in a jaxpr.
+    marker.__name__ = _marker_name(axis_name, weighting)
+    return jax.jit(marker)(params, weighting and weighting.amount)
+
+
+def check_markers(
+    program: LossProgram, axis_name: AxisName, weighting: Weighting | None
+) -> None:
+    """Raises ValueError if the loss averages otherwise than the rest."""
+    expected = _marker_name(axis_name, weighting)
+    others = sorted(program.markers - {expected})
+    if others:
+        raise ValueError(
+            "The gradients and a `jdp.sync_in_backward` in the loss are averaged in "
+            f"different ways: `{expected}` and `{others[0]}`. Pass the same "
+            "`axis_name`, `weight` and `divide_by` to both."
+        )
+
+
+def _marker_name(axis_name: AxisName, weighting: Weighting | None) -> str:
+    by = None if weighting is None else weighting.divide_by
+    return flow.marker_name(mesh.as_axis_names(axis_name), by)

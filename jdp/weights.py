@@ -1,0 +1,171 @@
+"""Weights: how much each replica counts in a mean, and where that is known from."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import compat, mesh
+from jdp.types import AxisName
+
+DivideBy = Literal["weight", "active", "world"]
+
+_NUM_PIECES = 3  # of 8 bits each, the significand of bfloat16; float32 has 24.
+
+
+class Weighting(NamedTuple):
+    """How much this replica counts."""
+
+    amount: jax.Array  # float32 (); 0 for a replica without data.
+    divide_by: DivideBy
+
+
+class Replica:
+    """What is known of the weights while the step of one replica is traced."""
+
+    def __init__(self, ambient: Weighting | None):
+        """Starts with what holds for all that is given no weight."""
+        self.ambient = ambient
+        self._trace = compat.current_trace()
+        self._last: Weighting | None = None
+        self._is_out_of_reach = False  # a weight was given, in a loop or a branch.
+
+    def note(self, weighting: Weighting) -> None:
+        """Notes how gradients were weighted."""
+        if compat.current_trace() is self._trace:
+            self._last = weighting
+        else:
+            self._is_out_of_reach = True
+
+    def of_metrics(self) -> Weighting | None:
+        """How the metrics of the step are weighted: as the last of its gradients.
+
+        Raises:
+          ValueError: the weight is known in a loop or a branch of the step alone.
+        """
+        if self._last is None and self._is_out_of_reach:
+            raise ValueError(
+                "The step weighs its gradients inside of a `scan`, a `cond` or a "
+                "`jit`, where its metrics do not know the weight. Average them there, "
+                "with `jdp.average(metrics, weight=...)`."
+            )
+        return self._last or self.ambient
+
+
+_replica: contextvars.ContextVar[Replica | None] = contextvars.ContextVar(
+    "replica", default=None
+)
+
+
+@contextlib.contextmanager
+def replica(ambient: Weighting | None = None) -> Iterator[Replica]:
+    """While the step of one replica is traced; `ambient` where no weight is given."""
+    found = Replica(ambient)
+    token = _replica.set(found)
+    try:
+        yield found
+    finally:
+        _replica.reset(token)
+
+
+def resolve(
+    weight: jax.typing.ArrayLike | None, divide_by: DivideBy
+) -> Weighting | None:
+    """Returns how this replica counts; None where every replica counts the same.
+
+    Raises:
+      ValueError: `weight` is not a scalar, or `divide_by` is unknown.
+      TypeError: `weight` is not a real number.
+    """
+    if divide_by not in get_args(DivideBy):
+        raise ValueError(
+            f"`divide_by` must be 'weight', 'active' or 'world', got {divide_by!r}."
+        )
+    current = _replica.get()
+    if weight is None:
+        ambient = current.ambient if current is not None else None
+        if ambient is None or divide_by == "weight":
+            return ambient
+        return ambient._replace(divide_by=divide_by)
+    x = jnp.asarray(weight)
+    if x.shape != ():
+        raise ValueError(
+            "`weight` must be a scalar, how much this replica counts, got shape "
+            f"{x.shape}. Pass `weight.sum()` of one number a sample."
+        )
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise TypeError(f"`weight` must be a real number, got {x.dtype}.")
+    amount = x.astype(jnp.float32)
+    # Negative numbers and NaN count as no data.
+    amount = jnp.where(amount > 0, amount if divide_by == "weight" else 1.0, 0.0)
+    return Weighting(amount, divide_by)
+
+
+def note(weighting: Weighting | None) -> None:
+    """Tells the step that is traced how its gradients were weighted."""
+    current = _replica.get()
+    if current is not None and weighting is not None:
+        current.note(weighting)
+
+
+def weigh(x: jax.Array, weighting: Weighting) -> jax.Array:
+    """Returns `x` times what its replica counts; for 0, NaN may come of it.
+
+    Types narrower than 32 bits come back as float32, but for bfloat16: their range
+    ends where the sum of a few samples' gradients may lie.
+    """
+    wide = _wide(x.dtype)
+    dtype = x.dtype if x.dtype == jnp.bfloat16 else wide
+    if weighting.divide_by == "weight":
+        # Rounded to bfloat16 once.
+        x = x.astype(wide) * weighting.amount.astype(jnp.finfo(wide).dtype)
+    return x.astype(dtype)
+
+
+def zero_unless(has_data: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x`, or zeros, whatever it holds, where `has_data`, bool (), is False."""
+    return lax.select(jnp.broadcast_to(has_data, x.shape), x, jnp.zeros_like(x))
+
+
+def divide(x: jax.Array, total: jax.Array | int, dtype: Any) -> jax.Array:
+    """Returns `x / total` in `dtype`; zeros, as `x` must be, where `total` is zero."""
+    wide = _wide(x.dtype)
+    divisor = jnp.where(total == 0, 1, total).astype(jnp.finfo(wide).dtype)
+    return (x.astype(wide) / divisor).astype(dtype)
+
+
+def encode(amount: jax.Array, dtype: Any, axis_name: AxisName) -> jax.Array:
+    """Writes `amount` so that its sum over the replicas in `dtype` loses no digit.
+
+    In 32 bits and more that is the number itself, exact up to a total of 2^24 samples.
+    A sum in bfloat16 would end at 256, so there each replica has a column of its own,
+    in which it writes its number in pieces, and the sum adds only zeros.
+
+    Returns:
+      Shape (), or (3, num_replicas) in bfloat16; `decode` reads its sum.
+    """
+    if dtype != jnp.bfloat16:
+        return amount.astype(dtype)
+    pieces = []
+    for _ in range(_NUM_PIECES):
+        # XLA may leave out a cast to bfloat16 and back, but not this.
+        pieces.append(lax.reduce_precision(amount, exponent_bits=8, mantissa_bits=7))
+        amount = amount - pieces[-1]
+    names = mesh.as_axis_names(axis_name)
+    is_mine = jnp.arange(lax.axis_size(names)) == lax.axis_index(names)
+    return jnp.where(is_mine, jnp.stack(pieces)[:, None], 0.0).astype(dtype)
+
+
+def decode(total: jax.Array) -> jax.Array:
+    """Reads the sum of what `encode` wrote; float32 or wider, ()."""
+    real = total.real.astype(_wide(total.real.dtype))
+    return real.sum(0).sum() if real.ndim else real
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype itself, or float32 in place of a narrower one."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
