@@ -9,18 +9,24 @@ from jdp.grad_sync import (
     sync_gradients,
     value_and_grad,
 )
+from jdp.join import Joinable, JoinHook
 from jdp.layer_sync import sync_in_backward
 from jdp.mesh import World, global_batch
 from jdp.optimizer import distributed_optimizer, skip_unused
 from jdp.reduction import average
 from jdp.replicas import check_replicas, check_same_program, replicate
 from jdp.runtime.cluster import init
+from jdp.runtime.join_context import Join
+from jdp.runtime.uneven_batches import join_batches
 from jdp.spmd import data_parallel
 from jdp.types import AllReduce
 
 __all__ = [
     "AllReduce",
     "BucketPlan",
+    "Join",
+    "JoinHook",
+    "Joinable",
     "World",
     "accumulate_gradients",
     "average",
@@ -33,6 +39,7 @@ __all__ = [
     "global_batch",
     "gradient_order",
     "init",
+    "join_batches",
     "local_gradients",
     "plan_buckets",
     "replicate",

@@ -93,6 +93,12 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def frames_of(eqn: Any) -> list[tuple[str, str]]:
+    """Returns file and qualified name of the functions that made an equation."""
+    found = eqn.source_info.traceback
+    return [(f.file_name, f.function_name) for f in found.frames] if found else []
+
+
 def touches_reference(eqn: Any) -> bool:
     """Returns whether an equation reads or writes a mutable array."""
     return any(isinstance(effect, state_types.RefEffect) for effect in eqn.effects)

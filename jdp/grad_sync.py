@@ -261,6 +261,7 @@ def facts_of(program: LossProgram) -> LossFacts:
         program.never_used,
         program.undecided,
         program.synced_in_backward,
+        program.batch_norms,
     )
 
 

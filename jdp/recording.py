@@ -20,6 +20,7 @@ class LossFacts:
     never_used: tuple[int, ...]
     undecided: tuple[int, ...]
     synced_in_backward: tuple[int, ...]
+    batch_norms: tuple[str, ...]  # scopes of Flax's own; "" where there is none.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,8 @@ def add_synchronization(made: Synchronization) -> None:
     found = _current.get()
     if found is not None:
         found.synchronizations.append(made)
+    elif made.divide_by is not None and made.loss is not None:
+        warn_of_batch_norms([made.loss])
 
 
 def warn_of_never_used(facts: LossFacts) -> None:
@@ -88,6 +91,23 @@ def warn_of_never_used(facts: LossFacts) -> None:
         f"{len(paths)} of {len(facts.paths)} parameters can never receive a gradient: "
         f"{_listed(paths)}. The loss does not depend on them, or `stop_gradient` is "
         "between. If that is meant, keep them out of the parameters.",
+        stacklevel=2,
+    )
+
+
+def warn_of_batch_norms(losses: Sequence[LossFacts]) -> None:
+    """Warns of what averages over batches without regard to weights."""
+    scopes = sorted({scope for facts in losses for scope in facts.batch_norms})
+    if not scopes:
+        return
+    named = [scope for scope in scopes if scope]
+    where = f" ({_listed(named)})" if named else ""
+    warnings.warn(
+        f"A weighted step runs Flax's `BatchNorm`{where}. Its statistics count padding "
+        "as data, unless it is called with a `mask`, and the average over replicas "
+        "counts each replica the same, with data or without. Results will depend on "
+        "how the samples are distributed; normalise within a sample (`LayerNorm`, "
+        "`GroupNorm`) where that matters.",
         stacklevel=2,
     )
 

@@ -143,13 +143,21 @@ def replicate(world: World, tree: PyTree) -> PyTree:
     todo = [i for i, x in enumerate(leaves) if not is_replicated(world, x)]
     # Which leaves are to be sent is part of what must agree.
     compare_programs(world, todo, {"tree": tree}, topic="replication of a tree")
-    copies = [_host_copy(leaves[i]) for i in todo]
-    sent = _broadcast(world, b"".join(_bytes(x) for x in copies))
-    start = 0
-    for i, like in zip(todo, copies, strict=True):
-        value = np.frombuffer(sent, like.dtype, like.size, offset=start)
-        start += like.nbytes
-        leaves[i] = _place(world, value.reshape(like.shape), like=leaves[i])
+    _send(world, leaves, todo, process=0)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def copy_from(world: World, tree: PyTree, *, process: int) -> PyTree:
+    """Gives all replicas what one process has of a replicated tree.
+
+    Every process calls it with arrays of the same shapes. Leaves that are not whole on
+    every replica are returned as they are.
+    """
+    if world.store is None:
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    todo = [i for i, x in enumerate(leaves) if is_replicated(world, x)]
+    _send(world, leaves, todo, process=process)
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -349,8 +357,19 @@ def _place(world: World, value: np.ndarray, *, like: Any) -> jax.Array:
     return placed
 
 
-def _broadcast(world: World, data: bytes) -> bytes:
-    """Sends process 0's `data` to all, through one sum in which it is the only one."""
+def _send(world: World, leaves: list[Any], todo: Sequence[int], process: int) -> None:
+    """Puts in the place of the leaves `todo` what `process` has there."""
+    copies = [_host_copy(leaves[i]) for i in todo]
+    sent = _broadcast(world, b"".join(_bytes(x) for x in copies), process)
+    start = 0
+    for i, like in zip(todo, copies, strict=True):
+        value = np.frombuffer(sent, like.dtype, like.size, offset=start)
+        start += like.nbytes
+        leaves[i] = _place(world, value.reshape(like.shape), like=leaves[i])
+
+
+def _broadcast(world: World, data: bytes, process: int) -> bytes:
+    """Sends the `data` of `process` to all, by a sum in which it is the only one."""
     num_words = -(-len(data) // 4)
     words = np.frombuffer(data.ljust(4 * num_words, b"\0"), np.uint32)
     total = jax.jit(
@@ -360,7 +379,7 @@ def _broadcast(world: World, data: bytes) -> bytes:
     for start in range(0, num_words, _BROADCAST_WORDS):
         chunk = words[start : start + _BROADCAST_WORDS][None]
         parts = [np.zeros_like(chunk)] * world.num_local_replicas
-        if world.is_main_process:
+        if world.process_index == process:
             parts[0] = chunk
         shards = jax.device_put(parts, list(world.local_devices))
         shape = (world.num_replicas, chunk.size)

@@ -8,13 +8,16 @@ from typing import Any, overload
 
 import jax
 import jax.core
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jdp import agreement, compat, mesh, recording, reduction, replicas, weights
+from jdp.join import Joinable, JoinHook
 from jdp.mesh import World
 from jdp.recording import Recording
 from jdp.types import PyTree
+from jdp.weights import DivideBy, Weighting
 
 Step = Callable[..., tuple[PyTree, PyTree]]
 _logger = logging.getLogger("jdp")
@@ -105,8 +108,15 @@ def data_parallel(
     return wrap if step is None else wrap(step)
 
 
-class DataParallelStep:
-    """A step of all replicas; see `data_parallel`."""
+class DataParallelStep(Joinable):
+    """A step of all replicas; see `data_parallel`.
+
+    It is a joinable: in a `jdp.Join`, processes may call it different numbers of times,
+    with batches of one shape. A process that has joined runs it on zeros, and its
+    replicas count for nothing in gradients and metrics, as if `weight=0` were passed
+    to each function that takes one. So a joined process does whatever the step does
+    with the result, and what it alone may hold of the state goes on being updated.
+    """
 
     def __init__(
         self,
@@ -130,17 +140,55 @@ class DataParallelStep:
         self._compiler_options = compiler_options
         self._recording: Recording | None = None  # of the last trace.
         self._is_compared = False
+        self._jitted: dict[DivideBy | None, Any] = {}
+        self._join_hook: _StepJoinHook | None = None  # of the `jdp.Join` it is in.
+        self.last_state: PyTree | None = None
 
     def __call__(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
-        return self._jitted(*self._place(state, batches))
+        if self.join_context is None:
+            return self._jit(None)(*self._place(state, batches))
+        self.join_context.notify(self)
+        assert self._join_hook is not None
+        return self._join_hook.run(state, batches, has_data=True)
+
+    def join_hook(
+        self,
+        *,
+        divide_by: DivideBy = "weight",
+        example: tuple[PyTree, ...] | None = None,
+        **kwargs: Any,
+    ) -> JoinHook:
+        """Returns what stands in for this step; see `jdp.Joinable`.
+
+        `last_state` is then what the last call in the `jdp.Join` returned, whoever
+        made it; after it that of the last joiner, of several the process with the
+        highest index, bit for bit the same on all.
+
+        Args:
+          divide_by: see `jdp.sync_gradients`. Each replica with data counts the same,
+            so "weight" and "active" (torch: `divide_by_initial_world_size=False`) are
+            one; "world" is torch's default.
+          example: the arguments of a call, `(state, *batches)`, for a process that may
+            have no batch at all. The values of the batches are not used.
+          **kwargs: ignored; of other joinables.
+        """
+        weights.check_divide_by(divide_by)
+        self._join_hook = _StepJoinHook(self, divide_by, example)
+        self.last_state = None
+        return self._join_hook
+
+    @property
+    def join_world(self) -> World:
+        """See `jdp.Joinable`."""
+        return self.world
 
     def lower(self, state: PyTree, *batches: PyTree) -> jax.stages.Lowered:
         """Lowers the step for arguments of a call, to look at the program.
 
         Every process calls it, as it would call the step.
         """
-        return self._jitted.lower(*self._place(state, batches))
+        return self._jit(None).lower(*self._place(state, batches))
 
     def trace(self, state: PyTree, *batches: PyTree) -> Recording:
         """Traces the step for arguments like these, to see what it synchronises.
@@ -160,7 +208,8 @@ class DataParallelStep:
             return aval.update(shape=(aval.shape[0] * count, *aval.shape[1:]))
 
         with recording.collect() as found:
-            self._shard(jax.tree.map(_aval, state), jax.tree.map(global_aval, batches))
+            batches = jax.tree.map(global_aval, batches)
+            self._shard(None, jax.tree.map(_aval, state), batches)
         return found
 
     @functools.cached_property
@@ -194,27 +243,33 @@ class DataParallelStep:
             state = replicas.replicate(world, state)
         return state, *batches
 
-    @functools.cached_property
-    def _jitted(self) -> Any:
+    def _jit(self, divide_by: DivideBy | None) -> Any:
+        """The compiled step; with a divisor its first batch says who has data."""
+        if divide_by in self._jitted:
+            return self._jitted[divide_by]
+
         def step(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
-            return self._trace(state, *batches)
+            return self._trace(divide_by, state, *batches)
 
         step.__name__ = self.name  # of the compiled program, in profiles and dumps.
-        return jax.jit(
+        self._jitted[divide_by] = jax.jit(
             step,
             donate_argnums=(0,) if self._donate_state else (),
             out_shardings=self.world.replicated,
             compiler_options=_default_compiler_options() | self._compiler_options,
         )
+        return self._jitted[divide_by]
 
-    def _trace(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
+    def _trace(
+        self, divide_by: DivideBy | None, state: PyTree, *batches: PyTree
+    ) -> tuple[PyTree, PyTree]:
         """Runs when JAX traces; compares the program before it can be compiled."""
         world = self.world
         arguments = {"state": state}
         arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
         with agreement.reporting(world, self._topic):
             with recording.collect() as found:
-                sharded, shape = self._shard(state, batches)
+                sharded, shape = self._shard(divide_by, state, batches)
             self._check_graph(found)
         replicas.compare_programs(world, sharded.jaxpr, arguments, topic=self._topic)
         self._is_compared = True
@@ -228,6 +283,8 @@ class DataParallelStep:
         if before is None:
             for facts in found.distinct_losses() if is_main else ():
                 recording.warn_of_never_used(facts)
+            if is_main and any(made.divide_by for made in found.synchronizations):
+                recording.warn_of_batch_norms(found.losses)
         else:
             difference = recording.graph_difference(before, found)
             text = f"The step `{self.name}` was traced again, and {difference}."
@@ -240,11 +297,13 @@ class DataParallelStep:
                 _logger.warning(text)
         self._recording = found
 
-    def _shard(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, Any]:
+    def _shard(
+        self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
+    ) -> tuple[Any, Any]:
         world = self.world
         single = world.num_replicas == 1
         sharded = jax.shard_map(
-            functools.partial(_run_on_replica, self._step, world),
+            functools.partial(_run_on_replica, self._step, world, divide_by),
             mesh=world.mesh,
             in_specs=(
                 PartitionSpec(),
@@ -285,10 +344,76 @@ def _default_compiler_options() -> dict[str, Any]:
     return {}
 
 
+class _StepJoinHook(JoinHook):
+    """Runs a step in a `jdp.Join`, also for a process that has joined."""
+
+    def __init__(
+        self,
+        step: DataParallelStep,
+        divide_by: DivideBy,
+        example: tuple[PyTree, ...] | None,
+    ):
+        self._step = step
+        self._divide_by: DivideBy = divide_by
+        self._arguments = example  # of the last call; the state is that it returned.
+
+    def run(
+        self, state: PyTree, batches: tuple[PyTree, ...], *, has_data: bool
+    ) -> tuple[PyTree, PyTree]:
+        """Runs the step; without data the replicas of this process do not count."""
+        step = self._step
+        amount = np.full(step.world.num_local_replicas, has_data, np.float32)
+        placed = step._place(state, (amount, *batches))
+        out = step._jit(self._divide_by)(*placed)
+        step.last_state = out[0]
+        self._arguments = out[0], *batches
+        return out
+
+    def main_hook(self) -> None:
+        """Runs the step on zeros."""
+        if self._arguments is None:
+            raise RuntimeError(
+                f"This process has not called the step `{self._step.name}` in the "
+                "`jdp.Join`, so it knows no state and no shapes to stand in with. Pass "
+                "`example=(state, *batches)` to `jdp.Join`, or use `jdp.join_batches`."
+            )
+        state, *batches = self._arguments
+        zeros = jax.tree.map(functools.partial(_zeros_of, self._step.world), batches)
+        self.run(state, tuple(zeros), has_data=False)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Gives all processes the state of the last joiner."""
+        step = self._step
+        context = step.join_context
+        assert context is not None and context.last_joiner is not None
+        # Nobody has called the step, or all have run it.
+        if step.last_state is not None:
+            step.last_state = replicas.copy_from(
+                step.world, step.last_state, process=context.last_joiner
+            )
+
+
+def _zeros_of(world: World, leaf: Any) -> np.ndarray:
+    """Zeros in the shape of this process' part of a batch."""
+    aval = _aval(leaf)
+    if isinstance(leaf, jax.Array) and leaf.sharding == world.split:
+        part = aval.shape[0] // world.num_replicas * world.num_local_replicas
+        return np.zeros((part, *aval.shape[1:]), aval.dtype)
+    return np.zeros(aval.shape, aval.dtype)
+
+
 def _run_on_replica(
-    step: Step, world: World, state: PyTree, *batches: PyTree
+    step: Step,
+    world: World,
+    divide_by: DivideBy | None,
+    state: PyTree,
+    *batches: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    with weights.replica() as replica:
+    ambient = None
+    if divide_by is not None:
+        ambient = Weighting(batches[0][0], divide_by)
+        batches = batches[1:]
+    with weights.replica(ambient) as replica:
         out = step(state, *batches)
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(

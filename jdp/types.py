@@ -29,8 +29,8 @@ class Store(Protocol):
         """Returns 0, 1, 2, ...: how often this process has called it before."""
         ...
 
-    def set(self, key: str, value: bytes) -> None:
-        """Publishes `value`; a key is set once."""
+    def set(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
+        """Publishes `value`; without `overwrite` a key is set once."""
         ...
 
     def get(self, key: str, *, timeout_s: float) -> bytes:
@@ -41,6 +41,22 @@ class Store(Protocol):
         """
         ...
 
+    def try_get(self, key: str) -> bytes | None:
+        """Returns the value of `key`, or None while nobody has set it."""
+        ...
+
+    def list_directory(self, directory: str) -> dict[str, bytes]:
+        """Returns what is set under `directory`, by what follows `<directory>/`."""
+        ...
+
     def delete(self, key: str) -> None:
-        """Forgets `key`."""
+        """Forgets `key`, and everything under it where it is a directory."""
+        ...
+
+    def retire(self, directory: str) -> None:
+        """Notes a directory to be deleted once no process can still read it."""
+        ...
+
+    def take_retired(self) -> list[str]:
+        """Returns what this process has retired since the last call."""
         ...

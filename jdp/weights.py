@@ -81,10 +81,7 @@ def resolve(
       ValueError: `weight` is not a scalar, or `divide_by` is unknown.
       TypeError: `weight` is not a real number.
     """
-    if divide_by not in get_args(DivideBy):
-        raise ValueError(
-            f"`divide_by` must be 'weight', 'active' or 'world', got {divide_by!r}."
-        )
+    check_divide_by(divide_by)
     current = _replica.get()
     if weight is None:
         ambient = current.ambient if current is not None else None
@@ -103,6 +100,14 @@ def resolve(
     # Negative numbers and NaN count as no data.
     amount = jnp.where(amount > 0, amount if divide_by == "weight" else 1.0, 0.0)
     return Weighting(amount, divide_by)
+
+
+def check_divide_by(divide_by: str) -> None:
+    """Raises ValueError if `divide_by` is unknown."""
+    if divide_by not in get_args(DivideBy):
+        raise ValueError(
+            f"`divide_by` must be 'weight', 'active' or 'world', got {divide_by!r}."
+        )
 
 
 def note(weighting: Weighting | None) -> None:

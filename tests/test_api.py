@@ -21,19 +21,21 @@ SIGNATURES = {
     "gradient_order": "(loss_fn, params, *args)",
     "init": "(*, coordinator_address, num_processes, process_id, local_device_ids, "
     "num_cpu_devices, axis_name, num_nodes, timeout_s)",
+    "join_batches": "(batches, *, world, prefetch, like)",
     "local_gradients": "(loss_fn, *, has_aux, find_unused, axis_name)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
     "replicate": "(world, tree)",
     "skip_unused": "(tx)",
     "sync_gradients": "(grads, *, used, weight, divide_by, axis_name, plan, packing, "
     "all_reduce)",
-    "sync_in_backward": "(params, *, weight, divide_by, axis_name, packing, all_reduce)",
+    "sync_in_backward": "(params, *, weight, divide_by, axis_name, packing, "
+    "all_reduce)",
     "unflatten_buckets": "(plan, buffers)",
     "used_parameters": "(loss_fn, params, *args)",
     "value_and_grad": "(loss_fn, *, has_aux, find_unused, weight, divide_by, "
     "axis_name, plan, packing, all_reduce)",
 }
-TYPES = {"AllReduce", "BucketPlan", "World"}
+TYPES = {"AllReduce", "BucketPlan", "Join", "JoinHook", "Joinable", "World"}
 
 
 def test_all_is_the_contract():

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(jdp.__file__).parent
 LAYERS = (
     {"types", "compat"},
     {"mesh", "buckets"},
-    {"weights"},
+    {"weights", "join"},
     {"backward"},
     {"agreement"},
     {"reduction"},
@@ -27,7 +27,7 @@ LAYERS = (
     {"cli"},
 )
 HOST = {"runtime"}
-HOST_MAY_USE = HOST | {"types", "compat", "mesh", "buckets"}
+HOST_MAY_USE = HOST | {"types", "compat", "mesh", "buckets", "join"}
 
 
 def _rank(unit):

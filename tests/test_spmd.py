@@ -230,3 +230,52 @@ def test_memory_is_that_of_the_hand_written_step():
 
     memory = overhead.measure_memory(harness.local_world(2))
     assert memory["jdp"] <= memory["flat shard_map"] + memory["bucket_plan"]
+
+
+# --- In a Join, of one process ------------------------------------------------------
+
+
+def _mean_step(**options):
+    @jdp.data_parallel(world=harness.local_world(4), **options)
+    def step(state, x):
+        loss, grads = jdp.value_and_grad(lambda p, x: (p * x).mean())(state, x)
+        return state - grads, {"loss": loss, "mine": x.mean()}
+
+    return step
+
+
+def test_a_step_in_a_join_is_the_same_step():
+    x = np.arange(8, dtype=np.float32)
+    for donate_state in (True, False):
+        step = _mean_step(donate_state=donate_state)
+        expected, metrics = step(jnp.ones(()), x)
+        with jdp.Join([step]):
+            state, in_join = step(jnp.ones(()), x)
+        chex.assert_trees_all_equal((state, in_join), (expected, metrics))
+        chex.assert_trees_all_equal(step.last_state, expected)
+
+
+def test_a_replica_that_has_joined_does_not_count():
+    step = _mean_step()
+    with jdp.Join([step]):
+        step(jnp.ones(()), np.arange(8, dtype=np.float32))
+        hook = step._join_hook
+        out, metrics = hook.run(
+            jnp.ones(()), (np.full(8, np.nan, np.float32),), has_data=False
+        )
+    assert (float(out), float(metrics["loss"]), float(metrics["mine"])) == (1, 0, 0)
+
+
+def test_a_join_adds_no_collective():
+    step, x = _mean_step(), np.arange(8, dtype=np.float32)
+    amounts = np.ones(4, np.float32)
+    texts = [
+        step._jit(divide_by).lower(jnp.ones(()), *batches).compile().as_text()
+        for divide_by, batches in ((None, (x,)), ("weight", (amounts, x)))
+    ]
+    assert [text.count(" all-reduce(") for text in texts] == [2, 2]
+
+
+def test_a_divisor_that_is_none_is_refused_by_the_join():
+    with pytest.raises(ValueError, match="or 'world', got 'wieght'"):
+        jdp.Join([_mean_step()], divide_by="wieght")

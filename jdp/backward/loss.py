@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -70,6 +70,11 @@ class LossProgram:
         """
         loss_bits = jnp.finfo(self.jaxpr.out_avals[0].dtype).bits
         return loss_bits >= 32 and not _has_narrow_range(self.jaxpr.jaxpr)
+
+    @functools.cached_property
+    def batch_norms(self) -> tuple[str, ...]:
+        """The name scopes in which a `BatchNorm` of Flax takes statistics."""
+        return tuple(dict.fromkeys(_find_batch_norms(self.jaxpr.jaxpr)))
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -258,6 +263,25 @@ def _has_narrow_range(jaxpr: Any) -> bool:
         return True
     inner = (x for eqn in jaxpr.eqns for x in jaxprs_in_params(eqn.params))
     return any(_has_narrow_range(open_jaxpr(x)[0]) for x in inner)
+
+
+def _find_batch_norms(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _find_batch_norms(open_jaxpr(inner)[0])
+        if eqn.primitive.name == "reduce_sum" and _is_of_batch_norm(eqn):
+            yield str(eqn.source_info.name_stack)
+
+
+def _is_of_batch_norm(eqn: Any) -> bool:
+    # `_compute_stats`, which `LayerNorm` calls too, and not when running averages are
+    # used instead.
+    frames = [
+        function
+        for file, function in compat.frames_of(eqn)
+        if "/flax/" in file and file.endswith("normalization.py")
+    ]
+    return "BatchNorm.__call__" in frames and "_compute_stats" in frames
 
 
 @functools.cache

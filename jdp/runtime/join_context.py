@@ -1,0 +1,362 @@
+"""Join context: which processes still go on, and what the others do meanwhile.
+
+While no process has joined, an iteration costs a count. The first that joins wakes the
+others; from then on each posts what it does to a stream of its own, which those that
+have joined follow, one iteration at a time. With `throw_on_early_termination` all post
+from the beginning, and each waits for all others in each iteration.
+"""
+
+import logging
+import threading
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from jdp.join import Joinable
+from jdp.mesh import World
+from jdp.runtime.departures import Watch
+
+_logger = logging.getLogger("jdp")
+_SKEW_WARNING = 1000  # iterations; as torch's Join.
+_GET_TIMEOUT_S = 3600.0
+_THREAD_TIMEOUT_S = 2.0
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a process is."""
+
+    num_begun: int = 0
+    is_joined: bool = False
+    reason: str | None = None  # why it left with an exception, if it did.
+
+
+class Task(NamedTuple):
+    """What a process that has joined does next."""
+
+    kind: Literal["shadow", "wait", "end"]
+    process: int = -1  # whom to wait for.
+
+
+def next_task(num_shadowed: int, progress: Sequence[Progress]) -> Task:
+    """Returns what follows from how far all are; pure.
+
+    Args:
+      num_shadowed: iterations that this process has begun or stood in for.
+      progress: how far each process is, at least.
+    """
+    if any(p.num_begun > num_shadowed for p in progress):
+        return Task("shadow")
+    going_on = [i for i, p in enumerate(progress) if not p.is_joined]
+    return Task("wait", going_on[0]) if going_on else Task("end")
+
+
+def find_last_joiner(progress: Sequence[Progress]) -> int:
+    """Returns who had the most iterations, of several the last; pure."""
+    return max(range(len(progress)), key=lambda i: (progress[i].num_begun, i))
+
+
+class Join:
+    """A context in which processes may have different numbers of iterations.
+
+    A process whose input has ended leaves the context, and there runs the main hooks
+    of its joinables in place of the iterations that others still have; when all have
+    joined, all run the post hooks.
+
+        with jdp.Join([step]):
+            for batch in batches:  # as many as this process has.
+                state, metrics = step(state, batch)
+        state = step.last_state
+
+    Every process enters it. An exception inside of it reaches the others, too, when
+    they come to an iteration that the process that raised never begins; one that waits
+    for that process in a collective ends after `world.timeout_s` seconds. For batches
+    of different sizes, and for nothing but a train step, `jdp.join_batches` does more.
+    """
+
+    last_joiner: int | None = None
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        *,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ):
+        """Makes the hooks of the joinables.
+
+        Args:
+          joinables: at least one, all of one world. Their hooks run in this order; the
+            first alone has to notify the context.
+          enable: False makes it do nothing, for inputs that are known to be even.
+          throw_on_early_termination: whether all processes raise RuntimeError as soon
+            as one has no more input and others do. Then each iteration waits for all
+            processes on the host.
+          **kwargs: given to the `join_hook` of each joinable.
+
+        Raises:
+          ValueError: there is no joinable, or they are of several worlds.
+        """
+        self._joinables = list(joinables)
+        if not self._joinables:
+            raise ValueError("`joinables` is empty; a `Join` requires at least one.")
+        self._world = _common_world(self._joinables)
+        self._is_enabled = enable
+        self._throws = throw_on_early_termination
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._members: _Members | None = None
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> None:
+        """Tells the context of `joinable`, if it is in one, that an iteration begins.
+
+        Called in each iteration, before anything is communicated. Joinables that are
+        not the first of their context need not call it; it does nothing for them.
+
+        Raises:
+          RuntimeError: a process left with an exception; or one has no more input, with
+            `throw_on_early_termination`.
+        """
+        if joinable.join_context is not None:
+            joinable.join_context.notify(joinable)
+
+    def notify(self, joinable: Joinable) -> None:
+        """See `notify_join_context`."""
+        if joinable is not self._joinables[0] or self._members is None:
+            return
+        self._members.begin()
+        if self._throws and any(p.is_joined for p in self._members.meet()):
+            raise RuntimeError(
+                "Detected at least one rank that exhausted inputs. Throwing across all "
+                "ranks."
+            )
+
+    def __enter__(self) -> "Join":
+        """Begins; every process comes here."""
+        if not self._is_enabled:
+            return self
+        for joinable in self._joinables:
+            if joinable.join_context is not None:
+                raise RuntimeError(
+                    f"`{joinable!r}` is in another `Join` already; leave that first."
+                )
+        for joinable in self._joinables:
+            joinable.join_context = self
+        self._members = _Members(self._world, posts_always=self._throws)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Joins: stands in for the iterations of others, then ends with all."""
+        members = self._members
+        if members is None:
+            return
+        try:
+            if error is None:
+                self._join(members)
+            else:
+                members.leave(error)
+        except BaseException as failure:
+            members.leave(failure)
+            raise
+        finally:
+            self._members = None
+            for joinable in self._joinables:
+                joinable.join_context = None
+
+    def _join(self, members: "_Members") -> None:
+        members.join()
+        if self._throws:
+            if not all(p.is_joined for p in members.meet()):
+                raise RuntimeError(
+                    f"Rank {self._world.process_index} exhausted all inputs."
+                )
+        else:
+            self._shadow(members)
+        progress = members.progress
+        self.last_joiner = find_last_joiner(progress)
+        own, last = progress[self._world.process_index], progress[self.last_joiner]
+        for hook in self._hooks:
+            hook.post_hook(own.num_begun == last.num_begun)
+        members.close()
+
+    def _shadow(self, members: "_Members") -> None:
+        num_own = members.num_begun
+        while True:
+            task = next_task(members.num_begun, members.progress)
+            if task.kind == "end":
+                return
+            if task.kind == "wait":
+                members.hear(task.process)
+                continue
+            if members.num_begun - num_own == _SKEW_WARNING:
+                warnings.warn(
+                    f"Detected uneven input skew of greater than {_SKEW_WARNING}. This "
+                    "means that process "
+                    f"{self._world.process_index} has at least {_SKEW_WARNING} fewer "
+                    "inputs than another. It stands in for their iterations at full "
+                    "cost; distribute the inputs more evenly.",
+                    stacklevel=4,
+                )
+            members.stand_in()
+            for hook in self._hooks:
+                hook.main_hook()
+
+
+class _Members:
+    """How far the processes of one context are, as far as this one knows."""
+
+    def __init__(self, world: World, *, posts_always: bool):
+        self._world = world
+        self._own = world.process_index
+        self._lock = threading.Lock()
+        self._posts = posts_always
+        self._num_posted = 0
+        self._num_begun = 0  # own iterations.
+        self._num_heard = [0] * world.process_count
+        self.progress = [Progress() for _ in range(world.process_count)]
+        self._thread = None
+        store = world.store
+        self._directory = "" if store is None else f"jdp/context/{store.next_round()}"
+        self._watch = Watch(world, self._directory, loop="the `jdp.Join`")
+        if store is not None and not posts_always:
+            self._thread = threading.Thread(
+                target=self._wait_for_first, name="jdp-join", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def num_begun(self) -> int:
+        """Iterations that this process has begun, or stood in for."""
+        return self._watch.num_begun
+
+    def begin(self) -> None:
+        """Counts an iteration of this process."""
+        self._watch.begin()
+        with self._lock:
+            self._num_begun += 1
+            self._update(Progress(self._num_begun))
+
+    def stand_in(self) -> None:
+        """Counts an iteration of others."""
+        self._watch.begin()
+
+    def join(self) -> None:
+        """Tells all others that this process has no more input."""
+        with self._lock:
+            self._posts = True
+            self._update(Progress(self._num_begun, is_joined=True))
+        if self._thread is not None:
+            self._wake(range(self._world.process_count))
+            self._thread.join(_THREAD_TIMEOUT_S)
+
+    def meet(self) -> list[Progress]:
+        """Hears all processes once; returns how far they are."""
+        for process in range(self._world.process_count):
+            if process != self._own:
+                self.hear(process)
+        if self._num_posted > 1 and self._world.store is not None:
+            # All have posted this one, and so have read the one before.
+            self._world.store.delete(self._key(self._own, self._num_posted - 2))
+        return self.progress
+
+    def hear(self, process: int) -> None:
+        """Waits for the next of what a process posts."""
+        store = self._world.store
+        assert store is not None
+        key = self._key(process, self._num_heard[process])
+        while True:
+            try:
+                value = store.get(key, timeout_s=self._world.timeout_s)
+                break
+            except TimeoutError:
+                _logger.warning(
+                    "Process %d has joined and has waited more than %g s for the next "
+                    "iteration of process %d.",
+                    *(self._own, self._world.timeout_s, process),
+                )
+        self._num_heard[process] += 1
+        self.progress[process] = msgspec.msgpack.decode(value, type=Progress)
+        reason = self.progress[process].reason
+        if reason is not None:
+            raise RuntimeError(
+                f"Process {process} left the `jdp.Join` after "
+                f"{self.progress[process].num_begun} iterations, by {reason}"
+            )
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the others that this process has failed."""
+        reason = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._posts = True
+            if not self.progress[self._own].reason:
+                self._update(Progress(self._num_begun, is_joined=True, reason=reason))
+        self._watch.leave(reason)
+        self._stop()
+
+    def close(self) -> None:
+        """Ends the context, because all have joined."""
+        self._watch.close()
+        self._stop()
+        store = self._world.store
+        if store is not None and self._world.is_main_process:
+            # All are in this context, and read no other.
+            for directory in store.take_retired():
+                store.delete(directory)
+            store.retire(self._directory)
+
+    def _update(self, progress: Progress) -> None:
+        self.progress[self._own] = progress
+        if self._posts and self._world.store is not None:
+            key = self._key(self._own, self._num_posted)
+            self._world.store.set(key, msgspec.msgpack.encode(progress))
+            self._num_posted += 1
+
+    def _wait_for_first(self) -> None:
+        """Begins to post when the first process joins."""
+        store = self._world.store
+        assert store is not None
+        while True:
+            try:
+                store.get(self._wake_key(self._own), timeout_s=_GET_TIMEOUT_S)
+                break
+            except TimeoutError:
+                continue
+        with self._lock:
+            if not self._posts:
+                self._posts = True
+                self._update(self.progress[self._own])
+
+    def _stop(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._wake([self._own])
+            self._thread.join(_THREAD_TIMEOUT_S)
+
+    def _wake(self, processes: Sequence[int]) -> None:
+        assert self._world.store is not None
+        for process in processes:
+            self._world.store.set(self._wake_key(process), b"", overwrite=True)
+
+    def _wake_key(self, process: int) -> str:
+        return f"{self._directory}/joined/{process}"
+
+    def _key(self, process: int, number: int) -> str:
+        return f"{self._directory}/progress/{process}/{number}"
+
+
+def _common_world(joinables: Sequence[Joinable]) -> World:
+    worlds = [joinable.join_world for joinable in joinables]
+    for world in worlds[1:]:
+        if world is not worlds[0] and world != worlds[0]:
+            raise ValueError(
+                "`joinables` are of several worlds; those of one `Join` communicate "
+                "among the same processes."
+            )
+    return worlds[0]
