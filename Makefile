@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LATEST := .venv-latest
 
-.PHONY: help demo test check test-latest bench clean
+.PHONY: help demo test check test-latest bench soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make check        ruff and pyright"
 	@echo "make test-latest  the suite under the newest Python here, with the newest jax"
 	@echo "make bench        a step beside what it is compared to"
+	@echo "make soak         10,000 schedules of 64 processes with uneven inputs"
 	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/.examples
@@ -40,6 +41,10 @@ test-latest:
 bench: $(VENV)/.examples
 	$(BIN)/jdp bench step
 	$(BIN)/jdp bench overhead
+	$(BIN)/jdp bench join
+
+soak: $(VENV)/.test
+	$(BIN)/python -m tests.runtime.lockstep_simulation --runs 10000
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \

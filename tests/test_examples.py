@@ -124,9 +124,26 @@ def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
     assert float(accuracy) > 95
 
 
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_uneven_inputs_are_those_of_one_process(num_processes):
+    code, out, err = _launch("-n", num_processes, "examples/uneven_inputs.py")
+    assert code == 0, err
+    rows = re.findall(r"(\w+) +: +(\d+) samples .* ([\d.]+)%, .* off by (\S+)", out)
+    found = {name: (int(n), float(a), float(off)) for name, n, a, off in rows}
+    assert list(found) == ["process", "join", "drop", "pad"]
+    num_samples, accuracy, off = found["join"]
+    assert (num_samples, accuracy) == (1500, found["process"][1]) and accuracy > 95
+    # A thousand steps of sums of up to a hundred terms, in another order.
+    assert off < 1e-4 < 0.1 < min(found["drop"][2], found["pad"][2])
+    assert found["drop"][0] < 1500 < found["pad"][0]
+
+
 @pytest.mark.parametrize(
     "example,arguments,message",
     [
+        ("uneven_inputs", ("--batch-size", 9999), "--batch-size must be a multiple"),
+        ("uneven_inputs", ("--skew", 0), "--skew must be above 0"),
+        ("uneven_inputs", ("--skwe", 2), "unrecognized arguments: --skwe"),
         ("unused_branch", ("--steps", 0), "--steps must be at least 1"),
         ("unused_branch", ("--share-of-parity", 2), "--share-of-parity must be from"),
         ("unused_branch", ("--stpes", 2), "unrecognized arguments: --stpes"),

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from jdp.runtime import batch_spec
 from jdp.runtime.batch_spec import Spec
@@ -62,7 +63,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
         return self.is_end or self.error is not None
 
 
-class Member(NamedTuple):
+class Member(msgspec.Struct, frozen=True):
     """One process: what it has read, announced and been told."""
 
     prefetch: int
@@ -75,7 +76,7 @@ class Member(NamedTuple):
     objection: str | None = None
 
 
-class Coordinator(NamedTuple):
+class Coordinator(msgspec.Struct, frozen=True):
     """All processes, as process 0 knows them."""
 
     timeout_s: float  # longest wait for one batch.
@@ -111,18 +112,18 @@ def read(
     if specs:
         shift = len(member.sizes)
         specs = member.specs + tuple((shift + i, spec) for i, spec in specs)
-        return member._replace(sizes=member.sizes + sizes, specs=specs)
-    return member._replace(sizes=member.sizes + sizes)
+        return replace(member, sizes=member.sizes + sizes, specs=specs)
+    return replace(member, sizes=member.sizes + sizes)
 
 
 def end(member: Member, error: str | None = None) -> Member:
     """Enters that the input has ended, or that reading it failed."""
-    return member._replace(has_ended=True, error=error)
+    return replace(member, has_ended=True, error=error)
 
 
 def object_to(member: Member, reason: str) -> Member:
     """Enters that this process cannot pad the spec that was proposed."""
-    return member._replace(objection=reason)
+    return replace(member, objection=reason)
 
 
 def has_to_announce(member: Member, num_begun: int) -> bool:
@@ -157,15 +158,15 @@ def announce(member: Member, reading_s: float = 0.0) -> tuple[Member, Announceme
         member.objection,
         reading_s,
     )
-    member = member._replace(
-        sizes=(), specs=(), num_announced=member.num_announced + len(sizes)
+    member = replace(
+        member, sizes=(), specs=(), num_announced=member.num_announced + len(sizes)
     )
     return member, announcement
 
 
 def receive(member: Member, decision: Decision) -> Member:
     """Enters the decision of this round."""
-    return member._replace(num_decided=member.num_decided + len(decision.sizes))
+    return replace(member, num_decided=member.num_decided + len(decision.sizes))
 
 
 def start_coordinator(num_processes: int, *, timeout_s: float) -> Coordinator:
@@ -189,7 +190,8 @@ def decide(
             if announcement.objection is not None:
                 text = f"Process {process} {announcement.objection}"
                 return state, Decision(error=text)
-        state = state._replace(
+        state = replace(
+            state,
             specs=(*state.specs, state.proposal),
             marks=(*state.marks, 1),
             proposal=None,
@@ -217,7 +219,7 @@ def decide(
         error=error,
         is_read_error=is_read_error,
     )
-    return state._replace(proposal=proposal), decision
+    return replace(state, proposal=proposal), decision
 
 
 def _enter(state: Coordinator, announcements: Sequence[Announcement]) -> Coordinator:
@@ -230,7 +232,8 @@ def _enter(state: Coordinator, announcements: Sequence[Announcement]) -> Coordin
             )
         )
     totals = zip(state.num_announced, announcements, strict=True)
-    return state._replace(
+    return replace(
+        state,
         sizes=tuple(
             known + announcement.sizes
             for known, announcement in zip(state.sizes, announcements, strict=True)
@@ -313,7 +316,8 @@ def _take(
         grown = itertools.accumulate(part, max, initial=marks[number])
         decided.extend(itertools.islice(grown, 1, None))
         marks[number] = decided[-1]
-    state = state._replace(
+    state = replace(
+        state,
         sizes=tuple(sizes[count:] for sizes in state.sizes),
         num_decided=limit,
         marks=tuple(marks),

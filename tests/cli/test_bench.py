@@ -108,9 +108,25 @@ def test_bench_overhead_shows_its_figures(tmp_path):
     assert "reading over not reading" in out
 
 
+def test_bench_join_compares_with_a_plain_loop(tmp_path):
+    path = tmp_path / "join.json"
+    process = _jdp("bench", "join", *SMALL, "--steps", "2", "--json", path)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    loops = json.loads(path.read_text())["loops"]
+    assert set(loops) == {"plain loop", "join_batches", "Join"}
+    for name, row in loops.items():
+        assert name in out
+        pairs = zip(row["rounds_ms"], loops["plain loop"]["rounds_ms"], strict=True)
+        ratios = [a / b for a, b in pairs]
+        assert row["over_plain"] == pytest.approx(sum(ratios) / 2)
+
+
 @pytest.mark.parametrize(
     "arguments,expected",
     [
+        (("bench", "join", "--rouns", "1"), "No such option: --rouns"),
+        (("bench", "join", "-n", "0"), "Invalid value for '-n': "),
         (("bench", "step", "--blocks", "0"), "Invalid value for '--blocks': "),
         (("bench", "step", "--bloks", "1"), "No such option: --bloks"),
         (

@@ -209,7 +209,7 @@ class Simulation:
             self.num_held = max(self.num_held, num_read - min(num_begun, num_read))
         if k < stop:
             return np.inf
-        if k == process.num_sizes:  # Reading one more finds the end.
+        if num_read == process.num_sizes:  # Reading one more finds the end.
             if freed >= num_begun:
                 return np.inf
             if freed >= 0 and begun_s[freed] > until_s:
@@ -270,6 +270,8 @@ class Simulation:
         self.complete_s = now_s
         self.num_decided += len(self.decision.sizes)
         self.num_rounds += 1
+        if self.num_rounds > 20 * len(self.job.step_s) + 100:
+            raise Deadlock(f"at {now_s} s, after {self.num_rounds} rounds")
         for p in range(n):
             self.push(now_s + next(self.delays), "receive", p)
 

@@ -38,9 +38,47 @@ def test_rounds_count_up():
     assert [alone.next_round() for _ in range(3)] == [0, 1, 2]
 
 
+def _use_directories(first, second):
+    """The same on both stores; `first` and `second` are of two members, or one."""
+    first.set("d/a/1", b"1")
+    first.set("d/a/2", b"2")
+    first.set("d/ab", b"3")
+    listed = second.list_directory("d/a")
+    nothing = second.list_directory("none"), second.try_get("d/a"), second.try_get("d")
+    found = second.try_get("d/ab")
+    refused = harness.error_text(lambda: first.set("d/ab", b"4"))[0] != ""
+    first.set("d/ab", b"5", overwrite=True)
+    overwritten = second.get("d/ab", timeout_s=1.0)
+    first.delete("d/a")
+    left = second.list_directory("d")
+    first.delete("d")
+    first.delete("never")
+    first.retire("d/a")
+    first.retire("d/b")
+    retired = first.take_retired(), first.take_retired()
+    return listed, nothing, found, refused, overwritten, left, retired
+
+
+_OF_DIRECTORIES = (
+    {"1": b"1", "2": b"2"},
+    ({}, None, None),
+    b"3",
+    True,
+    b"5",
+    {"ab": b"5"},
+    (["d/a", "d/b"], []),
+)
+
+
+def test_directories_are_listed_and_deleted():
+    assert _use_directories(*store.make_memory_stores(2)) == _OF_DIRECTORIES
+
+
 def _use_store():
     jdp.init()
     shared = mesh.current_world().store
+    if mesh.current_world().process_index == 0:
+        assert _use_directories(shared, shared) == _OF_DIRECTORIES
     rank = mesh.current_world().process_index
     shared.set(f"value/{rank}", bytes([rank, 0, 255]))
     got = shared.get(f"value/{1 - rank}", timeout_s=10.0)
