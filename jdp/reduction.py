@@ -200,12 +200,10 @@ def _sum_groups(
     if weighting is None:
         groups = [[_before(x, num_replicas) for x in group] for group in groups]
         return _reduce(groups, options, None), num_replicas
-    # Where the total rides it keeps all its digits.
-    seat = min(groups, key=lambda group: -jnp.finfo(group[0].dtype).bits)
-    seat.append(weights.encode(weighting.amount, seat[0].dtype, options.axis_name))
-    position = next(g for g, group in enumerate(groups) if group is seat)
-    groups = _reduce(groups, options, weighting.amount > 0)
-    return groups, weights.decode(groups[position].pop())
+    first, *others = groups
+    total = weights.encode(weighting.amount, first[0].dtype, options.axis_name)
+    groups = _reduce([[*first, total], *others], options, weighting.amount > 0)
+    return groups, weights.decode(groups[0].pop())
 
 
 def _reduce(

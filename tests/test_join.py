@@ -363,6 +363,28 @@ def test_every_sample_counts_once_and_the_same(devices_per_process):
             np.testing.assert_allclose(found_losses, losses, rtol=1e-6)
 
 
+def _end_with_other_states():
+    """Each process goes on from a state of its own, which nothing notices."""
+    world = jdp.init()
+
+    @jdp.data_parallel(donate_state=False)
+    def step(state, batch):
+        return state, {"mean": batch.mean()}
+
+    own = jax.device_put([np.float32(world.process_index)], list(world.local_devices))
+    state = jax.make_array_from_single_device_arrays((), world.replicated, own)
+    with jdp.Join([step], example=(state, np.ones(2))):
+        for _ in range((2, 3, 3, 1)[world.process_index]):
+            step(state, np.ones(2, np.float32))
+        before = float(step.last_state.addressable_data(0))
+    return before, float(step.last_state.addressable_data(0))
+
+
+def test_the_final_state_is_that_of_the_last_joiner_with_the_highest_index():
+    values = harness.run_checked(_end_with_other_states, 4)
+    assert values == [(0, 2), (1, 2), (2, 2), (3, 2)]
+
+
 def _join_without_example():
     world = jdp.init(timeout_s=3.0)
     tx = optax.sgd(0.1)

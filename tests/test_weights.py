@@ -289,6 +289,45 @@ def test_micro_batches_count_by_their_samples(run, num_micro_batches):
     chex.assert_trees_all_close(found, expected, atol=ATOL, rtol=0)
 
 
+@transforms
+def test_micro_batches_without_data_use_nothing(run):
+    # Both samples of the second micro-batch, which take the other branch, are padding.
+    def loss_fn(params, batch, weight):
+        return lax.cond(
+            batch[0] > 0,
+            lambda p: p["a"] * (batch * weight).sum() / weight.sum(),
+            lambda p: p["b"] * (batch * weight).sum() / weight.sum(),
+            params,
+        )
+
+    def fn(params, local):
+        batch, weight = local
+        grad_fn = jdp.accumulate_gradients(loss_fn, 2, weight=weight, find_unused=True)
+        (_, grads), used = grad_fn(params, batch, weight)
+        return grads, used
+
+    batch = np.array([[1, 2, -1, -2]] * 2, np.float32)
+    weight = np.array([[1, 1, 0, 0]] * 2, np.float32)
+    grads, used = run(fn, 2, {"a": jnp.ones(()), "b": jnp.ones(())}, (batch, weight))
+    assert jax.tree.map(bool, used) == {"a": True, "b": False}
+    assert jax.tree.map(float, grads) == {"a": 1.5, "b": 0.0}
+
+
+@pytest.mark.parametrize("weight", [-1.0, -np.inf, np.nan, 0])
+def test_what_is_not_positive_counts_as_no_data(weight):
+    amounts = np.array([2, weight, 1], np.float32)
+
+    def fn(_, local):
+        x, weight = local
+        return [
+            jdp.sync_gradients(x, weight=weight, divide_by=divide_by)
+            for divide_by in ("weight", "active", "world")
+        ]
+
+    found = TRANSFORMS["vmap"](fn, 3, 0.0, (np.array([3.0, 5.0, 9.0]), amounts))
+    assert [float(x) for x in found] == [5.0, 6.0, 4.0]
+
+
 def test_accumulation_takes_one_weight_a_sample():
     split, weight, _ = _uneven(2)
 

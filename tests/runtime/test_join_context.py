@@ -191,6 +191,20 @@ def test_all_throw_as_soon_as_one_has_no_more_input(counts):
     assert totals == [len(counts) * min(counts)] * len(counts)
 
 
+def test_what_was_posted_in_each_iteration_does_not_pile_up():
+    sizes = []
+
+    def run(world):
+        counter = _Counter(world, lambda process, value: 0.0)
+        with jdp.Join([counter], throw_on_early_termination=True):
+            for _ in range(50):
+                counter()
+                sizes.append(len(world.store.list_directory("jdp")))
+
+    assert harness.run_threads(run, 2) == [None, None]
+    assert max(sizes) <= 2 * 3  # two of each process, and one more that is new.
+
+
 def test_nobody_throws_where_all_end_together():
     found = _run_counts([3, 3], throw_on_early_termination=True)
     assert found == [([6.0], [[True]], 1)] * 2
