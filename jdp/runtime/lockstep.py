@@ -37,9 +37,8 @@ SpecChange = tuple[int, Spec]
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
     """What one process says in one round."""
 
-    sizes: tuple[
-        int, ...
-    ] = ()  # samples per replica of each batch read since the last.
+    # Samples per replica of each batch read since the last announcement.
+    sizes: tuple[int, ...] = ()
     specs: tuple[SpecChange, ...] = ()  # (offset in `sizes`, spec) where it changed.
     has_ended: bool = False  # there is no batch after these.
     error: str | None = None  # why not, where it is not the end of the input.

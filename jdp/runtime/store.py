@@ -48,7 +48,7 @@ class DistributedStore(_Own):
         """See `jdp.types.Store`.
 
         One that times out leaves some 35 kB in process 0 until the key is set
-        (measured, jaxlib 0.10.2): to wait long, do not repeat short ones.
+        (measured, JAX 0.10.2): to wait long, do not repeat short ones.
         """
         try:
             timeout_ms = max(1, int(1000 * timeout_s))

@@ -52,15 +52,16 @@ def test_all_schedules_come_to_the_same_iterations(job):
 @settings(max_examples=150, deadline=None)
 def test_all_schedules_come_to_a_failure_at_the_same_iteration(job):
     result = Simulation(job).run()
-    counts = [len(sizes) for sizes in job.sizes]
     first = min(job.fails_at.values())
-    process = min(p for p, k in job.fails_at.items() if k == first)
     assert result.num_begun == first
     assert all(len(seen) == first for seen in result.iterations)
-    assert result.error == (
-        f"Process {process} could not read its batch {first} (counted from 0): "
+    # Of several, whoever said so first is named.
+    assert result.error in {
+        f"Process {p} could not read its batch {first} (counted from 0): "
         "ValueError: boom"
-    ), counts
+        for p, k in job.fails_at.items()
+        if k == first
+    }
 
 
 class _Walker:
