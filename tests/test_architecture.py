@@ -16,6 +16,7 @@ LAYERS = (
     {"weights", "join"},
     {"backward"},
     {"agreement"},
+    {"collectives"},
     {"reduction"},
     {"recording", "layer_sync"},
     {"grad_sync"},
@@ -27,7 +28,7 @@ LAYERS = (
     {"cli"},
 )
 HOST = {"runtime"}
-HOST_MAY_USE = HOST | {"types", "compat", "mesh", "buckets", "join"}
+HOST_MAY_USE = HOST | {"types", "compat", "mesh", "buckets", "join", "collectives"}
 
 
 def _rank(unit):

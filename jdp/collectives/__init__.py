@@ -1,0 +1,1 @@
+"""Collectives: all-reduces behind one contract."""
