@@ -215,6 +215,12 @@ def _reduce(
             groups = [[weights.zero_unless(has_data, x) for x in g] for g in groups]
         return _reduce_tuples(groups, options.axis_name)
     all_reduce = options.all_reduce or lax.psum
+    reduce_group = getattr(all_reduce, "reduce_group", None)
+    if reduce_group is not None:  # It packs by itself.
+        return [
+            reduce_group(group, options.axis_name, has_data=has_data)
+            for group in groups
+        ]
     sums = [all_reduce(_pack(group, has_data), options.axis_name) for group in groups]
     return [
         buckets.unpack(buffer, [x.shape for x in group])

@@ -8,10 +8,9 @@ to sum it, writes S / n of result, and reads the other S / n * (n - 1).
 """
 
 import contextvars
-import functools
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -65,17 +64,25 @@ class SharedBuffer:
         self._round = 0
         self._failure: str | None = None
 
-    def all_reduce(self, x: jax.Array, axis_name: AxisName, *, op: Op = "sum") -> Any:
-        """Reduces `x`, shape (n,); see `shared_memory_all_reduce`."""
-        return _bind(x, axis_name, op, self.world, lambda: self)
+    @property
+    def all_reduce(self) -> "SharedMemoryAllReduce":
+        """The all-reduce through this memory; see `SharedMemoryAllReduce`."""
+        return SharedMemoryAllReduce(self)
 
-    def reduce_in_place(self, x: np.ndarray, op: Op, call: int) -> None:
-        """Replaces `x`, shape (n,), by its reduction over the processes.
+    def reduce_in_place(
+        self,
+        arrays: Sequence[np.ndarray],
+        op: Op,
+        call: int,
+        pieces: Sequence["_Piece"],
+    ) -> None:
+        """Replaces arrays of one dtype by their reductions over the processes.
 
         Args:
-          x: contiguous, and writeable.
-          op: see `shared_memory_all_reduce`.
+          arrays: contiguous and writeable, shape (n,) each.
+          op: see `SharedMemoryAllReduce`.
           call: what must be equal on all processes, or they reduce different things.
+          pieces: what `_cut` made of their sizes.
 
         Raises:
           RuntimeError: a process is gone, or reduces something else.
@@ -83,36 +90,41 @@ class SharedBuffer:
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(self._failure)
-            size = max(self.num_bytes, _ONE_STAGE_BYTES) // x.itemsize
             try:
-                for start in range(0, x.size, size):
-                    self._reduce_piece(x[start : start + size], op, call)
+                for piece in pieces:
+                    self._reduce_piece(arrays, op, call, piece)
             except RuntimeError as error:
                 self._failure = str(error)
                 raise
 
-    def _reduce_piece(self, x: np.ndarray, op: Op, call: int) -> None:
-        own, count = self.world.process_index, self.world.process_count
+    def _reduce_piece(
+        self, arrays: Sequence[np.ndarray], op: Op, call: int, piece: "_Piece"
+    ) -> None:
+        own, dtype = self.world.process_index, arrays[0].dtype
         self._round += 1
         side = self._round % 2
         self._calls[own, side] = call
-        if x.nbytes <= _ONE_STAGE_BYTES:
-            slots = self._small[side, :, : x.nbytes].view(x.dtype)
-            slots[own] = x
+        num_bytes = piece.size * dtype.itemsize
+        if not piece.own:  # One stage: nobody has a part of its own.
+            slots = list(self._small[side, :, :num_bytes].view(dtype))
+            for i, where, at in piece.others:
+                slots[own][at] = arrays[i][where]
             self._meet(call)
-            _reduce(list(slots), op, out=x)
+            for i, where, at in piece.others:
+                _reduce([slot[at] for slot in slots], op, out=arrays[i][where])
             return
-        slots = self._large[:, : x.nbytes].view(x.dtype)
-        a, b = _part(x, own, count)
-        slots[own, :a], slots[own, b:] = x[:a], x[b:]
+        *slots, result = self._large[:, :num_bytes].view(dtype)
+        mine = slots.pop(own)
+        for i, where, at in piece.others:
+            mine[at] = arrays[i][where]
         self._meet(call)
-        operands = [x, *(slots[p] for p in range(count) if p != own)]
-        for start in range(a, b, _CHUNK_BYTES // x.itemsize):
-            chunk = slice(start, min(b, start + _CHUNK_BYTES // x.itemsize))
-            _reduce([operand[chunk] for operand in operands], op, out=x[chunk])
-            slots[count, chunk] = x[chunk]
+        for i, where, at in piece.own:
+            part = arrays[i][where]
+            _reduce([part, *(slot[at] for slot in slots)], op, out=part)
+            result[at] = part
         self._segment.arrive_and_wait()
-        x[:a], x[b:] = slots[count, :a], slots[count, b:]
+        for i, where, at in piece.others:
+            arrays[i][where] = result[at]
 
     def _meet(self, call: int) -> None:
         self._segment.arrive_and_wait()
@@ -152,33 +164,65 @@ def create_shared_buffer(
     return SharedBuffer(world, num_bytes, key=f"jdp/shared_memory/{number}")
 
 
-def shared_memory_all_reduce(
-    x: jax.Array, axis_name: AxisName, *, op: Op = "sum"
-) -> jax.Array:
+class SharedMemoryAllReduce:
     """Reduces over all replicas, which are CPU processes of one host.
 
-    Through a buffer of `DEFAULT_NUM_BYTES` that the current world makes when a program
-    with it first runs. 16-bit floats are summed in float32. It has side effects, so
-    that programs keep their all-reduces in order, one after the other; two programs
-    that do not depend on each other must not run at the same time.
-
-    Args:
-      x: shape (n,), floating or integer.
-      axis_name: all axes of the world.
-      op: "sum", "mean", "min", "max" or "product".
-
-    Returns:
-      The reduction, like `x`, bitwise the same on all replicas; by JAX's types it may
-      differ between them, so that `jdp.data_parallel` needs `check_vma=False`.
-
-    Raises:
-      ValueError: `axis_name` is not bound, or not over all replicas; unknown `op`.
-      TypeError: the mean of integers.
-      RuntimeError: when it runs: a process has ended, or did not come in time.
+    16-bit floats are summed in float32. It has side effects, so that a program keeps
+    its all-reduces in order, one after the other; two programs that do not depend on
+    each other must not run at the same time.
     """
-    world = mesh.current_world()
-    find_buffer = functools.partial(_default_buffer, world)
-    return _bind(x, axis_name, op, world, find_buffer)
+
+    __name__ = "shared_memory_all_reduce"
+
+    def __init__(self, buffer: SharedBuffer | None = None):
+        """Reduces through `buffer`; None: see `shared_memory_all_reduce`."""
+        self._buffer = buffer
+
+    def __call__(
+        self, x: jax.Array, axis_name: AxisName, *, op: Op = "sum"
+    ) -> jax.Array:
+        """Reduces one buffer.
+
+        Args:
+          x: shape (n,), floating, complex or integer.
+          axis_name: all axes of the world.
+          op: "sum", "mean", "min", "max" or "product".
+
+        Returns:
+          The reduction, like `x`, bitwise the same on all replicas; by JAX's types it
+          may differ between them, so that `jdp.data_parallel` needs
+          `check_vma=False`.
+
+        Raises:
+          ValueError: `axis_name` is not bound, or not over all replicas; unknown `op`.
+          TypeError: the mean of integers.
+          RuntimeError: when it runs: a process has ended, or did not come in time.
+        """
+        return self.reduce_group([x], axis_name, op=op)[0]
+
+    def reduce_group(
+        self,
+        arrays: Sequence[jax.Array],
+        axis_name: AxisName,
+        *,
+        op: Op = "sum",
+        has_data: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        """Reduces arrays of one dtype and of any shapes, without packing them.
+
+        They go from where they are into the shared memory and back, in place. Where
+        `has_data`, bool (), is False, this replica has zeros, whatever they hold.
+        """
+        world = mesh.current_world() if self._buffer is None else self._buffer.world
+        _check(arrays[0], axis_name, op, world)
+        if world.num_replicas == 1 or sum(x.size for x in arrays) == 0:
+            return list(arrays)
+        return _bind(arrays, op, world, self._buffer, has_data)
+
+
+# Through a buffer of `DEFAULT_NUM_BYTES`, which the processes of the current world make
+# when a program with it first runs.
+shared_memory_all_reduce = SharedMemoryAllReduce()
 
 
 class _Default:
@@ -211,31 +255,93 @@ _last: contextvars.ContextVar[_Last | None] = contextvars.ContextVar(
 
 
 def _bind(
-    x: jax.Array,
-    axis_name: AxisName,
+    arrays: Sequence[jax.Array],
     op: Op,
     world: World,
-    find_buffer: Callable[[], SharedBuffer],
-) -> jax.Array:
-    _check(x, axis_name, op, world)
-    if world.num_replicas == 1 or x.size == 0:
-        return x
+    buffer: SharedBuffer | None,
+    has_data: jax.Array | None,
+) -> list[jax.Array]:
     last = _last.get()
     if last is None or last.trace is not compat.current_trace():
         last = _Last(compat.current_trace(), jnp.zeros(1, jnp.uint32), 0)
-    call = zlib.crc32(f"{last.number} {op} {x.dtype}[{x.size}]".encode())
+    sizes = [x.size for x in arrays]
+    dtype = arrays[0].dtype
+    call = zlib.crc32(f"{last.number} {op} {dtype}{sizes}".encode())
+    num_bytes = DEFAULT_NUM_BYTES if buffer is None else buffer.num_bytes
+    pieces = _cut(sizes, dtype.itemsize, num_bytes, world)
 
     def callback(context: Any, results: Any, *operands: Any) -> None:
-        find_buffer().reduce_in_place(np.asarray(results[0]), op, call)
+        *reduced, _ = results
+        flat = [np.asarray(x).reshape(-1) for x in reduced]
+        if has_data is not None and not np.asarray(operands[-1]):
+            for x in flat:
+                x.fill(0)
+        found = _default_buffer(world) if buffer is None else buffer
+        found.reduce_in_place(flat, op, call, pieces)
 
     # XLA runs what does not depend on each other in any order, another one in every
     # process: the token makes it one order.
-    shapes = (jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, last.token))
-    reduced, token = buffer_callback(
-        callback, tuple(shapes), has_side_effect=True, input_output_aliases={0: 0, 1: 1}
-    )(x, last.token)
+    shared = [*arrays, last.token]
+    *reduced, token = buffer_callback(
+        callback,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shared],
+        has_side_effect=True,
+        input_output_aliases={i: i for i in range(len(shared))},
+    )(*shared, *([] if has_data is None else [has_data]))
     _last.set(_Last(last.trace, token, last.number + 1))
     return reduced
+
+
+class _Segment(NamedTuple):
+    """A run of elements of one array."""
+
+    array: int
+    where: slice  # in the array.
+    at: slice  # in the piece.
+
+
+class _Piece(NamedTuple):
+    """What goes through the shared memory at once."""
+
+    size: int  # elements.
+    others: list[_Segment]  # what other processes sum; everything, in one stage.
+    own: list[_Segment]  # what this process sums, in chunks.
+
+
+def _cut(
+    sizes: Sequence[int], itemsize: int, num_bytes: int, world: World
+) -> list[_Piece]:
+    """Cuts arrays, one after the other, into pieces that fit, and these into parts."""
+    total = sum(sizes)
+    step = max(num_bytes, _ONE_STAGE_BYTES) // itemsize
+    pieces = []
+    for start in range(0, total, step):
+        stop = min(total, start + step)
+        size = stop - start
+        if size * itemsize <= _ONE_STAGE_BYTES:
+            pieces.append(_Piece(size, _segments(sizes, start, 0, size, size), []))
+            continue
+        a, b = _part(size, itemsize, world)
+        others = _segments(sizes, start, 0, a, size)
+        others += _segments(sizes, start, b, size, size)
+        own = _segments(sizes, start, a, b, _CHUNK_BYTES // itemsize)
+        pieces.append(_Piece(size, others, own))
+    return pieces
+
+
+def _segments(
+    sizes: Sequence[int], piece: int, a: int, b: int, chunk: int
+) -> list[_Segment]:
+    """Lists the runs from `a` to `b` of the piece that begins at `piece`."""
+    found, first = [], 0
+    for i, size in enumerate(sizes):
+        start, stop = max(first, piece + a), min(first + size, piece + b)
+        for k in range(start, stop, chunk):
+            end = min(k + chunk, stop)
+            where, at = slice(k - first, end - first), slice(k - piece, end - piece)
+            found.append(_Segment(i, where, at))
+        first += size
+    return found
 
 
 def _check(x: jax.Array, axis_name: AxisName, op: Op, world: World) -> None:
@@ -272,11 +378,12 @@ def _check_world(world: World) -> None:
         )
 
 
-def _part(x: np.ndarray, process: int, count: int) -> tuple[int, int]:
-    """First element, and the one after the last, of the part that a process sums."""
-    step = _LINE // x.itemsize
-    ends = [x.size * p // count // step * step for p in range(count)] + [x.size]
-    return ends[process], ends[process + 1]
+def _part(size: int, itemsize: int, world: World) -> tuple[int, int]:
+    """First element, and the one after the last, of the part this process sums."""
+    step = _LINE // itemsize
+    count = world.process_count
+    ends = [size * p // count // step * step for p in range(count)] + [size]
+    return ends[world.process_index], ends[world.process_index + 1]
 
 
 def _reduce(operands: list[np.ndarray], op: Op, *, out: np.ndarray) -> None:

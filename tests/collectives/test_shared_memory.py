@@ -225,6 +225,35 @@ def test_processes_train_as_one_device_does(num_processes, bucket_bytes):
             np.testing.assert_allclose(found[name], value, atol=1e-4)
 
 
+def _weigh():
+    world = jdp.init()
+
+    @jdp.data_parallel(check_vma=False, donate_state=False)
+    def step(state, grads, weight):
+        options = {"all_reduce": shared_memory.shared_memory_all_reduce}
+        synced = jdp.sync_gradients(
+            {k: x[0] for k, x in grads.items()}, weight=weight.sum(), **options
+        )
+        return state, synced
+
+    found = []
+    for amounts in ((3, 1), (3, 0), (0, 0)):
+        amount = amounts[world.process_index]
+        # Whatever a replica without data holds does not count.
+        value = np.float32(world.process_index + 1 if amount else np.nan)
+        grads = {"a": np.full((1, 5), value), "b": np.full((1, 20_000), value)}
+        _, synced = step(np.zeros(1), grads, np.full(1, amount, np.float32))
+        values = [np.unique(x.addressable_data(0)) for x in synced.values()]
+        found.append([x.tolist() for x in values])
+    return found
+
+
+@pytest.mark.multiprocess
+def test_a_replica_without_data_does_not_count():
+    expected = [[[1.25]] * 2, [[1.0]] * 2, [[0.0]] * 2]
+    assert harness.run_checked(_weigh, 2) == [expected] * 2
+
+
 def _jitted(world, size):
     fn = jax.shard_map(
         lambda x: shared_memory.shared_memory_all_reduce(x, "data"),
