@@ -13,7 +13,7 @@ help:
 	@echo "make check        ruff and pyright"
 	@echo "make test-latest  the suite under the newest Python here, with the newest jax"
 	@echo "make bench        a step beside what it is compared to"
-	@echo "make soak         10,000 schedules of 64 processes with uneven inputs"
+	@echo "make soak         long runs: schedules of uneven inputs, shared memory"
 	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/.examples
@@ -45,6 +45,7 @@ bench: $(VENV)/.examples
 
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.lockstep_simulation --runs 10000
+	$(BIN)/python -m tests.collectives.shared_memory_soak
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \

@@ -1,14 +1,11 @@
 """jdp: data-parallel training for JAX."""
 
+from jdp import collectives
 from jdp.accumulation import accumulate_gradients
 from jdp.backward.loss import gradient_order, used_parameters
 from jdp.buckets import BucketPlan, flatten_buckets, plan_buckets, unflatten_buckets
 from jdp.description import describe
-from jdp.grad_sync import (
-    local_gradients,
-    sync_gradients,
-    value_and_grad,
-)
+from jdp.grad_sync import local_gradients, sync_gradients, value_and_grad
 from jdp.join import Joinable, JoinHook
 from jdp.layer_sync import sync_in_backward
 from jdp.mesh import World, global_batch

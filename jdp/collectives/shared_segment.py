@@ -25,7 +25,7 @@ _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of Linux on x86-64.
 _EVERYBODY = 2**31 - 1
 # A peer that is on its way comes within microseconds. One that still computes takes
 # longer, and may need the core that spinning would keep busy.
-_NUM_SPINS = 1000
+_NUM_SPINS = 5000
 _CHECK_PERIOD_S = 0.05  # how often a wait looks whether its peer still lives.
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.multiprocess
 JAX_SYSTEMS = {
     "jdp",
     "jdp, find_unused",
+    "jdp, shared memory",
     "partitioned",
     "psum a leaf",
     "flat shard_map",

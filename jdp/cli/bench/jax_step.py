@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 import jdp
+from jdp import collectives
 from jdp.cli.bench import channel
 from jdp.cli.bench.channel import StepConfig
 
@@ -64,6 +65,13 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
         (loss, grads), _ = grad_fn(params, batch)
         return sgd(params, grads, config), loss
 
+    def shared_memory(params: Any, batch: Any) -> Any:
+        grad_fn = jdp.value_and_grad(
+            loss_fn, all_reduce=collectives.shared_memory_all_reduce
+        )
+        loss, grads = grad_fn(params, batch)
+        return sgd(params, grads, config), loss
+
     def partitioned(params: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         return sgd(params, grads, config), loss
@@ -95,7 +103,7 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
             donate_argnums=0,
         )
 
-    return {
+    steps = {
         "jdp": jdp.data_parallel(jdp_step, world=world),
         "jdp, find_unused": jdp.data_parallel(find_unused, world=world),
         "partitioned": jax.jit(
@@ -108,6 +116,11 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
         "flat shard_map": sharded(flat),
         "no communication": sharded(none),
     }
+    if jax.default_backend() == "cpu":
+        steps["jdp, shared memory"] = jdp.data_parallel(
+            shared_memory, world=world, check_vma=False
+        )
+    return steps
 
 
 def main(port: int, config: StepConfig) -> None:
