@@ -57,10 +57,9 @@ def sync_in_backward(
 
     def backward(amount: jax.Array | None, cotangents: PyTree) -> tuple[PyTree, Any]:
         plan = reduction.default_plan(cotangents)
+        here = None if weighting is None else weighting._replace(amount=amount)
         means, *_ = reduction.mean_over_replicas(
-            cotangents,
-            options._replace(plan=plan),
-            weighting=weighting and weighting._replace(amount=amount),
+            cotangents, options._replace(plan=plan), weighting=here
         )
         leaves, treedef = jax.tree.flatten(means)
         # As the types of custom_vjp want it: the cotangent varies as the operand did.
@@ -76,7 +75,7 @@ def sync_in_backward(
     identity.defvjp(forward, backward)
     # By its name `flow` finds it in a jaxpr.
     marker.__name__ = _marker_name(axis_name, weighting)
-    return jax.jit(marker)(params, weighting and weighting.amount)
+    return jax.jit(marker)(params, None if weighting is None else weighting.amount)
 
 
 def check_markers(

@@ -14,7 +14,10 @@ class AllReduce(Protocol):
 
     Every replica of the axis calls it the same number of times, in the same order,
     with the same shape and dtype, and gets bitwise the same result.
-    `jax.lax.psum` is one.
+    `jax.lax.psum` is one. One that packs by itself may also have a method
+    `reduce_group(arrays, axis_name, *, has_data)`: arrays of one dtype and any shapes,
+    to be summed together; a replica counts as zeros where `has_data`, None or
+    bool (), is False.
     """
 
     def __call__(self, x: jax.Array, axis_name: AxisName, /) -> jax.Array:
