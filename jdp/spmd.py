@@ -386,6 +386,7 @@ class _StepJoinHook(JoinHook):
         step = self._step
         context = step.join_context
         assert context is not None and context.last_joiner is not None
+        self._arguments = None  # Nothing but `last_state` is kept alive.
         # Nobody has called the step, or all have run it.
         if step.last_state is not None:
             step.last_state = replicas.copy_from(
