@@ -67,6 +67,43 @@ batching.primitive_batchers[_barrier_p] = lambda xs, dims: (_barrier_p.bind(*xs)
 ad.primitive_jvps[_barrier_p] = lambda xs, dots: (_barrier_p.bind(*xs), dots)
 
 
+def declare_replicated(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+    """Types `x` as one that is the same over `axis_names`; no data moves.
+
+    The derivative is that of the copy which index 0 holds.
+    """
+    names = tuple(n for n in axis_names if n in varying_axes(x))
+    return _replicated_p.bind(x, axes=names) if names else x
+
+
+def _replicated_type(aval: Any, *, axes: tuple[str, ...]) -> Any:
+    varying = aval.mat.varying - frozenset(axes)
+    return aval.update(manual_axis_type=aval.mat.update(varying=varying))
+
+
+def _replicated_transpose(
+    cotangent: Any, x: Any, *, axes: tuple[str, ...]
+) -> list[jax.Array]:
+    mine = lax.select(
+        lax.axis_index(axes) == 0, cotangent, lax.zeros_like_array(cotangent)
+    )
+    return [cast_varying(mine, axes)]
+
+
+def _replicated_batch(
+    xs: Sequence[Any], dims: Sequence[Any], *, axes: tuple[str, ...]
+) -> tuple[Any, Any]:
+    return _replicated_p.bind(xs[0], axes=axes), dims[0]
+
+
+_replicated_p = Primitive("jdp_replicated")
+_replicated_p.def_impl(lambda x, *, axes: x)
+_replicated_p.def_abstract_eval(_replicated_type)
+mlir.register_lowering(_replicated_p, lambda ctx, x, *, axes: [x])
+ad.deflinear2(_replicated_p, _replicated_transpose)
+batching.primitive_batchers[_replicated_p] = _replicated_batch
+
+
 @contextlib.contextmanager
 def inside_equation(eqn: Any) -> Iterator[None]:
     """While tracing: what is bound gets the name scope and source line of `eqn`."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, layer_sync, recording, reduction, weights
+from jdp import buckets, layer_sync, mesh, recording, reduction, weights
 from jdp.backward.loss import LossProgram, trace_loss
 from jdp.buckets import BucketPlan
 from jdp.recording import LossFacts, Synchronization
@@ -215,7 +215,7 @@ def differentiate(
     weighting: Weighting | None = None,
 ) -> Local:
     """Traces the loss once, and runs it forwards and backwards."""
-    reduction.axis_size(axis_name)
+    mesh.axis_size(axis_name)
     own = reduction.cast_varying(params, axis_name)
     program = trace_loss(loss_fn, own, args, kwargs, has_aux=has_aux)
     layer_sync.check_markers(program, axis_name, weighting)
@@ -380,7 +380,7 @@ def _record(
             plan=options.plan,
             packing=reduction.choose_packing(options.packing, options.all_reduce),
             algorithm="psum" if options.all_reduce is None else name,
-            num_replicas=reduction.axis_size(options.axis_name),
+            num_replicas=mesh.axis_size(options.axis_name),
             riders=tuple(buckets.LeafSpec(r.shape, r.dtype) for r in riders),
             divide_by=None if weighting is None else weighting.divide_by,
             loss=facts,

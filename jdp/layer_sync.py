@@ -43,7 +43,7 @@ def sync_in_backward(
       `params`. It raises what `sync_gradients` raises.
     """
     options = Options(axis_name, None, packing, all_reduce)
-    reduction.axis_size(axis_name)
+    mesh.axis_size(axis_name)
     reduction.choose_packing(packing, all_reduce)
     weighting = weights.resolve(weight, divide_by)
     varying = [frozenset(compat.varying_axes(x)) for x in jax.tree.leaves(params)]

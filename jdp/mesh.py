@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdp import compat
 from jdp.types import AxisName, Device, PyTree, Store
 
 
@@ -94,6 +96,23 @@ def current_world() -> World:
 def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Returns one axis name, or several, as a tuple."""
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Returns the number of replicas on an axis, or on several, while tracing.
+
+    Raises:
+      ValueError: `axis_name` is not bound.
+    """
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"`axis_name={axis_name!r}` is not bound here; bound axes: "
+            f"{compat.bound_axis_names() or 'none'}. Call this inside a step that "
+            "`jdp.data_parallel` wraps, or under `shard_map`, `pmap(axis_name=)` or "
+            "`vmap(axis_name=)` with that name."
+        ) from None
 
 
 def check_axis_name(axis_name: AxisName) -> None:

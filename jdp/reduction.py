@@ -55,7 +55,7 @@ def average_weighted(
     tree: PyTree, axis_name: AxisName, find_weighting: Callable[[], Weighting | None]
 ) -> PyTree:
     """`average`; asks for the weighting if there is something to average."""
-    num_replicas = axis_size(axis_name)
+    num_replicas = mesh.axis_size(axis_name)
     tracked = tracked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [as_inexact(x) for x in leaves]
@@ -110,7 +110,7 @@ def mean_over_replicas(
     """
     axis_name, plan, packing, all_reduce = options
     options = options._replace(packing=choose_packing(packing, all_reduce))
-    num_replicas = axis_size(axis_name)
+    num_replicas = mesh.axis_size(axis_name)
     assert plan is not None
     leaves = buckets.check_fits(plan, grads)
     _check_are_gradients(plan)
@@ -297,22 +297,9 @@ def choose_packing(packing: Packing | None, all_reduce: AllReduce | None) -> Pac
     return packing or ("flat" if jax.default_backend() == "cpu" else "tuple")
 
 
-def axis_size(axis_name: AxisName) -> int:
-    """Returns the number of replicas, or raises ValueError where it is not bound."""
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"`axis_name={axis_name!r}` is not bound here; bound axes: "
-            f"{compat.bound_axis_names() or 'none'}. Call this inside a step that "
-            "`jdp.data_parallel` wraps, or under `shard_map`, `pmap(axis_name=)` or "
-            "`vmap(axis_name=)` with that name."
-        ) from None
-
-
 def is_alone(axis_name: AxisName) -> bool:
     """Whether there is one replica, and no type to be satisfied by a collective."""
-    return axis_size(axis_name) == 1 and not tracked_axes(axis_name)
+    return mesh.axis_size(axis_name) == 1 and not tracked_axes(axis_name)
 
 
 def tracked_axes(axis_name: AxisName) -> frozenset[str]:

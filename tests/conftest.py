@@ -1,10 +1,10 @@
-"""Eight CPU devices for every test; nothing may be left behind."""
+"""Nine CPU devices for every test; nothing may be left behind."""
 
 import jax
 import psutil
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 9)
 
 
 @pytest.fixture(autouse=True, scope="session")

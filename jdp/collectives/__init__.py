@@ -1,9 +1,51 @@
-"""Collectives: all-reduces that stand in for `lax.psum`, and what they need."""
+"""Collectives: all-reduces that stand in for `lax.psum`, and what each costs."""
 
+from jdp.collectives.adaptive_sum import adasum
+from jdp.collectives.base import Halves, psum_all_reduce
+from jdp.collectives.butterfly import butterfly_all_reduce
+from jdp.collectives.cost_model import ALGORITHMS, Cost, Links, Node, Work, predict
+from jdp.collectives.halving_doubling import (
+    HALVING_DOUBLING,
+    halving_doubling_all_gather,
+    halving_doubling_all_reduce,
+    halving_doubling_reduce_scatter,
+)
+from jdp.collectives.hierarchical import hierarchical_all_reduce
+from jdp.collectives.ring import (
+    RING,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
 from jdp.collectives.shared_memory import (
     SharedBuffer,
     create_shared_buffer,
     shared_memory_all_reduce,
 )
+from jdp.collectives.tree import reduce_broadcast_all_reduce
 
-__all__ = ["SharedBuffer", "create_shared_buffer", "shared_memory_all_reduce"]
+__all__ = [
+    "ALGORITHMS",
+    "HALVING_DOUBLING",
+    "RING",
+    "Cost",
+    "Halves",
+    "Links",
+    "Node",
+    "SharedBuffer",
+    "Work",
+    "adasum",
+    "butterfly_all_reduce",
+    "create_shared_buffer",
+    "halving_doubling_all_gather",
+    "halving_doubling_all_reduce",
+    "halving_doubling_reduce_scatter",
+    "hierarchical_all_reduce",
+    "predict",
+    "psum_all_reduce",
+    "reduce_broadcast_all_reduce",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "shared_memory_all_reduce",
+]

@@ -1,0 +1,221 @@
+"""Base: the contract of an all-reduce, and what its implementations share.
+
+The contract of `all_reduce(x, axis_name, *, op="sum") -> x`:
+
+- `x` is a flat buffer, shape (n,), of any n; every replica of the axis calls it the
+  same number of times, in the same order, with the same shape, dtype and options, under
+  `shard_map`, `pmap(axis_name=)` or `vmap(axis_name=)`.
+- Every replica gets bitwise the same result, in the dtype of `x`; under `shard_map`
+  with `check_vma=True` its type says so.
+- Sums and products of 16-bit floats are kept in float32 and rounded once, at the end.
+  What has been added up travels in float32; what has not, and the result, in 16 bits.
+- The mean of integers is rounded towards zero.
+- An axis of size 1 gives back `x`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import compat, mesh
+from jdp.types import AxisName
+
+Op = Literal["sum", "mean", "min", "max", "product"]
+Pairs = Sequence[tuple[int, int]]  # (source rank, destination rank).
+
+
+class Group(NamedTuple):
+    """The replicas that reduce together, as one of them sees them."""
+
+    axis_name: AxisName
+    size: int
+    rank: jax.Array  # int32 ()
+
+
+class Halves(NamedTuple):
+    """The two halves of an all-reduce; replica i holds part i of equal parts.
+
+    The buffer, shape (n,), is padded to a multiple of the number of replicas; a part
+    has shape (ceil(n / num_replicas),).
+    """
+
+    reduce_scatter: Callable[..., jax.Array]  # (x, axis_name, *, op, dtype) -> part
+    all_gather: Callable[..., jax.Array]  # (part, axis_name) -> padded buffer
+
+
+def psum_all_reduce(x: jax.Array, axis_name: AxisName, *, op: Op = "sum") -> jax.Array:
+    """Reduces with the collectives of XLA, under the contract of this package.
+
+    XLA has no product of replicas: theirs is taken of what `lax.all_gather` returns,
+    num_replicas times the memory of `x`.
+
+    Args:
+      x: shape (n,).
+      axis_name: the axis, or axes, over which replicas lie.
+      op: "sum", "mean", "min", "max" or "product".
+
+    Returns:
+      The reduction, shape (n,), dtype of `x`.
+    """
+    x, group = enter(x, axis_name, op)
+    if is_trivial(x, group):
+        return replicated(x, axis_name)
+    if op in ("min", "max"):
+        y = (lax.pmin if op == "min" else lax.pmax)(x, axis_name)
+    elif op == "product":
+        y = x
+        for name in reversed(mesh.as_axis_names(axis_name)):
+            y = lax.all_gather(y, name)
+        y = y.reshape(group.size, -1).astype(accumulator(x.dtype, op)).prod(0)
+    else:
+        y = lax.psum(x.astype(accumulator(x.dtype, op)), axis_name)
+    return replicated(finish(y, op, group.size, x.dtype), axis_name)
+
+
+def enter(x: jax.Array, axis_name: AxisName, op: Op) -> tuple[jax.Array, Group]:
+    """Checks the arguments of an all-reduce and finds out who takes part.
+
+    Raises:
+      ValueError: `x` is not flat, `op` is unknown, or `axis_name` is not bound.
+      TypeError: `op` is not defined for the dtype of `x`.
+    """
+    if op not in get_args(Op):
+        raise ValueError(f"`op` must be one of {', '.join(get_args(Op))}, got {op!r}.")
+    if x.ndim != 1:
+        raise ValueError(
+            f"`x` must be a flat buffer, shape (n,), got shape {x.shape}. Pass "
+            "`x.ravel()`, or pack a tree with `jdp.flatten_buckets`."
+        )
+    _check_dtype(x.dtype, op)
+    return cast_varying(x, axis_name), find_group(axis_name)
+
+
+def find_group(axis_name: AxisName) -> Group:
+    """Returns the replicas of an axis.
+
+    Raises:
+      ValueError: `axis_name` is not bound.
+    """
+    size = mesh.axis_size(axis_name)
+    return Group(axis_name, size, lax.axis_index(mesh.as_axis_names(axis_name)))
+
+
+def is_trivial(x: jax.Array, group: Group) -> bool:
+    """Whether there is nothing to send."""
+    return group.size == 1 or x.size == 0
+
+
+def accumulator(dtype: Any, op: Op) -> Any:
+    """Returns the dtype in which values of `dtype` are reduced."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if is_narrow and op not in ("min", "max") else dtype
+
+
+def combine(op: Op, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Reduces two arrays to one, in the dtype of the accumulator."""
+    a, b = (x.astype(accumulator(x.dtype, op)) for x in (a, b))
+    match op:
+        case "sum" | "mean":
+            return a + b
+        case "product":
+            return a * b
+        case "min":
+            return jnp.minimum(a, b)
+        case "max":
+            return jnp.maximum(a, b)
+
+
+def finish(x: jax.Array, op: Op, num_replicas: int, dtype: Any) -> jax.Array:
+    """Turns what was accumulated into the result, in `dtype`."""
+    if op == "mean":
+        is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+        x = lax.div(x, jnp.full_like(x, num_replicas)) if is_integer else x / num_replicas
+    return x.astype(dtype)
+
+
+def exchange(x: jax.Array, group: Group, pairs: Pairs) -> jax.Array:
+    """Sends `x` along `pairs`; who is no destination gets something undefined.
+
+    Args:
+      x: any shape, the same on all replicas.
+      group: the replicas; all of them call it.
+      pairs: no rank is a source twice, or a destination twice.
+    """
+    names = mesh.as_axis_names(group.axis_name)
+    if set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        return lax.ppermute(x, names, pairs)
+    # An axis of `vmap`, whose `ppermute` wants a source for every rank, and one name.
+    source_of = dict(enumerate(range(group.size))) | {b: a for a, b in pairs}
+    if len(names) == 1:
+        return lax.ppermute(x, names, [(a, b) for b, a in source_of.items()])
+    everyone = x
+    for name in reversed(names):
+        everyone = lax.all_gather(everyone, name)
+    sources = jnp.array([source_of[b] for b in range(group.size)])
+    return everyone.reshape(group.size, *x.shape)[sources[group.rank]]
+
+
+def pad(x: jax.Array, multiple: int) -> jax.Array:
+    """Pads `x`, shape (n,), with zeros to a multiple of elements."""
+    missing = -x.size % multiple
+    return jnp.pad(x, (0, missing)) if missing else x
+
+
+def resolve_chunks(
+    num_chunks: int | None, num_bytes: int, bytes_per_chunk: int, num_elements: int
+) -> int:
+    """Returns into how many chunks to cut a buffer.
+
+    None means one, but on CPU as many as keep a chunk at `bytes_per_chunk`: replicas
+    of one process share its caches, and what falls out of them takes twice as long.
+
+    Raises:
+      ValueError: `num_chunks` is less than 1.
+    """
+    if num_chunks is None:
+        is_cpu = jax.default_backend() == "cpu"
+        num_chunks = max(1, num_bytes // bytes_per_chunk) if is_cpu else 1
+    if num_chunks < 1:
+        raise ValueError(f"`num_chunks` must be at least 1, got {num_chunks}.")
+    return max(1, min(num_chunks, num_elements))
+
+
+def empty(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
+    """A buffer to fill in a loop, of the dtype of `like` and varying as it does."""
+    axes = sorted(compat.varying_axes(like))
+    return compat.cast_varying(jnp.zeros(shape, like.dtype), axes)
+
+
+def cast_varying(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Casts `x` to what may differ over `axis_name`, where JAX tracks that by type."""
+    names = _tracked(axis_name)
+    return compat.cast_varying(x, names) if names else x
+
+
+def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Declares that `x` is the same on all replicas, where JAX tracks that by type.
+
+    No data moves. `lax.pcast` does not go this way, as JAX cannot prove it; it is on
+    the caller. The derivative is that of the copy which replica 0 holds.
+    """
+    return compat.declare_replicated(x, mesh.as_axis_names(axis_name))
+
+
+def _tracked(axis_name: AxisName) -> tuple[str, ...]:
+    names = mesh.as_axis_names(axis_name)
+    if not set(names) <= set(compat.bound_axis_names()):
+        return ()  # `find_group` says it with all that is bound.
+    return tuple(n for n in names if n in compat.varying_axes(lax.axis_index(n)))
+
+
+def _check_dtype(dtype: Any, op: Op) -> None:
+    if not jnp.issubdtype(dtype, jnp.number):
+        raise TypeError(
+            f"`x` must be of a number's dtype, got {dtype}. Cast it, to int32 for "
+            "example."
+        )
+    if op in ("min", "max") and jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"`op={op!r}` is not defined for {dtype}.")

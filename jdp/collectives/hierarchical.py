@@ -1,0 +1,60 @@
+"""Hierarchical: what crosses between nodes is cut to a part for each replica."""
+
+import jax
+
+from jdp import mesh
+from jdp.collectives import base
+from jdp.collectives.base import Halves, Op
+from jdp.collectives.halving_doubling import halving_doubling_all_reduce
+from jdp.collectives.ring import RING
+from jdp.types import AllReduce, AxisName
+
+
+def hierarchical_all_reduce(
+    x: jax.Array,
+    axis_name: AxisName,
+    *,
+    op: Op = "sum",
+    within: Halves = RING,
+    across: AllReduce = halving_doubling_all_reduce,
+) -> jax.Array:
+    """Reduce-scatters within a node, all-reduces across nodes, all-gathers within.
+
+    With L replicas a node, 1/L of the buffer leaves each of them for another node.
+    Partial sums of 16-bit floats cross in float32.
+
+    Args:
+      x: shape (n,).
+      axis_name: the axis across nodes and the axis within a node, in that order.
+      op: "sum", "mean", "min", "max" or "product".
+      within: `jdp.collectives.RING` or `HALVING_DOUBLING`.
+      across: all-reduce of one part over the nodes; takes `op=` if `op` is not "sum" or
+        "mean".
+
+    Returns:
+      The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.
+
+    Raises:
+      ValueError: `axis_name` is not a pair of names.
+    """
+    names = mesh.as_axis_names(axis_name)
+    if len(names) != 2:
+        raise ValueError(
+            "`axis_name` must be a pair, the axis across nodes and the axis within a "
+            f"node, got {axis_name!r}. Make the mesh with "
+            "`jdp.init(axis_name=('node', 'data'))`, which takes as many devices from "
+            "every node; on one axis, use `ring_all_reduce`."
+        )
+    x, group = base.enter(x, names, op)
+    if base.is_trivial(x, group):
+        return base.replicated(x, names)
+    outer, inner = names
+    partial_op: Op = "sum" if op == "mean" else op
+    dtype = base.accumulator(x.dtype, op)
+    part = within.reduce_scatter(x, inner, op=partial_op, dtype=dtype)
+    if partial_op == "sum":
+        part = across(part, outer)
+    else:
+        part = across(part, outer, op=partial_op)  # pyright: ignore[reportCallIssue]
+    part = base.finish(part, op, group.size, x.dtype)
+    return base.replicated(within.all_gather(part, inner)[: x.size], names)
