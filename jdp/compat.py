@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src import (
     api,
@@ -84,10 +85,10 @@ def _replicated_type(aval: Any, *, axes: tuple[str, ...]) -> Any:
 def _replicated_transpose(
     cotangent: Any, x: Any, *, axes: tuple[str, ...]
 ) -> list[jax.Array]:
-    mine = lax.select(
-        lax.axis_index(axes) == 0, cotangent, lax.zeros_like_array(cotangent)
-    )
-    return [cast_varying(mine, axes)]
+    is_first = lax.axis_index(axes) == 0
+    return [
+        cast_varying(jnp.where(is_first, cotangent, jnp.zeros_like(cotangent)), axes)
+    ]
 
 
 def _replicated_batch(

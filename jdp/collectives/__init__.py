@@ -1,7 +1,7 @@
 """Collectives: all-reduces that stand in for `lax.psum`, and what each costs."""
 
 from jdp.collectives.adaptive_sum import adasum
-from jdp.collectives.base import Halves, psum_all_reduce
+from jdp.collectives.base import PSUM, Halves, psum_all_reduce
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.cost_model import ALGORITHMS, Cost, Links, Node, Work, predict
 from jdp.collectives.halving_doubling import (
@@ -27,6 +27,7 @@ from jdp.collectives.tree import reduce_broadcast_all_reduce
 __all__ = [
     "ALGORITHMS",
     "HALVING_DOUBLING",
+    "PSUM",
     "RING",
     "Cost",
     "Halves",

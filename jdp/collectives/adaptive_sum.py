@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jdp import buckets
 from jdp.collectives import base, folding
@@ -93,9 +92,9 @@ def _combine(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits `x` into numbers of order 1 and a power of two, exactly."""
-    limit = -jnp.finfo(x.dtype).minexp  # 2^-limit and 2^limit are normal numbers.
+    limit = -int(jnp.finfo(x.dtype).minexp)  # 2^-limit and 2^limit are normal numbers.
     _, exponent = jnp.frexp(jnp.abs(x).max())
-    exponent = lax.clamp(-limit, exponent - 1, limit)
+    exponent = jnp.clip(exponent - 1, -limit, limit)
     power = functools.partial(jnp.ldexp, jnp.ones((), x.dtype))
     return x * power(-exponent), power(exponent)
 

@@ -11,7 +11,8 @@ from jdp.collectives.base import Halves, Op
 from jdp.collectives.folding import Team
 from jdp.types import AxisName
 
-# 16 MiB over 8 CPU devices: 5 times `lax.psum` uncut, 1.8 at 2 MiB.
+# 16 MiB over 8 CPU devices, in place: 69 ms uncut, 26 at 2 MiB, 31 at 1 MiB;
+# `lax.psum` 19.
 CHUNK_BYTES = 1 << 21
 
 

@@ -9,7 +9,8 @@ from jdp.collectives import base
 from jdp.collectives.base import Group, Halves, Op
 from jdp.types import AxisName
 
-# Of what a replica sends in a round. 16 MiB over 8 CPU devices in place: 
+# Of what a replica sends in a round. 16 MiB over 8 CPU devices, in place: 47 ms uncut,
+# 21 in messages of 1 MiB and of half of it, 26 of a quarter; `lax.psum` 19.
 CHUNK_BYTES = 1 << 20
 _MAX_UNROLLED = 16  # rounds; unrolled, XLA on CPU leaves out a copy of each message.
 
@@ -44,7 +45,7 @@ def ring_all_reduce(
         return base.replicated(x, axis_name)
     n, size = group.size, x.size
     directions = (1, -1) if bidirectional else (1,)
-    num_columns = -(-size // n)
+    num_columns = -(-size // (n * len(directions)))
     num_chunks = base.resolve_chunks(
         num_chunks, num_columns * x.itemsize, CHUNK_BYTES, num_columns
     )

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import compat
 from jdp.collectives import base
 from jdp.collectives.base import Group, Op
 from jdp.types import AxisName

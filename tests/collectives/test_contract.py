@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
-from jdp.collectives.cost_model import ALGORITHMS
 from tests import harness
 from tests.collectives import contract
 from tests.transforms import AXIS
@@ -53,7 +52,8 @@ def _run(transform, n, all_reduce, cases):
 
     def reduce(*xs):
         return [
-            all_reduce(x, AXIS, op=case.op)[None] for x, case in zip(xs, cases, strict=True)
+            all_reduce(x, AXIS, op=case.op)[None]
+            for x, case in zip(xs, cases, strict=True)
         ]
 
     def reduce_split(*xs):
@@ -104,3 +104,232 @@ def test_every_axis_size_under_every_transform(all_reduce, n, transform):
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_any_number_of_elements(all_reduce, n):
     _check("shard_map", n, all_reduce, contract.SIZES)
+
+
+HIERARCHICAL = {
+    "hierarchical": collectives.hierarchical_all_reduce,
+    "hierarchical, halving within": partial(
+        collectives.hierarchical_all_reduce, within=collectives.HALVING_DOUBLING
+    ),
+    "hierarchical, XLA within": partial(
+        collectives.hierarchical_all_reduce,
+        within=collectives.PSUM,
+        across=collectives.psum_all_reduce,
+    ),
+}
+NODES = ("node", "data")
+EVERY_ONE = ON_ONE_AXIS | HIERARCHICAL
+every_algorithm = pytest.mark.parametrize(
+    "all_reduce", EVERY_ONE.values(), ids=EVERY_ONE
+)
+
+
+def _on_nodes(shape, all_reduce, cases, *, check_vma=True):
+    n = shape[0] * shape[1]
+    values = [case.values(n) for case in cases]
+
+    def reduce(*xs):
+        return [
+            all_reduce(x[0], NODES, op=case.op)[None]
+            for x, case in zip(xs, cases, strict=True)
+        ]
+
+    run = jax.jit(
+        jax.shard_map(
+            reduce,
+            mesh=harness.local_world(n, NODES, num_nodes=shape[0]).mesh,
+            in_specs=P(NODES),
+            out_specs=P(NODES),
+            check_vma=check_vma,
+        )
+    )
+    for case, before, after in zip(cases, values, run(*values), strict=True):
+        contract.check(case, before, np.asarray(after))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (2, 2), (3, 3), (2, 4)])
+@pytest.mark.parametrize("all_reduce", HIERARCHICAL.values(), ids=HIERARCHICAL)
+def test_hierarchical(all_reduce, shape):
+    _on_nodes(shape, all_reduce, (*contract.A_FEW, *contract.SIZES))
+
+
+@pytest.mark.parametrize("all_reduce", HIERARCHICAL.values(), ids=HIERARCHICAL)
+def test_every_op_and_dtype_of_the_hierarchical(all_reduce):
+    with jax.enable_x64(True):
+        _on_nodes((2, 3), all_reduce, contract.EVERY_KIND, check_vma=False)
+
+
+@algorithms
+def test_two_axes_are_as_good_as_one(all_reduce):
+    _on_nodes((3, 2), all_reduce, contract.A_FEW)
+
+
+@every_algorithm
+def test_two_axes_of_vmap(all_reduce):
+    case = contract.Case("sum", "float32", 37)
+    values = case.values(6)
+    fn = jax.vmap(
+        jax.vmap(lambda x: all_reduce(x, NODES), axis_name="data"), axis_name="node"
+    )
+    reduced = jax.jit(fn)(values.reshape(2, 3, -1))
+    contract.check(case, values, np.asarray(reduced).reshape(6, -1))
+
+
+def test_hierarchical_needs_two_axes():
+    with pytest.raises(ValueError, match="must be a pair.*got 'data'"):
+        _run("vmap", 2, collectives.hierarchical_all_reduce, contract.A_FEW)
+
+
+# --- The halves ---------------------------------------------------------------------
+
+HALVES = {
+    "ring": collectives.RING,
+    "halving doubling": collectives.HALVING_DOUBLING,
+    "XLA": collectives.PSUM,
+}
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+@pytest.mark.parametrize("halves", HALVES.values(), ids=HALVES)
+@pytest.mark.parametrize("transform", ["shard_map", "vmap"])
+def test_halves_give_replica_i_part_i(halves, n, transform):
+    cases = contract.A_FEW[:2] if halves is collectives.PSUM else contract.A_FEW
+    for case in cases:
+
+        def reduce_and_gather(x, axis_name, *, op, case=case):
+            part = halves.reduce_scatter(x, axis_name, op=op)
+            assert part.shape == (-(-case.size // n),)
+            assert part.dtype == x.dtype
+            rank = jax.lax.axis_index(axis_name)
+            alone = jax.numpy.zeros((n, part.size), part.dtype).at[rank].set(part)
+            whole = halves.all_gather(part, axis_name)
+            # Each replica adds what it holds itself: only part i may come from it.
+            both = jax.numpy.stack([jax.lax.psum(alone, axis_name).reshape(-1), whole])
+            return both[:, : case.size].reshape(-1)
+
+        values, (both,) = _run(transform, n, reduce_and_gather, [case])
+        for each in both.reshape(n, 2, -1).transpose(1, 0, 2):
+            contract.check(case, values[0], each)
+
+
+@pytest.mark.parametrize("halves", HALVES.values(), ids=HALVES)
+def test_a_part_may_stay_in_the_dtype_of_the_sum(halves):
+    def reduce_scatter(x, axis_name, *, op):
+        return halves.reduce_scatter(x, axis_name, op=op, dtype="float32")
+
+    case = contract.Case("sum", "bfloat16", 3)
+    values, (parts,) = _run("shard_map", 3, reduce_scatter, [case])
+    expected = values[0].astype(np.float64).sum(0)
+    np.testing.assert_array_equal(parts[:, 0].astype(np.float64), expected)
+    assert (expected != case.expected(values[0])).any()  # Rounded, it is another.
+
+
+# --- Types, derivatives, errors -----------------------------------------------------
+
+
+@algorithms
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_result_is_typed_as_the_same_on_all_replicas(all_reduce, n):
+    x = np.arange(3.0 * n, dtype=np.float32)
+    reduce = jax.shard_map(
+        lambda x: all_reduce(x, AXIS),
+        mesh=harness.local_world(n).mesh,
+        in_specs=P(AXIS),
+        out_specs=P(),
+    )
+    np.testing.assert_array_equal(jax.jit(reduce)(x), x.reshape(n, 3).sum(0))
+
+
+@algorithms
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_derivative_is_that_of_the_sum(all_reduce, n):
+    x = np.linspace(-1, 1, 5 * n, dtype=np.float32)
+
+    def objective(x, reduce):
+        body = jax.shard_map(
+            lambda x: jax.numpy.sin(reduce(x, AXIS)),
+            mesh=harness.local_world(n).mesh,
+            in_specs=P(AXIS),
+            out_specs=P(),
+        )
+        return body(x).sum()
+
+    for order in (
+        jax.grad,
+        lambda f, **k: jax.grad(lambda x, r: (jax.grad(f)(x, r) ** 2).sum()),
+    ):
+        found = jax.jit(order(objective), static_argnums=1)(x, all_reduce)
+        expected = jax.jit(order(objective), static_argnums=1)(x, jax.lax.psum)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@every_algorithm
+def test_errors(all_reduce):
+    x = np.ones(3, np.float32)
+    axis_name = NODES if all_reduce in HIERARCHICAL.values() else AXIS
+    with pytest.raises(ValueError, match="is not bound here; bound axes: none"):
+        all_reduce(x, axis_name)
+
+    def run(x, **options):
+        return jax.make_jaxpr(
+            lambda x: all_reduce(x, axis_name, **options),
+            axis_env=[(name, 2) for name in NODES],
+        )(x)
+
+    with pytest.raises(ValueError, match="`op` must be one of sum, .*, got 'add'"):
+        run(x, op="add")
+    with pytest.raises(ValueError, match=r"`x` must be a flat buffer.*shape \(1, 3\)"):
+        run(x[None])
+    with pytest.raises(TypeError, match="`x` must be of a number's dtype, got bool"):
+        run(x > 0)
+    with pytest.raises(TypeError, match="'max'` is not defined for complex64"):
+        run(x * 1j, op="max")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"pattern": "stars"},
+            "`pattern` must be one of star, tree, chain, got 'stars'",
+        ),
+        ({"root": 2}, "`root` must be a rank, 0 to 1, got 2"),
+        ({"root": -1}, "`root` must be a rank, 0 to 1, got -1"),
+        ({"num_chunks": 2}, "and 1 unless `pattern='chain'`, got 2 with"),
+        ({"num_chunks": 0, "pattern": "chain"}, "must be at least 1, .* got 0"),
+    ],
+)
+def test_errors_of_reduce_and_broadcast(options, message):
+    with pytest.raises(ValueError, match=message):
+        _run("vmap", 2, partial(reduce_broadcast, **options), contract.A_FEW)
+
+
+@pytest.mark.parametrize(
+    "all_reduce", [ring, halving_doubling], ids=["ring", "halving doubling"]
+)
+def test_no_chunks_are_refused(all_reduce):
+    with pytest.raises(ValueError, match="`num_chunks` must be at least 1, got 0"):
+        _run("vmap", 2, partial(all_reduce, num_chunks=0), contract.A_FEW)
+
+
+@pytest.mark.parametrize("pattern", ["star", "tree", "chain"])
+@pytest.mark.parametrize("n", [2, 5])
+def test_any_replica_may_be_the_root(pattern, n):
+    for root in range(n):
+        all_reduce = partial(reduce_broadcast, pattern=pattern, root=root)
+        _check("vmap", n, all_reduce, contract.A_FEW[:1])
+
+
+@pytest.mark.parametrize("name", ["ring", "halving doubling"])
+def test_a_program_does_not_grow_with_the_chunks(name):
+    def lines(num_chunks):
+        all_reduce = partial(ON_ONE_AXIS[name], num_chunks=num_chunks)
+        return len(
+            str(
+                jax.make_jaxpr(lambda x: all_reduce(x, AXIS), axis_env=[(AXIS, 64)])(
+                    np.ones(1 << 16, np.float32)
+                )
+            ).splitlines()
+        )
+
+    assert lines(1000) < lines(10) + 10
