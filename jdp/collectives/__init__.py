@@ -17,8 +17,10 @@ from jdp.collectives.ring import (
     ring_all_reduce,
     ring_reduce_scatter,
 )
+from jdp.collectives.shared_buffer import SharedBuffer
 from jdp.collectives.shared_memory import (
-    SharedBuffer,
+    SHARED_MEMORY,
+    SharedMemoryAllReduce,
     create_shared_buffer,
     shared_memory_all_reduce,
 )
@@ -29,11 +31,13 @@ __all__ = [
     "HALVING_DOUBLING",
     "PSUM",
     "RING",
+    "SHARED_MEMORY",
     "Cost",
     "Halves",
     "Links",
     "Node",
     "SharedBuffer",
+    "SharedMemoryAllReduce",
     "Work",
     "adasum",
     "butterfly_all_reduce",

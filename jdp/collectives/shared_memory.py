@@ -1,146 +1,29 @@
-"""Shared memory: the all-reduce of CPU processes on one host.
-
-Small buffers take one stage: each process writes its own into the shared memory, and
-sums all. Large ones take two: each process sums one part of all, in place in its own
-buffer, and copies the parts of the others. In the second nothing is copied that its
-owner alone reads: of S bytes on n processes each writes S / n * (n - 1), reads as much
-to sum it, writes S / n of result, and reads the other S / n * (n - 1).
-"""
+"""Shared memory: the all-reduce of CPU processes on one host, inside `jit`."""
 
 import contextvars
 import threading
 import zlib
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.buffer_callback import buffer_callback
 
 from jdp import compat, mesh
-from jdp.collectives.shared_segment import SharedSegment
+from jdp.collectives import base, shared_buffer
+from jdp.collectives.base import Halves, Op
+from jdp.collectives.shared_buffer import DEFAULT_NUM_BYTES, SharedBuffer
 from jdp.mesh import World
 from jdp.types import AxisName
 
-Op = Literal["sum", "mean", "min", "max", "product"]
-
-DEFAULT_NUM_BYTES = 64 << 20
-# One stage reads all buffers on each process, two stages wait twice: on 2 processes
-# they cost the same at about 32 KiB (`jdp bench step`'s machine).
-_ONE_STAGE_BYTES = 32 << 10
-# A chunk is summed and written to the shared memory while it is in the cache.
-_CHUNK_BYTES = 128 << 10
-_LINE = 64  # bytes of a cache line; parts of two processes never share one.
-_UFUNCS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "mean": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "product": np.multiply,
-}
-
-
-class SharedBuffer:
-    """What the processes of one host reduce through; see `create_shared_buffer`."""
-
-    def __init__(self, world: World, num_bytes: int, *, key: str):
-        """Use `create_shared_buffer`."""
-        self.world = world
-        self.num_bytes = num_bytes
-        count = world.process_count
-        small = 2 * count * _ONE_STAGE_BYTES
-        self._segment = SharedSegment(
-            world, small + (count + 1) * num_bytes + count * _LINE, key=key
-        )
-        memory = np.frombuffer(self._segment.memory, np.uint8)
-        cuts = [0, count * _LINE, count * _LINE + small]
-        # Two of each, because the next round may begin while others still read.
-        self._calls = memory[: cuts[1]].view(np.uint32).reshape(count, -1)
-        self._small = memory[cuts[1] : cuts[2]].reshape(2, count, _ONE_STAGE_BYTES)
-        self._large = memory[cuts[2] :].reshape(count + 1, num_bytes)
-        self._lock = threading.Lock()
-        self._round = 0
-        self._failure: str | None = None
-
-    @property
-    def all_reduce(self) -> "SharedMemoryAllReduce":
-        """The all-reduce through this memory; see `SharedMemoryAllReduce`."""
-        return SharedMemoryAllReduce(self)
-
-    def reduce_in_place(
-        self,
-        arrays: Sequence[np.ndarray],
-        op: Op,
-        call: int,
-        pieces: Sequence["_Piece"],
-    ) -> None:
-        """Replaces arrays of one dtype by their reductions over the processes.
-
-        Args:
-          arrays: contiguous and writeable, shape (n,) each.
-          op: see `SharedMemoryAllReduce`.
-          call: what must be equal on all processes, or they reduce different things.
-          pieces: what `_cut` made of their sizes.
-
-        Raises:
-          RuntimeError: a process is gone, or reduces something else.
-        """
-        with self._lock:
-            if self._failure is not None:
-                raise RuntimeError(self._failure)
-            try:
-                for piece in pieces:
-                    self._reduce_piece(arrays, op, call, piece)
-            except RuntimeError as error:
-                self._failure = str(error)
-                raise
-
-    def _reduce_piece(
-        self, arrays: Sequence[np.ndarray], op: Op, call: int, piece: "_Piece"
-    ) -> None:
-        own, dtype = self.world.process_index, arrays[0].dtype
-        self._round += 1
-        side = self._round % 2
-        self._calls[own, side] = call
-        num_bytes = piece.size * dtype.itemsize
-        if not piece.own:  # One stage: nobody has a part of its own.
-            slots = list(self._small[side, :, :num_bytes].view(dtype))
-            for i, where, at in piece.others:
-                slots[own][at] = arrays[i][where]
-            self._meet(call)
-            for i, where, at in piece.others:
-                _reduce([slot[at] for slot in slots], op, out=arrays[i][where])
-            return
-        *slots, result = self._large[:, :num_bytes].view(dtype)
-        mine = slots.pop(own)
-        for i, where, at in piece.others:
-            mine[at] = arrays[i][where]
-        self._meet(call)
-        for i, where, at in piece.own:
-            part = arrays[i][where]
-            _reduce([part, *(slot[at] for slot in slots)], op, out=part)
-            result[at] = part
-        self._segment.arrive_and_wait()
-        for i, where, at in piece.others:
-            arrays[i][where] = result[at]
-
-    def _meet(self, call: int) -> None:
-        self._segment.arrive_and_wait()
-        calls = self._calls[:, self._round % 2]
-        if (calls != call).any():
-            other = int(np.flatnonzero(calls != call)[0])
-            raise RuntimeError(
-                f"Process {other} reduces another buffer than process "
-                f"{self.world.process_index}: programs that reduce through shared "
-                "memory must run in the same order on all processes, and each must "
-                "end, or hand a result on, before the next begins."
-            )
-
 
 def create_shared_buffer(
-    world: World, num_bytes: int = DEFAULT_NUM_BYTES
+    world: World,
+    num_bytes: int = DEFAULT_NUM_BYTES,
+    *,
+    axis_name: AxisName | None = None,
 ) -> SharedBuffer:
     """Makes the memory through which the processes of one host reduce.
 
@@ -151,6 +34,8 @@ def create_shared_buffer(
       world: the processes, with one CPU replica each.
       num_bytes: of the largest buffer that goes through it at once, in bytes; a larger
         one goes in pieces. It takes that much for each process and once more.
+      axis_name: what it reduces over: all axes, or of a pair the one within a node;
+        None: all.
 
     Raises:
       RuntimeError: see `SharedSegment`.
@@ -158,18 +43,24 @@ def create_shared_buffer(
     """
     if num_bytes < 1:
         raise ValueError(f"`num_bytes` must be at least 1, got {num_bytes}.")
-    _check_world(world)
+    axis_name = world.axis_name if axis_name is None else axis_name
+    first, *_ = shared_buffer.find_processes(world, axis_name)
     number = 0 if world.store is None else world.store.next_round()
-    num_bytes = -(-num_bytes // _LINE) * _LINE
-    return SharedBuffer(world, num_bytes, key=f"jdp/shared_memory/{number}")
+    return SharedBuffer(
+        world,
+        axis_name,
+        shared_buffer.round_up(num_bytes),
+        key=f"jdp/shared_memory/{number}/{first}",
+    )
 
 
 class SharedMemoryAllReduce:
-    """Reduces over all replicas, which are CPU processes of one host.
+    """Reduces over CPU processes of one host.
 
-    16-bit floats are summed in float32. It has side effects, so that a program keeps
-    its all-reduces in order, one after the other; two programs that do not depend on
-    each other must not run at the same time.
+    Sums and products of 16-bit floats are taken in float32, as the contract of
+    `jdp.collectives.base` wants it. It has side effects, so that a program keeps its
+    reductions in order, one after the other. Programs with it are to be called from one
+    thread: JAX runs these in the order of the calls, the same on all processes.
     """
 
     __name__ = "shared_memory_all_reduce"
@@ -184,20 +75,18 @@ class SharedMemoryAllReduce:
         """Reduces one buffer.
 
         Args:
-          x: shape (n,), floating, complex or integer.
-          axis_name: all axes of the world.
+          x: shape (n,).
+          axis_name: all axes of the world, or of a pair the one within a node.
           op: "sum", "mean", "min", "max" or "product".
 
         Returns:
-          The reduction, like `x`, bitwise the same on all replicas; by JAX's types it
-          may differ between them, so that `jdp.data_parallel` needs
-          `check_vma=False`.
+          The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.
 
         Raises:
-          ValueError: `axis_name` is not bound, or not over all replicas; unknown `op`.
-          TypeError: the mean of integers.
+          ValueError: `axis_name` is not bound, or not one of those above; unknown `op`.
           RuntimeError: when it runs: a process has ended, or did not come in time.
         """
+        base.enter(x, axis_name, op)
         return self.reduce_group([x], axis_name, op=op)[0]
 
     def reduce_group(
@@ -213,36 +102,172 @@ class SharedMemoryAllReduce:
         They go from where they are into the shared memory and back, in place. Where
         `has_data`, bool (), is False, this replica has zeros, whatever they hold.
         """
+        world, ranks = self._find(axis_name)
+        sizes, dtype = [x.size for x in arrays], arrays[0].dtype
+        if len(ranks) == 1 or sum(sizes) == 0:
+            return [base.replicated(x, axis_name) for x in arrays]
+        rank = ranks.index(world.process_index)
+        pieces = shared_buffer.cut(
+            sizes, dtype.itemsize, self._num_bytes(), rank, len(ranks)
+        )
+
+        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
+            flat = [np.asarray(x).reshape(-1) for x in results]
+            if has_data is not None and not np.asarray(operands[-1]):
+                for x in flat:
+                    x.fill(0)
+            self._open(world, axis_name).reduce_in_place(flat, op, call, pieces)
+
+        return _bind(
+            run,
+            f"all-reduce {op} {dtype}{sizes}",
+            [*arrays, *([] if has_data is None else [has_data])],
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
+            _other_axes(arrays[0], axis_name),
+            num_in_place=len(arrays),
+        )
+
+    def reduce_scatter(
+        self,
+        x: jax.Array,
+        axis_name: AxisName,
+        *,
+        op: Op = "sum",
+        dtype: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """The first half: replica i gets the reduction of part i of n.
+
+        Args:
+          x: shape (n,); padded with zeros to a multiple of the number of replicas.
+          axis_name: see `__call__`.
+          op: "sum", "mean", "min", "max" or "product".
+          dtype: of the result, that of `x` or of its sum; that of `x` if None.
+
+        Returns:
+          Shape (ceil(n / num_replicas),).
+        """
+        x, group = base.enter(x, axis_name, op)
+        world, ranks = self._find(axis_name)
+        result_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+        if base.is_trivial(x, group):
+            return base.finish(x, op, 1, result_dtype)
+        x = base.pad(x, len(ranks))
+
+        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
+            parts = np.asarray(operands[0]).reshape(len(ranks), -1)
+            out = np.asarray(results[0])
+            self._open(world, axis_name).reduce_scatter(parts, op, call, out)
+
+        shape = (x.size // len(ranks),)
+        (part,) = _bind(
+            run,
+            f"reduce-scatter {op} {x.dtype}[{x.size}]",
+            [x],
+            [jax.ShapeDtypeStruct(shape, result_dtype)],
+            sorted(compat.varying_axes(x)),
+        )
+        return part
+
+    def all_gather(self, part: jax.Array, axis_name: AxisName) -> jax.Array:
+        """The second half: every replica gets all parts, in the order of their ranks.
+
+        Args:
+          part: shape (m,).
+          axis_name: see `__call__`.
+
+        Returns:
+          Shape (num_replicas * m,), the same on all replicas.
+        """
+        part, group = base.enter(part, axis_name, "sum")
+        world, ranks = self._find(axis_name)
+        if base.is_trivial(part, group):
+            return base.replicated(part, axis_name)
+
+        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
+            out = np.asarray(results[0]).reshape(len(ranks), -1)
+            mine = np.asarray(operands[0])
+            self._open(world, axis_name).all_gather(mine, call, out)
+
+        shape = (part.size * len(ranks),)
+        (whole,) = _bind(
+            run,
+            f"all-gather {part.dtype}[{part.size}]",
+            [part],
+            [jax.ShapeDtypeStruct(shape, part.dtype)],
+            _other_axes(part, axis_name),
+        )
+        return whole
+
+    @property
+    def halves(self) -> Halves:
+        """Its two halves, for `hierarchical_all_reduce(within=)` for example."""
+        return Halves(self.reduce_scatter, self.all_gather)
+
+    def _find(self, axis_name: AxisName) -> tuple[World, tuple[int, ...]]:
+        """Returns the world, and the processes that reduce, by rank."""
+        size = mesh.axis_size(axis_name)
         world = mesh.current_world() if self._buffer is None else self._buffer.world
-        _check(arrays[0], axis_name, op, world)
-        if world.num_replicas == 1 or sum(x.size for x in arrays) == 0:
-            return list(arrays)
-        return _bind(arrays, op, world, self._buffer, has_data)
+        ranks = shared_buffer.find_processes(world, axis_name)
+        if self._buffer is not None:
+            names = mesh.as_axis_names(self._buffer.axis_name)
+            if mesh.as_axis_names(axis_name) != names:
+                raise ValueError(
+                    f"`axis_name={axis_name!r}`: this buffer was made to reduce over "
+                    f"{self._buffer.axis_name!r}."
+                )
+        if size != len(ranks):
+            raise ValueError(
+                f"`axis_name={axis_name!r}` has {size} replicas here, but "
+                f"{len(ranks)} in the world: shared memory reduces over all of it."
+            )
+        return world, ranks
+
+    def _num_bytes(self) -> int:
+        return DEFAULT_NUM_BYTES if self._buffer is None else self._buffer.num_bytes
+
+    def _open(self, world: World, axis_name: AxisName) -> SharedBuffer:
+        return self._buffer or default_buffer(world, axis_name)
 
 
 # Through a buffer of `DEFAULT_NUM_BYTES`, which the processes of the current world make
 # when a program with it first runs.
 shared_memory_all_reduce = SharedMemoryAllReduce()
+SHARED_MEMORY = shared_memory_all_reduce.halves
 
 
 class _Default:
-    """The buffer of the current world; like the world, there is one."""
+    """The buffers of the current world, by axes; like the world, there is one set."""
 
     lock = threading.Lock()
-    buffer: SharedBuffer | None = None
+    world: World | None = None
+    buffers: dict[tuple[str, ...], SharedBuffer] = {}
 
 
-def _default_buffer(world: World) -> SharedBuffer:
+def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
+    """Returns the buffer of the current world over some axes; made at the first call.
+
+    Raises:
+      RuntimeError: see `SharedSegment`.
+    """
+    names = mesh.as_axis_names(axis_name)
     with _Default.lock:
-        if _Default.buffer is None or _Default.buffer.world is not world:
-            _Default.buffer = SharedBuffer(
-                world, DEFAULT_NUM_BYTES, key="jdp/shared_memory/default"
+        if _Default.world is not world:
+            _Default.world, _Default.buffers = world, {}
+        if names not in _Default.buffers:
+            first, *_ = shared_buffer.find_processes(world, axis_name)
+            key = f"jdp/shared_memory/default/{len(names)}/{first}"
+            _Default.buffers[names] = SharedBuffer(
+                world, axis_name, DEFAULT_NUM_BYTES, key=key
             )
-        return _Default.buffer
+        return _Default.buffers[names]
+
+
+def _other_axes(x: jax.Array, axis_name: AxisName) -> list[str]:
+    return sorted(compat.varying_axes(x) - set(mesh.as_axis_names(axis_name)))
 
 
 class _Last(NamedTuple):
-    """The last all-reduce of the function that is traced."""
+    """The last reduction of the function that is traced."""
 
     trace: Any
     token: jax.Array  # uint32 (1,); whoever takes it comes later.
@@ -250,152 +275,46 @@ class _Last(NamedTuple):
 
 
 _last: contextvars.ContextVar[_Last | None] = contextvars.ContextVar(
-    "last_shared_memory_all_reduce", default=None
+    "last_shared_memory_reduction", default=None
 )
 
 
 def _bind(
-    arrays: Sequence[jax.Array],
-    op: Op,
-    world: World,
-    buffer: SharedBuffer | None,
-    has_data: jax.Array | None,
+    run: Callable[[int, Sequence[Any], Sequence[Any]], None],
+    what: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    varying: Sequence[str],
+    *,
+    num_in_place: int = 0,
 ) -> list[jax.Array]:
+    """Calls `run(call, results, operands)` when the program comes to this point.
+
+    Args:
+      run: fills the results, which are the first operands where they are in place.
+      what: what the processes do; it must be the same on all of them.
+      operands: arrays of this replica.
+      results: their shapes and dtypes.
+      varying: axes over which the results may differ.
+      num_in_place: as many operands become the first results.
+    """
     last = _last.get()
     if last is None or last.trace is not compat.current_trace():
         last = _Last(compat.current_trace(), jnp.zeros(1, jnp.uint32), 0)
-    sizes = [x.size for x in arrays]
-    dtype = arrays[0].dtype
-    call = zlib.crc32(f"{last.number} {op} {dtype}{sizes}".encode())
-    num_bytes = DEFAULT_NUM_BYTES if buffer is None else buffer.num_bytes
-    pieces = _cut(sizes, dtype.itemsize, num_bytes, world)
+    call = zlib.crc32(f"{last.number} {what}".encode())
 
-    def callback(context: Any, results: Any, *operands: Any) -> None:
-        *reduced, _ = results
-        flat = [np.asarray(x).reshape(-1) for x in reduced]
-        if has_data is not None and not np.asarray(operands[-1]):
-            for x in flat:
-                x.fill(0)
-        found = _default_buffer(world) if buffer is None else buffer
-        found.reduce_in_place(flat, op, call, pieces)
+    def callback(context: Any, filled: Any, *given: Any) -> None:
+        run(call, filled[1:], given[1:])
 
     # XLA runs what does not depend on each other in any order, another one in every
     # process: the token makes it one order.
-    shared = [*arrays, last.token]
-    *reduced, token = buffer_callback(
+    shared = [last.token, *operands]
+    token, *filled = buffer_callback(
         callback,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shared],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (last.token, *results)],
         has_side_effect=True,
-        input_output_aliases={i: i for i in range(len(shared))},
-    )(*shared, *([] if has_data is None else [has_data]))
+        input_output_aliases={i: i for i in range(num_in_place + 1)},
+    )(*shared)
     _last.set(_Last(last.trace, token, last.number + 1))
-    return reduced
-
-
-class _Segment(NamedTuple):
-    """A run of elements of one array."""
-
-    array: int
-    where: slice  # in the array.
-    at: slice  # in the piece.
-
-
-class _Piece(NamedTuple):
-    """What goes through the shared memory at once."""
-
-    size: int  # elements.
-    others: list[_Segment]  # what other processes sum; everything, in one stage.
-    own: list[_Segment]  # what this process sums, in chunks.
-
-
-def _cut(
-    sizes: Sequence[int], itemsize: int, num_bytes: int, world: World
-) -> list[_Piece]:
-    """Cuts arrays, one after the other, into pieces that fit, and these into parts."""
-    total = sum(sizes)
-    step = max(num_bytes, _ONE_STAGE_BYTES) // itemsize
-    pieces = []
-    for start in range(0, total, step):
-        stop = min(total, start + step)
-        size = stop - start
-        if size * itemsize <= _ONE_STAGE_BYTES:
-            pieces.append(_Piece(size, _segments(sizes, start, 0, size, size), []))
-            continue
-        a, b = _part(size, itemsize, world)
-        others = _segments(sizes, start, 0, a, size)
-        others += _segments(sizes, start, b, size, size)
-        own = _segments(sizes, start, a, b, _CHUNK_BYTES // itemsize)
-        pieces.append(_Piece(size, others, own))
-    return pieces
-
-
-def _segments(
-    sizes: Sequence[int], piece: int, a: int, b: int, chunk: int
-) -> list[_Segment]:
-    """Lists the runs from `a` to `b` of the piece that begins at `piece`."""
-    found, first = [], 0
-    for i, size in enumerate(sizes):
-        start, stop = max(first, piece + a), min(first + size, piece + b)
-        for k in range(start, stop, chunk):
-            end = min(k + chunk, stop)
-            where, at = slice(k - first, end - first), slice(k - piece, end - piece)
-            found.append(_Segment(i, where, at))
-        first += size
-    return found
-
-
-def _check(x: jax.Array, axis_name: AxisName, op: Op, world: World) -> None:
-    if op not in get_args(Op):
-        raise ValueError(f"`op` must be one of {get_args(Op)}, got {op!r}.")
-    _check_world(world)
-    try:
-        size = lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"`axis_name={axis_name!r}` is not bound here; bound axes: "
-            f"{compat.bound_axis_names() or 'none'}."
-        ) from None
-    if size != world.num_replicas:
-        raise ValueError(
-            f"`axis_name={axis_name!r}` has {size} replicas, but shared memory reduces "
-            f"over all {world.num_replicas} of the world, {world.axis_name!r}."
-        )
-    if op == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"The mean of {x.dtype} is no {x.dtype}; sum, or cast before.")
-
-
-def _check_world(world: World) -> None:
-    if world.num_replicas != world.process_count:
-        raise ValueError(
-            f"{world.num_replicas} replicas on {world.process_count} processes: the "
-            "shared-memory all-reduce is for one CPU replica a process."
-        )
-    device = world.local_devices[0]
-    if device.platform != "cpu":
-        raise ValueError(
-            f"The replicas are on {device.platform}; the shared-memory all-reduce is "
-            "for CPUs."
-        )
-
-
-def _part(size: int, itemsize: int, world: World) -> tuple[int, int]:
-    """First element, and the one after the last, of the part this process sums."""
-    step = _LINE // itemsize
-    count = world.process_count
-    ends = [size * p // count // step * step for p in range(count)] + [size]
-    return ends[world.process_index], ends[world.process_index + 1]
-
-
-def _reduce(operands: list[np.ndarray], op: Op, *, out: np.ndarray) -> None:
-    """Reduces into `out`, which may be the first of the operands."""
-    ufunc, first = _UFUNCS[op], operands[0]
-    is_narrow = out.itemsize == 2 and jnp.issubdtype(out.dtype, jnp.floating)
-    total = first.astype(np.float32) if is_narrow else out
-    for i, operand in enumerate(operands[1:]):
-        if is_narrow:
-            operand = operand.astype(np.float32)
-        ufunc(first if i == 0 and not is_narrow else total, operand, out=total)
-    if op == "mean":
-        np.divide(total, len(operands), out=total)
-    if is_narrow:
-        out[...] = total
+    # By JAX's types what a callback returns is the same everywhere.
+    return [compat.cast_varying(x, varying) for x in filled]

@@ -1,7 +1,7 @@
 """Shared segment: memory that processes of one host share, and how far each one is.
 
 The memory is a file in /dev/shm that never has a name: the other processes open it
-through process 0's entry in /proc. So nothing is left behind, whoever is killed when.
+through the first one's entry in /proc. So nothing is left, whoever is killed when.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -51,26 +52,29 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """What process 0 says when all have mapped it."""
+    """What the first process says when all have mapped it."""
 
     peers: list[Peer] = []
     error: str | None = None
 
 
 class SharedSegment:
-    """Memory shared by all processes of a world, and a counter of each.
+    """Memory shared by processes of a world, and a counter of each.
 
-    Every process makes it, with the same arguments, and then calls `arrive_and_wait`
+    Each of them makes it, with the same arguments, and then calls `arrive_and_wait`
     the same number of times. One thread at a time may do so.
     """
 
-    def __init__(self, world: World, num_bytes: int, *, key: str):
+    def __init__(
+        self, world: World, num_bytes: int, *, key: str, processes: Sequence[int]
+    ):
         """Maps the memory, zeros at first.
 
         Args:
-          world: the processes, all of one host.
+          world: the job.
           num_bytes: its size.
           key: where the processes meet in the store; one key, one segment.
+          processes: indices of those that share it, all of one host, this one too.
 
         Raises:
           RuntimeError: there is not so much memory, this is not Linux on x86-64, a
@@ -78,8 +82,11 @@ class SharedSegment:
             every process.
         """
         self._world = world
-        self._own = world.process_index
-        self._map, self._peers = _map_together(world, _HEADER_BYTES + num_bytes, key)
+        self._processes = tuple(processes)
+        self._own = self._processes.index(world.process_index)
+        self._map, self._peers = _map_together(
+            world, _HEADER_BYTES + num_bytes, key, self._processes
+        )
         whole = memoryview(self._map)
         self.memory = whole[_HEADER_BYTES:]
         self._words = whole[:_HEADER_BYTES].cast("q")
@@ -98,12 +105,12 @@ class SharedSegment:
         self._count += 1
         self._words[_WORDS_A_LINE * self._own] = self._count
         self._futex(self._own, _FUTEX_WAKE, _EVERYBODY)
-        for process in range(self._world.process_count):
-            if process != self._own:
-                self._wait_for(process)
+        for rank in range(len(self._processes)):
+            if rank != self._own:
+                self._wait_for(rank)
 
-    def _wait_for(self, process: int) -> None:
-        words, word, count = self._words, _WORDS_A_LINE * process, self._count
+    def _wait_for(self, rank: int) -> None:
+        words, word, count = self._words, _WORDS_A_LINE * rank, self._count
         for _ in range(_NUM_SPINS):
             if words[word] >= count:
                 return
@@ -111,15 +118,16 @@ class SharedSegment:
         while (seen := words[word]) < count:
             if words[_BLAMED]:
                 raise RuntimeError(self._describe(words[_BLAMED] - 1))
-            if not self._peers[process].is_alive() or time.monotonic() > deadline_s:
+            if not self._peers[rank].is_alive() or time.monotonic() > deadline_s:
                 if words[word] >= count:  # It came, and ended then.
                     return
-                words[_BLAMED] = process + 1
-                raise RuntimeError(self._describe(process))
-            self._futex(process, _FUTEX_WAIT, seen & 0xFFFFFFFF)
+                words[_BLAMED] = rank + 1
+                raise RuntimeError(self._describe(rank))
+            self._futex(rank, _FUTEX_WAIT, seen & 0xFFFFFFFF)
 
-    def _describe(self, process: int) -> str:
-        if not self._peers[process].is_alive():
+    def _describe(self, rank: int) -> str:
+        process = self._processes[rank]
+        if not self._peers[rank].is_alive():
             return f"Process {process} has ended; the others cannot go on without it."
         return (
             f"Process {process} did not come to a shared-memory all-reduce within "
@@ -127,9 +135,9 @@ class SharedSegment:
             "all-reduces than the rest."
         )
 
-    def _futex(self, process: int, operation: int, value: int) -> None:
+    def _futex(self, rank: int, operation: int, value: int) -> None:
         # Waits until the lower half of the counter is no longer `value`, or wakes.
-        address = ctypes.c_void_p(self._address + 8 * _WORDS_A_LINE * process)
+        address = ctypes.c_void_p(self._address + 8 * _WORDS_A_LINE * rank)
         _LIBC.syscall(_SYS_FUTEX, address, operation, value, _WAIT, None, 0)
 
 
@@ -151,47 +159,50 @@ _PERIOD = _Timespec(0, int(1e9 * _CHECK_PERIOD_S))
 _WAIT = ctypes.cast(ctypes.pointer(_PERIOD), ctypes.c_void_p)
 
 
-def _map_together(world: World, size: int, key: str) -> tuple[mmap.mmap, list[Peer]]:
+def _map_together(
+    world: World, size: int, key: str, processes: Sequence[int]
+) -> tuple[mmap.mmap, list[Peer]]:
     own = Peer(os.getpid(), (_read_stat(os.getpid()) or [""] * 20)[19])
     if world.store is None:
         return mmap.mmap(-1, size), [own]
-    mapped, hello = None, _Hello(own, error=_find_obstacle(world))
+    first = processes[0]
+    mapped, hello = None, _Hello(own, error=_find_obstacle(processes))
     verdict = None
     try:
-        if world.is_main_process:
+        if world.process_index == first:
             if hello.error is None:
                 mapped, hello = _create(size, own)
             _say(world, f"{key}/path", hello)
-            verdict = _collect(world, key, hello)
+            verdict = _collect(world, key, hello, processes)
             world.store.set(f"{key}/verdict", msgspec.msgpack.encode(verdict))
         else:
-            offer = _hear(world, f"{key}/path", 0)
+            offer = _hear(world, f"{key}/path", first)
             if hello.error is None and offer.error is None:
-                mapped, hello = _open(size, own, offer)
+                mapped, hello = _open(size, own, offer, first)
             _say(world, f"{key}/opened/{world.process_index}", hello)
-            # Process 0 waits for each in turn.
+            # The first process waits for each in turn.
             timeout_s = 1.2 * world.timeout_s + 5.0
             found = world.store.get(f"{key}/verdict", timeout_s=timeout_s)
             verdict = msgspec.msgpack.decode(found, type=_Verdict)
     except TimeoutError as error:
         raise RuntimeError(str(error)) from None
     finally:
-        if world.is_main_process and hello.path:
+        if world.process_index == first and hello.path:
             os.close(int(hello.path.rpartition("/")[2]))
     if verdict.error is not None or mapped is None:
         raise RuntimeError(verdict.error or hello.error)
     return mapped, verdict.peers
 
 
-def _collect(world: World, key: str, own: _Hello) -> _Verdict:
+def _collect(world: World, key: str, own: _Hello, processes: Sequence[int]) -> _Verdict:
     """Hears all others, and decides."""
     hellos = [own]
     try:
-        for process in range(1, world.process_count):
+        for process in processes[1:]:
             hellos.append(_hear(world, f"{key}/opened/{process}", process))
     except TimeoutError as error:
         return _Verdict(error=str(error))
-    for process, hello in enumerate(hellos):
+    for process, hello in zip(processes, hellos, strict=True):
         if hello.error is not None:
             return _Verdict(error=f"Process {process} {hello.error}")
     return _Verdict([hello.peer for hello in hellos])
@@ -212,7 +223,9 @@ def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Hello]:
     return mapped, _Hello(own, f"/proc/{own.pid}/fd/{fd}", token)
 
 
-def _open(size: int, own: Peer, offer: _Hello) -> tuple[mmap.mmap | None, _Hello]:
+def _open(
+    size: int, own: Peer, offer: _Hello, first: int
+) -> tuple[mmap.mmap | None, _Hello]:
     try:
         fd = os.open(offer.path, os.O_RDWR)
         try:
@@ -220,9 +233,9 @@ def _open(size: int, own: Peer, offer: _Hello) -> tuple[mmap.mmap | None, _Hello
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:
-        return None, _Hello(own, error=f"{_NOT_SHARED} ({error}).")
+        return None, _Hello(own, error=f"{_refusal(first)} ({error}).")
     if mapped[_TOKEN] != offer.token:
-        return None, _Hello(own, error=f"{_NOT_SHARED}.")
+        return None, _Hello(own, error=f"{_refusal(first)}.")
     return mapped, _Hello(own)
 
 
@@ -231,14 +244,15 @@ def _map(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-_NOT_SHARED = (
-    "cannot open the shared memory of process 0: it is on another host, in another "
-    "container, or of another user"
-)
+def _refusal(first: int) -> str:
+    return (
+        f"cannot open the shared memory of process {first}: it is on another host, in "
+        "another container, or of another user"
+    )
 
 
-def _find_obstacle(world: World) -> str | None:
-    if world.process_count > _MAX_PROCESSES:
+def _find_obstacle(processes: Sequence[int]) -> str | None:
+    if len(processes) > _MAX_PROCESSES:
         return f"is one of more than {_MAX_PROCESSES}, too many for a shared segment."
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         return None

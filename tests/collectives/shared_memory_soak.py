@@ -23,7 +23,7 @@ def _make_reduce(world):
 
     def reduce(arrays, number):
         sizes = [x.size for x in arrays]
-        pieces = shared_memory._cut(sizes, 4, buffer.num_bytes, world)
+        pieces = buffer.cut(sizes, 4)
         buffer.reduce_in_place(arrays, "sum", number % (1 << 31), pieces)
 
     return reduce

@@ -7,7 +7,6 @@ import signal
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,12 +15,14 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp.collectives import shared_memory, shared_segment
 from tests import harness
+from tests.collectives import contract
 
 # --- The segment: threads with a store in memory ------------------------------------
 
 
 def _segments(world):
-    return shared_segment.SharedSegment(world, 1 << 12, key="here")
+    processes = range(world.process_count)
+    return shared_segment.SharedSegment(world, 1 << 12, key="here", processes=processes)
 
 
 @pytest.mark.parametrize("num_processes", [2, 3, 8])
@@ -78,7 +79,9 @@ def test_more_memory_than_there_is_is_refused_by_all():
     size = stat.f_blocks * stat.f_frsize + (1 << 20)
 
     def run(world):
-        make = functools.partial(shared_segment.SharedSegment, key="here")
+        make = functools.partial(
+            shared_segment.SharedSegment, key="here", processes=range(2)
+        )
         return harness.error_text(lambda: make(world, size))[0]
 
     for text in harness.run_threads(run, 2):
@@ -89,8 +92,9 @@ def test_more_memory_than_there_is_is_refused_by_all():
 def test_memory_of_another_is_refused_by_all(monkeypatch):
     opened = shared_segment._open
 
-    def open_another(size, own, offer):
-        return opened(size, own, shared_segment._Hello(own, offer.path, b"x" * 16))
+    def open_another(size, own, offer, first):
+        other = shared_segment._Hello(own, offer.path, b"x" * 16)
+        return opened(size, own, other, first)
 
     monkeypatch.setattr(shared_segment, "_open", open_another)
     found = harness.run_threads(
@@ -113,69 +117,62 @@ def test_nothing_has_a_name():
 
 # --- Real processes -----------------------------------------------------------------
 
-OPS = {
-    "sum": lambda xs: sum(xs),
-    "mean": lambda xs: sum(xs) / len(xs),
-    "min": lambda xs: np.min(xs, axis=0),
-    "max": lambda xs: np.max(xs, axis=0),
-    "product": lambda xs: np.prod(xs, axis=0),
-}
-# One element, one stage, the edge to two stages, parts that do not divide, pieces.
-SIZES = (1, 7, 1000, 8192, 8193, 100_003, 300_000)
-DTYPES = ("float32", "float16", "bfloat16", "int32", "complex64")
+# The edge to two stages, parts that do not divide, pieces of the buffer below.
+LARGE = (8192, 8193, 100_003, 300_000)
 
 
-def _values(process, size, dtype):
-    """Small integers: exact in every dtype, as are sums and products of three."""
-    values = (np.arange(size) * 7 + process * 3) % 5 + 1
-    return values.astype(jnp.dtype(dtype))
-
-
-def _reduce_everything():
+def _keep_the_contract():
+    jax.config.update("jax_enable_x64", True)
     world = jdp.init()
-    # Of which the largest buffers take several pieces.
     buffer = shared_memory.create_shared_buffer(world, 1 << 19)
-    wrong, count = [], 0
-    for dtype in DTYPES:
-        for op in OPS:
-            if (
-                (op, dtype) == ("mean", "int32")
-                or op in ("min", "max")
-                and (dtype == "complex64")
-            ):
-                continue
-            for reduce in (buffer.all_reduce, shared_memory.shared_memory_all_reduce):
-                fn = jax.shard_map(
-                    lambda *xs, f=reduce, op=op: [f(x, "data", op=op) for x in xs],
-                    mesh=world.mesh,
-                    in_specs=P("data"),
-                    out_specs=P("data"),
-                    check_vma=False,
+    n, wrong = world.process_count, []
+    cases = [*contract.SIZES, *contract.EVERY_KIND]
+    cases += [
+        contract.Case(op, dtype, size)
+        for size in LARGE
+        for op, dtype in [("sum", "float32"), ("mean", "bfloat16"), ("max", "int32")]
+    ]
+    for reduce in (
+        shared_memory.SharedMemoryAllReduce(buffer),
+        shared_memory.shared_memory_all_reduce,
+    ):
+
+        def all_reduce(*xs, reduce=reduce):
+            pairs = zip(cases, xs, strict=True)
+            return [reduce(x, "data", op=case.op) for case, x in pairs]
+
+        def both_halves(*xs, reduce=reduce):
+            found = []
+            for case, x in zip(cases, xs, strict=True):
+                part = reduce.reduce_scatter(x, "data", op=case.op)
+                found.append(reduce.all_gather(part, "data")[: case.size])
+            return found
+
+        for fn in (all_reduce, both_halves):
+            mapped = jax.shard_map(
+                fn, mesh=world.mesh, in_specs=P("data"), out_specs=P()
+            )
+            own = [case.values(n)[world.process_index] for case in cases]
+            split = [
+                jax.make_array_from_process_local_data(world.split, x, (n * x.size,))
+                for x in own
+            ]
+            found = jax.jit(mapped)(*split)
+            for case, x in zip(cases, found, strict=True):
+                text, _ = harness.error_text(
+                    lambda case=case, x=x: contract.check(
+                        case, case.values(n), np.asarray(x.addressable_data(0))[None]
+                    )
                 )
-                own = [_values(world.process_index, n, dtype) for n in SIZES]
-                found = jax.jit(fn)(*jdp.global_batch(world, own))
-                for size, x in zip(SIZES, found, strict=True):
-                    xs = [_values(p, size, dtype) for p in range(world.process_count)]
-                    wide = np.complex128 if dtype == "complex64" else np.float64
-                    expected = OPS[op]([x.astype(wide) for x in xs]).astype(xs[0].dtype)
-                    value = np.asarray(x.addressable_data(0))
-                    count += 1
-                    same = np.array_equal(value, expected)
-                    if op == "mean":  # the one that is rounded; in float32 at least.
-                        eps = float(jnp.finfo(jnp.dtype(dtype)).eps)
-                        same = np.allclose(
-                            value.astype(wide), expected.astype(wide), rtol=eps, atol=0
-                        )
-                    if not same or value.dtype != expected.dtype:
-                        wrong.append((dtype, op, size))
-    return wrong, count
+                wrong += [(fn.__name__, case, text)] if text else []
+    return wrong
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_every_size_dtype_and_op(num_processes):
-    for wrong, count in harness.run_checked(_reduce_everything, num_processes):
-        assert (wrong, count) == ([], 2 * len(SIZES) * (4 * 5 + 3 - 1))
+@pytest.mark.parametrize("num_processes", [2, 3, 8])
+def test_the_contract(num_processes):
+    for wrong in harness.run_checked(_keep_the_contract, num_processes):
+        assert wrong == []
 
 
 def _train(bucket_bytes):
@@ -332,14 +329,12 @@ def _traced(world, fn, **options):
 def test_what_cannot_be_reduced_is_refused():
     world = harness.local_world(1)
     buffer = shared_memory.create_shared_buffer(world, 1 << 10)
-    reduce = buffer.all_reduce
+    reduce = shared_memory.SharedMemoryAllReduce(buffer)
     with pytest.raises(ValueError, match="`op` must be one of .*, got 'summ'"):
         _traced(world, lambda x: reduce(x, "data", op="summ"))
     with pytest.raises(ValueError, match="`axis_name='dat'` is not bound here"):
         _traced(world, lambda x: reduce(x, "dat"))
-    with pytest.raises(TypeError, match="The mean of int32 is no int32"):
-        _traced(world, lambda x: reduce(x, "data", op="mean"), dtype=np.int32)
-    with pytest.raises(ValueError, match="has 2 replicas, .* over all 1 of the world"):
+    with pytest.raises(ValueError, match="has 2 replicas here, but 1 in the world"):
         _traced(harness.local_world(2), lambda x: reduce(x, "data"))
     with pytest.raises(ValueError, match="2 replicas on 1 processes"):
         shared_memory.create_shared_buffer(harness.local_world(2))
@@ -350,6 +345,34 @@ def test_what_cannot_be_reduced_is_refused():
 def test_one_replica_returns_what_it_has():
     world = harness.local_world(1)
     buffer = shared_memory.create_shared_buffer(world, 1 << 10)
-    for op in OPS:
-        traced = _traced(world, lambda x, op=op: buffer.all_reduce(x, "data", op=op))
+    reduce = shared_memory.SharedMemoryAllReduce(buffer)
+    for op in contract.OPS:
+        traced = _traced(world, lambda x, op=op: reduce(x, "data", op=op))
         assert "callback" not in str(traced)
+
+
+def _free():
+    world = jdp.init()
+    before = _mapped_bytes()
+    buffer = shared_memory.create_shared_buffer(world, 1 << 26)
+    x = np.ones(100, np.float32)
+    pieces = buffer.cut([100], 4)
+    buffer.reduce_in_place([x], "sum", 0, pieces)
+    held = _mapped_bytes() - before
+    buffer.free()
+    left = _mapped_bytes() - before
+    text, _ = harness.error_text(lambda: buffer.reduce_in_place([x], "sum", 0, pieces))
+    return x[0], held, left, text
+
+
+@pytest.mark.multiprocess
+def test_a_buffer_can_be_freed():
+    for value, held, left, text in harness.run_checked(_free, 2):
+        assert value == 2.0 and held >= 3 << 26 and left < 1 << 24
+        assert "The shared buffer has been freed." in text
+
+
+def _mapped_bytes():
+    with open("/proc/self/smaps_rollup") as file:
+        (line,) = [line for line in file if line.startswith("Rss:")]
+    return int(line.split()[1]) << 10
