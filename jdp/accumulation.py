@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 from jdp import buckets, compat, grad_sync, reduction, weights
 from jdp.buckets import BucketPlan
 from jdp.grad_sync import Local
-from jdp.reduction import Options, Packing
+from jdp.reduction import Packing
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
 
@@ -29,7 +29,7 @@ def accumulate_gradients(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
 ) -> Callable[..., Any]:
     """`jdp.value_and_grad` in the memory of a smaller batch.
 
@@ -76,7 +76,7 @@ def accumulate_gradients(
         )
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`dtype` must be a floating dtype, got {jnp.dtype(dtype)}.")
-    options = Options(axis_name, plan, packing, all_reduce)
+    options = reduction.make_options(axis_name, plan, packing, all_reduce)
 
     def wrapped(params: PyTree, *batches: PyTree, **kwargs: Any) -> Any:
         num_samples = _num_samples(batches, num_micro_batches)

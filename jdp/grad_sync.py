@@ -1,7 +1,7 @@
 """Gradient synchronisation: the gradients of one replica become those of all."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def sync_gradients(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
 ) -> Any:
     """Averages the gradients of all replicas, bucket by bucket.
 
@@ -53,7 +53,9 @@ def sync_gradients(
         side by side, for XLA to combine into one all-reduce with many operands and no
         copies. None: "flat" on CPU, where XLA runs such an all-reduce operand by
         operand, and "tuple" elsewhere; "flat" with an `all_reduce`.
-      all_reduce: sums a buffer of shape (n,) over an axis; `lax.psum` if None.
+      all_reduce: sums a buffer of shape (n,) over an axis, such as those of
+        `jdp.collectives`; "auto": whichever is the fastest for a bucket on this mesh,
+        measured when the first step is traced; None: `lax.psum`.
 
     Returns:
       A pytree like `grads`, the mean over the replicas, the same on all of them. With
@@ -66,7 +68,7 @@ def sync_gradients(
       TypeError: a leaf has an integer or boolean dtype, one of `used` is no bool, or
         `weight` is not a real number.
     """
-    options = Options(axis_name, plan, packing, all_reduce)
+    options = reduction.make_options(axis_name, plan, packing, all_reduce)
     weighting = weights.resolve(weight, divide_by)
     grads, used, _ = sync_weighted(grads, used, weighting, options)
     return grads if used is None else (grads, used)
@@ -137,7 +139,7 @@ def value_and_grad(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
 ) -> Callable[..., Any]:
     """A drop-in for `jax.value_and_grad` that averages over the replicas.
 
@@ -180,7 +182,7 @@ def value_and_grad(
       ValueError for parameters and losses that have no gradient. It warns, at the
       first trace, of parameters that can never receive a gradient.
     """
-    options = Options(axis_name, plan, packing, all_reduce)
+    options = reduction.make_options(axis_name, plan, packing, all_reduce)
 
     def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         weighting = weights.resolve(weight, divide_by)

@@ -1,6 +1,6 @@
 """Layer sync: the gradients of a layer, averaged as soon as it has been passed."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jdp import compat, mesh, reduction, weights
 from jdp.backward import flow
 from jdp.backward.loss import LossProgram
-from jdp.reduction import Options, Packing
+from jdp.reduction import Packing
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
 
@@ -20,7 +20,7 @@ def sync_in_backward(
     divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     packing: Packing | None = None,
-    all_reduce: AllReduce | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
 ) -> PyTree:
     """The identity; its backward pass averages the gradients over the replicas.
 
@@ -42,9 +42,9 @@ def sync_in_backward(
     Returns:
       `params`. It raises what `sync_gradients` raises.
     """
-    options = Options(axis_name, None, packing, all_reduce)
+    options = reduction.make_options(axis_name, None, packing, all_reduce)
     mesh.axis_size(axis_name)
-    reduction.choose_packing(packing, all_reduce)
+    reduction.choose_packing(packing, options.all_reduce)
     weighting = weights.resolve(weight, divide_by)
     varying = [frozenset(compat.varying_axes(x)) for x in jax.tree.leaves(params)]
 

@@ -93,6 +93,11 @@ def current_world() -> World:
     return _CurrentWorld.world
 
 
+def find_current_world() -> World | None:
+    """Returns the world that `jdp.init` made, or None before that."""
+    return _CurrentWorld.world
+
+
 def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Returns one axis name, or several, as a tuple."""
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)

@@ -1,18 +1,17 @@
 """Optimizer: which gradients reach an optax transformation, and for what."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import buckets, grad_sync, weights
+from jdp import buckets, grad_sync, reduction, weights
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.buckets import BucketPlan
 from jdp.grad_sync import Packing
-from jdp.reduction import Options
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy
 
@@ -24,7 +23,7 @@ def distributed_optimizer(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it steps on the average of all replicas' gradients.
 
@@ -70,7 +69,7 @@ def distributed_optimizer(
             return step()
         return _choose_tree(jnp.greater(total, 0), step, state)
 
-    options = Options(axis_name, plan, packing, all_reduce)
+    options = reduction.make_options(axis_name, plan, packing, all_reduce)
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 

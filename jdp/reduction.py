@@ -9,6 +9,7 @@ from jax import lax
 
 from jdp import buckets, compat, mesh, weights
 from jdp.buckets import BucketPlan
+from jdp.collectives import dispatch
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
 
@@ -22,6 +23,27 @@ class Options(NamedTuple):
     plan: BucketPlan | None = None
     packing: Packing | None = None
     all_reduce: AllReduce | None = None
+
+
+def make_options(
+    axis_name: AxisName,
+    plan: BucketPlan | None,
+    packing: Packing | None,
+    all_reduce: AllReduce | Literal["auto"] | None,
+) -> Options:
+    """Makes what users say into what is done.
+
+    Raises:
+      ValueError: `all_reduce` is a string other than "auto".
+    """
+    if isinstance(all_reduce, str):
+        if all_reduce != "auto":
+            raise ValueError(
+                "`all_reduce` must be a function of `jdp.collectives`, 'auto' or None, "
+                f"got {all_reduce!r}."
+            )
+        all_reduce = dispatch.auto_all_reduce
+    return Options(axis_name, plan, packing, all_reduce)
 
 
 def average(
@@ -214,18 +236,21 @@ def _reduce(
         if has_data is not None:
             groups = [[weights.zero_unless(has_data, x) for x in g] for g in groups]
         return _reduce_tuples(groups, options.axis_name)
-    all_reduce = options.all_reduce or lax.psum
+    return [_reduce_group(group, options, has_data) for group in groups]
+
+
+def _reduce_group(
+    group: list[jax.Array], options: Options, has_data: jax.Array | None
+) -> list[jax.Array]:
+    all_reduce, axis_name = options.all_reduce or lax.psum, options.axis_name
+    pick = getattr(all_reduce, "pick", None)
+    if pick is not None:
+        all_reduce = pick(sum(x.nbytes for x in group), axis_name)
     reduce_group = getattr(all_reduce, "reduce_group", None)
     if reduce_group is not None:  # It packs by itself.
-        return [
-            reduce_group(group, options.axis_name, has_data=has_data)
-            for group in groups
-        ]
-    sums = [all_reduce(_pack(group, has_data), options.axis_name) for group in groups]
-    return [
-        buckets.unpack(buffer, [x.shape for x in group])
-        for buffer, group in zip(sums, groups, strict=True)
-    ]
+        return reduce_group(group, axis_name, has_data=has_data)
+    buffer = all_reduce(_pack(group, has_data), axis_name)
+    return buckets.unpack(buffer, [x.shape for x in group])
 
 
 def _pack(group: list[jax.Array], has_data: jax.Array | None) -> jax.Array:

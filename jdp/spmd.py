@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jdp import agreement, compat, mesh, recording, reduction, replicas, weights
+from jdp.collectives import dispatch
 from jdp.join import Joinable, JoinHook
 from jdp.mesh import World
 from jdp.recording import Recording
@@ -207,7 +208,7 @@ class DataParallelStep(Joinable):
             aval = _aval(leaf)
             return aval.update(shape=(aval.shape[0] * count, *aval.shape[1:]))
 
-        with recording.collect() as found:
+        with recording.collect() as found, dispatch.without_measuring():
             batches = jax.tree.map(global_aval, batches)
             self._shard(None, jax.tree.map(_aval, state), batches)
         return found

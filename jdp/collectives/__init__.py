@@ -3,7 +3,17 @@
 from jdp.collectives.adaptive_sum import adasum
 from jdp.collectives.base import PSUM, Halves, psum_all_reduce
 from jdp.collectives.butterfly import butterfly_all_reduce
-from jdp.collectives.cost_model import ALGORITHMS, Cost, Links, Node, Work, predict
+from jdp.collectives.cost_model import (
+    ALGORITHMS,
+    Cost,
+    Curve,
+    Links,
+    Node,
+    Work,
+    choose,
+    predict,
+)
+from jdp.collectives.dispatch import auto_all_reduce
 from jdp.collectives.halving_doubling import (
     HALVING_DOUBLING,
     halving_doubling_all_gather,
@@ -11,6 +21,7 @@ from jdp.collectives.halving_doubling import (
     halving_doubling_reduce_scatter,
 )
 from jdp.collectives.hierarchical import hierarchical_all_reduce
+from jdp.collectives.measurement import fit_links
 from jdp.collectives.ring import (
     RING,
     ring_all_gather,
@@ -33,6 +44,7 @@ __all__ = [
     "RING",
     "SHARED_MEMORY",
     "Cost",
+    "Curve",
     "Halves",
     "Links",
     "Node",
@@ -40,8 +52,11 @@ __all__ = [
     "SharedMemoryAllReduce",
     "Work",
     "adasum",
+    "auto_all_reduce",
     "butterfly_all_reduce",
+    "choose",
     "create_shared_buffer",
+    "fit_links",
     "halving_doubling_all_gather",
     "halving_doubling_all_reduce",
     "halving_doubling_reduce_scatter",

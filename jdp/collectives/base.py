@@ -168,20 +168,22 @@ def pad(x: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(x, (0, missing)) if missing else x
 
 
-def resolve_chunks(
-    num_chunks: int | None, num_bytes: int, bytes_per_chunk: int, num_elements: int
-) -> int:
-    """Returns into how many chunks to cut a buffer.
+def default_num_chunks(num_bytes: int, bytes_per_chunk: int) -> int:
+    """Returns into how many chunks to cut a buffer if nobody says.
 
-    None means one, but on CPU as many as keep a chunk at `bytes_per_chunk`: replicas
-    of one process share its caches, and what falls out of them takes twice as long.
+    One; on CPU as many as keep a chunk at `bytes_per_chunk`: replicas of one process
+    share its caches, and what falls out of them takes twice as long.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    return max(1, num_bytes // bytes_per_chunk) if is_cpu else 1
+
+
+def limit_chunks(num_chunks: int, num_elements: int) -> int:
+    """Returns `num_chunks`, but no more than there are elements.
 
     Raises:
       ValueError: `num_chunks` is less than 1.
     """
-    if num_chunks is None:
-        is_cpu = jax.default_backend() == "cpu"
-        num_chunks = max(1, num_bytes // bytes_per_chunk) if is_cpu else 1
     if num_chunks < 1:
         raise ValueError(f"`num_chunks` must be at least 1, got {num_chunks}.")
     return max(1, min(num_chunks, num_elements))

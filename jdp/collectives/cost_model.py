@@ -27,14 +27,34 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jdp.collectives import base
+from jdp.collectives import base, butterfly, halving_doubling, ring
 from jdp.collectives.adaptive_sum import adasum
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.hierarchical import hierarchical_all_reduce
 from jdp.collectives.ring import ring_all_reduce
 from jdp.collectives.tree import reduce_broadcast_all_reduce
+
+
+class Curve(NamedTuple):
+    """How long an algorithm took on a mesh."""
+
+    algorithm: str  # a key of `ALGORITHMS`, or one that only a mesh can tell about.
+    num_replicas: int
+    points: tuple[tuple[int, float], ...]  # bytes, rising, and seconds.
+
+    def at(self, num_bytes: int) -> float:
+        """Seconds at any size: straight between points on logarithmic axes.
+
+        Below the first point it is constant, above the last in proportion to the size.
+        """
+        sizes, seconds = zip(*self.points, strict=True)
+        if num_bytes > sizes[-1]:
+            return seconds[-1] * num_bytes / sizes[-1]
+        size = math.log(max(num_bytes, 1))
+        return math.exp(np.interp(size, np.log(sizes), np.log(seconds)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +64,7 @@ class Links:
     latency_s: float  # of one message.
     bandwidth_bytes_per_s: float  # of one replica, sending and receiving at once.
     compute_s_per_byte: float = 0.0  # to reduce what arrived with what was there.
+    measured: tuple[Curve, ...] = ()  # what `fit_links` has seen.
 
     def __post_init__(self) -> None:
         """Checks that the numbers are ones that a link can have."""
@@ -138,7 +159,7 @@ def predict(
       num_replicas: of the whole axis; up to 100,000 and more.
       links: between replicas; of "hierarchical", between nodes, for each replica.
       dtype: of the buffer.
-      num_chunks: as it is given to the rings, to halving_doubling and to the chain.
+      num_chunks: as it is given to the all-reduce; one without ignores it.
       node: of "hierarchical": the replicas of one node.
 
     Returns:
@@ -163,6 +184,53 @@ def predict(
         communication_s=sum(c.communication_s for c in costs),
         computation_s=sum(c.computation_s for c in costs),
     )
+
+
+def choose(num_bytes: int, num_replicas: int, links: Links) -> str:
+    """Picks the all-reduce that takes the least time.
+
+    Where `links` were measured with as many replicas, from all that were measured, by
+    interpolation; "psum" then stays unless another one is a tenth faster. Elsewhere
+    from ring, halving_doubling and butterfly, by `predict`.
+
+    Args:
+      num_bytes: size of the buffer, in bytes.
+      num_replicas: of the axis.
+      links: between the replicas, as given or from `fit_links`.
+
+    Returns:
+      A key of `ALGORITHMS`, or "psum", "shared_memory" or "hierarchical".
+    """
+    seconds = {
+        curve.algorithm: curve.at(num_bytes)
+        for curve in links.measured
+        if curve.num_replicas == num_replicas
+    }
+    if not seconds:
+        seconds = {
+            name: predict(name, num_bytes, num_replicas, links).total_s
+            for name in ("ring", "halving_doubling", "butterfly")
+        }
+    best = min(seconds, key=seconds.__getitem__)
+    if "psum" in seconds and seconds["psum"] * 0.9 <= seconds[best]:
+        return "psum"
+    return best
+
+
+def num_chunks_here(algorithm: str, num_bytes: int, num_replicas: int) -> int:
+    """Returns into how many chunks an algorithm cuts float32 by itself, here."""
+    elements = math.ceil(num_bytes / 4)
+    match algorithm:
+        case "ring":
+            return ring.default_num_chunks(elements, 4, num_replicas)
+        case "bidirectional_ring":
+            return ring.default_num_chunks(elements, 4, 2 * num_replicas)
+        case "halving_doubling":
+            return halving_doubling.default_num_chunks(elements, 4)
+        case "butterfly":
+            return butterfly.default_num_chunks(elements, 4)
+        case _:
+            return 1
 
 
 def count_hierarchical(
@@ -249,12 +317,15 @@ def _count_halving_doubling(size: Size, n: int) -> Work:
 
 
 def _count_butterfly(size: Size, n: int) -> Work:
-    team, fold = _count_folds(size, n)
+    num_chunks = min(size.num_chunks, size.num_elements)
+    width = math.ceil(size.num_elements / num_chunks)
+    team, fold = _count_folds(size._replace(num_elements=width), n)
     first_itemsize = size.itemsize if team == n else size.sum_itemsize
     num_rounds = team.bit_length() - 1
-    sent = size.num_elements * (first_itemsize + (num_rounds - 1) * size.sum_itemsize)
-    reduced = num_rounds * size.num_elements * size.sum_itemsize
-    return fold + Work(num_rounds, num_rounds, sent, sent, reduced)
+    sent = width * (first_itemsize + (num_rounds - 1) * size.sum_itemsize)
+    reduced = num_rounds * width * size.sum_itemsize
+    chunk = fold + Work(num_rounds, num_rounds, sent, sent, reduced)
+    return Work(*(num_chunks * value for value in chunk))
 
 
 def _count_folds(size: Size, n: int) -> tuple[int, Work]:

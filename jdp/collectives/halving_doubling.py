@@ -13,7 +13,7 @@ from jdp.types import AxisName
 
 # 16 MiB over 8 CPU devices, in place: 69 ms uncut, 26 at 2 MiB, 31 at 1 MiB;
 # `lax.psum` 19.
-CHUNK_BYTES = 1 << 21
+_CHUNK_BYTES = 1 << 21
 
 
 def halving_doubling_all_reduce(
@@ -43,7 +43,9 @@ def halving_doubling_all_reduce(
     if base.is_trivial(x, group):
         return base.replicated(x, axis_name)
     team = folding.make_team(group)
-    num_chunks = base.resolve_chunks(num_chunks, x.nbytes, CHUNK_BYTES, x.size)
+    if num_chunks is None:
+        num_chunks = default_num_chunks(x.size, x.itemsize)
+    num_chunks = base.limit_chunks(num_chunks, x.size)
     y = base.pad(folding.fold_in(team, x, op), team.size * num_chunks)
     length = y.size // num_chunks
 
@@ -61,6 +63,11 @@ def halving_doubling_all_reduce(
     else:
         out = lax.fori_loop(0, num_chunks, reduce_chunk, out)
     return base.replicated(folding.fold_out(team, out[: x.size]), axis_name)
+
+
+def default_num_chunks(num_elements: int, itemsize: int) -> int:
+    """Returns into how many chunks a buffer is cut if nobody says."""
+    return base.default_num_chunks(num_elements * itemsize, _CHUNK_BYTES)
 
 
 def halving_doubling_reduce_scatter(

@@ -11,7 +11,7 @@ from jdp.types import AxisName
 
 # Of what a replica sends in a round. 16 MiB over 8 CPU devices, in place: 47 ms uncut,
 # 21 in messages of 1 MiB and of half of it, 26 of a quarter; `lax.psum` 19.
-CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _MAX_UNROLLED = 16  # rounds; unrolled, XLA on CPU leaves out a copy of each message.
 
 
@@ -46,26 +46,33 @@ def ring_all_reduce(
     n, size = group.size, x.size
     directions = (1, -1) if bidirectional else (1,)
     num_columns = -(-size // (n * len(directions)))
-    num_chunks = base.resolve_chunks(
-        num_chunks, num_columns * x.itemsize, CHUNK_BYTES, num_columns
-    )
-    parts = base.pad(x, n * len(directions) * num_chunks).reshape(n, -1)
-    width = parts.shape[1] // (len(directions) * num_chunks)
+    if num_chunks is None:
+        num_chunks = default_num_chunks(size, x.itemsize, n * len(directions))
+    num_chunks = base.limit_chunks(num_chunks, num_columns)
+    buffer = base.pad(x, n * len(directions) * num_chunks)
+    width = buffer.size // (n * len(directions) * num_chunks)
 
     # In place: in a step `x` is a bucket that nobody needs afterwards. A second buffer
-    # of fresh pages takes as long on CPU as all the sums.
-    def reduce_chunk(j: jax.Array | int, parts: jax.Array) -> jax.Array:
+    # of fresh pages takes as long on CPU as all the sums; so does the copy that XLA
+    # makes where the loop carries another shape than (n,).
+    def reduce_chunk(j: jax.Array | int, buffer: jax.Array) -> jax.Array:
         lanes = [
             _Lane(group, d, (j * len(directions) + k) * width, width)
             for k, d in enumerate(directions)
         ]
-        held = _scatter(lanes, parts, op)
+        held = _scatter(lanes, buffer, op)
         held = [base.finish(y, op, n, x.dtype) for y in held]
-        held, (parts,) = compat.order_after(held, [parts])
-        return _gather(lanes, held, parts)
+        held, (buffer,) = compat.order_after(held, [buffer])
+        return _gather(lanes, held, buffer)
 
-    parts = _repeat(0, num_chunks, reduce_chunk, parts, unroll=False)
-    return base.replicated(parts.reshape(-1)[:size], axis_name)
+    buffer = _repeat(0, num_chunks, reduce_chunk, buffer, unroll=False)
+    return base.replicated(buffer[:size], axis_name)
+
+
+def default_num_chunks(num_elements: int, itemsize: int, num_parts: int) -> int:
+    """Returns into how many chunks a buffer is cut if nobody says."""
+    num_columns = -(-num_elements // num_parts)
+    return base.default_num_chunks(num_columns * itemsize, _CHUNK_BYTES)
 
 
 def ring_reduce_scatter(
@@ -91,8 +98,8 @@ def ring_reduce_scatter(
     dtype = x.dtype if dtype is None else dtype
     if base.is_trivial(x, group):
         return base.finish(x, op, 1, dtype)
-    parts = base.pad(x, group.size).reshape(group.size, -1)
-    (y,) = _scatter([_Lane(group, 1, 0, parts.shape[1])], parts, op)
+    x = base.pad(x, group.size)
+    (y,) = _scatter([_Lane(group, 1, 0, x.size // group.size)], x, op)
     return base.finish(y, op, group.size, dtype)
 
 
@@ -109,61 +116,63 @@ def ring_all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
     part, group = base.enter(part, axis_name, "sum")
     if base.is_trivial(part, group):
         return base.replicated(part, axis_name)
-    out = base.empty((group.size, part.size), part)
+    out = base.empty((group.size * part.size,), part)
     out = _gather([_Lane(group, 1, 0, part.size)], [part], out)
-    return base.replicated(out.reshape(-1), axis_name)
+    return base.replicated(out, axis_name)
 
 
 RING = Halves(ring_reduce_scatter, ring_all_gather)
 
 
 class _Lane:
-    """Columns of the parts, shape (n, m), that travel around in one direction."""
+    """What travels around in one direction: `width` elements from `start` of a part."""
 
     def __init__(
         self, group: Group, direction: int, start: jax.Array | int, width: int
     ):
-        self._group = group
+        self.group = group
         self._direction = direction
         self._start = start
         self._width = width
 
     def send(self, held: jax.Array) -> jax.Array:
-        n = self._group.size
+        n = self.group.size
         pairs = [(i, (i + self._direction) % n) for i in range(n)]
-        return base.exchange(held, self._group, pairs)
+        return base.exchange(held, self.group, pairs)
 
-    def take(self, parts: jax.Array, num_steps_back: jax.Array | int) -> jax.Array:
-        shape = (1, self._width)
-        return lax.dynamic_slice(parts, self._corner(num_steps_back), shape)[0]
+    def take(self, buffer: jax.Array, num_steps_back: jax.Array | int) -> jax.Array:
+        at = self._find(buffer, num_steps_back)
+        return lax.dynamic_slice(buffer, (at,), (self._width,))
 
     def put(
-        self, parts: jax.Array, held: jax.Array, num_steps_back: jax.Array | int
+        self, buffer: jax.Array, held: jax.Array, num_steps_back: jax.Array | int
     ) -> jax.Array:
-        return lax.dynamic_update_slice(parts, held[None], self._corner(num_steps_back))
+        at = self._find(buffer, num_steps_back)
+        return lax.dynamic_update_slice(buffer, held, (at,))
 
-    def _corner(self, num_steps_back: jax.Array | int) -> tuple:
-        row = (self._group.rank - self._direction * num_steps_back) % self._group.size
-        return jnp.int32(row), jnp.int32(self._start)  # else one may be int64.
+    def _find(self, buffer: jax.Array, num_steps_back: jax.Array | int) -> jax.Array:
+        n = self.group.size
+        part = (self.group.rank - self._direction * num_steps_back) % n
+        return jnp.asarray(part * (buffer.size // n) + self._start)
 
 
-def _scatter(lanes: list[_Lane], parts: jax.Array, op: Op) -> list[jax.Array]:
+def _scatter(lanes: list[_Lane], buffer: jax.Array, op: Op) -> list[jax.Array]:
     """Part i - 1 leaves replica i first; what arrives last is part i."""
-    n = parts.shape[0]
+    n = lanes[0].group.size
 
     def one_round(t: jax.Array | int, held: list[jax.Array]) -> list[jax.Array]:
         return [
-            base.combine(op, lane.send(y), lane.take(parts, t + 2))
+            base.combine(op, lane.send(y), lane.take(buffer, t + 2))
             for lane, y in zip(lanes, held, strict=True)
         ]
 
     # The first round sends what was not reduced yet, in its own dtype.
-    held = one_round(0, [lane.take(parts, 1) for lane in lanes])
+    held = one_round(0, [lane.take(buffer, 1) for lane in lanes])
     return _repeat(1, n - 1, one_round, held, unroll=n <= _MAX_UNROLLED)
 
 
 def _gather(lanes: list[_Lane], held: list[jax.Array], out: jax.Array) -> jax.Array:
-    n = out.shape[0]
+    n = lanes[0].group.size
     for lane, y in zip(lanes, held, strict=True):
         out = lane.put(out, y, 0)
 

@@ -15,6 +15,7 @@ from tests.transforms import AXIS
 partial = functools.partial
 ring = collectives.ring_all_reduce
 halving_doubling = collectives.halving_doubling_all_reduce
+butterfly = collectives.butterfly_all_reduce
 reduce_broadcast = collectives.reduce_broadcast_all_reduce
 ON_ONE_AXIS = {
     "psum": collectives.psum_all_reduce,
@@ -24,7 +25,8 @@ ON_ONE_AXIS = {
     "bidirectional ring in chunks": partial(ring, bidirectional=True, num_chunks=2),
     "halving doubling": halving_doubling,
     "halving doubling in chunks": partial(halving_doubling, num_chunks=3),
-    "butterfly": collectives.butterfly_all_reduce,
+    "butterfly": butterfly,
+    "butterfly in chunks": partial(butterfly, num_chunks=3),
     "star": reduce_broadcast,
     "tree": partial(reduce_broadcast, pattern="tree"),
     "chain": partial(reduce_broadcast, pattern="chain"),
@@ -305,7 +307,9 @@ def test_errors_of_reduce_and_broadcast(options, message):
 
 
 @pytest.mark.parametrize(
-    "all_reduce", [ring, halving_doubling], ids=["ring", "halving doubling"]
+    "all_reduce",
+    [ring, halving_doubling, butterfly],
+    ids=["ring", "halving doubling", "butterfly"],
 )
 def test_no_chunks_are_refused(all_reduce):
     with pytest.raises(ValueError, match="`num_chunks` must be at least 1, got 0"):
@@ -320,7 +324,7 @@ def test_any_replica_may_be_the_root(pattern, n):
         _check("vmap", n, all_reduce, contract.A_FEW[:1])
 
 
-@pytest.mark.parametrize("name", ["ring", "halving doubling"])
+@pytest.mark.parametrize("name", ["ring", "halving doubling", "butterfly"])
 def test_a_program_does_not_grow_with_the_chunks(name):
     def lines(num_chunks):
         all_reduce = partial(ON_ONE_AXIS[name], num_chunks=num_chunks)

@@ -16,7 +16,7 @@ from jdp.collectives.cost_model import ALGORITHMS, Work, predict
 
 LINKS = Links(latency_s=1e-5, bandwidth_bytes_per_s=1e9, compute_s_per_byte=1e-10)
 FLAT = [name for name in ALGORITHMS if name != "hierarchical"]
-IN_CHUNKS = ("ring", "bidirectional_ring", "halving_doubling", "chain")
+IN_CHUNKS = ("ring", "bidirectional_ring", "halving_doubling", "butterfly", "chain")
 
 
 def _equations(jaxpr, times=1):

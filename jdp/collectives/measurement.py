@@ -1,0 +1,227 @@
+"""Measurement: how long all-reduces take on the mesh that is here, and its links."""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jdp import agreement
+from jdp.collectives import cost_model, shared_memory
+from jdp.collectives.base import psum_all_reduce
+from jdp.collectives.butterfly import butterfly_all_reduce
+from jdp.collectives.cost_model import ALGORITHMS, Curve, Links
+from jdp.collectives.halving_doubling import halving_doubling_all_reduce
+from jdp.collectives.hierarchical import hierarchical_all_reduce
+from jdp.collectives.ring import ring_all_reduce
+from jdp.collectives.shared_memory import SHARED_MEMORY, shared_memory_all_reduce
+from jdp.mesh import World
+from jdp.types import AllReduce
+
+SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 24)  # bytes that `fit_links` measures.
+_BYTES_A_TURN = 1 << 20  # small buffers are reduced many times in a turn.
+_MAX_REPEATS = 20
+
+
+class Seconds(msgspec.Struct, frozen=True):
+    """What one all-reduce added to a program, one figure a round."""
+
+    algorithm: str
+    num_bytes: int
+    rounds: list[float]
+
+    @property
+    def median(self) -> float:
+        """The median of the rounds, at least a nanosecond."""
+        return max(1e-9, statistics.median(self.rounds))
+
+
+def time_all_reduces(
+    world: World,
+    all_reduces: Mapping[str, AllReduce],
+    sizes: Sequence[int],
+    *,
+    rounds: int,
+    report: Callable[[str], None] = lambda name: None,
+) -> list[Seconds]:
+    """Times all-reduces in turns, each as a step would run it.
+
+    A program makes a buffer from another one and reduces it; a small one many times.
+    Measured is what this takes longer than the same program without the all-reduce.
+    Every process calls it; the times are those of this process.
+
+    Args:
+      world: the replicas.
+      all_reduces: by name.
+      sizes: of the buffers, in bytes; float32.
+      rounds: how often each has its turn, after one that compiles and one that warms.
+      report: is told what is measured next.
+
+    Returns:
+      A record for each name and size.
+    """
+    found = []
+    for num_bytes in sizes:
+        count = max(1, min(_MAX_REPEATS, _BYTES_A_TURN // num_bytes))
+        programs = {
+            name: _program(world, all_reduce, count)
+            for name, all_reduce in {"": lambda x, _: x, **all_reduces}.items()
+        }
+        size = max(1, num_bytes // 4)
+        local = np.zeros(size * world.num_local_replicas, np.float32)
+        shape = (size * world.num_replicas,)
+        x = jax.make_array_from_process_local_data(world.split, local, shape)
+        turns: dict[str, list[float]] = {name: [] for name in programs}
+        for round_index in range(rounds + 2):
+            for name in list(programs)[:: 1 if round_index % 2 == 0 else -1]:
+                report(f"{name or 'no all-reduce'}, {num_bytes:,} bytes")
+                start_s = time.perf_counter()
+                x = jax.block_until_ready(programs[name](x))
+                turns[name].append((time.perf_counter() - start_s) / count)
+        bare = turns.pop("")
+        for name, seconds in turns.items():
+            net = [a - b for a, b in zip(seconds, bare, strict=True)][2:]
+            found.append(Seconds(name, num_bytes, net))
+    return found
+
+
+def candidates(world: World) -> dict[str, Callable[..., jax.Array]]:
+    """Returns what `fit_links` measures by itself; every process calls it.
+
+    Shared memory is among them where all replicas are CPU processes of one host, or,
+    on a pair of axes, those of each node are.
+    """
+    found: dict[str, Callable[..., jax.Array]] = {
+        "psum": psum_all_reduce,
+        "ring": ring_all_reduce,
+        "halving_doubling": halving_doubling_all_reduce,
+        "butterfly": butterfly_all_reduce,
+    }
+    if _shares_memory(world, world.axis_names):
+        found["shared_memory"] = shared_memory_all_reduce
+    elif len(world.axis_names) == 2:
+        if _shares_memory(world, world.axis_names[1:]):
+            found["hierarchical"] = functools.partial(
+                hierarchical_all_reduce, within=SHARED_MEMORY, across=psum_all_reduce
+            )
+        else:
+            found["hierarchical"] = hierarchical_all_reduce
+    return found
+
+
+def fit_links(
+    world: World,
+    all_reduces: Mapping[str, AllReduce] | None = None,
+    *,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = 5,
+) -> Links:
+    """Measures latency, bandwidth and cost of reducing on the running mesh.
+
+    Every process calls it; all get what process 0 measured. It takes some seconds,
+    most of them to compile.
+
+    Args:
+      world: the replicas.
+      all_reduces: what to time, by name; None: what `choose` can pick from.
+      sizes: bytes of the buffers that are reduced.
+      rounds: how often each all-reduce is timed at each size.
+
+    Returns:
+      The links that explain the times of ring, halving-doubling and butterfly best, in
+      relative terms; with all times measured, for `choose`.
+
+    Raises:
+      RuntimeError: a process did not take part.
+    """
+    if world.num_replicas == 1:
+        return Links(0.0, math.inf)
+    topic = "fit of the links"
+    with agreement.reporting(world, topic):
+        if all_reduces is None:
+            all_reduces = candidates(world)
+        own = time_all_reduces(world, all_reduces, sizes, rounds=rounds)
+    body = agreement.meet(world, topic, msgspec.msgpack.encode(own), lambda all: all[0])
+    return make_links(
+        msgspec.msgpack.decode(body, type=list[Seconds]), world.num_replicas
+    )
+
+
+def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
+    """Fits the three numbers to what was measured, weighted by 1 / time."""
+    rows, ones = [], []
+    for each in measured:
+        algorithm = ALGORITHMS.get(each.algorithm)
+        if algorithm is None or algorithm.counter is None:
+            continue
+        work = cost_model.predict(
+            each.algorithm,
+            each.num_bytes,
+            num_replicas,
+            Links(0.0, math.inf),
+            num_chunks=cost_model.num_chunks_here(
+                each.algorithm, each.num_bytes, num_replicas
+            ),
+        ).work
+        row = [work.num_rounds, work.serial_bytes, work.reduced_bytes]
+        rows.append([value / each.median for value in row])
+        ones.append(1.0)
+    import scipy.optimize  # takes a quarter of a second, for those who measure.
+
+    (latency_s, s_per_byte, compute_s), _ = scipy.optimize.nnls(
+        np.array(rows), np.array(ones)
+    )
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for each in sorted(measured, key=lambda each: each.num_bytes):
+        points = curves.setdefault(each.algorithm, [])
+        points.append((each.num_bytes, each.median))
+    return Links(
+        latency_s=float(latency_s),
+        bandwidth_bytes_per_s=1 / s_per_byte if s_per_byte else math.inf,
+        compute_s_per_byte=float(compute_s),
+        measured=tuple(
+            Curve(name, num_replicas, tuple(points)) for name, points in curves.items()
+        ),
+    )
+
+
+def _program(world: World, all_reduce: AllReduce, count: int):
+    """A program that makes a buffer and reduces it, `count` times."""
+
+    def once(x: jax.Array) -> jax.Array:
+        return all_reduce(x * jnp.float32(0.5), world.axis_name)
+
+    def run(x: jax.Array) -> jax.Array:
+        # No loop around large ones: XLA on CPU copies what it carries.
+        return (
+            once(x) if count == 1 else lax.fori_loop(0, count, lambda _, x: once(x), x)
+        )
+
+    spec = PartitionSpec(world.axis_names)
+    mapped = jax.shard_map(
+        run, mesh=world.mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def _shares_memory(world: World, names: tuple[str, ...]) -> bool:
+    """Whether all processes can make the buffer over these axes; they make it."""
+    try:
+        shared_memory.default_buffer(world, names)
+        is_made = True
+    except (RuntimeError, ValueError):
+        is_made = False
+    verdict = agreement.meet(
+        world,
+        "making of shared memory",
+        bytes([is_made]),
+        lambda made: bytes([all(m == b"\x01" for m in made)]),
+    )
+    return verdict == b"\x01"
