@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jdp.cli import launch, plan
-from jdp.cli.bench import join, overhead, step
+from jdp.cli.bench import collectives, join, overhead, step
 
 # Plain messages: boxes break them in the middle of paths and commands.
 app = typer.Typer(
@@ -23,6 +23,7 @@ bench = typer.Typer(
     rich_markup_mode=None,
 )
 bench.command("step")(step.bench_step)
+bench.command("collectives")(collectives.bench_collectives)
 bench.command("join")(join.bench_join)
 bench.command("overhead")(overhead.bench_overhead)
 app.add_typer(bench, name="bench")

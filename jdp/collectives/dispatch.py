@@ -12,6 +12,7 @@ from jdp import mesh
 from jdp.collectives import cost_model, measurement
 from jdp.collectives.base import Op, psum_all_reduce
 from jdp.collectives.cost_model import Links
+from jdp.collectives.shared_memory import shared_memory_all_reduce
 from jdp.mesh import World
 from jdp.types import AxisName
 
@@ -19,9 +20,10 @@ from jdp.types import AxisName
 class AutoAllReduce:
     """Picks an all-reduce for each buffer, while a program is traced.
 
-    The first program that is traced measures the mesh with `fit_links`, together with
-    all processes; that takes some seconds, once a job. Where there is no world of
-    `jdp.init`, or the axes are not its axes, it is `psum`.
+    Replicas that are CPU processes of one host reduce through shared memory. On other
+    meshes the first program that is traced measures with `fit_links`, together with all
+    processes, which takes some seconds, once a job; then `choose` picks. Where there is
+    no world of `jdp.init`, or the axes are not its axes, it is `psum`.
     """
 
     __name__ = "auto"
@@ -40,6 +42,8 @@ class AutoAllReduce:
         found = _find(world)
         if found is None:
             return psum_all_reduce
+        if found.links is None:
+            return shared_memory_all_reduce
         name = cost_model.choose(num_bytes, world.num_replicas, found.links)
         return found.candidates[name]
 
@@ -71,7 +75,9 @@ class _Found:
     def __init__(self, world: World):
         self.world = world
         self.candidates = measurement.candidates(world)
-        self.links: Links = measurement.fit_links(world, self.candidates)
+        self.links: Links | None = None  # Nothing is faster than shared memory.
+        if "shared_memory" not in self.candidates:
+            self.links = measurement.fit_links(world, self.candidates)
 
 
 def _find(world: World) -> _Found | None:

@@ -69,9 +69,9 @@ def time_all_reduces(
     """
     found = []
     for num_bytes in sizes:
-        count = max(1, min(_MAX_REPEATS, _BYTES_A_TURN // num_bytes))
+        count = num_repeats(num_bytes)
         programs = {
-            name: _program(world, all_reduce, count)
+            name: make_program(world, all_reduce, count)
             for name, all_reduce in {"": lambda x, _: x, **all_reduces}.items()
         }
         size = max(1, num_bytes // 4)
@@ -192,8 +192,18 @@ def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
     )
 
 
-def _program(world: World, all_reduce: AllReduce, count: int):
-    """A program that makes a buffer and reduces it, `count` times."""
+def num_repeats(num_bytes: int) -> int:
+    """Returns how often a program reduces a buffer, to be long enough to be timed."""
+    return max(1, min(_MAX_REPEATS, _BYTES_A_TURN // num_bytes))
+
+
+def make_program(
+    world: World, all_reduce: AllReduce, count: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns a program that makes a buffer and reduces it, `count` times.
+
+    It takes an array split over the replicas, and gives its memory to the result.
+    """
 
     def once(x: jax.Array) -> jax.Array:
         return all_reduce(x * jnp.float32(0.5), world.axis_name)

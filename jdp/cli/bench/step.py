@@ -71,7 +71,8 @@ def bench_step(
         make_table = overlap.make_table
     else:
         start_jax = functools.partial(driver.start_jax, "jdp.cli.bench.jax_step")
-        starters = (start_jax, _start_torch, _start_mpi4jax)
+        start_peer = functools.partial(start_torch, "jdp.cli.bench.torch_step")
+        starters = (start_jax, start_peer, _start_mpi4jax)
         seconds = driver.time_systems(
             starters, num_processes, sizes, rounds=rounds, steps=steps
         )
@@ -123,14 +124,19 @@ def _table(result: dict[str, Any]) -> rich.table.Table:
     return table
 
 
-def _start_torch(
-    num_processes: int, port: int, sizes: Sequence[int], folder: pathlib.Path
+def start_torch(
+    worker: str,
+    num_processes: int,
+    port: int,
+    sizes: Sequence[int],
+    folder: pathlib.Path,
 ) -> driver.Group | None:
+    """Starts the workers of a module that runs torch; None where it is missing."""
     if importlib.util.find_spec("torch") is None:
         return None
     rendezvous = str(driver.free_port())
     log = folder / "torch.log"
-    module = [sys.executable, "-m", "jdp.cli.bench.torch_step", str(port)]
+    module = [sys.executable, "-m", worker, str(port)]
     processes = [
         driver.spawn(
             [*module, str(rank), str(num_processes), rendezvous, *map(str, sizes)],

@@ -1,0 +1,318 @@
+"""Fitted links, `choose`, and `all_reduce="auto"`."""
+
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp import collectives, mesh
+from jdp.collectives import (
+    Curve,
+    Links,
+    choose,
+    dispatch,
+    measurement,
+    predict,
+    shared_segment,
+)
+from jdp.collectives.cost_model import num_chunks_here
+from tests import harness
+from tests.collectives import contract
+
+
+def _seconds(links, n, sizes, *, psum_s=None):
+    """What a mesh with exactly these links would have measured."""
+    found = []
+    for num_bytes in sizes:
+        for name in ("ring", "halving_doubling", "butterfly"):
+            chunks = num_chunks_here(name, num_bytes, n)
+            total_s = predict(name, num_bytes, n, links, num_chunks=chunks).total_s
+            found.append(measurement.Seconds(name, num_bytes, [total_s]))
+        if psum_s is not None:
+            found.append(measurement.Seconds("psum", num_bytes, [psum_s(num_bytes)]))
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_links_are_found_from_times(n):
+    links = Links(2e-5, 3e9, 1.5e-10)
+    sizes = [1 << 10, 1 << 15, 1 << 20, 1 << 24]
+    found = measurement.make_links(_seconds(links, n, sizes), n)
+    assert found.latency_s == pytest.approx(links.latency_s, rel=1e-3)
+    for num_bytes in (1 << 12, 1 << 18, 1 << 26):
+        for name in ("ring", "halving_doubling", "butterfly"):
+            before = predict(name, num_bytes, n, links).total_s
+            assert predict(name, num_bytes, n, found).total_s == pytest.approx(before)
+
+
+def test_without_measurements_the_model_decides():
+    links = Links(1e-5, 1e9)
+    # Few rounds while latency counts, few bytes while bandwidth does.
+    assert choose(1 << 10, 16, links) == "butterfly"
+    assert choose(1 << 18, 16, links) == "halving_doubling"
+    assert choose(1 << 26, 3, links) == "ring"  # No folding.
+    for num_bytes in (1, 1 << 13, 1 << 20, 1 << 30):
+        for n in (2, 5, 64, 1000):
+            names = ("ring", "halving_doubling", "butterfly")
+            best = min(predict(a, num_bytes, n, links).total_s for a in names)
+            chosen = choose(num_bytes, n, links)
+            assert predict(chosen, num_bytes, n, links).total_s == best
+
+
+def test_measurements_decide_where_there_are_any():
+    curves = (
+        Curve("psum", 4, ((1 << 10, 1e-4), (1 << 20, 1e-3))),
+        Curve("ring", 4, ((1 << 10, 5e-4), (1 << 20, 0.95e-3))),
+        Curve("shared_memory", 4, ((1 << 10, 2e-4), (1 << 20, 0.5e-3))),
+    )
+    links = Links(1e-5, 1e9, measured=curves)
+    assert choose(1 << 10, 4, links) == "psum"
+    assert choose(1 << 20, 4, links) == "shared_memory"
+    assert choose(1 << 24, 4, links) == "shared_memory"
+    assert choose(1, 4, links) == "psum"
+    assert choose(1 << 20, 8, links) == choose(1 << 20, 8, Links(1e-5, 1e9))
+    # Nobody leaves `psum` for what may be noise.
+    assert choose(1 << 20, 4, Links(1e-5, 1e9, measured=curves[:2])) == "psum"
+
+
+def test_a_curve_is_straight_on_logarithmic_axes():
+    curve = Curve("ring", 2, ((1 << 10, 1e-4), (1 << 20, 1e-2)))
+    assert curve.at(1) == pytest.approx(1e-4)
+    assert curve.at(1 << 15) == pytest.approx(1e-3)
+    assert curve.at(1 << 22) == pytest.approx(4e-2)
+
+
+def test_the_mesh_that_is_here():
+    world = harness.local_world(2)
+    links = collectives.fit_links(world, sizes=(1 << 10, 1 << 18), rounds=3)
+    assert links.latency_s > 0 and links.bandwidth_bytes_per_s > 0
+    names = {curve.algorithm for curve in links.measured}
+    assert names == {"psum", "ring", "halving_doubling", "butterfly"}
+    for curve in links.measured:
+        assert [size for size, _ in curve.points] == [1 << 10, 1 << 18]
+        assert all(1e-9 <= seconds < 1.0 for _, seconds in curve.points)
+    assert choose(1 << 12, 2, links) in names
+    alone = collectives.fit_links(harness.local_world(1))
+    assert predict("ring", 1 << 30, 1, alone).total_s == 0
+
+
+def test_what_is_timed_is_the_all_reduce():
+    def slow(x, axis_name):
+        def wait(x):
+            time.sleep(0.02)
+            return x
+
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    found = measurement.time_all_reduces(
+        harness.local_world(1),
+        {"slow": slow, "no": lambda x, _: x},
+        [4 << 20],
+        rounds=3,
+    )
+    by_name = {each.algorithm: each.median for each in found}
+    assert 0.018 < by_name["slow"] < 0.2 and by_name["no"] < 0.01
+    assert [len(each.rounds) for each in found] == [3, 3]
+
+
+# --- "auto" -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """A world whose links were measured: the ring is fast for large buffers."""
+    world = harness.local_world(4)
+    curves = (
+        Curve("psum", 4, ((1 << 10, 1e-4), (1 << 20, 1e-2))),
+        Curve("ring", 4, ((1 << 10, 1e-3), (1 << 20, 2e-3))),
+    )
+    found = object.__new__(dispatch._Found)
+    found.world, found.links = world, Links(1e-5, 1e9, measured=curves)
+    found.candidates = {
+        "psum": collectives.psum_all_reduce,
+        "ring": collectives.ring_all_reduce,
+    }
+    monkeypatch.setattr(mesh._CurrentWorld, "world", world)
+    monkeypatch.setattr(dispatch._Found, "current", found)
+    return world
+
+
+def _sync(world, grads, **options):
+    run = jax.shard_map(
+        lambda g: jdp.sync_gradients(
+            jax.tree.map(lambda x: x[0], g), all_reduce="auto", **options
+        ),
+        mesh=world.mesh,
+        in_specs=P(world.axis_names),
+        out_specs=P(),
+    )
+    return run, jax.tree.map(lambda x: np.stack([x] * world.num_replicas), grads)
+
+
+def test_each_bucket_gets_its_own(world):
+    grads = {"a": np.ones(10, np.float32), "b": np.ones(1 << 20, np.float32)}
+    plan = jdp.plan_buckets(grads, bucket_bytes=64, first_bucket_bytes=64)
+    run, stacked = _sync(world, grads, plan=plan)
+    text = str(jax.make_jaxpr(run)(stacked))
+    assert "psum" in text and "ppermute" in text
+    for k, x in jax.jit(run)(stacked).items():
+        np.testing.assert_array_equal(x, grads[k])
+    run, stacked = _sync(world, {"a": grads["a"]})
+    assert "ppermute" not in str(jax.make_jaxpr(run)(stacked))
+
+
+@pytest.mark.parametrize("op", contract.OPS)
+def test_auto_keeps_the_contract(world, op):
+    for size in (37, 1 << 20):
+        case = contract.Case(op, "float32", size)
+        values = case.values(4)
+        run = jax.shard_map(
+            lambda x: collectives.auto_all_reduce(x, "data", op=op),
+            mesh=world.mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+        contract.check(case, values, np.asarray(jax.jit(run)(values.reshape(-1)))[None])
+
+
+def test_where_nothing_was_measured_it_is_psum(world):
+    def traced(axis_name, size, num_nodes=1):
+        names = mesh.as_axis_names(axis_name)
+        other = harness.local_world(size, axis_name, num_nodes=num_nodes)
+        run = jax.shard_map(
+            lambda x: collectives.auto_all_reduce(x, axis_name),
+            mesh=other.mesh,
+            in_specs=P(names),
+            out_specs=P(),
+        )
+        return str(jax.make_jaxpr(run)(np.ones(size << 20, np.float32)))
+
+    assert "ppermute" in traced("data", 4)
+    assert "ppermute" not in traced("data", 3)
+    assert "ppermute" not in traced("batch", 4)
+    assert "ppermute" not in traced(("node", "data"), 4, 2)
+    fn = jax.vmap(lambda x: collectives.auto_all_reduce(x, "data"), axis_name="data")
+    assert "ppermute" not in str(jax.make_jaxpr(fn)(np.ones((4, 1 << 20), np.float32)))
+
+
+def test_without_a_world_it_is_psum(monkeypatch):
+    monkeypatch.setattr(mesh._CurrentWorld, "world", None)
+    run, stacked = _sync(harness.local_world(2), {"a": np.ones(3, np.float32)})
+    np.testing.assert_array_equal(jax.jit(run)(stacked)["a"], np.ones(3))
+
+
+def test_describe_measures_nothing(monkeypatch):
+    world = harness.local_world(2)
+    monkeypatch.setattr(mesh._CurrentWorld, "world", world)
+    monkeypatch.setattr(dispatch._Found, "current", None)
+    monkeypatch.setattr(measurement, "candidates", None)  # would be called.
+
+    @jdp.data_parallel
+    def step(params, batch):
+        grad_fn = jdp.value_and_grad(harness.oracle_loss, all_reduce="auto")
+        loss, grads = grad_fn(params, batch)
+        return params, loss
+
+    batch = harness.oracle_batches(1)[0]
+    found = jdp.describe(step, harness.oracle_params(), batch)
+    assert found.synchronizations[0].algorithm == "auto"
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match="`all_reduce` must be .*'auto'.*'ring'"):
+        jdp.value_and_grad(harness.oracle_loss, all_reduce="ring")
+    run, stacked = _sync(
+        harness.local_world(2), {"a": np.ones(3, np.float32)}, packing="tuple"
+    )
+    with pytest.raises(ValueError, match="`packing='tuple'`"):
+        jax.make_jaxpr(run)(stacked)
+
+
+# --- Real processes -----------------------------------------------------------------
+
+
+def _train(axis_name, num_nodes):
+    """A step with "auto", and one with each of what it can pick."""
+    world = jdp.init(axis_name=axis_name, num_nodes=num_nodes)
+    params = jdp.replicate(world, harness.oracle_params())
+    batch = harness.oracle_batches(1)[0]
+    mine = jax.tree.map(
+        lambda x: np.array_split(x, world.process_count)[world.process_index], batch
+    )
+
+    def train(all_reduce):
+        @jdp.data_parallel(donate_state=False)
+        def step(params, batch):
+            grad_fn = jdp.value_and_grad(
+                harness.oracle_loss, axis_name=axis_name, all_reduce=all_reduce
+            )
+            loss, grads = grad_fn(params, batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+        trained, _ = step(params, mine)
+        jdp.check_replicas(trained, world=world)
+        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trained)
+
+    trained = {"auto": train("auto")}
+    found = dispatch._Found.current
+    trained |= {name: train(fn) for name, fn in found.candidates.items()}
+    return trained, found.links
+
+
+def _check_trained(found, names):
+    expected, _ = harness.train_alone(
+        harness.oracle_params(), harness.oracle_batches(1), optax.sgd(0.1)
+    )
+    for trained, links in found:
+        assert set(names) <= set(trained)
+        assert links == found[0][1]  # process 0 decides.
+        for params in trained.values():
+            for k, x in expected.items():
+                np.testing.assert_allclose(params[k], x, atol=2e-6)
+
+
+@pytest.mark.multiprocess
+def test_processes_of_one_host_take_shared_memory():
+    found = harness.run_checked(_train, 2, "data", None)
+    _check_trained(found, ["psum", "shared_memory"])
+    assert [links for _, links in found] == [None, None]  # nothing is measured.
+
+
+@pytest.mark.multiprocess
+def test_nodes_take_shared_memory_within():
+    # Two "nodes" whose processes cannot all share memory, as on two hosts.
+    found = harness.run_checked(_train_on_separate_nodes, 4)
+    _check_trained(found, ["psum", "hierarchical"])
+    for _, links in found:
+        measured = {curve.algorithm for curve in links.measured}
+        assert "hierarchical" in measured and "shared_memory" not in measured
+
+
+def _train_on_separate_nodes():
+    """As on two hosts: a process cannot open the memory of one of the other node."""
+    opened = shared_segment._open
+
+    def open_within_node(size, own, offer, first):
+        if jax.process_index() // 2 != first // 2:
+            offer = shared_segment._Hello(offer.peer, "/proc/0/fd/0", offer.token)
+        return opened(size, own, offer, first)
+
+    shared_segment._open = open_within_node
+    return _train(("node", "data"), 2)
+
+
+def _pick_shared_memory():
+    world = jdp.init()
+    run, stacked = _sync(world, {"a": np.ones((), np.float32)})
+    x = jax.ShapeDtypeStruct((world.num_replicas,), np.float32)
+    return str(jax.make_jaxpr(run)({"a": x}))
+
+
+@pytest.mark.multiprocess
+def test_auto_is_shared_memory_on_one_host():
+    for text in harness.run_checked(_pick_shared_memory, 2):
+        assert "callback" in text and "psum" not in text and "ppermute" not in text
