@@ -32,7 +32,7 @@ def bench_collectives(
         typer.Option(help="Replicas are devices of one process, or processes."),
     ] = "devices",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="All-reduces a turn.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="All-reduces a turn.")] = 10,
     plot: Annotated[
         pathlib.Path | None, typer.Option(help="Write a plot here, a PNG file.")
     ] = None,
@@ -86,8 +86,9 @@ def summarize(seconds: dict[str, list[float]], num_replicas: int) -> dict[str, A
 
     Returns:
       A dict with the fitted links; "times", one record an all-reduce and size, with
-      what was measured and what the model predicts in seconds; and "choices", what
-      `choose` picks at each size, and its time over that of the best.
+      what was measured and what the model predicts in seconds; "choices", what `choose`
+      picks at each size, and its time over that of the best; and "over_torch", by size,
+      a call that reduces through shared memory over torch's, where both were timed.
     """
     rounds: dict[tuple[str, int], list[float]] = {}
     for variant, values in seconds.items():
@@ -121,6 +122,13 @@ def summarize(seconds: dict[str, list[float]], num_replicas: int) -> dict[str, A
         "compute_s_per_byte": links.compute_s_per_byte,
         "times": times,
         "choices": _choices(measured, num_replicas, links),
+        "over_torch": {
+            str(size): statistics.median(
+                a / b for a, b in zip(values, rounds[TORCH, size], strict=True)
+            )
+            for (name, size), values in rounds.items()
+            if name == ALONE and (TORCH, size) in rounds
+        },
     }
 
 
@@ -214,6 +222,11 @@ def _remarks(result: dict[str, Any]) -> str:
         lines.append(
             f"choose at {format_size(choice['num_bytes'])}: {choice['chosen']}, "
             f"{choice['over_best']:.2f} of the best ({choice['best']})"
+        )
+    for size, ratio in result["over_torch"].items():
+        lines.append(
+            f"a call through shared memory over torch, {format_size(int(size))}: "
+            f"{ratio:.2f}"
         )
     worst = max(choice["over_best"] for choice in result["choices"])
     lines.append(f"choose at its worst: {worst:.2f} of the best")
