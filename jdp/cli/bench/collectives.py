@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import re
+import statistics
 from typing import Annotated, Any, Literal
 
 import rich.console
