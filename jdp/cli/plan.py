@@ -1,6 +1,7 @@
 """`jdp plan`: what a loss function's gradients would send, and in which order."""
 
 import importlib
+import json as json_lib
 import pathlib
 import sys
 from typing import Annotated, Any
@@ -12,6 +13,8 @@ import typer
 
 from jdp import buckets, description, grad_sync, reduction
 from jdp.backward import loss as backward_loss
+from jdp.buckets import BucketPlan
+from jdp.cli import plan_cluster
 from jdp.recording import Synchronization
 
 _MIB = 1 << 20
@@ -19,8 +22,9 @@ _MIB = 1 << 20
 
 def plan(
     target: Annotated[
-        str, typer.Argument(metavar="MODULE:LOSS_FN", help="Such as train:loss_fn.")
-    ],
+        str | None,
+        typer.Argument(metavar="MODULE:LOSS_FN", help="Such as train:loss_fn."),
+    ] = None,
     params: Annotated[
         str, typer.Option(help="The parameters: a name in the module, or module:name.")
     ] = "init_params",
@@ -32,21 +36,120 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas of the job.")] = 2,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="Replicas of the job. [default: 2]"),
+    ] = None,
     bucket_mib: Annotated[
         float | None, typer.Option(min=0, help="Size of a bucket, in MiB.")
     ] = None,
     first_bucket_mib: Annotated[
         float | None, typer.Option(min=0, help="Size of the first bucket, in MiB.")
     ] = None,
+    gradient_mib: Annotated[
+        float | None,
+        typer.Option(min=0, help="Gradients in MiB, in place of a loss function."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of a cluster that is not here.")
+    ] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices of a node. [default: 1]")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(min=0, help="Of a message between nodes, in us.")
+    ] = None,
+    bandwidth_gbps: Annotated[
+        float | None,
+        typer.Option(min=0, help="Of each device to other nodes, in Gbit/s."),
+    ] = None,
+    node_latency_us: Annotated[
+        float | None,
+        typer.Option(min=0, help="Within a node. [default: as between nodes]"),
+    ] = None,
+    node_bandwidth_gbps: Annotated[
+        float | None,
+        typer.Option(min=0, help="Within a node. [default: as between nodes]"),
+    ] = None,
+    compute_ns_per_byte: Annotated[
+        float | None,
+        typer.Option(min=0, help="To add what arrived, in ns a byte. [default: 0]"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Shows the buckets of a loss function's gradients in the order sent.
+    """Shows what a loss function's gradients send: buckets, in order.
 
     Parameters and arguments are arrays, `jax.ShapeDtypeStruct`s, trees of them, or
     functions without arguments that return such. Functions are only traced: no array
     is made, and no device is needed.
+
+    With --nodes, --latency-us and --bandwidth-gbps: also how long the all-reduces of a
+    step would take on that cluster, by the cost model, for each algorithm.
     """
+    cluster = plan_cluster.make_cluster(
+        nodes,
+        devices_per_node,
+        latency_us,
+        bandwidth_gbps,
+        node_latency_us,
+        node_bandwidth_gbps,
+        compute_ns_per_byte,
+    )
+    if cluster is not None and replicas is not None:
+        raise typer.BadParameter(
+            "follow from --nodes and --devices-per-node.", param_hint="--replicas"
+        )
+    if (target is None) == (gradient_mib is None):
+        raise typer.BadParameter(
+            "name one of MODULE:LOSS_FN and --gradient-mib.",
+            param_hint="MODULE:LOSS_FN",
+        )
+    console = rich.console.Console()
+    if target is None:
+        if cluster is None:
+            raise typer.BadParameter(
+                "is for a cluster: name --nodes, --latency-us and --bandwidth-gbps.",
+                param_hint="--gradient-mib",
+            )
+        assert gradient_mib is not None
+        buffers = plan_cluster.buffers_of_size(int(gradient_mib * _MIB))
+        predicted = plan_cluster.predict_step(buffers, cluster)
+        if json:
+            typer.echo(json_lib.dumps(predicted, indent=1))
+        else:
+            console.print(plan_cluster.make_table(predicted))
+        return
+    num_replicas = cluster.num_replicas if cluster else replicas or 2
+    found, made = _describe(
+        target, params, args, num_replicas, bucket_mib, first_bucket_mib
+    )
+    if cluster is None:
+        if json:
+            typer.echo(found.to_json())
+        else:
+            console.print(found)
+        return
+    predicted = plan_cluster.predict_step(plan_cluster.buffers_of(made), cluster)
+    if json:
+        typer.echo(
+            json_lib.dumps(
+                json_lib.loads(found.to_json()) | {"cluster": predicted}, indent=1
+            )
+        )
+    else:
+        console.print(found)
+        console.print(plan_cluster.make_table(predicted))
+
+
+def _describe(
+    target: str,
+    params: str,
+    args: list[str] | None,
+    num_replicas: int,
+    bucket_mib: float | None,
+    first_bucket_mib: float | None,
+) -> tuple[description.Description, BucketPlan]:
+    """Traces a loss, and describes what its gradients send."""
     sys.path.insert(0, "")
     module, loss_fn = _resolve(target, None)
     values = [
@@ -75,16 +178,12 @@ def plan(
         ),
         packing=reduction.choose_packing(None, None),
         algorithm="psum",
-        num_replicas=replicas,
+        num_replicas=num_replicas,
         divide_by=None,
         riders=(buckets.LeafSpec((), np.dtype(program.jaxpr.out_avals[0].dtype)),),
         loss=facts,
     )
-    found = description.make_description(target, replicas, [made])
-    if json:
-        typer.echo(found.to_json())
-        return
-    rich.console.Console().print(found)
+    return description.make_description(target, num_replicas, [made]), made.plan
 
 
 def _resolve(name: str, module: Any) -> tuple[Any, Any]:

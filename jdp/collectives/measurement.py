@@ -25,7 +25,8 @@ from jdp.collectives.shared_memory import SHARED_MEMORY, shared_memory_all_reduc
 from jdp.mesh import World
 from jdp.types import AllReduce
 
-SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 24)  # bytes that `fit_links` measures.
+# Bytes that `fit_links` measures.
+SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _BYTES_A_TURN = 1 << 20  # small buffers are reduced many times in a turn.
 _MAX_REPEATS = 20
 

@@ -11,7 +11,8 @@ import time
 import psutil
 import pytest
 
-from jdp.cli.bench import channel, overlap, step
+from jdp.cli.bench import channel, collectives, overlap, step
+from jdp.collectives import Links, predict
 from tests import harness
 
 pytestmark = pytest.mark.multiprocess
@@ -123,9 +124,88 @@ def test_bench_join_compares_with_a_plain_loop(tmp_path):
         assert row["over_plain"] == pytest.approx(sum(ratios) / 2)
 
 
+ALL_REDUCES = {
+    "psum",
+    "ring",
+    "bidirectional_ring",
+    "halving_doubling",
+    "butterfly",
+    "star",
+    "tree",
+    "chain",
+}
+
+
+@pytest.mark.parametrize("kind", ["devices", "processes"])
+def test_bench_collectives_times_everything_beside_the_model(tmp_path, kind):
+    path, plot = tmp_path / "collectives.json", tmp_path / "plot.png"
+    options = ("--sizes", "1k,32k", "--rounds", "2", "--steps", "2", "--json", path)
+    replicas = {"devices": "3,4", "processes": "2"}[kind]
+    options += ("--replicas", replicas, "--kind", kind, "--plot", plot)
+    process = _jdp("bench", "collectives", *options)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    results = json.loads(path.read_text())["replicas"]
+    assert [str(each["num_replicas"]) for each in results] == replicas.split(",")
+    more = {
+        3: set(),
+        4: {"adasum", "hierarchical"},
+        2: {"adasum", "shared_memory", "shared_memory, alone"},
+    }
+    for each in results:
+        by_size = {}
+        for time_ in each["times"]:
+            by_size.setdefault(time_["num_bytes"], {})[time_["algorithm"]] = time_
+        assert set(by_size) == {1 << 10, 32 << 10}
+        for row in by_size.values():
+            torch = {"torch gloo"} & set(row)
+            assert set(row) == ALL_REDUCES | more[each["num_replicas"]] | torch
+            for name, time_ in row.items():
+                assert name in out and time_["measured_s"] > 0
+                assert len(time_["rounds_s"]) == 2
+                is_measured_alone = name.startswith(("psum", "shared", "torch"))
+                assert (time_["model_s"] is None) == is_measured_alone
+        assert [choice["num_bytes"] for choice in each["choices"]] == sorted(by_size)
+        assert all(choice["over_best"] >= 1 for choice in each["choices"])
+        assert each["latency_s"] >= 0
+    assert "choose at its worst: " in out and "seconds by bytes" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_the_model_is_off_is_said():
+    seconds = {}
+    for size in (1 << 10, 1 << 20):
+        seconds[f"no all-reduce {size}"] = [1e-5] * 3
+        for name in ("ring", "halving_doubling", "butterfly", "tree"):
+            one_s = predict(name, size, 4, Links(1e-4, 1e9)).total_s
+            slow = 3 if (name, size) == ("tree", 1 << 20) else 1
+            seconds[f"{name} {size}"] = [1e-5 + slow * one_s] * 3
+            seconds[f"fit_links: {name} {size}"] = [one_s] * 3
+    result = collectives.summarize(seconds, 4)
+    assert result["latency_s"] == pytest.approx(1e-4)
+    assert result["bandwidth_bytes_per_s"] == pytest.approx(1e9, rel=1e-3)
+    (line,) = [x for x in collectives._remarks(result).splitlines() if "off by" in x]
+    assert "the model is off by 3.0x: tree, 1 MiB" in line
+    assert {choice["over_best"] for choice in result["choices"]} == {1.0}
+
+
 @pytest.mark.parametrize(
     "arguments,expected",
     [
+        (
+            ("bench", "collectives", "--replicas", "2,1"),
+            "Invalid value for --replicas: '2,1' must be numbers from 2 to 64",
+        ),
+        (
+            ("bench", "collectives", "--sizes", "1k,5"),
+            "Invalid value for --sizes: '5' must be a number with k or m",
+        ),
+        (("bench", "collectives", "--kind", "threads"), "'threads' is not one of"),
+        (("bench", "collectives", "--plots", "x"), "No such option: --plots"),
+        (
+            ("bench", "collectives", "--plot", "/no/such/x.png"),
+            "'/no/such/x.png' cannot be written",
+        ),
         (("bench", "join", "--rouns", "1"), "No such option: --rouns"),
         (("bench", "join", "-n", "0"), "Invalid value for '-n': "),
         (("bench", "step", "--blocks", "0"), "Invalid value for '--blocks': "),

@@ -42,6 +42,9 @@ def not_scalar(params, x):
 """
 
 
+CLUSTER = ("--nodes", "2", "--latency-us", "5", "--bandwidth-gbps", "100")
+
+
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "mymodel.py").write_text(MODULE)
@@ -111,7 +114,26 @@ def test_no_array_is_made(run):
         (("mymodel:loss_fn", "--replicas", "0"), "Invalid value for '--replicas'"),
         (("mymodel:loss_fn", "--bucket-mib", "-1"), "Invalid value for '--bucket-mib'"),
         (("mymodel:loss_fn", "--jsn"), "No such option: --jsn"),
-        ((), "Missing argument 'MODULE:LOSS_FN'"),
+        ((), "name one of MODULE:LOSS_FN and --gradient-mib"),
+        (("m:f", "--gradient-mib", "1"), "name one of MODULE:LOSS_FN and --grad"),
+        (("--gradient-mib", "1"), "is for a cluster: name --nodes, --latency-us"),
+        (
+            ("--gradient-mib", "1", "--nodes", "2"),
+            "A cluster needs --latency-us, --bandwidth-gbps too.",
+        ),
+        (
+            ("--gradient-mib", "1", *CLUSTER[:4], "--bandwidth-gbps", "0"),
+            "Invalid value for --bandwidth-gbps: 0 must be positive.",
+        ),
+        (
+            ("--gradient-mib", "1", *CLUSTER, "--devices-per-node", "50001"),
+            "2 x 50001 is more than 100,000 replicas.",
+        ),
+        (
+            ("mymodel:loss_fn", *CLUSTER, "--replicas", "2"),
+            "Invalid value for --replicas: follow from --nodes",
+        ),
+        (("--gradient-mib", "1", "--node", "2"), "No such option: --node"),
     ],
 )
 def test_a_typo_is_named(run, arguments, message):
@@ -119,3 +141,53 @@ def test_a_typo_is_named(run, arguments, message):
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_cluster_that_is_not_here(run):
+    code, out, err = run(
+        *("--gradient-mib", "100", "--nodes", "64", "--devices-per-node", "8"),
+        *("--latency-us", "5", "--bandwidth-gbps", "100"),
+        *("--node-latency-us", "2", "--node-bandwidth-gbps", "3600"),
+        *("--compute-ns-per-byte", "0.001", "--json"),
+    )
+    assert code == 0, err
+    predicted = json.loads(out)
+    assert predicted["num_replicas"] == 512
+    assert predicted["num_bytes"] == 100 << 20 and predicted["num_buckets"] == 4
+    rows = {row["algorithm"]: row for row in predicted["algorithms"]}
+    assert predicted["algorithms"][0] == rows["hierarchical"]  # the fastest is first.
+    size, count = (100 << 20), 4
+    ring = rows["ring"]
+    assert ring["num_rounds"] == 2 * 511 * count
+    sending_s = 2 * 511 * count * 5e-6 + 2 * 511 / 512 * size / 12.5e9
+    assert ring["communication_s"] == pytest.approx(sending_s, rel=1e-3)
+    assert ring["computation_s"] == pytest.approx(511 / 512 * size * 1e-12, rel=1e-3)
+    assert ring["total_s"] == ring["communication_s"] + ring["computation_s"]
+    within_s = 2 * 7 * count * 2e-6 + 2 * 7 / 8 * size / 450e9
+    across_s = 2 * 6 * count * 5e-6 + 2 * 63 / 64 * size / 8 / 12.5e9
+    hierarchical = rows["hierarchical"]
+    assert hierarchical["communication_s"] == pytest.approx(
+        within_s + across_s, rel=1e-3
+    )
+
+
+def test_a_cluster_for_a_loss(run):
+    options = ("mymodel:loss_fn", *CLUSTER, "--bucket-mib", "0.02")
+    code, out, err = run(*options)
+    assert code == 0, err
+    assert "mymodel:loss_fn on 2 replicas" in out
+    assert "A step on 2 nodes of 1, " in out and "hierarchical" not in out
+    code, out, err = run(*options, "--json")
+    found = json.loads(out)
+    assert found["cluster"]["num_bytes"] == (3 * (64 * 64 + 64) + 64 * 10) * 4
+    assert len(found["synchronizations"]) == 1
+
+
+def test_a_hundred_thousand_replicas(run):
+    code, out, err = run(
+        *("--gradient-mib", "1", "--nodes", "12500", "--devices-per-node", "8"),
+        *("--latency-us", "1", "--bandwidth-gbps", "400", "--json"),
+    )
+    assert code == 0, err
+    for row in json.loads(out)["algorithms"]:
+        assert 0 < row["total_s"] < 1e6

@@ -7,6 +7,7 @@ import signal
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -184,7 +185,7 @@ def _train(bucket_bytes):
         params, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
     )
 
-    @jdp.data_parallel(check_vma=False)
+    @jdp.data_parallel
     def step(carry, batch, weight):
         params, state = carry
         grad_fn = jdp.value_and_grad(
@@ -230,7 +231,7 @@ def test_processes_train_as_one_device_does(num_processes, bucket_bytes):
 def _weigh():
     world = jdp.init()
 
-    @jdp.data_parallel(check_vma=False, donate_state=False)
+    @jdp.data_parallel(donate_state=False)
     def step(state, grads, weight):
         options = {"all_reduce": shared_memory.shared_memory_all_reduce}
         synced = jdp.sync_gradients(
@@ -313,6 +314,37 @@ def _reduce_different_sizes():
 def test_different_buffers_are_not_summed():
     for text, seconds in harness.run_checked(_reduce_different_sizes, 2):
         assert "reduces another buffer than process" in text and seconds < 4.0
+
+
+def _call_two_programs(num_rounds):
+    """Independent programs, of which each process is slow in another one."""
+    world = jdp.init(timeout_s=20.0)
+    rank = world.process_index
+
+    def make(slow_rank, value):
+        def reduce(x):
+            work = jnp.eye(300) if rank == slow_rank else jnp.eye(2)
+            for _ in range(30):
+                work = work @ work
+            zero = (work.sum() - work.shape[0]).astype(x.dtype)
+            return shared_memory.shared_memory_all_reduce(x * value + zero, "data")
+
+        return jax.jit(
+            jax.shard_map(reduce, mesh=world.mesh, in_specs=P("data"), out_specs=P())
+        )
+
+    x = jdp.global_batch(world, np.ones(1000, np.float32))
+    first, second = make(0, 1.0), make(1, 100.0)
+    results = [(first(x), second(x)) for _ in range(num_rounds)]
+    return [
+        [np.unique(y.addressable_data(0)).tolist() for y in pair] for pair in results
+    ]
+
+
+@pytest.mark.multiprocess
+def test_programs_of_one_thread_run_in_the_order_of_their_calls():
+    for found in harness.run_checked(_call_two_programs, 2, 100):
+        assert found == [[[2.0], [200.0]]] * 100
 
 
 # --- What is refused ----------------------------------------------------------------

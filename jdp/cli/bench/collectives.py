@@ -12,7 +12,7 @@ import rich.table
 import typer
 
 from jdp.cli.bench import channel, collectives_plot, driver, step
-from jdp.cli.bench.collectives_step import ALONE, CHAIN_CHUNKS, NONE
+from jdp.cli.bench.collectives_step import ALONE, CHAIN_CHUNKS, FIT, NONE
 from jdp.collectives import cost_model, measurement
 from jdp.collectives.cost_model import ALGORITHMS, Links, Node
 from jdp.collectives.measurement import Seconds
@@ -44,9 +44,9 @@ def bench_collectives(
     """Times every all-reduce, in turns, and compares the cost model with them.
 
     Each program makes a buffer and reduces it; the time is what it takes longer than
-    without the all-reduce, a median over the rounds. Latency, bandwidth and cost of
-    reducing are fitted to ring, halving_doubling and butterfly; the number in brackets
-    is what the model says, as a multiple of what was measured.
+    without the all-reduce, a median over the rounds. The number in brackets is what the
+    cost model says, as a multiple of that, with the links that `fit_links` has measured
+    before.
     """
     counts = _parse_counts(replicas)
     num_bytes = [_parse_size(text) for text in sizes.split(",")]
@@ -95,17 +95,15 @@ def summarize(seconds: dict[str, list[float]], num_replicas: int) -> dict[str, A
     for variant, values in seconds.items():
         name, _, size = variant.rpartition(" ")
         rounds[name, int(size)] = values
-    measured = []
+    fitted, measured = [], []
     for (name, size), values in rounds.items():
-        bare = [0.0] * len(values) if name in (ALONE, TORCH) else rounds[NONE, size]
-        if name != NONE:
+        if name.startswith(FIT):
+            fitted.append(Seconds(name.removeprefix(FIT), size, values))
+        elif name != NONE:
+            bare = [0.0] * len(values) if name in (ALONE, TORCH) else rounds[NONE, size]
             net = [a - b for a, b in zip(values, bare, strict=True)]
             measured.append(Seconds(name, size, net))
-    # What a mesh is known by before it trains is what `fit_links` measures.
-    known = {"psum", "shared_memory", "ring", "halving_doubling", "butterfly"}
-    links = measurement.make_links(
-        [each for each in measured if each.algorithm in known], num_replicas
-    )
+    links = measurement.make_links(fitted, num_replicas)
     times = [
         {
             "algorithm": each.algorithm,
@@ -136,15 +134,8 @@ def summarize(seconds: dict[str, list[float]], num_replicas: int) -> dict[str, A
 def _choices(
     measured: list[Seconds], num_replicas: int, links: Links
 ) -> list[dict[str, Any]]:
-    """What `choose` picks where it has not measured: links know every other size."""
+    """What `choose` picks from all but Adasum, which is no sum."""
     sizes = sorted({each.num_bytes for each in measured})
-    curves = tuple(curve._replace(points=curve.points[::2]) for curve in links.measured)
-    half = Links(
-        links.latency_s,
-        links.bandwidth_bytes_per_s,
-        links.compute_s_per_byte,
-        curves,
-    )
     found = []
     for size in sizes:
         at_size = {
@@ -152,7 +143,7 @@ def _choices(
             for each in measured
             if each.num_bytes == size and each.algorithm not in (ALONE, TORCH, "adasum")
         }
-        chosen = cost_model.choose(size, num_replicas, half)
+        chosen = cost_model.choose(size, num_replicas, links)
         best = min(at_size, key=at_size.__getitem__)
         found.append(
             {

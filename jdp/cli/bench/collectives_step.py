@@ -14,6 +14,7 @@ from jdp.cli.bench import channel
 from jdp.collectives import measurement
 from jdp.collectives.cost_model import ALGORITHMS
 
+FIT = "fit_links: "
 NONE = "no all-reduce"
 ALONE = "shared_memory, alone"
 CHAIN_CHUNKS = 8
@@ -79,6 +80,11 @@ def main(port: int, num_devices: int, sizes: Sequence[int]) -> None:
         return run
 
     variants: dict[str, channel.RunSteps] = {}
+    # What a job with `all_reduce="auto"` would know before its first step.
+    for curve in collectives.fit_links(world).measured:
+        for num_bytes, seconds in curve.points:
+            name = f"{FIT}{curve.algorithm} {num_bytes}"
+            variants[name] = functools.partial(_repeat, seconds)
     for num_bytes in sizes:
         count = measurement.num_repeats(num_bytes)
         for name, (on, all_reduce) in all_reduces.items():
@@ -88,6 +94,10 @@ def main(port: int, num_devices: int, sizes: Sequence[int]) -> None:
             make = functools.partial(_alone, world)
             variants[f"{ALONE} {num_bytes}"] = runner(world, num_bytes, make, 1)
     channel.serve(port, "jax", world.process_index, variants)
+
+
+def _repeat(seconds: float, num_steps: int) -> list[float]:
+    return [seconds] * num_steps
 
 
 def _alone(world: jdp.World) -> Callable[[jax.Array], jax.Array]:

@@ -117,9 +117,7 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
         "no communication": sharded(none),
     }
     if jax.default_backend() == "cpu":
-        steps["jdp, shared memory"] = jdp.data_parallel(
-            shared_memory, world=world, check_vma=False
-        )
+        steps["jdp, shared memory"] = jdp.data_parallel(shared_memory, world=world)
     return steps
 
 

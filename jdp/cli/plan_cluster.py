@@ -1,0 +1,191 @@
+"""The part of `jdp plan` that predicts communication on a cluster that is not here."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import rich.table
+import typer
+
+from jdp.buckets import DEFAULT_BUCKET_BYTES, BucketPlan
+from jdp.collectives.cost_model import Cost, Links, Node, Work, predict
+
+MAX_REPLICAS = 100_000
+_FLAT = (
+    "ring",
+    "bidirectional_ring",
+    "halving_doubling",
+    "butterfly",
+    "tree",
+    "star",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Nodes of devices, and their links."""
+
+    num_nodes: int
+    devices_per_node: int
+    across: Links  # between devices of different nodes.
+    within: Links  # between those of one node.
+
+    @property
+    def num_replicas(self) -> int:
+        """Devices of all nodes."""
+        return self.num_nodes * self.devices_per_node
+
+
+class Buffer(NamedTuple):
+    """A bucket of gradients."""
+
+    num_bytes: int
+    dtype: Any
+
+
+def make_cluster(
+    nodes: int | None,
+    devices_per_node: int | None,
+    latency_us: float | None,
+    bandwidth_gbps: float | None,
+    node_latency_us: float | None,
+    node_bandwidth_gbps: float | None,
+    compute_ns_per_byte: float | None,
+) -> Cluster | None:
+    """Makes the cluster that the options describe; None where there are none.
+
+    Raises:
+      typer.BadParameter: one that is needed is missing, or out of range.
+    """
+    given = {
+        "--nodes": nodes,
+        "--devices-per-node": devices_per_node,
+        "--latency-us": latency_us,
+        "--bandwidth-gbps": bandwidth_gbps,
+        "--node-latency-us": node_latency_us,
+        "--node-bandwidth-gbps": node_bandwidth_gbps,
+        "--compute-ns-per-byte": compute_ns_per_byte,
+    }
+    if all(value is None for value in given.values()):
+        return None
+    if nodes is None or latency_us is None or bandwidth_gbps is None:
+        needed = ("--nodes", "--latency-us", "--bandwidth-gbps")
+        missing = [name for name in needed if given[name] is None]
+        raise typer.BadParameter(
+            f"A cluster needs {', '.join(missing)} too.", param_hint=missing[0]
+        )
+    per_node = 1 if devices_per_node is None else devices_per_node
+    if nodes * per_node > MAX_REPLICAS:
+        raise typer.BadParameter(
+            f"{nodes} x {per_node} is more than {MAX_REPLICAS:,} replicas.",
+            param_hint="--nodes",
+        )
+    compute_s = 1e-9 * (compute_ns_per_byte or 0.0)
+    across = _links("--bandwidth-gbps", latency_us, bandwidth_gbps, compute_s)
+    within = _links(
+        "--node-bandwidth-gbps",
+        latency_us if node_latency_us is None else node_latency_us,
+        bandwidth_gbps if node_bandwidth_gbps is None else node_bandwidth_gbps,
+        compute_s,
+    )
+    return Cluster(nodes, per_node, across, within)
+
+
+def buffers_of(plan: BucketPlan) -> list[Buffer]:
+    """Returns the buckets of a plan."""
+    found = []
+    for bucket in plan.buckets:
+        specs = [plan.leaves[i] for i in bucket]
+        size = sum(math.prod(spec.shape) for spec in specs)
+        found.append(Buffer(size * specs[0].dtype.itemsize, specs[0].dtype))
+    return found
+
+
+def buffers_of_size(num_bytes: int) -> list[Buffer]:
+    """Cuts float32 gradients of that size into buckets of the default size."""
+    count = max(1, math.ceil(num_bytes / DEFAULT_BUCKET_BYTES))
+    sizes = [DEFAULT_BUCKET_BYTES] * (count - 1)
+    sizes.append(num_bytes - sum(sizes))
+    return [Buffer(size, np.dtype(np.float32)) for size in sizes]
+
+
+def predict_step(buffers: Sequence[Buffer], cluster: Cluster) -> dict[str, Any]:
+    """Predicts what the all-reduces of a step take, one bucket after the other.
+
+    Returns:
+      The cluster, and for each algorithm rounds, bytes that a replica sends, and
+      seconds; the fastest first.
+    """
+    names = [*_FLAT]
+    if cluster.num_nodes > 1 and cluster.devices_per_node > 1:
+        names.append("hierarchical")
+    rows = []
+    for name in names:
+        costs = [_predict(name, buffer, cluster) for buffer in buffers]
+        work = sum((cost.work for cost in costs), Work())
+        rows.append(
+            {
+                "algorithm": name,
+                "num_rounds": work.num_rounds,
+                "sent_bytes": work.sent_bytes,
+                "communication_s": sum(cost.communication_s for cost in costs),
+                "computation_s": sum(cost.computation_s for cost in costs),
+                "total_s": sum(cost.total_s for cost in costs),
+            }
+        )
+    rows.sort(key=lambda row: row["total_s"])
+    return {
+        "num_nodes": cluster.num_nodes,
+        "devices_per_node": cluster.devices_per_node,
+        "num_replicas": cluster.num_replicas,
+        "num_buckets": len(buffers),
+        "num_bytes": sum(buffer.num_bytes for buffer in buffers),
+        "algorithms": rows,
+    }
+
+
+def make_table(predicted: dict[str, Any]) -> rich.table.Table:
+    """Shows what `predict_step` returned."""
+    table = rich.table.Table(
+        title=f"A step on {predicted['num_nodes']:,} nodes of "
+        f"{predicted['devices_per_node']}, {predicted['num_buckets']} buckets, "
+        f"{predicted['num_bytes'] / 1e6:.4g} MB: predicted"
+    )
+    table.add_column("all-reduce", no_wrap=True)
+    for name in ("rounds", "MB sent", "sending ms", "reducing ms", "total ms"):
+        table.add_column(name, justify="right")
+    for row in predicted["algorithms"]:
+        table.add_row(
+            row["algorithm"],
+            f"{row['num_rounds']:,}",
+            f"{row['sent_bytes'] / 1e6:.4g}",
+            f"{1e3 * row['communication_s']:.4g}",
+            f"{1e3 * row['computation_s']:.4g}",
+            f"{1e3 * row['total_s']:.4g}",
+        )
+    return table
+
+
+def _predict(name: str, buffer: Buffer, cluster: Cluster) -> Cost:
+    # All devices together are as far apart as those of different nodes.
+    links = cluster.within if cluster.num_nodes == 1 else cluster.across
+    return predict(
+        name,
+        buffer.num_bytes,
+        cluster.num_replicas,
+        links,
+        dtype=buffer.dtype,
+        node=Node(cluster.devices_per_node, cluster.within),
+    )
+
+
+def _links(
+    option: str, latency_us: float, bandwidth_gbps: float, compute_s: float
+) -> Links:
+    if bandwidth_gbps <= 0:
+        raise typer.BadParameter(
+            f"{bandwidth_gbps:g} must be positive.", param_hint=option
+        )
+    return Links(1e-6 * latency_us, 1e9 / 8 * bandwidth_gbps, compute_s)
