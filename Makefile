@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LATEST := .venv-latest
 
-.PHONY: help demo test check test-latest bench soak clean
+.PHONY: help demo test check test-latest bench sweep soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make check        ruff and pyright"
 	@echo "make test-latest  the suite under the newest Python here, with the newest jax"
 	@echo "make bench        a step beside what it is compared to"
+	@echo "make sweep        every all-reduce at every size, beside the cost model"
 	@echo "make soak         long runs: schedules of uneven inputs, shared memory"
 	@echo "make clean        remove the virtual environments and caches"
 
@@ -42,6 +43,11 @@ bench: $(VENV)/.examples
 	$(BIN)/jdp bench step
 	$(BIN)/jdp bench overhead
 	$(BIN)/jdp bench join
+
+sweep: $(VENV)/.test
+	$(BIN)/jdp bench collectives --plot collectives_devices.png
+	$(BIN)/jdp bench collectives --kind processes --replicas 2,4 \
+		--plot collectives_processes.png
 
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.lockstep_simulation --runs 10000

@@ -81,3 +81,45 @@ def test_a_world_says_who_is_who():
         "is_main_process",
     ):
         assert name in dir(jdp.World) or name in jdp.World.__dataclass_fields__
+
+
+COLLECTIVES = {
+    "SharedMemoryAllReduce": "(buffer)",
+    "adasum": "(tree, axis_name)",
+    "auto_all_reduce": "(x, axis_name, *, op)",
+    "butterfly_all_reduce": "(x, axis_name, *, op, num_chunks)",
+    "choose": "(num_bytes, num_replicas, links)",
+    "create_shared_buffer": "(world, num_bytes, *, axis_name)",
+    "fit_links": "(world, all_reduces, *, sizes, rounds)",
+    "halving_doubling_all_reduce": "(x, axis_name, *, op, num_chunks)",
+    "hierarchical_all_reduce": "(x, axis_name, *, op, within, across)",
+    "predict": "(algorithm, num_bytes, num_replicas, links, *, dtype, num_chunks, "
+    "node)",
+    "psum_all_reduce": "(x, axis_name, *, op)",
+    "reduce_broadcast_all_reduce": "(x, axis_name, *, op, pattern, root, num_chunks)",
+    "ring_all_reduce": "(x, axis_name, *, op, bidirectional, num_chunks)",
+    "shared_memory_all_reduce": "(x, axis_name, *, op)",
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_signatures_of_collectives_stay(name):
+    fn = getattr(jdp.collectives, name)
+    parameters = inspect.signature(fn).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == COLLECTIVES[name]
+    assert name in jdp.collectives.__all__
+
+
+def test_collectives_are_listed():
+    listed = jdp.collectives.__all__
+    assert len(set(listed)) == len(listed)
+    for name in listed:
+        assert getattr(jdp.collectives, name) is not None
+    by_name = {k: v for k, v in vars(jdp.collectives).items() if k in listed}
+    for name, value in by_name.items():
+        if inspect.isfunction(value):
+            doc = inspect.getdoc(value)
+            assert doc and "Args:" in doc and "Returns:" in doc, name
+            for parameter in inspect.signature(value).parameters:
+                assert f"{parameter}:" in doc, (name, parameter)

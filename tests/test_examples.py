@@ -156,3 +156,14 @@ def test_examples_name_a_bad_option(example, arguments, message):
     code, _, err = _launch("-n", 2, f"examples/{example}.py", *arguments)
     assert code in (1, 2)
     assert message in err
+
+
+def test_all_reduces_reach_the_same_loss():
+    options = ("--steps", 5, "--width", 64)
+    code, out, err = _launch("-n", 2, "examples/all_reduces.py", *options)
+    assert code == 0, err
+    found = dict(re.findall(r"\[0\] ([\w-]+) +loss ([\d.]+) +[\d.]+ ms a step", out))
+    adasum = found.pop("adasum")
+    names = {"psum", "auto", "ring", "halving-doubling", "butterfly", "tree"}
+    assert set(found) == names
+    assert len(set(found.values())) == 1 and adasum != found["psum"]

@@ -37,6 +37,9 @@ def create_shared_buffer(
       axis_name: what it reduces over: all axes, or of a pair the one within a node;
         None: all.
 
+    Returns:
+      The memory, for `SharedMemoryAllReduce`.
+
     Raises:
       RuntimeError: see `SharedSegment`.
       ValueError: a process has several replicas, or `num_bytes` is below 1.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdp import compat
 from jdp.collectives import base
 from jdp.collectives.base import Group, Op
 from jdp.types import AxisName
@@ -88,10 +89,9 @@ def _reduce_star(x: jax.Array, group: Group, root: int, op: Op) -> jax.Array:
     """Only what the root ends with is of use."""
     y = x
     for k in range(1, group.size):
-        if k > 1:
-            # One after another: else n - 1 buffers may be in memory at once.
-            pass
-        y = base.combine(op, y, _send(x, group, root, [(k, 0)]))
+        # One after another, or n - 1 buffers may be in memory at once.
+        (sent,), (y,) = compat.order_after([x], [y])
+        y = base.combine(op, y, _send(sent, group, root, [(k, 0)]))
     return y
 
 
