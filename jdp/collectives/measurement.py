@@ -29,6 +29,7 @@ from jdp.types import AllReduce
 SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _BYTES_A_TURN = 1 << 20  # small buffers are reduced many times in a turn.
 _MAX_REPEATS = 20
+_SMALL_BYTES = 4 << 20
 
 
 class Seconds(msgspec.Struct, frozen=True):
@@ -50,7 +51,6 @@ def time_all_reduces(
     sizes: Sequence[int],
     *,
     rounds: int,
-    report: Callable[[str], None] = lambda name: None,
 ) -> list[Seconds]:
     """Times all-reduces in turns, each as a step would run it.
 
@@ -63,7 +63,6 @@ def time_all_reduces(
       all_reduces: by name.
       sizes: of the buffers, in bytes; float32.
       rounds: how often each has its turn, after one that compiles and one that warms.
-      report: is told what is measured next.
 
     Returns:
       A record for each name and size.
@@ -71,6 +70,8 @@ def time_all_reduces(
     found = []
     for num_bytes in sizes:
         count = num_repeats(num_bytes)
+        # The first call after another program finds cold caches and sleeping peers.
+        num_calls = 5 if num_bytes <= _SMALL_BYTES else 1
         programs = {
             name: make_program(world, all_reduce, count)
             for name, all_reduce in {"": lambda x, _: x, **all_reduces}.items()
@@ -82,10 +83,12 @@ def time_all_reduces(
         turns: dict[str, list[float]] = {name: [] for name in programs}
         for round_index in range(rounds + 2):
             for name in list(programs)[:: 1 if round_index % 2 == 0 else -1]:
-                report(f"{name or 'no all-reduce'}, {num_bytes:,} bytes")
-                start_s = time.perf_counter()
-                x = jax.block_until_ready(programs[name](x))
-                turns[name].append((time.perf_counter() - start_s) / count)
+                seconds = []
+                for _ in range(num_calls):
+                    start_s = time.perf_counter()
+                    x = jax.block_until_ready(programs[name](x))
+                    seconds.append((time.perf_counter() - start_s) / count)
+                turns[name].append(statistics.median(seconds))
         bare = turns.pop("")
         for name, seconds in turns.items():
             net = [a - b for a, b in zip(seconds, bare, strict=True)][2:]
