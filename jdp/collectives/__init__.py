@@ -1,7 +1,7 @@
 """Collectives: all-reduces that stand in for `lax.psum`, and what each costs."""
 
 from jdp.collectives.adaptive_sum import adasum
-from jdp.collectives.base import PSUM, Halves, psum_all_reduce
+from jdp.collectives.base import Halves
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.cost_model import (
     ALGORITHMS,
@@ -36,6 +36,7 @@ from jdp.collectives.shared_memory import (
     shared_memory_all_reduce,
 )
 from jdp.collectives.tree import reduce_broadcast_all_reduce
+from jdp.collectives.xla import PSUM, psum_all_reduce
 
 __all__ = [
     "ALGORITHMS",

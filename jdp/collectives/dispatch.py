@@ -10,9 +10,10 @@ import jax
 
 from jdp import mesh
 from jdp.collectives import cost_model, measurement
-from jdp.collectives.base import Op, psum_all_reduce
+from jdp.collectives.base import Op
 from jdp.collectives.cost_model import Links
 from jdp.collectives.shared_memory import shared_memory_all_reduce
+from jdp.collectives.xla import psum_all_reduce
 from jdp.mesh import World
 from jdp.types import AxisName
 

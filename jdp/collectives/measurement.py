@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 
 from jdp import agreement
 from jdp.collectives import cost_model, shared_memory
-from jdp.collectives.base import psum_all_reduce
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.cost_model import ALGORITHMS, Curve, Links
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.hierarchical import hierarchical_all_reduce
 from jdp.collectives.ring import ring_all_reduce
 from jdp.collectives.shared_memory import SHARED_MEMORY, shared_memory_all_reduce
+from jdp.collectives.xla import psum_all_reduce
 from jdp.mesh import World
 from jdp.types import AllReduce
 
