@@ -1,6 +1,6 @@
 """Tree: reduce to a root and broadcast from it, along a star, a tree or a chain."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -141,37 +141,34 @@ def _along_chain(
 ) -> jax.Array:
     n, rank = group.size, _rank_from(root, group)
     num_rounds = n - 2 + num_chunks
-    chunks = base.pad(x, num_chunks).reshape(num_chunks, -1)
-    chunks = chunks.astype(base.accumulator(x.dtype, op))
+    y = base.pad(x, num_chunks).astype(base.accumulator(x.dtype, op))
+    length = y.size // num_chunks
+
+    def take(y: jax.Array, c: jax.Array) -> jax.Array:
+        start = jnp.clip(c, 0, num_chunks - 1) * length
+        return lax.dynamic_slice(y, (start,), (length,))
+
+    def put_if(
+        condition: jax.Array, y: jax.Array, value: jax.Array, c: jax.Array
+    ) -> jax.Array:
+        start = jnp.clip(c, 0, num_chunks - 1) * length
+        value = jnp.where(condition, value, take(y, c))
+        return lax.dynamic_update_slice(y, value, (start,))
 
     def towards_root(t: jax.Array, y: jax.Array) -> jax.Array:
         # Chunk c leaves the last replica in round c, and the one before a round later.
         c = t - (n - 2 - rank)
-        sent = _take(y, c - 1)
-        got = _send(sent, group, root, [(k, k - 1) for k in range(1, n)])
-        both = base.combine(op, _take(y, c), got)
-        return _put_if((c >= 0) & (c < num_chunks) & (rank < n - 1), y, both, c)
+        pairs = [(k, k - 1) for k in range(1, n)]
+        got = _send(take(y, c - 1), group, root, pairs)
+        both = base.combine(op, take(y, c), got)
+        return put_if((c >= 0) & (c < num_chunks) & (rank < n - 1), y, both, c)
 
     def from_root(t: jax.Array, y: jax.Array) -> jax.Array:
         c = t - (rank - 1)
-        sent = _take(y, c - 1)
-        got = _send(sent, group, root, [(k - 1, k) for k in range(1, n)])
-        return _put_if((c >= 0) & (c < num_chunks) & (rank > 0), y, got, c)
+        pairs = [(k - 1, k) for k in range(1, n)]
+        got = _send(take(y, c - 1), group, root, pairs)
+        return put_if((c >= 0) & (c < num_chunks) & (rank > 0), y, got, c)
 
-    y = lax.fori_loop(0, num_rounds, towards_root, chunks)
+    y = lax.fori_loop(0, num_rounds, towards_root, y)
     y = base.finish(y, op, n, x.dtype)
-    y = lax.fori_loop(0, num_rounds, from_root, y)
-    return y.reshape(-1)[: x.size]
-
-
-def _take(y: jax.Array, index: Any) -> jax.Array:
-    index = jnp.clip(index, 0, y.shape[0] - 1)
-    return lax.dynamic_index_in_dim(y, index, keepdims=False)
-
-
-def _put_if(
-    condition: jax.Array, y: jax.Array, value: jax.Array, index: Any
-) -> jax.Array:
-    value = jnp.where(condition, value, _take(y, index))
-    index = jnp.clip(index, 0, y.shape[0] - 1)
-    return lax.dynamic_update_index_in_dim(y, value, index, 0)
+    return lax.fori_loop(0, num_rounds, from_root, y)[: x.size]
