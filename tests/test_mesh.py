@@ -54,7 +54,7 @@ def test_a_pair_of_names_makes_a_node_axis_and_a_data_axis():
 
 def test_nodes_of_different_sizes_are_refused():
     with pytest.raises(ValueError, match="got 8 devices on 3 nodes"):
-        mesh.make_mesh(jax.devices(), ("node", "data"), num_nodes=3)
+        mesh.make_mesh(jax.devices()[:8], ("node", "data"), num_nodes=3)
 
 
 @pytest.mark.parametrize("axis_name", [("a", "b", "c"), "", (), ("a", "a")])

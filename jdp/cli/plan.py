@@ -13,7 +13,6 @@ import typer
 
 from jdp import buckets, description, grad_sync, reduction
 from jdp.backward import loss as backward_loss
-from jdp.buckets import BucketPlan
 from jdp.cli import plan_cluster
 from jdp.recording import Synchronization
 
@@ -129,7 +128,9 @@ def plan(
         else:
             console.print(found)
         return
-    predicted = plan_cluster.predict_step(plan_cluster.buffers_of(made), cluster)
+    assert made.loss is not None
+    buffers = plan_cluster.buffers_of(made.plan, made.loss.never_used)
+    predicted = plan_cluster.predict_step(buffers, cluster)
     if json:
         typer.echo(
             json_lib.dumps(
@@ -148,7 +149,7 @@ def _describe(
     num_replicas: int,
     bucket_mib: float | None,
     first_bucket_mib: float | None,
-) -> tuple[description.Description, BucketPlan]:
+) -> tuple[description.Description, Synchronization]:
     """Traces a loss, and describes what its gradients send."""
     sys.path.insert(0, "")
     module, loss_fn = _resolve(target, None)
@@ -183,7 +184,7 @@ def _describe(
         riders=(buckets.LeafSpec((), np.dtype(program.jaxpr.out_avals[0].dtype)),),
         loss=facts,
     )
-    return description.make_description(target, num_replicas, [made]), made.plan
+    return description.make_description(target, num_replicas, [made]), made
 
 
 def _resolve(name: str, module: Any) -> tuple[Any, Any]:

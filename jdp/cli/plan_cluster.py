@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import rich.table
 import typer
 
+from jdp import reduction
 from jdp.buckets import DEFAULT_BUCKET_BYTES, BucketPlan
 from jdp.collectives.cost_model import Cost, Links, Node, Work, predict
 
@@ -93,10 +94,10 @@ def make_cluster(
     return Cluster(nodes, per_node, across, within)
 
 
-def buffers_of(plan: BucketPlan) -> list[Buffer]:
-    """Returns the buckets of a plan."""
+def buffers_of(plan: BucketPlan, never_used: Collection[int]) -> list[Buffer]:
+    """Returns the buckets of a plan, without the leaves that are not sent."""
     found = []
-    for bucket in plan.buckets:
+    for bucket in reduction.remaining_buckets(plan, never_used):
         specs = [plan.leaves[i] for i in bucket]
         size = sum(math.prod(spec.shape) for spec in specs)
         found.append(Buffer(size * specs[0].dtype.itemsize, specs[0].dtype))

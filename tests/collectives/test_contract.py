@@ -95,10 +95,20 @@ def test_every_op_and_dtype(all_reduce, n):
         _check("shard_map", n, all_reduce, contract.EVERY_KIND)
 
 
-@algorithms
-@pytest.mark.parametrize("transform", TRANSFORMS)
+WHOLE = {name: fn for name, fn in ON_ONE_AXIS.items() if "chunks" not in name}
+
+
+@pytest.mark.parametrize("all_reduce", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("transform", ["shard_map", "pmap", "vmap"])
 @pytest.mark.parametrize("n", range(1, 10))
 def test_every_axis_size_under_every_transform(all_reduce, n, transform):
+    _check(transform, n, all_reduce, contract.A_FEW)
+
+
+@algorithms
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("n", [4, 7])
+def test_chunks_and_unchecked_types_too(all_reduce, n, transform):
     _check(transform, n, all_reduce, contract.A_FEW)
 
 

@@ -1,5 +1,6 @@
 """Fitted links, `choose`, and `all_reduce="auto"`."""
 
+import functools
 import time
 
 import jax
@@ -237,6 +238,9 @@ def test_another_word_is_refused():
 
 def _train(axis_name, num_nodes):
     """A step with "auto", and one with each of what it can pick."""
+    measurement.fit_links = functools.partial(
+        measurement.fit_links, sizes=(1 << 10, 1 << 16), rounds=2
+    )
     world = jdp.init(axis_name=axis_name, num_nodes=num_nodes)
     params = jdp.replicate(world, harness.oracle_params())
     batch = harness.oracle_batches(1)[0]
