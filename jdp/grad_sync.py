@@ -221,7 +221,7 @@ def differentiate(
     own = reduction.cast_varying(params, axis_name)
     program = trace_loss(loss_fn, own, args, kwargs, has_aux=has_aux)
     layer_sync.check_markers(program, axis_name, weighting)
-    if program.synced_in_backward and reduction.tracked_axes(axis_name):
+    if program.synced_in_backward and mesh.tracked_axes(axis_name):
         # What is reduced in the backward pass comes out the same on all replicas, so
         # that by JAX's types it must go in the same on all replicas.
         own = _only_cast_others(params, own, program.synced_in_backward)

@@ -120,6 +120,12 @@ def axis_size(axis_name: AxisName) -> int:
         ) from None
 
 
+def tracked_axes(axis_name: AxisName) -> frozenset[str]:
+    """The axes whose varying values JAX tracks by type here; empty if it does not."""
+    names = as_axis_names(axis_name)
+    return compat.varying_axes(lax.axis_index(names))
+
+
 def check_axis_name(axis_name: AxisName) -> None:
     """Raises ValueError unless `axis_name` is one name or a pair of names."""
     names = as_axis_names(axis_name)

@@ -78,7 +78,7 @@ def average_weighted(
 ) -> PyTree:
     """`average`; asks for the weighting if there is something to average."""
     num_replicas = mesh.axis_size(axis_name)
-    tracked = tracked_axes(axis_name)
+    tracked = mesh.tracked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [as_inexact(x) for x in leaves]
     local = [
@@ -324,18 +324,12 @@ def choose_packing(packing: Packing | None, all_reduce: AllReduce | None) -> Pac
 
 def is_alone(axis_name: AxisName) -> bool:
     """Whether there is one replica, and no type to be satisfied by a collective."""
-    return mesh.axis_size(axis_name) == 1 and not tracked_axes(axis_name)
-
-
-def tracked_axes(axis_name: AxisName) -> frozenset[str]:
-    """The axes whose varying values JAX tracks by type here; empty if it does not."""
-    names = mesh.as_axis_names(axis_name)
-    return compat.varying_axes(lax.axis_index(names))
+    return mesh.axis_size(axis_name) == 1 and not mesh.tracked_axes(axis_name)
 
 
 def cast_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Casts leaves to what may differ between the replicas; no data moves."""
-    tracked = tracked_axes(axis_name)
+    tracked = mesh.tracked_axes(axis_name)
     if not tracked:
         return tree
     names = tuple(n for n in mesh.as_axis_names(axis_name) if n in tracked)
@@ -359,7 +353,7 @@ def _check_are_local(
     leaves: list,
     axis_name: AxisName,
 ) -> None:
-    tracked = tracked_axes(axis_name)
+    tracked = mesh.tracked_axes(axis_name)
     for bucket in bucketed:
         for i in bucket:
             if tracked <= compat.varying_axes(leaves[i]):

@@ -61,7 +61,8 @@ def enter(x: jax.Array, axis_name: AxisName, op: Op) -> tuple[jax.Array, Group]:
             "`x.ravel()`, or pack a tree with `jdp.flatten_buckets`."
         )
     _check_dtype(x.dtype, op)
-    return cast_varying(x, axis_name), find_group(axis_name)
+    group = find_group(axis_name)
+    return cast_varying(x, axis_name), group
 
 
 def find_group(axis_name: AxisName) -> Group:
@@ -168,8 +169,7 @@ def empty(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
 
 def cast_varying(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """Casts `x` to what may differ over `axis_name`, where JAX tracks that by type."""
-    names = _tracked(axis_name)
-    return compat.cast_varying(x, names) if names else x
+    return compat.cast_varying(x, sorted(mesh.tracked_axes(axis_name)))
 
 
 def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -179,13 +179,6 @@ def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
     the caller. The derivative is that of the copy which replica 0 holds.
     """
     return compat.declare_replicated(x, mesh.as_axis_names(axis_name))
-
-
-def _tracked(axis_name: AxisName) -> tuple[str, ...]:
-    names = mesh.as_axis_names(axis_name)
-    if not set(names) <= set(compat.bound_axis_names()):
-        return ()  # `find_group` says it with all that is bound.
-    return tuple(n for n in names if n in compat.varying_axes(lax.axis_index(n)))
 
 
 def _check_dtype(dtype: Any, op: Op) -> None:

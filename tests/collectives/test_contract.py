@@ -265,12 +265,12 @@ def test_the_derivative_is_that_of_the_sum(all_reduce):
         )
         return body(x).sum()
 
-    for order in (
-        jax.grad,
-        lambda f, **k: jax.grad(lambda x, r: (jax.grad(f)(x, r) ** 2).sum()),
-    ):
-        found = jax.jit(order(objective), static_argnums=1)(x, all_reduce)
-        expected = jax.jit(order(objective), static_argnums=1)(x, jax.lax.psum)
+    def square_of_gradient(x, reduce):
+        return (jax.grad(objective)(x, reduce) ** 2).sum()
+
+    for function in (objective, square_of_gradient):
+        derivative = jax.jit(jax.grad(function), static_argnums=1)
+        found, expected = derivative(x, all_reduce), derivative(x, jax.lax.psum)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
