@@ -1,0 +1,243 @@
+"""Custom choice: when the custom all-reduce is taken, and which of its algorithms."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import msgspec
+
+Algorithm = Literal["one_stage", "two_stage", "multimem"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+MIN_COMPUTE_CAPABILITY = 9.0  # Mosaic GPU compiles for Hopper and newer.
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """What is known of the GPUs that replicas lie on.
+
+    Attributes:
+      platform: of the devices: "gpu", "cpu" or "tpu".
+      num_hosts: on how many machines they lie.
+      compute_capability: the least of the devices, such as 9.0; None if unknown.
+      is_fully_connected: whether every GPU reads the memory of every other one over
+        NVLink; None if that could not be found out.
+      has_multicast: whether they hang on a switch that reduces (NVLink SHARP).
+      unknown_because: why something could not be found out.
+    """
+
+    platform: str
+    num_hosts: int = 1
+    compute_capability: float | None = None
+    is_fully_connected: bool | None = None
+    has_multicast: bool = False
+    unknown_because: str = ""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one number of replicas changes from one algorithm to the next.
+
+    Attributes:
+      num_replicas: of the axis.
+      one_stage_below: one stage takes buffers of fewer bytes than this; None: all.
+      multimem_from: the switch reduces buffers of at least so many bytes, where there
+        is one; None: never.
+      max_bytes: larger buffers go to NCCL.
+    """
+
+    num_replicas: int
+    one_stage_below: int | None
+    multimem_from: int | None = None
+    max_bytes: int = 8 * _MIB
+
+
+class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
+    """All limits, and where they come from.
+
+    `jdp bench collectives --tune` measures them on the GPUs that are there and writes a
+    file; pass `Thresholds.load(path)` to `jdp.collectives.AutoAllReduce`.
+    """
+
+    limits: tuple[Limits, ...]
+    source: str
+
+    def find(self, num_replicas: int) -> Limits | None:
+        """Returns the limits for so many replicas, or None if there are none."""
+        return next((e for e in self.limits if e.num_replicas == num_replicas), None)
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> "Thresholds":
+        """Reads what `save` wrote.
+
+        Raises:
+          ValueError: the file does not hold thresholds.
+        """
+        try:
+            return msgspec.json.decode(pathlib.Path(path).read_bytes(), type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"`{path}` does not hold thresholds: {error}.") from error
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes the thresholds as JSON."""
+        text = msgspec.json.format(msgspec.json.encode(self), indent=2)
+        pathlib.Path(path).write_bytes(text + b"\n")
+
+
+# One stage for two replicas, as the second stage saves nothing there. Not measured by
+# jdp: nobody had several GPUs at hand yet. The switch is taken once it was measured.
+THRESHOLDS = Thresholds(
+    limits=(
+        Limits(num_replicas=2, one_stage_below=None),
+        Limits(num_replicas=4, one_stage_below=512 * _KIB),
+        Limits(num_replicas=6, one_stage_below=256 * _KIB),
+        Limits(num_replicas=8, one_stage_below=256 * _KIB),
+    ),
+    source="vLLM 0.6, csrc/custom_all_reduce.cuh and custom_all_reduce.py (max_size)",
+)
+NUM_REPLICAS = tuple(each.num_replicas for each in THRESHOLDS.limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """On how many threads a kernel runs.
+
+    Attributes:
+      num_blocks: thread blocks; each fills a multiprocessor, and all must be able to
+        run at the same time, since they wait for those of the peers.
+      num_warpgroups: of a block, of 128 threads each.
+      unroll: loads of 16 bytes that a thread has under way for each peer.
+    """
+
+    num_blocks: int
+    num_warpgroups: int = 4
+    unroll: int = 1
+
+
+# 36 blocks of 512 threads fill NVLink and leave the other multiprocessors to the
+# computation beside them: csrc/custom_all_reduce.cuh of vLLM, kMaxBlocks.
+MAX_BLOCKS = 36
+_LOADS_UNDER_WAY = 8  # of a thread: with 512 threads and 36 blocks 2.4 MB of a GPU.
+_TILE_BYTES = 128 * 16
+
+
+def default_launch(
+    num_bytes: int,
+    num_replicas: int,
+    algorithm: Algorithm,
+    *,
+    max_blocks: int = MAX_BLOCKS,
+) -> Launch:
+    """Returns as many blocks as there is work for; unrolls what is larger than that."""
+    work = num_bytes if algorithm == "one_stage" else -(-num_bytes // num_replicas)
+    num_tiles = max(1, work // _TILE_BYTES)
+    threads = Launch(num_blocks=1).num_warpgroups
+    num_blocks = min(max_blocks, -(-num_tiles // threads))
+    rounds = num_tiles // (num_blocks * threads)
+    sources = 1 if algorithm == "multimem" else num_replicas
+    unroll = max(1, min(_LOADS_UNDER_WAY // sources, rounds))
+    return Launch(num_blocks, threads, unroll)
+
+
+def choose_algorithm(
+    num_bytes: int,
+    num_replicas: int,
+    *,
+    thresholds: Thresholds = THRESHOLDS,
+    has_multicast: bool = False,
+) -> Algorithm:
+    """Returns the algorithm for a buffer.
+
+    Args:
+      num_bytes: of the buffer.
+      num_replicas: 2, 4, 6 or 8.
+      thresholds: where one algorithm ends and the next begins.
+      has_multicast: whether the GPUs hang on a switch that reduces.
+
+    Raises:
+      ValueError: `thresholds` has no limits for so many replicas.
+    """
+    limits = thresholds.find(num_replicas)
+    if limits is None:
+        known = ", ".join(str(each.num_replicas) for each in thresholds.limits)
+        raise ValueError(
+            f"The custom all-reduce takes {known} replicas, got {num_replicas}."
+        )
+    from_ = limits.multimem_from
+    if has_multicast and from_ is not None and num_bytes >= from_:
+        return "multimem"
+    below = limits.one_stage_below
+    return "one_stage" if below is None or num_bytes < below else "two_stage"
+
+
+def should_use_custom(
+    num_bytes: int,
+    num_replicas: int,
+    dtype: Any,
+    topology: Topology,
+    *,
+    thresholds: Thresholds = THRESHOLDS,
+    explain: Callable[[str], None] | None = None,
+) -> bool:
+    """Returns whether a sum or mean should take the custom all-reduce.
+
+    It is for GPUs of one host that are all connected to each other, and for buffers so
+    small that NCCL spends its time on latency; the kernel pads them to 16 bytes.
+
+    Args:
+      num_bytes: of the buffer.
+      num_replicas: of the axis.
+      dtype: of the buffer.
+      topology: of the devices that the replicas lie on.
+      thresholds: the limits; see `jdp bench collectives --tune`.
+      explain: called with the reason where the answer is no.
+    """
+    reason = why_not_custom(num_bytes, num_replicas, dtype, topology, thresholds)
+    if reason is not None and explain is not None:
+        explain(reason)
+    return reason is None
+
+
+def why_not_custom(
+    num_bytes: int,
+    num_replicas: int,
+    dtype: Any,
+    topology: Topology,
+    thresholds: Thresholds = THRESHOLDS,
+) -> str | None:
+    """Returns why the custom all-reduce does not take a buffer, or None if it does.
+
+    See `should_use_custom`.
+    """
+    if topology.platform != "gpu":
+        return f"it runs on GPUs, and the devices are of platform {topology.platform!r}"
+    if topology.num_hosts != 1:
+        return f"it runs within a host, and the replicas lie on {topology.num_hosts}"
+    limits = thresholds.find(num_replicas)
+    if limits is None:
+        known = ", ".join(str(each.num_replicas) for each in thresholds.limits)
+        return f"it takes {known} replicas, and there are {num_replicas}"
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"it takes {', '.join(DTYPES)}, and the buffer is {jnp.dtype(dtype)}"
+    if num_bytes > limits.max_bytes:
+        return (
+            f"it takes at most {limits.max_bytes} bytes of {num_replicas} replicas, "
+            f"and the buffer has {num_bytes}"
+        )
+    capability = topology.compute_capability
+    if capability is None or capability < MIN_COMPUTE_CAPABILITY:
+        found = "unknown" if capability is None else capability
+        return (
+            f"it needs GPUs of compute capability {MIN_COMPUTE_CAPABILITY} or more, "
+            f"and theirs is {found}"
+        )
+    if topology.is_fully_connected is None:
+        return (
+            "it needs GPUs that are all connected by NVLink, and whether they are "
+            f"could not be found out: {topology.unknown_because}"
+        )
+    if not topology.is_fully_connected:
+        return "it needs GPUs that are all connected by NVLink, and they are not"
+    return None
