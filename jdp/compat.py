@@ -105,6 +105,30 @@ ad.deflinear2(_replicated_p, _replicated_transpose)
 batching.primitive_batchers[_replicated_p] = _replicated_batch
 
 
+def only_for(x: jax.Array, platform: str, message: str) -> jax.Array:
+    """Returns `x`; a program that holds it compiles for `platform` alone.
+
+    Args:
+      x: any array.
+      platform: "cuda", for example.
+      message: of the NotImplementedError for others; `{platform}` stands for theirs.
+    """
+    return _only_for_p.bind(x, platform=platform, message=message)
+
+
+def _lower_only_for(ctx: Any, x: Any, *, platform: str, message: str) -> list[Any]:
+    platforms = ctx.module_context.platforms
+    if tuple(platforms) != (platform,):
+        raise NotImplementedError(message.format(platform=" and ".join(platforms)))
+    return [x]
+
+
+_only_for_p = Primitive("jdp_only_for")
+_only_for_p.def_impl(lambda x, *, platform, message: x)
+_only_for_p.def_abstract_eval(lambda aval, *, platform, message: aval)
+mlir.register_lowering(_only_for_p, _lower_only_for)
+
+
 @contextlib.contextmanager
 def inside_equation(eqn: Any) -> Iterator[None]:
     """While tracing: what is bound gets the name scope and source line of `eqn`."""

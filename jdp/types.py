@@ -17,8 +17,10 @@ class AllReduce(Protocol):
     `jax.lax.psum` is one. One that packs by itself may also have a method
     `reduce_group(arrays, axis_name, *, has_data)`: arrays of one dtype and any shapes,
     to be summed together; a replica counts as zeros where `has_data`, None or
-    bool (), is False. One that differs by size may have `pick(num_bytes, axis_name)`,
-    which returns the one for a buffer.
+    bool (), is False. One that differs by buffer may have `pick(buffer, axis_name)`,
+    which returns the one for a `jax.ShapeDtypeStruct`. One with `takes_scale = True`
+    also takes `scale=`, a number or float32 (), which it multiplies the sum with before
+    it rounds.
     """
 
     def __call__(self, x: jax.Array, axis_name: AxisName, /) -> jax.Array:

@@ -11,6 +11,7 @@ import msgspec
 Algorithm = Literal["one_stage", "two_stage", "multimem"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+MULTIMEM_DTYPE = "float32"
 MIN_COMPUTE_CAPABILITY = 9.0  # Mosaic GPU compiles for Hopper and newer.
 _KIB, _MIB = 1 << 10, 1 << 20
 
@@ -46,12 +47,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
       multimem_from: the switch reduces buffers of at least so many bytes, where there
         is one; None: never.
       max_bytes: larger buffers go to NCCL.
+      max_blocks: of a launch. All must be able to run at the same time, since they wait
+        for those of the peers, so there are fewer of them than multiprocessors.
     """
 
     num_replicas: int
     one_stage_below: int | None
     multimem_from: int | None = None
     max_bytes: int = 8 * _MIB
+    # 36 blocks of 512 threads fill NVLink, and leave the other multiprocessors to the
+    # computation beside them: kMaxBlocks in vLLM's csrc/custom_all_reduce.cuh.
+    max_blocks: int = 36
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +73,24 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     def find(self, num_replicas: int) -> Limits | None:
         """Returns the limits for so many replicas, or None if there are none."""
         return next((e for e in self.limits if e.num_replicas == num_replicas), None)
+
+    def get(self, num_replicas: int) -> Limits:
+        """Returns the limits for so many replicas.
+
+        Raises:
+          ValueError: there are none.
+        """
+        limits = self.find(num_replicas)
+        if limits is None:
+            raise ValueError(
+                f"The custom all-reduce takes {self.known()} replicas, "
+                f"got {num_replicas}."
+            )
+        return limits
+
+    def known(self) -> str:
+        """Returns for how many replicas there are limits, in words."""
+        return ", ".join(str(each.num_replicas) for each in self.limits)
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Thresholds":
@@ -97,7 +121,6 @@ THRESHOLDS = Thresholds(
     ),
     source="vLLM 0.6, csrc/custom_all_reduce.cuh and custom_all_reduce.py (max_size)",
 )
-NUM_REPLICAS = tuple(each.num_replicas for each in THRESHOLDS.limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +128,7 @@ class Launch:
     """On how many threads a kernel runs.
 
     Attributes:
-      num_blocks: thread blocks; each fills a multiprocessor, and all must be able to
-        run at the same time, since they wait for those of the peers.
+      num_blocks: thread blocks.
       num_warpgroups: of a block, of 128 threads each.
       unroll: loads of 16 bytes that a thread has under way for each peer.
     """
@@ -116,19 +138,12 @@ class Launch:
     unroll: int = 1
 
 
-# 36 blocks of 512 threads fill NVLink and leave the other multiprocessors to the
-# computation beside them: csrc/custom_all_reduce.cuh of vLLM, kMaxBlocks.
-MAX_BLOCKS = 36
 _LOADS_UNDER_WAY = 8  # of a thread: with 512 threads and 36 blocks 2.4 MB of a GPU.
 _TILE_BYTES = 128 * 16
 
 
 def default_launch(
-    num_bytes: int,
-    num_replicas: int,
-    algorithm: Algorithm,
-    *,
-    max_blocks: int = MAX_BLOCKS,
+    num_bytes: int, num_replicas: int, algorithm: Algorithm, *, max_blocks: int
 ) -> Launch:
     """Returns as many blocks as there is work for; unrolls what is larger than that."""
     work = num_bytes if algorithm == "one_stage" else -(-num_bytes // num_replicas)
@@ -146,7 +161,7 @@ def choose_algorithm(
     num_replicas: int,
     *,
     thresholds: Thresholds = THRESHOLDS,
-    has_multicast: bool = False,
+    can_multicast: bool = False,
 ) -> Algorithm:
     """Returns the algorithm for a buffer.
 
@@ -154,19 +169,15 @@ def choose_algorithm(
       num_bytes: of the buffer.
       num_replicas: 2, 4, 6 or 8.
       thresholds: where one algorithm ends and the next begins.
-      has_multicast: whether the GPUs hang on a switch that reduces.
+      can_multicast: whether the GPUs hang on a switch that reduces, and can reduce the
+        dtype of the buffer.
 
     Raises:
       ValueError: `thresholds` has no limits for so many replicas.
     """
-    limits = thresholds.find(num_replicas)
-    if limits is None:
-        known = ", ".join(str(each.num_replicas) for each in thresholds.limits)
-        raise ValueError(
-            f"The custom all-reduce takes {known} replicas, got {num_replicas}."
-        )
+    limits = thresholds.get(num_replicas)
     from_ = limits.multimem_from
-    if has_multicast and from_ is not None and num_bytes >= from_:
+    if can_multicast and from_ is not None and num_bytes >= from_:
         return "multimem"
     below = limits.one_stage_below
     return "one_stage" if below is None or num_bytes < below else "two_stage"
@@ -217,8 +228,7 @@ def why_not_custom(
         return f"it runs within a host, and the replicas lie on {topology.num_hosts}"
     limits = thresholds.find(num_replicas)
     if limits is None:
-        known = ", ".join(str(each.num_replicas) for each in thresholds.limits)
-        return f"it takes {known} replicas, and there are {num_replicas}"
+        return f"it takes {thresholds.known()} replicas, and there are {num_replicas}"
     if jnp.dtype(dtype).name not in DTYPES:
         return f"it takes {', '.join(DTYPES)}, and the buffer is {jnp.dtype(dtype)}"
     if num_bytes > limits.max_bytes:

@@ -3,29 +3,50 @@
 import concurrent.futures
 import contextlib
 import contextvars
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 
 from jdp import mesh
-from jdp.collectives import cost_model, measurement
+from jdp.collectives import cost_model, custom_choice, gpu_topology, measurement
 from jdp.collectives.base import Op
 from jdp.collectives.cost_model import Links
+from jdp.collectives.custom_choice import (
+    THRESHOLDS,
+    Algorithm,
+    Thresholds,
+    Topology,
+)
+from jdp.collectives.pallas import PallasAllReduce
 from jdp.collectives.shared_memory import shared_memory_all_reduce
 from jdp.collectives.xla import psum_all_reduce
 from jdp.mesh import World
 from jdp.types import AxisName
 
 
+@dataclasses.dataclass(frozen=True)
 class AutoAllReduce:
     """Picks an all-reduce for each buffer, while a program is traced.
 
-    Replicas that are CPU processes of one host reduce through shared memory. On other
-    meshes the first program that is traced measures with `fit_links`, together with all
-    processes, which takes some seconds, once a job; then `choose` picks. Where there is
-    no world of `jdp.init`, or the axes are not its axes, it is `psum`.
+    Replicas that are CPU processes of one host reduce through shared memory; sums and
+    means of GPUs of one host take the custom kernel where `should_use_custom` says so.
+    Otherwise the first program that is traced measures with `fit_links`, together with
+    all processes, which takes some seconds, once a job; then `choose` picks. Where
+    there is no world of `jdp.init`, or the axes are not its axes, it is `psum`.
+
+    Before the custom kernel is taken it is tried, once a job: where it does not compile
+    or gives a wrong sum, it is not taken.
+
+    Attributes:
+      thresholds: which sizes take the custom kernel; see `jdp bench collectives --tune`.
+      explain: called for each buffer that does not take it, with the reason.
     """
+
+    thresholds: Thresholds = THRESHOLDS
+    explain: Callable[[str], None] | None = None
 
     __name__ = "auto"
 
@@ -33,20 +54,56 @@ class AutoAllReduce:
         self, x: jax.Array, axis_name: AxisName, *, op: Op = "sum"
     ) -> jax.Array:
         """Reduces one buffer; see the contract in `jdp.collectives.base`."""
-        return self.pick(x.nbytes, axis_name)(x, axis_name, op=op)
+        aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return self.pick(aval, axis_name, op=op)(x, axis_name, op=op)
 
-    def pick(self, num_bytes: int, axis_name: AxisName) -> Callable[..., jax.Array]:
-        """Returns the all-reduce for a buffer of so many bytes."""
+    def pick(
+        self, buffer: jax.ShapeDtypeStruct, axis_name: AxisName, *, op: Op = "sum"
+    ) -> Callable[..., jax.Array]:
+        """Returns the all-reduce for a buffer of that shape and dtype."""
         world = mesh.find_current_world()
-        if world is None or not _is_whole(world, axis_name):
-            return psum_all_reduce
-        found = _find(world)
+        reason = "there is no world of `jdp.init` over the axes that are reduced"
+        found = None
+        if world is not None and _is_whole(world, axis_name):
+            found = _find(world)
+            reason = "nothing is known of the devices yet"
         if found is None:
+            self._explain(buffer, reason)
             return psum_all_reduce
+        assert world is not None
+        num_bytes = buffer.size * buffer.dtype.itemsize
+        reason = self._why_not_custom(buffer, num_bytes, op, found)
+        if reason is None:
+            algorithm = custom_choice.choose_algorithm(
+                num_bytes,
+                world.num_replicas,
+                thresholds=self.thresholds,
+                can_multicast=found.topology.has_multicast
+                and buffer.dtype == custom_choice.MULTIMEM_DTYPE,
+            )
+            return PallasAllReduce(algorithm, self.thresholds)
+        self._explain(buffer, reason)
         if found.links is None:
             return shared_memory_all_reduce
         name = cost_model.choose(num_bytes, world.num_replicas, found.links)
         return found.candidates[name]
+
+    def _why_not_custom(
+        self, buffer: jax.ShapeDtypeStruct, num_bytes: int, op: Op, found: "_Found"
+    ) -> str | None:
+        if op not in ("sum", "mean"):
+            return f"it sums, and `op` is {op!r}"
+        return found.kernel_fails or custom_choice.why_not_custom(
+            num_bytes,
+            found.world.num_replicas,
+            buffer.dtype,
+            found.topology,
+            self.thresholds,
+        )
+
+    def _explain(self, buffer: jax.ShapeDtypeStruct, reason: str) -> None:
+        if self.explain is not None:
+            self.explain(f"{buffer} does not take the custom all-reduce: {reason}.")
 
 
 auto_all_reduce = AutoAllReduce()
@@ -75,10 +132,25 @@ class _Found:
 
     def __init__(self, world: World):
         self.world = world
+        self.topology = gpu_topology.find_topology(world)
+        self.kernel_fails = _try_kernel(world, self.topology)
         self.candidates = measurement.candidates(world)
         self.links: Links | None = None  # Nothing is faster than shared memory.
         if "shared_memory" not in self.candidates:
             self.links = measurement.fit_links(world, self.candidates)
+
+
+def _try_kernel(world: World, topology: Topology) -> str | None:
+    """Tries the custom kernel where it may be taken; returns why it must not be."""
+    reason = custom_choice.why_not_custom(0, world.num_replicas, jnp.float32, topology)
+    if reason is not None:
+        return None  # Said for each buffer.
+    algorithms: list[Algorithm] = ["one_stage", "two_stage"]
+    if topology.has_multicast:
+        algorithms.append("multimem")
+    return measurement.find_failure(
+        world, {name: PallasAllReduce(name) for name in algorithms}
+    )
 
 
 def _find(world: World) -> _Found | None:

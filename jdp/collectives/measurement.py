@@ -30,6 +30,7 @@ SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _BYTES_A_TURN = 1 << 20  # small buffers are reduced many times in a turn.
 _MAX_REPEATS = 20
 _SMALL_BYTES = 4 << 20
+_TRIED_SIZE = 100_003  # no multiple of anything; its sums are exact in float32.
 
 
 class Seconds(msgspec.Struct, frozen=True):
@@ -94,6 +95,70 @@ def time_all_reduces(
             net = [a - b for a, b in zip(seconds, bare, strict=True)][2:]
             found.append(Seconds(name, num_bytes, net))
     return found
+
+
+def find_failure(world: World, all_reduces: Mapping[str, AllReduce]) -> str | None:
+    """Tries all-reduces on small buffers; every process calls it, all get the same.
+
+    Nobody begins before it was compiled everywhere.
+
+    Args:
+      world: the replicas.
+      all_reduces: by name, of float32.
+
+    Returns:
+      Why one cannot be used, the first reason of the first process; None if all can.
+    """
+    programs: dict[str, tuple[Callable[[jax.Array], jax.Array], jax.Array]] = {}
+
+    def compile_them() -> str:
+        spec = PartitionSpec(world.axis_names)
+        local = [np.float32(i) + np.arange(_TRIED_SIZE) for i in _local_ranks(world)]
+        shape = (_TRIED_SIZE * world.num_replicas,)
+        flat = np.concatenate(local).astype(np.float32)
+        for name, all_reduce in all_reduces.items():
+            x = jax.make_array_from_process_local_data(world.split, flat, shape)
+            mapped = jax.shard_map(
+                lambda x, fn=all_reduce: fn(x, world.axis_name),
+                mesh=world.mesh,
+                in_specs=spec,
+                out_specs=spec,
+                check_vma=False,
+            )
+            try:
+                programs[name] = (jax.jit(mapped).lower(x).compile(), x)
+            except Exception as error:  # Whatever a compiler that fails may raise.
+                return f"{name} does not compile here: {type(error).__name__}: {error}"
+        return ""
+
+    def run_them() -> str:
+        n = world.num_replicas
+        expected = n * np.arange(_TRIED_SIZE) + n * (n - 1) / 2
+        for name, (program, x) in programs.items():
+            try:
+                y = jax.block_until_ready(program(x))
+            except jax.errors.JaxRuntimeError as error:
+                return f"{name} does not run here: {error}"
+            parts = [np.asarray(shard.data) for shard in y.addressable_shards]
+            if not all(np.array_equal(part, expected) for part in parts):
+                return f"{name} gave a wrong sum when it was tried"
+        return ""
+
+    for work in (compile_them, run_them):
+        topic = "trial of all-reduces"
+        with agreement.reporting(world, topic):
+            reason = work()
+        verdict = agreement.meet(
+            world, topic, reason.encode(), lambda all: next(filter(None, all), b"")
+        )
+        if verdict:
+            return verdict.decode()
+    return None
+
+
+def _local_ranks(world: World) -> list[int]:
+    devices = list(world.mesh.devices.flat)
+    return [devices.index(device) for device in world.local_devices]
 
 
 def candidates(world: World) -> dict[str, Callable[..., jax.Array]]:

@@ -24,7 +24,7 @@ from jdp.collectives.pallas_peers import (
 )
 from jdp.types import AxisName
 
-Scale = float | jax.Array | None  # a number, or float32 (1,).
+Scale = float | jax.Array | None  # float32 (1,), if an array.
 
 
 def all_reduce_on_replicas(
@@ -137,7 +137,8 @@ def parts_of(xs: jax.Array, launch: Launch, *, rank: int = 0) -> jax.Array:
     n, size = xs.shape
     t = _tile(size, xs.dtype, n, "two_stage", launch)
     total = jnp.sum(xs.astype(jnp.float32), 0).astype(xs.dtype)
-    whole = jnp.pad(total, (0, n * t.tiles_per_part * t.tile - size))
+    width = n * t.tiles_per_part * t.tile
+    whole = jnp.pad(total[:width], (0, max(0, width - size)))
     parts = whole.reshape(n, t.tiles_per_part * t.tile)
     if t.has_tail:
         tail = jnp.tile(total[-t.tile :], (n, 1))
