@@ -232,7 +232,7 @@ def like_in_type(shape: tuple[int, ...], x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, manual_axis_type=aval.mat)
 
 
-def load_from_peer(ref: Any, device: dict[str, Any], layout: Any, vector: int) -> Any:
+def load_from_peer(ref: Any, device: Any, layout: Any, vector: int) -> Any:
     """In a Mosaic GPU kernel: loads from the memory of a peer, 16 bytes at a time.
 
     JAX 0.10 compiles a load through `plgpu.remote_ref` to loads of one element, since
@@ -241,8 +241,8 @@ def load_from_peer(ref: Any, device: dict[str, Any], layout: Any, vector: int) -
     Args:
       ref: a slice of an argument of the kernel, shape (n,); n is a multiple of 128
         threads with `vector` elements each.
-      device: by name of the axes of the mesh, where the peer lies; on others it lies
-        where this device does.
+      device: where the peer lies, a dict by name of the axes of the mesh; on others it
+        lies where this device does.
       layout: of the result.
       vector: how many elements are 16 bytes.
 
@@ -256,7 +256,9 @@ def load_from_peer(ref: Any, device: dict[str, Any], layout: Any, vector: int) -
         return plgpu.layout_cast(plgpu.remote_ref(ref, device)[...], layout)
     index: Any = 0
     for name, size in jax.sharding.get_abstract_mesh().shape.items():
-        index = index * size + (device[name] if name in device else lax.axis_index(name))
+        index = index * size + (
+            device[name] if name in device else lax.axis_index(name)
+        )
     loaded = jax.ShapeDtypeStruct(ref.shape, ref.dtype)
     return _load_wide(loaded, layout, vector)(ref, jnp.asarray(index, jnp.int32))
 

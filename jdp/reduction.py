@@ -100,8 +100,8 @@ def average_weighted(
     parts = [_weigh(group, weighting) for group in parts]
     sums, total = _sum_groups(parts, num_replicas, options, weighting)
     for members, group in zip(groups.values(), sums, strict=True):
-        for i, x in zip(members, group, strict=True):
-            leaves[i] = _divide(x, total, leaves[i].dtype)
+        for i, x in zip(members, group.arrays, strict=True):
+            leaves[i] = _divide(x, group.is_mean, total, leaves[i].dtype)
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -150,10 +150,10 @@ def mean_over_replicas(
     divisor = num_replicas if by_world else total
     synced = list(leaves)  # keeps the leaves that are in no bucket.
     for bucket, group in zip(bucketed, sums, strict=False):
-        for i, x in zip(bucket, group, strict=False):
-            synced[i] = _divide(x, divisor, leaves[i].dtype)
+        for i, x in zip(bucket, group.arrays, strict=False):
+            synced[i] = _divide(x, group.is_mean, divisor, leaves[i].dtype)
     means = [
-        _divide(sums[g][k], total, rider.dtype)
+        _divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
         for (g, k), rider in zip(seats, riders, strict=True)
     ]
     return jax.tree.unflatten(plan.treedef, synced), means, total
@@ -205,12 +205,23 @@ def _weigh(arrays: Sequence[jax.Array], weighting: Weighting | None) -> list[jax
     return [weights.weigh(x, weighting) for x in arrays]
 
 
+class _Reduced(NamedTuple):
+    """What became of the arrays of one collective."""
+
+    arrays: list[jax.Array]
+    is_mean: bool = False  # whether the all-reduce has divided them.
+
+
+# What divides the sums of a group, as a factor, given what was reduced before it.
+_FindScale = Callable[[list[jax.Array], list[_Reduced]], jax.typing.ArrayLike | None]
+
+
 def _sum_groups(
     groups: list[list[jax.Array]],
     num_replicas: int,
     options: Options,
     weighting: Weighting | None,
-) -> tuple[list[list[jax.Array]], jax.Array | int]:
+) -> tuple[list[_Reduced], jax.Array | int]:
     """Sums weighed arrays, each group in one collective.
 
     Returns:
@@ -218,39 +229,80 @@ def _sum_groups(
       or their number.
     """
     if not groups:
-        return groups, num_replicas
+        return [], num_replicas
     if weighting is None:
         groups = [[_before(x, num_replicas) for x in group] for group in groups]
-        return _reduce(groups, options, None), num_replicas
+
+        def find_scale(group: list[jax.Array], _: list[_Reduced]) -> float | None:
+            return None if _is_divided_before(group[0]) else 1.0 / num_replicas
+
+        return _reduce(groups, options, None, find_scale), num_replicas
     first, *others = groups
     total = weights.encode(weighting.amount, first[0].dtype, options.axis_name)
-    groups = _reduce([[*first, total], *others], options, weighting.amount > 0)
-    return groups, weights.decode(groups[0].pop())
+    by_world = weighting.divide_by == "world"
+
+    def find_inverse(
+        _: list[jax.Array], reduced: list[_Reduced]
+    ) -> jax.typing.ArrayLike | None:
+        # By the world, gradients and what rides with them have two divisors.
+        if not reduced or by_world:
+            return None
+        total = weights.decode(reduced[0].arrays[-1])
+        return weights.divide(jnp.ones(()), total, jnp.float32)
+
+    has_data = weighting.amount > 0
+    sums = _reduce([[*first, total], *others], options, has_data, find_inverse)
+    return sums, weights.decode(sums[0].arrays.pop())
 
 
 def _reduce(
-    groups: list[list[jax.Array]], options: Options, has_data: jax.Array | None
-) -> list[list[jax.Array]]:
+    groups: list[list[jax.Array]],
+    options: Options,
+    has_data: jax.Array | None,
+    find_scale: _FindScale,
+) -> list[_Reduced]:
     """Sums over the replicas; what one without data holds does not count."""
     if options.packing == "tuple":
         if has_data is not None:
             groups = [[weights.zero_unless(has_data, x) for x in g] for g in groups]
-        return _reduce_tuples(groups, options.axis_name)
-    return [_reduce_group(group, options, has_data) for group in groups]
+        return [_Reduced(g) for g in _reduce_tuples(groups, options.axis_name)]
+    reduced: list[_Reduced] = []
+    for group in groups:
+        all_reduce = _find_all_reduce(group, options)
+        takes_scale = getattr(all_reduce, "takes_scale", False)
+        scale = find_scale(group, reduced) if takes_scale else None
+        reduced.append(_reduce_group(group, all_reduce, options, has_data, scale))
+    return reduced
+
+
+def _find_all_reduce(
+    group: list[jax.Array], options: Options
+) -> Callable[..., jax.Array]:
+    all_reduce = options.all_reduce or lax.psum
+    pick = getattr(all_reduce, "pick", None)
+    if pick is None:
+        return all_reduce
+    size = sum(x.size for x in group)
+    return pick(jax.ShapeDtypeStruct((size,), group[0].dtype), options.axis_name)
 
 
 def _reduce_group(
-    group: list[jax.Array], options: Options, has_data: jax.Array | None
-) -> list[jax.Array]:
-    all_reduce, axis_name = options.all_reduce or lax.psum, options.axis_name
-    pick = getattr(all_reduce, "pick", None)
-    if pick is not None:
-        all_reduce = pick(sum(x.nbytes for x in group), axis_name)
+    group: list[jax.Array],
+    all_reduce: Callable[..., jax.Array],
+    options: Options,
+    has_data: jax.Array | None,
+    scale: jax.typing.ArrayLike | None,
+) -> _Reduced:
     reduce_group = getattr(all_reduce, "reduce_group", None)
     if reduce_group is not None:  # It packs by itself.
-        return reduce_group(group, axis_name, has_data=has_data)
-    buffer = all_reduce(_pack(group, has_data), axis_name)
-    return buckets.unpack(buffer, [x.shape for x in group])
+        return _Reduced(reduce_group(group, options.axis_name, has_data=has_data))
+    buffer = _pack(group, has_data)
+    if scale is None:
+        buffer = all_reduce(buffer, options.axis_name)
+    else:
+        buffer = all_reduce(buffer, options.axis_name, scale=scale)
+    arrays = buckets.unpack(buffer, [x.shape for x in group])
+    return _Reduced(arrays, is_mean=scale is not None)
 
 
 def _pack(group: list[jax.Array], has_data: jax.Array | None) -> jax.Array:
@@ -283,16 +335,24 @@ def _reduce_tuples(
 
 
 def _before(x: jax.Array, num_replicas: int) -> jax.Array:
+    return x / num_replicas if _is_divided_before(x) else x
+
+
+def _is_divided_before(x: jax.Array) -> bool:
     # The sum of float16 gradients overflows where their mean does not; torch's
     # DistributedDataParallel divides before it sums for that reason. The wider types
     # are divided once, after the sum, with one rounding instead of many.
-    return x / num_replicas if x.dtype == jnp.float16 else x
+    return x.dtype == jnp.float16
 
 
-def _divide(x: jax.Array, divisor: jax.Array | int, dtype: Any) -> jax.Array:
+def _divide(
+    x: jax.Array, is_mean: bool, divisor: jax.Array | int, dtype: Any
+) -> jax.Array:
+    if is_mean:
+        return x.astype(dtype)
     if isinstance(divisor, int):
-        # float16 that was not widened to be weighed was divided before.
-        return x if x.dtype == jnp.float16 else (x / divisor).astype(dtype)
+        # What was not widened to be weighed.
+        return x if _is_divided_before(x) else (x / divisor).astype(dtype)
     return weights.divide(x, divisor, dtype)
 
 

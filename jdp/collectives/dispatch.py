@@ -41,7 +41,7 @@ class AutoAllReduce:
     or gives a wrong sum, it is not taken.
 
     Attributes:
-      thresholds: which sizes take the custom kernel; see `jdp bench collectives --tune`.
+      thresholds: which sizes take the kernel; see `jdp bench collectives --tune`.
       explain: called for each buffer that does not take it, with the reason.
     """
 

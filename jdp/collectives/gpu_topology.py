@@ -56,7 +56,9 @@ def combine(facts: Sequence[Facts]) -> Topology:
         compute_capability=min(known) if len(known) == len(facts) else None,
         is_fully_connected=None if None in connected else all(connected),
         has_multicast=all(each.has_multicast for each in facts),
-        unknown_because=next((f.unknown_because for f in facts if f.unknown_because), ""),
+        unknown_because=next(
+            (f.unknown_because for f in facts if f.unknown_because), ""
+        ),
     )
 
 

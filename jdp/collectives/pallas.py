@@ -10,7 +10,7 @@ reads from peers, a "collective" Mosaic GPU kernel; where each call went:
 - The signal flags in it (`meta_ptrs`): semaphores in the kernel's scratch, set to zero
   before each launch by the program itself; so there is no flag to reset and no counter
   that outlives a call.
-- The exchange of handles (`cudaIpcGetMemHandle`, an all-gather, `cudaIpcOpenMemHandle`):
+- The exchange of handles (`cudaIpcGetMemHandle`, all-gather, `cudaIpcOpenMemHandle`):
   XLA's collective metadata, an argument of the kernel that holds the address of each of
   its parameters on every device; `uses_xla_collective_metadata` in the lowered text.
 - `register_buffer`, and the copy into a registered buffer of an input that is none: XLA
@@ -142,13 +142,13 @@ def _check(x: jax.Array, algorithm: Algorithm, limits: Limits) -> None:
     if algorithm == "multimem" and x.dtype != MULTIMEM_DTYPE:
         # JAX (0.10 to 0.12) has no way to say `.acc::f32` for 16-bit floats.
         raise TypeError(
-            f"The NVLink switch adds up in {MULTIMEM_DTYPE} only what is of that dtype, "
-            f"got {x.dtype}. Cast `x`, or use another `algorithm`."
+            f"`algorithm='multimem'` takes {MULTIMEM_DTYPE}, got {x.dtype}: the NVLink "
+            "switch would add that up in 16 bits. Cast `x`, or use another algorithm."
         )
     if x.nbytes > limits.max_bytes:
         raise ValueError(
             f"The Pallas kernel takes at most {limits.max_bytes} bytes of "
-            f"{limits.num_replicas} replicas, got {x.nbytes}. NCCL is faster there: use "
+            f"{limits.num_replicas} replicas, got {x.nbytes}. Use "
             "`jdp.collectives.psum_all_reduce`, or other `thresholds`."
         )
 
@@ -156,6 +156,6 @@ def _check(x: jax.Array, algorithm: Algorithm, limits: Limits) -> None:
 pallas_all_reduce = PallasAllReduce()
 
 _NOT_A_GPU = (
-    "The Pallas kernel runs on NVIDIA GPUs, and this program is compiled for {platform}."
-    " Use `all_reduce='auto'`, which takes `psum` there."
+    "The Pallas kernel runs on NVIDIA GPUs, and this is compiled for {platform}. Use "
+    "`all_reduce='auto'`, which takes `psum` there."
 )

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdp.collectives.pallas_peers import Peers, Rank, Ref, RemotePeers, Tiling
 
-Scale = float | Ref | None  # a number, or a reference to float32 (1,).
+Scale = Any  # a float, a reference to float32 (1,), or None.
 
 
 def one_stage(peers: Peers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -> None:

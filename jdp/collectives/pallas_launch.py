@@ -24,6 +24,11 @@ from jdp.collectives.pallas_peers import (
 )
 from jdp.types import AxisName
 
+_ONE_PASS: dict[Algorithm, Callable[..., None]] = {
+    "one_stage": pallas_bodies.one_stage,
+    "multimem": pallas_bodies.multimem,
+}
+
 Scale = float | jax.Array | None  # float32 (1,), if an array.
 
 
@@ -175,8 +180,8 @@ def _make_kernel(
     peers: Peers,
     tiling: Tiling,
     algorithm: Algorithm,
-    y: jax.ShapeDtypeStruct,
-    part: jax.ShapeDtypeStruct,
+    y_type: jax.ShapeDtypeStruct,
+    part_type: jax.ShapeDtypeStruct,
     scale: Scale,
     *,
     cluster_size: int | None = None,
@@ -186,29 +191,27 @@ def _make_kernel(
     has_parts = algorithm == "two_stage"
     has_scale = isinstance(scale, jax.Array)
 
-    def run(*refs: Any, **scratch: Any) -> None:
-        inputs, outputs = list(refs), []
-        # The temporary buffer is an output: Pallas has no scratch in global memory.
-        for _ in range(1 + has_parts):
-            outputs.insert(0, inputs.pop())
-        factor = inputs.pop() if has_scale else scale
-        peers.enter(**scratch)
-        if not has_parts:
-            body = getattr(pallas_bodies, algorithm)
-            body(peers, tiling, *inputs, *outputs, factor)
+    def run(*refs: Any) -> None:
+        x, *rest = refs
+        others = rest.pop(0) if has_parts and is_solo else None
+        factor = rest.pop(0) if has_scale else scale
+        y = rest.pop(0)
+        if has_parts:
+            part = rest.pop(0)
+            peers.enter(*rest)
+            own_and_others = (part, others) if is_solo else part
+            pallas_bodies.two_stage(peers, tiling, x, y, own_and_others, factor)
         else:
-            x, *others = inputs
-            y_ref, part_ref = outputs
-            if is_solo:
-                part_ref = (part_ref, *others)
-            pallas_bodies.two_stage(peers, tiling, x, y_ref, part_ref, factor)
+            peers.enter(*rest)
+            _ONE_PASS[algorithm](peers, tiling, x, y, factor)
 
     options: dict[str, Any] = {}
     if cluster_size is not None:
         options = dict(cluster=(cluster_size,), cluster_names=(RANK_AXIS,))
     kernel = plgpu.kernel(
         run,
-        out_type=[y, part] if has_parts else [y],
+        # The temporary buffer is an output: Pallas has no scratch in global memory.
+        out_type=[y_type, part_type] if has_parts else [y_type],
         scratch_types=peers.scratch(),
         grid=(tiling.num_blocks,),
         grid_names=(BLOCK_AXIS,),

@@ -1,8 +1,9 @@
 """Pallas peers: who the replicas of a kernel are, and how one reads from another."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ class Tiling:
     unroll: int = 1
 
     def __post_init__(self):
+        """Checks itself."""
         assert self.size >= self.tile and self.size % self.vector == 0
 
     @property
@@ -89,57 +91,56 @@ class Tiling:
         return run
 
 
-class Peers(Protocol):
+class Peers(abc.ABC):
     """The replicas of a kernel: all that differs between real and virtual ones.
 
-    A reference passed to `load` or `own` is one of the kernel's own arguments.
+    A reference passed to `load` or `own` is one of the kernel's own arguments. To wait
+    for each other, warpgroups count up in semaphores that are zero at the start: who
+    never resets a counter needs no second round.
     """
 
-    def scratch(self) -> dict[str, Any]:
-        """Returns what `enter` wants to be allocated, by name."""
-        ...
+    def __init__(self, tiling: Tiling):
+        """Takes how the buffers are cut."""
+        self.tiling = tiling
+        self._arrived: Ref = None  # what this warpgroup waits for.
 
-    def enter(self, **scratch: Ref) -> None:
+    def scratch(self) -> list[Any]:
+        """Returns what `enter` wants to be allocated: a counter for each warpgroup."""
+        return [plgpu.SemaphoreType.REGULAR((self.tiling.num_warpgroups,))]
+
+    def enter(self, *scratch: Ref) -> None:
         """Begins a kernel; called once, before everything else."""
-        ...
+        (arrived,) = scratch
+        self._arrived = arrived.at[lax.axis_index(WARPGROUP_AXIS)]
 
+    @abc.abstractmethod
     def rank(self) -> Rank:
         """Returns which replica this is; an int where it is known when traced."""
-        ...
 
+    @abc.abstractmethod
     def own(self, ref: Ref) -> Ref:
         """Returns this replica's buffer."""
-        ...
 
+    @abc.abstractmethod
     def load(self, ref: Ref, peer: Rank, offset: Rank) -> jax.Array:
         """Loads a tile, shape (tile,), of the buffer of `peer`."""
-        ...
 
+    @abc.abstractmethod
     def meet(self, phase: int) -> None:
         """Waits until this warpgroup has come to `phase` = 1, 2, ... on all replicas.
 
         What they have written before, all see afterwards.
         """
-        ...
 
 
-class RemotePeers:
+class RemotePeers(Peers):
     """Every replica is a GPU: a device of a mesh axis, read through `remote_ref`."""
 
     def __init__(self, tiling: Tiling, axis_name: AxisName):
-        self.tiling = tiling
+        """Takes the axis, or axes, of the replicas."""
+        super().__init__(tiling)
         self.axis_names = mesh.as_axis_names(axis_name)
         self.sizes = [lax.axis_size(name) for name in self.axis_names]
-        self._arrived: Ref = None
-
-    def scratch(self) -> dict[str, Any]:
-        """One counter for each warpgroup; XLA sets them to zero before each call."""
-        counters = plgpu.SemaphoreType.REGULAR((self.tiling.num_warpgroups,))
-        return {"arrived": counters}
-
-    def enter(self, *, arrived: Ref) -> None:
-        """Keeps the counters of this block."""
-        self._arrived = arrived.at[lax.axis_index(WARPGROUP_AXIS)]
 
     def rank(self) -> jax.Array:
         """The index along the axis."""
@@ -157,39 +158,35 @@ class RemotePeers:
         )
 
     def meet(self, phase: int) -> None:
-        """Counts up: who never resets a counter needs no second round."""
+        """Signals the same warpgroup of the same block of all."""
         n = self.tiling.num_replicas
         for i in range(n):
             peer = self._device(lax.rem(self.rank() + i, n))
             pl.semaphore_signal(self._arrived, 1, device_id=peer)
         pl.semaphore_wait(self._arrived, n * phase, decrement=False)
 
-    def _device(self, rank: Rank) -> dict[str, jax.Array]:
+    def _device(self, rank: Rank) -> dict[str, Rank]:
         """Where a rank lies in the mesh; on axes not named, at this device's place."""
         rank = jnp.asarray(rank, jnp.int32)
-        device: dict[str, jax.Array] = {}
+        device: dict[str, Rank] = {}
         for name, size in zip(self.axis_names[::-1], self.sizes[::-1], strict=True):
             device[name] = lax.rem(rank, size)
             rank = lax.div(rank, size)
         return device
 
 
-class ClusterPeers:
+class ClusterPeers(Peers):
     """Every replica is a block of one cluster on one GPU; for correctness, not speed.
 
     Buffers have a row for each replica, shape (num_replicas, n). The blocks of a
     cluster run at the same time, so that they can wait for each other.
     """
 
-    def __init__(self, tiling: Tiling):
-        self.tiling = tiling
-        self._arrived: Ref = None
+    def scratch(self) -> list[Any]:
+        """Nothing: other blocks could not see it."""
+        return []
 
-    def scratch(self) -> dict[str, Any]:
-        """Nothing: what `run_scoped` allocates, other blocks cannot see."""
-        return {}
-
-    def enter(self) -> None:
+    def enter(self, *scratch: Ref) -> None:
         """Gets the counters of all replicas."""
         t = self.tiling
         shape = (t.num_blocks, t.num_warpgroups, t.num_replicas)
@@ -218,7 +215,7 @@ class ClusterPeers:
         pl.semaphore_wait(self._arrived.at[self.rank()], n * phase, decrement=False)
 
 
-class SoloPeers:
+class SoloPeers(Peers):
     """One replica alone on one GPU does its share of the work; for its time.
 
     The input has a row for each replica, shape (num_replicas, n). A pair of references
@@ -227,18 +224,9 @@ class SoloPeers:
     """
 
     def __init__(self, tiling: Tiling, rank: int):
-        self.tiling = tiling
+        """Takes which replica it is."""
+        super().__init__(tiling)
         self._rank = rank
-        self._arrived: Ref = None
-
-    def scratch(self) -> dict[str, Any]:
-        """As `RemotePeers`."""
-        counters = plgpu.SemaphoreType.REGULAR((self.tiling.num_warpgroups,))
-        return {"arrived": counters}
-
-    def enter(self, *, arrived: Ref) -> None:
-        """Keeps the counters of this block."""
-        self._arrived = arrived.at[lax.axis_index(WARPGROUP_AXIS)]
 
     def rank(self) -> int:
         """The same in every program."""

@@ -53,7 +53,9 @@ def run_on_replicas(fn, xs, *, mesh_shape=None, seed=0) -> Outcome:
     sizes = mesh_shape or {"data": len(xs)}
     names = tuple(sizes)
     mesh = jax.sharding.AbstractMesh(
-        tuple(sizes.values()), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)
+        tuple(sizes.values()),
+        names,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(names),
     )
     spec = jax.sharding.PartitionSpec(names)
     axis_name = names if len(names) > 1 else names[0]
@@ -99,7 +101,9 @@ class _Program:
         if isinstance(jaxpr, core.ClosedJaxpr):
             consts = [[c] * self.num_devices for c in jaxpr.consts]
             jaxpr = jaxpr.jaxpr
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        env = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+        )
 
         def read(v):
             return [v.val] * self.num_devices if isinstance(v, core.Literal) else env[v]
@@ -121,9 +125,12 @@ class _Program:
                 return args
             case "axis_index":
                 name = eqn.params["axis_name"]
-                return [[np.int32(self.place(d)[name]) for d in range(self.num_devices)]]
+                return [
+                    [np.int32(self.place(d)[name]) for d in range(self.num_devices)]
+                ]
         by_device = [
-            eqn.primitive.bind(*map(jnp.asarray, a), **eqn.params) for a in zip(*args)
+            eqn.primitive.bind(*map(jnp.asarray, a), **eqn.params)
+            for a in zip(*args, strict=True)
         ]
         if not eqn.primitive.multiple_results:
             return [by_device]
@@ -131,8 +138,8 @@ class _Program:
 
     def place(self, device):
         """Where a device lies, by axis name."""
-        at = np.unravel_index(device, tuple(self.mesh_shape.values()) or (1,))
-        return dict(zip(self.mesh_shape, map(int, at)))
+        at = np.unravel_index(device, tuple(self.mesh_shape.values()))
+        return dict(zip(self.mesh_shape, map(int, at), strict=True))
 
     def device_at(self, place):
         """The inverse of `place`."""
@@ -230,7 +237,9 @@ class _Thread:
     device: int
     places: dict[str, int]  # in the grid, the cluster and the block.
     clock: np.ndarray
-    runs_of: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    runs_of: collections.Counter = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
     @property
     def name(self):
@@ -245,7 +254,8 @@ def _run_kernel(program, eqn, args):
     if mesh.thread_name is not None:
         axes[mesh.thread_name] = mesh.num_threads or 1
     places = [
-        dict(zip(axes, at)) for at in itertools.product(*map(range, axes.values()))
+        dict(zip(axes, at, strict=True))
+        for at in itertools.product(*map(range, axes.values()))
     ]
     devices = range(program.num_devices)
     # The last ones are the programs of the devices, into which kernels return.
@@ -253,7 +263,9 @@ def _run_kernel(program, eqn, args):
     buffers = []
     for i, values in enumerate(args):
         copies = [np.array(v) for v in values]
-        buffers.append([_Memory(f"input {i}", d, copies[d], num_threads) for d in devices])
+        buffers.append(
+            [_Memory(f"input {i}", d, copies[d], num_threads) for d in devices]
+        )
     for i, aval in enumerate(eqn.params["out_avals"]):
         fill = np.full(aval.shape, np.nan, aval.dtype)
         buffers.append(
@@ -271,7 +283,9 @@ def _run_kernel(program, eqn, args):
         coroutines[thread.index] = kernel.run(thread, jaxpr, refs)
     _schedule(kernel, threads, coroutines, buffers, random.Random(program.seed))
     outputs = buffers[len(args) :]
-    return [[m.values.reshape(m.positions.shape) for m in memories] for memories in outputs]
+    return [
+        [m.values.reshape(m.positions.shape) for m in memories] for memories in outputs
+    ]
 
 
 def _schedule(kernel, threads, coroutines, buffers, rng):
@@ -286,7 +300,7 @@ def _schedule(kernel, threads, coroutines, buffers, rng):
         ]
         if not ready:
             who = "\n".join(
-                f"{running[i].name} waits for {w[1]} signals, and {len(w[0].signals)} came"
+                f"{running[i].name}: {len(w[0].signals)} of {w[1]} signals came"
                 for i, w in waiting.items()
             )
             raise DeadlockError(who)
@@ -342,7 +356,9 @@ class _Kernel:
         consts = []
         if isinstance(jaxpr, core.ClosedJaxpr):
             consts, jaxpr = jaxpr.consts, jaxpr.jaxpr
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        env = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+        )
 
         def read(v):
             return v.val if isinstance(v, core.Literal) else env[v]
@@ -399,7 +415,9 @@ class _Kernel:
             positions = np.arange(math.prod(var.aval.shape)).reshape(var.aval.shape)
             key = (*site, i, block)
             refs.append(_SemaphoreRef(self.semaphores, key, thread.device, positions))
-        body = core.Jaxpr([], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+        body = core.Jaxpr(
+            [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns
+        )
         return (yield from self.run(thread, body, [*values, *refs]))
 
     def _get_global(self, thread, eqn, values):
