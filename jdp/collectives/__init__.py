@@ -13,7 +13,13 @@ from jdp.collectives.cost_model import (
     choose,
     predict,
 )
-from jdp.collectives.dispatch import auto_all_reduce
+from jdp.collectives.custom_choice import (
+    Limits,
+    Thresholds,
+    Topology,
+    should_use_custom,
+)
+from jdp.collectives.dispatch import AutoAllReduce, auto_all_reduce
 from jdp.collectives.halving_doubling import (
     HALVING_DOUBLING,
     halving_doubling_all_gather,
@@ -22,6 +28,7 @@ from jdp.collectives.halving_doubling import (
 )
 from jdp.collectives.hierarchical import hierarchical_all_reduce
 from jdp.collectives.measurement import fit_links
+from jdp.collectives.pallas import PallasAllReduce, pallas_all_reduce
 from jdp.collectives.ring import (
     RING,
     ring_all_gather,
@@ -44,13 +51,18 @@ __all__ = [
     "PSUM",
     "RING",
     "SHARED_MEMORY",
+    "AutoAllReduce",
     "Cost",
     "Curve",
     "Halves",
+    "Limits",
     "Links",
     "Node",
+    "PallasAllReduce",
     "SharedBuffer",
     "SharedMemoryAllReduce",
+    "Thresholds",
+    "Topology",
     "Work",
     "adasum",
     "auto_all_reduce",
@@ -62,6 +74,7 @@ __all__ = [
     "halving_doubling_all_reduce",
     "halving_doubling_reduce_scatter",
     "hierarchical_all_reduce",
+    "pallas_all_reduce",
     "predict",
     "psum_all_reduce",
     "reduce_broadcast_all_reduce",
@@ -69,4 +82,5 @@ __all__ = [
     "ring_all_reduce",
     "ring_reduce_scatter",
     "shared_memory_all_reduce",
+    "should_use_custom",
 ]

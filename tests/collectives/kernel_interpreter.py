@@ -415,10 +415,7 @@ class _Kernel:
             positions = np.arange(math.prod(var.aval.shape)).reshape(var.aval.shape)
             key = (*site, i, block)
             refs.append(_SemaphoreRef(self.semaphores, key, thread.device, positions))
-        body = core.Jaxpr(
-            [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns
-        )
-        return (yield from self.run(thread, body, [*values, *refs]))
+        return (yield from self.run(thread, jaxpr, [*values, *refs]))
 
     def _get_global(self, thread, eqn, values):
         what = eqn.params["what"]
