@@ -86,6 +86,19 @@ def _flatten_calls(jaxpr):
         yield eqn
 
 
+def _open(jaxpr):
+    return getattr(jaxpr, "jaxpr", jaxpr)  # JAX 0.12 has one class for both.
+
+
+def _bind(jaxpr, args, lift):
+    """The variables of a jaxpr by their values; its constants, unless args has them."""
+    inner = _open(jaxpr)
+    variables = [*inner.constvars, *inner.invars]
+    if len(args) < len(variables):
+        args = [*map(lift, jaxpr.consts), *args]
+    return dict(zip(variables, args, strict=True))
+
+
 class _Program:
     """The program around a kernel, on all devices in lockstep."""
 
@@ -97,21 +110,15 @@ class _Program:
 
     def run(self, jaxpr, args):
         """Runs a jaxpr on values that are lists with an entry for each device."""
-        consts = []
-        if isinstance(jaxpr, core.ClosedJaxpr):
-            consts = [[c] * self.num_devices for c in jaxpr.consts]
-            jaxpr = jaxpr.jaxpr
-        env = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
-        )
+        env = _bind(jaxpr, args, lambda const: [const] * self.num_devices)
 
         def read(v):
             return [v.val] * self.num_devices if isinstance(v, core.Literal) else env[v]
 
-        for eqn in jaxpr.eqns:
+        for eqn in _open(jaxpr).eqns:
             outs = self._run_equation(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [read(v) for v in _open(jaxpr).outvars]
 
     def _run_equation(self, eqn, args):
         match eqn.primitive.name:
@@ -353,17 +360,12 @@ class _Kernel:
             self._note_write(program, memories[device], memories[device].positions)
 
     def run(self, thread, jaxpr, args):
-        consts = []
-        if isinstance(jaxpr, core.ClosedJaxpr):
-            consts, jaxpr = jaxpr.consts, jaxpr.jaxpr
-        env = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
-        )
+        env = _bind(jaxpr, args, lambda const: const)
 
         def read(v):
             return v.val if isinstance(v, core.Literal) else env[v]
 
-        for eqn in jaxpr.eqns:
+        for eqn in _open(jaxpr).eqns:
             name, values = eqn.primitive.name, [read(v) for v in eqn.invars]
             if name in _ARITHMETIC:
                 outs = [_ARITHMETIC[name](*values, **eqn.params)]
@@ -373,7 +375,7 @@ class _Kernel:
                     raise NotImplementedError(f"a kernel with `{name}`: {eqn}")
                 outs = yield from handler(thread, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [read(v) for v in _open(jaxpr).outvars]
 
     # One method for each primitive that is more than arithmetic.
 
