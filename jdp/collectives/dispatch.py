@@ -124,20 +124,44 @@ _may_measure: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Found:
-    """What is known of the current world; like the world, there is one."""
+    """What is known of a world."""
+
+    world: World
+    topology: Topology
+    kernel_fails: str | None  # why the custom kernel cannot be taken, if it was tried.
+    candidates: dict[str, Callable[..., jax.Array]]
+    links: Links | None  # None: nothing is faster than shared memory.
+
+
+class _Last:
+    """What was found last; like the world, there is one."""
 
     lock = threading.Lock()
-    current: "_Found | None" = None
+    found: _Found | None = None
 
-    def __init__(self, world: World):
-        self.world = world
-        self.topology = gpu_topology.find_topology(world)
-        self.kernel_fails = _try_kernel(world, self.topology)
-        self.candidates = measurement.candidates(world)
-        self.links: Links | None = None  # Nothing is faster than shared memory.
-        if "shared_memory" not in self.candidates:
-            self.links = measurement.fit_links(world, self.candidates)
+
+def _find(world: World) -> _Found | None:
+    with _Last.lock:
+        if _Last.found is None or _Last.found.world is not world:
+            if not _may_measure.get():
+                return None
+            # A thread of its own is outside of the function that is traced here.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                _Last.found = pool.submit(_look, world).result()
+        return _Last.found
+
+
+def _look(world: World) -> _Found:
+    """Finds out; every process calls it."""
+    topology = gpu_topology.find_topology(world)
+    kernel_fails = _try_kernel(world, topology)
+    candidates = measurement.candidates(world)
+    links = None
+    if "shared_memory" not in candidates:
+        links = measurement.fit_links(world, candidates)
+    return _Found(world, topology, kernel_fails, candidates, links)
 
 
 def _try_kernel(world: World, topology: Topology) -> str | None:
@@ -151,17 +175,6 @@ def _try_kernel(world: World, topology: Topology) -> str | None:
     return measurement.find_failure(
         world, {name: PallasAllReduce(name) for name in algorithms}
     )
-
-
-def _find(world: World) -> _Found | None:
-    with _Found.lock:
-        if _Found.current is None or _Found.current.world is not world:
-            if not _may_measure.get():
-                return None
-            # A thread of its own is outside of the function that is traced here.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                _Found.current = pool.submit(_Found, world).result()
-        return _Found.current
 
 
 def _is_whole(world: World, axis_name: AxisName) -> bool:

@@ -1,5 +1,6 @@
 """Fitted links, `choose`, and `all_reduce="auto"`."""
 
+import dataclasses
 import functools
 import time
 
@@ -14,6 +15,7 @@ from jdp import collectives, mesh
 from jdp.collectives import (
     Curve,
     Links,
+    Topology,
     choose,
     dispatch,
     measurement,
@@ -131,14 +133,14 @@ def world(monkeypatch):
         Curve("psum", 4, ((1 << 10, 1e-4), (1 << 20, 1e-2))),
         Curve("ring", 4, ((1 << 10, 1e-3), (1 << 20, 2e-3))),
     )
-    found = object.__new__(dispatch._Found)
-    found.world, found.links = world, Links(1e-5, 1e9, measured=curves)
-    found.candidates = {
+    candidates = {
         "psum": collectives.psum_all_reduce,
         "ring": collectives.ring_all_reduce,
     }
+    links = Links(1e-5, 1e9, measured=curves)
+    found = dispatch._Found(world, Topology("cpu"), None, candidates, links)
     monkeypatch.setattr(mesh._CurrentWorld, "world", world)
-    monkeypatch.setattr(dispatch._Found, "current", found)
+    monkeypatch.setattr(dispatch._Last, "found", found)
     return world
 
 
@@ -209,7 +211,7 @@ def test_without_a_world_it_is_psum(monkeypatch):
 def test_describe_measures_nothing(monkeypatch):
     world = harness.local_world(2)
     monkeypatch.setattr(mesh._CurrentWorld, "world", world)
-    monkeypatch.setattr(dispatch._Found, "current", None)
+    monkeypatch.setattr(dispatch._Last, "found", None)
     monkeypatch.setattr(measurement, "candidates", None)  # would be called.
 
     @jdp.data_parallel
@@ -231,6 +233,137 @@ def test_another_word_is_refused():
     )
     with pytest.raises(ValueError, match="`packing='tuple'`"):
         jax.make_jaxpr(run)(stacked)
+
+
+# --- The custom kernel, on devices taken for GPUs ------------------------------------
+
+NVLINK = Topology("gpu", 1, 9.0, is_fully_connected=True, has_multicast=True)
+
+
+def _buffer(size, dtype=np.float32):
+    return jax.ShapeDtypeStruct((size,), dtype)
+
+
+def _on_gpus(monkeypatch, world, kernel_fails=None):
+    found = dataclasses.replace(
+        dispatch._Last.found, topology=NVLINK, kernel_fails=kernel_fails
+    )
+    monkeypatch.setattr(dispatch._Last, "found", found)
+
+
+def _pick(world, pick, *args, **options):
+    """Picks where a program of the world's mesh is traced."""
+    picked = []
+
+    def run(x):
+        picked.append(pick(*args, "data", **options))
+        return x
+
+    jax.make_jaxpr(
+        jax.shard_map(run, mesh=world.mesh, in_specs=P("data"), out_specs=P("data"))
+    )(np.ones(4))
+    return picked[0]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "op", "algorithm", "reason"),
+    [
+        (_buffer(1000), "sum", "one_stage", None),
+        (_buffer(1000), "mean", "one_stage", None),
+        (_buffer(1 << 18, np.float16), "sum", "two_stage", None),
+        (_buffer(1000), "max", None, "it sums, and `op` is 'max'"),
+        (_buffer(1000, np.int32), "sum", None, "the buffer is int32"),
+        (_buffer(1 << 22), "sum", None, "takes at most 8388608 bytes"),
+    ],
+)
+def test_gpus_take_the_custom_kernel(monkeypatch, world, buffer, op, algorithm, reason):
+    _on_gpus(monkeypatch, world)
+    said = []
+    auto = collectives.AutoAllReduce(explain=said.append)
+    picked = _pick(world, auto.pick, buffer, op=op)
+    if algorithm is not None:
+        assert picked == collectives.PallasAllReduce(algorithm) and not said
+    else:
+        assert picked in (collectives.psum_all_reduce, collectives.ring_all_reduce)
+        (text,) = said
+        assert str(buffer) in text and reason in text
+
+
+def test_thresholds_are_those_of_the_user(monkeypatch, world):
+    _on_gpus(monkeypatch, world)
+    limits = collectives.Limits(num_replicas=4, one_stage_below=8, multimem_from=100)
+    thresholds = collectives.Thresholds(limits=(limits,), source="here")
+    auto = collectives.AutoAllReduce(thresholds)
+    for buffer, algorithm in (
+        (_buffer(1), "one_stage"),
+        (_buffer(24), "two_stage"),
+        (_buffer(25), "multimem"),
+        (_buffer(50, np.float16), "two_stage"),  # The switch adds float32 alone.
+    ):
+        expected = collectives.PallasAllReduce(algorithm, thresholds)
+        assert _pick(world, auto.pick, buffer) == expected
+
+
+def test_a_kernel_that_was_tried_in_vain_is_not_taken(monkeypatch, world):
+    _on_gpus(monkeypatch, world, kernel_fails="it does not compile")
+    said = []
+    auto = collectives.AutoAllReduce(explain=said.append)
+    assert _pick(world, auto.pick, _buffer(10)) == collectives.psum_all_reduce
+    assert "it does not compile" in said[0]
+
+
+def test_auto_trains_where_the_kernel_cannot_run(monkeypatch):
+    """CPU devices that are taken for GPUs: the kernel is tried, and left alone."""
+    world = harness.local_world(2)
+    monkeypatch.setattr(mesh._CurrentWorld, "world", world)
+    monkeypatch.setattr(dispatch._Last, "found", None)
+    monkeypatch.setattr(dispatch.gpu_topology, "find_topology", lambda world: NVLINK)
+    fit = functools.partial(measurement.fit_links, sizes=(1 << 10,), rounds=1)
+    monkeypatch.setattr(measurement, "fit_links", fit)
+    said = []
+    auto = collectives.AutoAllReduce(explain=said.append)
+    run = jax.shard_map(
+        lambda g: jdp.sync_gradients({"a": g[0]}, all_reduce=auto),
+        mesh=world.mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(jax.jit(run)(x)["a"], x.mean(0))
+    assert "one_stage does not compile here: NotImplementedError" in said[0]
+    assert "compiled for cpu" in said[0]
+
+
+def test_a_wrong_sum_is_noticed_when_it_is_tried():
+    world = harness.local_world(2)
+    good = {"psum": collectives.psum_all_reduce, "ring": collectives.ring_all_reduce}
+    assert measurement.find_failure(world, good) is None
+
+    def wrong(x, axis_name):
+        return jax.lax.psum(x, axis_name) + (jax.lax.axis_index(axis_name) == 1)
+
+    found = measurement.find_failure(world, good | {"wrong": wrong})
+    assert found == "wrong gave a wrong sum when it was tried"
+
+
+def _fail_in_process_1():
+    """A kernel that compiles in one process alone must not be run there."""
+    world = jdp.init()
+
+    def fails_in_1(x, axis_name):
+        if world.process_index == 1:
+            raise RuntimeError("no compiler here")
+        return jax.lax.psum(x, axis_name)
+
+    first = measurement.find_failure(world, {"broken": fails_in_1})
+    return first, measurement.find_failure(world, {"psum": jax.lax.psum})
+
+
+@pytest.mark.multiprocess
+def test_all_processes_leave_a_kernel_that_one_cannot_compile():
+    for first, second in harness.run_checked(_fail_in_process_1, 2):
+        assert first == "broken does not compile here: RuntimeError: no compiler here"
+        assert second is None
 
 
 # --- Real processes -----------------------------------------------------------------
@@ -262,7 +395,7 @@ def _train(axis_name, num_nodes):
         return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trained)
 
     trained = {"auto": train("auto")}
-    found = dispatch._Found.current
+    found = dispatch._Last.found
     trained |= {name: train(fn) for name, fn in found.candidates.items()}
     return trained, found.links
 
