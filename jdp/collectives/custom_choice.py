@@ -59,6 +59,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     # computation beside them: kMaxBlocks in vLLM's csrc/custom_all_reduce.cuh.
     max_blocks: int = 36
 
+    def choose(self, num_bytes: int, *, can_multicast: bool) -> Algorithm:
+        """Returns the algorithm for a buffer that is not too large."""
+        from_ = self.multimem_from
+        if can_multicast and from_ is not None and num_bytes >= from_:
+            return "multimem"
+        below = self.one_stage_below
+        return "one_stage" if below is None or num_bytes < below else "two_stage"
+
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """All limits, and where they come from.
@@ -175,12 +183,7 @@ def choose_algorithm(
     Raises:
       ValueError: `thresholds` has no limits for so many replicas.
     """
-    limits = thresholds.get(num_replicas)
-    from_ = limits.multimem_from
-    if can_multicast and from_ is not None and num_bytes >= from_:
-        return "multimem"
-    below = limits.one_stage_below
-    return "one_stage" if below is None or num_bytes < below else "two_stage"
+    return thresholds.get(num_replicas).choose(num_bytes, can_multicast=can_multicast)
 
 
 def should_use_custom(

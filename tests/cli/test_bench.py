@@ -270,3 +270,12 @@ def test_workers_end_when_the_driver_is_killed():
     for worker in alive:
         worker.kill()
     assert not alive
+
+
+def test_tune_says_that_there_is_no_gpu(tmp_path):
+    path = tmp_path / "thresholds.json"
+    process = _jdp("bench", "collectives", "--tune", path)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "no custom all-reduce to tune" in err and "platform 'cpu'" in err
+    assert not path.exists()

@@ -89,7 +89,7 @@ def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:
     return seconds
 
 
-def check_can_write(path: pathlib.Path | None) -> None:
+def check_can_write(path: pathlib.Path | None, option: str = "--json") -> None:
     """Refuses a file that cannot be written, before hours are spent on measuring."""
     if path is None:
         return
@@ -97,5 +97,5 @@ def check_can_write(path: pathlib.Path | None) -> None:
         path.open("a").close()
     except OSError as error:
         raise typer.BadParameter(
-            f"{str(path)!r} cannot be written: {error.strerror}.", param_hint="--json"
+            f"{str(path)!r} cannot be written: {error.strerror}.", param_hint=option
         ) from None

@@ -12,6 +12,7 @@ import rich.table
 import typer
 
 from jdp.cli.bench import channel, collectives_plot, driver, step
+from jdp.cli.bench import tune as tuning
 from jdp.cli.bench.collectives_step import ALONE, CHAIN_CHUNKS, FIT, NONE
 from jdp.collectives import cost_model, measurement
 from jdp.collectives.cost_model import ALGORITHMS, Links, Node
@@ -37,6 +38,12 @@ def bench_collectives(
     plot: Annotated[
         pathlib.Path | None, typer.Option(help="Write a plot here, a PNG file.")
     ] = None,
+    tune: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            help="Only find thresholds of the custom one on GPUs; write here."
+        ),
+    ] = None,
     json_file: Annotated[
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
@@ -49,9 +56,12 @@ def bench_collectives(
     before.
     """
     counts = _parse_counts(replicas)
+    if tune is not None:
+        tuning.tune(tune, counts, rounds=rounds)
+        return
     num_bytes = [_parse_size(text) for text in sizes.split(",")]
     channel.check_can_write(json_file)
-    channel.check_can_write(plot)
+    channel.check_can_write(plot, "--plot")
     if plot is not None:
         collectives_plot.check_can_plot()
     results = []
