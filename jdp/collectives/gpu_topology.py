@@ -117,6 +117,19 @@ def are_all_connected(nvml: Any) -> bool:
     )
 
 
+def find_driver_version() -> str:
+    """Returns the version of the NVIDIA driver, or "unknown"."""
+    try:
+        import pynvml
+    except ImportError:
+        return "unknown"
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        return "unknown"
+
+
 def _has_multicast(ordinal: int) -> bool:
     """Asks the driver whether a GPU of this process hangs on a switch that reduces."""
     try:

@@ -18,7 +18,8 @@ reads from peers, a "collective" Mosaic GPU kernel; where each call went:
   several processes it allocates the kernel's buffers in memory that all have mapped.
 - `rank_data`, the pool of pointers on the GPU: the collective metadata again.
 - `capture` and `register_graph_buffers`: XLA's command buffers (CUDA graphs) record
-  `jit`-compiled programs, this kernel with them; buffers have their addresses by then.
+  what `jit` has compiled, when buffers have their addresses. Since JAX 0.12 the kernel
+  is in the graph; before, one graph ends where it is launched, and another begins.
 - The barrier at the start (`barrier_at_start`): XLA meets all devices before it
   launches such a kernel. The one between the stages and the one at the end are the
   kernel's own (`Peers.meet`).

@@ -24,6 +24,8 @@ from jdp.collectives.pallas_peers import (
 )
 from jdp.types import AxisName
 
+# The default, another one since JAX 0.11, cannot say how loads are aligned.
+_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _ONE_PASS: dict[Algorithm, Callable[..., None]] = {
     "one_stage": pallas_bodies.one_stage,
     "multimem": pallas_bodies.multimem,
@@ -218,10 +220,29 @@ def _make_kernel(
         num_threads=tiling.num_warpgroups,
         thread_name=WARPGROUP_AXIS,
         kernel_name=f"jdp_{algorithm}_all_reduce",
-        # JAX 0.11 has another default, in which loads are not 16 bytes wide.
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=_PARAMS,
         **options,
     )
     return lambda *xs: kernel(*xs, *([scale] if has_scale else []))[0]
+
+
+def do_nothing(launch: Launch) -> Callable[[jax.Array], jax.Array]:
+    """Returns a kernel with the threads and counters of another, and no work.
+
+    It takes an array and returns one of the same shape and dtype, of any values.
+    """
+
+    def kernel(x: jax.Array) -> jax.Array:
+        return plgpu.kernel(
+            lambda *_: None,
+            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            scratch_types=[plgpu.SemaphoreType.REGULAR((launch.num_warpgroups,))],
+            grid=(launch.num_blocks,),
+            grid_names=(BLOCK_AXIS,),
+            num_threads=launch.num_warpgroups,
+            thread_name=WARPGROUP_AXIS,
+            kernel_name="jdp_nothing",
+            compiler_params=_PARAMS,
+        )(x)
+
+    return kernel

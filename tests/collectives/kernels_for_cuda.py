@@ -138,6 +138,7 @@ def main():
         written = set(glob.glob(f"{dump}/*.ptx")) - before
         (path,) = map(pathlib.Path, written)
         print(json.dumps({"kind": "kernel", "case": case, **_read(path)}), flush=True)
+    print(json.dumps({"kind": "graph", "thunks": _record(devices, dump)}))
     print(json.dumps({"kind": "aligned buffer", **_look_at_copies(devices, [1 << 20])}))
     print(json.dumps({"kind": "bucket", **_look_at_copies(devices, [1000, 99_999, 7])}))
 
@@ -163,6 +164,23 @@ def _read(path):
         "registers": int(registers),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", assembler))),
     }
+
+
+def _record(devices, dump):
+    """Compiles work around a kernel with CUDA graphs; what the program launches."""
+    case = Case("replicas", "two_stage", 4, "float32", 1 << 18)
+    mesh = jax.sharding.Mesh(devices[: case.n], [AXIS])
+    kernel = _on_replicas(case, mesh)
+    xs = _split(jax.ShapeDtypeStruct((case.n, case.size), case.dtype), mesh)
+    options = {
+        "xla_dump_to": str(dump / "graph"),
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
+    }
+    program = jax.jit(lambda xs: jnp.cos(kernel(jnp.sin(xs))))
+    program.lower(xs).compile(compiler_options=options)
+    (path,) = (dump / "graph").glob("*thunk_sequence_after_thunk_passes.txt")
+    return path.read_text().splitlines()
 
 
 def _look_at_copies(devices, sizes):

@@ -171,3 +171,15 @@ def test_buffers_that_fit_are_not_copied(compiled):
     (found,) = (found for found in compiled if found["kind"] == "bucket")
     # One fusion writes the bucket, padded; nothing but the kernel reads it.
     assert found["copies"] == [] and found["writers_of_the_bucket"] == 1
+
+
+@pytest.mark.ptx
+def test_command_buffers_record_the_kernel(compiled):
+    """A CUDA graph holds what stands indented under it."""
+    (found,) = (found for found in compiled if found["kind"] == "graph")
+    kernel_at = next(i for i, t in enumerate(found["thunks"]) if "kCustomCall" in t)
+    graphs = [i for i, t in enumerate(found["thunks"]) if "kCommandBuffer" in t]
+    if jax.__version_info__ >= (0, 12):
+        assert graphs == [0] and found["thunks"][kernel_at].startswith("    ")
+    else:  # One graph before the kernel, and one after it.
+        assert len(graphs) == 2 and graphs[0] < kernel_at < graphs[1]

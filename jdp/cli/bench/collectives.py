@@ -55,11 +55,11 @@ def bench_collectives(
     cost model says, as a multiple of that, with the links that `fit_links` has measured
     before.
     """
-    counts = _parse_counts(replicas)
+    counts = parse_counts(replicas)
     if tune is not None:
         tuning.tune(tune, counts, rounds=rounds)
         return
-    num_bytes = [_parse_size(text) for text in sizes.split(",")]
+    num_bytes = [parse_size(text) for text in sizes.split(",")]
     channel.check_can_write(json_file)
     channel.check_can_write(plot, "--plot")
     if plot is not None:
@@ -245,17 +245,33 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes / unit:.4g} {name}"
 
 
-def _parse_counts(text: str) -> list[int]:
+def parse_counts(text: str) -> list[int]:
+    """Returns numbers of replicas."""
+    return parse_numbers(text, 2, 64, "--replicas")
+
+
+def parse_numbers(text: str, least: int, most: int, option: str) -> list[int]:
+    """Returns numbers that are separated by commas.
+
+    Raises:
+      typer.BadParameter: one is no number, or out of range.
+    """
     parts = text.split(",")
-    if not all(part.strip().isdigit() and 2 <= int(part) <= 64 for part in parts):
+    if not all(part.strip().isdigit() and least <= int(part) <= most for part in parts):
         raise typer.BadParameter(
-            f"{text!r} must be numbers from 2 to 64, such as 2,4,8.",
-            param_hint="--replicas",
+            f"{text!r} must be numbers from {least} to {most}, such as {most // 2},"
+            f"{most}.",
+            param_hint=option,
         )
     return [int(part) for part in parts]
 
 
-def _parse_size(text: str) -> int:
+def parse_size(text: str) -> int:
+    """Returns bytes, a multiple of 4.
+
+    Raises:
+      typer.BadParameter: it is no number with a unit.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km])", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(

@@ -37,11 +37,7 @@ def tune(path: pathlib.Path, counts: Sequence[int], *, rounds: int) -> None:
     channel.check_can_write(path, "--tune")
     measured: dict[int, Limits] = {}
     for n in here:
-        devices = list(world.mesh.devices.flat)[:n]
-        few = dataclasses.replace(
-            world,
-            mesh=mesh.make_mesh(devices, world.axis_name, num_nodes=1),
-        )
+        few = take(world, n)
         all_reduces = tuning.candidates(n, topology)
         measured[n], times = tuning.measure_limits(few, all_reduces, rounds=rounds)
         console.print(table(n, times))
@@ -51,6 +47,13 @@ def tune(path: pathlib.Path, counts: Sequence[int], *, rounds: int) -> None:
     for each in thresholds.limits:
         console.print(each, markup=False, highlight=False)
     console.print(f"written to {path}", markup=False, highlight=False)
+
+
+def take(world: jdp.World, num_replicas: int) -> jdp.World:
+    """Returns the world of the first replicas alone."""
+    devices = list(world.mesh.devices.flat)[:num_replicas]
+    few = mesh.make_mesh(devices, world.axis_name, num_nodes=1)
+    return dataclasses.replace(world, mesh=few)
 
 
 def merge(measured: dict[int, Limits], device: str) -> Thresholds:

@@ -1,0 +1,173 @@
+"""The custom all-reduce on a GPU, against exact sums: `make gpu`.
+
+All replicas are blocks of a cluster on one GPU, so this shows that kernels are right on
+hardware: their barriers, addresses and rounding. With several GPUs the real ones are
+checked too.
+
+    python -m tests.collectives.kernels_on_gpu --json results.json
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import pathlib
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jdp
+from jdp.cli.bench import kernel, tune
+from jdp.collectives import custom_choice, gpu_topology, pallas_launch, tuning
+
+SIZES = tuple(1 << k for k in range(10, 27, 2))  # bytes, 1 KiB to 64 MiB.
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Case(NamedTuple):
+    """A kernel."""
+
+    algorithm: custom_choice.Algorithm
+    num_replicas: int
+    dtype: str
+    num_bytes: int  # of a replica's buffer; what is odd about a size is added.
+    extra: int  # elements.
+
+    def reduce(self, xs):
+        """Returns what each replica gets, shape (num_replicas, n)."""
+        launch = custom_choice.default_launch(
+            self.num_bytes, self.num_replicas, self.algorithm, max_blocks=36
+        )
+        return pallas_launch.all_reduce_in_cluster(xs, self.algorithm, launch)
+
+
+def make_cases():
+    return [
+        Case(*each)
+        for each in itertools.product(
+            ("one_stage", "two_stage"), (2, 4, 6, 8), DTYPES, SIZES, (0, 3)
+        )
+    ]
+
+
+def count_wrong(case, reduce, repeats, seed):
+    """Returns how many elements were wrong; each repeat has its own random numbers.
+
+    They are whole, so that every sum is exact in 16 bits, in any order.
+    """
+    size = case.num_bytes // jnp.dtype(case.dtype).itemsize + case.extra
+    shape = (case.num_replicas, size)
+
+    def once(i, wrong):
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        bits = jax.random.bits(key, shape, jnp.uint8)
+        xs = (bits % 17).astype(jnp.int32) - 8
+        expected = xs.sum(0).astype(case.dtype)
+        results = reduce(xs.astype(case.dtype))
+        differ = results != expected  # NaN, which memory may hold, differs too.
+        return wrong + differ.sum(dtype=jnp.int32)
+
+    return lax.fori_loop(0, repeats, once, jnp.int32(0))
+
+
+def check(cases, repeats, *, reduce=Case.reduce, seed=0, report=print) -> list[Any]:
+    """Runs all cases; returns a row for each."""
+
+    def compile_one(case):
+        def run():
+            return count_wrong(case, lambda xs: reduce(case, xs), repeats, seed)
+
+        return case, jax.jit(run).lower().compile()
+
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for case, program in pool.map(compile_one, cases):
+            wrong = int(program())
+            rows.append({**case._asdict(), "repeats": repeats, "wrong": wrong})
+            if wrong:
+                report(f"WRONG: {case}: {wrong} elements in {repeats} repeats")
+    return rows
+
+
+def check_replicas(world, repeats):
+    """Checks the real kernels on as many GPUs as there are; rows, or why not."""
+    topology = gpu_topology.find_topology(world)
+    rows = []
+    for n in (n for n in (2, 4, 6, 8) if n <= world.num_replicas):
+        reason = custom_choice.why_not_custom(0, n, jnp.float32, topology)
+        if reason is not None:
+            rows.append({"num_replicas": n, "why_not": reason})
+            continue
+        few = tune.take(world, n)
+        kernels = tuning.candidates(n, topology)
+        del kernels["psum"]
+        for (name, all_reduce), dtype, size in itertools.product(
+            kernels.items(), DTYPES, SIZES
+        ):
+            if name == "multimem" and dtype != "float32":
+                continue
+            wrong = _count_wrong_on(few, all_reduce, dtype, size, repeats)
+            row = {"algorithm": name, "dtype": dtype, "num_bytes": size}
+            rows.append({"num_replicas": n, **row, "repeats": repeats, "wrong": wrong})
+    return rows
+
+
+def _count_wrong_on(world, all_reduce, dtype, num_bytes, repeats):
+    size = num_bytes // jnp.dtype(dtype).itemsize
+
+    def run():
+        axis = world.axis_name
+
+        def once(i, wrong):
+            key = jax.random.fold_in(jax.random.key(0), i)
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+            xs = (jax.random.bits(key, (size,), jnp.uint8) % 17).astype(jnp.int32) - 8
+            expected = lax.psum(xs, axis).astype(dtype)
+            differ = all_reduce(xs.astype(dtype), axis) != expected
+            return wrong + differ.sum(dtype=jnp.int32)
+
+        return lax.psum(lax.fori_loop(0, repeats, once, jnp.int32(0)), axis)
+
+    spec = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        run, mesh=world.mesh, in_specs=(), out_specs=spec, check_vma=False
+    )
+    return int(jax.jit(mapped)())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        sys.exit(f"There is no GPU here, only {jax.default_backend()}.")
+    start_s = time.monotonic()
+    rows = check(make_cases(), arguments.repeats)
+    world = jdp.init()
+    replicas = (
+        check_replicas(world, arguments.repeats) if jax.device_count() > 1 else []
+    )
+    result = {
+        "machine": kernel.describe_machine(),
+        "seconds": time.monotonic() - start_s,
+        "cluster": rows,
+        "replicas": replicas,
+    }
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = [row for row in rows + replicas if row.get("wrong")]
+    print(
+        f"{len(rows)} kernels in clusters and {len(replicas)} of replicas, "
+        f"{arguments.repeats} repeats each, {len(wrong)} wrong, "
+        f"{result['seconds']:.0f} s, on {result['machine']['device']}"
+    )
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
