@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LATEST := .venv-latest
+PTX := .venv-ptx
+TODAY := $(shell date +%F)
 
-.PHONY: help demo test check test-latest bench sweep soak clean
+.PHONY: help demo test check test-latest test-kernels test-ptx gpu bench sweep soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +14,9 @@ help:
 	@echo "make test         the test suite"
 	@echo "make check        ruff and pyright"
 	@echo "make test-latest  the suite under the newest Python here, with the newest jax"
+	@echo "make test-kernels every GPU kernel, interpreted on the CPU with races found"
+	@echo "make test-ptx     compile the GPU kernels for CUDA, without a GPU"
+	@echo "make gpu          on a GPU: exact sums of every kernel, times, steps"
 	@echo "make bench        a step beside what it is compared to"
 	@echo "make sweep        every all-reduce at every size, beside the cost model"
 	@echo "make soak         long runs: schedules of uneven inputs, shared memory"
@@ -37,6 +42,33 @@ test-latest:
 	$(MAKE) --no-print-directory $(LATEST)/.test LATEST_PYTHON="$$python" && \
 	$(LATEST)/bin/python -c "import jax; print('jax', jax.__version__)" && \
 	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile
+
+test-kernels: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist load -m kernels
+
+# With the CUDA plug-ins of the jax that each Python gets, and a ptxas from a wheel where
+# none is installed.
+test-ptx: $(PTX)/.ptx
+	$(call ptx,$(PTX))
+	@python=$$(./tools/newest-python 3 12) || exit 0; \
+	$(MAKE) --no-print-directory $(PTX)-latest/.ptx LATEST_PYTHON="$$python" && \
+	$(call ptx,$(PTX)-latest)
+
+ptx = PATH="$$PATH:$$(echo $(CURDIR)/$(1)/lib/python*/site-packages/nvidia/cu13/bin)" \
+	$(1)/bin/python -m pytest -m ptx
+
+# In the Python that has a jax with CUDA: make gpu PYTHON=python3. Nothing is installed.
+gpu:
+	@PYTHONPATH=. $(PYTHON) -c "import jax, sys; \
+		sys.exit(jax.default_backend() != 'gpu')" || { \
+		echo "gpu: the jax of $(PYTHON) sees no GPU"; \
+		exit 1; \
+	}
+	PYTHONPATH=. $(PYTHON) -m pytest -p no:cacheprovider -m gpu
+	PYTHONPATH=. $(PYTHON) -m tests.collectives.kernels_on_gpu \
+		--json benchmarks/results/$(TODAY)_kernels_gpu.json
+	PYTHONPATH=. $(PYTHON) -m jdp.cli.main bench kernel \
+		--json benchmarks/results/$(TODAY)_kernel_times_gpu.json
 
 # Also times torch and mpi4jax where they are installed: pip install -e '.[peers]'.
 bench: $(VENV)/.examples
@@ -76,5 +108,15 @@ $(LATEST)/.test: pyproject.toml
 	$(LATEST)/bin/python -m pip install --quiet --upgrade --editable '.[test]'
 	@touch $@
 
+$(PTX)/.ptx: pyproject.toml
+	$(PYTHON) -m venv $(PTX)
+	$(PTX)/bin/python -m pip install --quiet --editable '.[test,ptx]'
+	@touch $@
+
+$(PTX)-latest/.ptx: pyproject.toml
+	$(LATEST_PYTHON) -m venv $(PTX)-latest
+	$(PTX)-latest/bin/python -m pip install --quiet --upgrade --editable '.[test,ptx]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(LATEST) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(PTX) $(PTX)-latest .pytest_cache .ruff_cache .hypothesis

@@ -84,7 +84,14 @@ def test_a_world_says_who_is_who():
 
 
 COLLECTIVES = {
+    "AutoAllReduce": "(thresholds, explain)",
+    "Limits": "(*, num_replicas, one_stage_below, multimem_from, max_bytes, "
+    "max_blocks)",
+    "PallasAllReduce": "(algorithm, thresholds)",
     "SharedMemoryAllReduce": "(buffer)",
+    "Thresholds": "(*, limits, source)",
+    "Topology": "(platform, num_hosts, compute_capability, is_fully_connected, "
+    "has_multicast, unknown_because)",
     "adasum": "(tree, axis_name)",
     "auto_all_reduce": "(x, axis_name, *, op)",
     "butterfly_all_reduce": "(x, axis_name, *, op, num_chunks)",
@@ -93,12 +100,15 @@ COLLECTIVES = {
     "fit_links": "(world, all_reduces, *, sizes, rounds)",
     "halving_doubling_all_reduce": "(x, axis_name, *, op, num_chunks)",
     "hierarchical_all_reduce": "(x, axis_name, *, op, within, across)",
+    "pallas_all_reduce": "(x, axis_name, *, op, scale)",
     "predict": "(algorithm, num_bytes, num_replicas, links, *, dtype, num_chunks, "
     "node)",
     "psum_all_reduce": "(x, axis_name, *, op)",
     "reduce_broadcast_all_reduce": "(x, axis_name, *, op, pattern, root, num_chunks)",
     "ring_all_reduce": "(x, axis_name, *, op, bidirectional, num_chunks)",
     "shared_memory_all_reduce": "(x, axis_name, *, op)",
+    "should_use_custom": "(num_bytes, num_replicas, dtype, topology, *, thresholds, "
+    "explain)",
 }
 
 

@@ -207,6 +207,9 @@ def should_use_custom(
       topology: of the devices that the replicas lie on.
       thresholds: the limits; see `jdp bench collectives --tune`.
       explain: called with the reason where the answer is no.
+
+    Returns:
+      True where the kernel takes the buffer, False where `psum` should.
     """
     reason = why_not_custom(num_bytes, num_replicas, dtype, topology, thresholds)
     if reason is not None and explain is not None:
