@@ -115,7 +115,7 @@ def multimem(peers: RemotePeers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -
 
         _when(_is_full(t) or first + i < t.num_tiles, reduce)
 
-    peers.meet(1)  # All parts are there, and nobody reads any more.
+    peers.meet_by_switch()  # All parts are there, and nobody reads any more.
 
 
 def _reduce(

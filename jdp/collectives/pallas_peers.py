@@ -165,6 +165,14 @@ class RemotePeers(Peers):
             pl.semaphore_signal(self._arrived, 1, device_id=peer)
         pl.semaphore_wait(self._arrived, n * phase, decrement=False)
 
+    def meet_by_switch(self) -> None:
+        """Waits, once in a kernel, for all replicas and what the switch wrote for them.
+
+        The signal is sent the way of the data, which orders it behind them.
+        """
+        plgpu.semaphore_signal_multicast(self._arrived, collective_axes=self.axis_names)
+        pl.semaphore_wait(self._arrived, self.tiling.num_replicas, decrement=False)
+
     def _device(self, rank: Rank) -> dict[str, Rank]:
         """Where a rank lies in the mesh; on axes not named, at this device's place."""
         rank = jnp.asarray(rank, jnp.int32)

@@ -438,6 +438,15 @@ class _Kernel:
         thread.clock[thread.index] += 1
         return []
 
+    def _semaphore_signal_multicast(self, thread, eqn, values):
+        ref, transforms, count = jax.tree.unflatten(eqn.params["args_tree"], values)
+        for device in range(self.program.num_devices):
+            yield
+            semaphore = ref.transform(transforms, self).get(device)
+            semaphore.signals += [thread.clock.copy()] * int(count)
+        thread.clock[thread.index] += 1
+        return []
+
     def _semaphore_wait(self, thread, eqn, values):
         tree = eqn.params["args_tree"]
         ref, transforms, count, decrement = jax.tree.unflatten(tree, values)

@@ -361,6 +361,7 @@ def test_a_broken_two_stage_kernel_is_found(monkeypatch, name, kind, n):
 @pytest.mark.parametrize("algorithm", ["one_stage", "multimem"])
 def test_without_an_end_barrier_peers_read_what_is_freed(monkeypatch, algorithm):
     monkeypatch.setattr(RemotePeers, "meet", lambda self, phase: None)
+    monkeypatch.setattr(RemotePeers, "meet_by_switch", lambda self: None)
     outcome = _run("replicas", _inputs(4, 4096, np.float32), algorithm)
     assert any("its program" in race for race in outcome.races)
 

@@ -139,6 +139,9 @@ def compiled():
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+_NO_DATA = ("ld.param", "ld.relaxed", "multimem.red")  # arguments and signals.
+
+
 @pytest.mark.ptx
 @pytest.mark.timeout(600)
 def test_peers_are_read_16_bytes_at_a_time_and_nothing_spills(compiled):
@@ -151,7 +154,7 @@ def test_peers_are_read_16_bytes_at_a_time_and_nothing_spills(compiled):
         others = {
             name: count
             for name, count in accesses.items()
-            if ".v4." not in name and not name.startswith(("ld.param", "ld.relaxed"))
+            if ".v4." not in name and not name.startswith(_NO_DATA)
         }
         if case.peers == "replicas":
             # The addresses of peers, the scale, and which device this is.
