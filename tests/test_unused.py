@@ -113,7 +113,7 @@ def test_replicas_with_branches_of_their_own_train_as_one_device(n, optimizer):
 
 
 def _shard_map(check_vma):
-    def run(fn, n, params, batch):
+    def compiled(fn, n):
         mapped = jax.shard_map(
             lambda p, b: fn(p, jax.tree.map(lambda x: x[0], b)),
             mesh=harness.local_world(n).mesh,
@@ -121,19 +121,19 @@ def _shard_map(check_vma):
             out_specs=PartitionSpec(),
             check_vma=check_vma,
         )
-        return jax.jit(mapped)(params, batch)
+        return jax.jit(mapped)
 
-    return run
+    return compiled
 
 
-def _pmap(fn, n, params, batch):
+def _pmap(fn, n):
     mapped = jax.pmap(fn, "data", in_axes=(None, 0), devices=jax.devices()[:n])
-    return jax.tree.map(lambda x: x[0], mapped(params, batch))
+    return lambda *args: jax.tree.map(lambda x: x[0], mapped(*args))
 
 
-def _vmap(fn, n, params, batch):
+def _vmap(fn, n):
     mapped = jax.vmap(fn, in_axes=(None, 0), axis_name="data", axis_size=n)
-    return jax.tree.map(lambda x: x[0], mapped(params, batch))
+    return lambda *args: jax.tree.map(lambda x: x[0], mapped(*args))
 
 
 def _as_arrays(used):
@@ -153,13 +153,15 @@ def test_the_mask_is_that_of_all_replicas(run, packing, n):
         (loss, grads), used = grad_fn(params, batch)
         return loss, grads, _as_arrays(used)
 
+    found_by, plain_by = (
+        run(f, n) for f in (fn, jdp.value_and_grad(_loss, packing=packing))
+    )
     for k, batch in enumerate(_batches(n)):
         split = jax.tree.map(lambda x: x.reshape(n, 4, *x.shape[1:]), batch)
-        loss, grads, used = run(fn, n, _params(), split)
+        loss, grads, used = found_by(_params(), split)
         branches = {CHOICES[k][r % 4] for r in range(n)}
         assert {name for name in used if used[name]} == branches | {"trunk"}
-        plain = run(jdp.value_and_grad(_loss, packing=packing), n, _params(), split)
-        chex.assert_trees_all_equal((loss, grads), plain)
+        chex.assert_trees_all_equal((loss, grads), plain_by(_params(), split))
 
 
 def test_under_vmap_a_batched_condition_runs_both_branches():
@@ -169,9 +171,9 @@ def test_under_vmap_a_batched_condition_runs_both_branches():
         return loss, _as_arrays(used)
 
     split = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), _batches(2)[0])
-    loss, used = _vmap(fn, 2, _params(), split)
+    loss, used = _vmap(fn, 2)(_params(), split)
     assert used["trunk"] and used["a"]
-    plain, _ = _vmap(jdp.value_and_grad(_loss), 2, _params(), split)
+    plain, _ = _vmap(jdp.value_and_grad(_loss), 2)(_params(), split)
     assert loss == plain
 
 
@@ -184,7 +186,7 @@ def test_the_mask_survives_every_dtype(dtype):
     n = 8
     batch = _batches(n, dtype)[3]
     split = jax.tree.map(lambda x: x.reshape(n, 4, *x.shape[1:]), batch)
-    used = _shard_map(True)(fn, n, _params(dtype), split)
+    used = _shard_map(True)(fn, n)(_params(dtype), split)
     assert all(used.values())  # `c` is used by 2 of 8 replicas.
 
 
@@ -200,7 +202,7 @@ def test_local_masks_are_united_when_the_user_synchronises():
     n = 4
     batch = _batches(n)[3]
     split = jax.tree.map(lambda x: x.reshape(n, 4, *x.shape[1:]), batch)
-    synced, everywhere, ours = _shard_map(True)(fn, n, _params(), split)
+    synced, everywhere, ours = _shard_map(True)(fn, n)(_params(), split)
     assert {k: float(v) for k, v in ours.items()} == {
         "trunk": 1.0,
         "a": 0.5,
@@ -208,7 +210,7 @@ def test_local_masks_are_united_when_the_user_synchronises():
         "c": 0.25,
     }
     assert all(everywhere.values())
-    expected = _shard_map(True)(jdp.value_and_grad(_loss), n, _params(), split)[1]
+    expected = _shard_map(True)(jdp.value_and_grad(_loss), n)(_params(), split)[1]
     chex.assert_trees_all_equal(synced, expected)
 
 
@@ -263,9 +265,10 @@ def test_custom_derivatives_that_decide_keep_their_types(rule):
 
     params = {k: np.eye(3, dtype=np.float32) for k in "ab"}
     x = np.ones((2, 4, 3), np.float32)
+    compiled = _shard_map(True)(fn, 2)
     for signs, expected in {(1, 1): "a", (-1, -1): "b", (1, -1): "ab"}.items():
         scaled = x * np.array(signs, np.float32)[:, None, None]
-        _, grads, used = _shard_map(True)(fn, 2, params, scaled)
+        _, grads, used = compiled(params, scaled)
         assert {name for name in used if used[name]} == set(expected)
         assert {name for name in grads if grads[name].any()} == set(expected)
 
@@ -367,11 +370,8 @@ def test_what_can_never_receive_a_gradient_is_named_once():
 
 def test_outside_of_a_decorated_step_it_is_named_too():
     with pytest.warns(UserWarning, match=r"`\['frozen'\]\['w'\]`"):
-        _shard_map(True)(
-            jdp.value_and_grad(_partial_loss),
-            2,
-            _partial_params(),
-            np.ones((2, 4, 3), np.float32),
+        _shard_map(True)(jdp.value_and_grad(_partial_loss), 2)(
+            _partial_params(), np.ones((2, 4, 3), np.float32)
         )
 
 
@@ -423,11 +423,8 @@ def test_a_reduction_in_a_branch_that_replicas_choose_is_refused():
         return lax.cond(x.sum() > 0, with_sync, lambda: x[:, :2]).sum()
 
     with pytest.raises(ValueError, match="in a branch of a `cond` that replicas"):
-        _shard_map(True)(
-            jdp.value_and_grad(loss),
-            2,
-            _partial_params(),
-            np.ones((2, 4, 3), np.float32),
+        _shard_map(True)(jdp.value_and_grad(loss), 2)(
+            _partial_params(), np.ones((2, 4, 3), np.float32)
         )
 
 
