@@ -32,7 +32,6 @@ ON_ONE_AXIS = {
     "chain": partial(reduce_broadcast, pattern="chain"),
     "chain in chunks": partial(reduce_broadcast, pattern="chain", num_chunks=4),
 }
-TRANSFORMS = ("shard_map", "shard_map unchecked", "pmap", "vmap")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,11 +103,20 @@ def test_every_axis_size_under_every_transform(all_reduce, n, transform):
     _check(transform, n, all_reduce, contract.A_FEW)
 
 
-@algorithms
-@pytest.mark.parametrize("transform", TRANSFORMS)
+IN_CHUNKS = {name: fn for name, fn in ON_ONE_AXIS.items() if "chunks" in name}
+
+
+@pytest.mark.parametrize("all_reduce", IN_CHUNKS.values(), ids=IN_CHUNKS)
+@pytest.mark.parametrize("transform", ["shard_map", "pmap", "vmap"])
 @pytest.mark.parametrize("n", [4, 7])
-def test_chunks_and_unchecked_types_too(all_reduce, n, transform):
+def test_chunks_under_every_transform(all_reduce, n, transform):
     _check(transform, n, all_reduce, contract.A_FEW)
+
+
+@algorithms
+@pytest.mark.parametrize("n", [4, 7])
+def test_unchecked_types_too(all_reduce, n):
+    _check("shard_map unchecked", n, all_reduce, contract.A_FEW)
 
 
 @algorithms
@@ -205,22 +213,22 @@ HALVES = {
 @pytest.mark.parametrize("transform", ["shard_map", "vmap"])
 def test_halves_give_replica_i_part_i(halves, n, transform):
     cases = contract.A_FEW[:2] if halves is collectives.PSUM else contract.A_FEW
-    for case in cases:
 
-        def reduce_and_gather(x, axis_name, *, op, case=case):
-            part = halves.reduce_scatter(x, axis_name, op=op)
-            assert part.shape == (-(-case.size // n),)
-            assert part.dtype == x.dtype
-            rank = jax.lax.axis_index(axis_name)
-            alone = jax.numpy.zeros((n, part.size), part.dtype).at[rank].set(part)
-            whole = halves.all_gather(part, axis_name)
-            # Each replica adds what it holds itself: only part i may come from it.
-            both = jax.numpy.stack([jax.lax.psum(alone, axis_name).reshape(-1), whole])
-            return both[:, : case.size].reshape(-1)
+    def reduce_and_gather(x, axis_name, *, op):
+        part = halves.reduce_scatter(x, axis_name, op=op)
+        assert part.shape == (-(-x.size // n),)
+        assert part.dtype == x.dtype
+        rank = jax.lax.axis_index(axis_name)
+        alone = jax.numpy.zeros((n, part.size), part.dtype).at[rank].set(part)
+        whole = halves.all_gather(part, axis_name)
+        # Each replica adds what it holds itself: only part i may come from it.
+        both = jax.numpy.stack([jax.lax.psum(alone, axis_name).reshape(-1), whole])
+        return both[:, : x.size].reshape(-1)
 
-        values, (both,) = _run(transform, n, reduce_and_gather, [case])
+    values, found = _run(transform, n, reduce_and_gather, cases)
+    for case, before, both in zip(cases, values, found, strict=True):
         for each in both.reshape(n, 2, -1).transpose(1, 0, 2):
-            contract.check(case, values[0], each)
+            contract.check(case, before, each)
 
 
 @pytest.mark.parametrize("halves", HALVES.values(), ids=HALVES)
