@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from jdp.cli import main
 from jdp.cli.bench import channel, collectives, overlap, step
 from jdp.collectives import Links, predict
 from tests import harness
@@ -231,11 +232,19 @@ def test_where_the_model_is_off_is_said():
         (("bench", "overhead", "--rounds", "x"), "Invalid value for '--rounds': "),
     ],
 )
-def test_a_typo_is_named(arguments, expected):
-    process = _jdp(*arguments)
+def test_a_typo_is_named(arguments, expected, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        main.app(arguments)
+    assert caught.value.code == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_process_ends_with_2_after_a_typo():
+    process = _jdp("bench", "stepp")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert expected in " ".join(err.split())
+    assert "No such command 'stepp'" in err
 
 
 def test_a_worker_that_dies_ends_the_benchmark_with_its_last_words():

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from jdp.cli import main
 from tests import harness
 
 MODULE = """
@@ -136,8 +137,27 @@ def test_no_array_is_made(run):
         (("--gradient-mib", "1", "--node", "2"), "No such option: --node"),
     ],
 )
-def test_a_typo_is_named(run, arguments, message):
-    code, _, err = run(*arguments)
+def test_a_typo_is_named(arguments, message, monkeypatch, tmp_path, capsys):
+    (tmp_path / "mymodel.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        main.app(["plan", *arguments])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "target,message",
+    [
+        ("mymodel:los_fn", "Module 'mymodel' has no 'los_fn'."),
+        ("mymodel:not_scalar", "must return a scalar loss, got shape (16, 64)"),
+    ],
+)
+def test_a_process_ends_with_2_and_no_traceback_after_a_typo(run, target, message):
+    code, _, err = run(target)
     assert code == 2
     assert message in err
     assert "Traceback" not in err
