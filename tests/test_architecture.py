@@ -108,6 +108,7 @@ assert not xla_bridge.backends_are_initialized()
 assert distributed.global_state.client is None
 assert threading.active_count() == before, threading.enumerate()
 heavy = {"flax", "torch", "zmq.auth", "sklearn", "typer", "rich", "psutil"}
+heavy |= {"jax.experimental.pallas", "pynvml", "scipy.optimize"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
