@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from jdp import mesh
-from jdp.collectives import cost_model, custom_choice, gpu_topology, measurement
+from jdp.collectives import (
+    cost_model,
+    custom_choice,
+    gpu_topology,
+    measurement,
+    tuning,
+)
 from jdp.collectives.base import Op
 from jdp.collectives.cost_model import Links
-from jdp.collectives.custom_choice import (
-    THRESHOLDS,
-    Algorithm,
-    Thresholds,
-    Topology,
-)
+from jdp.collectives.custom_choice import THRESHOLDS, Thresholds, Topology
 from jdp.collectives.pallas import PallasAllReduce
 from jdp.collectives.shared_memory import shared_memory_all_reduce
 from jdp.collectives.xla import psum_all_reduce
@@ -166,15 +167,13 @@ def _look(world: World) -> _Found:
 
 def _try_kernel(world: World, topology: Topology) -> str | None:
     """Tries the custom kernel where it may be taken; returns why it must not be."""
-    reason = custom_choice.why_not_custom(0, world.num_replicas, jnp.float32, topology)
+    n = world.num_replicas
+    reason = custom_choice.why_not_custom(
+        0, n, jnp.float32, topology, tuning.all_sizes(n)
+    )
     if reason is not None:
         return None  # Said for each buffer.
-    algorithms: list[Algorithm] = ["one_stage", "two_stage"]
-    if topology.has_multicast:
-        algorithms.append("multimem")
-    return measurement.find_failure(
-        world, {name: PallasAllReduce(name) for name in algorithms}
-    )
+    return measurement.find_failure(world, tuning.kernels(n, topology))
 
 
 def _is_whole(world: World, axis_name: AxisName) -> bool:

@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,10 @@ def find_failure(world: World, all_reduces: Mapping[str, AllReduce]) -> str | No
 
     Returns:
       Why one cannot be used, the first reason of the first process; None if all can.
+
+    Raises:
+      RuntimeError: one did not come back within `world.timeout_s` seconds, and nothing
+        else can run on its device now; or a process did not take part.
     """
     programs: dict[str, tuple[Callable[[jax.Array], jax.Array], jax.Array]] = {}
 
@@ -136,7 +141,8 @@ def find_failure(world: World, all_reduces: Mapping[str, AllReduce]) -> str | No
         expected = n * np.arange(_TRIED_SIZE) + n * (n - 1) / 2
         for name, (program, x) in programs.items():
             try:
-                y = jax.block_until_ready(program(x))
+                y = program(x)
+                _wait(y, name, world.timeout_s)
             except jax.errors.JaxRuntimeError as error:
                 return f"{name} does not run here: {error}"
             parts = [np.asarray(shard.data) for shard in y.addressable_shards]
@@ -154,6 +160,19 @@ def find_failure(world: World, all_reduces: Mapping[str, AllReduce]) -> str | No
         if verdict:
             return verdict.decode()
     return None
+
+
+def _wait(y: Any, name: str, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not y.is_ready():
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(
+                f"The all-reduce {name!r} did not come back within {timeout_s:g} s "
+                "when it was tried; the devices are stuck in it. Start again with "
+                "`jdp.collectives.psum_all_reduce` in place of 'auto'."
+            )
+        time.sleep(0.001)
+    jax.block_until_ready(y)
 
 
 def _local_ranks(world: World) -> list[int]:

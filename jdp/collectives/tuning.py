@@ -16,15 +16,24 @@ SIZES = tuple(1 << k for k in range(10, 27))  # bytes, to 64 MiB.
 _NCCL = "psum"
 
 
-def candidates(num_replicas: int, topology: Topology) -> dict[str, AllReduce]:
-    """Returns what is timed to find the limits, by name."""
+def all_sizes(num_replicas: int) -> Thresholds:
+    """Returns thresholds under which every size may be reduced."""
     whole = Limits(num_replicas=num_replicas, one_stage_below=None, max_bytes=SIZES[-1])
-    thresholds = Thresholds(limits=(whole,), source="to be measured")
+    return Thresholds(limits=(whole,), source="to be measured")
+
+
+def kernels(num_replicas: int, topology: Topology) -> dict[str, AllReduce]:
+    """Returns the algorithms of the custom all-reduce, by name, for all sizes."""
     algorithms: list[Algorithm] = ["one_stage", "two_stage"]
     if topology.has_multicast:
         algorithms.append("multimem")
-    kernels = {name: PallasAllReduce(name, thresholds) for name in algorithms}
-    return {_NCCL: psum_all_reduce, **kernels}
+    thresholds = all_sizes(num_replicas)
+    return {name: PallasAllReduce(name, thresholds) for name in algorithms}
+
+
+def candidates(num_replicas: int, topology: Topology) -> dict[str, AllReduce]:
+    """Returns what is timed to find the limits, by name."""
+    return {_NCCL: psum_all_reduce} | kernels(num_replicas, topology)
 
 
 def measure_limits(

@@ -103,8 +103,7 @@ def check_replicas(world, repeats):
             rows.append({"num_replicas": n, "why_not": reason})
             continue
         few = tune.take(world, n)
-        kernels = tuning.candidates(n, topology)
-        del kernels["psum"]
+        kernels = tuning.kernels(n, topology)
         for (name, all_reduce), dtype, size in itertools.product(
             kernels.items(), DTYPES, SIZES
         ):

@@ -346,6 +346,20 @@ def test_a_wrong_sum_is_noticed_when_it_is_tried():
     assert found == "wrong gave a wrong sum when it was tried"
 
 
+def test_one_that_does_not_come_back_is_named():
+    world = dataclasses.replace(harness.local_world(2), timeout_s=0.3)
+
+    def stuck(x, axis_name):
+        def wait(x):
+            time.sleep(1.5)
+            return x
+
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    with pytest.raises(RuntimeError, match="'stuck' did not come back within 0.3 s"):
+        measurement.find_failure(world, {"stuck": stuck})
+
+
 def _fail_in_process_1():
     """A kernel that compiles in one process alone must not be run there."""
     world = jdp.init()
