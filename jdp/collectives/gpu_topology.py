@@ -3,6 +3,7 @@
 import ctypes
 import pathlib
 import platform
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,11 +73,17 @@ def find_facts(world: World) -> Facts:
     return Facts(
         platform="gpu",
         host=host,
-        compute_capability=min(float(d.compute_capability) for d in devices),
+        compute_capability=min_capability([d.compute_capability for d in devices]),
         is_fully_connected=is_connected,
         has_multicast=all(_has_multicast(d.local_hardware_id) for d in devices),
         unknown_because=because,
     )
+
+
+def min_capability(names: Sequence[str]) -> float | None:
+    """Returns the least of capabilities such as "9.0"; None if one is not NVIDIA's."""
+    known = [re.fullmatch(r"\d+\.\d+", name) for name in names]
+    return min(float(match[0]) for match in known if match) if all(known) else None
 
 
 def _ask_nvml() -> tuple[bool | None, str]:

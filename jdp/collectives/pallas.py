@@ -30,6 +30,7 @@ reads from peers, a "collective" Mosaic GPU kernel; where each call went:
 """
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,14 @@ class PallasAllReduce:
     __name__ = "pallas"
     takes_scale = True
 
+    def __post_init__(self):
+        """Checks itself."""
+        if self.algorithm not in (None, *get_args(Algorithm)):
+            raise ValueError(
+                f"`algorithm` must be {', '.join(get_args(Algorithm))} or None, got "
+                f"{self.algorithm!r}."
+            )
+
     def __call__(
         self,
         x: jax.Array,
@@ -93,8 +102,8 @@ class PallasAllReduce:
           Shape (n,), dtype of `x`, the same on all replicas.
 
         Raises:
-          ValueError: `x` is not flat or too large, `op` or the number of replicas is
-            another one, or this is not under `shard_map`.
+          ValueError: `x` is not flat or too large, `scale` no scalar, `op` or the
+            number of replicas another one, or this is not under `shard_map`.
           TypeError: another dtype.
           NotImplementedError: when compiled for another platform than CUDA.
         """
@@ -123,6 +132,8 @@ class PallasAllReduce:
         if op == "mean":
             scale = 1.0 / group.size
         if scale is not None and not isinstance(scale, float):
+            if jnp.shape(scale) != ():
+                raise ValueError(f"`scale` must be a scalar, got {jnp.shape(scale)}.")
             scale = jnp.asarray(scale, jnp.float32).reshape(1)
         # Pallas takes a third of a second to import; who never comes here need not.
         from jdp.collectives import pallas_launch

@@ -60,6 +60,14 @@ def test_every_pair_must_be_connected_in_both_directions(missing):
     assert gpu_topology.are_all_connected(driver) == (missing is None)
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["9.0"], 9.0), (["10.3", "9.0"], 9.0), (["gfx90a"], None), (["9.0", "x"], None)],
+)
+def test_the_least_capability_counts(names, expected):
+    assert gpu_topology.min_capability(names) == expected
+
+
 def test_cpu_devices_lie_on_this_host():
     world = harness.local_world(4)
     assert gpu_topology.find_topology(world) == Topology("cpu", 1)

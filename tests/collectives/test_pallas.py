@@ -167,7 +167,7 @@ def test_a_scale_is_multiplied_before_the_sum_is_rounded(algorithm, peers):
 def test_replicas_on_two_axes_of_a_mesh(algorithm):
     xs = _inputs(4, 5003, np.float32)
     outcome = interpreter.run_on_replicas(
-        PallasAllReduce(algorithm), xs, mesh_shape={"node": 1, "data": 4}
+        PallasAllReduce(algorithm), xs, mesh_shape={"node": 2, "data": 2}
     )
     _check(outcome, xs.sum(0))
 

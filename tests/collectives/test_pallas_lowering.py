@@ -86,11 +86,17 @@ def _trace(all_reduce, n, shape=(1024,), dtype=jnp.float32, **options):
         (ValueError, "must be a flat buffer", {"shape": (8, 8)}),
         (ValueError, "'sum' or 'mean', got 'max'", {"op": "max"}),
         (ValueError, "not both", {"op": "mean", "scale": 2.0}),
+        (ValueError, "`scale` must be a scalar", {"scale": jnp.ones(2)}),
     ],
 )
 def test_called_directly_it_names_the_limit(error, message, arguments):
     with pytest.raises(error, match=message):
         _trace(pallas_all_reduce, **{"n": 4} | arguments)
+
+
+def test_another_algorithm_is_refused():
+    with pytest.raises(ValueError, match="must be one_stage.*got 'two-stage'"):
+        PallasAllReduce("two-stage")
 
 
 def test_the_switch_reduces_float32_alone():

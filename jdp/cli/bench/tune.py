@@ -27,20 +27,26 @@ def tune(path: pathlib.Path, counts: Sequence[int], *, rounds: int) -> None:
     world = jdp.init()
     topology = gpu_topology.find_topology(world)
     console = rich.console.Console()
-    here = [n for n in counts if n <= world.num_replicas] or [world.num_replicas]
+    here = [n for n in counts if n <= world.num_replicas]
+    if not here or world.process_count > 1:
+        here = [world.num_replicas]  # of several processes all take part.
     for n in here:
         reason = custom_choice.why_not_custom(0, n, jnp.float32, topology)
         if reason is not None:
             text = f"jdp bench: there is no custom all-reduce to tune: {reason}."
             typer.echo(text, err=True)
             raise typer.Exit(1)
-    channel.check_can_write(path, "--tune")
+    if world.is_main_process:
+        channel.check_can_write(path, "--tune")
     measured: dict[int, Limits] = {}
     for n in here:
         few = take(world, n)
         all_reduces = tuning.candidates(n, topology)
         measured[n], times = tuning.measure_limits(few, all_reduces, rounds=rounds)
-        console.print(table(n, times))
+        if world.is_main_process:
+            console.print(table(n, times))
+    if not world.is_main_process:
+        return
     device = world.local_devices[0].device_kind
     thresholds = merge(measured, device)
     thresholds.save(path)
