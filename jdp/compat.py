@@ -226,12 +226,6 @@ def bound_axis_names() -> tuple[str, ...]:
     return tuple(str(name) for name in core.get_axis_env().axis_names())
 
 
-def like_in_type(shape: tuple[int, ...], x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Returns the type of an array of the dtype of `x`, varying as it does."""
-    aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, manual_axis_type=aval.mat)
-
-
 def load_from_peer(ref: Any, device: Any, layout: Any, vector: int) -> Any:
     """In a Mosaic GPU kernel: loads from the memory of a peer, 16 bytes at a time.
 

@@ -57,10 +57,14 @@ def all_reduce_on_replicas(
     """
     tiling = _tile(x.size, x.dtype, num_replicas, algorithm, launch)
     peers = RemotePeers(tiling, axis_name)
-    y = compat.like_in_type((tiling.size,), x)
-    part = compat.like_in_type((tiling.part_size,), x)
+    y = jax.ShapeDtypeStruct((tiling.size,), x.dtype)
+    part = jax.ShapeDtypeStruct((tiling.part_size,), x.dtype)
     kernel = _make_kernel(peers, tiling, algorithm, y, part, scale)
-    return kernel(_pad(x, tiling.size))[: x.size]
+    # Of what a kernel gives, JAX says that it is the same everywhere.
+    reduced = compat.cast_varying(
+        kernel(_pad(x, tiling.size)), sorted(compat.varying_axes(x))
+    )
+    return reduced[: x.size]
 
 
 def all_reduce_in_cluster(

@@ -291,7 +291,9 @@ def test_gpus_take_the_custom_kernel(monkeypatch, world, buffer, op, algorithm, 
 
 def test_thresholds_are_those_of_the_user(monkeypatch, world):
     _on_gpus(monkeypatch, world)
-    limits = collectives.Limits(num_replicas=4, one_stage_below=8, multimem_from=100)
+    limits = collectives.Limits(
+        num_replicas=4, one_stage_below=8, multimem_from=100, max_bytes=200
+    )
     thresholds = collectives.Thresholds(limits=(limits,), source="here")
     auto = collectives.AutoAllReduce(thresholds)
     for buffer, algorithm in (
@@ -302,6 +304,7 @@ def test_thresholds_are_those_of_the_user(monkeypatch, world):
     ):
         expected = collectives.PallasAllReduce(algorithm, thresholds)
         assert _pick(world, auto.pick, buffer) == expected
+    assert _pick(world, auto.pick, _buffer(51)) == collectives.psum_all_reduce
 
 
 def test_a_kernel_that_was_tried_in_vain_is_not_taken(monkeypatch, world):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jdp
+from jdp import compat
 from jdp.collectives import PallasAllReduce, pallas_launch
 from jdp.collectives.custom_choice import Launch
 from jdp.collectives.pallas_peers import (
@@ -175,10 +176,14 @@ def test_replicas_on_two_axes_of_a_mesh(algorithm):
 @pytest.mark.parametrize("algorithm", ["one_stage", "two_stage"])
 def test_an_axis_that_is_not_reduced_keeps_apart(algorithm):
     xs = _inputs(4, 2048, np.float32)
+
+    def reduce(x, _):
+        y = PallasAllReduce(algorithm)(x, "data")
+        assert compat.varying_axes(y) == {"model"}
+        return y
+
     outcome = interpreter.run_on_replicas(
-        lambda x, _: jnp.asarray(
-            jax.lax.pcast(PallasAllReduce(algorithm)(x, "data"), "data", to="varying")
-        ),
+        reduce,
         xs,
         mesh_shape={"model": 2, "data": 2},
     )
