@@ -37,8 +37,12 @@ def loss_fn(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w0"]) @ params["w1"] - y) ** 2)
 
 
-def main(num_steps: int, width: int) -> None:
+def main(num_steps: int, width: int, explain: bool) -> None:
     world = jdp.init()
+    all_reduces = dict(ALL_REDUCES)
+    if explain and world.is_main_process:
+        # For each bucket, why it does not take the custom kernel of GPUs.
+        all_reduces["auto"] = collectives.AutoAllReduce(explain=print)
     rng = np.random.default_rng([1, world.process_index])  # each its own samples.
     x = rng.normal(size=(64 * world.num_local_replicas, 16)).astype(np.float32)
     y = np.sin(x.sum(1, keepdims=True))
@@ -64,7 +68,7 @@ def main(num_steps: int, width: int) -> None:
         if world.is_main_process:
             print(f"{name:18} loss {loss:.5f}  {step_ms:7.2f} ms a step", flush=True)
 
-    for name, all_reduce in ALL_REDUCES.items():
+    for name, all_reduce in all_reduces.items():
         train(name, jdp.value_and_grad(loss_fn, all_reduce=all_reduce))
     if world.num_replicas & (world.num_replicas - 1) == 0:
         # No sum, but Horovod's way between a sum and a mean: another loss.
@@ -79,7 +83,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--explain", action="store_true", help="what 'auto' decides")
     arguments = parser.parse_args()
     if arguments.steps < 1 or arguments.width < 1:
         parser.error("--steps and --width must be at least 1")
-    main(arguments.steps, arguments.width)
+    main(arguments.steps, arguments.width, arguments.explain)

@@ -164,9 +164,10 @@ def test_accumulation_names_a_batch_size_that_does_not_divide():
 
 
 def test_all_reduces_reach_the_same_loss():
-    options = ("--steps", 5, "--width", 64)
+    options = ("--steps", 5, "--width", 64, "--explain")
     code, out, err = _launch("-n", 2, "examples/all_reduces.py", *options)
     assert code == 0, err
+    assert "does not take the custom all-reduce: it runs on GPUs" in out
     found = dict(re.findall(r"\[0\] ([\w-]+) +loss ([\d.]+) +[\d.]+ ms a step", out))
     adasum = found.pop("adasum")
     names = {"psum", "auto", "ring", "halving-doubling", "butterfly", "tree"}
