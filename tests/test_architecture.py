@@ -25,9 +25,10 @@ LAYERS = (
     {"spmd"},
     {"description"},
     {"runtime"},
+    {"eager"},
     {"cli"},
 )
-HOST = {"runtime"}
+HOST = {"runtime", "eager"}
 HOST_MAY_USE = HOST | {"types", "compat", "mesh", "buckets", "join", "collectives"}
 
 

@@ -1,0 +1,1 @@
+"""Eager: collectives by name, agreed on before they run."""

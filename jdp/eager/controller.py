@@ -1,0 +1,462 @@
+"""Controller: the coordinator, which knows what is ready everywhere and orders it.
+
+Pure: it has no thread, socket or clock. Ranks may submit names in any order; the
+coordinator says to all in one order what runs, so that nobody waits in a collective
+that others have not begun. What was negotiated once gets a slot of the cache, by its
+name and everything that was said of it. A rank that submits it again sends the number
+of the slot, as a bit; the bit sets of all ranks, combined by AND, are what is ready.
+
+A slot is taken back when a rank says something else of its name, or when another name
+needs it. Bits for it may still be on their way then. So what it stood for is kept, and
+the slot is not given to another name, until every rank has seen that it was taken.
+"""
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from jdp.eager import fusion, mismatch
+from jdp.eager.fusion import Item
+from jdp.eager.messages import Batch, FromRank, Request, Response, decode_spec
+
+_ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16}
+_REDUCED = ("all_reduce", "reduce_scatter")
+_NOT_WITH_JOIN = ("all_gather", "broadcast", "all_to_all", "reduce_scatter")
+
+
+class ProtocolError(Exception):
+    """A rank said what it must not; the message names it."""
+
+
+class Stall(NamedTuple):
+    """A name that some ranks have submitted, and others not; or a part of a group."""
+
+    process_set: int
+    name: str
+    missing: tuple[int, ...]
+    waited_s: float
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator goes by.
+
+    Attributes:
+      fusion_bytes: most bytes of operations that run as one; 0: none do.
+      cache_capacity: slots of the response cache; 0: nothing is cached.
+      fuse_groups: whether a group may run together with what is not in it.
+    """
+
+    fusion_bytes: int = 128 << 20
+    cache_capacity: int = 1024
+    fuse_groups: bool = True
+
+
+class _Entry:
+    """A name that is not ready everywhere."""
+
+    __slots__ = ("first", "spec", "arrived", "odd", "locals", "since_s")
+
+    def __init__(self, first: int, spec: bytes, now_s: float):
+        self.first = first  # the rank that came first.
+        self.spec = spec
+        self.arrived = 0  # a bit for each rank.
+        self.odd: dict[int, bytes] = {}  # by rank, specs that differ from the first.
+        self.locals: dict[int, tuple[int, ...]] = {}
+        self.since_s = now_s
+
+
+class _Cached(NamedTuple):
+    """What a slot stands for."""
+
+    process_set: int
+    name: str
+    spec: bytes
+    locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
+
+
+class _Ready(NamedTuple):
+    """A name that is ready everywhere."""
+
+    process_set: int
+    name: str
+    spec: bytes
+    locals: tuple[tuple[int, ...], ...]
+    slot: int = -1
+    error: str = ""
+
+
+class _Held(NamedTuple):
+    """What is ready of a group."""
+
+    ready: list[_Ready]
+    since_s: float
+
+
+class Coordinator:
+    """What rank 0 knows of all ranks, and decides."""
+
+    def __init__(self, size: int, options: Options):
+        """Begins with all ranks in process set 0."""
+        self.size = size
+        self.options = options
+        self.num_batches = 0  # sent to all ranks.
+        self._members: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
+        self._full: dict[int, int] = {0: (1 << size) - 1}
+        self._tables: dict[int, dict[str, _Entry]] = {0: {}}
+        self._ready: list[tuple[int, str]] = []
+        self._held: dict[tuple[int, str], _Held] = {}  # groups, by set and name.
+        self._joined = 0  # a bit for each rank.
+        self._last_joined = -1
+        self._stop = ""
+        self._seen = [0] * size
+        # The cache. Slots in the order of use, and what is in them.
+        self._slot_of: collections.OrderedDict[tuple[int, str], int] = (
+            collections.OrderedDict()
+        )
+        self._cached: dict[int, _Cached] = {}
+        # What slots stood for, with the number of batches before the one that says so.
+        self._retired: dict[int, tuple[_Cached, int]] = {}
+        self._evicted: list[int] = []  # to be said in the next batch.
+        self._live = 0  # bits: slots that stand for a name.
+        self._slots_of_set: dict[int, int] = {0: 0}  # the same, by process set.
+        self._hits = [0] * size  # bits: submitted, and not ready everywhere.
+        self._hit_since_s: dict[int, float] = {}
+
+    def add_process_set(self, set_id: int, ranks: Sequence[int]) -> None:
+        """Lets `ranks`, ascending, have operations of their own."""
+        assert set_id not in self._members
+        self._members[set_id] = tuple(ranks)
+        self._full[set_id] = sum(1 << rank for rank in ranks)
+        self._tables[set_id] = {}
+        self._slots_of_set[set_id] = 0
+
+    def receive(self, rank: int, message: FromRank, *, now_s: float) -> None:
+        """Takes what one rank says.
+
+        Raises:
+          ProtocolError: it submits a name twice, or for a set it is not in, or a slot
+            that does not exist.
+        """
+        self._seen[rank] = message.seen
+        hits = int.from_bytes(message.hits, "little")
+        if hits:
+            self._receive_hits(rank, hits, now_s)
+        for request in message.requests:
+            self._add(rank, request, now_s)
+        if message.joined and not self._joined >> rank & 1:
+            self._join(rank)
+        if message.leaves and not self._stop:
+            self._stop = f"rank {rank} has shut the engine down"
+
+    def _receive_hits(self, rank: int, hits: int, now_s: float) -> None:
+        if hits & self._hits[rank]:
+            slot = next(_bits(hits & self._hits[rank]))
+            raise ProtocolError(f"rank {rank} has submitted slot {slot} twice")
+        for slot in list(_bits(hits & ~self._live)):
+            # It was taken back while the bit was on its way.
+            if slot not in self._retired:
+                raise ProtocolError(f"rank {rank} has submitted the empty slot {slot}")
+            self._add(rank, self._request_of(self._retired[slot][0], rank), now_s)
+            hits ^= 1 << slot
+        self._hits[rank] |= hits
+
+    def _request_of(self, cached: _Cached, rank: int) -> Request:
+        local: tuple[int, ...] = ()
+        if cached.locals:
+            local = cached.locals[self._members[cached.process_set].index(rank)]
+        return Request(cached.name, cached.spec, cached.process_set, local)
+
+    def _add(self, rank: int, request: Request, now_s: float) -> None:
+        """Notes that a name is ready on one rank."""
+        name, spec, set_id = request.name, request.spec, request.process_set
+        table = self._tables.get(set_id)
+        if table is None or not self._full[set_id] >> rank & 1:
+            raise ProtocolError(f"rank {rank} is not in process set {set_id}")
+        slot = self._slot_of.get((set_id, name))
+        if slot is not None:
+            self._take_back(slot, now_s)
+        entry = table.get(name)
+        if entry is None:
+            entry = table[name] = _Entry(rank, spec, now_s)
+        elif entry.spec != spec:
+            entry.odd[rank] = spec
+        bit = 1 << rank
+        if entry.arrived & bit:
+            raise ProtocolError(f"rank {rank} has submitted {name!r} twice")
+        entry.arrived |= bit
+        if request.local:
+            entry.locals[rank] = request.local
+        if entry.arrived | self._joined & self._full[set_id] == self._full[set_id]:
+            self._ready.append((set_id, name))
+
+    def _join(self, rank: int) -> None:
+        self._joined |= 1 << rank
+        self._last_joined = rank
+        for set_id, table in self._tables.items():
+            full = self._full[set_id]
+            if not full >> rank & 1:
+                continue
+            joined = self._joined & full
+            waiting = {name for set_, name in self._ready if set_ == set_id}
+            for name, entry in table.items():
+                if entry.arrived | joined == full and name not in waiting:
+                    self._ready.append((set_id, name))
+
+    def decide(self, *, now_s: float) -> Batch | None:
+        """Returns what all ranks do next, or None if there is nothing."""
+        ready = [*self._take_hits(), *self._take_ready()]
+        ready = self._complete_groups(ready, now_s)
+        responses = [
+            Response((r.name,), (r.spec,), r.process_set, error=r.error)
+            for r in ready
+            if r.error
+        ]
+        responses += self._fuse([r for r in ready if not r.error])
+        last_joined = -1
+        if self._joined == self._full[0]:
+            last_joined, self._joined = self._last_joined, 0
+        if not (responses or self._evicted or last_joined >= 0 or self._stop):
+            return None
+        batch = Batch(tuple(responses), tuple(self._evicted), last_joined, self._stop)
+        self._evicted = []
+        self.num_batches += 1
+        return batch
+
+    def _take_hits(self) -> Iterator[_Ready]:
+        """Takes the slots whose bits all ranks have sent."""
+        for set_id, slots in self._slots_of_set.items():
+            if self._full[set_id] & ~self._joined == 0:
+                continue
+            ready = slots
+            for rank in self._members[set_id]:
+                if not self._joined >> rank & 1:
+                    ready &= self._hits[rank]
+            for rank in self._members[set_id]:
+                self._hits[rank] &= ~ready
+            for slot in _bits(ready):
+                cached = self._cached[slot]
+                self._slot_of.move_to_end((set_id, cached.name))
+                error = self._why_not_joined(set_id, cached.name, cached.spec)
+                yield _Ready(*cached, slot, error)
+
+    def _take_ready(self) -> Iterator[_Ready]:
+        """Takes the names that every rank has submitted; checks them."""
+        for set_id, name in self._ready:
+            entry = self._tables[set_id].pop(name)
+            error = self._why_not_joined(set_id, name, entry.spec)
+            if entry.odd:
+                specs = {entry.first: entry.spec} | entry.odd
+                decoded = {rank: decode_spec(spec) for rank, spec in specs.items()}
+                error = mismatch.explain(name, decoded) or error
+            locals_: tuple[tuple[int, ...], ...] = ()
+            if entry.locals:
+                members = self._members[set_id]
+                locals_ = tuple(entry.locals.get(rank, ()) for rank in members)
+            yield _Ready(set_id, name, entry.spec, locals_, error=error)
+        self._ready = []
+
+    def _why_not_joined(self, set_id: int, name: str, spec: bytes) -> str:
+        """Why a name cannot run since ranks have joined; "" if it can."""
+        joined = self._joined & self._full[set_id]
+        kind = decode_spec(spec).kind
+        if not joined or kind not in _NOT_WITH_JOIN:
+            return ""
+        return (
+            f"{kind} of {name!r} is not supported after a rank has joined; joined: "
+            f"{list(_bits(joined))}."
+        )
+
+    def _complete_groups(self, ready: list[_Ready], now_s: float) -> list[_Ready]:
+        """Holds back what belongs to a group until all of the group is ready."""
+        complete = []
+        for each in ready:
+            spec = decode_spec(each.spec)
+            # Where ranks do not agree on the group, nothing completes it.
+            if not spec.group or each.error.startswith("Mismatched groups"):
+                complete.append(each)
+                continue
+            key = (each.process_set, spec.group)
+            held = self._held.setdefault(key, _Held([], now_s)).ready
+            held.append(each)
+            if len(held) < spec.group_size:
+                continue
+            del self._held[key]
+            error = next((one.error for one in held if one.error), "")
+            complete += [one._replace(error=error) for one in held]
+        return complete
+
+    def _fuse(self, ready: list[_Ready]) -> list[Response]:
+        """Makes responses, of which one may be many names."""
+        units: list[list[_Ready]] = []
+        by_group: dict[tuple[int, str], list[_Ready]] = {}
+        for each in ready:
+            group = decode_spec(each.spec).group
+            if group:
+                key = (each.process_set, group)
+                if key not in by_group:
+                    units.append(by_group.setdefault(key, []))
+                by_group[key].append(each)
+            else:
+                units.append([each])
+        items = [self._item(unit) for unit in units]
+        responses = []
+        for together in fusion.fuse(items, self.options.fusion_bytes):
+            members = [each for i in together for each in units[i]]
+            # A group of several kinds runs one after another, and nothing in between.
+            by_key: dict[object, list[_Ready]] = {}
+            for each in members:
+                by_key.setdefault(_fusion_key(each), []).append(each)
+            responses += [self._respond(same) for same in by_key.values()]
+        return responses
+
+    def _item(self, unit: list[_Ready]) -> Item:
+        keys = {_fusion_key(each) for each in unit}
+        is_group = bool(decode_spec(unit[0].spec).group)
+        alone = len(keys) > 1 or is_group and not self.options.fuse_groups
+        num_bytes = sum(map(_num_bytes, unit))
+        return Item(None if alone else keys.pop(), num_bytes)
+
+    def _respond(self, ready: list[_Ready]) -> Response:
+        slots = tuple(
+            each.slot if each.slot >= 0 else self._take_slot(each) for each in ready
+        )
+        set_id = ready[0].process_set
+        if all(each.slot >= 0 for each in ready):
+            return Response((), process_set=set_id, slots=slots)
+        locals_ = tuple(each.locals for each in ready)
+        return Response(
+            tuple(each.name for each in ready),
+            tuple(each.spec for each in ready),
+            set_id,
+            locals_ if any(locals_) else (),
+            slots,
+        )
+
+    # The cache
+
+    def _take_slot(self, ready: _Ready) -> int:
+        """Gives a name a slot; -1 if there is none."""
+        if decode_spec(ready.spec).kind == "barrier":
+            return -1
+        slot = self._free_slot()
+        if slot < 0:
+            return -1
+        cached = _Cached(ready.process_set, ready.name, ready.spec, ready.locals)
+        self._cached[slot] = cached
+        self._slot_of[ready.process_set, ready.name] = slot
+        self._live |= 1 << slot
+        self._slots_of_set[ready.process_set] |= 1 << slot
+        return slot
+
+    def _free_slot(self) -> int:
+        if self._retired:
+            seen = min(self._seen)
+            for slot, (_, batch) in self._retired.items():
+                if seen > batch:
+                    del self._retired[slot]
+                    return slot
+        # Slots are given in order, and those taken back wait in `_retired`.
+        taken = len(self._cached) + len(self._retired)
+        if taken < self.options.cache_capacity:
+            return taken
+        # Make room for the next one; this one goes without.
+        pending = self._pending()
+        for held in self._held.values():
+            for each in held.ready:
+                pending |= 1 << each.slot if each.slot >= 0 else 0
+        for slot in self._slot_of.values():
+            if not pending >> slot & 1:
+                self._retire(slot)
+                break
+        return -1
+
+    def _take_back(self, slot: int, now_s: float) -> None:
+        """Takes a slot back; who has sent its bit has submitted the name."""
+        cached = self._cached[slot]
+        self._retire(slot)
+        for rank in self._members[cached.process_set]:
+            if self._hits[rank] >> slot & 1:
+                self._hits[rank] ^= 1 << slot
+                self._add(rank, self._request_of(cached, rank), now_s)
+
+    def _retire(self, slot: int) -> None:
+        cached = self._cached.pop(slot)
+        del self._slot_of[cached.process_set, cached.name]
+        self._live ^= 1 << slot
+        self._slots_of_set[cached.process_set] ^= 1 << slot
+        self._hit_since_s.pop(slot, None)
+        self._retired[slot] = (cached, self.num_batches)
+        self._evicted.append(slot)
+
+    def _pending(self) -> int:
+        """The slots whose bit some rank has sent."""
+        pending = 0
+        for hits in self._hits:
+            pending |= hits
+        return pending
+
+    # Who is late
+
+    def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:
+        """Returns the names that some ranks wait for longer than `after_s` seconds.
+
+        Of cached names the wait is counted from the first call that found them.
+        """
+        stalls = []
+        for set_id, table in self._tables.items():
+            full = self._full[set_id] & ~self._joined
+            for name, entry in table.items():
+                waited_s = now_s - entry.since_s
+                missing = full & ~entry.arrived
+                if missing and waited_s >= after_s:
+                    ranks = tuple(_bits(missing))
+                    stalls.append(Stall(set_id, name, ranks, waited_s))
+        for (set_id, group), held in self._held.items():
+            if now_s - held.since_s >= after_s:
+                waited_s = now_s - held.since_s
+                names = ", ".join(each.name for each in held.ready)
+                text = f"group {group!r}, of which only {names} came"
+                stalls.append(Stall(set_id, text, (), waited_s))
+        pending = self._pending()
+        for slot in list(self._hit_since_s):
+            if not pending >> slot & 1:
+                del self._hit_since_s[slot]
+        for slot in _bits(pending):
+            waited_s = now_s - self._hit_since_s.setdefault(slot, now_s)
+            if waited_s < after_s:
+                continue
+            cached = self._cached[slot]
+            missing = tuple(
+                rank
+                for rank in self._members[cached.process_set]
+                if not (self._hits[rank] >> slot | self._joined >> rank) & 1
+            )
+            stalls.append(Stall(cached.process_set, cached.name, missing, waited_s))
+        return stalls
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """The positions of the bits, ascending."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _fusion_key(ready: _Ready) -> tuple[object, ...] | None:
+    """What is the same of operations that may run as one; None: it never does."""
+    spec = decode_spec(ready.spec)
+    if spec.kind not in (*_REDUCED, "all_gather", "broadcast"):
+        return None
+    rest = (spec.op, spec.prescale, spec.postscale, spec.root)
+    return (ready.process_set, spec.kind, spec.dtype, spec.device, *rest)
+
+
+def _num_bytes(ready: _Ready) -> int:
+    """Bytes of a tensor; of a gather, of all that comes together."""
+    spec = decode_spec(ready.spec)
+    size = _ITEM_BYTES.get(spec.dtype, 4) * math.prod(spec.shape)
+    return size * sum(sum(local) for local in ready.locals) if ready.locals else size

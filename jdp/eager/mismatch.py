@@ -1,0 +1,69 @@
+"""Mismatch: what is wrong when ranks ask for different things under one name."""
+
+from collections.abc import Mapping
+
+from jdp.eager.messages import Spec
+
+_HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
+
+
+def explain(name: str, specs: Mapping[int, Spec]) -> str | None:
+    """Returns how the specs of a name differ, or None.
+
+    The first difference wins, in Horovod's order (`Controller::ConstructResponse`):
+    dtype, operation, shape, scale factors, reduction, root, device; then groups and
+    programs.
+
+    Args:
+      name: of the tensor.
+      specs: by rank, more than one; two that differ are named.
+    """
+    first, *others = specs
+    a = specs[first]
+    for rank in others:
+        b = specs[rank]
+        if a == b:
+            continue
+        what, ours, theirs = _difference(a, b)
+        return (
+            f"Mismatched {what} of {name!r}: rank {first} has {ours}, but rank {rank} "
+            f"has {theirs}."
+        )
+    return None
+
+
+def _difference(a: Spec, b: Spec) -> tuple[str, str, str]:
+    """Returns what differs first, and both values."""
+    if a.dtype != b.dtype:
+        return "data types", a.dtype or "none", b.dtype or "none"
+    if a.kind != b.kind:
+        return "operations", a.kind, b.kind
+    if a.shape != b.shape:
+        return f"{a.kind} shapes", _shape(a), _shape(b)
+    if (a.prescale, a.postscale) != (b.prescale, b.postscale):
+        return (
+            "prescale and postscale factors",
+            f"({a.prescale:g}, {a.postscale:g})",
+            f"({b.prescale:g}, {b.postscale:g})",
+        )
+    if a.op != b.op:
+        return "reduction operations", a.op, b.op
+    if a.root != b.root:
+        return "broadcast root ranks", str(a.root), str(b.root)
+    if a.device != b.device:
+        return "devices", a.device, b.device
+    if (a.group, a.group_size) != (b.group, b.group_size):
+        return "groups", _group(a), _group(b)
+    return "programs", a.fingerprint, b.fingerprint
+
+
+def _shape(spec: Spec) -> str:
+    """The shape; where the first dimension may differ, it is not shown."""
+    dims = [str(d) for d in spec.shape]
+    if spec.kind in _HAS_LOCAL_FIRST:
+        dims.insert(0, "any")
+    return f"[{', '.join(dims)}]"
+
+
+def _group(spec: Spec) -> str:
+    return f"{spec.group!r} of {spec.group_size}" if spec.group else "none"
