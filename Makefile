@@ -26,7 +26,7 @@ demo: $(VENV)/.examples
 	$(BIN)/jdp launch -n 2 examples/digits.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -41,7 +41,7 @@ test-latest:
 	echo "test-latest: $$($$python --version)"; \
 	$(MAKE) --no-print-directory $(LATEST)/.test LATEST_PYTHON="$$python" && \
 	$(LATEST)/bin/python -c "import jax; print('jax', jax.__version__)" && \
-	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile
+	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-kernels: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist load -m kernels

@@ -6,6 +6,28 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 9)
 
+# A file is run by one worker; those that take longest come first, lest one of them is
+# begun when the other worker is nearly done (the option `--no-loadscope-reorder`).
+_LONGEST = (
+    "test_contract.py",
+    "test_examples.py",
+    "test_weights.py",
+    "test_bench.py",
+    "test_shared_memory.py",
+    "test_join.py",
+    "test_cluster.py",
+    "test_uneven_batches.py",
+    "test_usage.py",
+    "test_unused.py",
+    "test_processes.py",
+    "test_dispatch.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: i for i, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(_LONGEST)))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def no_process_is_left_behind():

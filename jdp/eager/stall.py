@@ -1,0 +1,78 @@
+"""Stall: what is said of operations that some ranks wait for, and others do not."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jdp.eager.controller import Stall
+
+_MOST_NAMES = 6  # of one rank in a warning, as in Horovod.
+
+
+class StallState(NamedTuple):
+    """When was looked last."""
+
+    looked_s: float
+
+
+class Verdict(NamedTuple):
+    """What follows from a look."""
+
+    warning: str | None = None  # for the log of rank 0.
+    stop: str | None = None  # why the engine ends on all ranks.
+
+
+def observe(
+    state: StallState,
+    stalls: Sequence[Stall],
+    *,
+    now_s: float,
+    warn_after_s: float,
+    stop_after_s: float | None,
+) -> tuple[StallState, Verdict]:
+    """Decides what to say and do about operations that wait.
+
+    Args:
+      state: of the last look.
+      stalls: what waits for at least `warn_after_s`, of `Coordinator.find_stalls`.
+      now_s: the time, on the clock of the coordinator.
+      warn_after_s: how long an operation may wait before it is named, and how long
+        after a warning the next one comes.
+      stop_after_s: how long before the engine ends; None: it never does.
+
+    Returns:
+      The next state, and what follows.
+    """
+    late = [
+        s for s in stalls if stop_after_s is not None and s.waited_s >= stop_after_s
+    ]
+    if not late and (not stalls or now_s - state.looked_s < warn_after_s):
+        return state, Verdict()
+    missing: dict[int, list[Stall]] = {}
+    for stall in stalls:
+        for rank in stall.missing:
+            missing.setdefault(rank, []).append(stall)
+    lines = [
+        "Some ranks have submitted operations that others have not, and wait for more "
+        f"than {warn_after_s:g} s. The ranks may submit different operations, or some "
+        "have stopped.",
+        "Missing ranks:",
+    ]
+    for rank in sorted(missing):
+        names = [stall.name for stall in missing[rank]]
+        text = ", ".join(names[:_MOST_NAMES]) + (" ..." if names[_MOST_NAMES:] else "")
+        mark = "!" if any(stall in late for stall in missing[rank]) else ""
+        lines.append(f"{rank}{mark}: [{text}]")
+    lines += [f"Waiting: {stall.name}" for stall in stalls if not stall.missing]
+    stop = None
+    if late:
+        longest = max(late, key=lambda stall: stall.waited_s)
+        who = ", ".join(map(str, longest.missing)) or "the rest of it"
+        stop = (
+            f"{longest.name!r} has waited for rank {who} for {longest.waited_s:.0f} s, "
+            f"longer than {stop_after_s:g} s; shutting down"
+        )
+        lines.append(
+            f'Ranks marked by "!" are late by more than {stop_after_s:g} s. Shutting '
+            "down."
+        )
+    return StallState(now_s), Verdict("\n".join(lines), stop)

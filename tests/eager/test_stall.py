@@ -1,0 +1,54 @@
+"""What is said of ranks that are late."""
+
+from jdp.eager.controller import Stall
+from jdp.eager.stall import StallState, observe
+
+A = Stall(0, "grad/a", (1, 3), 61.0)
+B = Stall(0, "grad/b", (3,), 200.0)
+PART = Stall(0, "group 'g', of which only x came", (), 70.0)
+
+
+def _observe(stalls, *, looked_s=0.0, now_s=100.0, stop_after_s=None):
+    return observe(
+        StallState(looked_s),
+        stalls,
+        now_s=now_s,
+        warn_after_s=60.0,
+        stop_after_s=stop_after_s,
+    )
+
+
+def test_missing_ranks_and_names_are_in_the_warning():
+    state, verdict = _observe([A, B, PART])
+    assert state.looked_s == 100.0 and verdict.stop is None
+    lines = verdict.warning.splitlines()
+    assert "more than 60 s" in lines[0]
+    assert lines[1:] == [
+        "Missing ranks:",
+        "1: [grad/a]",
+        "3: [grad/a, grad/b]",
+        "Waiting: group 'g', of which only x came",
+    ]
+
+
+def test_it_is_said_once_an_interval():
+    state, verdict = _observe([A], looked_s=50.0)
+    assert state.looked_s == 50.0 and verdict.warning is None
+    assert _observe([], looked_s=0.0)[1].warning is None
+
+
+def test_many_names_are_cut():
+    stalls = [Stall(0, f"t{i}", (2,), 61.0) for i in range(9)]
+    _, verdict = _observe(stalls)
+    assert "2: [t0, t1, t2, t3, t4, t5 ...]" in verdict.warning
+
+
+def test_after_the_limit_the_engine_ends_and_says_for_whom():
+    _, verdict = _observe([A, B], stop_after_s=120.0)
+    assert "1: [grad/a]\n3!: [grad/a, grad/b]" in verdict.warning
+    assert verdict.stop == (
+        "'grad/b' has waited for rank 3 for 200 s, longer than 120 s; shutting down"
+    )
+    assert _observe([A], stop_after_s=120.0)[1].stop is None
+    # Also right after a warning.
+    assert _observe([B], looked_s=99.0, stop_after_s=120.0)[1].stop is not None
