@@ -244,7 +244,7 @@ def _buffer(size, dtype=np.float32):
     return jax.ShapeDtypeStruct((size,), dtype)
 
 
-def _on_gpus(monkeypatch, world, kernel_fails=None):
+def _on_gpus(monkeypatch, kernel_fails=None):
     found = dataclasses.replace(
         dispatch._Last.found, topology=NVLINK, kernel_fails=kernel_fails
     )
@@ -277,7 +277,7 @@ def _pick(world, pick, *args, **options):
     ],
 )
 def test_gpus_take_the_custom_kernel(monkeypatch, world, buffer, op, algorithm, reason):
-    _on_gpus(monkeypatch, world)
+    _on_gpus(monkeypatch)
     said = []
     auto = collectives.AutoAllReduce(explain=said.append)
     picked = _pick(world, auto.pick, buffer, op=op)
@@ -290,7 +290,7 @@ def test_gpus_take_the_custom_kernel(monkeypatch, world, buffer, op, algorithm, 
 
 
 def test_thresholds_are_those_of_the_user(monkeypatch, world):
-    _on_gpus(monkeypatch, world)
+    _on_gpus(monkeypatch)
     limits = collectives.Limits(
         num_replicas=4, one_stage_below=8, multimem_from=100, max_bytes=200
     )
@@ -308,7 +308,7 @@ def test_thresholds_are_those_of_the_user(monkeypatch, world):
 
 
 def test_a_kernel_that_was_tried_in_vain_is_not_taken(monkeypatch, world):
-    _on_gpus(monkeypatch, world, kernel_fails="it does not compile")
+    _on_gpus(monkeypatch, kernel_fails="it does not compile")
     said = []
     auto = collectives.AutoAllReduce(explain=said.append)
     assert _pick(world, auto.pick, _buffer(10)) == collectives.psum_all_reduce

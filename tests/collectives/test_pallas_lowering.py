@@ -17,6 +17,10 @@ from tests.collectives import kernels_for_cuda
 from tests.collectives.kernels_for_cuda import Case
 
 DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = [
+    *itertools.product(("replicas", "cluster", "alone"), ("one_stage", "two_stage")),
+    ("replicas", "multimem"),
+]
 
 
 def _lower(case):
@@ -25,11 +29,8 @@ def _lower(case):
 
 
 @pytest.mark.parametrize("n", [2, 4, 6, 8])
-@pytest.mark.parametrize("algorithm", ["one_stage", "two_stage", "multimem"])
-@pytest.mark.parametrize("peers", ["replicas", "cluster", "alone"])
+@pytest.mark.parametrize(("peers", "algorithm"), KERNELS)
 def test_every_kernel_is_lowered_for_cuda(peers, algorithm, n):
-    if algorithm == "multimem" and peers != "replicas":
-        return
     for dtype, size in itertools.product(DTYPES, (1 << 18, (1 << 18) + 8)):
         text = _lower(Case(peers, algorithm, n, dtype, size))
         assert "mosaic_gpu_v2" in text
