@@ -241,9 +241,9 @@ def _encode(event: dict[str, object]) -> bytes:
 
 
 def _metadata(
-    name: str, rank: int, args: dict[str, object], *, tid: int | None = None
+    name: str, rank: int, args: Mapping[str, object], *, tid: int | None = None
 ) -> dict[str, object]:
-    event = {"name": name, "ph": "M", "pid": rank, "args": args}
+    event: dict[str, object] = {"name": name, "ph": "M", "pid": rank, "args": args}
     return event if tid is None else event | {"tid": tid}
 
 

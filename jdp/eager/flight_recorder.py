@@ -1,0 +1,230 @@
+"""Flight recorder: the last requests of a process, for when a job hangs or fails.
+
+Each process keeps what it asked for and what became of it. `jdp.eager.divergence`
+compares the dumps of two.
+"""
+
+import collections
+import contextlib
+import os
+import pathlib
+import threading
+import time
+from typing import SupportsIndex
+
+import msgspec
+
+_FORMAT = "jdp flight record"
+VERSION = 1  # of dumps.
+
+
+class Record(msgspec.Struct, omit_defaults=True):
+    """One request of this process, which the engine completes as it proceeds.
+
+    Times are seconds of `time.perf_counter`; 0.0: not yet.
+
+    Attributes:
+      name: of the tensor.
+      kind: the operation, such as "all_reduce"; "join" for a rank without more data.
+      dtype: of the tensor, such as "float32"; "" where there is none.
+      shape: of the tensor here.
+      process_set: who takes part.
+      op: the reduction; "" where there is none.
+      num_bytes: of the tensor here.
+      number: 0, 1, ... by submission in this process; `FlightRecorder.add` sets it.
+      submitted_s: when the caller asked for it.
+      agreed_s: when all ranks of the process set had.
+      started_s: when it began to run.
+      finished_s: when it had run, or failed.
+      order: position in the order of execution, the same on all ranks, also of what
+        was agreed to be an error; -1: not yet.
+      error: why it failed; "" if it did not.
+    """
+
+    name: str
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    process_set: int = 0
+    op: str = ""
+    num_bytes: int = 0
+    number: int = -1
+    submitted_s: float = 0.0
+    agreed_s: float = 0.0
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    order: int = -1
+    error: str = ""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the ranks have not agreed on it, also where the engine gave up."""
+        return self.order < 0 and not self.agreed_s
+
+
+class Dump(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process had recorded.
+
+    Attributes:
+      format: says what the file is.
+      version: of the format.
+      rank: of the process.
+      size: number of ranks of the job.
+      reason: why it was dumped.
+      time: when, in seconds since the epoch.
+      clock_s: the same on the clock of the records.
+      capacity: number of records kept; more only where older ones still wait.
+      num_dropped: number of requests that are no longer in `records`.
+      dropped_order: every request executed after this position is in `records`.
+      records: by `number`, ascending.
+    """
+
+    format: str = _FORMAT
+    version: int = VERSION
+    rank: int
+    size: int
+    reason: str
+    time: float
+    clock_s: float
+    capacity: int
+    num_dropped: int
+    dropped_order: int
+    records: tuple[Record, ...]
+
+
+class _Header(msgspec.Struct):
+    """What every version of the file has."""
+
+    format: str
+    version: int
+
+
+class FlightRecorder:
+    """The last requests of this process.
+
+    One thread at a time may add; any may dump. Requests that the ranks have not agreed
+    on are kept for as long as that is so, for they are what a job hangs on.
+    """
+
+    def __init__(self, *, rank: int, size: int, capacity: int = 2000):
+        """Begins without records.
+
+        Args:
+          rank: of this process.
+          size: number of ranks of the job.
+          capacity: number of records to keep.
+
+        Raises:
+          ValueError: `capacity` is less than 1.
+        """
+        if capacity < 1:
+            raise ValueError(f"`capacity` must be at least 1, got {capacity}.")
+        self._rank = rank
+        self._size = size
+        self._capacity = capacity
+        self._records: collections.deque[Record] = collections.deque()
+        self._late: list[Record] = []  # older ones, which waited when they were due.
+        self._most_late = capacity
+        self._num_added = 0
+        self._dropped_order = -1
+
+    def add(self, record: Record) -> None:
+        """Keeps a record, which the caller goes on to update, and numbers it."""
+        record.number = self._num_added
+        self._num_added += 1
+        if len(self._records) == self._capacity:
+            oldest = self._records[0]
+            if oldest.order < 0 and not oldest.finished_s:
+                self._keep_late(oldest)
+            else:
+                self._dropped_order = max(self._dropped_order, oldest.order)
+            # After it is kept as late: a dump of another thread has it in any case.
+            self._records.popleft()
+        self._records.append(record)
+
+    def _keep_late(self, record: Record) -> None:
+        if len(self._late) >= self._most_late:
+            waiting = [each for each in self._late if each.order < 0]
+            waiting = [each for each in waiting if not each.finished_s]
+            orders = [each.order for each in self._late]
+            self._dropped_order = max(self._dropped_order, *orders)
+            # Seldom enough that a long queue costs no more than a short one.
+            self._most_late = max(self._capacity, 2 * len(waiting))
+            self._late = waiting
+        self._late.append(record)
+
+    def dump(self, path: str | os.PathLike[str], reason: str) -> None:
+        """Writes the records to a file, in one piece or not at all.
+
+        Args:
+          path: of the file, which is replaced; a `rank_path`, so that it is this
+            rank's own.
+          reason: why, such as "stalled for 60 s".
+
+        Raises:
+          OSError: the file cannot be written; it has the path.
+        """
+        kept = {record.number: record for record in [*self._late, *self._records]}
+        dump = Dump(
+            rank=self._rank,
+            size=self._size,
+            reason=reason,
+            time=time.time(),
+            clock_s=time.perf_counter(),
+            capacity=self._capacity,
+            num_dropped=self._num_added - len(kept),
+            dropped_order=self._dropped_order,
+            records=tuple(kept.values()),
+        )
+        data = _encode(dump)
+        path = pathlib.Path(path)
+        me = f"{os.getpid()}.{threading.get_ident()}"
+        beside = path.with_name(f".{path.name}.{me}")
+        try:
+            beside.write_bytes(data)
+            os.replace(beside, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def read_dump(path: str | os.PathLike[str]) -> Dump:
+    """Reads what `FlightRecorder.dump` wrote.
+
+    Raises:
+      OSError: the file cannot be read; it has the path.
+      ValueError: it is not a dump, or one of another version.
+    """
+    data = pathlib.Path(path).read_bytes()
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        if header.format != _FORMAT:
+            raise ValueError(f"its `format` is {header.format!r}")
+        if header.version == VERSION:
+            return msgspec.json.decode(data, type=Dump)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a flight record: {error}.") from None
+    raise ValueError(
+        f"{path} is a flight record of version {header.version}, and this jdp reads "
+        f"version {VERSION}."
+    )
+
+
+def _encode(dump: Dump) -> bytes:
+    try:
+        return msgspec.json.encode(dump, enc_hook=_plain)
+    except UnicodeEncodeError:
+        # Names that are not text came from the caller, who must not lose the rest.
+        records = []
+        for record in dump.records:
+            name = record.name.encode(errors="backslashreplace").decode()
+            records.append(msgspec.structs.replace(record, name=name))
+        return msgspec.json.encode(
+            msgspec.structs.replace(dump, records=tuple(records)), enc_hook=_plain
+        )
+
+
+def _plain(value: object) -> object:
+    """Numbers of numpy, in shapes; other values as text."""
+    return value.__index__() if isinstance(value, SupportsIndex) else str(value)
