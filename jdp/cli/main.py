@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jdp.cli import launch, plan
+from jdp.cli import launch, plan, timeline
 from jdp.cli.bench import collectives, join, kernel, overhead, step
 
 # Plain messages: boxes break them in the middle of paths and commands.
@@ -28,6 +28,14 @@ bench.command("kernel")(kernel.bench_kernel)
 bench.command("join")(join.bench_join)
 bench.command("overhead")(overhead.bench_overhead)
 app.add_typer(bench, name="bench")
+timelines = typer.Typer(
+    help="Look at what ranks of the eager engine did.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+timelines.command("diff")(timeline.diff)
+timelines.command("merge")(timeline.merge)
+app.add_typer(timelines, name="timeline")
 
 
 def main() -> None:

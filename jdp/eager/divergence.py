@@ -254,7 +254,7 @@ def _notes_of(dump: Dump) -> list[str]:
     if dump.records:
         last = dump.records[-1]
         notes.append(
-            f"Rank {dump.rank} submitted {last.name!r} last, "
+            f"The last that rank {dump.rank} submitted is {last.name!r}, "
             f"{_age(dump, last.submitted_s)} before its dump."
         )
     return notes

@@ -207,21 +207,21 @@ def merge(
       OSError: a file cannot be read or written; it has the path.
       ValueError: a file is not a timeline, or two are of one rank.
     """
-    timelines = {os.fspath(path): _read(os.fspath(path)) for path in paths}
+    timelines = [(os.fspath(path), *_read(os.fspath(path))) for path in paths]
     if not timelines:
         raise ValueError("`paths` must name at least one timeline.")
     path_of_rank: dict[int, str] = {}
-    for path, (_, events) in timelines.items():
+    for path, _, events in timelines:
         for rank in {event["pid"] for event in events}:
             if rank in path_of_rank:
                 raise ValueError(
                     f"{path_of_rank[rank]} and {path} are both of rank {rank}."
                 )
             path_of_rank[rank] = path
-    first_us = min(start_us for start_us, _ in timelines.values())
+    first_us = min(start_us for _, start_us, _ in timelines)
     with open(out, "wb") as file:
         comma = b"[\n"
-        for start_us, events in timelines.values():
+        for _, start_us, events in timelines:
             for event in events:
                 if _START in event.get("args", {}):
                     event["args"][_START] = first_us

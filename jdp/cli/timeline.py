@@ -1,0 +1,93 @@
+"""`jdp timeline`: timelines of ranks in one file, and where two ranks went apart."""
+
+import datetime
+import pathlib
+from typing import Annotated
+
+import rich.console
+import rich.table
+import rich.text
+import typer
+
+from jdp.eager import divergence, flight_recorder
+from jdp.eager import timeline as eager_timeline
+from jdp.eager.flight_recorder import Dump
+
+
+def diff(
+    a: Annotated[
+        pathlib.Path,
+        typer.Argument(metavar="A", help="The flight record of one rank."),
+    ],
+    b: Annotated[
+        pathlib.Path,
+        typer.Argument(metavar="B", help="The flight record of another rank."),
+    ],
+) -> None:
+    """Shows where two ranks of the eager engine went apart, from their flight records.
+
+    The exit code is 0 if nothing differs, 1 if something does, and 2 if a file is no
+    flight record. The order in which ranks submit may differ.
+    """
+    try:
+        one, other = flight_recorder.read_dump(a), flight_recorder.read_dump(b)
+        found = divergence.find_divergence(one, other)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console = rich.console.Console()
+    console.print(_make_table([one, other]))
+    # Names may hold brackets, which are no markup, and lines are for grep: not wrapped.
+    console.print(
+        divergence.explain(one, other, found),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    raise typer.Exit(1 if found else 0)
+
+
+def merge(
+    out: Annotated[
+        pathlib.Path, typer.Argument(metavar="OUT", help="The file to write.")
+    ],
+    files: Annotated[
+        list[pathlib.Path],
+        typer.Argument(metavar="FILES", help="The timelines of ranks."),
+    ],
+) -> None:
+    """Puts the timelines of ranks into one file, by the clocks of their hosts.
+
+    chrome://tracing and ui.perfetto.dev open it.
+    """
+    # `jdp timeline merge trace.rank*.json`, with OUT left out, must not lose a file.
+    if out.exists():
+        raise typer.BadParameter(
+            f"{out} is there already. Name a file that is not, before the timelines.",
+            param_hint="OUT",
+        )
+    try:
+        ranks = eager_timeline.merge(files, out)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    typer.echo(f"{out}: {noun} {', '.join(map(str, ranks))}")
+
+
+def _make_table(dumps: list[Dump]) -> rich.table.Table:
+    table = rich.table.Table()
+    table.add_column("rank", justify="right")
+    for name in ("dumped at", "because"):
+        table.add_column(name)
+    for name in ("requests", "recorded", "waiting"):
+        table.add_column(name, justify="right")
+    for dump in dumps:
+        at = datetime.datetime.fromtimestamp(dump.time)
+        table.add_row(
+            f"{dump.rank} of {dump.size}",
+            at.isoformat(" ", timespec="milliseconds"),
+            rich.text.Text(dump.reason),
+            f"{dump.num_dropped + len(dump.records):,}",
+            f"{len(dump.records):,}",
+            f"{sum(record.is_waiting for record in dump.records):,}",
+        )
+    return table
