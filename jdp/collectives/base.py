@@ -60,7 +60,7 @@ def enter(x: jax.Array, axis_name: AxisName, op: Op) -> tuple[jax.Array, Group]:
             f"`x` must be a flat buffer, shape (n,), got shape {x.shape}. Pass "
             "`x.ravel()`, or pack a tree with `jdp.flatten_buckets`."
         )
-    _check_dtype(x.dtype, op)
+    check_dtype(x.dtype, op)
     group = find_group(axis_name)
     return cast_varying(x, axis_name), group
 
@@ -181,7 +181,8 @@ def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return compat.declare_replicated(x, mesh.as_axis_names(axis_name))
 
 
-def _check_dtype(dtype: Any, op: Op) -> None:
+def check_dtype(dtype: Any, op: Op) -> None:
+    """Raises TypeError unless arrays of `dtype` can be reduced by `op`."""
     if not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(
             f"`x` must be of a number's dtype, got {dtype}. Cast it, to int32 for "

@@ -156,8 +156,7 @@ def _find(world: World) -> _Found | None:
 
 def _look(world: World) -> _Found:
     """Finds out; every process calls it."""
-    topology = gpu_topology.find_topology(world)
-    kernel_fails = _try_kernel(world, topology)
+    topology, kernel_fails = find_kernel(world)
     candidates = measurement.candidates(world)
     links = None
     if "shared_memory" not in candidates:
@@ -165,15 +164,22 @@ def _look(world: World) -> _Found:
     return _Found(world, topology, kernel_fails, candidates, links)
 
 
-def _try_kernel(world: World, topology: Topology) -> str | None:
-    """Tries the custom kernel where it may be taken; returns why it must not be."""
+def find_kernel(world: World) -> tuple[Topology, str | None]:
+    """Looks at the GPUs, and tries the custom kernel where it may be taken.
+
+    Every process calls it.
+
+    Returns:
+      What the devices are, and why the kernel fails on them, if it does.
+    """
+    topology = gpu_topology.find_topology(world)
     n = world.num_replicas
     reason = custom_choice.why_not_custom(
         0, n, jnp.float32, topology, tuning.all_sizes(n)
     )
     if reason is not None:
-        return None  # Said for each buffer.
-    return measurement.find_failure(world, tuning.kernels(n, topology))
+        return topology, None  # Said for each buffer.
+    return topology, measurement.find_failure(world, tuning.kernels(n, topology))
 
 
 def _is_whole(world: World, axis_name: AxisName) -> bool:

@@ -56,11 +56,19 @@ class Piece(NamedTuple):
 class SharedBuffer:
     """What processes of one host reduce through; see `create_shared_buffer`."""
 
-    def __init__(self, world: World, axis_name: AxisName, num_bytes: int, *, key: str):
-        """Use `create_shared_buffer`."""
-        processes = find_processes(world, axis_name)
+    def __init__(
+        self,
+        world: World,
+        processes: Sequence[int],
+        num_bytes: int,
+        *,
+        key: str,
+        axis_name: AxisName = (),
+    ):
+        """Use `create_shared_buffer`; here `processes` may be any of one host."""
+        processes = tuple(processes)
         self.world = world
-        self.axis_name = axis_name
+        self.axis_name = axis_name  # (): it is not used inside of programs.
         self.num_bytes = num_bytes
         self._processes = processes
         self._rank = processes.index(world.process_index)
@@ -164,6 +172,48 @@ class SharedBuffer:
                 slots[self._rank] = part[columns]
                 self._meet(segment, call)
                 out[:, columns] = slots
+                segment.arrive_and_wait()
+
+    def all_to_all(self, parts: np.ndarray, call: int, out: np.ndarray) -> None:
+        """Sends part i to process i, and gets one from each.
+
+        Args:
+          parts: shape (num_processes, n), one for each process.
+          call: see `reduce_in_place`.
+          out: shape (num_processes, n), dtype of `parts`; one of each process.
+        """
+        count, width = parts.shape
+        step = max(1, self.num_bytes // (count * parts.itemsize))
+        with self._in_turn() as segment:
+            for start in range(0, width, step):
+                columns = slice(start, min(start + step, width))
+                size = columns.stop - start
+                num_bytes = count * size * parts.itemsize
+                slots = self._large[:count, :num_bytes].view(parts.dtype)
+                slots = slots.reshape(count, count, size)  # of whom, for whom.
+                slots[self._rank] = parts[:, columns]
+                self._meet(segment, call)
+                out[:, columns] = slots[:, self._rank]
+                segment.arrive_and_wait()
+
+    def broadcast(self, array: np.ndarray, root: int, call: int) -> None:
+        """Replaces an array by that of one process.
+
+        Args:
+          array: shape (n,), writeable.
+          root: of whom, counted among the processes of the buffer.
+          call: see `reduce_in_place`.
+        """
+        step = max(1, self.num_bytes // array.itemsize)
+        with self._in_turn() as segment:
+            for start in range(0, array.size, step):
+                part = array[start : start + step]
+                slot = self._large[root, : part.nbytes].view(array.dtype)
+                if self._rank == root:
+                    slot[...] = part
+                self._meet(segment, call)
+                if self._rank != root:
+                    part[...] = slot
                 segment.arrive_and_wait()
 
     @contextlib.contextmanager

@@ -47,13 +47,14 @@ def create_shared_buffer(
     if num_bytes < 1:
         raise ValueError(f"`num_bytes` must be at least 1, got {num_bytes}.")
     axis_name = world.axis_name if axis_name is None else axis_name
-    first, *_ = shared_buffer.find_processes(world, axis_name)
+    processes = shared_buffer.find_processes(world, axis_name)
     number = 0 if world.store is None else world.store.next_round()
     return SharedBuffer(
         world,
-        axis_name,
+        processes,
         shared_buffer.round_up(num_bytes),
-        key=f"jdp/shared_memory/{number}/{first}",
+        key=f"jdp/shared_memory/{number}/{processes[0]}",
+        axis_name=axis_name,
     )
 
 
@@ -257,10 +258,10 @@ def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
         if _Default.world is not world:
             _Default.world, _Default.buffers = world, {}
         if names not in _Default.buffers:
-            first, *_ = shared_buffer.find_processes(world, axis_name)
-            key = f"jdp/shared_memory/default/{len(names)}/{first}"
+            processes = shared_buffer.find_processes(world, axis_name)
+            key = f"jdp/shared_memory/default/{len(names)}/{processes[0]}"
             _Default.buffers[names] = SharedBuffer(
-                world, axis_name, DEFAULT_NUM_BYTES, key=key
+                world, processes, DEFAULT_NUM_BYTES, key=key, axis_name=axis_name
             )
         return _Default.buffers[names]
 

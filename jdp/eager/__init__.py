@@ -1,1 +1,82 @@
 """Eager: collectives by name, agreed on before they run."""
+
+from jdp.eager.calls import (
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    all_to_all,
+    all_to_all_async,
+    barrier,
+    broadcast,
+    broadcast_async,
+    grouped_all_reduce,
+    grouped_all_reduce_async,
+    join,
+    poll,
+    reduce_scatter,
+    reduce_scatter_async,
+    synchronize,
+)
+from jdp.eager.objects import (
+    all_gather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from jdp.eager.options import EagerOptions
+from jdp.eager.process_set import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from jdp.eager.programs import submit, submit_async
+from jdp.eager.requests import Handle
+from jdp.eager.session import (
+    init,
+    is_initialized,
+    rank,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+
+__all__ = [
+    "EagerOptions",
+    "Handle",
+    "ProcessSet",
+    "add_process_set",
+    "all_gather",
+    "all_gather_async",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_async",
+    "all_to_all",
+    "all_to_all_async",
+    "barrier",
+    "broadcast",
+    "broadcast_async",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "global_process_set",
+    "grouped_all_reduce",
+    "grouped_all_reduce_async",
+    "init",
+    "is_initialized",
+    "join",
+    "poll",
+    "rank",
+    "reduce_scatter",
+    "reduce_scatter_async",
+    "remove_process_set",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "submit",
+    "submit_async",
+    "synchronize",
+]

@@ -12,19 +12,29 @@ the slot is not given to another name, until every rank has seen that it was tak
 """
 
 import collections
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from jdp.eager import fusion, mismatch
 from jdp.eager.fusion import Item
-from jdp.eager.messages import Batch, FromRank, Request, Response, decode_spec
+from jdp.eager.messages import (
+    UNNAMED,
+    Batch,
+    FromRank,
+    Request,
+    Response,
+    decode_spec,
+)
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16}
 _REDUCED = ("all_reduce", "reduce_scatter")
-_NOT_WITH_JOIN = ("all_gather", "broadcast", "all_to_all", "reduce_scatter")
+_NOT_WITH_JOIN = ("all_gather", "broadcast", "all_to_all", "reduce_scatter", "submit")
+_NEVER_CACHED = ("barrier", "add_process_set", "remove_process_set")
+_MAX_WARM = 64  # ready sets whose responses are kept.
 
 
 class ProtocolError(Exception):
@@ -88,6 +98,13 @@ class _Ready(NamedTuple):
     error: str = ""
 
 
+class _Warm(NamedTuple):
+    """What was said when just these slots were ready."""
+
+    keys: list[tuple[int, str]]  # process set and name.
+    responses: tuple[Response, ...]
+
+
 class _Held(NamedTuple):
     """What is ready of a group."""
 
@@ -111,6 +128,7 @@ class Coordinator:
         self._joined = 0  # a bit for each rank.
         self._last_joined = -1
         self._stop = ""
+        self._is_asked = False  # to stop.
         self._seen = [0] * size
         # The cache. Slots in the order of use, and what is in them.
         self._slot_of: collections.OrderedDict[tuple[int, str], int] = (
@@ -124,6 +142,7 @@ class Coordinator:
         self._slots_of_set: dict[int, int] = {0: 0}  # the same, by process set.
         self._hits = [0] * size  # bits: submitted, and not ready everywhere.
         self._hit_since_s: dict[int, float] = {}
+        self._warm: dict[tuple[int, int], _Warm] = {}  # by process set and slots.
 
     def add_process_set(self, set_id: int, ranks: Sequence[int]) -> None:
         """Lets `ranks`, ascending, have operations of their own."""
@@ -132,6 +151,19 @@ class Coordinator:
         self._full[set_id] = sum(1 << rank for rank in ranks)
         self._tables[set_id] = {}
         self._slots_of_set[set_id] = 0
+
+    def _add_free_set(self, ranks: Sequence[int]) -> int:
+        set_id = next(i for i in itertools.count() if i not in self._members)
+        self.add_process_set(set_id, ranks)
+        return set_id
+
+    def _remove_process_set(self, set_id: int) -> None:
+        """Forgets a set; its number may become that of another one."""
+        for slot in list(_bits(self._slots_of_set[set_id])):
+            self._retire(slot)
+        for known in (self._members, self._full, self._tables, self._slots_of_set):
+            del known[set_id]
+        self._held = {key: held for key, held in self._held.items() if key[0] != set_id}
 
     def receive(self, rank: int, message: FromRank, *, now_s: float) -> None:
         """Takes what one rank says.
@@ -148,8 +180,15 @@ class Coordinator:
             self._add(rank, request, now_s)
         if message.joined and not self._joined >> rank & 1:
             self._join(rank)
+        if message.failure:
+            self.stop(message.failure)
         if message.leaves and not self._stop:
             self._stop = f"rank {rank} has shut the engine down"
+            self._is_asked = True
+
+    def stop(self, why: str) -> None:
+        """Ends the engine on all ranks with the next batch; the first reason counts."""
+        self._stop = self._stop or why
 
     def _receive_hits(self, rank: int, hits: int, now_s: float) -> None:
         if hits & self._hits[rank]:
@@ -165,7 +204,7 @@ class Coordinator:
 
     def _request_of(self, cached: _Cached, rank: int) -> Request:
         local: tuple[int, ...] = ()
-        if cached.locals:
+        if cached.locals and cached.process_set in self._members:
             local = cached.locals[self._members[cached.process_set].index(rank)]
         return Request(cached.name, cached.spec, cached.process_set, local)
 
@@ -207,26 +246,29 @@ class Coordinator:
 
     def decide(self, *, now_s: float) -> Batch | None:
         """Returns what all ranks do next, or None if there is nothing."""
-        ready = [*self._take_hits(), *self._take_ready()]
-        ready = self._complete_groups(ready, now_s)
-        responses = [
-            Response((r.name,), (r.spec,), r.process_set, error=r.error)
-            for r in ready
-            if r.error
-        ]
-        responses += self._fuse([r for r in ready if not r.error])
+        responses = []
+        for set_id, slots in self._take_hits():
+            responses += self._respond_to_hits(set_id, slots, now_s)
+        if self._ready:
+            responses += self._respond_to_all(self._take_ready(), now_s)
         last_joined = -1
         if self._joined == self._full[0]:
             last_joined, self._joined = self._last_joined, 0
         if not (responses or self._evicted or last_joined >= 0 or self._stop):
             return None
-        batch = Batch(tuple(responses), tuple(self._evicted), last_joined, self._stop)
+        batch = Batch(
+            tuple(responses),
+            tuple(self._evicted),
+            last_joined,
+            self._stop,
+            self._is_asked,
+        )
         self._evicted = []
         self.num_batches += 1
         return batch
 
-    def _take_hits(self) -> Iterator[_Ready]:
-        """Takes the slots whose bits all ranks have sent."""
+    def _take_hits(self) -> Iterator[tuple[int, int]]:
+        """Takes the slots whose bits all ranks have sent, as a bit set by set."""
         for set_id, slots in self._slots_of_set.items():
             if self._full[set_id] & ~self._joined == 0:
                 continue
@@ -234,24 +276,62 @@ class Coordinator:
             for rank in self._members[set_id]:
                 if not self._joined >> rank & 1:
                     ready &= self._hits[rank]
-            for rank in self._members[set_id]:
-                self._hits[rank] &= ~ready
-            for slot in _bits(ready):
-                cached = self._cached[slot]
-                self._slot_of.move_to_end((set_id, cached.name))
-                error = self._why_not_joined(set_id, cached.name, cached.spec)
-                yield _Ready(*cached, slot, error)
+            if ready:
+                for rank in self._members[set_id]:
+                    self._hits[rank] &= ~ready
+                yield set_id, ready
+
+    def _respond_to_hits(
+        self, set_id: int, slots: int, now_s: float
+    ) -> Sequence[Response]:
+        """Makes the responses of slots; the same ones come over and over."""
+        is_plain = not self._joined and not self._held
+        warm = self._warm.get((set_id, slots)) if is_plain else None
+        if warm is not None:
+            for key in warm.keys:
+                self._slot_of.move_to_end(key)
+            return warm.responses
+        ready = []
+        for slot in _bits(slots):
+            cached = self._cached[slot]
+            self._slot_of.move_to_end((set_id, cached.name))
+            error = self._why_not_joined(set_id, cached.name, cached.spec)
+            ready.append(_Ready(*cached, slot, error))
+        responses = self._respond_to_all(ready, now_s)
+        if is_plain and not self._held:
+            if len(self._warm) == _MAX_WARM:
+                self._warm.clear()
+            keys = [(set_id, each.name) for each in ready]
+            self._warm[set_id, slots] = _Warm(keys, tuple(responses))
+        return responses
+
+    def _respond_to_all(self, ready: Iterable[_Ready], now_s: float) -> list[Response]:
+        ready = self._complete_groups(ready, now_s)
+        responses = [
+            Response((r.name,), (r.spec,), r.process_set, error=r.error)
+            for r in ready
+            if r.error
+        ]
+        return responses + self._fuse([r for r in ready if not r.error])
 
     def _take_ready(self) -> Iterator[_Ready]:
         """Takes the names that every rank has submitted; checks them."""
         for set_id, name in self._ready:
+            if set_id not in self._tables:
+                continue  # The set was removed just now.
             entry = self._tables[set_id].pop(name)
             error = self._why_not_joined(set_id, name, entry.spec)
             if entry.odd:
                 specs = {entry.first: entry.spec} | entry.odd
                 decoded = {rank: decode_spec(spec) for rank, spec in specs.items()}
                 error = mismatch.explain(name, decoded) or error
+            error = error or mismatch.find_fault(name, decode_spec(entry.spec)) or ""
             locals_: tuple[tuple[int, ...], ...] = ()
+            kind = decode_spec(entry.spec).kind
+            if kind == "add_process_set" and not error:
+                locals_ = ((self._add_free_set(decode_spec(entry.spec).shape),),)
+            if kind == "remove_process_set" and not error:
+                self._remove_process_set(*decode_spec(entry.spec).shape)
             if entry.locals:
                 members = self._members[set_id]
                 locals_ = tuple(entry.locals.get(rank, ()) for rank in members)
@@ -269,7 +349,7 @@ class Coordinator:
             f"{list(_bits(joined))}."
         )
 
-    def _complete_groups(self, ready: list[_Ready], now_s: float) -> list[_Ready]:
+    def _complete_groups(self, ready: Iterable[_Ready], now_s: float) -> list[_Ready]:
         """Holds back what belongs to a group until all of the group is ready."""
         complete = []
         for each in ready:
@@ -339,7 +419,9 @@ class Coordinator:
 
     def _take_slot(self, ready: _Ready) -> int:
         """Gives a name a slot; -1 if there is none."""
-        if decode_spec(ready.spec).kind == "barrier":
+        if decode_spec(ready.spec).kind in _NEVER_CACHED:
+            return -1
+        if ready.name.startswith(UNNAMED):  # It will not come again.
             return -1
         slot = self._free_slot()
         if slot < 0:
@@ -390,6 +472,7 @@ class Coordinator:
         self._hit_since_s.pop(slot, None)
         self._retired[slot] = (cached, self.num_batches)
         self._evicted.append(slot)
+        self._warm.clear()
 
     def _pending(self) -> int:
         """The slots whose bit some rank has sent."""
@@ -399,6 +482,11 @@ class Coordinator:
         return pending
 
     # Who is late
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some ranks wait for others."""
+        return any(self._tables.values()) or any(self._hits) or bool(self._held)
 
     def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:
         """Returns the names that some ranks wait for longer than `after_s` seconds.

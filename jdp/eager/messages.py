@@ -13,7 +13,12 @@ Kind = Literal[
     "reduce_scatter",
     "barrier",
     "submit",
+    "add_process_set",
+    "remove_process_set",
 ]
+
+# What names begin with that nobody gave: they are counted, and never come again.
+UNNAMED = "unnamed "
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):
@@ -23,7 +28,8 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
       kind: the operation.
       dtype: of the tensor, such as "float32"; "" where there is none.
       shape: of the tensor. Of `all_gather` and `all_to_all` without the first
-        dimension, which is in `Request.local`.
+        dimension, which is in `Request.local`. Of a process set that is added its
+        ranks, of one that is removed its number.
       device: "cpu" or "gpu".
       op: the reduction; "" where there is none.
       prescale: what a rank multiplies its tensor with before the reduction.
@@ -65,6 +71,8 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
       hits: a bit set of cache slots: what became ready and is cached.
       joined: the rank has no more data, and contributes zeros until all have joined.
       leaves: the rank shuts down.
+      failure: why the rank cannot go on, and with it none can; "" if it can.
+      asks: the rank wants to know who waits for whom.
     """
 
     seen: int = 0
@@ -72,6 +80,8 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
     hits: bytes = b""
     joined: bool = False
     leaves: bool = False
+    failure: str = ""
+    asks: bool = False
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +93,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
       specs: of each name; for ranks that have joined, and for errors.
       process_set: who takes part.
       locals: by name and member of the set, `Request.local`; of kinds that have one.
+        Of a process set that is added, its number.
       slots: by name, the slot of the cache that it gets or has; -1 for none.
       error: why nothing is done, for all members to raise.
     """
@@ -103,12 +114,18 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
       evicted: slots of the cache that no longer stand for their name.
       last_joined: the last rank to join, once all have; -1 otherwise.
       stop: why the engine ends on all ranks; "" if it does not.
+      is_asked: whether it ends since a rank has shut it down; what was agreed before
+        is executed first.
+      who_waits: the answer to `FromRank.asks`; such a batch has nothing else, and does
+        not count.
     """
 
     responses: tuple[Response, ...] = ()
     evicted: tuple[int, ...] = ()
     last_joined: int = -1
     stop: str = ""
+    is_asked: bool = False
+    who_waits: str = ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from jdp.eager.messages import Spec
 
 _HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
+# The shape of a scalar in these kinds: `()` is that of rows of one number.
+SCALAR = (-1,)
 
 
 def explain(name: str, specs: Mapping[int, Spec]) -> str | None:
@@ -29,6 +31,14 @@ def explain(name: str, specs: Mapping[int, Spec]) -> str | None:
             f"Mismatched {what} of {name!r}: rank {first} has {ours}, but rank {rank} "
             f"has {theirs}."
         )
+    return None
+
+
+def find_fault(name: str, spec: Spec) -> str | None:
+    """Returns why what all ranks agree on cannot be done, or None."""
+    is_scalar = spec.shape == (() if spec.kind == "reduce_scatter" else SCALAR)
+    if is_scalar and spec.kind in (*_HAS_LOCAL_FIRST, "reduce_scatter"):
+        return f"{spec.kind} of {name!r}: a scalar has no first dimension."
     return None
 
 
@@ -59,6 +69,8 @@ def _difference(a: Spec, b: Spec) -> tuple[str, str, str]:
 
 def _shape(spec: Spec) -> str:
     """The shape; where the first dimension may differ, it is not shown."""
+    if spec.shape == SCALAR:
+        return "[]"
     dims = [str(d) for d in spec.shape]
     if spec.kind in _HAS_LOCAL_FIRST:
         dims.insert(0, "any")

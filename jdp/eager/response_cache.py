@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jdp.eager.messages import Batch, Request, Response
 
+_MAX_WHOLE = 64
+
 
 class _Slot(NamedTuple):
     process_set: int
@@ -20,6 +22,8 @@ class ResponseCache:
         self.num_seen = 0  # batches.
         self._slots: dict[int, _Slot] = {}
         self._slot_of: dict[tuple[int, str], int] = {}
+        # Responses that came as slots alone; the same ones come over and over.
+        self._whole: dict[tuple[int, ...], Response] = {}
 
     def find(self, request: Request, place: int) -> int | None:
         """Returns the slot that says all of `request`, or None.
@@ -44,6 +48,8 @@ class ResponseCache:
         """
         self.num_seen += 1
         whole = [self._expand(response) for response in batch.responses]
+        if batch.evicted:
+            self._whole.clear()
         for slot in batch.evicted:
             gone = self._slots.pop(slot)
             key = (gone.process_set, gone.name)
@@ -55,15 +61,21 @@ class ResponseCache:
         if response.error:
             return response
         if not response.names:
+            whole = self._whole.get(response.slots)
+            if whole is not None:
+                return whole
             known = [self._slots[slot] for slot in response.slots]
             locals_ = tuple(each.locals for each in known)
-            return Response(
+            if len(self._whole) == _MAX_WHOLE:
+                self._whole.clear()
+            whole = self._whole[response.slots] = Response(
                 tuple(each.name for each in known),
                 tuple(each.spec for each in known),
                 response.process_set,
                 locals_ if any(locals_) else (),
                 response.slots,
             )
+            return whole
         for i, slot in enumerate(response.slots):
             if slot < 0:
                 continue

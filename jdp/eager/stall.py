@@ -47,22 +47,12 @@ def observe(
     ]
     if not late and (not stalls or now_s - state.looked_s < warn_after_s):
         return state, Verdict()
-    missing: dict[int, list[Stall]] = {}
-    for stall in stalls:
-        for rank in stall.missing:
-            missing.setdefault(rank, []).append(stall)
     lines = [
         "Some ranks have submitted operations that others have not, and wait for more "
         f"than {warn_after_s:g} s. The ranks may submit different operations, or some "
         "have stopped.",
-        "Missing ranks:",
+        describe(stalls, late),
     ]
-    for rank in sorted(missing):
-        names = [stall.name for stall in missing[rank]]
-        text = ", ".join(names[:_MOST_NAMES]) + (" ..." if names[_MOST_NAMES:] else "")
-        mark = "!" if any(stall in late for stall in missing[rank]) else ""
-        lines.append(f"{rank}{mark}: [{text}]")
-    lines += [f"Waiting: {stall.name}" for stall in stalls if not stall.missing]
     stop = None
     if late:
         longest = max(late, key=lambda stall: stall.waited_s)
@@ -76,3 +66,24 @@ def observe(
             "down."
         )
     return StallState(now_s), Verdict("\n".join(lines), stop)
+
+
+def describe(stalls: Sequence[Stall], late: Sequence[Stall] = ()) -> str:
+    """Says which ranks have not submitted what others wait for.
+
+    Args:
+      stalls: what waits.
+      late: those of them whose ranks are marked.
+    """
+    missing: dict[int, list[Stall]] = {}
+    for stall in stalls:
+        for rank in stall.missing:
+            missing.setdefault(rank, []).append(stall)
+    lines = ["Missing ranks:"] if missing else ["No rank is missing."]
+    for rank in sorted(missing):
+        names = [stall.name for stall in missing[rank]]
+        text = ", ".join(names[:_MOST_NAMES]) + (" ..." if names[_MOST_NAMES:] else "")
+        mark = "!" if any(stall in late for stall in missing[rank]) else ""
+        lines.append(f"{rank}{mark}: [{text}]")
+    lines += [f"Waiting: {stall.name}" for stall in stalls if not stall.missing]
+    return "\n".join(lines)

@@ -1,0 +1,428 @@
+"""Calls: the collectives by name, as functions of trees of arrays."""
+
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from jdp.eager import requests, session
+from jdp.eager.engine import Entry
+from jdp.eager.flight_recorder import Record
+from jdp.eager.messages import Request, Spec, encode_spec
+from jdp.eager.process_set import ProcessSet, global_process_set
+from jdp.eager.requests import Handle, Options
+from jdp.types import PyTree
+
+Op = Literal["average", "sum", "min", "max", "product", "adasum"]
+_SCATTERED = ("average", "sum")
+
+
+def poll(handle: Handle) -> bool:
+    """Whether an operation is done, so that `synchronize` does not wait."""
+    return handle.is_done()
+
+
+def synchronize(handle: Handle, *, timeout_s: float | None = None) -> Any:
+    """Waits for an operation and returns its result.
+
+    Args:
+      handle: what a function whose name ends in `_async` returned.
+      timeout_s: longest wait, in seconds; None: until it is done, or the engine ends.
+
+    Returns:
+      What the function without `_async` returns; the same object again at later calls.
+
+    Raises:
+      TimeoutError: it is not done in time; the ranks that others wait for are named.
+        The operation is still under way.
+      RuntimeError: the ranks asked for different things under its name, or a process
+        is gone or late; on all ranks.
+    """
+    return handle.result(timeout_s)
+
+
+def all_reduce(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: jax.typing.DTypeLike | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> PyTree:
+    """Reduces arrays over the processes, element by element.
+
+    Every process of the set calls it, in any order among other names. A process that
+    has called `join` counts as if its arrays changed nothing (zeros in a sum), and an
+    average still divides by the number of processes.
+
+    Args:
+      tree: pytree of numpy or jax arrays or numbers, any shapes, the same on all.
+      name: the same on all processes, and of no other operation that is under way;
+        leaves of a tree get their path after it. None: counted, in the order of calls.
+      op: "average", "sum", "min", "max", "product", or "adasum" (see
+        `jdp.collectives.adasum`). The average of integers is rounded towards zero.
+      prescale: multiplied with each array before. Integers are scaled in float64 and
+        cut off, 16-bit floats in float32.
+      postscale: multiplied with the result, in the same way.
+      compression: dtype in which wider floats travel, such as "float16"; None: their
+        own.
+      process_set: who takes part.
+
+    Returns:
+      The same tree of new arrays, bitwise the same on all processes; of numpy where
+      numpy arrays or numbers went in, of JAX, on the same device, where JAX's did.
+
+    Raises:
+      ValueError: an argument is out of range, the name is in use, or this process is
+        not in the set.
+      TypeError: a leaf is no array of numbers.
+      NotImplementedError: adasum of a set, or of a number of processes that is no power
+        of two.
+      RuntimeError: see `synchronize`; or the engine does not run.
+    """
+    handle = all_reduce_async(
+        tree,
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        compression=compression,
+        process_set=process_set,
+    )
+    return handle.result()
+
+
+def all_reduce_async(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: jax.typing.DTypeLike | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `all_reduce`; the arrays must not change until it is done."""
+    engine = session.current_engine()
+    options = Options(
+        "all_reduce",
+        engine,
+        requests.find_set(engine, "all_reduce", process_set),
+        op,
+        float(prescale),
+        float(postscale),
+        wire=None if compression is None else requests.wire_dtype(compression),
+    )
+    requests.check_op(options, get_args(Op))
+    return requests.submit_tree(options, name, tree)
+
+
+def grouped_all_reduce(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: jax.typing.DTypeLike | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> PyTree:
+    """Reduces arrays as `all_reduce`, all of them together or none.
+
+    Args:
+      tree: pytree of arrays; all are ready before any is reduced.
+      name: see `all_reduce`; the group has it too.
+      op: see `all_reduce`.
+      prescale: see `all_reduce`.
+      postscale: see `all_reduce`.
+      compression: see `all_reduce`.
+      process_set: see `all_reduce`.
+
+    Returns:
+      See `all_reduce`.
+
+    Raises:
+      RuntimeError: one of them has failed, and so none was reduced; see `synchronize`.
+    """
+    handle = grouped_all_reduce_async(
+        tree,
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        compression=compression,
+        process_set=process_set,
+    )
+    return handle.result()
+
+
+def grouped_all_reduce_async(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: jax.typing.DTypeLike | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `grouped_all_reduce`; the arrays must not change until it is done."""
+    engine = session.current_engine()
+    set_id = requests.find_set(engine, "all_reduce", process_set)
+    name = session.next_name("group", set_id) if name is None else name
+    options = Options(
+        "all_reduce",
+        engine,
+        set_id,
+        op,
+        float(prescale),
+        float(postscale),
+        group=name,
+        group_size=len(jax.tree.leaves(tree)),
+        wire=None if compression is None else requests.wire_dtype(compression),
+    )
+    requests.check_op(options, get_args(Op))
+    return requests.submit_tree(options, name, tree)
+
+
+def all_gather(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> PyTree:
+    """Concatenates the arrays of the processes on dimension 0, in the order of ranks.
+
+    Args:
+      tree: pytree of arrays, shape (n, ...), where n may differ between processes.
+      name: see `all_reduce`.
+      process_set: who takes part.
+
+    Returns:
+      The same tree, shape (sum of n, ...), the same on all processes.
+
+    Raises:
+      RuntimeError: see `synchronize`; also if an array is a scalar, or a process has
+        called `join`.
+    """
+    return all_gather_async(tree, name=name, process_set=process_set).result()
+
+
+def all_gather_async(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `all_gather`; the arrays must not change until it is done."""
+    engine = session.current_engine()
+    set_id = requests.find_set(engine, "all_gather", process_set)
+    return requests.submit_tree(Options("all_gather", engine, set_id), name, tree)
+
+
+def broadcast(
+    tree: PyTree,
+    *,
+    root: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> PyTree:
+    """Gives all processes the arrays of one of them.
+
+    Args:
+      tree: pytree of arrays, the same shapes and dtypes on all processes; values of
+        other processes than the root are not read.
+      root: rank, among all processes, of the one whose arrays they are.
+      name: see `all_reduce`.
+      process_set: who takes part.
+
+    Returns:
+      The same tree with the values of the root.
+
+    Raises:
+      ValueError: `root` is not in the set; see also `all_reduce`.
+      RuntimeError: see `synchronize`; also if a process has called `join`.
+    """
+    return broadcast_async(tree, root=root, name=name, process_set=process_set).result()
+
+
+def broadcast_async(
+    tree: PyTree,
+    *,
+    root: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `broadcast`; the arrays must not change until it is done."""
+    engine = session.current_engine()
+    set_id = requests.find_set(engine, "broadcast", process_set)
+    if root not in process_set.ranks:
+        raise ValueError(
+            f"`root={root}` is none of the ranks of the process set, "
+            f"{list(process_set.ranks)}."
+        )
+    return requests.submit_tree(
+        Options("broadcast", engine, set_id, root=root), name, tree
+    )
+
+
+def reduce_scatter(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> PyTree:
+    """Reduces arrays, of which each process gets some rows.
+
+    Of n rows on k processes the first n % k get one more than the others.
+
+    Args:
+      tree: pytree of arrays, shape (n, ...), the same on all processes.
+      name: see `all_reduce`.
+      op: "average" or "sum".
+      prescale: see `all_reduce`.
+      postscale: see `all_reduce`.
+      process_set: who takes part.
+
+    Returns:
+      The same tree with the rows of this process, those of lower ranks before them.
+
+    Raises:
+      ValueError: another `op`; see also `all_reduce`.
+      RuntimeError: see `synchronize`; also if an array is a scalar, or a process has
+        called `join`.
+    """
+    return reduce_scatter_async(
+        tree,
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        process_set=process_set,
+    ).result()
+
+
+def reduce_scatter_async(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `reduce_scatter`; the arrays must not change until it is done."""
+    engine = session.current_engine()
+    options = Options(
+        "reduce_scatter",
+        engine,
+        requests.find_set(engine, "reduce_scatter", process_set),
+        op,
+        float(prescale),
+        float(postscale),
+    )
+    requests.check_op(options, _SCATTERED)
+    return requests.submit_tree(options, name, tree)
+
+
+def all_to_all(
+    x: Any,
+    splits: Any = None,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends rows of an array to each process, and gets some from each.
+
+    Args:
+      x: shape (n, ...), where n may differ between processes.
+      splits: integers, shape (k,) for k processes: how many rows go to each of them,
+        from the first row on; rows after them are not sent. None: the same number.
+      name: see `all_reduce`.
+      process_set: who takes part.
+
+    Returns:
+      What came, in the order of the ranks, shape (m, ...). With `splits` also how many
+      rows came from each, int32 (k,).
+
+    Raises:
+      ValueError: `splits` does not fit the array or the number of processes, or without
+        it the rows do not divide; see also `all_reduce`.
+      RuntimeError: see `synchronize`; also if an array is a scalar, or a process has
+        called `join`.
+    """
+    return all_to_all_async(x, splits, name=name, process_set=process_set).result()
+
+
+def all_to_all_async(
+    x: Any,
+    splits: Any = None,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `all_to_all`; the arrays must not change until it is done."""
+    engine = session.current_engine()
+    set_id = requests.find_set(engine, "all_to_all", process_set)
+    options = Options("all_to_all", engine, set_id)
+    name = session.next_name("all_to_all", set_id) if name is None else name
+    array = requests.as_array(x)
+    entry = requests.make_entry(
+        options,
+        name,
+        array,
+        requests.check_splits(array, splits, len(process_set.ranks)),
+    )
+    engine.submit([entry])
+
+    def finish(values: list[Any]) -> Any:
+        ((received, counts),) = values
+        received = requests.restore(received, array, None)
+        if splits is None:
+            return received
+        return received, np.array(counts, np.int32)
+
+    return Handle([entry], finish)
+
+
+def barrier(*, process_set: ProcessSet = global_process_set) -> None:
+    """Waits until all processes of the set have come to it.
+
+    Args:
+      process_set: who takes part.
+
+    Raises:
+      RuntimeError: see `synchronize`.
+    """
+    engine = session.current_engine()
+    set_id = requests.find_set(engine, "barrier", process_set)
+    name = session.next_name("barrier", set_id)
+    request = Request(name, encode_spec(Spec("barrier")), set_id)
+    entry = Entry(
+        request, None, requests.started(Record(name, "barrier", process_set=set_id))
+    )
+    engine.submit([entry])
+    session.wait_for([entry])
+
+
+def join() -> int:
+    """Says that this process has no more data, and waits for the others.
+
+    Until all have called it, the others may go on with `all_reduce` and `barrier`; this
+    process stands in for them with what changes nothing.
+
+    Returns:
+      The last rank to join, the same on all processes.
+
+    Raises:
+      RuntimeError: see `synchronize`.
+    """
+    engine = session.current_engine()
+    entry = Entry(Request("join", b""), None, requests.started(Record("join", "join")))
+    engine.submit_join(entry)
+    return session.wait_for([entry])[0]

@@ -1,0 +1,328 @@
+"""Execution: from the tensors of agreed operations to their results, on one member.
+
+Tensors that were fused travel as one flat array. What a rank that has joined would
+have given is the neutral element of the reduction.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.buckets import BucketPlan, LeafSpec
+from jdp.collectives.base import Op
+from jdp.eager.messages import Spec
+from jdp.eager.ops.base import Array, Implementation, Members
+
+# Tensors that are smaller on average are packed into one buffer. Larger ones are
+# reduced one after the other where they are: a copy less.
+_PACKED_BYTES = 4096
+_MAX_LAYOUTS = 256
+
+
+class Job(NamedTuple):
+    """Operations of one kind that run as one, on this member.
+
+    Attributes:
+      specs: what was agreed, by tensor.
+      locals: by tensor and member, `Request.local`; () for kinds that have none.
+      arrays: by tensor, what this member gives; None once it has joined.
+    """
+
+    specs: Sequence[Spec]
+    locals: Sequence[tuple[tuple[int, ...], ...]]
+    arrays: Sequence[Array | None]
+
+
+class _Layout(NamedTuple):
+    """Where tensors lie in a packed buffer."""
+
+    size: int
+    places: list[tuple[int, int, tuple[int, ...]]]  # start, end and shape.
+
+
+class Scratch:
+    """Buffers that are used again, by dtype; and how tensors are laid out in them."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._buffers: dict[np.dtype, np.ndarray] = {}
+        self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
+
+    def take(self, size: int, dtype: np.dtype) -> np.ndarray:
+        """Returns shape (size,), with anything in it, until the next call."""
+        buffer = self._buffers.get(dtype)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[dtype] = np.empty(size, dtype)
+        return buffer[:size]
+
+    def lay_out(self, shapes: tuple[tuple[int, ...], ...], dtype: np.dtype) -> _Layout:
+        """Plans one bucket of tensors of these shapes."""
+        layout = self._layouts.get(shapes)
+        if layout is None:
+            if len(self._layouts) == _MAX_LAYOUTS:
+                self._layouts.clear()
+            plan = BucketPlan(
+                jax.tree.structure(list(shapes), is_leaf=_is_shape),
+                tuple(LeafSpec(shape, dtype) for shape in shapes),
+                (tuple(range(len(shapes))),),
+            )
+            sizes = [leaf.size for leaf in plan.leaves]
+            ends = list(itertools.accumulate(sizes))
+            starts = [end - size for size, end in zip(sizes, ends, strict=True)]
+            places = list(zip(starts, ends, shapes, strict=True))
+            layout = self._layouts[shapes] = _Layout(ends[-1], places)
+        return layout
+
+
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def run(
+    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+) -> list[Any]:
+    """Runs a job together with the other members.
+
+    Args:
+      job: the same on all members, but for its arrays.
+      implementation: what moves the data; the same on all members.
+      members: who takes part.
+      scratch: of the thread that calls.
+
+    Returns:
+      By tensor: its result; of `all_to_all` with the first dimensions of what came
+      from each member.
+    """
+    return _KINDS[job.specs[0].kind](job, implementation, members, scratch)
+
+
+def num_rows(size: int, count: int, place: int) -> int:
+    """Rows that a member gets of `size`: the first ones get one more, as in Horovod."""
+    return size // count + (place < size % count)
+
+
+def _all_reduce(
+    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+) -> list[Any]:
+    specs, spec = job.specs, job.specs[0]
+    dtype = np.dtype(spec.dtype)
+    if spec.op == "adasum":
+        return [
+            _scale(
+                implementation.adaptive_sum(_own_flat(array, each, spec.prescale)),
+                spec.postscale,
+            ).reshape(each.shape)
+            for array, each in zip(job.arrays, specs, strict=True)
+        ]
+    op, postscale = _split_average(spec, dtype, members.size)
+    if spec.device == "cpu":
+        shapes = tuple([each.shape for each in specs])
+        layout = scratch.lay_out(shapes, dtype)
+        if len(specs) > 1 and layout.size * dtype.itemsize < _PACKED_BYTES * len(specs):
+            return _all_reduce_packed(
+                job, implementation, scratch, layout, op, postscale
+            )
+    flats = [
+        _own_flat(array, each, spec.prescale)
+        for array, each in zip(job.arrays, specs, strict=True)
+    ]
+    reduced = implementation.all_reduce(flats, op)
+    return [
+        _owned(_scale(x, postscale)).reshape(each.shape)
+        for x, each in zip(reduced, specs, strict=True)
+    ]
+
+
+def _all_reduce_packed(
+    job: Job,
+    implementation: Implementation,
+    scratch: Scratch,
+    layout: _Layout,
+    op: Op,
+    postscale: float,
+) -> list[Any]:
+    spec = job.specs[0]
+    dtype = np.dtype(spec.dtype)
+    buffer = scratch.take(layout.size, dtype)
+    flats = [
+        _neutral(each) if array is None else array.reshape(-1)
+        for array, each in zip(job.arrays, job.specs, strict=True)
+    ]
+    np.concatenate(flats, out=buffer)
+    if spec.prescale != 1.0:
+        buffer[:] = _scale(buffer, spec.prescale)
+    (out,) = implementation.all_reduce([buffer], op)
+    out = _scale(out, postscale)
+    return [out[a:b].reshape(shape).copy() for a, b, shape in layout.places]
+
+
+def _all_gather(
+    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+) -> list[Any]:
+    parts = [array.reshape(-1) for array in job.arrays]  # pyright: ignore
+    # By member and tensor, how many elements it gives.
+    sizes = [
+        [
+            locals_[place][0] * math.prod(spec.shape)
+            for spec, locals_ in zip(job.specs, job.locals, strict=True)
+        ]
+        for place in range(members.size)
+    ]
+    width = max(map(sum, sizes))
+    xp = _module_of(parts[0])
+    whole = implementation.all_gather(_padded(xp.concatenate(parts), width))
+    rows = [
+        xp.split(whole[place], np.cumsum(sizes[place]))[: len(parts)]
+        for place in range(members.size)
+    ]
+    return [
+        xp.concatenate([row[i] for row in rows]).reshape(-1, *spec.shape)
+        for i, spec in enumerate(job.specs)
+    ]
+
+
+def _broadcast(
+    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+) -> list[Any]:
+    xp = _module_of(job.arrays[0])
+    flat = xp.concatenate([array.reshape(-1) for array in job.arrays])  # pyright: ignore
+    root = members.ranks.index(job.specs[0].root)
+    out = implementation.broadcast(flat, root)
+    return _split_flat(out, [each.shape for each in job.specs])
+
+
+def _reduce_scatter(
+    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+) -> list[Any]:
+    spec, count = job.specs[0], members.size
+    op, postscale = _split_average(spec, np.dtype(spec.dtype), count)
+    xp = _module_of(job.arrays[0])
+    pieces: list[list[Array]] = [[] for _ in range(count)]  # by member, of each tensor.
+    for array, each in zip(job.arrays, job.specs, strict=True):
+        array = _scale(array, spec.prescale)
+        rows = [num_rows(each.shape[0], count, place) for place in range(count)]
+        for place, piece in enumerate(xp.split(array, np.cumsum(rows)[:-1])):
+            pieces[place].append(piece.reshape(-1))
+    flats = [xp.concatenate(mine) for mine in pieces]
+    width = max(x.size for x in flats)
+    parts = xp.stack([_padded(x, width) for x in flats])
+    out = _scale(implementation.reduce_scatter(parts, op), postscale)
+    shapes = [
+        (num_rows(each.shape[0], count, members.place), *each.shape[1:])
+        for each in job.specs
+    ]
+    return _split_flat(out, shapes)
+
+
+def _all_to_all(
+    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+) -> list[Any]:
+    return [
+        _exchange(spec, splits, array, implementation, members)
+        for spec, splits, array in zip(job.specs, job.locals, job.arrays, strict=True)
+    ]
+
+
+def _exchange(
+    spec: Spec,
+    splits: tuple[tuple[int, ...], ...],
+    array: Array,
+    implementation: Implementation,
+    members: Members,
+) -> tuple[Array, tuple[int, ...]]:
+    xp, row = _module_of(array), math.prod(spec.shape)
+    mine = splits[members.place]
+    flats = [
+        piece.reshape(-1) for piece in xp.split(array, np.cumsum(mine))[: members.size]
+    ]
+    width = row * max(map(max, splits))
+    out = implementation.all_to_all(xp.stack([_padded(x, width) for x in flats]))
+    received = tuple(each[members.place] for each in splits)
+    parts = [out[i, : n * row] for i, n in enumerate(received)]
+    return xp.concatenate(parts).reshape(-1, *spec.shape), received
+
+
+_KINDS: dict[str, Callable[[Job, Implementation, Members, Scratch], list[Any]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _split_average(spec: Spec, dtype: np.dtype, count: int) -> tuple[Op, float]:
+    """Returns the reduction, and what to multiply its result with.
+
+    The mean of integers is rounded towards zero. Where it is scaled as well, that is
+    one factor, so that it is rounded once.
+    """
+    if spec.op != "average":
+        return spec.op, spec.postscale  # pyright: ignore[reportReturnType]
+    if dtype.kind in "iu" and spec.postscale != 1.0:
+        return "sum", spec.postscale / count
+    return "mean", spec.postscale
+
+
+def _scale(x: Array, factor: float) -> Array:
+    """Multiplies: integers in float64, cut off; 16-bit floats in float32."""
+    if factor == 1.0:
+        return x
+    dtype = np.dtype(x.dtype)
+    if dtype.kind in "iu":
+        return (x.astype(np.float64) * factor).astype(dtype)
+    if dtype.itemsize == 2:
+        return (x.astype(np.float32) * np.float32(factor)).astype(dtype)
+    return x * dtype.type(factor)
+
+
+def _own_flat(array: Array | None, spec: Spec, prescale: float) -> Array:
+    """A flat copy that may be changed, scaled."""
+    if array is None:
+        return _neutral(spec)
+    flat = array.reshape(-1)
+    if prescale != 1.0:
+        return _scale(flat, prescale)
+    return flat.copy() if isinstance(flat, np.ndarray) else flat
+
+
+def _neutral(spec: Spec) -> np.ndarray:
+    """What changes nothing in a reduction, flat."""
+    dtype, size = jnp.dtype(spec.dtype), math.prod(spec.shape)
+    if spec.op == "product":
+        return np.ones(size, dtype)
+    if spec.op in ("min", "max"):
+        if dtype.kind in "iu":
+            limits = np.iinfo(dtype)
+            return np.full(size, limits.max if spec.op == "min" else limits.min, dtype)
+        return np.full(size, np.inf if spec.op == "min" else -np.inf, dtype)
+    return np.zeros(size, dtype)
+
+
+def _owned(x: Array) -> Array:
+    """A copy where an implementation keeps or only shows the memory of `x`."""
+    if isinstance(x, np.ndarray) and not (x.flags.owndata and x.flags.writeable):
+        return x.copy()
+    return x
+
+
+def _padded(x: Array, width: int) -> Array:
+    return x if x.size == width else _module_of(x).pad(x, (0, width - x.size))
+
+
+def _split_flat(x: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+    starts = [0, *ends[:-1]]
+    return [
+        _owned(x[a:b].reshape(shape))
+        for a, b, shape in zip(starts, ends, shapes, strict=True)
+    ]
+
+
+def _module_of(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp

@@ -1,0 +1,1 @@
+"""Ops: the ways in which agreed operations move data, in order of preference."""

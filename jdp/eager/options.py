@@ -1,0 +1,117 @@
+"""Options: what the eager engine goes by, and the variables that set it."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+PREFIX = "JDP_EAGER_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagerOptions:
+    """What the eager engine goes by; the same on all processes.
+
+    Each field can also be set by the variable `JDP_EAGER_` and its name in capitals,
+    such as `JDP_EAGER_FUSION_BYTES`. docs/eager.md has them beside Horovod's.
+
+    Attributes:
+      fusion_bytes: most bytes of operations that run as one; 0: none do.
+      fuse_groups: whether a group may run together with what is not in it.
+      cycle_time_s: how long the engine waits for more before it sends what is ready;
+        0: it sends at once.
+      cache_capacity: how many names are known by number; 0: none.
+      hierarchical_all_reduce: whether to reduce within each node first; needs a world
+        with a pair of axis names.
+      hierarchical_all_gather: the same for `all_gather`.
+      timeout_s: longest wait, in seconds, for a process that has agreed to an
+        operation, and for one that does not answer at all.
+      stall_warning_s: after how many seconds a name that some have submitted and others
+        have not is warned about; 0: never.
+      stall_shutdown_s: after how many seconds such a name ends the engine on all
+        processes; 0: never.
+      shared_memory_bytes: of the memory through which processes of one host exchange
+        data, for each process and once more; 0: they do not.
+      timeline: file for a trace of each rank (`trace.json` becomes
+        `trace.rank0.json`); "": none.
+      timeline_mark_cycles: whether the trace shows each cycle.
+      flight_recorder_capacity: how many requests are kept, to be written when
+        something fails; 0: none.
+      flight_recorder_dir: folder to which they are written; "": they are not.
+      autotune: whether the coordinator looks for the best `fusion_bytes`,
+        `cycle_time_s` and so on while the job runs; needs the extra `autotune`.
+      autotune_log: CSV file of what it tried; "": none.
+    """
+
+    fusion_bytes: int = 128 << 20
+    fuse_groups: bool = True
+    cycle_time_s: float = 0.0
+    cache_capacity: int = 1024
+    hierarchical_all_reduce: bool = False
+    hierarchical_all_gather: bool = False
+    timeout_s: float = 30.0
+    stall_warning_s: float = 60.0
+    stall_shutdown_s: float = 0.0
+    shared_memory_bytes: int = 16 << 20
+    timeline: str = ""
+    timeline_mark_cycles: bool = False
+    flight_recorder_capacity: int = 2000
+    flight_recorder_dir: str = ""
+    autotune: bool = False
+    autotune_log: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks types and ranges."""
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, bool) != (kind is bool) or not isinstance(
+                value, (int, float) if kind is float else kind
+            ):
+                raise TypeError(
+                    f"`{name}` must be of type {kind.__name__}, got {value!r}."
+                )
+            if kind in (int, float) and not 0 <= value < float("inf"):
+                raise ValueError(f"`{name}` must be at least 0, got {value}.")
+        if self.timeout_s == 0:
+            raise ValueError("`timeout_s` must be positive, got 0.")
+        if 0 < self.stall_shutdown_s < self.stall_warning_s:
+            raise ValueError(
+                f"`stall_shutdown_s` ({self.stall_shutdown_s:g}) must be 0 or at least "
+                f"`stall_warning_s` ({self.stall_warning_s:g})."
+            )
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "EagerOptions":
+        """Reads the variables; the defaults where there are none.
+
+        Args:
+          environ: the environment; None: that of this process.
+
+        Raises:
+          ValueError: a variable is no option, or its value is none of its type.
+        """
+        environ = os.environ if environ is None else environ
+        kinds = get_type_hints(cls)
+        values = {}
+        for variable, text in environ.items():
+            if not variable.startswith(PREFIX):
+                continue
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in kinds:
+                known = ", ".join(PREFIX + field.upper() for field in kinds)
+                raise ValueError(
+                    f"`{variable}` is set in the environment, but there is no such "
+                    f"option. Known are {known}."
+                )
+            values[name] = _parse(variable, text, kinds[name])
+        return cls(**values)
+
+
+def _parse(variable: str, text: str, kind: type) -> Any:
+    try:
+        if kind is bool:
+            return {"0": False, "1": True, "false": False, "true": True}[text.lower()]
+        return kind(text)
+    except (KeyError, ValueError):
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        raise ValueError(f"`{variable}` must be {wanted}, got {text!r}.") from None

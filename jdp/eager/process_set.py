@@ -1,0 +1,138 @@
+"""Process set: some of the processes, with operations of their own."""
+
+from collections.abc import Iterable
+
+from jdp.eager import session
+from jdp.eager.engine import Entry
+from jdp.eager.flight_recorder import Record
+from jdp.eager.messages import Request, Spec, encode_spec
+
+
+class ProcessSet:
+    """Some of the ranks, in ascending order; see `add_process_set`."""
+
+    def __init__(self, ranks: Iterable[int]):
+        """Names the ranks; the set has no number until it is added.
+
+        Args:
+          ranks: of processes, in any order; one that comes twice counts once.
+
+        Raises:
+          ValueError: there is none, or one is negative.
+        """
+        self.ranks = tuple(sorted(set(ranks)))
+        self.process_set_id: int | None = None
+        if not self.ranks or self.ranks[0] < 0:
+            raise ValueError(f"`ranks` must be some ranks from 0, got {self.ranks}.")
+
+    def size(self) -> int | None:
+        """How many ranks are in it; None while it is not added."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Position of this process in it; None while not added, or not in it."""
+        if not self.included():
+            return None
+        return self.ranks.index(session.current_engine().rank)
+
+    def included(self) -> bool | None:
+        """Whether this process is in it; None while it is not added."""
+        if self.process_set_id is None:
+            return None
+        return session.current_engine().rank in self.ranks
+
+    def __repr__(self) -> str:
+        """As in `ProcessSet(process_set_id=1, ranks=[0, 2])`."""
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, "
+            f"ranks={list(self.ranks)})"
+        )
+
+
+class _Everybody(ProcessSet):
+    """The set of all processes, which is there from `init` to `shutdown`."""
+
+    def __init__(self) -> None:
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # pyright: ignore
+        """All ranks; empty before `init`."""
+        engine = session.find_engine()
+        return () if engine is None else tuple(range(engine.size))
+
+    def size(self) -> int | None:
+        """See `ProcessSet`; None before `init`."""
+        return len(self.ranks) or None
+
+    def included(self) -> bool | None:
+        """See `ProcessSet`; None before `init`."""
+        return True if self.ranks else None
+
+
+global_process_set = _Everybody()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Gives some ranks operations of their own, which do not wait for other ranks.
+
+    Every process calls it, also those that are not in the set, in the same order as
+    other sets are added and removed.
+
+    Args:
+      process_set: the set, or its ranks.
+
+    Returns:
+      The set, with a number that is the same on all processes.
+
+    Raises:
+      ValueError: there is such a set already, or a rank is none of this job.
+      RuntimeError: the processes do not agree on the ranks; on all of them.
+    """
+    engine = session.current_engine()
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    ranks = process_set.ranks
+    if ranks[-1] >= engine.size:
+        raise ValueError(
+            f"`ranks` must be below {engine.size}, the number of processes, got "
+            f"{list(ranks)}."
+        )
+    if ranks in engine.known_sets.values():
+        raise ValueError(
+            f"Attempted to add a duplicate process set: there is one of {list(ranks)}."
+        )
+    name = session.next_name("add_process_set", 0)
+    process_set.process_set_id = _agree(name, Spec("add_process_set", shape=ranks))
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forgets a set; its number may become that of another one.
+
+    Every process calls it, when no operation of the set is under way.
+
+    Args:
+      process_set: what `add_process_set` returned.
+
+    Returns:
+      Whether it was removed: False of the set of all, and of one that is not there.
+
+    Raises:
+      RuntimeError: the processes do not agree on the set; on all of them.
+    """
+    engine = session.current_engine()
+    set_id = process_set.process_set_id
+    if not set_id or engine.known_sets.get(set_id) != process_set.ranks:
+        return False
+    name = session.next_name("remove_process_set", 0)
+    _agree(name, Spec("remove_process_set", shape=(set_id,)))
+    process_set.process_set_id = None
+    return True
+
+
+def _agree(name: str, spec: Spec) -> int:
+    engine = session.current_engine()
+    entry = Entry(Request(name, encode_spec(spec)), None, Record(name, spec.kind))
+    engine.submit([entry])
+    return session.wait_for([entry])[0]

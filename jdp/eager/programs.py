@@ -1,0 +1,103 @@
+"""Programs: whole compiled steps, ordered among the other operations."""
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdp.eager import session
+from jdp.eager.engine import Entry
+from jdp.eager.flight_recorder import Record
+from jdp.eager.messages import Request, Spec, encode_spec
+from jdp.eager.requests import Handle
+from jdp.types import PyTree
+
+_MAX_KNOWN = 256
+
+
+def submit(step: Callable[..., Any], *args: PyTree, name: str | None = None) -> Any:
+    """Runs a compiled step when all processes have submitted it.
+
+    Every process calls it, in any order among other operations. The engine compares
+    the programs, and starts them in one order everywhere. A program with collectives
+    that is called directly, while the engine runs others, has no such order.
+
+    Args:
+      step: what `jdp.data_parallel` returned, or a function that `jax.jit` compiled.
+      *args: its arguments.
+      name: see `all_reduce`; None: that of the step.
+
+    Returns:
+      What the step returns, ready.
+
+    Raises:
+      TypeError: `step` is not compiled.
+      RuntimeError: the processes have submitted different programs; on all of them. Or
+        see `synchronize`.
+      Exception: what the step raised.
+    """
+    return submit_async(step, *args, name=name).result()
+
+
+def submit_async(
+    step: Callable[..., Any], *args: PyTree, name: str | None = None
+) -> Handle:
+    """Begins `submit`."""
+    engine = session.current_engine()
+    name = f"submit.{_name_of(step)}" if name is None else name
+    spec = Spec("submit", fingerprint=_fingerprint(step, args))
+    record = Record(name, "submit", op=spec.fingerprint)
+    record.submitted_s = time.perf_counter()
+    entry = Entry(Request(name, encode_spec(spec)), None, record)
+    entry.run = functools.partial(step, *args)
+    engine.submit([entry])
+    return Handle([entry], _only)
+
+
+class _Known:
+    """Fingerprints of steps and shapes of arguments, which come over and over."""
+
+    fingerprints: dict[Any, tuple[Any, str]] = {}
+
+
+def _fingerprint(step: Any, args: tuple[PyTree, ...]) -> str:
+    leaves, treedef = jax.tree.flatten(args)
+    avals = tuple([_aval(leaf) for leaf in leaves])
+    key = (id(step), treedef, avals)
+    known = _Known.fingerprints.get(key)
+    if known is not None and known[0] is step:
+        return known[1]
+    if hasattr(step, "fingerprint"):
+        text = step.fingerprint(*args)
+    elif hasattr(step, "trace"):
+        text = str(step.trace(*args).jaxpr)
+    else:
+        raise TypeError(
+            f"`step` must be compiled, by `jdp.data_parallel` or `jax.jit`, got {step}."
+        )
+    shapes = " ".join(f"{dtype}{list(shape)}" for shape, dtype in avals)
+    digest = hashlib.sha256(f"{shapes}\n{text}".encode()).hexdigest()[:16]
+    fingerprint = f"{_name_of(step)} {digest}"
+    if len(_Known.fingerprints) == _MAX_KNOWN:
+        _Known.fingerprints.clear()
+    _Known.fingerprints[key] = (step, fingerprint)
+    return fingerprint
+
+
+def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
+    if isinstance(leaf, np.ndarray | jax.Array):
+        return tuple(leaf.shape), str(leaf.dtype)
+    array = np.asarray(leaf)
+    return array.shape, type(leaf).__name__
+
+
+def _name_of(step: Any) -> str:
+    return getattr(step, "__name__", type(step).__name__)
+
+
+def _only(values: list[Any]) -> Any:
+    return values[0]
