@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jdp.eager import requests, session
-from jdp.eager.engine import Entry
+from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
 from jdp.eager.process_set import ProcessSet, global_process_set
@@ -403,9 +403,8 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     set_id = requests.find_set(engine, "barrier", process_set)
     name = session.next_name("barrier", set_id)
     request = Request(name, encode_spec(Spec("barrier")), set_id)
-    entry = Entry(
-        request, None, requests.started(Record(name, "barrier", process_set=set_id))
-    )
+    record = Record(name, "barrier", process_set=set_id)
+    entry = Entry(request, requests.started(record))
     engine.submit([entry])
     session.wait_for([entry])
 
@@ -423,6 +422,6 @@ def join() -> int:
       RuntimeError: see `synchronize`.
     """
     engine = session.current_engine()
-    entry = Entry(Request("join", b""), None, requests.started(Record("join", "join")))
+    entry = Entry(Request("join", b""), requests.started(Record("join", "join")))
     engine.submit_join(entry)
     return session.wait_for([entry])[0]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from jdp.eager import session
-from jdp.eager.engine import Entry
+from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
 
@@ -98,7 +98,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
             f"`ranks` must be below {engine.size}, the number of processes, got "
             f"{list(ranks)}."
         )
-    if ranks in engine.known_sets.values():
+    if ranks in engine.executor.known_sets.values():
         raise ValueError(
             f"Attempted to add a duplicate process set: there is one of {list(ranks)}."
         )
@@ -123,7 +123,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     engine = session.current_engine()
     set_id = process_set.process_set_id
-    if not set_id or engine.known_sets.get(set_id) != process_set.ranks:
+    if not set_id or engine.executor.known_sets.get(set_id) != process_set.ranks:
         return False
     name = session.next_name("remove_process_set", 0)
     _agree(name, Spec("remove_process_set", shape=(set_id,)))
@@ -133,6 +133,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(name: str, spec: Spec) -> int:
     engine = session.current_engine()
-    entry = Entry(Request(name, encode_spec(spec)), None, Record(name, spec.kind))
+    entry = Entry(Request(name, encode_spec(spec)), Record(name, spec.kind))
     engine.submit([entry])
     return session.wait_for([entry])[0]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdp.eager import session
-from jdp.eager.engine import Entry
+from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
 from jdp.eager.requests import Handle
@@ -52,8 +52,8 @@ def submit_async(
     spec = Spec("submit", fingerprint=_fingerprint(step, args))
     record = Record(name, "submit", op=spec.fingerprint)
     record.submitted_s = time.perf_counter()
-    entry = Entry(Request(name, encode_spec(spec)), None, record)
-    entry.run = functools.partial(step, *args)
+    run = functools.partial(step, *args)
+    entry = Entry(Request(name, encode_spec(spec)), record, run=run)
     engine.submit([entry])
     return Handle([entry], _only)
 

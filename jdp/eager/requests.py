@@ -13,7 +13,8 @@ import numpy as np
 
 from jdp import buckets
 from jdp.eager import session
-from jdp.eager.engine import Engine, Entry
+from jdp.eager.engine import Engine
+from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Kind, Request, Spec, encode_spec
 from jdp.eager.mismatch import SCALAR
@@ -75,7 +76,7 @@ def find_set(engine: Engine, kind: Kind, process_set: ProcessSet) -> int:
     set_id = process_set.process_set_id
     if set_id == 0:
         return 0
-    if set_id is None or engine.known_sets.get(set_id) != process_set.ranks:
+    if set_id is None or engine.executor.known_sets.get(set_id) != process_set.ranks:
         raise ValueError(
             f"{kind}: the process set {list(process_set.ranks)} does not exist, or has "
             "been removed. Add it with `jdp.eager.add_process_set`, on all processes."
@@ -233,7 +234,7 @@ def make_entry(
         array.nbytes,
         submitted_s=time.perf_counter(),
     )
-    return Entry(request, array, record)
+    return Entry(request, record, array=array)
 
 
 class _Known:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdp import mesh
-from jdp.eager.engine import Engine, Entry
+from jdp.eager.engine import Engine
+from jdp.eager.entry import Entry
 from jdp.eager.messages import UNNAMED
 from jdp.eager.options import EagerOptions
 from jdp.mesh import World

@@ -39,7 +39,7 @@ class Task:
     op: str  # of a reduction; "" otherwise.
     dtype: np.dtype
     num_bytes: int
-    on_device: bool  # whether the tensors are where numpy cannot read them.
+    is_on_device: bool  # whether the tensors are where numpy cannot read them.
 
 
 class Implementation(Protocol):

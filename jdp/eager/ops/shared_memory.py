@@ -49,7 +49,9 @@ class SharedMemory:
 
     def is_enabled(self, task: Task) -> bool:
         """See `Implementation`."""
-        return self._buffer is not None and not task.on_device and task.op != "adasum"
+        return (
+            self._buffer is not None and not task.is_on_device and task.op != "adasum"
+        )
 
     def describe(self) -> str:
         """See `Implementation`."""

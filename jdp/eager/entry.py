@@ -1,0 +1,79 @@
+"""Entry: one request of this process, and how its caller hears that it is done."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdp.eager.flight_recorder import Record
+from jdp.eager.messages import Request
+
+
+class Entry:
+    """One request, until it is done."""
+
+    __slots__ = ("request", "array", "run", "record", "is_done", "value", "error")
+
+    def __init__(
+        self,
+        request: Request,
+        record: Record,
+        *,
+        array: Any = None,
+        run: Callable[[], Any] | None = None,
+    ):
+        """Makes a request that nobody knows of yet.
+
+        Args:
+          request: what the other ranks hear of it.
+          record: what is kept of it for errors.
+          array: the tensor that this process gives.
+          run: the program that is run instead.
+        """
+        self.request = request
+        self.record = record
+        self.array = array
+        self.run = run
+        self.is_done = False
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+class Completion:
+    """Where callers wait for their entries; any thread may use it."""
+
+    def __init__(self) -> None:
+        """Begins with nothing done."""
+        self.changed = threading.Condition()
+
+    def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
+        """Waits until all entries are done; returns whether they are."""
+        for entry in entries:
+            if not entry.is_done:
+                break
+        else:
+            return True
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: all([entry.is_done for entry in entries]), timeout_s
+            )
+
+    def finish(self, entries: Sequence[Entry | None], values: Sequence[Any]) -> None:
+        """Gives entries their values; None stands for those of other ranks."""
+        now_s = time.perf_counter()
+        for entry, value in zip(entries, values, strict=True):
+            if entry is not None and not entry.is_done:
+                entry.record.finished_s = now_s
+                entry.array = entry.run = None
+                entry.value = value
+                entry.is_done = True
+        with self.changed:
+            self.changed.notify_all()
+
+    def fail(self, entries: Sequence[Entry | None], error: Exception) -> None:
+        """Lets those that wait for entries raise `error`."""
+        for entry in entries:
+            if entry is not None and not entry.is_done:
+                entry.error = error
+                entry.record.error = str(error)
+        self.finish(entries, [None] * len(entries))
