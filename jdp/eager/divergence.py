@@ -217,7 +217,7 @@ def _notes(a: Dump, b: Dump, shared: set[int]) -> list[str]:
     notes = [
         f"Both wait for {_show(ours)}.{more}"
         for ours, theirs in pairs
-        if ours.is_waiting and theirs.is_waiting
+        if ours.is_waiting and theirs.is_waiting and _spec(ours) == _spec(theirs)
     ]
     notes = [*notes[:_MOST_SHOWN], *_notes_of(a), *_notes_of(b)]
     later = _later_without_records(a, b)

@@ -215,8 +215,10 @@ def test_rows_of_a_gather_may_differ_and_the_rest_may_not():
     for rank, rows in ((a, 3), (b, 5)):
         rank.submit(Record("g", "all_gather", "float32", (rows, 2)))
         rank.submit(Record("h", "all_gather", "float32", (4, rows)))
-    (finding,) = _compare(a, b)[0].findings
+    found, text = _compare(a, b)
+    (finding,) = found.findings
     assert "shapes of 'h': rank 0 has [any, 3], but rank 1 has [any, 5]" in finding.text
+    assert "Both wait for 'g'" in text and "Both wait for 'h'" not in text
 
 
 def test_process_sets_of_one_rank_are_left_alone():
