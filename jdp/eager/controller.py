@@ -5,15 +5,9 @@ coordinator says to all in one order what runs, so that nobody waits in a collec
 that others have not begun. What was negotiated once gets a slot of the cache, by its
 name and everything that was said of it. A rank that submits it again sends the number
 of the slot, as a bit; the bit sets of all ranks, combined by AND, are what is ready.
-
-A slot is taken back when a rank says something else of its name, or when another name
-needs it. Bits for it may still be on their way then. So what it stood for is kept, and
-the slot is not given to another name, until every rank has seen that it was taken.
 """
 
-import collections
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,9 +23,8 @@ from jdp.eager.messages import (
     Response,
     decode_spec,
 )
+from jdp.eager.slots import Cached, SlotTable, bits
 
-_ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16}
-_REDUCED = ("all_reduce", "reduce_scatter")
 _NOT_WITH_JOIN = ("all_gather", "broadcast", "all_to_all", "reduce_scatter", "submit")
 _NEVER_CACHED = ("barrier", "add_process_set", "remove_process_set")
 _MAX_WARM = 64  # ready sets whose responses are kept.
@@ -78,15 +71,6 @@ class _Entry:
         self.since_s = now_s
 
 
-class _Cached(NamedTuple):
-    """What a slot stands for."""
-
-    process_set: int
-    name: str
-    spec: bytes
-    locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
-
-
 class _Ready(NamedTuple):
     """A name that is ready everywhere."""
 
@@ -130,16 +114,7 @@ class Coordinator:
         self._stop = ""
         self._is_asked = False  # to stop.
         self._seen = [0] * size
-        # The cache. Slots in the order of use, and what is in them.
-        self._slot_of: collections.OrderedDict[tuple[int, str], int] = (
-            collections.OrderedDict()
-        )
-        self._cached: dict[int, _Cached] = {}
-        # What slots stood for, with the number of batches before the one that says so.
-        self._retired: dict[int, tuple[_Cached, int]] = {}
-        self._evicted: list[int] = []  # to be said in the next batch.
-        self._live = 0  # bits: slots that stand for a name.
-        self._slots_of_set: dict[int, int] = {0: 0}  # the same, by process set.
+        self._slots = SlotTable(options.cache_capacity)
         self._hits = [0] * size  # bits: submitted, and not ready everywhere.
         self._hit_since_s: dict[int, float] = {}
         self._warm: dict[tuple[int, int], _Warm] = {}  # by process set and slots.
@@ -150,7 +125,7 @@ class Coordinator:
         self._members[set_id] = tuple(ranks)
         self._full[set_id] = sum(1 << rank for rank in ranks)
         self._tables[set_id] = {}
-        self._slots_of_set[set_id] = 0
+        self._slots.of_set[set_id] = 0
 
     def _add_free_set(self, ranks: Sequence[int]) -> int:
         set_id = next(i for i in itertools.count() if i not in self._members)
@@ -159,9 +134,9 @@ class Coordinator:
 
     def _remove_process_set(self, set_id: int) -> None:
         """Forgets a set; its number may become that of another one."""
-        for slot in list(_bits(self._slots_of_set[set_id])):
+        for slot in bits(self._slots.of_set[set_id]):
             self._retire(slot)
-        for known in (self._members, self._full, self._tables, self._slots_of_set):
+        for known in (self._members, self._full, self._tables, self._slots.of_set):
             del known[set_id]
         self._held = {key: held for key, held in self._held.items() if key[0] != set_id}
 
@@ -192,17 +167,18 @@ class Coordinator:
 
     def _receive_hits(self, rank: int, hits: int, now_s: float) -> None:
         if hits & self._hits[rank]:
-            slot = next(_bits(hits & self._hits[rank]))
+            slot = next(bits(hits & self._hits[rank]))
             raise ProtocolError(f"rank {rank} has submitted slot {slot} twice")
-        for slot in list(_bits(hits & ~self._live)):
+        for slot in bits(hits & ~self._slots.live):
             # It was taken back while the bit was on its way.
-            if slot not in self._retired:
+            cached = self._slots.find_retired(slot)
+            if cached is None:
                 raise ProtocolError(f"rank {rank} has submitted the empty slot {slot}")
-            self._add(rank, self._request_of(self._retired[slot][0], rank), now_s)
+            self._add(rank, self._request_of(cached, rank), now_s)
             hits ^= 1 << slot
         self._hits[rank] |= hits
 
-    def _request_of(self, cached: _Cached, rank: int) -> Request:
+    def _request_of(self, cached: Cached, rank: int) -> Request:
         local: tuple[int, ...] = ()
         if cached.locals and cached.process_set in self._members:
             local = cached.locals[self._members[cached.process_set].index(rank)]
@@ -214,7 +190,7 @@ class Coordinator:
         table = self._tables.get(set_id)
         if table is None or not self._full[set_id] >> rank & 1:
             raise ProtocolError(f"rank {rank} is not in process set {set_id}")
-        slot = self._slot_of.get((set_id, name))
+        slot = self._slots.find(set_id, name)
         if slot is not None:
             self._take_back(slot, now_s)
         entry = table.get(name)
@@ -254,22 +230,22 @@ class Coordinator:
         last_joined = -1
         if self._joined == self._full[0]:
             last_joined, self._joined = self._last_joined, 0
-        if not (responses or self._evicted or last_joined >= 0 or self._stop):
+        evicted = self._slots.take_evicted()
+        if not (responses or evicted or last_joined >= 0 or self._stop):
             return None
         batch = Batch(
             tuple(responses),
-            tuple(self._evicted),
+            evicted,
             last_joined,
             self._stop,
             self._is_asked,
         )
-        self._evicted = []
         self.num_batches += 1
         return batch
 
     def _take_hits(self) -> Iterator[tuple[int, int]]:
         """Takes the slots whose bits all ranks have sent, as a bit set by set."""
-        for set_id, slots in self._slots_of_set.items():
+        for set_id, slots in self._slots.of_set.items():
             if self._full[set_id] & ~self._joined == 0:
                 continue
             ready = slots
@@ -288,20 +264,19 @@ class Coordinator:
         is_plain = not self._joined and not self._held
         warm = self._warm.get((set_id, slots)) if is_plain else None
         if warm is not None:
-            for key in warm.keys:
-                self._slot_of.move_to_end(key)
+            self._slots.touch(warm.keys)
             return warm.responses
         ready = []
-        for slot in _bits(slots):
-            cached = self._cached[slot]
-            self._slot_of.move_to_end((set_id, cached.name))
+        for slot in bits(slots):
+            cached = self._slots.get(slot)
             error = self._why_not_joined(set_id, cached.name, cached.spec)
             ready.append(_Ready(*cached, slot, error))
+        keys = [(set_id, each.name) for each in ready]
+        self._slots.touch(keys)
         responses = self._respond_to_all(ready, now_s)
         if is_plain and not self._held:
             if len(self._warm) == _MAX_WARM:
                 self._warm.clear()
-            keys = [(set_id, each.name) for each in ready]
             self._warm[set_id, slots] = _Warm(keys, tuple(responses))
         return responses
 
@@ -346,7 +321,7 @@ class Coordinator:
             return ""
         return (
             f"{kind} of {name!r} is not supported after a rank has joined; joined: "
-            f"{list(_bits(joined))}."
+            f"{list(bits(joined))}."
         )
 
     def _complete_groups(self, ready: Iterable[_Ready], now_s: float) -> list[_Ready]:
@@ -388,20 +363,22 @@ class Coordinator:
             # A group of several kinds runs one after another, and nothing in between.
             by_key: dict[object, list[_Ready]] = {}
             for each in members:
-                by_key.setdefault(_fusion_key(each), []).append(each)
+                by_key.setdefault(_key_of(each), []).append(each)
             responses += [self._respond(same) for same in by_key.values()]
         return responses
 
     def _item(self, unit: list[_Ready]) -> Item:
-        keys = {_fusion_key(each) for each in unit}
+        keys = {_key_of(each) for each in unit}
         is_group = bool(decode_spec(unit[0].spec).group)
         alone = len(keys) > 1 or is_group and not self.options.fuse_groups
-        num_bytes = sum(map(_num_bytes, unit))
+        num_bytes = sum(
+            fusion.num_bytes_of(decode_spec(each.spec), each.locals) for each in unit
+        )
         return Item(None if alone else keys.pop(), num_bytes)
 
     def _respond(self, ready: list[_Ready]) -> Response:
         slots = tuple(
-            each.slot if each.slot >= 0 else self._take_slot(each) for each in ready
+            each.slot if each.slot >= 0 else self._give_slot(each) for each in ready
         )
         set_id = ready[0].process_set
         if all(each.slot >= 0 for each in ready):
@@ -417,62 +394,36 @@ class Coordinator:
 
     # The cache
 
-    def _take_slot(self, ready: _Ready) -> int:
-        """Gives a name a slot; -1 if there is none."""
+    def _give_slot(self, ready: _Ready) -> int:
+        """Gives a name a slot; -1 if there is none, or it is not worth it."""
         if decode_spec(ready.spec).kind in _NEVER_CACHED:
             return -1
         if ready.name.startswith(UNNAMED):  # It will not come again.
             return -1
-        slot = self._free_slot()
+        cached = Cached(ready.process_set, ready.name, ready.spec, ready.locals)
+        slot = self._slots.give(cached, num_seen=min(self._seen))
         if slot < 0:
-            return -1
-        cached = _Cached(ready.process_set, ready.name, ready.spec, ready.locals)
-        self._cached[slot] = cached
-        self._slot_of[ready.process_set, ready.name] = slot
-        self._live |= 1 << slot
-        self._slots_of_set[ready.process_set] |= 1 << slot
+            in_use = self._pending()
+            for held in self._held.values():
+                for each in held.ready:
+                    in_use |= 1 << each.slot if each.slot >= 0 else 0
+            oldest = self._slots.find_oldest(in_use)
+            if oldest is not None:  # This one goes without; the next one has room.
+                self._retire(oldest)
         return slot
-
-    def _free_slot(self) -> int:
-        if self._retired:
-            seen = min(self._seen)
-            for slot, (_, batch) in self._retired.items():
-                if seen > batch:
-                    del self._retired[slot]
-                    return slot
-        # Slots are given in order, and those taken back wait in `_retired`.
-        taken = len(self._cached) + len(self._retired)
-        if taken < self.options.cache_capacity:
-            return taken
-        # Make room for the next one; this one goes without.
-        pending = self._pending()
-        for held in self._held.values():
-            for each in held.ready:
-                pending |= 1 << each.slot if each.slot >= 0 else 0
-        for slot in self._slot_of.values():
-            if not pending >> slot & 1:
-                self._retire(slot)
-                break
-        return -1
 
     def _take_back(self, slot: int, now_s: float) -> None:
         """Takes a slot back; who has sent its bit has submitted the name."""
-        cached = self._cached[slot]
-        self._retire(slot)
+        cached = self._retire(slot)
         for rank in self._members[cached.process_set]:
             if self._hits[rank] >> slot & 1:
                 self._hits[rank] ^= 1 << slot
                 self._add(rank, self._request_of(cached, rank), now_s)
 
-    def _retire(self, slot: int) -> None:
-        cached = self._cached.pop(slot)
-        del self._slot_of[cached.process_set, cached.name]
-        self._live ^= 1 << slot
-        self._slots_of_set[cached.process_set] ^= 1 << slot
+    def _retire(self, slot: int) -> Cached:
         self._hit_since_s.pop(slot, None)
-        self._retired[slot] = (cached, self.num_batches)
-        self._evicted.append(slot)
         self._warm.clear()
+        return self._slots.retire(slot, num_batches=self.num_batches)
 
     def _pending(self) -> int:
         """The slots whose bit some rank has sent."""
@@ -500,7 +451,7 @@ class Coordinator:
                 waited_s = now_s - entry.since_s
                 missing = full & ~entry.arrived
                 if missing and waited_s >= after_s:
-                    ranks = tuple(_bits(missing))
+                    ranks = tuple(bits(missing))
                     stalls.append(Stall(set_id, name, ranks, waited_s))
         for (set_id, group), held in self._held.items():
             if now_s - held.since_s >= after_s:
@@ -512,11 +463,11 @@ class Coordinator:
         for slot in list(self._hit_since_s):
             if not pending >> slot & 1:
                 del self._hit_since_s[slot]
-        for slot in _bits(pending):
+        for slot in bits(pending):
             waited_s = now_s - self._hit_since_s.setdefault(slot, now_s)
             if waited_s < after_s:
                 continue
-            cached = self._cached[slot]
+            cached = self._slots.get(slot)
             missing = tuple(
                 rank
                 for rank in self._members[cached.process_set]
@@ -526,25 +477,5 @@ class Coordinator:
         return stalls
 
 
-def _bits(mask: int) -> Iterator[int]:
-    """The positions of the bits, ascending."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
-
-
-def _fusion_key(ready: _Ready) -> tuple[object, ...] | None:
-    """What is the same of operations that may run as one; None: it never does."""
-    spec = decode_spec(ready.spec)
-    if spec.kind not in (*_REDUCED, "all_gather", "broadcast"):
-        return None
-    rest = (spec.op, spec.prescale, spec.postscale, spec.root)
-    return (ready.process_set, spec.kind, spec.dtype, spec.device, *rest)
-
-
-def _num_bytes(ready: _Ready) -> int:
-    """Bytes of a tensor; of a gather, of all that comes together."""
-    spec = decode_spec(ready.spec)
-    size = _ITEM_BYTES.get(spec.dtype, 4) * math.prod(spec.shape)
-    return size * sum(sum(local) for local in ready.locals) if ready.locals else size
+def _key_of(ready: _Ready) -> tuple[object, ...] | None:
+    return fusion.key_of(ready.process_set, decode_spec(ready.spec))

@@ -1,7 +1,14 @@
 """Fusion: which operations that are ready run as one."""
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jdp.eager.messages import Spec
+
+_FUSED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 class Item(NamedTuple):
@@ -45,3 +52,29 @@ def fuse(items: Sequence[Item], threshold_bytes: int) -> list[list[int]]:
             fused.append(together)
             waiting = left
     return sorted(fused)
+
+
+def key_of(process_set: int, spec: Spec) -> tuple[object, ...] | None:
+    """Returns what is the same of operations that may run as one; None: it never does.
+
+    Args:
+      process_set: who takes part.
+      spec: of the operation.
+    """
+    if spec.kind not in _FUSED:
+        return None
+    rest = (spec.op, spec.prescale, spec.postscale, spec.root)
+    return (process_set, spec.kind, spec.dtype, spec.device, *rest)
+
+
+def num_bytes_of(spec: Spec, locals_: Sequence[tuple[int, ...]]) -> int:
+    """Returns the bytes of a tensor; of a gather, of all that comes together.
+
+    Args:
+      spec: of the operation.
+      locals_: by member, `Request.local`; () for kinds that have none.
+    """
+    if not spec.dtype:
+        return 0
+    size = jnp.dtype(spec.dtype).itemsize * math.prod(spec.shape)
+    return size * sum(map(sum, locals_)) if locals_ else size
