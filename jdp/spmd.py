@@ -191,6 +191,20 @@ class DataParallelStep(Joinable):
         """
         return self._jit(None).lower(*self._place(state, batches))
 
+    def fingerprint(self, state: PyTree, *batches: PyTree) -> str:
+        """Returns the text of the program for arguments like these.
+
+        Values are not read, nothing runs, and no other process is asked. Processes
+        whose texts are equal run the same program.
+
+        Args:
+          state: see `trace`.
+          *batches: see `trace`.
+        """
+        with dispatch.without_measuring():
+            avals = jax.tree.map(_aval, state), self._global_avals(batches)
+            return str(self._shard(None, *avals)[0].jaxpr)
+
     def trace(self, state: PyTree, *batches: PyTree) -> Recording:
         """Traces the step for arguments like these, to see what it synchronises.
 
@@ -200,6 +214,13 @@ class DataParallelStep(Joinable):
           state: pytree of arrays or `jax.ShapeDtypeStruct`s.
           *batches: the same, with the samples of this process.
         """
+        with recording.collect() as found, dispatch.without_measuring():
+            avals = jax.tree.map(_aval, state), self._global_avals(batches)
+            self._shard(None, *avals)
+        return found
+
+    def _global_avals(self, batches: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Shapes and dtypes of batches of all processes together."""
         count = self.world.process_count
 
         def global_aval(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -208,10 +229,7 @@ class DataParallelStep(Joinable):
             aval = _aval(leaf)
             return aval.update(shape=(aval.shape[0] * count, *aval.shape[1:]))
 
-        with recording.collect() as found, dispatch.without_measuring():
-            batches = jax.tree.map(global_aval, batches)
-            self._shard(None, jax.tree.map(_aval, state), batches)
-        return found
+        return jax.tree.map(global_aval, batches)
 
     @functools.cached_property
     def world(self) -> World:

@@ -1,11 +1,13 @@
 """Calls: the collectives by name, as functions of trees of arrays."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
-from jdp.eager import requests, session
+from jdp.eager import gradients, requests, session
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
@@ -82,16 +84,17 @@ def all_reduce(
         of two.
       RuntimeError: see `synchronize`; or the engine does not run.
     """
-    handle = all_reduce_async(
-        tree,
-        name=name,
+    begin = functools.partial(
+        all_reduce_async,
         op=op,
         prescale=prescale,
         postscale=postscale,
         compression=compression,
         process_set=process_set,
     )
-    return handle.result()
+    if gradients.is_traced(tree):
+        return gradients.all_reduce(_waiting(begin), tree, _named(name, "all_reduce"))
+    return begin(tree, name=name).result()
 
 
 def all_reduce_async(
@@ -207,7 +210,13 @@ def all_gather(
       RuntimeError: see `synchronize`; also if an array is a scalar, or a process has
         called `join`.
     """
-    return all_gather_async(tree, name=name, process_set=process_set).result()
+    begin = functools.partial(all_gather_async, process_set=process_set)
+    if gradients.is_traced(tree):
+        average = functools.partial(all_reduce, process_set=process_set)
+        place = process_set.ranks.index(session.rank())
+        name = _named(name, "all_gather")
+        return gradients.all_gather(_waiting(begin), average, place, tree, name)
+    return begin(tree, name=name).result()
 
 
 def all_gather_async(
@@ -245,7 +254,12 @@ def broadcast(
       ValueError: `root` is not in the set; see also `all_reduce`.
       RuntimeError: see `synchronize`; also if a process has called `join`.
     """
-    return broadcast_async(tree, root=root, name=name, process_set=process_set).result()
+    begin = functools.partial(broadcast_async, root=root, process_set=process_set)
+    if gradients.is_traced(tree):
+        average = functools.partial(all_reduce, process_set=process_set)
+        is_root, name = session.rank() == root, _named(name, "broadcast")
+        return gradients.broadcast(_waiting(begin), average, is_root, tree, name)
+    return begin(tree, name=name).result()
 
 
 def broadcast_async(
@@ -297,14 +311,19 @@ def reduce_scatter(
       RuntimeError: see `synchronize`; also if an array is a scalar, or a process has
         called `join`.
     """
-    return reduce_scatter_async(
-        tree,
-        name=name,
+    begin = functools.partial(
+        reduce_scatter_async,
         op=op,
         prescale=prescale,
         postscale=postscale,
         process_set=process_set,
-    ).result()
+    )
+    if gradients.is_traced(tree):
+        gather = functools.partial(all_gather, process_set=process_set)
+        factor = prescale * postscale * (len(process_set.ranks) if op == "sum" else 1)
+        name = _named(name, "reduce_scatter")
+        return gradients.reduce_scatter(_waiting(begin), gather, factor, tree, name)
+    return begin(tree, name=name).result()
 
 
 def reduce_scatter_async(
@@ -356,7 +375,14 @@ def all_to_all(
       RuntimeError: see `synchronize`; also if an array is a scalar, or a process has
         called `join`.
     """
-    return all_to_all_async(x, splits, name=name, process_set=process_set).result()
+    begin = functools.partial(all_to_all_async, process_set=process_set)
+    if not gradients.is_traced(x):
+        return begin(x, splits, name=name).result()
+    count = len(process_set.ranks)
+    given = requests.check_splits(x, splits, count) or [0] * count
+    name = _named(name, "all_to_all")
+    result = gradients.all_to_all(_waiting(begin), x, given, name)
+    return result[0] if splits is None else result
 
 
 def all_to_all_async(
@@ -425,3 +451,11 @@ def join() -> int:
     entry = Entry(Request("join", b""), requests.started(Record("join", "join")))
     engine.submit_join(entry)
     return session.wait_for([entry])[0]
+
+
+def _waiting(begin: Callable[..., Handle]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: begin(*args, **kwargs).result()
+
+
+def _named(name: str | None, kind: str) -> str:
+    return session.next_name(kind, -1) if name is None else name
