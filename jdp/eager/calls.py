@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,11 +12,10 @@ from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
 from jdp.eager.process_set import ProcessSet, global_process_set
-from jdp.eager.requests import Handle, Options
+from jdp.eager.requests import Handle
 from jdp.types import PyTree
 
 Op = Literal["average", "sum", "min", "max", "product", "adasum"]
-_SCATTERED = ("average", "sum")
 
 
 def poll(handle: Handle) -> bool:
@@ -108,17 +107,15 @@ def all_reduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begins `all_reduce`; the arrays must not change until it is done."""
-    engine = session.current_engine()
-    options = Options(
+    options = requests.find_options(
+        session.current_engine(),
         "all_reduce",
-        engine,
-        requests.find_set(engine, "all_reduce", process_set),
+        process_set,
         op,
-        float(prescale),
-        float(postscale),
-        wire=None if compression is None else requests.wire_dtype(compression),
+        prescale,
+        postscale,
+        compression,
     )
-    requests.check_op(options, get_args(Op))
     return requests.submit_tree(options, name, tree)
 
 
@@ -172,21 +169,20 @@ def grouped_all_reduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begins `grouped_all_reduce`; the arrays must not change until it is done."""
-    engine = session.current_engine()
-    set_id = requests.find_set(engine, "all_reduce", process_set)
-    name = session.next_name("group", set_id) if name is None else name
-    options = Options(
+    set_id = process_set.process_set_id
+    name = session.next_name("group", set_id or 0) if name is None else name
+    options = requests.find_options(
+        session.current_engine(),
         "all_reduce",
-        engine,
-        set_id,
+        process_set,
         op,
-        float(prescale),
-        float(postscale),
-        group=name,
-        group_size=len(jax.tree.leaves(tree)),
-        wire=None if compression is None else requests.wire_dtype(compression),
+        prescale,
+        postscale,
+        compression,
+        -1,
+        name,
+        len(jax.tree.leaves(tree)),
     )
-    requests.check_op(options, get_args(Op))
     return requests.submit_tree(options, name, tree)
 
 
@@ -226,9 +222,8 @@ def all_gather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begins `all_gather`; the arrays must not change until it is done."""
-    engine = session.current_engine()
-    set_id = requests.find_set(engine, "all_gather", process_set)
-    return requests.submit_tree(Options("all_gather", engine, set_id), name, tree)
+    options = requests.find_options(session.current_engine(), "all_gather", process_set)
+    return requests.submit_tree(options, name, tree)
 
 
 def broadcast(
@@ -270,16 +265,11 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begins `broadcast`; the arrays must not change until it is done."""
-    engine = session.current_engine()
-    set_id = requests.find_set(engine, "broadcast", process_set)
-    if root not in process_set.ranks:
-        raise ValueError(
-            f"`root={root}` is none of the ranks of the process set, "
-            f"{list(process_set.ranks)}."
-        )
-    return requests.submit_tree(
-        Options("broadcast", engine, set_id, root=root), name, tree
+    nothing = ("", 1.0, 1.0, None)
+    options = requests.find_options(
+        session.current_engine(), "broadcast", process_set, *nothing, root
     )
+    return requests.submit_tree(options, name, tree)
 
 
 def reduce_scatter(
@@ -336,16 +326,14 @@ def reduce_scatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begins `reduce_scatter`; the arrays must not change until it is done."""
-    engine = session.current_engine()
-    options = Options(
+    options = requests.find_options(
+        session.current_engine(),
         "reduce_scatter",
-        engine,
-        requests.find_set(engine, "reduce_scatter", process_set),
+        process_set,
         op,
-        float(prescale),
-        float(postscale),
+        prescale,
+        postscale,
     )
-    requests.check_op(options, _SCATTERED)
     return requests.submit_tree(options, name, tree)
 
 
@@ -394,9 +382,8 @@ def all_to_all_async(
 ) -> Handle:
     """Begins `all_to_all`; the arrays must not change until it is done."""
     engine = session.current_engine()
-    set_id = requests.find_set(engine, "all_to_all", process_set)
-    options = Options("all_to_all", engine, set_id)
-    name = session.next_name("all_to_all", set_id) if name is None else name
+    options = requests.find_options(engine, "all_to_all", process_set)
+    name = session.next_name("all_to_all", options.set_id) if name is None else name
     array = requests.as_array(x)
     entry = requests.make_entry(
         options,

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -92,6 +93,8 @@ class Engine:
                 ),
             )
         self._cache = ResponseCache()
+        # What calls have found out of their arguments; see `requests.find_options`.
+        self.known_options: dict[Any, Any] = {}
         self.why_dead = ""  # why nothing goes on; "" while it does.
         # What callers and the thread share; the lock is for what follows it.
         self._is_waiting = False

@@ -18,7 +18,6 @@ class Entry:
         self,
         request: Request,
         record: Record,
-        *,
         array: Any = None,
         run: Callable[[], Any] | None = None,
     ):

@@ -135,4 +135,6 @@ def _agree(name: str, spec: Spec) -> int:
     engine = session.current_engine()
     entry = Entry(Request(name, encode_spec(spec)), Record(name, spec.kind))
     engine.submit([entry])
-    return session.wait_for([entry])[0]
+    value = session.wait_for([entry])[0]
+    engine.known_options.clear()
+    return value

@@ -53,7 +53,7 @@ def submit_async(
     record = Record(name, "submit", op=spec.fingerprint)
     record.submitted_s = time.perf_counter()
     run = functools.partial(step, *args)
-    entry = Entry(Request(name, encode_spec(spec)), record, run=run)
+    entry = Entry(Request(name, encode_spec(spec)), record, None, run)
     engine.submit([entry])
     return Handle([entry], _only)
 

@@ -21,7 +21,11 @@ from jdp.eager.mismatch import SCALAR
 from jdp.eager.process_set import ProcessSet
 from jdp.types import PyTree
 
-_MAX_KNOWN = 1 << 16  # encoded requests that are kept.
+_MAX_KNOWN = 1 << 12  # options that are kept, and encoded requests of each.
+_OPS = {
+    "all_reduce": ("average", "sum", "min", "max", "product", "adasum"),
+    "reduce_scatter": ("average", "sum"),
+}
 # Of these kinds the first dimension may differ between ranks.
 _HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
 
@@ -52,19 +56,79 @@ class Handle:
         return self._value
 
 
-class Options(NamedTuple):
-    """What a call says of all its tensors."""
+class CallOptions:
+    """What a call says of all its tensors; of one engine, checked once."""
+
+    def __init__(self, engine: Engine, facts: "Facts", set_id: int):
+        """Use `find_options`."""
+        self.engine = engine
+        self.facts = facts
+        self.set_id = set_id
+        self.wire = None if facts.compression is None else jnp.dtype(facts.compression)
+        # Encoded requests, which come over and over, by name, dtype, shape and so on.
+        self.requests: dict[Any, Request] = {}
+
+
+class Facts(NamedTuple):
+    """What the arguments of a call are, but for its name and tensors."""
 
     kind: Kind
-    engine: Engine
-    set_id: int
+    process_set: ProcessSet
     op: str = ""
     prescale: float = 1.0
     postscale: float = 1.0
+    compression: Any = None  # dtype in which wider floats travel.
     root: int = -1
     group: str = ""
     group_size: int = 0
-    wire: np.dtype | None = None  # what wider floats travel as.
+
+
+def find_options(engine: Engine, *facts: Any) -> CallOptions:
+    """Returns the options of a call whose arguments are `Facts(*facts)`.
+
+    Raises:
+      ValueError: this process is not in the set, there is no such set, or an argument
+        is out of range.
+      NotImplementedError: adasum of a set, or of a number of processes that is no power
+        of two.
+    """
+    known = engine.known_options
+    options = known.get(facts)
+    if options is None:
+        if len(known) == _MAX_KNOWN:
+            known.clear()
+        options = known[facts] = _make_options(engine, Facts(*facts))
+    return options
+
+
+def _make_options(engine: Engine, facts: Facts) -> CallOptions:
+    set_id = find_set(engine, facts.kind, facts.process_set)
+    allowed = _OPS.get(facts.kind, ("",))
+    if facts.op not in allowed:
+        raise ValueError(
+            f"`op` of {facts.kind} must be one of {', '.join(allowed)}, got "
+            f"{facts.op!r}."
+        )
+    for field in ("prescale", "postscale"):
+        if not math.isfinite(getattr(facts, field)):
+            raise ValueError(f"`{field}` must be finite, got {getattr(facts, field)}.")
+    if facts.op == "adasum" and set_id != 0:
+        raise NotImplementedError(
+            "Adasum does not support process sets other than that of all."
+        )
+    if facts.op == "adasum" and engine.size & (engine.size - 1):
+        raise NotImplementedError(
+            f"Adasum needs a power of two of processes, got {engine.size}."
+        )
+    if facts.kind == "broadcast" and facts.root not in facts.process_set.ranks:
+        raise ValueError(
+            f"`root={facts.root}` is none of the ranks of the process set, "
+            f"{list(facts.process_set.ranks)}."
+        )
+    options = CallOptions(engine, facts, set_id)
+    if options.wire is not None and not jnp.issubdtype(options.wire, jnp.floating):
+        raise ValueError(f"`compression` must be a floating dtype, got {options.wire}.")
+    return options
 
 
 def find_set(engine: Engine, kind: Kind, process_set: ProcessSet) -> int:
@@ -87,36 +151,6 @@ def find_set(engine: Engine, kind: Kind, process_set: ProcessSet) -> int:
             f"{list(process_set.ranks)}."
         )
     return set_id
-
-
-def check_op(options: Options, allowed: Sequence[str]) -> None:
-    """Raises where a reduction is not one of those allowed, or cannot be scaled so."""
-    op = options.op
-    if op not in allowed:
-        raise ValueError(
-            f"`op` of {options.kind} must be one of {', '.join(allowed)}, got {op!r}."
-        )
-    for field in ("prescale", "postscale"):
-        value = getattr(options, field)
-        if not math.isfinite(value):
-            raise ValueError(f"`{field}` must be finite, got {value}.")
-    if op == "adasum" and options.set_id != 0:
-        raise NotImplementedError(
-            "Adasum does not support process sets other than that of all."
-        )
-    size = options.engine.size
-    if op == "adasum" and size & (size - 1):
-        raise NotImplementedError(
-            f"Adasum needs a power of two of processes, got {size}."
-        )
-
-
-def wire_dtype(compression: Any) -> np.dtype:
-    """Returns the dtype that floats are sent as; ValueError if it is none of floats."""
-    dtype = jnp.dtype(compression)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`compression` must be a floating dtype, got {dtype}.")
-    return dtype
 
 
 def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
@@ -150,15 +184,15 @@ def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
     return tuple(splits.tolist())
 
 
-def submit_tree(options: Options, name: str | None, tree: PyTree) -> Handle:
+def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
     """Submits all leaves of a tree at once."""
     if name is None:
-        name = session.next_name(options.kind, options.set_id)
+        name = session.next_name(options.facts.kind, options.set_id)
     if isinstance(tree, np.ndarray | jax.Array):  # What most calls give.
         array = as_array(tree)
-        entry = make_entry(options, name, array)
-        options.engine.submit((entry,))
-        return Handle((entry,), functools.partial(_restore_one, array, options.wire))
+        entries = [make_entry(options, name, array)]
+        options.engine.submit(entries)
+        return Handle(entries, functools.partial(_restore_one, array, options.wire))
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [as_array(leaf) for leaf in leaves]
     entries = [
@@ -208,12 +242,13 @@ def as_array(leaf: Any) -> Any:
 
 
 def make_entry(
-    options: Options, name: str, array: Any, local: tuple[int, ...] = ()
+    options: CallOptions, name: str, array: Any, local: tuple[int, ...] = ()
 ) -> Entry:
     """Makes the request of one tensor."""
-    known = _Known.of(options.engine)
-    dtype, shape = array.dtype, array.shape
-    key = (name, options[2:], options.kind, dtype, shape, local, type(array))
+    dtype, shape, known = array.dtype, array.shape, options.requests
+    key = (name, dtype, shape, local)
+    if isinstance(array, jax.Array):
+        key = (*key, _device_of(array))
     request = known.get(key)
     if request is None:
         if len(known) == _MAX_KNOWN:
@@ -224,62 +259,48 @@ def make_entry(
         array = array.astype(wire)
     if isinstance(array, jax.Array):
         array = _own_part(array)
+    facts = options.facts
     record = Record(
         name,
-        options.kind,
+        facts.kind,
         dtype.name,
         shape,
         options.set_id,
-        options.op,
+        facts.op,
         array.nbytes,
         submitted_s=time.perf_counter(),
     )
-    return Entry(request, record, array=array)
-
-
-class _Known:
-    """Encoded requests, which come over and over, of the engine that runs."""
-
-    engine: Engine | None = None
-    requests: dict[Any, Request] = {}
-
-    @classmethod
-    def of(cls, engine: Engine) -> dict[Any, Request]:
-        """Returns those of an engine."""
-        if cls.engine is not engine:
-            cls.engine, cls.requests = engine, {}
-        return cls.requests
+    return Entry(request, record, array)
 
 
 def _make_request(
-    options: Options, name: str, array: Any, local: tuple[int, ...]
+    options: CallOptions, name: str, array: Any, local: tuple[int, ...]
 ) -> Request:
-    dtype, shape = array.dtype, tuple(array.shape)
-    is_reduced = options.kind in ("all_reduce", "reduce_scatter")
-    if is_reduced and dtype.kind == "b":
+    facts, dtype, shape = options.facts, array.dtype, tuple(array.shape)
+    if facts.kind in _OPS and dtype.kind == "b":
         raise TypeError(
             f"`{name}`: bools cannot be reduced; cast them to uint8, for example."
         )
-    if options.op in ("min", "max") and dtype.kind == "c":
-        raise TypeError(f"`{name}`: `op={options.op!r}` is not defined for {dtype}.")
-    if options.op == "adasum" and not jnp.issubdtype(dtype, jnp.floating):
+    if facts.op in ("min", "max") and dtype.kind == "c":
+        raise TypeError(f"`{name}`: `op={facts.op!r}` is not defined for {dtype}.")
+    if facts.op == "adasum" and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`{name}` must be floating for `op='adasum'`, got {dtype}.")
     if options.wire is not None and _is_wider(dtype, options.wire):
         dtype = options.wire
-    if options.kind in _HAS_LOCAL_FIRST:
+    if facts.kind in _HAS_LOCAL_FIRST:
         local = local or shape[:1]
         shape = shape[1:] if shape else SCALAR  # It is refused on all ranks.
     spec = Spec(
-        options.kind,
+        facts.kind,
         dtype.name,
         shape,
         _device_of(array),
-        options.op,
-        options.prescale,
-        options.postscale,
-        options.root,
-        options.group,
-        options.group_size,
+        facts.op,
+        float(facts.prescale),
+        float(facts.postscale),
+        facts.root,
+        facts.group,
+        facts.group_size,
     )
     return Request(name, encode_spec(spec), options.set_id, local)
 

@@ -1,6 +1,7 @@
 """Base: what moves flat arrays between the members of a process set."""
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ class Members:
         """How many they are."""
         return len(self.ranks)
 
-    @property
+    @functools.cached_property
     def place(self) -> int:
         """Position of this process among them."""
         return self.ranks.index(self.world.process_index)
