@@ -1,0 +1,397 @@
+"""Autotune: which parameters of the engine move the most bytes in a second.
+
+The counterpart of Horovod's `ParameterManager`: the engine runs, what it moves is
+measured, and Bayesian optimisation says what to try next. Pure but for the log and
+with the clock as an argument; only the coordinator has an `Autotuner`, and sends what
+it decides to all ranks.
+
+The optimiser is `bayesian-optimization`: it is asked and told, has a Gaussian process,
+needs little but scikit-learn, and runs without a warning. scikit-optimize was archived
+in 2024, and the Gaussian process of optuna needs torch.
+"""
+
+import collections
+import csv
+import dataclasses
+import math
+import random
+import statistics
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import msgspec
+
+# As Horovod's SAMPLES: measurements a sample. One may have a pause of the caller in it,
+# or what still ran with the parameters before; the median does not care.
+_NUM_MEASUREMENTS = 5
+# A measurement ends with a name that comes again. Where none does, it ends with these.
+_MOST_NAMES = 1 << 16
+# Samples after the first and before the optimiser's. They are spread evenly, as a
+# process that has seen only a part takes the rest to be like it.
+_NUM_SPREAD = 6
+# How much what is not known counts, in standard deviations. 0.5, 1 and the library's
+# 2.58 kept 91, 94 and 91 % of the best of a grid: 20 samples of six simulated engines,
+# noise of 5 %, three starts, two seeds.
+_KAPPA = 1.0
+_HIERARCHICAL = ("hierarchical_all_reduce", "hierarchical_all_gather")
+
+
+class Tunable(msgspec.Struct, frozen=True, array_like=True):
+    """What can be changed while the engine runs, the same on all ranks.
+
+    Attributes:
+      fusion_bytes: most bytes of operations that run as one; 0: none do.
+      cycle_time_s: how long the engine waits for more before it negotiates; 0: it is
+        woken at once.
+      cache_enabled: whether what was negotiated is cached.
+      hierarchical_all_reduce: within groups first, then across.
+      hierarchical_all_gather: within groups first, then across.
+    """
+
+    fusion_bytes: int = 128 << 20
+    cycle_time_s: float = 0.0
+    cache_enabled: bool = True
+    hierarchical_all_reduce: bool = False
+    hierarchical_all_gather: bool = False
+
+
+class _Range:
+    """Numbers from 0 to `high`, by where they are from 0 to 1.
+
+    By the logarithm, other than in Horovod: what counts is how many operations there
+    are, and how many cycles, and these go with the inverse. From 1 to 2 MiB is as far
+    as from 64 to 128. `unit` is what is near 0, which has no logarithm.
+    """
+
+    def __init__(self, high: float, unit: float):
+        self._high = high
+        self._unit = unit
+        self._log = math.log1p(high / unit)
+
+    def place(self, value: float) -> float:
+        return min(1.0, math.log1p(value / self._unit) / self._log)
+
+    def value(self, place: float) -> float:
+        return min(self._high, self._unit * math.expm1(place * self._log))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutotuneOptions:
+    """How parameters are looked for.
+
+    A sample is one choice of parameters and its score: the median of five measurements
+    of `steps_per_sample` steps each.
+
+    Attributes:
+      warmup_samples: how many samples are thrown away at the beginning.
+        HOROVOD_AUTOTUNE_WARMUP_SAMPLES.
+      steps_per_sample: steps in a measurement. HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE.
+      max_samples: how many samples are taken before the best is kept for good; fewer
+        where there is nothing else to try.
+        HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES.
+      noise: standard deviation of the noise in the scores, from 0 to 1, where that of
+        all scores is 1. HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE.
+      fixed: fields of `Tunable` that are left as they are. In Horovod these are the
+        ones that have a variable of their own set.
+      log_path: where a line is written for each sample, as CSV; None: nowhere.
+        HOROVOD_AUTOTUNE_LOG.
+      seed: of what is tried. A seed and like scores give like choices.
+    """
+
+    warmup_samples: int = 3
+    steps_per_sample: int = 10
+    max_samples: int = 20
+    noise: float = 0.8
+    fixed: tuple[str, ...] = ()
+    log_path: str | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        """Checks the ranges."""
+        least = {"warmup_samples": 0, "steps_per_sample": 1, "max_samples": 1}
+        for name, low in (least | {"seed": 0}).items():
+            if getattr(self, name) < low:
+                raise ValueError(
+                    f"`{name}` must be at least {low}, got {getattr(self, name)}."
+                )
+        if not 0 <= self.noise <= 1:
+            raise ValueError(f"`noise` must be from 0 to 1, got {self.noise}.")
+        fields = Tunable.__struct_fields__
+        unknown = [name for name in self.fixed if name not in fields]
+        if unknown:
+            raise ValueError(
+                f"`fixed` must name fields of `Tunable`, got {unknown}.\n"
+                f"There are {', '.join(fields)}."
+            )
+
+
+class Autotuner:
+    """Tries parameters while the engine runs, and keeps the best.
+
+    Attributes:
+      best: what had the best score so far; `start` before there is one.
+      is_done: the best is kept, and nothing changes any more.
+    """
+
+    def __init__(
+        self, start: Tunable, options: AutotuneOptions, *, can_be_hierarchical: bool
+    ):
+        """Begins with `start`, whose sample is the first.
+
+        Args:
+          start: what the engine has now.
+          options: how parameters are looked for.
+          can_be_hierarchical: whether the world has groups; where it has none, these
+            two fields are left as they are.
+
+        Raises:
+          ValueError: `start` has a value below 0, or all fields are fixed.
+          RuntimeError: the optimiser is not installed.
+          OSError: the log cannot be written.
+        """
+        _check(start)
+        fixed = {*options.fixed, *(() if can_be_hierarchical else _HIERARCHICAL)}
+        tuned = [name for name in Tunable.__struct_fields__ if name not in fixed]
+        if not tuned:
+            raise ValueError(
+                f"All fields of `Tunable` are `fixed`, got {options.fixed}; there is "
+                "nothing to tune. Do not make an `Autotuner`."
+            )
+        self.best = start
+        self.is_done = False
+        self._current = start
+        self._best_score = -math.inf
+        self._num_samples = -options.warmup_samples
+        self._max_samples = options.max_samples
+        self._meter = _Meter(options.steps_per_sample)
+        self._search = _Search(
+            start,
+            tuned,
+            max_samples=options.max_samples,
+            noise=options.noise,
+            seed=options.seed,
+        )
+        self._log = None if options.log_path is None else _Log(options.log_path)
+
+    def observe(
+        self, num_bytes: int, *, now_s: float, names: Collection[Hashable] = ()
+    ) -> Tunable | None:
+        """Takes what moves; the coordinator calls it for each batch that moves bytes.
+
+        Between two samples the next parameters are computed, which takes about a tenth
+        of a second; it is not measured.
+
+        Args:
+          num_bytes: of all operations of the batch.
+          now_s: when the batch was decided, on a clock that does not go back.
+          names: of the operations. A step is over when a name comes again, so that a
+            measurement has whole steps in it, however many batches they are. Without
+            names a batch counts as a step.
+
+        Returns:
+          What all ranks use from the next batch on, or None if nothing changes. The
+          last one is the best, and nothing comes after it.
+        """
+        if self.is_done:
+            return None
+        score = self._meter.observe(num_bytes, names, now_s=now_s)
+        if score is None:
+            return None
+        self._num_samples += 1
+        if self._num_samples <= 0:
+            return None
+        self._search.tell(self._current, score)
+        if score > self._best_score:
+            self.best, self._best_score = self._current, score
+        if self._log is not None:
+            self._log.write(self._num_samples, self._current, score)
+        following = None
+        if self._num_samples < self._max_samples:
+            following = self._search.ask(self.best)
+        if following is None:
+            self.is_done = True
+            self.close()
+        self._current = following or self.best
+        return self._current
+
+    def close(self) -> None:
+        """Closes the log; once or more often."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+class _Meter:
+    """Bytes in a microsecond: the median of several measurements."""
+
+    def __init__(self, num_steps: int):
+        self._num_steps = num_steps
+        self._scores: list[float] = []
+        self._begin(None)
+
+    def _begin(self, now_s: float | None) -> None:
+        self._since_s = now_s
+        self._num_bytes = 0
+        self._counts: collections.Counter[Hashable] = collections.Counter()
+
+    def observe(
+        self, num_bytes: int, names: Collection[Hashable], *, now_s: float
+    ) -> float | None:
+        """Returns the score where a sample is complete.
+
+        The bytes of a batch belong to the time after it was decided. The batch that
+        completes a sample is in none, as the parameters change with it.
+        """
+        names = names or ("",)
+        if self._since_s is None or now_s < self._since_s:
+            self._begin(now_s)
+        elif now_s > self._since_s and self._is_over(names):
+            elapsed_us = (now_s - self._since_s) * 1e6
+            self._scores.append(self._num_bytes / elapsed_us)
+            if len(self._scores) == _NUM_MEASUREMENTS:
+                score = statistics.median(self._scores)
+                self._scores = []
+                self._begin(None)
+                return score
+            self._begin(now_s)
+        self._num_bytes += num_bytes
+        self._counts.update(names)
+        return None
+
+    def _is_over(self, names: Collection[Hashable]) -> bool:
+        if len(self._counts) >= _MOST_NAMES:
+            return True
+        return any(self._counts[name] >= self._num_steps for name in names)
+
+
+class _Search:
+    """What to try next, by what was tried: first numbers, then switches.
+
+    Switches come last, one after another and each kept if it helps, because what they
+    change is not seen before the numbers are good. Horovod has the same order, but
+    looks for the numbers anew with each switch, which takes as many samples again.
+    """
+
+    def __init__(
+        self,
+        start: Tunable,
+        tuned: list[str],
+        *,
+        max_samples: int,
+        noise: float,
+        seed: int,
+    ):
+        self._start = start
+        self._ranges = _ranges(start, tuned)
+        self._switches = [name for name in tuned if name not in self._ranges]
+        self._num_left = max_samples - len(self._switches) if self._ranges else 0
+        self._optimizer = _make_optimizer(list(self._ranges), noise=noise, seed=seed)
+        self._planned = _spread(list(self._ranges), seed=seed)
+        self._tried: set[tuple[float, ...]] = set()
+
+    def tell(self, tunable: Tunable, score: float) -> None:
+        """Takes the score of a sample."""
+        if self._num_left <= 0:
+            return
+        self._num_left -= 1
+        places = self._places(tunable)
+        self._tried.add(places)
+        self._optimizer.register(dict(zip(self._ranges, places, strict=True)), score)
+
+    def ask(self, best: Tunable) -> Tunable | None:
+        """Returns what to try after a `tell`, or None if there is nothing else.
+
+        Args:
+          best: what has the best score so far.
+        """
+        if self._num_left > 0:
+            return self._ask_numbers()
+        if not self._switches:
+            return None
+        name = self._switches.pop(0)
+        return msgspec.structs.replace(best, **{name: not getattr(best, name)})
+
+    def _ask_numbers(self) -> Tunable:
+        point = self._planned.pop(0) if self._planned else self._optimizer.suggest()
+        # A corner is often suggested again, and says little the second time.
+        while self._places(tunable := self._tunable(point)) in self._tried:
+            point = self._optimizer.random_sample(1)[0]
+        return tunable
+
+    def _places(self, tunable: Tunable) -> tuple[float, ...]:
+        return tuple(
+            r.place(getattr(tunable, name)) for name, r in self._ranges.items()
+        )
+
+    def _tunable(self, point: dict[str, Any]) -> Tunable:
+        # Plain numbers, which can be sent; the library's are NumPy's.
+        values: dict[str, float] = {
+            name: self._ranges[name].value(float(place))
+            for name, place in point.items()
+        }
+        if "fusion_bytes" in values:
+            values["fusion_bytes"] = round(values["fusion_bytes"])
+        return msgspec.structs.replace(self._start, **values)
+
+
+def _ranges(start: Tunable, tuned: list[str]) -> dict[str, _Range]:
+    """By name; what is larger at the start can be reached again."""
+    ranges = {
+        "fusion_bytes": _Range(max(256 << 20, start.fusion_bytes), 64 << 10),
+        # Horovod: 1 to 100 ms.
+        "cycle_time_s": _Range(max(0.1, start.cycle_time_s), 1e-3),
+    }
+    return {name: r for name, r in ranges.items() if name in tuned}
+
+
+def _spread(names: list[str], *, seed: int) -> list[dict[str, Any]]:
+    """A Latin square: each number has each of its places once, ends included."""
+    rng = random.Random(seed)
+    places = [i / (_NUM_SPREAD - 1) for i in range(_NUM_SPREAD)]
+    columns = [rng.sample(places, _NUM_SPREAD) for _ in names]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _make_optimizer(names: list[str], *, noise: float, seed: int) -> Any:
+    try:
+        from bayes_opt import BayesianOptimization, acquisition
+    except ImportError as error:
+        raise RuntimeError(
+            "Autotuning needs bayesian-optimization, which is not installed: "
+            "pip install 'jdp[autotune]'."
+        ) from error
+    optimizer = BayesianOptimization(
+        None,
+        dict.fromkeys(names, (0.0, 1.0)),
+        # Not the expected improvement, Horovod's: here it goes by the best score, and
+        # where that was luck, it stays there.
+        acquisition_function=acquisition.UpperConfidenceBound(kappa=_KAPPA),
+        random_state=seed,
+        verbose=0,
+    )
+    # A variance; what is added is the library's, and keeps matrices regular.
+    optimizer.set_gp_params(alpha=noise**2 + 1e-6)
+    return optimizer
+
+
+class _Log:
+    """A line for each sample, on disk as soon as it is known."""
+
+    def __init__(self, path: str):
+        # Read while the job runs, and what is left of one that died: line by line.
+        self._file = open(path, "w", newline="", buffering=1)
+        self._writer = csv.writer(self._file, lineterminator="\n")
+        self._writer.writerow(["sample", "score", *Tunable.__struct_fields__])
+
+    def write(self, sample: int, tunable: Tunable, score: float) -> None:
+        self._writer.writerow([sample, score, *msgspec.structs.astuple(tunable)])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _check(start: Tunable) -> None:
+    for name in ("fusion_bytes", "cycle_time_s"):
+        value = getattr(start, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"`start.{name}` must be at least 0, got {value}.")
