@@ -161,6 +161,15 @@ class Coordinator:
             self._stop = f"rank {rank} has shut the engine down"
             self._is_asked = True
 
+    def tune(self, *, fusion_bytes: int, cache_enabled: bool) -> None:
+        """Goes by other options from the next batch on."""
+        self.options = msgspec.structs.replace(self.options, fusion_bytes=fusion_bytes)
+        self._slots.capacity = self.options.cache_capacity if cache_enabled else 0
+        if not cache_enabled:
+            for slot in bits(self._slots.live & ~self._pending()):
+                self._retire(slot)
+        self._warm.clear()
+
     def stop(self, why: str) -> None:
         """Ends the engine on all ranks with the next batch; the first reason counts."""
         self._stop = self._stop or why

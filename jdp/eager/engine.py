@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from jdp.eager import controller, stall, startup
+from jdp.eager.autotune import AutotuneOptions, Autotuner, Tunable
 from jdp.eager.controller import Coordinator, ProtocolError
 from jdp.eager.entry import Completion, Entry
 from jdp.eager.executor import Executor
@@ -92,6 +93,19 @@ class Engine:
                     fuse_groups=options.fuse_groups,
                 ),
             )
+        self._autotuner: Autotuner | None = None
+        if self.rank == 0 and options.autotune:
+            self._autotuner = Autotuner(
+                Tunable(
+                    options.fusion_bytes,
+                    options.cycle_time_s,
+                    options.cache_capacity > 0,
+                    options.hierarchical_all_reduce,
+                    options.hierarchical_all_gather,
+                ),
+                AutotuneOptions(log_path=options.autotune_log or None),
+                can_be_hierarchical=len(world.axis_names) == 2,
+            )
         self._cache = ResponseCache()
         # What calls have found out of their arguments; see `requests.find_options`.
         self.known_options: dict[Any, Any] = {}
@@ -108,6 +122,7 @@ class Engine:
         self._says_joined = False
         # Of the thread alone.
         self._order = 0
+        self._moved: list[tuple[tuple[str, ...], int]] = []  # names and bytes.
         self._stall = StallState(time.monotonic())
         self._looked_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="jdp-eager", daemon=True)
@@ -316,6 +331,8 @@ class Engine:
             if batch is None:
                 break
             self._send_to_all(batch)
+            if self._autotuner is not None and not self._autotuner.is_done:
+                self._tune(self._autotuner)
         if now_s - self._looked_s >= _LOOK_PERIOD_S:
             self._looked_s = now_s
             self._look_who_is_late(now_s)
@@ -325,6 +342,20 @@ class Engine:
         for peer in range(1, self.size):
             self._link.send(peer, payload)
         self._apply(batch)
+
+    def _tune(self, autotuner: Autotuner) -> None:
+        """Lets the autotuner see what has run, and tells all what it wants to try."""
+        moved, self._moved = self._moved, []
+        tuned = autotuner.observe(
+            sum(num_bytes for _, num_bytes in moved),
+            now_s=time.perf_counter(),
+            names=[name for names, _ in moved for name in names],
+        )
+        if tuned is not None and self._coordinator is not None:
+            self._coordinator.tune(
+                fusion_bytes=tuned.fusion_bytes, cache_enabled=tuned.cache_enabled
+            )
+            self._send_to_all(Batch(tuned=tuned))
 
     def _look_who_is_late(self, now_s: float) -> None:
         assert self._coordinator is not None
@@ -349,6 +380,18 @@ class Engine:
     # What was decided
 
     def _apply(self, batch: Batch) -> None:
+        if batch.who_waits:
+            with self._completion.changed:
+                self._who_waits = batch.who_waits
+                self._completion.changed.notify_all()
+            return
+        if batch.tuned is not None:
+            self.cycle_time_s = batch.tuned.cycle_time_s
+            self.executor.switch_hierarchical(
+                all_reduce=batch.tuned.hierarchical_all_reduce,
+                all_gather=batch.tuned.hierarchical_all_gather,
+            )
+            return
         agreed_s = time.perf_counter()
         for response in self._cache.apply(batch):
             self._execute(response, agreed_s)
@@ -359,10 +402,6 @@ class Engine:
                 self.executor.run_in_order(
                     functools.partial(finish, [entry], [batch.last_joined])
                 )
-        if batch.who_waits:
-            with self._completion.changed:
-                self._who_waits = batch.who_waits
-                self._completion.changed.notify_all()
         if batch.stop:
             if batch.is_asked:
                 self.executor.drain(self.options.timeout_s)
@@ -381,8 +420,10 @@ class Engine:
                 entry.record.order = order
         if response.error:
             self._completion.fail(entries, RuntimeError(response.error))
-        else:
-            self.executor.execute(response, entries)
+            return
+        self.executor.execute(response, entries)
+        if self._autotuner is not None:
+            self._moved.append((response.names, self.executor.num_bytes(response)))
 
     def _refuse(self, entry: Entry) -> None:
         request = entry.request

@@ -25,6 +25,7 @@ from jdp.eager.messages import Response, Spec
 from jdp.eager.ops import registry
 from jdp.eager.ops.base import Implementation, Members, Task
 from jdp.eager.ops.shared_memory import SharedMemory
+from jdp.eager.ops.xla import Hierarchical
 from jdp.eager.options import EagerOptions
 from jdp.eager.timeline import Timeline
 from jdp.mesh import World
@@ -114,6 +115,17 @@ class Executor:
         else:
             scratch = self._queued_scratch
             self._enqueue(functools.partial(self._run_job, prepared, entries, scratch))
+
+    def num_bytes(self, response: Response) -> int:
+        """Returns how many bytes a response moves."""
+        return self._prepare(response).task.num_bytes
+
+    def switch_hierarchical(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """Says what goes by nodes from now on; all ranks do so at the same place."""
+        for implementation in self.sets[0].implementations:
+            if isinstance(implementation, Hierarchical):
+                implementation.switch(all_reduce=all_reduce, all_gather=all_gather)
+        self._prepared.clear()
 
     def run_in_order(self, fn: Callable[[], None]) -> None:
         """Calls `fn` now, or after what the second thread still has to run."""

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from jdp.eager.autotune import Tunable
+
 Kind = Literal[
     "all_reduce",
     "all_gather",
@@ -116,8 +118,9 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
       stop: why the engine ends on all ranks; "" if it does not.
       is_asked: whether it ends since a rank has shut it down; what was agreed before
         is executed first.
-      who_waits: the answer to `FromRank.asks`; such a batch has nothing else, and does
-        not count.
+      who_waits: the answer to `FromRank.asks`.
+      tuned: what all ranks go by from here on. A batch with this or the one above has
+        nothing else, and does not count.
     """
 
     responses: tuple[Response, ...] = ()
@@ -126,6 +129,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     stop: str = ""
     is_asked: bool = False
     who_waits: str = ""
+    tuned: Tunable | None = None
 
 
 @functools.lru_cache(maxsize=4096)

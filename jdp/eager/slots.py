@@ -26,7 +26,7 @@ class SlotTable:
         """Begins empty, with `capacity` slots."""
         self.live = 0  # bits: slots that stand for a name.
         self.of_set: dict[int, int] = {0: 0}  # the same, by process set.
-        self._capacity = capacity
+        self.capacity = capacity  # of what is given from now on.
         self._slot_of: collections.OrderedDict[tuple[int, str], int] = (
             collections.OrderedDict()  # in the order of use.
         )
@@ -74,13 +74,15 @@ class SlotTable:
         return slot
 
     def _find_free(self, num_seen: int) -> int:
+        if len(self._cached) >= self.capacity:
+            return -1
         for slot, (_, batch) in self._retired.items():
             if num_seen > batch:
                 del self._retired[slot]
                 return slot
         # Slots are given in order, and those taken back wait in `_retired`.
         taken = len(self._cached) + len(self._retired)
-        return taken if taken < self._capacity else -1
+        return taken if taken < self.capacity else -1
 
     def find_oldest(self, in_use: int) -> int | None:
         """Returns the slot that was used least recently, and is not in the bit set."""

@@ -173,12 +173,9 @@ class Hierarchical(Xla):
         super().__init__(members)
         self.name = "hierarchical"
         world = members.world
-        self._kinds = {"all_reduce"} if all_reduce else set()
-        self._kinds |= {"all_gather"} if all_gather else set()
+        self._kinds: set[str] = set()
         self._why_not = ""
-        if not self._kinds:
-            self._why_not = "not asked for"
-        elif len(world.axis_names) != 2:
+        if len(world.axis_names) != 2:
             self._why_not = "the world has no pair of axes"
         elif world.num_replicas != world.process_count:
             self._why_not = "a process has several replicas"
@@ -187,6 +184,12 @@ class Hierarchical(Xla):
         else:
             self._mesh = world.mesh
             self._axis_name = world.axis_names
+        self.switch(all_reduce=all_reduce, all_gather=all_gather)
+
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """Says what it takes from now on; all members do so at the same place."""
+        self._kinds = {"all_reduce"} if all_reduce else set()
+        self._kinds |= {"all_gather"} if all_gather else set()
 
     def is_enabled(self, task: Task) -> bool:
         """See `Implementation`."""
@@ -198,7 +201,8 @@ class Hierarchical(Xla):
         if self._why_not:
             return self._why_not
         nodes, local = self._mesh.devices.shape
-        return f"{nodes} nodes of {local} processes"
+        kinds = ", ".join(sorted(self._kinds)) or "nothing that is asked for"
+        return f"{nodes} nodes of {local} processes, for {kinds}"
 
     def _make_all_reduce(self, op: Op) -> Callable[[jax.Array], jax.Array]:
         within = collectives.PSUM
