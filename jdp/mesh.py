@@ -27,6 +27,7 @@ class World:
     process_count: int
     timeout_s: float  # longest wait for another process on the host, in seconds.
     store: Store | None  # shared by the processes; None where there is only one.
+    host: str = "127.0.0.1"  # by which the processes reach process 0.
 
     @property
     def axis_names(self) -> tuple[str, ...]:

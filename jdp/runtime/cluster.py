@@ -127,10 +127,11 @@ def init(
     place = _find_place(options, os.environ)
     if place is not None and place.num_processes > 1:
         nodes = _join(place, options)
+        host = place.coordinator_address.rsplit(":", 1)[0]
     else:
-        nodes = [""]
+        nodes, host = [""], "127.0.0.1"
         _choose_devices(place, options)
-    world = _make_world(options, nodes)
+    world = _make_world(options, nodes, host)
     mesh.set_current_world(world)
     _Initialized.options = options
     return world
@@ -241,7 +242,7 @@ def _join(place: Place, options: _InitOptions) -> list[str]:
     return nodes
 
 
-def _make_world(options: _InitOptions, nodes: list[str]) -> World:
+def _make_world(options: _InitOptions, nodes: list[str], host: str) -> World:
     client = compat.distributed_client()
     process_count = jax.process_count()
     # Devices of a process next to each other, processes of a node too.
@@ -264,6 +265,7 @@ def _make_world(options: _InitOptions, nodes: list[str]) -> World:
         process_count=process_count,
         timeout_s=options.timeout_s,
         store=DistributedStore(client) if process_count > 1 else None,
+        host=host,
     )
 
 

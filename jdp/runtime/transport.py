@@ -10,7 +10,10 @@ from typing import NamedTuple, Protocol
 
 from jdp.mesh import World
 
-VERSION = 1  # of what travels; it is the first byte of every frame.
+VERSION = 1  # of what travels; the first byte of every frame.
+DATA, HELLO, GOODBYE = range(3)  # the second byte; then follows the payload.
+HEADER_BYTES = 2
+CLOSED = "This link is closed."
 
 
 class Received(NamedTuple):
@@ -119,7 +122,10 @@ def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
     """
     if world.process_count == 1:
         return make_memory_links(1, options=options)[0]
-    raise NotImplementedError
+    # Here, for whoever needs only the types must not wait for zmq.
+    from jdp.runtime import transport_meeting
+
+    return transport_meeting.open_link(world, key=key, options=options)
 
 
 def make_memory_links(
@@ -204,7 +210,31 @@ class MemoryLink:
             raise RuntimeError(self._end)
 
 
-CLOSED = "This link is closed."
+class FrameError(Exception):
+    """What came is not a frame; the text says what a process did, as "sent ..."."""
+
+
+def encode(kind: int, payload: bytes = b"") -> bytes:
+    """Returns the frame in which `payload` travels."""
+    return bytes((VERSION, kind)) + payload
+
+
+def decode(frame: memoryview) -> tuple[int, bytes]:
+    """Returns the kind and the payload of a frame.
+
+    Raises:
+      FrameError: it is none, or of another version.
+    """
+    if len(frame) < HEADER_BYTES:
+        raise FrameError(f"sent {len(frame)} bytes, which are not a frame")
+    if frame[0] != VERSION:
+        raise FrameError(
+            f"sent version {frame[0]}; this process speaks version {VERSION}"
+        )
+    kind, payload = frame[1], bytes(frame[HEADER_BYTES:])
+    if kind > GOODBYE or (kind != DATA and payload):
+        raise FrameError(f"sent a frame of an unknown kind, {kind}")
+    return kind, payload
 
 
 def describe_closed(peer: int) -> str:
@@ -215,6 +245,14 @@ def describe_closed(peer: int) -> str:
 def describe_ended(peer: int) -> str:
     """Says that the connection to a process was cut at its end."""
     return f"process {peer} has ended or its host is gone"
+
+
+def describe_silent(peer: int, options: LinkOptions) -> str:
+    """Says that a process does not answer, though its connection is there."""
+    return (
+        f"process {peer} has not answered for {options.heartbeat_timeout_s:g} s "
+        "(stopped, or its host is gone)"
+    )
 
 
 def check_route(rank: int, peer: int, num_processes: int) -> None:

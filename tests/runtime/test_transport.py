@@ -3,9 +3,11 @@ import threading
 import time
 
 import pytest
+import zmq
 
-from jdp.runtime import transport
+from jdp.runtime import transport, transport_meeting
 from jdp.runtime.transport import LinkOptions, Lost, Received
+from tests import harness
 
 _SMALL = LinkOptions(max_message_bytes=1 << 20, heartbeat_timeout_s=5.0)
 
@@ -15,9 +17,36 @@ def _make_memory(num):
     return links, links[0].lose
 
 
+def _make_zmq(num):
+    links = harness.run_threads(
+        lambda world: transport.open_link(world, key="link", options=_SMALL), num
+    )
+    return links, lambda rank: _cut(links[rank])
+
+
+def _cut(link):
+    """Ends a link as the kernel ends those of a killed process."""
+    link._context.destroy(linger=0)
+    for _, line in link._lines.values():
+        line.close()
+    link._is_closed = True
+
+
+def _endpoint(hub):
+    """Where it listens; "ipc://@name" or "tcp://[address]:port"."""
+    return hub._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _make_tcp(num):
+    with pytest.MonkeyPatch.context() as patch:
+        endpoints = ["tcp://127.0.0.1:*"]
+        patch.setattr(transport_meeting, "find_endpoints", lambda host: endpoints)
+        return _make_zmq(num)
+
+
 # One table for all kinds of links: each makes the links of `num` processes, and a
 # function that makes a process end without a word.
-_KINDS = {"memory": _make_memory}
+_KINDS = {"memory": _make_memory, "ipc": _make_zmq, "tcp": _make_tcp}
 
 
 @pytest.fixture(params=_KINDS)
@@ -152,18 +181,22 @@ def test_every_spoke_sees_the_loss_of_the_hub(star):
         assert spoke.wait(0.1) == []
 
 
-def test_what_was_sent_before_a_close_arrives_before_the_loss(star):
+# Longer than a link lingers.
+@pytest.mark.parametrize("delay_s", [0.0, 1.2])
+def test_what_was_sent_before_a_close_arrives_before_the_loss(star, delay_s):
     (hub, first, second), _ = star(3)
     messages = [b"%d" % i for i in range(300)]
     for message in messages:
         first.send(0, message)
     first.close()
+    time.sleep(delay_s)
     expected = [Received(1, message) for message in messages]
     closed = Lost(1, "process 1 has closed its link")
     assert _collect(hub, 301) == [*expected, closed]
     for message in messages:
         hub.send(2, message)
     hub.close()
+    time.sleep(delay_s)
     expected = [Received(0, message) for message in messages]
     closed = Lost(0, "process 0 has closed its link")
     assert _collect(second, 301) == [*expected, closed]

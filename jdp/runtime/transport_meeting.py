@@ -1,0 +1,223 @@
+"""Transport's meeting: how hub and spokes find and trust each other, over the store."""
+
+import secrets
+import socket
+import sys
+import time
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from jdp.mesh import World
+from jdp.runtime import roll_call
+from jdp.runtime.transport import VERSION, LinkOptions, Lost
+from jdp.runtime.transport_zmq import ZmqLink
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """What a process publishes first, behind a byte with its version."""
+
+    public_key: bytes  # of CURVE, in Z85.
+    options: LinkOptions
+
+
+class _Notice(msgspec.Struct, frozen=True):
+    """How it goes on, by the hub: an error for all, or where it listens."""
+
+    error: str | None = None
+    endpoint: str = ""  # "tcp://*:port", or an abstract "ipc://@name".
+
+
+def open_link(world: World, *, key: str, options: LinkOptions) -> ZmqLink:
+    """See `jdp.runtime.transport.open_link`; of a job of several processes."""
+    assert world.store is not None
+    public_key, secret_key = zmq.curve_keypair()
+    offer = bytes((VERSION,)) + msgspec.msgpack.encode(_Offer(public_key, options))
+    world.store.set(f"{key}/offer/{world.process_index}", offer)
+    if world.process_index == 0:
+        return _open_hub(world, key, options, secret_key)
+    return _open_spoke(world, key, options, (public_key, secret_key))
+
+
+def _open_hub(
+    world: World, key: str, options: LinkOptions, secret_key: bytes
+) -> ZmqLink:
+    deadline_s = time.monotonic() + world.timeout_s
+    link, stage = None, "endpoint"
+    try:
+        admitted = _gather_keys(world, key, options, deadline_s)
+        link = ZmqLink(0, world.process_count, options, admitted=admitted)
+        endpoint = _listen(link, world.host, secret_key)
+        # Only now, with all keys known, may others connect: a handshake has a deadline
+        # of its own.
+        _say(world, f"{key}/endpoint", _Notice(endpoint=endpoint))
+        stage = "verdict"
+        _await_hellos(world, link, deadline_s)
+    except BaseException as error:
+        _say(world, f"{key}/{stage}", _Notice(error=str(error) or repr(error)))
+        if link is not None:
+            link.close()
+        raise
+    _say(world, f"{key}/verdict", _Notice())
+    return link
+
+
+def _open_spoke(
+    world: World, key: str, options: LinkOptions, keys: tuple[bytes, bytes]
+) -> ZmqLink:
+    try:
+        hub_key = _hear_offer(world, key, 0, options, world.timeout_s).public_key
+    except TimeoutError:
+        raise RuntimeError(_describe_missing(world, [0])) from None
+    endpoint = _hear(world, f"{key}/endpoint").endpoint
+    if endpoint.startswith("tcp://*:"):
+        address = find_addresses(world.host)[0]
+        endpoint = endpoint.replace("*", _bracket(address), 1)
+    link = ZmqLink(world.process_index, world.process_count, options)
+    try:
+        link.connect(endpoint, hub_key, *keys)
+        _hear(world, f"{key}/verdict")
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _gather_keys(
+    world: World, key: str, options: LinkOptions, deadline_s: float
+) -> dict[bytes, int]:
+    """Returns which process has which public key, of all others."""
+    processes = range(1, world.process_count)
+    admitted = {}
+    try:
+        for process in processes:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            offer = _hear_offer(world, key, process, options, left_s)
+            admitted[z85.decode(offer.public_key)] = process
+    except TimeoutError:
+        assert world.store is not None
+        missing = [
+            process
+            for process in processes
+            if world.store.try_get(f"{key}/offer/{process}") is None
+        ]
+        raise RuntimeError(_describe_missing(world, missing)) from None
+    return admitted
+
+
+def _await_hellos(world: World, link: ZmqLink, deadline_s: float) -> None:
+    while missing := link.find_missing():
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise RuntimeError(_describe_missing(world, missing))
+        for event in link.wait(left_s):
+            if isinstance(event, Lost):
+                raise RuntimeError(f"While a link was opened: {event.why}.")
+
+
+def _listen(link: ZmqLink, host: str, secret_key: bytes) -> str:
+    """Binds the hub where the others can reach it; returns what they need to know."""
+    error = None
+    for endpoint in find_endpoints(host):
+        try:
+            bound = link.listen(endpoint, secret_key)
+        except zmq.ZMQError as failure:
+            error = failure
+            continue
+        if bound.startswith("tcp://"):
+            return "tcp://*:" + bound.rpartition(":")[2]
+        return bound
+    raise RuntimeError(f"Process 0 cannot listen for the others at {host!r}: {error}.")
+
+
+def find_endpoints(host: str) -> list[str]:
+    """Returns where the hub of a job may listen, best first.
+
+    Args:
+      host: by which the processes reach process 0, which this is.
+    """
+    if roll_call.is_loopback(host):
+        # The processes are on one host: unix sockets take a sixth off a round trip.
+        # These have no file, so none is left behind.
+        if sys.platform == "linux":
+            return [f"ipc://@jdp-{secrets.token_hex(16)}"]
+        return [f"tcp://{_bracket(find_addresses(host)[0])}:*"]
+    addresses = find_addresses(host)
+    # The name of a machine is often one of 127.x.x.x there, and there only; a name with
+    # several addresses may be another one elsewhere.
+    if len(addresses) == 1 and not roll_call.is_loopback(addresses[0]):
+        return [f"tcp://{_bracket(addresses[0])}:*", "tcp://*:*"]
+    return ["tcp://*:*"]
+
+
+def find_addresses(host: str) -> list[str]:
+    """Returns the numeric addresses of `host`, those of IPv4 first.
+
+    Raises:
+      RuntimeError: there is none.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RuntimeError(
+            f"`World.host` {host!r} has no address here: {error}."
+        ) from None
+    found.sort(key=lambda info: info[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def _bracket(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _hear_offer(
+    world: World, key: str, process: int, options: LinkOptions, timeout_s: float
+) -> _Offer:
+    assert world.store is not None
+    offer = world.store.get(f"{key}/offer/{process}", timeout_s=timeout_s)
+    own = world.process_index
+    if offer[0] != VERSION:
+        raise RuntimeError(
+            f"Process {process} speaks version {offer[0]} of the transport, process "
+            f"{own} version {VERSION}. Install the same jdp everywhere."
+        )
+    found = msgspec.msgpack.decode(offer[1:], type=_Offer)
+    if found.options != options:
+        raise RuntimeError(
+            "`options` of a link differ:\n"
+            f"  process {own}: {options}\n  process {process}: {found.options}\n"
+            "Give all processes the same."
+        )
+    return found
+
+
+def _say(world: World, key: str, notice: _Notice) -> None:
+    assert world.store is not None
+    world.store.set(key, msgspec.msgpack.encode(notice))
+
+
+def _hear(world: World, key: str) -> _Notice:
+    assert world.store is not None
+    # The hub may have come later, and waits as long for the rest.
+    timeout_s = 1.2 * world.timeout_s + 5.0
+    try:
+        found = world.store.get(key, timeout_s=timeout_s)
+    except TimeoutError:
+        raise RuntimeError(
+            f"Process 0 began to open a link and did not go on within {timeout_s:g} s. "
+            "Look at its log."
+        ) from None
+    notice = msgspec.msgpack.decode(found, type=_Notice)
+    if notice.error is not None:
+        raise RuntimeError(notice.error)
+    return notice
+
+
+def _describe_missing(world: World, missing: list[int]) -> str:
+    shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+    return (
+        f"{len(missing)} of {world.process_count} processes did not come to open a "
+        f"link within {world.timeout_s:g} s: {shown}. Look at their logs, and at "
+        "whether they can reach process 0."
+    )
