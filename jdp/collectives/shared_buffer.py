@@ -152,7 +152,7 @@ class SharedBuffer:
                 self._meet(segment, call)
                 theirs = [slots[rank, self._rank] for rank in self._others()]
                 mine = parts[self._rank, columns]
-                _reduce([mine, *theirs], op, out=out[columns])
+                reduce([mine, *theirs], op, out=out[columns])
                 segment.arrive_and_wait()
 
     def all_gather(self, part: np.ndarray, call: int, out: np.ndarray) -> None:
@@ -248,7 +248,7 @@ class SharedBuffer:
                 slots[own][at] = arrays[i][where]
             self._meet(segment, call)
             for i, where, at in piece.others:
-                _reduce([slot[at] for slot in slots], op, out=arrays[i][where])
+                reduce([slot[at] for slot in slots], op, out=arrays[i][where])
             return
         *slots, result = self._large[:, :num_bytes].view(dtype)
         mine = slots.pop(own)
@@ -257,7 +257,7 @@ class SharedBuffer:
         self._meet(segment, call)
         for i, where, at in piece.own:
             part = arrays[i][where]
-            _reduce([part, *(slot[at] for slot in slots)], op, out=part)
+            reduce([part, *(slot[at] for slot in slots)], op, out=part)
             result[at] = part
         segment.arrive_and_wait()
         for i, where, at in piece.others:
@@ -358,8 +358,14 @@ def _part(size: int, itemsize: int, rank: int, count: int) -> tuple[int, int]:
     return ends[rank], ends[rank + 1]
 
 
-def _reduce(operands: list[np.ndarray], op: Op, *, out: np.ndarray) -> None:
-    """Reduces into `out`, which may be the first of the operands."""
+def reduce(operands: Sequence[np.ndarray], op: Op, *, out: np.ndarray) -> None:
+    """Reduces arrays of one process into `out`, which may be the first of them.
+
+    Args:
+      operands: two or more, of one shape and dtype.
+      op: see `SharedMemoryAllReduce`.
+      out: of the same shape, and of their dtype or that of their sum.
+    """
     ufunc, (first, second, *rest) = _UFUNCS[op], operands
     dtype = base.accumulator(first.dtype, "sum")
     total = out if out.dtype == dtype else np.empty(out.shape, dtype)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jdp.eager import fusion, mismatch
+from jdp.eager import carried, fusion, mismatch
 from jdp.eager.fusion import Item
 from jdp.eager.messages import (
     UNNAMED,
@@ -117,6 +117,7 @@ class Coordinator:
         self._slots = SlotTable(options.cache_capacity)
         self._hits = [0] * size  # bits: submitted, and not ready everywhere.
         self._hit_since_s: dict[int, float] = {}
+        self._data: list[dict[int, bytes]] = [{} for _ in range(size)]  # by slot.
         self._warm: dict[tuple[int, int], _Warm] = {}  # by process set and slots.
 
     def add_process_set(self, set_id: int, ranks: Sequence[int]) -> None:
@@ -151,6 +152,8 @@ class Coordinator:
         hits = int.from_bytes(message.hits, "little")
         if hits:
             self._receive_hits(rank, hits, now_s)
+        if message.data:
+            self._data[rank].update(zip(bits(hits), message.data, strict=True))
         for request in message.requests:
             self._add(rank, request, now_s)
         if message.joined and not self._joined >> rank & 1:
@@ -231,9 +234,12 @@ class Coordinator:
 
     def decide(self, *, now_s: float) -> Batch | None:
         """Returns what all ranks do next, or None if there is nothing."""
-        responses = []
+        responses: list[Response] = []
         for set_id, slots in self._take_hits():
             responses += self._respond_to_hits(set_id, slots, now_s)
+        data = ()
+        if responses and any(self._data):
+            data = tuple([self._reduce_data(response) for response in responses])
         if self._ready:
             responses += self._respond_to_all(self._take_ready(), now_s)
         last_joined = -1
@@ -244,6 +250,7 @@ class Coordinator:
             return None
         batch = Batch(
             tuple(responses),
+            data if any(data) else (),
             evicted,
             last_joined,
             self._stop,
@@ -288,6 +295,18 @@ class Coordinator:
                 self._warm.clear()
             self._warm[set_id, slots] = _Warm(keys, tuple(responses))
         return responses
+
+    def _reduce_data(self, response: Response) -> bytes:
+        """Reduces the tensors of a response, where all ranks have sent theirs."""
+        members = self._members[response.process_set]
+        given = [
+            [self._data[rank].pop(slot, None) for slot in response.slots]
+            for rank in members
+        ]
+        if response.error or any(part is None for parts in given for part in parts):
+            return b""
+        spec = decode_spec(self._slots.get(response.slots[0]).spec)
+        return carried.reduce(spec, [b"".join(parts) for parts in given])  # pyright: ignore
 
     def _respond_to_all(self, ready: Iterable[_Ready], now_s: float) -> list[Response]:
         ready = self._complete_groups(ready, now_s)
@@ -431,6 +450,8 @@ class Coordinator:
 
     def _retire(self, slot: int) -> Cached:
         self._hit_since_s.pop(slot, None)
+        for data in self._data:
+            data.pop(slot, None)
         self._warm.clear()
         return self._slots.retire(slot, num_batches=self.num_batches)
 

@@ -5,6 +5,7 @@ runs what the coordinator says, in its order, which is the same on all processes
 """
 
 import functools
+import itertools
 import logging
 import os
 import pathlib
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from jdp.eager import controller, stall, startup
+from jdp.eager import carried, controller, stall, startup
 from jdp.eager.autotune import AutotuneOptions, Autotuner, Tunable
 from jdp.eager.controller import Coordinator, ProtocolError
 from jdp.eager.entry import Completion, Entry
@@ -264,7 +265,7 @@ class Engine:
         self._asks = False
         if not (entries or joined or leaves or asks):
             return
-        find, full, hits = self._cache.find, [], 0
+        find, full, hits, slots = self._cache.find, [], 0, []
         for entry in entries:
             request = entry.request
             state = self.executor.sets.get(request.process_set)
@@ -276,10 +277,13 @@ class Engine:
                 full.append(request)
             else:
                 hits |= 1 << slot
+                slots.append(slot)
+        data = () if len(slots) < len(entries) else carried.collect(entries, slots)
         message = FromRank(
             self._cache.num_seen,
             tuple(full),
             hits.to_bytes((hits.bit_length() + 7) // 8, "little"),
+            data,
             joined,
             leaves,
             asks=asks,
@@ -393,8 +397,9 @@ class Engine:
             )
             return
         agreed_s = time.perf_counter()
-        for response in self._cache.apply(batch):
-            self._execute(response, agreed_s)
+        data = batch.data or itertools.repeat(b"")
+        for response, carried_ in zip(self._cache.apply(batch), data, strict=False):
+            self._execute(response, carried_, agreed_s)
         if batch.last_joined >= 0:
             entry, self._join_entry = self._join_entry, None
             if entry is not None:
@@ -407,7 +412,7 @@ class Engine:
                 self.executor.drain(self.options.timeout_s)
             self._fail(batch.stop)
 
-    def _execute(self, response: Response, agreed_s: float) -> None:
+    def _execute(self, response: Response, data: bytes, agreed_s: float) -> None:
         set_id = response.process_set
         order, self._order = self._order, self._order + 1
         if set_id not in self.executor.sets:
@@ -421,7 +426,7 @@ class Engine:
         if response.error:
             self._completion.fail(entries, RuntimeError(response.error))
             return
-        self.executor.execute(response, entries)
+        self.executor.execute(response, entries, data)
         if self._autotuner is not None:
             self._moved.append((response.names, self.executor.num_bytes(response)))
 

@@ -12,7 +12,16 @@ from jdp.eager.messages import Request
 class Entry:
     """One request, until it is done."""
 
-    __slots__ = ("request", "array", "run", "record", "is_done", "value", "error")
+    __slots__ = (
+        "request",
+        "record",
+        "array",
+        "run",
+        "is_small",
+        "is_done",
+        "value",
+        "error",
+    )
 
     def __init__(
         self,
@@ -20,6 +29,7 @@ class Entry:
         record: Record,
         array: Any = None,
         run: Callable[[], Any] | None = None,
+        is_small: bool = False,
     ):
         """Makes a request that nobody knows of yet.
 
@@ -28,11 +38,13 @@ class Entry:
           record: what is kept of it for errors.
           array: the tensor that this process gives.
           run: the program that is run instead.
+          is_small: whether the tensor may travel with the agreement.
         """
         self.request = request
         self.record = record
         self.array = array
         self.run = run
+        self.is_small = is_small
         self.is_done = False
         self.value: Any = None
         self.error: Exception | None = None

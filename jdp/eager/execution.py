@@ -15,6 +15,8 @@ import numpy as np
 
 from jdp.buckets import BucketPlan, LeafSpec
 from jdp.collectives.base import Op
+from jdp.eager import carried
+from jdp.eager.carried import Carried
 from jdp.eager.messages import Spec
 from jdp.eager.ops.base import Array, Implementation, Members
 
@@ -101,17 +103,26 @@ def run(
     return _KINDS[job.specs[0].kind](job, implementation, members, scratch)
 
 
+def run_carried(job: Job, data: bytes, members: Members, scratch: Scratch) -> list[Any]:
+    """Runs a job whose tensors came, reduced, with the agreement; see `carried`."""
+    return _all_reduce(job, Carried(data), members, scratch)
+
+
 def num_rows(size: int, count: int, place: int) -> int:
     """Rows that a member gets of `size`: the first ones get one more, as in Horovod."""
     return size // count + (place < size % count)
 
 
 def _all_reduce(
-    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+    job: Job,
+    implementation: Implementation | Carried,
+    members: Members,
+    scratch: Scratch,
 ) -> list[Any]:
     specs, spec = job.specs, job.specs[0]
     dtype = np.dtype(spec.dtype)
     if spec.op == "adasum":
+        assert not isinstance(implementation, Carried)
         return [
             _scale(
                 implementation.adaptive_sum(_own_flat(array, each, spec.prescale)),
@@ -119,7 +130,7 @@ def _all_reduce(
             ).reshape(each.shape)
             for array, each in zip(job.arrays, specs, strict=True)
         ]
-    op, postscale = _split_average(spec, dtype, members.size)
+    op, postscale = carried.split_average(spec, dtype, members.size)
     if spec.device == "cpu":
         shapes = tuple([each.shape for each in specs])
         layout = scratch.lay_out(shapes, dtype)
@@ -140,7 +151,7 @@ def _all_reduce(
 
 def _all_reduce_packed(
     job: Job,
-    implementation: Implementation,
+    implementation: Implementation | Carried,
     scratch: Scratch,
     layout: _Layout,
     op: Op,
@@ -200,7 +211,7 @@ def _reduce_scatter(
     job: Job, implementation: Implementation, members: Members, scratch: Scratch
 ) -> list[Any]:
     spec, count = job.specs[0], members.size
-    op, postscale = _split_average(spec, np.dtype(spec.dtype), count)
+    op, postscale = carried.split_average(spec, np.dtype(spec.dtype), count)
     xp = _module_of(job.arrays[0])
     pieces: list[list[Array]] = [[] for _ in range(count)]  # by member, of each tensor.
     for array, each in zip(job.arrays, job.specs, strict=True):
@@ -254,19 +265,6 @@ _KINDS: dict[str, Callable[[Job, Implementation, Members, Scratch], list[Any]]] 
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
-
-
-def _split_average(spec: Spec, dtype: np.dtype, count: int) -> tuple[Op, float]:
-    """Returns the reduction, and what to multiply its result with.
-
-    The mean of integers is rounded towards zero. Where it is scaled as well, that is
-    one factor, so that it is rounded once.
-    """
-    if spec.op != "average":
-        return spec.op, spec.postscale  # pyright: ignore[reportReturnType]
-    if dtype.kind in "iu" and spec.postscale != 1.0:
-        return "sum", spec.postscale / count
-    return "mean", spec.postscale
 
 
 def _scale(x: Array, factor: float) -> Array:

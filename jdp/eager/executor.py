@@ -19,6 +19,7 @@ import numpy as np
 
 from jdp.buckets import LeafSpec
 from jdp.eager import execution, messages
+from jdp.eager.carried import Carried
 from jdp.eager.entry import Completion, Entry
 from jdp.eager.execution import Job, Scratch
 from jdp.eager.messages import Response, Spec
@@ -93,12 +94,15 @@ class Executor:
         self._is_closed = False
         self._add_set(0, tuple(range(world.process_count)))
 
-    def execute(self, response: Response, entries: Sequence[Entry | None]) -> None:
+    def execute(
+        self, response: Response, entries: Sequence[Entry | None], data: bytes = b""
+    ) -> None:
         """Runs one response, now or after what is under way.
 
         Args:
           response: what all members of the set do.
           entries: by name, what this process has submitted; None once it has joined.
+          data: the result, where it came with the response.
         """
         prepared = self._prepare(response)
         kind = prepared.task.kind
@@ -110,11 +114,13 @@ class Executor:
             self._enqueue(functools.partial(self._run_program, entry))
         elif kind in ("add_process_set", "remove_process_set"):
             self.run_in_order(functools.partial(self._change_sets, prepared, entries))
-        elif prepared.implementation.is_bounded and not self._num_queued:
-            self._run_job(prepared, entries, self._scratch)
+        elif (prepared.implementation.is_bounded or data) and not self._num_queued:
+            self._run_job(prepared, entries, data, self._scratch)
         else:
             scratch = self._queued_scratch
-            self._enqueue(functools.partial(self._run_job, prepared, entries, scratch))
+            self._enqueue(
+                functools.partial(self._run_job, prepared, entries, data, scratch)
+            )
 
     def num_bytes(self, response: Response) -> int:
         """Returns how many bytes a response moves."""
@@ -169,7 +175,11 @@ class Executor:
         return prepared
 
     def _run_job(
-        self, prepared: _Prepared, entries: Sequence[Entry | None], scratch: Scratch
+        self,
+        prepared: _Prepared,
+        entries: Sequence[Entry | None],
+        data: bytes,
+        scratch: Scratch,
     ) -> None:
         """Moves the data of operations that run as one."""
         started_s = time.perf_counter()
@@ -185,7 +195,10 @@ class Executor:
         self._running[id(entries)] = entries
         with jax.enable_x64(True) if prepared.task.is_on_device else _NOTHING:
             try:
-                values = execution.run(job, implementation, members, scratch)
+                if data:
+                    values = execution.run_carried(job, data, members, scratch)
+                else:
+                    values = execution.run(job, implementation, members, scratch)
             except (TypeError, ValueError, NotImplementedError) as error:
                 # Of what was asked for, the same on all members: nothing was sent.
                 self._completion.fail(entries, error)
@@ -194,7 +207,7 @@ class Executor:
         del self._running[id(entries)]
         if self.timeline is not None:
             facts = {
-                "implementation": implementation.name,
+                "implementation": Carried.name if data else implementation.name,
                 "fused": len(entries),
                 "num_bytes": prepared.task.num_bytes,
             }

@@ -71,6 +71,7 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
       seen: how many batches of responses it has got.
       requests: what became ready there and is not cached.
       hits: a bit set of cache slots: what became ready and is cached.
+      data: of small tensors, in the order of the bits in `hits`: all of them or none.
       joined: the rank has no more data, and contributes zeros until all have joined.
       leaves: the rank shuts down.
       failure: why the rank cannot go on, and with it none can; "" if it can.
@@ -80,6 +81,7 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
     seen: int = 0
     requests: tuple[Request, ...] = ()
     hits: bytes = b""
+    data: tuple[bytes, ...] = ()
     joined: bool = False
     leaves: bool = False
     failure: str = ""
@@ -113,6 +115,8 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
       responses: to be executed in this order.
+      data: by response, its reduced tensors, one after the other, where all ranks have
+        sent theirs; b"" where they have not. Empty if none has any.
       evicted: slots of the cache that no longer stand for their name.
       last_joined: the last rank to join, once all have; -1 otherwise.
       stop: why the engine ends on all ranks; "" if it does not.
@@ -124,6 +128,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     """
 
     responses: tuple[Response, ...] = ()
+    data: tuple[bytes, ...] = ()
     evicted: tuple[int, ...] = ()
     last_joined: int = -1
     stop: str = ""

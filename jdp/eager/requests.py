@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import buckets
-from jdp.eager import session
+from jdp.eager import carried, session
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
@@ -66,7 +66,8 @@ class CallOptions:
         self.set_id = set_id
         self.wire = None if facts.compression is None else jnp.dtype(facts.compression)
         # Encoded requests, which come over and over, by name, dtype, shape and so on.
-        self.requests: dict[Any, Request] = {}
+        # With each whether it is small; see `carried`.
+        self.requests: dict[Any, tuple[Request, bool]] = {}
 
 
 class Facts(NamedTuple):
@@ -249,11 +250,12 @@ def make_entry(
     key = (name, dtype, shape, local)
     if isinstance(array, jax.Array):
         key = (*key, _device_of(array))
-    request = known.get(key)
-    if request is None:
+    found = known.get(key)
+    if found is None:
         if len(known) == _MAX_KNOWN:
             known.clear()
-        request = known[key] = _make_request(options, name, array, local)
+        found = known[key] = _make_request(options, name, array, local)
+    request, is_small = found
     wire = options.wire
     if wire is not None and _is_wider(dtype, wire):
         array = array.astype(wire)
@@ -270,12 +272,12 @@ def make_entry(
         array.nbytes,
         submitted_s=time.perf_counter(),
     )
-    return Entry(request, record, array)
+    return Entry(request, record, array, None, is_small)
 
 
 def _make_request(
     options: CallOptions, name: str, array: Any, local: tuple[int, ...]
-) -> Request:
+) -> tuple[Request, bool]:
     facts, dtype, shape = options.facts, array.dtype, tuple(array.shape)
     if facts.kind in _OPS and dtype.kind == "b":
         raise TypeError(
@@ -302,7 +304,8 @@ def _make_request(
         facts.group,
         facts.group_size,
     )
-    return Request(name, encode_spec(spec), options.set_id, local)
+    request = Request(name, encode_spec(spec), options.set_id, local)
+    return request, carried.is_small(spec, array.size * dtype.itemsize)
 
 
 def _is_wider(dtype: np.dtype, wire: np.dtype) -> bool:

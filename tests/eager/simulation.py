@@ -53,7 +53,7 @@ class Job:
                 hits |= 1 << slot
         self.num_full += len(full)
         bits = hits.to_bytes((hits.bit_length() + 7) // 8, "little")
-        message = FromRank(cache.num_seen, tuple(full), bits, joined, leaves)
+        message = FromRank(cache.num_seen, tuple(full), bits, (), joined, leaves)
         self.to_coordinator[rank].append(message)
 
     def deliver(self, rank):
