@@ -11,7 +11,8 @@ from zmq.utils import z85
 
 from jdp.mesh import World
 from jdp.runtime import roll_call
-from jdp.runtime.transport import VERSION, LinkOptions, Lost
+from jdp.runtime.transport import VERSION, Link, LinkOptions, Lost
+from jdp.runtime.transport_lane import LaneLink
 from jdp.runtime.transport_zmq import ZmqLink
 
 
@@ -29,20 +30,25 @@ class _Notice(msgspec.Struct, frozen=True):
     endpoint: str = ""  # "tcp://*:port", or an abstract "ipc://@name".
 
 
-def open_link(world: World, *, key: str, options: LinkOptions) -> ZmqLink:
+def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
     """See `jdp.runtime.transport.open_link`; of a job of several processes."""
     assert world.store is not None
     public_key, secret_key = zmq.curve_keypair()
     offer = bytes((VERSION,)) + msgspec.msgpack.encode(_Offer(public_key, options))
     world.store.set(f"{key}/offer/{world.process_index}", offer)
     if world.process_index == 0:
-        return _open_hub(world, key, options, secret_key)
-    return _open_spoke(world, key, options, (public_key, secret_key))
+        link, endpoint = _open_hub(world, key, options, secret_key)
+    else:
+        keys = public_key, secret_key
+        link, endpoint = _open_spoke(world, key, options, keys)
+    if endpoint.startswith("ipc://"):
+        return LaneLink(link, world.process_index, world.process_count)
+    return link
 
 
 def _open_hub(
     world: World, key: str, options: LinkOptions, secret_key: bytes
-) -> ZmqLink:
+) -> tuple[ZmqLink, str]:
     deadline_s = time.monotonic() + world.timeout_s
     link, stage = None, "endpoint"
     try:
@@ -60,12 +66,12 @@ def _open_hub(
             link.close()
         raise
     _say(world, f"{key}/verdict", _Notice())
-    return link
+    return link, endpoint
 
 
 def _open_spoke(
     world: World, key: str, options: LinkOptions, keys: tuple[bytes, bytes]
-) -> ZmqLink:
+) -> tuple[ZmqLink, str]:
     try:
         hub_key = _hear_offer(world, key, 0, options, world.timeout_s).public_key
     except TimeoutError:
@@ -81,7 +87,7 @@ def _open_spoke(
     except BaseException:
         link.close()
         raise
-    return link
+    return link, endpoint
 
 
 def _gather_keys(

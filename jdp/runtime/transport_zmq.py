@@ -96,6 +96,11 @@ class ZmqLink:
         for fd in (_descriptor(self._socket), *self._calls):
             self._poll.register(fd, select.POLLIN)
 
+    def watch(self, fd: int, receive: Callable[[list[Event]], bool]) -> None:
+        """Lets waits also call `receive(events)` when a descriptor can be read."""
+        self._calls[fd] = receive
+        self._poll.register(fd, select.POLLIN)
+
     def listen(self, endpoint: str, secret_key: bytes) -> str:
         """Begins to admit spokes, at the hub; returns the endpoint, with its port."""
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
