@@ -25,8 +25,10 @@ _TOKEN = slice(_HEADER_BYTES - 16, _HEADER_BYTES)
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of Linux on x86-64.
 _EVERYBODY = 2**31 - 1
 # A peer that is on its way comes within microseconds. One that still computes takes
-# longer, and may need the core that spinning would keep busy.
+# longer, and may need the core that spinning would keep busy; always where there are
+# fewer cores than processes.
 _NUM_SPINS = 5000
+_NUM_SPINS_SHARED = 100
 _CHECK_PERIOD_S = 0.05  # how often a wait looks whether its peer still lives.
 
 
@@ -92,6 +94,8 @@ class SharedSegment:
         self._words = whole[:_HEADER_BYTES].cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._count = 0
+        has_cores = len(os.sched_getaffinity(0)) >= len(self._processes)
+        self._num_spins = _NUM_SPINS if has_cores else _NUM_SPINS_SHARED
 
     def arrive_and_wait(self) -> None:
         """Waits until all processes have arrived as often as this one.
@@ -111,7 +115,7 @@ class SharedSegment:
 
     def _wait_for(self, rank: int) -> None:
         words, word, count = self._words, _WORDS_A_LINE * rank, self._count
-        for _ in range(_NUM_SPINS):
+        for _ in range(self._num_spins):
             if words[word] >= count:
                 return
         deadline_s = time.monotonic() + self._world.timeout_s

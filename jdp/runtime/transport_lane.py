@@ -7,7 +7,6 @@ order they were sent, whichever way they came; what does not fit, or finds the o
 side's queue full, goes over ZeroMQ, which also says who is lost.
 """
 
-import contextlib
 import secrets
 import socket
 import struct
@@ -15,10 +14,11 @@ import time
 
 import msgspec
 
-from jdp.runtime.transport import Event, Link, Lost, Received
+from jdp.runtime.transport import Event, Lost, Received
 from jdp.runtime.transport_zmq import ZmqLink
 
 _MOST_BYTES = 32 << 10  # of a datagram.
+_MOST_AT_ONCE = 4096  # that one wait takes, lest it never returns.
 _NUMBER = struct.Struct("<I")
 _OFFER = 0xFFFFFFFF  # in place of a number: where the sender has its socket.
 _TOKEN_BYTES = 16
@@ -34,7 +34,7 @@ class LaneLink:
 
     def __init__(self, link: ZmqLink, rank: int, num_processes: int):
         """Puts a lane beside `link`, which all processes do; they are on one host."""
-        self._link: Link = link
+        self._link = link
         self._peers = [0] if rank else list(range(1, num_processes))
         self._address = b"\0jdp-" + secrets.token_hex(16).encode()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -70,15 +70,21 @@ class LaneLink:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             came = self._link.wait(timeout_s)
+            # What was still on the lane when a process was lost comes before that.
+            lost = [event for event in came if isinstance(event, Lost)]
+            messages = [event for event in came if isinstance(event, Received)]
+            if lost:
+                self._receive(messages)
             events: list[Event] = []
-            for event in came:
-                if isinstance(event, Lost):
-                    self._lose(event, events)
-                else:
-                    self._take(event, events)
-            # Nothing to hand on yet, unless the wait was woken or is over.
-            if events or not came:
+            for message in messages:
+                self._take(message, events)
+            for event in lost:
+                self._offers.pop(event.peer, None)
+                self._early[event.peer].clear()
+                events.append(event)
+            if events or self._link.is_woken or not came:
                 return events
+            # What came is for later; the wait goes on.
             if deadline_s is not None:
                 timeout_s = max(0.0, deadline_s - time.monotonic())
 
@@ -91,9 +97,9 @@ class LaneLink:
         self._link.close()
         self._socket.close()
 
-    def _receive(self, events: list[Event]) -> bool:
-        """Takes the datagrams that are there; with a wrong token, no one looks."""
-        for _ in range(64):  # Others have their turn.
+    def _receive(self, events: "list[Received] | list[Event]") -> None:
+        """Takes the datagrams that are there; those with a wrong token are dropped."""
+        for _ in range(_MOST_AT_ONCE):
             try:
                 size = self._socket.recv_into(self._buffer)
             except BlockingIOError:
@@ -102,7 +108,6 @@ class LaneLink:
             peer = self._tokens.get(bytes(datagram[:_TOKEN_BYTES]))
             if peer is not None:
                 events.append(Received(peer, bytes(datagram[_TOKEN_BYTES:])))
-        return False
 
     def _take(self, event: Received, events: list[Event]) -> None:
         """Hands a message on when all before it have been; others wait."""
@@ -121,15 +126,3 @@ class LaneLink:
         while self._due[peer] in early:
             events.append(Received(peer, early.pop(self._due[peer])))
             self._due[peer] = (self._due[peer] + 1) % _OFFER
-
-    def _lose(self, lost: Lost, events: list[Event]) -> None:
-        """Says who is gone after what it had still sent."""
-        last: list[Event] = []
-        self._receive(last)
-        for event in last:
-            assert isinstance(event, Received)
-            self._take(event, events)
-        self._offers.pop(lost.peer, None)
-        with contextlib.suppress(KeyError):
-            self._early[lost.peer].clear()
-        events.append(lost)

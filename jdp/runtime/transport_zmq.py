@@ -73,6 +73,7 @@ class ZmqLink:
         self._lines: dict[int, tuple[int, _Line]] = {}  # by descriptor in libzmq.
         self._refusals = _Refusals()
         self._is_closed = False
+        self.is_woken = False  # whether the last wait was.
         self._wake_lock = threading.Lock()  # a wake must not meet a closed pipe.
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
@@ -87,7 +88,7 @@ class ZmqLink:
         self._monitor = _open_monitor(self._context, self._socket)
         # What to call when a descriptor has something; the socket itself comes last.
         self._poll = select.poll()
-        self._calls: dict[int, Callable[[list[Event]], bool]] = {
+        self._calls: dict[int, Callable[[list[Event]], None]] = {
             self._wake_out: self._clear_wake,
             _descriptor(self._monitor): self._observe,
         }
@@ -96,7 +97,7 @@ class ZmqLink:
         for fd in (_descriptor(self._socket), *self._calls):
             self._poll.register(fd, select.POLLIN)
 
-    def watch(self, fd: int, receive: Callable[[list[Event]], bool]) -> None:
+    def watch(self, fd: int, receive: Callable[[list[Event]], None]) -> None:
         """Lets waits also call `receive(events)` when a descriptor can be read."""
         self._calls[fd] = receive
         self._poll.register(fd, select.POLLIN)
@@ -135,16 +136,16 @@ class ZmqLink:
         self._check_open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         events: list[Event] = []
+        self.is_woken = False
         self._receive(events)
         # A wake and the monitor have their turn even when messages never end.
         ready = self._poll.poll(0 if events else _left_ms(deadline_s))
         while ready:
-            is_woken = False
             for fd, _ in ready:
                 if fd in self._calls:
-                    is_woken |= self._calls[fd](events)
+                    self._calls[fd](events)
             self._receive(events)
-            if events or is_woken:
+            if events or self.is_woken:
                 break
             ready = self._poll.poll(_left_ms(deadline_s))
         return events
@@ -244,11 +245,11 @@ class ZmqLink:
                 line.hang_up()
                 del self._lines[fd]
 
-    def _clear_wake(self, events: list[Event]) -> bool:
+    def _clear_wake(self, events: list[Event]) -> None:
         os.read(self._wake_out, 1 << 16)
-        return True
+        self.is_woken = True
 
-    def _observe(self, events: list[Event]) -> bool:
+    def _observe(self, events: list[Event]) -> None:
         """Takes what the monitor says of connections."""
         changes = []
         while _has_message(self._monitor):
@@ -262,7 +263,6 @@ class ZmqLink:
                 self._observe_spoke(event, value, events)
             else:
                 self._observe_hub(event, value, events)
-        return False
 
     def _observe_spoke(self, event: int, fd: int, events: list[Event]) -> None:
         if event == zmq.EVENT_DISCONNECTED and fd in self._lines:
@@ -282,7 +282,7 @@ class ZmqLink:
         else:
             self._lose(0, "process 0 cannot be reached, or refused this one", events)
 
-    def _answer_zap(self, events: list[Event]) -> bool:
+    def _answer_zap(self, events: list[Event]) -> None:
         """Says who may connect, by the rules of ZeroMQ RFC 27."""
         assert self._zap is not None
         while _has_message(self._zap):
@@ -299,7 +299,6 @@ class ZmqLink:
             else:
                 answer = (b"200", b"", b"%d" % peer, b"")
             self._zap.send_multipart((b"1.0", request_id, *answer))
-        return False
 
     def _check_open(self) -> None:
         if self._is_closed:
