@@ -21,6 +21,8 @@ from typing import Any
 
 import msgspec
 
+from jdp.eager.options import EagerOptions
+
 # As Horovod's SAMPLES: measurements a sample. One may have a pause of the caller in it,
 # or what still ran with the parameters before; the median does not care.
 _NUM_MEASUREMENTS = 5
@@ -219,6 +221,25 @@ class Autotuner:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def make_autotuner(options: EagerOptions, *, can_be_hierarchical: bool) -> Autotuner:
+    """Makes the autotuner that the options of an engine ask for; see `Autotuner`."""
+    start = Tunable(
+        options.fusion_bytes,
+        options.cycle_time_s,
+        options.cache_capacity > 0,
+        options.hierarchical_all_reduce,
+        options.hierarchical_all_gather,
+    )
+    how = AutotuneOptions(
+        warmup_samples=options.autotune_warmup_samples,
+        steps_per_sample=options.autotune_steps_per_sample,
+        max_samples=options.autotune_max_samples,
+        noise=options.autotune_noise,
+        log_path=options.autotune_log or None,
+    )
+    return Autotuner(start, how, can_be_hierarchical=can_be_hierarchical)
 
 
 class _Meter:

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from jdp.eager import carried, controller, stall, startup
-from jdp.eager.autotune import AutotuneOptions, Autotuner, Tunable
+from jdp.eager import autotune, carried, controller, stall, startup
+from jdp.eager.autotune import Autotuner
 from jdp.eager.controller import Coordinator, ProtocolError
 from jdp.eager.entry import Completion, Entry
 from jdp.eager.executor import Executor
@@ -30,7 +30,7 @@ from jdp.eager.stall import StallState
 from jdp.eager.timeline import Timeline, rank_path
 from jdp.mesh import World
 from jdp.runtime import transport
-from jdp.runtime.transport import Event, LinkOptions, Received
+from jdp.runtime.transport import LinkOptions, Received
 
 _logger = logging.getLogger("jdp")
 _encode = msgspec.msgpack.Encoder().encode
@@ -61,9 +61,7 @@ class Engine:
         )
         self._completion = Completion()
         try:
-            self._early: list[Event] = [
-                *startup.compare_options(self._link, world, options)
-            ]
+            self._early = startup.compare_options(self._link, world, options)
             self.executor = Executor(
                 world,
                 options,
@@ -96,16 +94,9 @@ class Engine:
             )
         self._autotuner: Autotuner | None = None
         if self.rank == 0 and options.autotune:
-            self._autotuner = Autotuner(
-                Tunable(
-                    options.fusion_bytes,
-                    options.cycle_time_s,
-                    options.cache_capacity > 0,
-                    options.hierarchical_all_reduce,
-                    options.hierarchical_all_gather,
-                ),
-                AutotuneOptions(log_path=options.autotune_log or None),
-                can_be_hierarchical=len(world.axis_names) == 2,
+            is_grouped = len(world.axis_names) == 2
+            self._autotuner = autotune.make_autotuner(
+                options, can_be_hierarchical=is_grouped
             )
         self._cache = ResponseCache()
         # What calls have found out of their arguments; see `requests.find_options`.
@@ -190,6 +181,11 @@ class Engine:
                 lambda: self._who_waits or self.why_dead, timeout_s
             )
             return self._who_waits or "The coordinator did not answer."
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether this is the coordinator, and has found what it goes by for good."""
+        return self._autotuner is not None and self._autotuner.is_done
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
         """Begins a trace; nothing happens if one is under way."""

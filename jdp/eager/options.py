@@ -41,6 +41,10 @@ class EagerOptions:
       autotune: whether the coordinator looks for the best `fusion_bytes`,
         `cycle_time_s` and so on while the job runs; needs the extra `autotune`.
       autotune_log: CSV file of what it tried; "": none.
+      autotune_warmup_samples: see `jdp.eager.autotune.AutotuneOptions`.
+      autotune_steps_per_sample: see there.
+      autotune_max_samples: see there.
+      autotune_noise: see there.
     """
 
     fusion_bytes: int = 128 << 20
@@ -59,6 +63,10 @@ class EagerOptions:
     flight_recorder_dir: str = ""
     autotune: bool = False
     autotune_log: str = ""
+    autotune_warmup_samples: int = 3
+    autotune_steps_per_sample: int = 10
+    autotune_max_samples: int = 20
+    autotune_noise: float = 0.8
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""

@@ -8,13 +8,13 @@ import msgspec
 
 from jdp.eager.options import EagerOptions
 from jdp.mesh import World
-from jdp.runtime.transport import Link, Lost, Received
+from jdp.runtime.transport import Event, Link, Lost
 
 # Options that a process may have for itself.
 _OWN = {"timeline", "flight_recorder_capacity", "flight_recorder_dir", "autotune_log"}
 
 
-def compare_options(link: Link, world: World, options: EagerOptions) -> list[Received]:
+def compare_options(link: Link, world: World, options: EagerOptions) -> list[Event]:
     """Compares the options of all processes with those of process 0.
 
     Every process calls it, first of all that use the link.
@@ -57,10 +57,10 @@ def _find_difference(own: dict[str, Any], theirs: dict[int, dict[str, Any]]) -> 
 
 def _collect(
     link: Link, count: int, timeout_s: float
-) -> tuple[dict[int, bytes], list[Received]]:
+) -> tuple[dict[int, bytes], list[Event]]:
     """Waits for a message of each of `count` peers; returns them, and what is more."""
     first: dict[int, bytes] = {}
-    more: list[Received] = []
+    more: list[Event] = []
     deadline_s = time.monotonic() + timeout_s
     while len(first) < count:
         left_s = deadline_s - time.monotonic()
@@ -70,10 +70,10 @@ def _collect(
                 f"options they have within {timeout_s:g} s."
             )
         for event in link.wait(left_s):
-            if isinstance(event, Lost):
-                raise RuntimeError(f"While the eager engine started: {event.why}.")
             if event.peer in first:
                 more.append(event)
+            elif isinstance(event, Lost):
+                raise RuntimeError(f"While the eager engine started: {event.why}.")
             else:
                 first[event.peer] = event.payload
     return first, more
