@@ -109,7 +109,13 @@ def local_world(num_replicas: int, axis_name: Any = "data", num_nodes: int = 1):
     )
 
 
-def run_threads(fn: Callable[[jdp.World], Any], num_processes: int, *, timeout_s=5.0):
+def run_threads(
+    fn: Callable[[jdp.World], Any],
+    num_processes: int,
+    *,
+    timeout_s: float = 5.0,
+    join_timeout_s: float = 60.0,
+):
     """Runs `fn(world)` once a thread, on worlds that share an in-memory store.
 
     Returns:
@@ -139,7 +145,7 @@ def run_threads(fn: Callable[[jdp.World], Any], num_processes: int, *, timeout_s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60.0)
+        thread.join(timeout=join_timeout_s)
         assert not thread.is_alive(), f"{thread.name} hangs"
     return results
 

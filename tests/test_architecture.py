@@ -108,7 +108,7 @@ from jax._src import xla_bridge, distributed
 assert not xla_bridge.backends_are_initialized()
 assert distributed.global_state.client is None
 assert threading.active_count() == before, threading.enumerate()
-heavy = {"flax", "torch", "zmq.auth", "sklearn", "typer", "rich", "psutil"}
+heavy = {"flax", "torch", "zmq", "sklearn", "typer", "rich", "psutil"}
 heavy |= {"jax.experimental.pallas", "pynvml", "scipy.optimize"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """

@@ -247,6 +247,14 @@ def describe_ended(peer: int) -> str:
     return f"process {peer} has ended or its host is gone"
 
 
+def describe_refused(peer: int, options: LinkOptions) -> str:
+    """Says that libzmq ended a connection because of what came."""
+    return (
+        f"process {peer} sent what is not of this protocol, or is longer than "
+        f"`max_message_bytes`, {options.max_message_bytes:,}"
+    )
+
+
 def describe_silent(peer: int, options: LinkOptions) -> str:
     """Says that a process does not answer, though its connection is there."""
     return (

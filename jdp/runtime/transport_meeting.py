@@ -27,7 +27,8 @@ class _Notice(msgspec.Struct, frozen=True):
     """How it goes on, by the hub: an error for all, or where it listens."""
 
     error: str | None = None
-    endpoint: str = ""  # "tcp://*:port", or an abstract "ipc://@name".
+    # "tcp://*:port", or an abstract "ipc://@name": for messages, and for heartbeats.
+    endpoints: tuple[str, str] = ("", "")
 
 
 def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
@@ -50,14 +51,14 @@ def _open_hub(
     world: World, key: str, options: LinkOptions, secret_key: bytes
 ) -> tuple[ZmqLink, str]:
     deadline_s = time.monotonic() + world.timeout_s
-    link, stage = None, "endpoint"
+    link, stage = None, "endpoints"
     try:
         admitted = _gather_keys(world, key, options, deadline_s)
         link = ZmqLink(0, world.process_count, options, admitted=admitted)
-        endpoint = _listen(link, world.host, secret_key)
+        endpoints = _listen(link, world.host, secret_key)
         # Only now, with all keys known, may others connect: a handshake has a deadline
         # of its own.
-        _say(world, f"{key}/endpoint", _Notice(endpoint=endpoint))
+        _say(world, f"{key}/endpoints", _Notice(endpoints=endpoints))
         stage = "verdict"
         _await_hellos(world, link, deadline_s)
     except BaseException as error:
@@ -66,7 +67,7 @@ def _open_hub(
             link.close()
         raise
     _say(world, f"{key}/verdict", _Notice())
-    return link, endpoint
+    return link, endpoints[0]
 
 
 def _open_spoke(
@@ -76,18 +77,18 @@ def _open_spoke(
         hub_key = _hear_offer(world, key, 0, options, world.timeout_s).public_key
     except TimeoutError:
         raise RuntimeError(_describe_missing(world, [0])) from None
-    endpoint = _hear(world, f"{key}/endpoint").endpoint
-    if endpoint.startswith("tcp://*:"):
-        address = find_addresses(world.host)[0]
-        endpoint = endpoint.replace("*", _bracket(address), 1)
+    data, pulse = _hear(world, f"{key}/endpoints").endpoints
+    if data.startswith("tcp://*:"):
+        address = _bracket(find_addresses(world.host)[0])
+        data, pulse = (e.replace("*", address, 1) for e in (data, pulse))
     link = ZmqLink(world.process_index, world.process_count, options)
     try:
-        link.connect(endpoint, hub_key, *keys)
+        link.connect((data, pulse), hub_key, keys)
         _hear(world, f"{key}/verdict")
     except BaseException:
         link.close()
         raise
-    return link, endpoint
+    return link, data
 
 
 def _gather_keys(
@@ -122,19 +123,24 @@ def _await_hellos(world: World, link: ZmqLink, deadline_s: float) -> None:
                 raise RuntimeError(f"While a link was opened: {event.why}.")
 
 
-def _listen(link: ZmqLink, host: str, secret_key: bytes) -> str:
+def _listen(link: ZmqLink, host: str, secret_key: bytes) -> tuple[str, str]:
     """Binds the hub where the others can reach it; returns what they need to know."""
     error = None
     for endpoint in find_endpoints(host):
         try:
-            bound = link.listen(endpoint, secret_key)
+            data, pulse = link.listen(endpoint, secret_key)
         except zmq.ZMQError as failure:
             error = failure
             continue
-        if bound.startswith("tcp://"):
-            return "tcp://*:" + bound.rpartition(":")[2]
-        return bound
+        return _hide_address(data), _hide_address(pulse)
     raise RuntimeError(f"Process 0 cannot listen for the others at {host!r}: {error}.")
+
+
+def _hide_address(endpoint: str) -> str:
+    # Each process has its own way to find the address of the host.
+    if endpoint.startswith("tcp://"):
+        return "tcp://*:" + endpoint.rpartition(":")[2]
+    return endpoint
 
 
 def find_endpoints(host: str) -> list[str]:
