@@ -85,6 +85,7 @@ def _open_spoke(
     try:
         link.connect((data, pulse), hub_key, keys)
         _hear(world, f"{key}/verdict")
+        link.hold_connections()
     except BaseException:
         link.close()
         raise

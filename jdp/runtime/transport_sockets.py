@@ -130,17 +130,23 @@ class Line:
     libzmq says that a connection is gone, but not why, and cannot drop one peer.
     """
 
-    def __init__(self, fd: int):
-        """Takes hold of what libzmq has as `fd`."""
+    def __init__(self, fd: int, endpoints: tuple[str, str]):
+        """Takes hold of what libzmq has as `fd`, a connection to an endpoint."""
         self._socket: socket.socket | None = None
         try:
             copy = os.dup(fd)
         except OSError:  # It has gone already.
             return
         try:
-            self._socket = socket.socket(fileno=copy)
+            found = socket.socket(fileno=copy)
         except OSError:
             os.close(copy)
+            return
+        # It may have gone, and a file of somebody else have its number.
+        if _find_endpoints(found).isdisjoint(map(_shorten, endpoints)):
+            found.close()
+        else:
+            self._socket = found
 
     def has_ended(self) -> bool:
         """Whether it ended; if not, and libzmq has let go of it, it did so itself."""
@@ -162,6 +168,22 @@ class Line:
         """Lets go of this handle."""
         if self._socket is not None:
             self._socket.close()
+
+
+def _shorten(endpoint: str) -> str:
+    """Returns the port, or the name."""
+    return endpoint.rpartition(":")[2].removeprefix("//@")
+
+
+def _find_endpoints(line: socket.socket) -> set[str]:
+    """Returns the ports, or the names, of both ends of `line`."""
+    found = set()
+    for find in (line.getsockname, line.getpeername):
+        with contextlib.suppress(OSError):
+            name = find()
+            is_unix = line.family == socket.AF_UNIX
+            found.add(os.fsdecode(name).lstrip("\0") if is_unix else str(name[1]))
+    return found
 
 
 class Refusals:

@@ -73,7 +73,9 @@ class ZmqLink:
         self._pulses: set[int] = set()  # at the hub, spokes whose heart beats.
         # By descriptor in libzmq.
         self._lines: dict[int, tuple[int, transport_sockets.Line]] = {}
+        self._endpoints = ("", "")
         self._refusals = transport_sockets.Refusals()
+        self._ahead: list[Event] = []  # come before the first wait.
         self._is_closed = False
         self.is_woken = False  # whether the last wait was.
         self._wake_lock = threading.Lock()  # a wake must not meet a closed pipe.
@@ -140,15 +142,17 @@ class ZmqLink:
         self._pulse.bind(endpoint if is_tcp else f"{endpoint}-pulse")
         # A descriptor signals only to who has looked, and found nothing.
         self._take_pulses([])
-        return (
+        self._endpoints = (
             self._socket.getsockopt_string(zmq.LAST_ENDPOINT),
             self._pulse.getsockopt_string(zmq.LAST_ENDPOINT),
         )
+        return self._endpoints
 
     def connect(
         self, endpoints: tuple[str, str], hub_key: bytes, keys: tuple[bytes, bytes]
     ) -> None:
         """Begins to connect a spoke, whose CURVE keys are `keys`, to the hub."""
+        self._endpoints = endpoints
         spokes = self._socket, self._pulse
         for spoke, endpoint in zip(spokes, endpoints, strict=True):
             spoke.setsockopt(zmq.CURVE_SERVERKEY, hub_key)
@@ -156,6 +160,11 @@ class ZmqLink:
             spoke.setsockopt(zmq.CURVE_SECRETKEY, keys[1])
             spoke.connect(endpoint)
             spoke.send(transport.encode(transport.HELLO), zmq.DONTWAIT)
+
+    def hold_connections(self) -> None:
+        """Takes hold of the connections of a spoke, while they are there for sure."""
+        self._observe(self._ahead)
+        self._observe_pulse(self._ahead)
 
     def find_missing(self) -> list[int]:
         """Returns the spokes that have not said hello to this hub, on both sockets."""
@@ -173,7 +182,7 @@ class ZmqLink:
         """See `jdp.runtime.transport.Link`."""
         self._check_open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        events: list[Event] = []
+        events, self._ahead = self._ahead, []
         self.is_woken = False
         self._receive(events)
         # A wake and the monitor have their turn even when messages never end.
@@ -259,7 +268,7 @@ class ZmqLink:
             self._lose(peer, transport.describe_closed(peer), events)
 
     def _hold(self, fd: int, peer: int) -> None:
-        self._lines[fd] = (peer, transport_sockets.Line(fd))
+        self._lines[fd] = (peer, transport_sockets.Line(fd, self._endpoints))
 
     def _lose(self, peer: int, why: str, events: list[Event]) -> None:
         if peer in self._lost:
