@@ -189,10 +189,13 @@ class ZmqLink:
         # A wake and the monitor have their turn even when messages never end.
         ready = self._poll.poll(0 if events else _left_ms(deadline_s))
         while ready:
+            is_announced = False
             for fd, _ in ready:
                 if fd in self._calls:
                     self._calls[fd](self, events)
-            self._receive(events)
+                else:
+                    is_announced = True
+            self._receive(events, is_announced=is_announced)
             if events or self.is_woken:
                 break
             ready = self._poll.poll(_left_ms(deadline_s))
@@ -231,13 +234,22 @@ class ZmqLink:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
-    def _receive(self, events: list[Event]) -> bool:
-        """Takes what the socket has; returns whether there may be more."""
+    def _receive(self, events: list[Event], *, is_announced: bool = False) -> bool:
+        """Takes what the socket has; returns whether there may be more.
+
+        To ask whether it has something takes as long as to receive it; where a message
+        is announced, most likely there is one.
+        """
+        source, is_hub = self._socket, self._rank == 0
         for _ in range(_MOST_AT_ONCE):
-            if not has_message(self._socket):
+            if not is_announced and not has_message(source):
                 return False
-            route = self._socket.recv(zmq.DONTWAIT) if self._rank == 0 else b""
-            frame, num_frames = transport_sockets.receive_frame(self._socket)
+            is_announced = False
+            try:
+                route = source.recv(zmq.DONTWAIT) if is_hub else b""
+                frame, num_frames = transport_sockets.receive_frame(source)
+            except zmq.Again:
+                return False
             self._take(route, frame, num_frames, events)
         return True
 
