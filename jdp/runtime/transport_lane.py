@@ -11,9 +11,11 @@ import secrets
 import socket
 import struct
 import time
+import weakref
 
 import msgspec
 
+from jdp.runtime import transport
 from jdp.runtime.transport import Event, Lost, Received
 from jdp.runtime.transport_zmq import ZmqLink
 
@@ -29,6 +31,9 @@ class _Offer(msgspec.Struct, frozen=True):
     token: bytes  # what a datagram of this peer has to begin with.
 
 
+_decode_offer = msgspec.msgpack.Decoder(_Offer).decode
+
+
 class LaneLink:
     """A link that also has a socket for datagrams; see `Link`."""
 
@@ -40,6 +45,7 @@ class LaneLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(self._address)
+        self._end = weakref.finalize(self, self._socket.close)
         self._buffer = bytearray(_TOKEN_BYTES + _NUMBER.size + _MOST_BYTES)
         self._offers: dict[int, _Offer] = {}  # by peer: where to send.
         self._tokens = {secrets.token_bytes(_TOKEN_BYTES): p for p in self._peers}
@@ -49,21 +55,25 @@ class LaneLink:
         link.watch(self._socket.fileno(), self._receive)
         for token, peer in self._tokens.items():
             offer = msgspec.msgpack.encode(_Offer(self._address, token))
-            link.send(peer, _NUMBER.pack(_OFFER) + offer)
+            self._send_around(peer, _NUMBER.pack(_OFFER) + offer)
 
     def send(self, peer: int, payload: bytes) -> None:
         """See `Link`."""
-        number = self._sent.get(peer, 0)
+        self._link.check(peer, payload)
+        number = self._sent[peer]
         message = _NUMBER.pack(number) + payload
         offer = self._offers.get(peer)
         if offer is None or len(payload) > _MOST_BYTES:
-            self._link.send(peer, message)
+            self._send_around(peer, message)
         else:
             try:
                 self._socket.sendto(offer.token + message, offer.address)
             except OSError:  # Its queue is full, or it has gone.
-                self._link.send(peer, message)
+                self._send_around(peer, message)
         self._sent[peer] = (number + 1) % _OFFER
+
+    def _send_around(self, peer: int, message: bytes) -> None:
+        self._link.send_frame(peer, transport.encode(transport.DATA, message))
 
     def wait(self, timeout_s: float | None) -> list[Event]:
         """See `Link`."""
@@ -95,7 +105,7 @@ class LaneLink:
     def close(self) -> None:
         """See `Link`."""
         self._link.close()
-        self._socket.close()
+        self._end()
 
     def _receive(self, events: "list[Received] | list[Event]") -> None:
         """Takes the datagrams that are there; those with a wrong token are dropped."""
@@ -112,10 +122,15 @@ class LaneLink:
     def _take(self, event: Received, events: list[Event]) -> None:
         """Hands a message on when all before it have been; others wait."""
         peer, message = event
-        (number,) = _NUMBER.unpack_from(message)
-        payload = message[_NUMBER.size :]
-        if number == _OFFER:
-            self._offers[peer] = msgspec.msgpack.decode(payload, type=_Offer)
+        try:
+            (number,) = _NUMBER.unpack_from(message)
+            payload = message[_NUMBER.size :]
+            if number == _OFFER:
+                self._offers[peer] = _decode_offer(payload)
+                return
+        except (struct.error, msgspec.MsgspecError):
+            why = f"process {peer} sent what is not a numbered message"
+            self._link.lose(peer, why, events)
             return
         if number != self._due[peer]:
             self._early[peer][number] = payload

@@ -33,18 +33,23 @@ class _Notice(msgspec.Struct, frozen=True):
 
 def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
     """See `jdp.runtime.transport.open_link`; of a job of several processes."""
+    link, endpoint = open_sockets(world, key=key, options=options)
+    if endpoint.startswith("ipc://"):
+        return LaneLink(link, world.process_index, world.process_count)
+    return link
+
+
+def open_sockets(
+    world: World, *, key: str, options: LinkOptions
+) -> tuple[ZmqLink, str]:
+    """Opens a link over ZeroMQ alone; returns it, and where the hub listens."""
     assert world.store is not None
     public_key, secret_key = zmq.curve_keypair()
     offer = bytes((VERSION,)) + msgspec.msgpack.encode(_Offer(public_key, options))
     world.store.set(f"{key}/offer/{world.process_index}", offer)
     if world.process_index == 0:
-        link, endpoint = _open_hub(world, key, options, secret_key)
-    else:
-        keys = public_key, secret_key
-        link, endpoint = _open_spoke(world, key, options, keys)
-    if endpoint.startswith("ipc://"):
-        return LaneLink(link, world.process_index, world.process_count)
-    return link
+        return _open_hub(world, key, options, secret_key)
+    return _open_spoke(world, key, options, (public_key, secret_key))
 
 
 def _open_hub(

@@ -174,10 +174,14 @@ class ZmqLink:
 
     def send(self, peer: int, payload: bytes) -> None:
         """See `jdp.runtime.transport.Link`."""
+        self.check(peer, payload)
+        self.send_frame(peer, transport.encode(transport.DATA, payload))
+
+    def check(self, peer: int, payload: bytes) -> None:
+        """Raises where `payload` cannot be sent to `peer`; see `send`."""
         self._check_open()
         transport.check_route(self._rank, peer, self._num_processes)
         transport.check_size(payload, self._options)
-        self._send_frame(peer, transport.encode(transport.DATA, payload))
 
     def wait(self, timeout_s: float | None) -> list[Event]:
         """See `jdp.runtime.transport.Link`."""
@@ -215,14 +219,15 @@ class ZmqLink:
         self._observe([])  # To whom there is no way, nothing can linger.
         goodbye = transport.encode(transport.GOODBYE)
         for peer in list(self._routes) if self._rank == 0 else [0]:
-            self._send_frame(peer, goodbye)
+            self.send_frame(peer, goodbye)
         if 0 in self._lost:
             self._socket.setsockopt(zmq.LINGER, 0)
         with self._wake_lock:
             self._is_closed = True
         self._end()
 
-    def _send_frame(self, peer: int, frame: bytes) -> None:
+    def send_frame(self, peer: int, frame: bytes) -> None:
+        """Sends what `transport.encode` made; drops it where `peer` is lost."""
         if peer in self._lost:
             return
         try:
@@ -271,19 +276,20 @@ class ZmqLink:
             if (kind == transport.HELLO) != is_first:
                 raise transport.FrameError("did not say hello first, and only then")
         except transport.FrameError as error:
-            self._lose(peer, f"process {peer} {error}", events)
+            self.lose(peer, f"process {peer} {error}", events)
             return
         if kind == transport.DATA:
             events.append(Received(peer, payload))
         elif kind == transport.HELLO:
             self.wake()  # for who asks `find_missing`.
         elif kind == transport.GOODBYE:
-            self._lose(peer, transport.describe_closed(peer), events)
+            self.lose(peer, transport.describe_closed(peer), events)
 
     def _hold(self, fd: int, peer: int) -> None:
         self._lines[fd] = (peer, transport_sockets.Line(fd, self._endpoints))
 
-    def _lose(self, peer: int, why: str, events: list[Event]) -> None:
+    def lose(self, peer: int, why: str, events: list[Event]) -> None:
+        """Hangs up on a process, and adds to `events` that it is lost."""
         if peer in self._lost:
             return
         self._lost.add(peer)
@@ -313,12 +319,12 @@ class ZmqLink:
                     if line.has_ended()
                     else transport.describe_refused(peer, self._options)
                 )
-                self._lose(peer, why, events)
+                self.lose(peer, why, events)
             elif self._rank == 0:
                 self._note_refusal(event)
             else:
                 why = "process 0 cannot be reached, or refused this process"
-                self._lose(0, why, events)
+                self.lose(0, why, events)
 
     def _observe_pulse(self, events: list[Event]) -> None:
         """Takes what the monitor says of connections for heartbeats."""
@@ -334,7 +340,7 @@ class ZmqLink:
                 # brought its last words before.
                 if not line.has_ended():
                     why = transport.describe_silent(peer, self._options)
-                    self._lose(peer, why, events)
+                    self.lose(peer, why, events)
                 line.hang_up()
             elif self._rank == 0:
                 self._note_refusal(event)
@@ -355,7 +361,7 @@ class ZmqLink:
                 self.wake()  # for who asks `find_missing`.
             else:
                 why = f"process {peer} sent a message in place of heartbeats"
-                self._lose(peer, why, events)
+                self.lose(peer, why, events)
 
     def _note_refusal(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

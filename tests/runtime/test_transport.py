@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,11 +31,18 @@ def _make_memory(num):
     return links, links[0].lose
 
 
+def _open_sockets(world):
+    return transport_meeting.open_sockets(world, key="link", options=_SMALL)[0]
+
+
 def _make_zmq(num):
-    links = harness.run_threads(
-        lambda world: transport.open_link(world, key="link", options=_SMALL), num
-    )
+    links = harness.run_threads(_open_sockets, num)
     return links, lambda rank: _cut(links[rank])
+
+
+def _make_lane(num):
+    links = harness.run_threads(_open, num)
+    return links, lambda rank: _cut(links[rank]._link)
 
 
 def _cut(link):
@@ -59,7 +67,12 @@ def _make_tcp(num):
 HELLO = transport.encode(transport.HELLO)
 # One table for all kinds of links: each makes the links of `num` processes, and a
 # function that makes a process end without a word.
-_KINDS = {"memory": _make_memory, "ipc": _make_zmq, "tcp": _make_tcp}
+_KINDS = {
+    "memory": _make_memory,
+    "ipc": _make_zmq,
+    "tcp": _make_tcp,
+    "lane": _make_lane,
+}
 
 
 @pytest.fixture(params=_KINDS)
@@ -428,7 +441,7 @@ def test_a_process_that_breaks_the_protocol_is_lost_and_cut_off(frames, why):
             is_refused = monitor.poll(2000)
             context.destroy(linger=0)
             return bool(is_cut), bool(is_refused)
-        link = _open(world)
+        link = _open_sockets(world)
         if world.process_index == 2:
             link.send(0, b"good too")
         num_expected = 3 if world.process_index == 0 else 1
@@ -708,3 +721,43 @@ def test_a_stopped_hub_is_lost_to_all_and_a_closed_one_says_so(processes):
         assert lost["at_s"] - at_s < 0.6 + 0.5
     star.send_signal(0, signal.SIGCONT)
     assert {star.read(0)["peer"], star.read(0)["peer"]} == {1, 2}
+
+
+@pytest.mark.parametrize("message", [b"", b"abc", b"\xff\xff\xff\xffno offer"])
+def test_a_message_without_a_number_is_the_end_of_its_sender(message):
+    hub, spoke = harness.run_threads(_open, 2)
+    spoke._link.send(0, message)
+    (lost,) = _collect(hub, 1)
+    assert lost == Lost(1, "process 1 sent what is not a numbered message")
+    spoke.close()
+    hub.close()
+
+
+def test_datagrams_of_strangers_are_dropped():
+    hub, spoke = harness.run_threads(_open, 2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        for datagram in (b"", b"x" * 10, b"x" * 16 + b"\0\0\0\0forged", b"x" * 40_000):
+            stranger.sendto(datagram, hub._address)
+            spoke.send(0, b"true")
+            assert _collect(hub, 1) == [Received(1, b"true")]
+    assert hub.wait(0.0) == []
+    spoke.close()
+    hub.close()
+
+
+def test_messages_of_both_ways_come_in_the_order_they_were_sent():
+    hub, spoke = harness.run_threads(_open, 2)
+    # Large ones go over ZeroMQ, and more small ones than the queue of datagrams holds.
+    sizes = [10, 100_000, 10, 10, 500_000, *([20] * 100), 70_000, 10]
+    sent = [bytes([i % 256]) * size for i, size in enumerate(sizes)]
+    for payload in sent:
+        spoke.send(0, payload)
+    assert _collect(hub, len(sent)) == [Received(1, payload) for payload in sent]
+    # A process that leaves has said all before.
+    for payload in sent:
+        spoke.send(0, payload)
+    spoke.close()
+    events = _collect(hub, len(sent) + 1)
+    assert events[:-1] == [Received(1, payload) for payload in sent]
+    assert events[-1] == Lost(1, "process 1 has closed its link")
+    hub.close()

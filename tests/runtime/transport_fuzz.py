@@ -118,7 +118,7 @@ def fuzz(endpoint_kind: str, num_messages: int, seed: int) -> int:
     def run(world):
         nonlocal num_echoes
         options = transport.LinkOptions(max_message_bytes=1 << 16)
-        link = transport.open_link(world, key="link", options=options)
+        link, _ = transport_meeting.open_sockets(world, key="link", options=options)
         if world.process_index == 1:
             while isinstance(event := _next(link), Received):
                 link.send(0, event.payload)
