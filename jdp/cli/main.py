@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jdp.cli import launch, plan, timeline
-from jdp.cli.bench import collectives, join, kernel, overhead, step
+from jdp.cli.bench import collectives, eager, join, kernel, overhead, step
 
 # Plain messages: boxes break them in the middle of paths and commands.
 app = typer.Typer(
@@ -26,6 +26,7 @@ bench.command("step")(step.bench_step)
 bench.command("collectives")(collectives.bench_collectives)
 bench.command("kernel")(kernel.bench_kernel)
 bench.command("join")(join.bench_join)
+bench.command("eager")(eager.bench_eager)
 bench.command("overhead")(overhead.bench_overhead)
 app.add_typer(bench, name="bench")
 timelines = typer.Typer(
