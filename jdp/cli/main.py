@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jdp.cli import launch, plan, timeline
+from jdp.cli import doctor, launch, plan, timeline
 from jdp.cli.bench import collectives, eager, join, kernel, overhead, step
 
 # Plain messages: boxes break them in the middle of paths and commands.
@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
 app.command("plan")(plan.plan)
+app.command("doctor")(doctor.doctor)
 bench = typer.Typer(
     help="Measure, in turns with what it is compared to.",
     no_args_is_help=True,

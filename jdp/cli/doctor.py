@@ -1,0 +1,242 @@
+"""`jdp doctor`: what this machine has for jdp, and what of it is broken."""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from jdp.runtime import environment, launch
+
+# What has to be installed besides jax, and what may be, as in pyproject.toml.
+REQUIRED = ("numpy", "optax", "msgspec", "psutil", "pyzmq", "rich", "scipy", "typer")
+EXTRAS = {
+    "autotune": ("bayesian-optimization",),
+    "examples": ("flax", "grain", "scikit-learn"),
+    "gpu": ("nvidia-ml-py",),
+    "peers": ("torch",),
+    "plot": ("matplotlib", "plotext"),
+}
+_NUM_LAST_LINES = 15
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    name: str
+    value: str
+    is_broken: bool = False
+
+
+Sections = dict[str, list[Finding]]
+
+
+def doctor(
+    num_processes: Annotated[
+        int, typer.Option("-n", min=1, help="Processes of the job that is tried.")
+    ] = 1,
+) -> None:
+    """Shows what this machine has for jdp, and tries a job of the eager engine.
+
+    Versions, the host, variables and whether they parse, devices, and in order of
+    preference what the eager engine moves data with, or why not. The exit code is 1 if
+    something is broken.
+    """
+    parsed, variables = check_environ(os.environ)
+    sections = {
+        "versions": find_versions(),
+        "extras": find_extras(parsed),
+        "host": find_host(),
+        "variables": variables,
+    }
+    _print(sections)
+    job = try_job(num_processes, parsed)
+    _print(job)
+    sections |= job
+    num_broken = sum(f.is_broken for found in sections.values() for f in found)
+    noun = "thing is" if num_broken == 1 else "things are"
+    typer.echo(f"{num_broken} {noun} broken." if num_broken else "Nothing is broken.")
+    raise typer.Exit(1 if num_broken else 0)
+
+
+def find_versions() -> list[Finding]:
+    """Returns the versions of what jdp needs; what is missing is broken."""
+    names = {d.name for d in importlib.metadata.distributions() if d.name}
+    jax_names = sorted(n for n in names if re.fullmatch(r"jax(lib)?|jax[-_].+", n))
+    found = [
+        Finding("python", f"{platform.python_version()}, {sys.executable}"),
+        Finding("jdp", _version("jdp") or "not installed, only on the path"),
+    ]
+    for name in (*jax_names, *REQUIRED):
+        version = _version(name)
+        found.append(Finding(name, version or "missing", version is None))
+    return [*found, _find_zmq()]
+
+
+def _find_zmq() -> Finding:
+    try:
+        import zmq  # as late as the engine does.
+    except ImportError as error:
+        return Finding("libzmq", f"cannot be loaded: {error}", True)
+    version = zmq.zmq_version()
+    if not zmq.has("curve"):
+        return Finding("libzmq", f"{version}, built without CURVE", True)
+    return Finding("libzmq", f"{version}, with CURVE")
+
+
+def find_extras(variables: Mapping[str, str]) -> list[Finding]:
+    """Returns which extras are installed; only what is switched on has to be.
+
+    Args:
+      variables: options of the eager engine.
+    """
+    from jdp.eager.options import EagerOptions
+
+    needed = {"autotune"} if EagerOptions.from_environ(variables).autotune else set()
+    found = []
+    for extra, packages in EXTRAS.items():
+        versions = {package: _version(package) for package in packages}
+        missing = [package for package, version in versions.items() if not version]
+        there = [f"{package} {version}" for package, version in versions.items()]
+        text = f"without {', '.join(missing)}" if missing else ", ".join(there)
+        found.append(Finding(extra, text, bool(missing) and extra in needed))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_host() -> list[Finding]:
+    """Returns what the machine has."""
+    import psutil  # Others of the commands do without.
+
+    cpus = len(psutil.Process().cpu_affinity()) if _is_linux() else os.cpu_count()
+    memory = psutil.virtual_memory()
+    found = [
+        Finding("system", f"{platform.system()} {platform.release()}"),
+        Finding("CPUs", f"{cpus} of {os.cpu_count()}, {platform.machine()}"),
+        Finding("memory", f"{_mib(memory.available)} of {_mib(memory.total)} free"),
+    ]
+    try:
+        shared = os.statvfs("/dev/shm")
+    except OSError as error:
+        why = f"none: {error.strerror}; processes cannot share memory"
+        return [*found, Finding("/dev/shm", why)]
+    free = shared.f_bavail * shared.f_frsize
+    total = shared.f_blocks * shared.f_frsize
+    return [*found, Finding("/dev/shm", f"{_mib(free)} of {_mib(total)} free")]
+
+
+def _is_linux() -> bool:
+    return sys.platform == "linux"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes >> 20:,} MiB"
+
+
+def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
+    """Looks at the variables of jdp.
+
+    Args:
+      environ: of this process.
+
+    Returns:
+      The options of the eager engine that parse, by variable; and what was found.
+    """
+    from jdp.eager.options import PREFIX, EagerOptions
+
+    mine = {k: v for k, v in environ.items() if k.startswith("JDP_")}
+    parsed: dict[str, str] = {}
+    found = []
+    # From the end, so that the time of a warning comes before that of the shutdown,
+    # which must not be less.
+    for variable, text in sorted(mine.items(), reverse=True):
+        why = ""
+        if variable.startswith(PREFIX):
+            try:
+                EagerOptions.from_environ(parsed | {variable: text})
+                parsed[variable] = text
+            except ValueError as error:
+                why = str(error)
+        elif variable not in environment.VARIABLES:
+            why = "jdp has no such variable."
+        found.append(Finding(variable, f"{text}{': ' if why else ''}{why}", bool(why)))
+    found.reverse()
+    try:
+        environment.LaunchEnvironment.from_environ(mine)
+    except ValueError as error:
+        found.append(Finding("of `jdp launch`", str(error), True))
+    return parsed, found or [Finding("JDP_*", "none is set")]
+
+
+def try_job(num_processes: int, variables: Mapping[str, str]) -> Sections:
+    """Starts processes that make an eager collective, and returns what they found.
+
+    Args:
+      num_processes: how many.
+      variables: options of the engine.
+    """
+    noun = "process" if num_processes == 1 else "processes"
+    title = f"a job of {num_processes} {noun}"
+    base = {k: v for k, v in os.environ.items() if not k.startswith("JDP_")}
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile() as log:
+        exit_code = launch.launch(
+            launch.Command(
+                kind="module", target="jdp.cli.doctor_worker", arguments=(name,)
+            ),
+            launch.LaunchOptions(num_processes=num_processes),
+            environ={**base, **variables},
+            stdout_fd=log.fileno(),
+            stderr_fd=log.fileno(),
+        )
+        if exit_code:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").splitlines()
+            last = "\n".join(lines[-_NUM_LAST_LINES:])
+            return {title: [Finding("failed", f"exit code {exit_code}\n{last}", True)]}
+        files = [pathlib.Path(name, str(rank)) for rank in range(num_processes)]
+        reports: list[Any] = [json.loads(file.read_text()) for file in files]
+    devices = dict.fromkeys(f"{r['num_devices']} x {r['device']}" for r in reports)
+    first = reports[0]
+    job = [
+        Finding("backend", first["backend"]),
+        Finding("devices of each", ", ".join(devices)),
+        *(Finding(f"GPUs: {k}", v) for k, v in first["topology"].items()),
+        Finding("eager all_reduce", first["outcome"], not first["is_right"]),
+    ]
+    ways = [
+        Finding(f"{i}. {name}", f"{takes}: {text}")
+        for i, (name, text, takes) in enumerate(first["implementations"], 1)
+    ]
+    return {title: job, "what its eager operations run on, first choice first": ways}
+
+
+def _print(sections: Sections) -> None:
+    import rich.console
+    import rich.table
+    import rich.text
+
+    console = rich.console.Console(highlight=False)
+    for title, found in sections.items():
+        console.print(title, style="bold")
+        grid = rich.table.Table.grid(padding=(0, 1))
+        grid.add_column(width=1)
+        grid.add_column(width=26, overflow="fold")
+        grid.add_column(overflow="fold")
+        for each in found:
+            mark = "!" if each.is_broken else ""
+            # They may hold brackets, which are no markup.
+            grid.add_row(mark, rich.text.Text(each.name), rich.text.Text(each.value))
+        console.print(grid)

@@ -1,0 +1,153 @@
+"""`jdp doctor`: what it shows, and what it says to be broken."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import zmq
+
+from jdp.cli import doctor, main
+from jdp.eager import EagerOptions
+from tests import harness
+
+
+def _doctor(*arguments, **environ):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JDP_")}
+    process = subprocess.run(
+        [sys.executable, "-m", "jdp.cli.main", "doctor", *arguments],
+        env={**kept, "PYTHONPATH": str(harness.ROOT), "COLUMNS": "200", **environ},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    lines = [" ".join(line.split()) for line in process.stdout.splitlines()]
+    return process.returncode, lines, process.stderr
+
+
+@pytest.mark.multiprocess
+def test_it_shows_what_is_here():
+    code, lines, err = _doctor()
+    assert (code, lines[-1], err) == (0, "Nothing is broken.", "")
+    for package in ("jax", "numpy", "pyzmq"):
+        assert f"{package} {importlib.metadata.version(package)}" in lines
+    assert f"libzmq {zmq.zmq_version()}, with CURVE" in lines
+    assert "JDP_* none is set" in lines
+    assert "a job of 1 process" in lines and "eager all_reduce works" in lines
+    assert "1. shared memory not here: there is one member" in lines
+    assert "5. local copy takes host arrays: for a process set of one process" in lines
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory is for x86")
+def test_two_processes_share_memory_unless_it_is_switched_off():
+    code, lines, _ = _doctor("-n", "2")
+    assert code == 0 and "a job of 2 processes" in lines
+    assert "1. shared memory takes host arrays: 16 MiB for each of 2 processes" in lines
+    # Variables of a launcher that started this one are not for the job.
+    place = {"JDP_NUM_PROCESSES": "5", "JDP_PROCESS_ID": "3"}
+    code, lines, _ = _doctor(
+        "-n", "2", JDP_EAGER_SHARED_MEMORY_BYTES="0", JDP_EAGER_TIMELINE="x", **place
+    )
+    assert code == 1 and "1 thing is broken." in lines
+    assert "eager all_reduce works" in lines
+    why = "switched off by `shared_memory_bytes=0`"
+    assert f"1. shared memory not here: {why}" in lines
+    assert any(re.match(r"4\. XLA \(gloo\) takes host arrays", line) for line in lines)
+    assert not pathlib.Path("x.rank0").exists()
+
+
+@pytest.mark.multiprocess
+def test_a_backend_that_does_not_start_is_broken():
+    code, lines, _ = _doctor(JAX_PLATFORMS="abacus")
+    assert (code, lines[-1]) == (1, "1 thing is broken.")
+    assert "! failed exit code 1" in lines
+    assert any("abacus" in line for line in lines)
+
+
+def test_variables_that_do_not_parse_are_broken():
+    environ = {
+        "JDP_EAGER_FUSON_BYTES": "1",
+        "JDP_EAGER_CYCLE_TIME_S": "fast",
+        "JDP_EAGER_CACHE_CAPACITY": "-1",
+        "JDP_EAGER_STALL_SHUTDOWN_S": "30",
+        "JDP_EAGER_STALL_WARNING_S": "10",
+        "JDP_PROCES_ID": "0",
+        "HOME": "/",
+    }
+    parsed, found = doctor.check_environ(environ)
+    assert parsed.keys() == {"JDP_EAGER_STALL_SHUTDOWN_S", "JDP_EAGER_STALL_WARNING_S"}
+    assert EagerOptions.from_environ(parsed).stall_shutdown_s == 30
+    broken = {each.name: each.value for each in found if each.is_broken}
+    assert set(broken) == set(environ) - set(parsed) - {"HOME"}
+    assert "there is no such option" in broken["JDP_EAGER_FUSON_BYTES"]
+    assert "must be a number, got 'fast'" in broken["JDP_EAGER_CYCLE_TIME_S"]
+    assert "must be at least 0, got -1" in broken["JDP_EAGER_CACHE_CAPACITY"]
+    assert broken["JDP_PROCES_ID"] == "0: jdp has no such variable."
+
+
+def test_a_shutdown_before_the_warning_is_broken():
+    parsed, found = doctor.check_environ({"JDP_EAGER_STALL_SHUTDOWN_S": "5"})
+    (only,) = found
+    assert not parsed and only.is_broken
+    assert "`stall_shutdown_s` (5) must be 0 or at least" in only.value
+
+
+def test_half_a_launcher_is_broken():
+    _, found = doctor.check_environ({"JDP_NUM_PROCESSES": "2"})
+    (broken,) = [each for each in found if each.is_broken]
+    assert "are set in the environment but" in broken.value
+
+
+def test_a_package_that_is_missing_is_broken(monkeypatch):
+    def version(name, real=importlib.metadata.version):
+        if name in ("scipy", "bayesian-optimization"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = {each.name: each for each in doctor.find_versions()}
+    assert found["scipy"].value == "missing" and found["scipy"].is_broken
+    assert not found["numpy"].is_broken
+    # An extra is, once what it is for is switched on.
+    for is_on in ("0", "1"):
+        extra, *_ = doctor.find_extras({"JDP_EAGER_AUTOTUNE": is_on})
+        assert extra == ("autotune", "without bayesian-optimization", is_on == "1")
+
+
+def test_a_libzmq_without_curve_is_broken(monkeypatch):
+    monkeypatch.setattr(zmq, "has", lambda what: what != "curve")
+    *_, found = doctor.find_versions()
+    assert found.is_broken and found.value.endswith("built without CURVE")
+
+
+def test_packages_are_those_of_pyproject():
+    project = tomllib.loads((harness.ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[>=\[]", each)[0] for each in project["dependencies"]}
+    assert {name for name in names if not name.startswith("jax")} == set(
+        doctor.REQUIRED
+    )
+    for extra, packages in doctor.EXTRAS.items():
+        listed = project["optional-dependencies"][extra]
+        names = {re.split(r"[>=\[]", each)[0] for each in listed}
+        assert names - {"jax"} == set(packages)
+
+
+@pytest.mark.parametrize(
+    "arguments,expected",
+    [
+        (("-n", "0"), "Invalid value for '-n': "),
+        (("--processes", "2"), "No such option: --processes"),
+    ],
+)
+def test_a_typo_is_named(arguments, expected, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        main.app(("doctor", *arguments))
+    assert caught.value.code == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
