@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 import jdp
+from jdp import eager
 
 SIGNATURES = {
     "accumulate_gradients": "(loss_fn, num_micro_batches, *, has_aux, find_unused, "
@@ -133,3 +134,85 @@ def test_collectives_are_listed():
             assert doc and "Args:" in doc and "Returns:" in doc, name
             for parameter in inspect.signature(value).parameters:
                 assert f"{parameter}:" in doc, (name, parameter)
+
+
+_REDUCTION = "op, prescale, postscale, compression, process_set"
+EAGER = {
+    "add_process_set": "(process_set)",
+    "all_gather": "(tree, *, name, process_set)",
+    "all_gather_object": "(value, *, name, process_set)",
+    "all_reduce": f"(tree, *, name, {_REDUCTION})",
+    "all_to_all": "(x, splits, *, name, process_set)",
+    "barrier": "(*, process_set)",
+    "broadcast": "(tree, *, root, name, process_set)",
+    "broadcast_object": "(value, *, root, name, process_set)",
+    "broadcast_optimizer_state": "(state, *, root, name, process_set)",
+    "broadcast_parameters": "(params, *, root, name, process_set)",
+    "grouped_all_reduce": f"(tree, *, name, {_REDUCTION})",
+    "init": "(world, options)",
+    "is_initialized": "()",
+    "join": "()",
+    "poll": "(handle)",
+    "rank": "()",
+    "reduce_scatter": "(tree, *, name, op, prescale, postscale, process_set)",
+    "remove_process_set": "(process_set)",
+    "shutdown": "()",
+    "size": "()",
+    "start_timeline": "(path, *, mark_cycles)",
+    "stop_timeline": "()",
+    "submit": "(step, *args, name)",
+    "synchronize": "(handle, *, timeout_s)",
+}
+# Those that also begin, and return a handle.
+ASYNC = {
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "grouped_all_reduce",
+    "reduce_scatter",
+    "submit",
+}
+EAGER_VALUES = {"EagerOptions", "Handle", "ProcessSet", "global_process_set"}
+
+
+def test_all_of_eager_is_the_contract():
+    names = EAGER.keys() | {f"{name}_async" for name in ASYNC} | EAGER_VALUES
+    assert set(eager.__all__) == names and len(eager.__all__) == len(names)
+    public = {name for name, value in vars(eager).items() if not name.startswith("_")}
+    modules = {name for name in public if inspect.ismodule(getattr(eager, name))}
+    assert public - modules == names
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_signatures_of_eager_stay(name):
+    fn = getattr(eager, name)
+    parameters = inspect.signature(fn).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == EAGER[name]
+    assert all(p.annotation is not p.empty for p in parameters)
+    doc = inspect.getdoc(fn)
+    assert doc and doc.splitlines()[0].endswith(".")
+    for parameter in parameters:
+        assert f"{parameter.name}:" in doc, parameter
+    if parameters:
+        assert "Returns:" in doc or "Raises:" in doc
+
+
+@pytest.mark.parametrize("name", sorted(ASYNC))
+def test_what_begins_takes_what_the_one_that_waits_takes(name):
+    begin, fn = getattr(eager, f"{name}_async"), getattr(eager, name)
+    waits, begins = inspect.signature(fn), inspect.signature(begin)
+    assert begins.parameters == waits.parameters
+    assert begins.return_annotation is eager.Handle
+    assert (inspect.getdoc(begin) or "").startswith(f"Begins `{name}`")
+
+
+def test_options_and_sets_have_what_code_relies_on():
+    for name in ("is_done", "result"):
+        assert callable(getattr(eager.Handle, name))
+    process_set = eager.ProcessSet([2, 0, 2])
+    assert process_set.ranks == (0, 2) and process_set.process_set_id is None
+    assert process_set.size() is process_set.rank() is process_set.included() is None
+    assert eager.global_process_set.process_set_id == 0
+    assert eager.EagerOptions() == eager.EagerOptions.from_environ({})

@@ -109,7 +109,13 @@ assert not xla_bridge.backends_are_initialized()
 assert distributed.global_state.client is None
 assert threading.active_count() == before, threading.enumerate()
 heavy = {"flax", "torch", "zmq", "sklearn", "typer", "rich", "psutil"}
-heavy |= {"jax.experimental.pallas", "pynvml", "scipy.optimize"}
+heavy |= {"jax.experimental.pallas", "pynvml", "scipy.optimize", "bayes_opt"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert "jdp.eager" not in sys.modules and not hasattr(jdp, "eager")
+os.environ["JDP_EAGER_FUSION_BYTES"] = "not a number"
+from jdp import eager
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert threading.active_count() == before, threading.enumerate()
+assert not eager.is_initialized()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

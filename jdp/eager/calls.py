@@ -19,7 +19,14 @@ Op = Literal["average", "sum", "min", "max", "product", "adasum"]
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an operation is done, so that `synchronize` does not wait."""
+    """Whether an operation is done, so that `synchronize` does not wait.
+
+    Args:
+      handle: what a function whose name ends in `_async` returned.
+
+    Returns:
+      False while it is under way; True also if it has failed.
+    """
     return handle.is_done()
 
 
