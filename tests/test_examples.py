@@ -138,9 +138,46 @@ def test_uneven_inputs_are_those_of_one_process(num_processes):
     assert found["drop"][0] < 1500 < found["pad"][0]
 
 
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_eager_trains_by_name_with_uneven_data(num_processes):
+    code, out, err = _launch("-n", num_processes, "examples/eager.py", "--epochs", 4)
+    assert code == 0, err
+    last = re.findall(r"\[0\] epoch \d: loss [\d.]+, the last was rank (\d)", out)
+    # The one with the most data.
+    assert last == [str(num_processes - 1)] * 4
+    (accuracy,) = re.findall(r"\[0\] test accuracy ([\d.]+)%", out)
+    assert float(accuracy) > 90
+    right = dict(re.findall(r"ranks \[([\d, ]+)\] have (\d+) right", out))
+    heard = re.findall(r"rank (\d) heard: Mismatched all_reduce shapes of 'mist", out)
+    if num_processes == 1:
+        assert not right and not heard
+    else:
+        assert set(right) == {"0, 2", "1"} and set(heard) == {"0", "1", "2"}
+        total = sum(map(int, right.values()))
+        assert float(accuracy) == pytest.approx(100 * total / 297, abs=0.06)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_compiled_step_runs_among_names(num_processes):
+    options = ("--steps", 60)
+    code, out, err = _launch(
+        "-n", num_processes, "examples/mixed_eager_and_jit.py", *options
+    )
+    assert code == 0, err
+    ((total, counts),) = re.findall(r"labels of (\d+) samples: \[(.*)\]", out)
+    assert int(total) == sum(map(int, counts.split(","))) == 60 * 32 * num_processes
+    assert "1.000 at most" in out  # of pixels, the brightest.
+    (loss,) = re.findall(rf"loss ([\d.]+) on {num_processes} replicas", out)
+    assert float(loss) < 1.0 < np.log(10)
+
+
 @pytest.mark.parametrize(
     "example,arguments,message",
     [
+        ("eager", ("--batch-size", 0), "--batch-size must be from 1 to 100"),
+        ("eager", ("--epoks", 2), "unrecognized arguments: --epoks"),
+        ("mixed_eager_and_jit", ("--steps", 0), "--steps must be at least 1"),
+        ("mixed_eager_and_jit", ("--batch-size", "x"), "invalid int value: 'x'"),
         ("uneven_inputs", ("--batch-size", 9999), "--batch-size must be a multiple"),
         ("uneven_inputs", ("--skew", 0), "--skew must be above 0"),
         ("uneven_inputs", ("--skwe", 2), "unrecognized arguments: --skwe"),
