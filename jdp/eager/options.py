@@ -37,7 +37,8 @@ class EagerOptions:
       timeline_mark_cycles: whether the trace shows each cycle.
       flight_recorder_capacity: how many requests are kept, to be written when
         something fails; 0: none.
-      flight_recorder_dir: folder to which they are written; "": they are not.
+      flight_recorder_dir: folder to which they are written; "": that of the system for
+        temporary files.
       autotune: whether the coordinator looks for the best `fusion_bytes`,
         `cycle_time_s` and so on while the job runs; needs the extra `autotune`.
       autotune_log: CSV file of what it tried; "": none.
