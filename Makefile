@@ -75,6 +75,7 @@ bench: $(VENV)/.examples
 	$(BIN)/jdp bench step
 	$(BIN)/jdp bench overhead
 	$(BIN)/jdp bench join
+	$(BIN)/jdp bench eager
 
 sweep: $(VENV)/.test
 	$(BIN)/jdp bench collectives --plot collectives_devices.png

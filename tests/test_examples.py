@@ -61,6 +61,29 @@ def test_the_first_example_of_the_readme_runs(tmp_path):
     assert float(loss) < 0.2  # of a sine whose variance is about 0.5
 
 
+def test_the_example_by_name_of_the_readme_runs(tmp_path):
+    text = (harness.ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (block,) = [block for block in blocks if "eager.init" in block]
+    (tmp_path / "train.py").write_text(block)
+    code, out, err = _launch("-n", 2, "train.py", cwd=tmp_path)
+    assert code == 0, err
+    assert all(f"rank {rank}: the average is 0.5" in out for rank in (0, 1))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_blocks_of_the_page_on_names_make_a_script(tmp_path, num_processes):
+    text = (harness.ROOT / "docs/eager.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    code, out, err = _launch("-n", num_processes, "page.py", cwd=tmp_path)
+    assert code == 0, err
+    means = {1: "[1. 2.]", 2: "[1.5 3. ]"}
+    for rank in range(num_processes):
+        assert f"rank {rank} of {num_processes}: {means[num_processes]}" in out
+        assert f"rank {rank} is done" in out
+
+
 def _newest(path, *version):
     result = subprocess.run(
         [harness.ROOT / "tools/newest-python", *version],
