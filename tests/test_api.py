@@ -1,11 +1,13 @@
 """The contract: `__all__`, signatures, docstrings."""
 
+import dataclasses
 import inspect
 
 import pytest
 
 import jdp
 from jdp import eager
+from tests import harness
 
 SIGNATURES = {
     "accumulate_gradients": "(loss_fn, num_micro_batches, *, has_aux, find_unused, "
@@ -216,3 +218,16 @@ def test_options_and_sets_have_what_code_relies_on():
     assert process_set.size() is process_set.rank() is process_set.included() is None
     assert eager.global_process_set.process_set_id == 0
     assert eager.EagerOptions() == eager.EagerOptions.from_environ({})
+
+
+def test_every_option_is_in_the_docs_with_its_variable():
+    page = (harness.ROOT / "docs/eager.md").read_text()
+    for field in dataclasses.fields(eager.EagerOptions):
+        variable = f"JDP_EAGER_{field.name.upper()}"
+        assert f"| `{field.name}` | `{variable}` |" in page, field.name
+
+
+def test_every_public_name_of_eager_is_in_the_docs():
+    page = (harness.ROOT / "docs/eager.md").read_text()
+    for name in eager.__all__:
+        assert name.removesuffix("_async") in page, name
