@@ -161,12 +161,10 @@ def _all_reduce_packed(
     dtype = np.dtype(spec.dtype)
     buffer = scratch.take(layout.size, dtype)
     flats = [
-        _neutral(each) if array is None else array.reshape(-1)
+        _neutral(each) if array is None else _scale(array.reshape(-1), spec.prescale)
         for array, each in zip(job.arrays, job.specs, strict=True)
     ]
     np.concatenate(flats, out=buffer)
-    if spec.prescale != 1.0:
-        buffer[:] = _scale(buffer, spec.prescale)
     (out,) = implementation.all_reduce([buffer], op)
     out = _scale(out, postscale)
     return [out[a:b].reshape(shape).copy() for a, b, shape in layout.places]
