@@ -124,9 +124,11 @@ def _all_reduce(
     if spec.op == "adasum":
         assert not isinstance(implementation, Carried)
         return [
-            _scale(
-                implementation.adaptive_sum(_own_flat(array, each, spec.prescale)),
-                spec.postscale,
+            _owned(
+                _scale(
+                    implementation.adaptive_sum(_own_flat(array, each, spec.prescale)),
+                    spec.postscale,
+                )
             ).reshape(each.shape)
             for array, each in zip(job.arrays, specs, strict=True)
         ]

@@ -129,6 +129,21 @@ COUNTS = (1, 2, 3, 5)
 SIZES = (7, 30_000)
 
 
+@pytest.mark.parametrize("op", ["sum", "min", "max", "product", "average", "adasum"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", COUNTS)
+def test_results_belong_to_the_caller_and_arguments_stay(op, size, count):
+    given = [[np.full(size, 2.0 + i), np.full((size, 1), 3.0)] for i in range(count)]
+    found = _run("all_reduce", given, op=op, jobs=2)
+    for each in found[1:]:
+        for x, y in zip(each, found[0], strict=True):
+            _check(x, y)
+    for place in range(count):
+        assert (given[place][0] == 2.0 + place).all()
+        found[place][0][...] = -1.0
+        assert (found[place][1] > 0).all() and (given[place][0] > 0).all()
+
+
 @pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "float16", "float64"])
 @pytest.mark.parametrize("factor", [1.0, 2.0, 0.5])
