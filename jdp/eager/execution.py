@@ -192,9 +192,16 @@ def _all_gather(
         for place in range(members.size)
     ]
     return [
-        xp.concatenate([row[i] for row in rows]).reshape(-1, *spec.shape)
-        for i, spec in enumerate(job.specs)
+        xp.concatenate([row[i] for row in rows]).reshape(
+            _num_rows(locals_), *spec.shape
+        )
+        for i, (spec, locals_) in enumerate(zip(job.specs, job.locals, strict=True))
     ]
+
+
+def _num_rows(locals_: tuple[tuple[int, ...], ...]) -> int:
+    """Rows of all members; of rows without elements the size does not tell."""
+    return sum(n for (n,) in locals_)
 
 
 def _broadcast(
@@ -255,7 +262,7 @@ def _exchange(
     out = implementation.all_to_all(xp.stack([_padded(x, width) for x in flats]))
     received = tuple(each[members.place] for each in splits)
     parts = [out[i, : n * row] for i, n in enumerate(received)]
-    return xp.concatenate(parts).reshape(-1, *spec.shape), received
+    return xp.concatenate(parts).reshape(sum(received), *spec.shape), received
 
 
 _KINDS: dict[str, Callable[[Job, Implementation, Members, Scratch], list[Any]]] = {

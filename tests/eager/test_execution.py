@@ -180,6 +180,41 @@ def test_who_has_joined_changes_nothing_where_a_factor_turns_the_sign(
 
 
 @pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("shape", [(3,), (2, 0), (0, 2)])
+def test_rows_of_any_width_are_gathered(count, shape):
+    rows = [3 * i % 4 for i in range(count)]
+    given = [
+        [np.full((rows[i], *shape), i, "f4"), np.full((1, 2), i, "f4")]
+        for i in range(count)
+    ]
+    locals_ = [tuple((n,) for n in rows), ((1,),) * count]
+    found = _run("all_gather", given, locals_=locals_)
+    for a, b in found:
+        _check(a, np.concatenate([each[0] for each in given]))
+        _check(b, np.repeat(np.arange(count, dtype="f4"), 2).reshape(count, 2))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("shape", [(), (2,), (2, 0), (0, 2)])
+def test_rows_of_any_width_are_exchanged(count, shape):
+    splits = [tuple((i + 2 * j) % 3 for j in range(count)) for i in range(count)]
+    given = [
+        [
+            np.concatenate(
+                [np.full((n, *shape), 10 * i + j) for j, n in enumerate(splits[i])]
+                + [np.full((2, *shape), -1)]  # to nobody.
+            )
+        ]
+        for i in range(count)
+    ]
+    found = _run("all_to_all", given, locals_=[tuple(splits)])
+    for j, ((received, counts),) in enumerate(found):
+        assert counts == tuple(each[j] for each in splits)
+        expected = [np.full((n, *shape), 10 * i + j) for i, n in enumerate(counts)]
+        _check(received, np.concatenate(expected))
+
+
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 10])
 def test_the_first_members_get_one_row_more(count, num_rows):
     x = np.arange(3.0 * num_rows).reshape(num_rows, 3)
