@@ -193,13 +193,13 @@ def _all_gather(
     ]
     return [
         xp.concatenate([row[i] for row in rows]).reshape(
-            _num_rows(locals_), *spec.shape
+            _total_rows(locals_), *spec.shape
         )
         for i, (spec, locals_) in enumerate(zip(job.specs, job.locals, strict=True))
     ]
 
 
-def _num_rows(locals_: tuple[tuple[int, ...], ...]) -> int:
+def _total_rows(locals_: tuple[tuple[int, ...], ...]) -> int:
     """Rows of all members; of rows without elements the size does not tell."""
     return sum(n for (n,) in locals_)
 

@@ -239,6 +239,8 @@ def as_array(leaf: Any) -> Any:
         array = np.asarray(leaf)
     if array.dtype.kind not in "iufcb" and not jnp.issubdtype(array.dtype, jnp.number):
         raise TypeError(f"A leaf must be an array of numbers, got {array.dtype}.")
+    if not array.dtype.isnative:  # Other ranks cannot see in which order bytes are.
+        array = array.astype(array.dtype.newbyteorder("="))
     return array
 
 
