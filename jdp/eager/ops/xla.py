@@ -74,13 +74,15 @@ class Xla:
 
     def all_gather(self, part: Array) -> Array:
         """See `Implementation`."""
-        size = _round_up(part.size)
+        size, dtype = _round_up(part.size), np.dtype(part.dtype)
+        if dtype.kind == "b":  # They are no numbers to the collectives.
+            part = _as_integers(part)
         out = self._run(
             ("all_gather",),
             _pack([part], size),
             lambda x: xla.psum_all_gather(x, self._axis_name),
         )
-        return out.reshape(-1, size)[:, : part.size]
+        return _from_integers(out, dtype).reshape(-1, size)[:, : part.size]
 
     def reduce_scatter(self, parts: Array, op: Op) -> Array:
         """See `Implementation`."""
