@@ -24,9 +24,14 @@ def encode(value: Any) -> bytes:
     """Encodes a value as MessagePack, never as code; arrays with dtype and shape.
 
     Raises:
-      TypeError: it holds something that is neither data nor an array.
+      TypeError: it holds something that is neither data nor an array, or data that
+        MessagePack has no place for.
     """
-    return msgspec.msgpack.encode(value, enc_hook=_encode_array)
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=_encode_array)
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        # An int of more than 64 bits, a list that holds itself, half a surrogate.
+        raise TypeError(f"A value cannot be sent: {error}.") from error
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -41,11 +46,23 @@ def _encode_array(value: Any) -> msgspec.msgpack.Ext:
             "strings, bytes, lists, tuples, sets, dicts, dataclasses, msgspec structs "
             "and arrays can."
         )
+    if isinstance(value, jax.Array) and not (
+        value.is_fully_addressable or value.is_fully_replicated
+    ):
+        raise TypeError("An array that is split over the processes cannot be sent.")
     array = np.asarray(value)
-    if array.dtype.hasobject:
-        raise TypeError("An array of objects cannot be sent.")
-    packed = _Array(array.dtype.name, array.shape, array.tobytes())
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    name = _find_name(array.dtype)
+    packed = _Array(name, array.shape, array.tobytes())
     return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(packed))
+
+
+def _find_name(dtype: np.dtype) -> str:
+    """A text of which numpy makes this dtype; of bfloat16, say, `str` is none."""
+    name = dtype.str if dtype.kind in "SU" else dtype.name
+    if dtype.hasobject or dtype.kind == "V" and dtype.type is np.void:
+        raise TypeError(f"An array of {dtype} cannot be sent.")
+    return name
 
 
 def _decode_array(code: int, data: memoryview) -> np.ndarray:
