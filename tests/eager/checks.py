@@ -10,6 +10,7 @@ import numpy as np
 
 from jdp import eager
 from jdp.mesh import World
+from tests import harness
 
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -65,6 +66,11 @@ class Process:
             problem = _difference(a, b, ulps)
             if problem:
                 self.problems.append(f"{what}{jax.tree_util.keystr(path)}: {problem}")
+
+    def expect_equal(self, found: Any, expected: Any, what: str = "") -> None:
+        """Notes where two values of Python differ; keys need not be in order."""
+        if found != expected:
+            self.problems.append(f"{what}: {found!r}, not {expected!r}")
 
     def expect_error(
         self, kind: type[Exception], words: Iterable[str], fn: Callable[[], Any]
@@ -131,6 +137,13 @@ def run(
         found[check.__name__] = "\n".join(process.problems[:8])
     eager.shutdown()
     return found
+
+
+def verify(outcome: harness.Outcome, configuration: str, name: str) -> None:
+    """Asserts that no rank of a job found anything wrong."""
+    assert outcome.exit_code == 0, outcome.output
+    for rank, found in enumerate(outcome.values):
+        assert not found[configuration][name], f"rank {rank}"
 
 
 def _is_well(process: Process, has_raised: bool) -> bool:

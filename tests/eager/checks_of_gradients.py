@@ -1,0 +1,162 @@
+"""Checks of gradients: what `jax.grad` makes of a collective, by Horovod's rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp import eager
+from tests import harness
+from tests.eager import checks_of_sets
+from tests.eager.checks import Process
+
+
+def _gradient(me: Process, fn, x, weights=None):
+    """Of the sum of what `fn` gives, times `weights`."""
+
+    def loss(x):
+        y = fn(x)
+        return jnp.sum(y if weights is None else y * weights)
+
+    return np.array(jax.grad(loss)(jnp.asarray(x)))
+
+
+def of_a_sum_it_is_summed_and_of_an_average_averaged(me: Process):
+    x = np.arange(6, dtype=np.float32).reshape(2, 3) + me.rank
+    for op, factor in (("sum", me.size), ("average", 1)):
+        found = _gradient(me, lambda x, o=op: eager.all_reduce(x, op=o), x)
+        me.expect(found, np.full((2, 3), factor, np.float32), op)
+    # What comes back differs from rank to rank.
+    for op, expected in (("sum", sum(me.ranks)), ("average", sum(me.ranks) / me.size)):
+        found = _gradient(
+            me, lambda x, o=op: eager.all_reduce(x, op=o, name=me.name(o)), x, me.rank
+        )
+        me.expect(found, np.full((2, 3), expected, np.float32), f"weighted {op}")
+
+
+def of_a_scaled_sum_it_is_scaled_too(me: Process):
+    x = np.ones(3, np.float32)
+    found = _gradient(
+        me, lambda x: eager.all_reduce(x, op="sum", prescale=3.0, postscale=0.5), x
+    )
+    me.expect(found, np.full(3, 1.5 * me.size, np.float32))
+
+
+def on_a_set_the_ranks_of_the_set_count(me: Process):
+    with checks_of_sets.added(me.ranks[:3], me.ranks[3:]) as sets:
+        mine = sets[me.rank // 3]
+        x = np.ones(4, np.float32)
+        for op, factor in (("sum", len(mine.ranks)), ("average", 1)):
+            found = _gradient(
+                me,
+                lambda x, o=op: eager.all_reduce(
+                    x, op=o, name=me.name(o), process_set=mine
+                ),
+                x,
+            )
+            me.expect(found, np.full(4, factor, np.float32), op, ulps=2)
+        found = _gradient(
+            me,
+            lambda x: eager.all_gather(x, name=me.name("gather"), process_set=mine),
+            x,
+            np.repeat(np.array(mine.ranks, np.float32), 4),
+        )
+        me.expect(found, np.full(4, me.rank, np.float32), "gather", ulps=2)
+
+
+def of_a_gather_it_is_the_average_of_the_own_rows(me: Process):
+    rows = [3, 2, 7, 4][: me.size]
+    upstream = np.repeat(np.arange(me.size, dtype=np.float32), rows)[:, None]
+    found = _gradient(
+        me,
+        lambda x: eager.all_gather(x, name=me.name()),
+        np.ones((rows[me.rank], 2), np.float32),
+        upstream,
+    )
+    me.expect(found, np.full((rows[me.rank], 2), me.rank, np.float32))
+    found = _gradient(me, eager.all_gather, np.ones((2, 2), np.float32), me.rank)
+    mean = np.float32(sum(me.ranks) / me.size)
+    me.expect(found, np.full((2, 2), mean), "differs")
+
+
+def of_a_broadcast_it_goes_to_the_root(me: Process):
+    for root in me.ranks:
+        found = _gradient(
+            me,
+            lambda x, r=root: eager.broadcast(x, root=r, name=me.name(str(r))),
+            np.ones((2, 3), np.float32),
+        )
+        me.expect(found, np.full((2, 3), me.rank == root, np.float32), f"{root}")
+
+
+def of_an_exchange_it_goes_back(me: Process):
+    x = np.ones((me.size, 2), np.float32)
+    found = _gradient(me, lambda x: eager.all_to_all(x, name=me.name()), x)
+    me.expect(found, x, "without splits")
+    # Rank r sends r + 1 rows to each; the last two to nobody. Upstream is the receiver.
+    splits = [me.rank + 1] * me.size
+    x = np.ones((sum(splits) + 2, 2), np.float32)
+    found = _gradient(
+        me, lambda x: eager.all_to_all(x, splits, name=me.name("splits"))[0], x, me.rank
+    )
+    to = np.repeat(np.arange(me.size, dtype=np.float32), me.rank + 1)
+    expected = np.concatenate([to, [0, 0]]).astype(np.float32)[:, None] * x
+    me.expect(found, expected, "splits")
+
+
+def of_a_scattered_sum_it_is_whole(me: Process):
+    x = np.ones((2 * me.size + 1, 3), np.float32)
+    for op, factor in (("sum", me.size), ("average", 1)):
+        found = _gradient(
+            me, lambda x, o=op: eager.reduce_scatter(x, op=o, name=me.name(o)), x
+        )
+        me.expect(found, factor * x, op)
+
+
+def a_tree_and_what_is_beside_it_have_gradients(me: Process):
+    params = {"a": jnp.ones(3), "b": (jnp.full((2,), 2.0), jnp.ones(()))}
+
+    def loss(params):
+        reduced = eager.all_reduce(params, op="sum", name=me.name())
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(reduced))
+
+    value, grads = jax.value_and_grad(loss)(params)
+    n = me.size
+    me.expect(float(value), float(3 * n**2 + 2 * (2 * n) ** 2 + n**2))
+    expected = jax.tree.map(lambda x: np.array(2 * n * n * x), params)
+    me.expect(jax.tree.map(np.array, grads), expected)
+
+
+def averaged_gradients_are_those_of_the_whole_batch(me: Process):
+    params = harness.oracle_params()
+    (batch,) = harness.oracle_batches(1)
+    mine = jax.tree.map(lambda x: np.split(x, me.size)[me.rank], batch)
+    grads = eager.all_reduce(jax.grad(harness.oracle_loss)(params, mine))
+    expected = jax.grad(harness.oracle_loss)(params, batch)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        me.expect(bool(np.allclose(a, b, rtol=1e-5, atol=1e-6)), True)
+
+
+def inside_of_jit_it_is_said_what_to_use(me: Process):
+    x = jnp.ones(3)
+    for call in (
+        eager.all_reduce,
+        eager.all_gather,
+        eager.broadcast,
+        eager.grouped_all_reduce,
+    ):
+        me.expect_error(TypeError, ["while JAX traces"], lambda c=call: jax.jit(c)(x))
+    me.expect_it_works()
+
+
+CHECKS = (
+    of_a_sum_it_is_summed_and_of_an_average_averaged,
+    of_a_scaled_sum_it_is_scaled_too,
+    on_a_set_the_ranks_of_the_set_count,
+    of_a_gather_it_is_the_average_of_the_own_rows,
+    of_a_broadcast_it_goes_to_the_root,
+    of_an_exchange_it_goes_back,
+    of_a_scattered_sum_it_is_whole,
+    a_tree_and_what_is_beside_it_have_gradients,
+    averaged_gradients_are_those_of_the_whole_batch,
+    inside_of_jit_it_is_said_what_to_use,
+)

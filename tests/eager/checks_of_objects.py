@@ -1,0 +1,160 @@
+"""Checks of objects: values of Python, parameters and optimizer states of one rank."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdp import eager
+from tests.eager import checks_of_sets
+from tests.eager.checks import Process
+
+_OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.adamw(1e-3),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "adadelta": lambda: optax.adadelta(0.1),
+    "adafactor": lambda: optax.adafactor(1e-3),
+    "adamax": lambda: optax.adamax(1e-3),
+    "lamb": lambda: optax.lamb(1e-3),
+    "lion": lambda: optax.lion(1e-3),
+    "rmsprop": lambda: optax.rmsprop(1e-3, momentum=0.9),
+    "radam": lambda: optax.radam(1e-3),
+    "rates": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+}
+
+
+def an_object_of_every_root_arrives(me: Process):
+    for root in me.ranks:
+        value = {
+            "rank": me.rank,
+            3: [1.5, None, True, "text", b"bytes"],
+            "nested": {"list": list(range(me.rank)), -1: "minus"},
+        }
+        expected = {
+            "rank": root,
+            3: [1.5, None, True, "text", b"bytes"],
+            "nested": {"list": list(range(root)), -1: "minus"},
+        }
+        found = eager.broadcast_object(value, root=root, name=me.name(str(root)))
+        me.expect_equal(found, expected, f"{root}")
+    me.expect_equal(eager.broadcast_object(None), None, "nothing")
+
+
+def objects_of_all_come_in_the_order_of_ranks(me: Process):
+    found = eager.all_gather_object({"rank": me.rank, 7: "x" * 100 * me.rank})
+    me.expect_equal(found, [{"rank": r, 7: "x" * 100 * r} for r in me.ranks])
+    me.expect_equal(eager.all_gather_object([]), [[] for _ in me.ranks])
+    with checks_of_sets.added(me.ranks[::2], me.ranks[1::2]) as sets:
+        mine = sets[me.rank % 2]
+        found = eager.all_gather_object(me.rank, process_set=mine)
+        me.expect_equal(found, list(mine.ranks), "set")
+        root = mine.ranks[-1]
+        found = eager.broadcast_object(me.rank, root=root, process_set=mine)
+        me.expect_equal(found, root, "root of a set")
+
+
+def arrays_in_objects_keep_dtype_and_shape(me: Process):
+    value = {
+        "a": np.full((2, 0, 3), me.rank, np.float16),
+        "b": jnp.full((2, 2), me.rank, jnp.bfloat16),
+        "c": np.int32(me.rank),
+    }
+    found = eager.broadcast_object(value, root=1)
+    expected = {
+        "a": np.zeros((2, 0, 3), np.float16),
+        "b": np.full((2, 2), 1, jnp.bfloat16),
+        "c": np.array(1, np.int32),
+    }
+    me.expect(found, expected)
+
+
+def what_cannot_be_sent_is_an_error_on_all_ranks(me: Process):
+    loop: list = []
+    loop.append(loop)
+    for value, word in ((object(), "object"), (1 << 80, "int"), (loop, "")):
+        bad = {"x": value} if me.rank == 1 else {"x": 1}
+        me.expect_error(
+            TypeError, [word], lambda b=bad: eager.broadcast_object(b, root=1)
+        )
+        me.expect_error(TypeError, [word], lambda b=bad: eager.all_gather_object(b))
+        me.expect(eager.broadcast_object(bad if me.rank != 1 else 5, root=1), 5)
+    me.expect_it_works()
+
+
+def parameters_of_the_root_arrive_with_their_types(me: Process):
+    params = {
+        "w": np.full((2, 3), me.rank, np.float32),
+        "jax": jnp.full((4,), me.rank, jnp.bfloat16),
+        "step": np.int32(me.rank),
+        "mask": np.array([me.rank == 2, True]),
+        "options": {
+            "rate": 0.5 * me.rank,
+            "count": me.rank,
+            "nesterov": me.rank == 2,
+            "betas": (0.1 * me.rank, 0.999),
+            "name": f"rank {me.rank}",
+            "none": None,
+        },
+    }
+    found = eager.broadcast_parameters(params, root=2)
+    expected = {
+        "w": np.full((2, 3), 2, np.float32),
+        "jax": jnp.full((4,), 2, jnp.bfloat16),
+        "step": np.array(2, np.int32),
+        "mask": np.array([True, True]),
+        "options": {
+            "rate": 1.0,
+            "count": 2,
+            "nesterov": True,
+            "betas": (0.2, 0.999),
+            "name": "rank 2",
+            "none": None,
+        },
+    }
+    me.expect(found, expected)
+    me.expect(eager.broadcast_parameters({}), {}, "nothing")
+    me.expect(eager.broadcast_parameters({"a": 1.5}), {"a": 1.5}, "no arrays")
+
+
+def the_state_of_every_optimizer_arrives(me: Process):
+    params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+    for name, make in _OPTIMIZERS.items():
+        tx = make()
+        states = [tx.init(params)]
+        for step in (1.0, 2.0):
+            grads = jax.tree.map(lambda p, s=step: p * 0 + s, params)
+            states.append(tx.update(grads, states[-1], params)[1])
+        # The root is two steps ahead.
+        mine = states[2 if me.rank == me.size - 1 else 0]
+        found = eager.broadcast_optimizer_state(mine, root=me.size - 1)
+        me.expect(found, states[2], name)
+        me.expect(type(found), type(states[2]), f"{name}: type")
+
+
+def trees_that_differ_are_an_error_on_all_ranks(me: Process):
+    a, b = np.ones(3, np.float32), np.ones((2, 2), np.float32)
+    trees = (
+        ({"a": a} if me.rank == 1 else {"a": a, "b": b}, ["leaves"]),
+        ({"a": a} if me.rank == 1 else {"b": a}, ["trees differ", "['a']", "['b']"]),
+        ({"a": 1} if me.rank == 1 else {"a": a}, ["a value", "an array", "['a']"]),
+        ({"a": b} if me.rank == 1 else {"a": a}, ["shapes", "[2, 2]", "[3]"]),
+    )
+    for tree, words in trees:
+        me.expect_error(
+            RuntimeError, words, lambda t=tree: eager.broadcast_parameters(t)
+        )
+        me.expect_it_works()
+
+
+CHECKS = (
+    an_object_of_every_root_arrives,
+    objects_of_all_come_in_the_order_of_ranks,
+    arrays_in_objects_keep_dtype_and_shape,
+    what_cannot_be_sent_is_an_error_on_all_ranks,
+    parameters_of_the_root_arrive_with_their_types,
+    the_state_of_every_optimizer_arrives,
+    trees_that_differ_are_an_error_on_all_ranks,
+)
