@@ -4,7 +4,6 @@ import contextlib
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -31,8 +30,9 @@ def every_collective_is_that_of_the_set(me: Process):
     with added(*_even_and_odd(me)) as sets:
         mine = sets[me.rank % 2]
         # Both sets use the same names.
-        trees = [checks.tensors(rank) for rank in mine.ranks]
-        tree = checks.tensors(me.rank)
+        dtypes = ("int8", "int64", "bfloat16", "float32")
+        trees = [checks.tensors(rank, dtypes) for rank in mine.ranks]
+        tree = checks.tensors(me.rank, dtypes)
         place, count = mine.ranks.index(me.rank), len(mine.ranks)
         found = eager.all_reduce(tree, op="sum", name=me.name(), process_set=mine)
         me.expect(found, combine(sum, trees), "sum")
@@ -186,10 +186,14 @@ def sets_are_what_their_ranks_are(me: Process):
 def training_on_a_set_leaves_the_others_alone(me: Process):
     with added(me.ranks[:2]) as (mine,):
         tx = optax.sgd(0.5)
-        params = {"w": jnp.ones(3), "b": jnp.zeros(())}
+        params = jax.device_put({"w": np.ones(3, "f4"), "b": np.zeros((), "f4")})
         state = tx.init(params)
         for step in range(3):
-            grads = jax.tree.map(lambda p, s=step: p * 0 + me.rank + s, params)
+            grads = jax.device_put(
+                jax.tree.map(
+                    lambda p, s=step: np.full(p.shape, me.rank + s, "f4"), params
+                )
+            )
             if mine.included():
                 grads = eager.all_reduce(grads, name=me.name(), process_set=mine)
             updates, state = tx.update(grads, state)
