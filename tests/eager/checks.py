@@ -151,7 +151,8 @@ def _is_well(process: Process, has_raised: bool) -> bool:
     mine = np.array([has_raised, len(process.problems)])
     try:
         raised, problems = eager.all_reduce(mine, op="sum", name="is well")
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError) as error:
+        process.problems.append(f"afterwards: {error}")
         return False
     if problems and not process.problems:  # All stop together.
         process.problems.append("other ranks have found something")
