@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from jdp.eager import carried, fusion, mismatch
-from jdp.eager.fusion import Item
+from jdp.eager import carried, groups, mismatch
+from jdp.eager.groups import Groups, Ready
 from jdp.eager.messages import (
     UNNAMED,
     Batch,
@@ -71,29 +71,11 @@ class _Entry:
         self.since_s = now_s
 
 
-class _Ready(NamedTuple):
-    """A name that is ready everywhere."""
-
-    process_set: int
-    name: str
-    spec: bytes
-    locals: tuple[tuple[int, ...], ...]
-    slot: int = -1
-    error: str = ""
-
-
 class _Warm(NamedTuple):
     """What was said when just these slots were ready."""
 
     keys: list[tuple[int, str]]  # process set and name.
     responses: tuple[Response, ...]
-
-
-class _Held(NamedTuple):
-    """What is ready of a group."""
-
-    ready: list[_Ready]
-    since_s: float
 
 
 class Coordinator:
@@ -108,7 +90,7 @@ class Coordinator:
         self._full: dict[int, int] = {0: (1 << size) - 1}
         self._tables: dict[int, dict[str, _Entry]] = {0: {}}
         self._ready: list[tuple[int, str]] = []
-        self._held: dict[tuple[int, str], _Held] = {}  # groups, by set and name.
+        self._groups = Groups()
         self._joined = 0  # a bit for each rank.
         self._last_joined = -1
         self._stop = ""
@@ -139,7 +121,7 @@ class Coordinator:
             self._retire(slot)
         for known in (self._members, self._full, self._tables, self._slots.of_set):
             del known[set_id]
-        self._held = {key: held for key, held in self._held.items() if key[0] != set_id}
+        self._groups.forget(set_id)
 
     def receive(self, rank: int, message: FromRank, *, now_s: float) -> None:
         """Takes what one rank says.
@@ -277,7 +259,7 @@ class Coordinator:
         self, set_id: int, slots: int, now_s: float
     ) -> Sequence[Response]:
         """Makes the responses of slots; the same ones come over and over."""
-        is_plain = not self._joined and not self._held
+        is_plain = not self._joined and not self._groups.held
         warm = self._warm.get((set_id, slots)) if is_plain else None
         if warm is not None:
             self._slots.touch(warm.keys)
@@ -286,11 +268,11 @@ class Coordinator:
         for slot in bits(slots):
             cached = self._slots.get(slot)
             error = self._why_not_joined(set_id, cached.name, cached.spec)
-            ready.append(_Ready(*cached, slot, error))
+            ready.append(Ready(*cached, slot, error))
         keys = [(set_id, each.name) for each in ready]
         self._slots.touch(keys)
         responses = self._respond_to_all(ready, now_s)
-        if is_plain and not self._held:
+        if is_plain and not self._groups.held:
             if len(self._warm) == _MAX_WARM:
                 self._warm.clear()
             self._warm[set_id, slots] = _Warm(keys, tuple(responses))
@@ -308,16 +290,21 @@ class Coordinator:
         spec = decode_spec(self._slots.get(response.slots[0]).spec)
         return carried.reduce(spec, [b"".join(parts) for parts in given])  # pyright: ignore
 
-    def _respond_to_all(self, ready: Iterable[_Ready], now_s: float) -> list[Response]:
-        ready = self._complete_groups(ready, now_s)
+    def _respond_to_all(self, ready: Iterable[Ready], now_s: float) -> list[Response]:
+        complete = self._groups.complete(ready, now_s=now_s)
         responses = [
             Response((r.name,), (r.spec,), r.process_set, error=r.error)
-            for r in ready
+            for r in complete
             if r.error
         ]
-        return responses + self._fuse([r for r in ready if not r.error])
+        together = groups.fuse(
+            [r for r in complete if not r.error],
+            fusion_bytes=self.options.fusion_bytes,
+            fuse_groups=self.options.fuse_groups,
+        )
+        return responses + [self._respond(same) for same in together]
 
-    def _take_ready(self) -> Iterator[_Ready]:
+    def _take_ready(self) -> Iterator[Ready]:
         """Takes the names that every rank has submitted; checks them."""
         for set_id, name in self._ready:
             if set_id not in self._tables:
@@ -338,7 +325,7 @@ class Coordinator:
             if entry.locals:
                 members = self._members[set_id]
                 locals_ = tuple(entry.locals.get(rank, ()) for rank in members)
-            yield _Ready(set_id, name, entry.spec, locals_, error=error)
+            yield Ready(set_id, name, entry.spec, locals_, error=error)
         self._ready = []
 
     def _why_not_joined(self, set_id: int, name: str, spec: bytes) -> str:
@@ -352,59 +339,7 @@ class Coordinator:
             f"{list(bits(joined))}."
         )
 
-    def _complete_groups(self, ready: Iterable[_Ready], now_s: float) -> list[_Ready]:
-        """Holds back what belongs to a group until all of the group is ready."""
-        complete = []
-        for each in ready:
-            spec = decode_spec(each.spec)
-            # Where ranks do not agree on the group, nothing completes it.
-            if not spec.group or each.error.startswith("Mismatched groups"):
-                complete.append(each)
-                continue
-            key = (each.process_set, spec.group)
-            held = self._held.setdefault(key, _Held([], now_s)).ready
-            held.append(each)
-            if len(held) < spec.group_size:
-                continue
-            del self._held[key]
-            error = next((one.error for one in held if one.error), "")
-            complete += [one._replace(error=error) for one in held]
-        return complete
-
-    def _fuse(self, ready: list[_Ready]) -> list[Response]:
-        """Makes responses, of which one may be many names."""
-        units: list[list[_Ready]] = []
-        by_group: dict[tuple[int, str], list[_Ready]] = {}
-        for each in ready:
-            group = decode_spec(each.spec).group
-            if group:
-                key = (each.process_set, group)
-                if key not in by_group:
-                    units.append(by_group.setdefault(key, []))
-                by_group[key].append(each)
-            else:
-                units.append([each])
-        items = [self._item(unit) for unit in units]
-        responses = []
-        for together in fusion.fuse(items, self.options.fusion_bytes):
-            members = [each for i in together for each in units[i]]
-            # A group of several kinds runs one after another, and nothing in between.
-            by_key: dict[object, list[_Ready]] = {}
-            for each in members:
-                by_key.setdefault(_key_of(each), []).append(each)
-            responses += [self._respond(same) for same in by_key.values()]
-        return responses
-
-    def _item(self, unit: list[_Ready]) -> Item:
-        keys = {_key_of(each) for each in unit}
-        is_group = bool(decode_spec(unit[0].spec).group)
-        alone = len(keys) > 1 or is_group and not self.options.fuse_groups
-        num_bytes = sum(
-            fusion.num_bytes_of(decode_spec(each.spec), each.locals) for each in unit
-        )
-        return Item(None if alone else keys.pop(), num_bytes)
-
-    def _respond(self, ready: list[_Ready]) -> Response:
+    def _respond(self, ready: list[Ready]) -> Response:
         slots = tuple(
             each.slot if each.slot >= 0 else self._give_slot(each) for each in ready
         )
@@ -422,7 +357,7 @@ class Coordinator:
 
     # The cache
 
-    def _give_slot(self, ready: _Ready) -> int:
+    def _give_slot(self, ready: Ready) -> int:
         """Gives a name a slot; -1 if there is none, or it is not worth it."""
         if decode_spec(ready.spec).kind in _NEVER_CACHED:
             return -1
@@ -432,9 +367,7 @@ class Coordinator:
         slot = self._slots.give(cached, num_seen=min(self._seen))
         if slot < 0:
             in_use = self._pending()
-            for held in self._held.values():
-                for each in held.ready:
-                    in_use |= 1 << each.slot if each.slot >= 0 else 0
+            in_use |= self._groups.slots()
             oldest = self._slots.find_oldest(in_use)
             if oldest is not None:  # This one goes without; the next one has room.
                 self._retire(oldest)
@@ -467,7 +400,7 @@ class Coordinator:
     @property
     def has_waiting(self) -> bool:
         """Whether some ranks wait for others."""
-        return any(self._tables.values()) or any(self._hits) or bool(self._held)
+        return any(self._tables.values()) or any(self._hits) or bool(self._groups.held)
 
     def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:
         """Returns the names that some ranks wait for longer than `after_s` seconds.
@@ -483,7 +416,7 @@ class Coordinator:
                 if missing and waited_s >= after_s:
                     ranks = tuple(bits(missing))
                     stalls.append(Stall(set_id, name, ranks, waited_s))
-        for (set_id, group), held in self._held.items():
+        for (set_id, group), held in self._groups.held.items():
             if now_s - held.since_s >= after_s:
                 waited_s = now_s - held.since_s
                 names = ", ".join(each.name for each in held.ready)
@@ -505,7 +438,3 @@ class Coordinator:
             )
             stalls.append(Stall(cached.process_set, cached.name, missing, waited_s))
         return stalls
-
-
-def _key_of(ready: _Ready) -> tuple[object, ...] | None:
-    return fusion.key_of(ready.process_set, decode_spec(ready.spec))

@@ -7,9 +7,6 @@ runs what the coordinator says, in its order, which is the same on all processes
 import functools
 import itertools
 import logging
-import os
-import pathlib
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -326,6 +323,9 @@ class Engine:
     def _decide(self) -> None:
         assert self._coordinator is not None
         now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_PERIOD_S:
+            self._looked_s = now_s
+            self._look_who_is_late(now_s)
         while not self.why_dead:
             batch = self._coordinator.decide(now_s=now_s)
             if batch is None:
@@ -333,9 +333,6 @@ class Engine:
             self._send_to_all(batch)
             if self._autotuner is not None and not self._autotuner.is_done:
                 self._tune(self._autotuner)
-        if now_s - self._looked_s >= _LOOK_PERIOD_S:
-            self._looked_s = now_s
-            self._look_who_is_late(now_s)
 
     def _send_to_all(self, batch: Batch) -> None:
         payload = _encode(batch)
@@ -457,21 +454,8 @@ class Engine:
 
     def dump(self, reason: str) -> None:
         """Writes the last requests of this process to a file, and logs where it is."""
-        if not self.options.flight_recorder_capacity:
-            return
-        folder = self.options.flight_recorder_dir or tempfile.gettempdir()
-        path = pathlib.Path(folder, f"jdp_flight_{os.getpid()}.rank{self.rank}.json")
-        try:
-            self._recorder.dump(path, reason)
-        except OSError as error:
-            _logger.warning("The flight recorder cannot be written: %s", error)
-        else:
-            _logger.warning(
-                "Rank %d wrote its last requests to %s; compare two ranks with "
-                "`jdp timeline diff`.",
-                self.rank,
-                path,
-            )
+        if self.options.flight_recorder_capacity:
+            self._recorder.dump_into(self.options.flight_recorder_dir, reason)
 
     def _tell(self, why: str) -> None:
         """Lets the other processes know, if they can be reached."""

@@ -6,6 +6,7 @@ have given is the neutral element of the reduction.
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from jdp.eager.ops.base import Array, Implementation, Members
 # reduced one after the other where they are: a copy less.
 _PACKED_BYTES = 4096
 _MAX_LAYOUTS = 256
+_ALIGNMENT = 64  # bytes; of XLA's buffers on CPU.
 
 
 class Job(NamedTuple):
@@ -54,6 +56,16 @@ class Scratch:
         """Begins with none."""
         self._buffers: dict[np.dtype, np.ndarray] = {}
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
+        self.marks: list[tuple[str, float]] | None = None  # None: nobody looks.
+
+    def mark(self, phase: str) -> None:
+        """Notes, for the timeline, that a phase has ended which began at the last mark.
+
+        Args:
+          phase: its name; "": it is none, but the next one begins.
+        """
+        if self.marks is not None:
+            self.marks.append((phase, time.perf_counter()))
 
     def take(self, size: int, dtype: np.dtype) -> np.ndarray:
         """Returns shape (size,), with anything in it, until the next call."""
@@ -161,15 +173,20 @@ def _all_reduce_packed(
 ) -> list[Any]:
     spec = job.specs[0]
     dtype = np.dtype(spec.dtype)
+    scratch.mark("")
     buffer = scratch.take(layout.size, dtype)
     flats = [
         _neutral(each) if array is None else _scale(array.reshape(-1), spec.prescale)
         for array, each in zip(job.arrays, job.specs, strict=True)
     ]
     np.concatenate(flats, out=buffer)
+    scratch.mark("MEMCPY_IN_FUSION_BUFFER")
     (out,) = implementation.all_reduce([buffer], op)
+    scratch.mark("")
     out = _scale(out, postscale)
-    return [out[a:b].reshape(shape).copy() for a, b, shape in layout.places]
+    results = [out[a:b].reshape(shape).copy() for a, b, shape in layout.places]
+    scratch.mark("MEMCPY_OUT_FUSION_BUFFER")
+    return results
 
 
 def _all_gather(
@@ -293,7 +310,18 @@ def _own_flat(array: Array | None, spec: Spec, prescale: float) -> Array:
     flat = array.reshape(-1)
     if prescale != 1.0:
         return _scale(flat, prescale)
-    return flat.copy() if isinstance(flat, np.ndarray) else flat
+    return _aligned_copy(flat) if isinstance(flat, np.ndarray) else flat
+
+
+def _aligned_copy(flat: np.ndarray) -> np.ndarray:
+    """A copy that JAX can take over without another one."""
+    if flat.nbytes < _PACKED_BYTES:
+        return flat.copy()
+    memory = np.empty(flat.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    out = memory[start : start + flat.nbytes].view(flat.dtype)
+    np.copyto(out, flat)
+    return out
 
 
 def _neutral(spec: Spec) -> np.ndarray:
@@ -310,10 +338,12 @@ def _neutral(spec: Spec) -> np.ndarray:
 
 
 def _owned(x: Array) -> Array:
-    """A copy where an implementation keeps or only shows the memory of `x`."""
-    if isinstance(x, np.ndarray) and not (x.flags.owndata and x.flags.writeable):
-        return x.copy()
-    return x
+    """A copy where an implementation keeps the memory of `x`, or it is part of more."""
+    if not isinstance(x, np.ndarray):
+        return x
+    whole = x.base
+    is_part = isinstance(whole, np.ndarray) and whole.nbytes > x.nbytes + _ALIGNMENT
+    return x.copy() if is_part or not x.flags.writeable else x
 
 
 def _padded(x: Array, width: int) -> Array:

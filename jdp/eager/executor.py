@@ -8,6 +8,7 @@ on to hear who is lost.
 
 import contextlib
 import functools
+import itertools
 import queue
 import threading
 import time
@@ -193,6 +194,7 @@ class Executor:
         job = Job(prepared.specs, prepared.response.locals, arrays)
         members, implementation = prepared.state.members, prepared.implementation
         self._running[id(entries)] = entries
+        scratch.marks = None if self.timeline is None else []
         with jax.enable_x64(True) if prepared.task.is_on_device else _NOTHING:
             try:
                 if data:
@@ -211,9 +213,10 @@ class Executor:
                 "fused": len(entries),
                 "num_bytes": prepared.task.num_bytes,
             }
+            marks = scratch.marks or []
             for entry in entries:
                 if entry is not None:
-                    _trace(self.timeline, entry, facts)
+                    _trace(self.timeline, entry, facts, marks)
 
     def _run_program(self, entry: Entry) -> None:
         """Runs a submitted program; what it raises is for its caller."""
@@ -228,7 +231,7 @@ class Executor:
             self._completion.finish([entry], [value])
         del self._running[id(entry)]
         if self.timeline is not None:
-            _trace(self.timeline, entry, {})
+            _trace(self.timeline, entry, {}, [])
 
     # Process sets
 
@@ -290,8 +293,13 @@ def _close(state: SetState) -> None:
             implementation.close()
 
 
-def _trace(timeline: Timeline, entry: Entry, facts: dict[str, Any]) -> None:
-    """Writes the times of an entry that is done."""
+def _trace(
+    timeline: Timeline,
+    entry: Entry,
+    facts: dict[str, Any],
+    marks: Sequence[tuple[str, float]],
+) -> None:
+    """Writes the times of an entry that is done, and of what it was fused with."""
     record = entry.record
     name, phase = record.name, record.kind.upper()
     if name.startswith(messages.UNNAMED):  # One row for all of them.
@@ -299,3 +307,6 @@ def _trace(timeline: Timeline, entry: Entry, facts: dict[str, Any]) -> None:
     timeline.add_span(name, f"NEGOTIATE_{phase}", record.submitted_s, record.agreed_s)
     timeline.add_span(name, "QUEUE", record.agreed_s, record.started_s)
     timeline.add_span(name, phase, record.started_s, record.finished_s, **facts)
+    for (_, start_s), (part, end_s) in itertools.pairwise(marks):
+        if part:
+            timeline.add_span(name, part, start_s, end_s)

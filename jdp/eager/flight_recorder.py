@@ -6,14 +6,17 @@ compares the dumps of two.
 
 import collections
 import contextlib
+import logging
 import os
 import pathlib
+import tempfile
 import threading
 import time
 from typing import SupportsIndex
 
 import msgspec
 
+_logger = logging.getLogger("jdp")
 _FORMAT = "jdp flight record"
 VERSION = 1  # of dumps.
 
@@ -152,6 +155,27 @@ class FlightRecorder:
             self._most_late = max(self._capacity, 2 * len(waiting))
             self._late = waiting
         self._late.append(record)
+
+    def dump_into(self, folder: str, reason: str) -> None:
+        """Writes the records to a file of this process, and logs where it is.
+
+        Args:
+          folder: for the file; "": that of the system for temporary files.
+          reason: why.
+        """
+        folder = folder or tempfile.gettempdir()
+        path = pathlib.Path(folder, f"jdp_flight_{os.getpid()}.rank{self._rank}.json")
+        try:
+            self.dump(path, reason)
+        except OSError as error:
+            _logger.warning("The flight recorder cannot be written: %s", error)
+        else:
+            _logger.warning(
+                "Rank %d wrote its last requests to %s; compare two ranks with "
+                "`jdp timeline diff`.",
+                self._rank,
+                path,
+            )
 
     def dump(self, path: str | os.PathLike[str], reason: str) -> None:
         """Writes the records to a file, in one piece or not at all.

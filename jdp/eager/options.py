@@ -81,8 +81,10 @@ class EagerOptions:
                 )
             if kind in (int, float) and not 0 <= value < float("inf"):
                 raise ValueError(f"`{name}` must be at least 0, got {value}.")
-        if self.timeout_s == 0:
-            raise ValueError("`timeout_s` must be positive, got 0.")
+        if not 0.01 <= self.timeout_s <= 1e6:
+            raise ValueError(
+                f"`timeout_s` must be from 0.01 to 1e6 seconds, got {self.timeout_s}."
+            )
         if 0 < self.stall_shutdown_s < self.stall_warning_s:
             raise ValueError(
                 f"`stall_shutdown_s` ({self.stall_shutdown_s:g}) must be 0 or at least "

@@ -19,7 +19,7 @@ from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Kind, Request, Spec, encode_spec
 from jdp.eager.mismatch import SCALAR
 from jdp.eager.process_set import ProcessSet
-from jdp.types import PyTree
+from jdp.types import Device, PyTree
 
 _MAX_KNOWN = 1 << 12  # options that are kept, and encoded requests of each.
 _OPS = {
@@ -328,11 +328,21 @@ def restore(value: Any, given: Any, wire: np.dtype | None) -> Any:
     if isinstance(given, np.ndarray):
         return value
     if given.is_fully_addressable:
+        # A third of the time of `device_put`, and no copy of what is aligned.
+        default = jax.config.jax_default_device  # pyright: ignore
+        if default is None and given.devices() == _first():
+            return jnp.asarray(value)
         return jax.device_put(value, given.sharding)
     # A copy on each device; `device_put` would ask the other processes.
     return jax.make_array_from_callback(
         given.shape, given.sharding, lambda index: value[index]
     )
+
+
+@functools.cache
+def _first() -> set[Device]:
+    """Where JAX puts what nobody says where to put."""
+    return {jax.local_devices()[0]}
 
 
 def _own_part(array: jax.Array) -> Any:
