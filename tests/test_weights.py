@@ -14,7 +14,15 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp import weights
 from tests import harness
-from tests.transforms import AXIS, TRANSFORMS, packings, sizes, transforms
+from tests.transforms import (
+    AXIS,
+    COMPILED_FAST,
+    TRANSFORMS,
+    packings,
+    sizes,
+    transforms,
+    transforms_compiled_fast,
+)
 
 # Samples of each replica, of at most 6; the mean must count samples.
 COUNTS = {1: [4], 2: [6, 1], 4: [3, 0, 6, 2], 8: [1, 6, 0, 2, 0, 5, 3, 4]}
@@ -39,20 +47,24 @@ def _loss(params, batch, weight):
     return (errors * weight).sum() / weight.sum()
 
 
+_grad_alone = jax.jit(jax.value_and_grad(_loss))
+_grad_of_truth = jax.jit(jax.value_and_grad(harness.oracle_loss))
+
+
 def _step(params, local, **options):
     batch, weight = local
     grad_fn = jdp.value_and_grad(_loss, weight=weight.sum(), **options)
     return grad_fn(params, batch, weight)
 
 
-@transforms
+@transforms_compiled_fast
 @packings
 @sizes
 def test_each_sample_counts_the_same(run, packing, n):
     params, (split, weight, truth) = harness.oracle_params(), _uneven(n)
     fn = functools.partial(_step, packing=packing)
     found = run(fn, n, params, (split, weight))
-    expected = jax.value_and_grad(harness.oracle_loss)(params, truth)
+    expected = _grad_of_truth(params, truth)
     chex.assert_trees_all_close(found, expected, atol=ATOL, rtol=0)
 
 
@@ -61,11 +73,10 @@ def _means_of_replicas(params, split, weight):
     replicas = [
         jax.tree.map(lambda x, r=r: x[r], (split, weight)) for r in range(len(weight))
     ]
-    grad_fn = jax.value_and_grad(_loss)
-    return [grad_fn(params, *local) for local in replicas if local[1].sum() > 0]
+    return [_grad_alone(params, *local) for local in replicas if local[1].sum() > 0]
 
 
-@transforms
+@transforms_compiled_fast
 @packings
 @sizes
 @pytest.mark.parametrize("divide_by", ["active", "world"])
@@ -80,7 +91,7 @@ def test_each_replica_counts_the_same(run, packing, n, divide_by):
     chex.assert_trees_all_close((loss, grads), expected, atol=ATOL, rtol=0)
 
 
-@transforms
+@transforms_compiled_fast
 @packings
 @pytest.mark.parametrize("divide_by", ["weight", "active", "world"])
 @pytest.mark.parametrize("n", [1, 4])
@@ -92,7 +103,7 @@ def test_without_any_data_all_is_zero(run, packing, divide_by, n):
     assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(found))
 
 
-@transforms
+@transforms_compiled_fast
 @packings
 @sizes
 def test_gradients_made_elsewhere_are_weighed(run, packing, n):
@@ -271,7 +282,7 @@ def test_metrics_are_averaged_by_hand_inside_of_a_loop():
     np.testing.assert_allclose(metrics["samples"], [expected] * 2, rtol=1e-6)
 
 
-@transforms
+@transforms_compiled_fast
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 def test_micro_batches_count_by_their_samples(run, num_micro_batches):
     # With 6 samples in 4 micro-batches there are two sizes; some are padding alone.
@@ -285,7 +296,7 @@ def test_micro_batches_count_by_their_samples(run, num_micro_batches):
         return grad_fn(params, (batch, weight))
 
     found = run(fn, 4, params, (split, weight))
-    expected = jax.value_and_grad(harness.oracle_loss)(params, truth)
+    expected = _grad_of_truth(params, truth)
     chex.assert_trees_all_close(found, expected, atol=ATOL, rtol=0)
 
 
@@ -419,7 +430,7 @@ def test_gradients_are_weighed_in_the_backward_pass(name, divide_by):
     }
     split, weight, _ = _uneven(4)
     found, expected = (
-        TRANSFORMS[name](functools.partial(fn, b), 4, params, (split["x"], weight))
+        COMPILED_FAST[name](functools.partial(fn, b), 4, params, (split["x"], weight))
         for b in (True, False)
     )
     assert float(found[0]) != 0

@@ -10,7 +10,7 @@ from tests import harness
 AXIS = "data"
 
 
-def _under_shard_map(check_vma):
+def _under_shard_map(check_vma, jit=jax.jit):
     def run(fn, n, shared, local):
         def body(shared, local):
             return fn(shared, jax.tree.map(lambda x: x[0], local))
@@ -23,27 +23,43 @@ def _under_shard_map(check_vma):
             out_specs=PartitionSpec(),
             check_vma=check_vma,
         )
-        return jax.jit(mapped)(shared, local)
+        return jit(mapped)(shared, local)
 
     return run
 
 
-def _under_pmap(fn, n, shared, local):
-    mapped = jax.pmap(fn, AXIS, in_axes=(None, 0), devices=jax.devices()[:n])
-    return jax.tree.map(lambda x: np.asarray(x)[0], mapped(shared, local))
+def _under_pmap(jit=lambda mapped: mapped):
+    def run(fn, n, shared, local):
+        mapped = jax.pmap(fn, AXIS, in_axes=(None, 0), devices=jax.devices()[:n])
+        return jax.tree.map(lambda x: np.asarray(x)[0], jit(mapped)(shared, local))
+
+    return run
 
 
-def _under_vmap(fn, n, shared, local):
-    mapped = jax.vmap(fn, in_axes=(None, 0), axis_name=AXIS, axis_size=n)
-    return jax.tree.map(lambda x: np.asarray(x)[0], mapped(shared, local))
+def _under_vmap(jit=lambda mapped: mapped):
+    def run(fn, n, shared, local):
+        mapped = jax.vmap(fn, in_axes=(None, 0), axis_name=AXIS, axis_size=n)
+        return jax.tree.map(lambda x: np.asarray(x)[0], jit(mapped)(shared, local))
+
+    return run
 
 
 TRANSFORMS = {
     "shard_map": _under_shard_map(check_vma=True),
     "shard_map unchecked": _under_shard_map(check_vma=False),
-    "pmap": _under_pmap,
-    "vmap": _under_vmap,
+    "pmap": _under_pmap(),
+    "vmap": _under_vmap(),
+}
+# One program each, also of what `vmap` runs one operation after the other.
+COMPILED_FAST = {
+    "shard_map": _under_shard_map(check_vma=True, jit=harness.jit_fast),
+    "shard_map unchecked": _under_shard_map(check_vma=False, jit=harness.jit_fast),
+    "pmap": _under_pmap(harness.jit_fast),
+    "vmap": _under_vmap(harness.jit_fast),
 }
 transforms = pytest.mark.parametrize("run", TRANSFORMS.values(), ids=TRANSFORMS)
+transforms_compiled_fast = pytest.mark.parametrize(
+    "run", COMPILED_FAST.values(), ids=COMPILED_FAST
+)
 packings = pytest.mark.parametrize("packing", ["flat", "tuple", None])
 sizes = pytest.mark.parametrize("n", [1, 2, 4, 8])
