@@ -34,14 +34,6 @@ ON_ONE_AXIS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    """There are hundreds of programs; how fast each runs does not matter."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 algorithms = pytest.mark.parametrize(
     "all_reduce", ON_ONE_AXIS.values(), ids=ON_ONE_AXIS
 )
@@ -62,7 +54,7 @@ def _run(transform, n, all_reduce, cases):
 
     match transform:
         case "shard_map" | "shard_map unchecked":
-            run = jax.jit(
+            run = harness.jit_fast(
                 jax.shard_map(
                     reduce_split,
                     mesh=harness.local_world(n).mesh,
@@ -73,9 +65,12 @@ def _run(transform, n, all_reduce, cases):
             )
             reduced = run(*values)
         case "pmap":
-            reduced = jax.pmap(reduce, AXIS, devices=jax.devices()[:n])(*values)
+            run = harness.jit_fast(jax.pmap(reduce, AXIS, devices=jax.devices()[:n]))
+            reduced = run(*values)
         case "vmap":
-            reduced = jax.jit(jax.vmap(reduce, axis_name=AXIS, axis_size=n))(*values)
+            reduced = harness.jit_fast(jax.vmap(reduce, axis_name=AXIS, axis_size=n))(
+                *values
+            )
     return values, [np.asarray(y).reshape(n, -1) for y in reduced]
 
 
@@ -153,7 +148,7 @@ def _on_nodes(shape, all_reduce, cases, *, check_vma=True):
             for x, case in zip(xs, cases, strict=True)
         ]
 
-    run = jax.jit(
+    run = harness.jit_fast(
         jax.shard_map(
             reduce,
             mesh=harness.local_world(n, NODES, num_nodes=shape[0]).mesh,
@@ -190,7 +185,7 @@ def test_two_axes_of_vmap(all_reduce):
     fn = jax.vmap(
         jax.vmap(lambda x: all_reduce(x, NODES), axis_name="data"), axis_name="node"
     )
-    reduced = jax.jit(fn)(values.reshape(2, 3, -1))
+    reduced = harness.jit_fast(fn)(values.reshape(2, 3, -1))
     contract.check(case, values, np.asarray(reduced).reshape(6, -1))
 
 
@@ -256,7 +251,7 @@ def test_the_result_is_typed_as_the_same_on_all_replicas(all_reduce, n):
         in_specs=P(AXIS),
         out_specs=P(),
     )
-    np.testing.assert_array_equal(jax.jit(reduce)(x), x.reshape(n, 3).sum(0))
+    np.testing.assert_array_equal(harness.jit_fast(reduce)(x), x.reshape(n, 3).sum(0))
 
 
 @algorithms
@@ -277,7 +272,7 @@ def test_the_derivative_is_that_of_the_sum(all_reduce):
         return (jax.grad(objective)(x, reduce) ** 2).sum()
 
     for function in (objective, square_of_gradient):
-        derivative = jax.jit(jax.grad(function), static_argnums=1)
+        derivative = harness.jit_fast(jax.grad(function), static_argnums=1)
         found, expected = derivative(x, all_reduce), derivative(x, jax.lax.psum)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
