@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -32,7 +31,11 @@ SMALL = ("--blocks", "2", "--width", "8", "--batch", "4", "--rounds", "2")
 def _jdp(*arguments, **kwargs):
     return subprocess.Popen(
         [sys.executable, "-m", "jdp.cli.main", *arguments],
-        env={**os.environ, "PYTHONPATH": str(harness.ROOT), "COLUMNS": "200"},
+        env={
+            **harness.compile_fast_environ(),
+            "PYTHONPATH": str(harness.ROOT),
+            "COLUMNS": "200",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
