@@ -205,55 +205,85 @@ def test_a_process_of_a_host_with_several_takes_its_own_gpus():
 
 # --- Wrong arguments -----------------------------------------------------------
 
+REFUSED = [
+    (
+        "init(num_processes=2)",
+        "ValueError: `coordinator_address`, `process_id` must",
+    ),
+    (_explicit(2, port=1), "ValueError: `process_id` must be from 0 to 1 .* got 2"),
+    (
+        _explicit(-1, port=1),
+        "ValueError: `process_id` must be from 0 to 1 .* got -1",
+    ),
+    (
+        _explicit(0, 0, port=1),
+        "ValueError: `num_processes` must be at least 1, got 0",
+    ),
+    (
+        _explicit(0, port="x"),
+        "ValueError: `coordinator_address` must be 'host:port'",
+    ),
+    (
+        _explicit(0, port=70000),
+        "ValueError: `coordinator_address` must be 'host:por",
+    ),
+    ("init(num_cpu_devices=0)", "ValueError: `num_cpu_devices` must be at least 1"),
+    ("init(timeout_s=0)", "ValueError: `timeout_s` must be positive, got 0"),
+    ("init(axis_name='')", "ValueError: `axis_name` must be one name or a pair"),
+    ("init(num_nodes=2)", "ValueError: `num_nodes` needs a pair of axis names"),
+]
+TOO_LATE = [
+    (
+        "init(); jdp.init(num_cpu_devices=2)",
+        "RuntimeError: `jdp.init` was called before with `num_cpu_devices=None`, "
+        "now with 2",
+    ),
+    (
+        "jax.devices(); init(num_cpu_devices=2)",
+        "RuntimeError: `num_cpu_devices=2` comes too late: JAX has already made 1",
+    ),
+    (
+        "jax.devices(); init(local_device_ids=[0])",
+        "RuntimeError: `local_device_ids` comes too late",
+    ),
+    (
+        f"jax.devices(); {_explicit(0, port=1)}",
+        "RuntimeError: `jdp.init` must come before anything that makes JAX choose",
+    ),
+]
 
-@pytest.mark.parametrize(
-    "code,expected",
-    [
-        (
-            "init(num_processes=2)",
-            "ValueError: `coordinator_address`, `process_id` must",
-        ),
-        (_explicit(2, port=1), "ValueError: `process_id` must be from 0 to 1 .* got 2"),
-        (
-            _explicit(-1, port=1),
-            "ValueError: `process_id` must be from 0 to 1 .* got -1",
-        ),
-        (
-            _explicit(0, 0, port=1),
-            "ValueError: `num_processes` must be at least 1, got 0",
-        ),
-        (
-            _explicit(0, port="x"),
-            "ValueError: `coordinator_address` must be 'host:port'",
-        ),
-        (
-            _explicit(0, port=70000),
-            "ValueError: `coordinator_address` must be 'host:por",
-        ),
-        ("init(num_cpu_devices=0)", "ValueError: `num_cpu_devices` must be at least 1"),
-        ("init(timeout_s=0)", "ValueError: `timeout_s` must be positive, got 0"),
-        ("init(axis_name='')", "ValueError: `axis_name` must be one name or a pair"),
-        ("init(num_nodes=2)", "ValueError: `num_nodes` needs a pair of axis names"),
-        (
-            "init(); jdp.init(num_cpu_devices=2)",
-            "RuntimeError: `jdp.init` was called before with `num_cpu_devices=None`, "
-            "now with 2",
-        ),
-        (
-            "jax.devices(); init(num_cpu_devices=2)",
-            "RuntimeError: `num_cpu_devices=2` comes too late: JAX has already made 1",
-        ),
-        (
-            "jax.devices(); init(local_device_ids=[0])",
-            "RuntimeError: `local_device_ids` comes too late",
-        ),
-        (
-            f"jax.devices(); {_explicit(0, port=1)}",
-            "RuntimeError: `jdp.init` must come before anything that makes JAX choose",
-        ),
-    ],
-)
-def test_a_wrong_call_says_what_is_wrong(code, expected):
+
+@pytest.fixture(scope="module")
+def refusals():
+    """What each of `REFUSED` raises in one process, which makes a world after them."""
+    codes = [code for code, _ in REFUSED]
+    returncode, output = _run(
+        f"""
+        import traceback
+        for code in {codes!r}:
+            try:
+                exec(code)
+            except Exception as error:
+                print(*traceback.format_exception_only(error))
+            else:
+                print("nothing raised")
+            print("END OF A CALL")
+        init(num_cpu_devices=2)
+        """
+    )
+    assert returncode == 0, output
+    *texts, after = output.split("END OF A CALL")
+    assert "WORLD 0 1 2 {'data': 2} True" in after
+    return dict(zip(codes, texts, strict=True))
+
+
+@pytest.mark.parametrize("code,expected", REFUSED)
+def test_a_wrong_call_says_what_is_wrong(code, expected, refusals):
+    assert re.search(expected, refusals[code]), refusals[code]
+
+
+@pytest.mark.parametrize("code,expected", TOO_LATE)
+def test_a_call_that_comes_too_late_says_what_is_wrong(code, expected):
     returncode, output = _run(code)
     assert returncode == 1
     assert re.search(expected, output), output
