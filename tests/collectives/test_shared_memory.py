@@ -323,7 +323,7 @@ def _call_two_programs(num_rounds):
 
     def make(slow_rank, value):
         def reduce(x):
-            work = jnp.eye(300) if rank == slow_rank else jnp.eye(2)
+            work = jnp.eye(200) if rank == slow_rank else jnp.eye(2)
             for _ in range(30):
                 work = work @ work
             zero = (work.sum() - work.shape[0]).astype(x.dtype)
