@@ -15,6 +15,7 @@ from jax.experimental import io_callback
 import jdp
 from jdp.backward.flow import FlowAnalysis
 from jdp.backward.loss import trace_loss
+from tests import harness
 
 ONES = np.ones(3, np.float32)
 
@@ -26,7 +27,7 @@ def _params(names):
 def _used(loss_fn, names, *args):
     """Checks what is static, and returns the mask as Python bools."""
     eager = jdp.used_parameters(loss_fn, _params(names), *args)
-    jitted = jax.jit(lambda *args: jdp.used_parameters(loss_fn, *args))
+    jitted = harness.jit_fast(lambda *args: jdp.used_parameters(loss_fn, *args))
     compiled = jitted(_params(names), *args)
     chex.assert_trees_all_equal(jax.tree.map(bool, compiled), jax.tree.map(bool, eager))
     return {name: bool(value) for name, value in eager.items()}
@@ -514,7 +515,7 @@ def test_random_nests_use_what_their_path_gives_a_gradient(program, runs):
     def one_path(params, flags):
         return run_python(program, params, flags, lanes)[0].sum()
 
-    masks = jax.jit(lambda *args: jdp.used_parameters(loss, *args))
+    masks = harness.jit_fast(lambda *args: jdp.used_parameters(loss, *args))
     static = jdp.used_parameters(loss, params, jnp.array(runs[0]))
     for flags in runs:
         grads = jax.grad(one_path)(params, flags)
