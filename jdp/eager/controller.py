@@ -397,6 +397,12 @@ class Coordinator:
 
     # Who is late
 
+    def names_of(self, message: FromRank) -> list[str]:
+        """Returns the names that a message says are ready, before it is taken."""
+        hits = int.from_bytes(message.hits, "little") & self._slots.live
+        names = [self._slots.get(slot).name for slot in bits(hits)]
+        return [request.name for request in message.requests] + names
+
     @property
     def has_waiting(self) -> bool:
         """Whether some ranks wait for others."""

@@ -307,6 +307,11 @@ class Engine:
     def _receive(self, rank: int, message: FromRank) -> None:
         assert self._coordinator is not None
         now_s = time.monotonic()
+        if self.executor.timeline is not None:
+            for name in self._coordinator.names_of(message):
+                self.executor.timeline.add_instant(
+                    name, f"rank {rank} is ready", time.perf_counter()
+                )
         try:
             self._coordinator.receive(rank, message, now_s=now_s)
         except ProtocolError as error:
@@ -314,11 +319,6 @@ class Engine:
         if message.asks:
             stalls = self._coordinator.find_stalls(now_s=now_s, after_s=0.0)
             self._send_to_all(Batch(who_waits=stall.describe(stalls)))
-        if self.executor.timeline is not None:
-            for request in message.requests:
-                self.executor.timeline.add_instant(
-                    request.name, f"rank {rank} is ready", time.perf_counter()
-                )
 
     def _decide(self) -> None:
         assert self._coordinator is not None
