@@ -1,9 +1,15 @@
 """Checks of reductions: what all_reduce and reduce_scatter make of every rank's."""
 
+import json
+import pathlib
+import tempfile
+import time
+
 import jax
 import numpy as np
 
 from jdp import eager
+from jdp.eager import session
 from tests import harness
 from tests.eager import checks
 from tests.eager.checks import DTYPES, FLOATS, INTEGERS, Process, combine, scale
@@ -166,7 +172,7 @@ def prescaled_integers_are_cut_off_and_floats_rounded_before_the_sum(me: Process
 
 def a_factor_that_is_no_binary_fraction_is_applied_as_horovod_does(me: Process):
     # The same tensors on all ranks: their sum is exact for up to three.
-    tree = checks.tensors(0, dtypes=("int32", "int64", "float32", "float64"))
+    tree = checks.tensors(0, dtypes=("int32", "int64", *FLOATS))
     scaled = scale(tree, 0.37)
     expected = {key: x * x.dtype.type(me.size) for key, x in scaled.items()}
     found = eager.all_reduce(tree, op="sum", prescale=0.37, name=me.name("pre"))
@@ -332,6 +338,28 @@ def compressed_floats_travel_narrow_and_integers_as_they_are(me: Process):
         me.expect(found, checks.as_jax(expected[key]), "jax")
 
 
+def what_carries_the_data_is_what_was_asked_for(me: Process):
+    options = session.current_engine().options
+    name = "XLA (gloo)"
+    if options.hierarchical_all_reduce:
+        name = "hierarchical"
+    elif options.shared_memory_bytes:
+        name = "shared memory"
+    with tempfile.TemporaryDirectory() as folder:
+        eager.start_timeline(f"{folder}/trace.json")
+        x = np.ones(3, np.float32)
+        eager.all_reduce([x, x, x], name=me.name())
+        eager.barrier()  # What is written of the sum has been by then.
+        time.sleep(0.05)
+        eager.stop_timeline()
+        path = pathlib.Path(folder, f"trace.rank{me.rank}.json")
+        events = json.loads(path.read_text())
+    facts = [each["args"] for each in events if each["name"] == "ALL_REDUCE"]
+    me.expect_equal([each["implementation"] for each in facts], [name] * 3)
+    fused = 3 if options.fusion_bytes else 1
+    me.expect_equal([each["fused"] for each in facts], [fused] * 3, "fused")
+
+
 # Adasum is for powers of two of ranks.
 
 
@@ -428,4 +456,5 @@ CHECKS = (
     a_poll_says_no_while_a_rank_is_missing,
     what_nobody_named_is_matched_in_the_order_of_calls,
     compressed_floats_travel_narrow_and_integers_as_they_are,
+    what_carries_the_data_is_what_was_asked_for,
 )
