@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from jdp.eager import carried, groups, mismatch
+from jdp.eager import carried, fusion, groups, mismatch
+from jdp.eager.fusion import Item
 from jdp.eager.groups import Groups, Ready
 from jdp.eager.messages import (
     UNNAMED,
@@ -264,14 +265,22 @@ class Coordinator:
         if warm is not None:
             self._slots.touch(warm.keys)
             return warm.responses
-        ready = []
-        for slot in bits(slots):
-            cached = self._slots.get(slot)
-            error = self._why_not_joined(set_id, cached.name, cached.spec)
-            ready.append(Ready(*cached, slot, error))
-        keys = [(set_id, each.name) for each in ready]
+        numbers = list(bits(slots))
+        cached = [self._slots.get(slot) for slot in numbers]
+        keys = [(set_id, each.name) for each in cached]
         self._slots.touch(keys)
-        responses = self._respond_to_all(ready, now_s)
+        if is_plain and not any([each.is_grouped for each in cached]):
+            items = [each.item for each in cached]
+            responses = [
+                Response((), (), set_id, (), tuple([numbers[i] for i in together]))
+                for together in fusion.fuse(items, self.options.fusion_bytes)
+            ]
+        else:
+            ready = []
+            for slot, each in zip(numbers, cached, strict=True):
+                error = self._why_not_joined(set_id, each.name, each.spec)
+                ready.append(Ready(*each[:4], slot, error))
+            responses = self._respond_to_all(ready, now_s)
         if is_plain and not self._groups.held:
             if len(self._warm) == _MAX_WARM:
                 self._warm.clear()
@@ -363,7 +372,11 @@ class Coordinator:
             return -1
         if ready.name.startswith(UNNAMED):  # It will not come again.
             return -1
-        cached = Cached(ready.process_set, ready.name, ready.spec, ready.locals)
+        spec = decode_spec(ready.spec)
+        key = fusion.key_of(ready.process_set, spec)
+        item = Item(key, fusion.num_bytes_of(spec, ready.locals))
+        facts = ready.process_set, ready.name, ready.spec, ready.locals
+        cached = Cached(*facts, item, bool(spec.group))
         slot = self._slots.give(cached, num_seen=min(self._seen))
         if slot < 0:
             in_use = self._pending()

@@ -126,24 +126,23 @@ class Engine:
           ValueError: a name is in use.
           RuntimeError: the engine has ended.
         """
-        keys = [(e.request.process_set, e.request.name) for e in entries]
+        pending, add = self._pending, self._recorder.add
         with self._lock:
             if self.why_dead:
                 raise RuntimeError(self.why_dead)
-            pending = self._pending
-            for i, key in enumerate(keys):
-                if key in pending:
-                    for earlier in keys[:i]:
-                        del pending[earlier]
+            for i, entry in enumerate(entries):
+                if entry.key in pending:
+                    for earlier in entries[:i]:
+                        del pending[earlier.key]
                     raise ValueError(
-                        f"`name={key[1]!r}` is the name of an operation that is still "
-                        "being processed. Wait for it with `synchronize`, or use "
+                        f"`name={entry.key[1]!r}` is the name of an operation that is "
+                        "still being processed. Wait for it with `synchronize`, or use "
                         "another name."
                     )
-                pending[key] = entries[i]
-            self._queue.extend(entries)
+                pending[entry.key] = entry
             for entry in entries:
-                self._recorder.add(entry.record)
+                add(entry.record)
+            self._queue.extend(entries)
         self._notify()
 
     def submit_join(self, entry: Entry) -> None:
@@ -425,7 +424,7 @@ class Engine:
 
     def _refuse(self, entry: Entry) -> None:
         request = entry.request
-        self._pending.pop((request.process_set, request.name))
+        self._pending.pop(entry.key)
         error = ValueError(
             f"{request.name!r}: process set {request.process_set} has been removed."
         )

@@ -13,6 +13,7 @@ class Entry:
     """One request, until it is done."""
 
     __slots__ = (
+        "key",
         "request",
         "record",
         "array",
@@ -40,6 +41,7 @@ class Entry:
           run: the program that is run instead.
           is_small: whether the tensor may travel with the agreement.
         """
+        self.key = (request.process_set, request.name)
         self.request = request
         self.record = record
         self.array = array

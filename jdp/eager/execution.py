@@ -4,6 +4,7 @@ Tensors that were fused travel as one flat array. What a rank that has joined wo
 have given is the neutral element of the reduction.
 """
 
+import functools
 import itertools
 import math
 import time
@@ -82,7 +83,7 @@ class Scratch:
                 self._layouts.clear()
             plan = BucketPlan(
                 jax.tree.structure(list(shapes), is_leaf=_is_shape),
-                tuple(LeafSpec(shape, dtype) for shape in shapes),
+                tuple([_leaf(shape, dtype) for shape in shapes]),
                 (tuple(range(len(shapes))),),
             )
             sizes = [leaf.size for leaf in plan.leaves]
@@ -91,6 +92,9 @@ class Scratch:
             places = list(zip(starts, ends, shapes, strict=True))
             layout = self._layouts[shapes] = _Layout(ends[-1], places)
         return layout
+
+
+_leaf = functools.lru_cache(maxsize=4096)(LeafSpec)
 
 
 def _is_shape(node: Any) -> bool:

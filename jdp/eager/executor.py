@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdp.buckets import LeafSpec
-from jdp.eager import execution, messages
+from jdp.eager import execution, fusion, messages
 from jdp.eager.carried import Carried
 from jdp.eager.entry import Completion, Entry
 from jdp.eager.execution import Job, Scratch
@@ -164,7 +163,7 @@ class Executor:
         specs = [messages.decode_spec(spec) for spec in response.specs]
         spec = specs[0]
         dtype = np.dtype(spec.dtype or "uint8")
-        num_bytes = sum(LeafSpec(each.shape, dtype).num_bytes for each in specs)
+        num_bytes = sum([fusion.num_bytes_of(each, ()) for each in specs])
         is_on_device = spec.device != "cpu"
         task = Task(spec.kind, spec.op, dtype, num_bytes, is_on_device)
         state = self.sets[response.process_set]

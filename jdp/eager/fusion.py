@@ -1,5 +1,6 @@
 """Fusion: which operations that are ready run as one."""
 
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -74,7 +75,10 @@ def num_bytes_of(spec: Spec, locals_: Sequence[tuple[int, ...]]) -> int:
       spec: of the operation.
       locals_: by member, `Request.local`; () for kinds that have none.
     """
-    if not spec.dtype:
-        return 0
-    size = jnp.dtype(spec.dtype).itemsize * math.prod(spec.shape)
+    size = _size_of(spec)
     return size * sum(map(sum, locals_)) if locals_ else size
+
+
+@functools.lru_cache(maxsize=4096)
+def _size_of(spec: Spec) -> int:
+    return jnp.dtype(spec.dtype).itemsize * math.prod(spec.shape) if spec.dtype else 0

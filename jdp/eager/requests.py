@@ -56,6 +56,16 @@ class Handle:
         return self._value
 
 
+class _Known(NamedTuple):
+    """What is known of a tensor that has come before."""
+
+    request: Request
+    dtype: str
+    num_bytes: int
+    is_small: bool  # see `carried`.
+    is_cast: bool  # whether it travels in another dtype.
+
+
 class CallOptions:
     """What a call says of all its tensors; of one engine, checked once."""
 
@@ -65,9 +75,8 @@ class CallOptions:
         self.facts = facts
         self.set_id = set_id
         self.wire = None if facts.compression is None else jnp.dtype(facts.compression)
-        # Encoded requests, which come over and over, by name, dtype, shape and so on.
-        # With each whether it is small; see `carried`.
-        self.requests: dict[Any, tuple[Request, bool]] = {}
+        # Tensors that come over and over, by name, dtype, shape and so on.
+        self.known: dict[Any, _Known] = {}
 
 
 class Facts(NamedTuple):
@@ -248,33 +257,42 @@ def make_entry(
     options: CallOptions, name: str, array: Any, local: tuple[int, ...] = ()
 ) -> Entry:
     """Makes the request of one tensor."""
-    dtype, shape, known = array.dtype, array.shape, options.requests
+    dtype, shape, known = array.dtype, array.shape, options.known
     key = (name, dtype, shape, local)
-    if isinstance(array, jax.Array):
+    is_jax = isinstance(array, jax.Array)
+    if is_jax:
         key = (*key, _device_of(array))
     found = known.get(key)
     if found is None:
         if len(known) == _MAX_KNOWN:
             known.clear()
-        found = known[key] = _make_request(options, name, array, local)
-    request, is_small = found
-    wire = options.wire
-    if wire is not None and _is_wider(dtype, wire):
-        array = array.astype(wire)
-    if isinstance(array, jax.Array):
+        found = known[key] = _find_out(options, name, array, local)
+    if found.is_cast:
+        array = array.astype(options.wire)
+    if is_jax:
         array = _own_part(array)
     facts = options.facts
     record = Record(
         name,
         facts.kind,
-        dtype.name,
+        found.dtype,
         shape,
         options.set_id,
         facts.op,
-        array.nbytes,
-        submitted_s=time.perf_counter(),
+        found.num_bytes,
+        -1,
+        time.perf_counter(),
     )
-    return Entry(request, record, array, None, is_small)
+    return Entry(found.request, record, array, None, found.is_small)
+
+
+def _find_out(
+    options: CallOptions, name: str, array: Any, local: tuple[int, ...]
+) -> _Known:
+    request, is_small = _make_request(options, name, array, local)
+    wire = options.wire
+    is_cast = wire is not None and _is_wider(array.dtype, wire)
+    return _Known(request, array.dtype.name, array.nbytes, is_small, is_cast)
 
 
 def _make_request(

@@ -9,6 +9,8 @@ import collections
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from jdp.eager.fusion import Item
+
 
 class Cached(NamedTuple):
     """What a slot stands for."""
@@ -17,6 +19,8 @@ class Cached(NamedTuple):
     name: str
     spec: bytes
     locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
+    item: Item  # what it is fused by.
+    is_grouped: bool  # whether it runs with others, or not at all.
 
 
 class SlotTable:
