@@ -75,7 +75,7 @@ def test_a_value_that_is_none_of_its_type_is_refused(variable, text, wanted):
         ("FUSION_BYTES", "-1", "`fusion_bytes` must be at least 0, got -1"),
         ("CYCLE_TIME_S", "nan", "`cycle_time_s` must be at least 0, got nan"),
         ("TIMEOUT_S", "inf", "`timeout_s` must be at least 0, got inf"),
-        ("TIMEOUT_S", "0", "`timeout_s` must be positive, got 0"),
+        ("TIMEOUT_S", "0", "`timeout_s` must be from 0.01 to 1e6 seconds, got 0"),
     ],
 )
 def test_a_value_out_of_range_is_refused(variable, text, message):
