@@ -9,7 +9,8 @@ import jdp
 from tests import harness
 from tests.eager import checks, checks_of_join, checks_of_moves, checks_of_reductions
 
-pytestmark = pytest.mark.multiprocess
+# The first test of each job waits for all of it.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 CHECKS = checks_of_reductions.CHECKS + checks_of_moves.CHECKS + checks_of_join.CHECKS
 ODD_CHECKS = (
