@@ -21,7 +21,7 @@ GRADIENTS = checks_of_gradients.CHECKS
 CONFIGURATIONS = {
     "shared_memory": (SETS + GRADIENTS + OBJECTS, 2, {}),
     "uncached": (SETS + OBJECTS, 1, {"cache_capacity": 0, "fusion_bytes": 0}),
-    "gloo": (SETS + GRADIENTS, 1, {"shared_memory_bytes": 0}),
+    "gloo": (SETS, 1, {"shared_memory_bytes": 0}),
 }
 CASES = [
     (name, check.__name__)
