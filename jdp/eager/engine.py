@@ -164,7 +164,7 @@ class Engine:
         self._notify()
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
-        """Waits until all entries are done; returns whether they are."""
+        """Waits until all entries are done, or one has failed; returns whether so."""
         return self._completion.wait(entries, timeout_s)
 
     def ask_who_waits(self, *, timeout_s: float = 1.0) -> str:
@@ -230,8 +230,9 @@ class Engine:
         self._say()
         if self._coordinator is not None:
             self._decide()
-        if self.executor.timeline is not None:
-            self.executor.timeline.mark_cycle(time.perf_counter())
+        timeline = self.executor.timeline
+        if timeline is not None:
+            timeline.mark_cycle(time.perf_counter())
         if self.why_dead:
             return
         self._is_waiting = True
@@ -306,11 +307,10 @@ class Engine:
     def _receive(self, rank: int, message: FromRank) -> None:
         assert self._coordinator is not None
         now_s = time.monotonic()
-        if self.executor.timeline is not None:
+        timeline = self.executor.timeline
+        if timeline is not None:
             for name in self._coordinator.names_of(message):
-                self.executor.timeline.add_instant(
-                    name, f"rank {rank} is ready", time.perf_counter()
-                )
+                timeline.add_instant(name, f"rank {rank} is ready", time.perf_counter())
         try:
             self._coordinator.receive(rank, message, now_s=now_s)
         except ProtocolError as error:

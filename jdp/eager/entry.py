@@ -60,16 +60,11 @@ class Completion:
         self.changed = threading.Condition()
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
-        """Waits until all entries are done; returns whether they are."""
-        for entry in entries:
-            if not entry.is_done:
-                break
-        else:
+        """Waits until all entries are done, or one has failed; returns whether so."""
+        if _is_over(entries):
             return True
         with self.changed:
-            return self.changed.wait_for(
-                lambda: all([entry.is_done for entry in entries]), timeout_s
-            )
+            return self.changed.wait_for(lambda: _is_over(entries), timeout_s)
 
     def finish(self, entries: Sequence[Entry | None], values: Sequence[Any]) -> None:
         """Gives entries their values; None stands for those of other ranks."""
@@ -90,3 +85,12 @@ class Completion:
                 entry.error = error
                 entry.record.error = str(error)
         self.finish(entries, [None] * len(entries))
+
+
+def _is_over(entries: Sequence[Entry]) -> bool:
+    is_over = True
+    for entry in entries:
+        if entry.error is not None:
+            return True
+        is_over = is_over and entry.is_done
+    return is_over

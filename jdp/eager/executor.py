@@ -193,7 +193,8 @@ class Executor:
         job = Job(prepared.specs, prepared.response.locals, arrays)
         members, implementation = prepared.state.members, prepared.implementation
         self._running[id(entries)] = entries
-        scratch.marks = None if self.timeline is None else []
+        timeline = self.timeline  # Callers may end it meanwhile.
+        scratch.marks = None if timeline is None else []
         with jax.enable_x64(True) if prepared.task.is_on_device else _NOTHING:
             try:
                 if data:
@@ -203,34 +204,39 @@ class Executor:
             except (TypeError, ValueError, NotImplementedError) as error:
                 # Of what was asked for, the same on all members: nothing was sent.
                 self._completion.fail(entries, error)
-            else:
-                self._completion.finish(entries, values)
-        del self._running[id(entries)]
-        if self.timeline is not None:
+                values = None
+        if timeline is not None:  # Before callers see that it is done, and end it.
             facts = {
                 "implementation": Carried.name if data else implementation.name,
                 "fused": len(entries),
                 "num_bytes": prepared.task.num_bytes,
             }
-            marks = scratch.marks or []
+            end_s, marks = time.perf_counter(), scratch.marks or []
             for entry in entries:
                 if entry is not None:
-                    _trace(self.timeline, entry, facts, marks)
+                    _trace(timeline, entry, end_s, facts, marks)
+        if values is not None:
+            self._completion.finish(entries, values)
+        del self._running[id(entries)]
 
     def _run_program(self, entry: Entry) -> None:
         """Runs a submitted program; what it raises is for its caller."""
         assert entry.run is not None
         self._running[id(entry)] = [entry]
         entry.record.started_s = time.perf_counter()
+        value, failure = None, None
         try:
             value = jax.block_until_ready(entry.run())
         except Exception as error:
-            self._completion.fail([entry], error)
-        else:
+            failure = error
+        timeline = self.timeline
+        if timeline is not None:
+            _trace(timeline, entry, time.perf_counter(), {}, [])
+        if failure is None:
             self._completion.finish([entry], [value])
+        else:
+            self._completion.fail([entry], failure)
         del self._running[id(entry)]
-        if self.timeline is not None:
-            _trace(self.timeline, entry, {}, [])
 
     # Process sets
 
@@ -295,17 +301,18 @@ def _close(state: SetState) -> None:
 def _trace(
     timeline: Timeline,
     entry: Entry,
+    end_s: float,
     facts: dict[str, Any],
     marks: Sequence[tuple[str, float]],
 ) -> None:
-    """Writes the times of an entry that is done, and of what it was fused with."""
+    """Writes the times of an entry that is done at `end_s`, and of its parts."""
     record = entry.record
     name, phase = record.name, record.kind.upper()
     if name.startswith(messages.UNNAMED):  # One row for all of them.
         name = f"{messages.UNNAMED}{record.kind}"
     timeline.add_span(name, f"NEGOTIATE_{phase}", record.submitted_s, record.agreed_s)
     timeline.add_span(name, "QUEUE", record.agreed_s, record.started_s)
-    timeline.add_span(name, phase, record.started_s, record.finished_s, **facts)
+    timeline.add_span(name, phase, record.started_s, end_s, **facts)
     for (_, start_s), (part, end_s) in itertools.pairwise(marks):
         if part:
             timeline.add_span(name, part, start_s, end_s)

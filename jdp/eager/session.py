@@ -118,15 +118,13 @@ def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[A
         )
         engine.dump(reason)
         raise TimeoutError(reason)
-    values = []
     for entry in entries:
         if entry.error is not None:
             # Several callers may wait for one failure; each gets a traceback.
             if type(entry.error) is RuntimeError:
                 raise RuntimeError(str(entry.error))
             raise entry.error
-        values.append(entry.value)
-    return values
+    return [entry.value for entry in entries]
 
 
 def start_timeline(path: str, *, mark_cycles: bool = False) -> None:

@@ -9,6 +9,7 @@ not overlap; they may touch.
 import logging
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ def rank_path(path: str | os.PathLike[str], rank: int) -> pathlib.Path:
 
 
 class Timeline:
-    """The file of one rank; one thread at a time may use it.
+    """The file of one rank; any thread may use it.
 
     Times are seconds of `time.perf_counter`. What ended before the timeline began is
     left out. Names of tensors are kept for as long as the timeline is open.
@@ -66,6 +67,7 @@ class Timeline:
             tuple[str, str, float, float | None, Mapping[str, object]]
         ] = []
         self._tids: dict[str, int] = {}
+        self._lock = threading.RLock()  # of the file; a list may be added to.
         # Without a buffer: what is written is in the file if the process is killed.
         self._file = open(path, "wb", buffering=0)
         self._num_bytes = 0  # in the file, of whole events.
@@ -115,12 +117,17 @@ class Timeline:
 
     def close(self) -> None:
         """Completes the file; what is added later is left out."""
-        self._flush(self._flushed_s)
-        if not self._file.closed:
-            self._write_or_end(b"\n]\n")
-            self._file.close()
+        with self._lock:
+            self._flush(self._flushed_s)
+            if not self._file.closed:
+                self._write_or_end(b"\n]\n")
+                self._file.close()
 
     def _flush(self, now_s: float) -> None:
+        with self._lock:
+            self._write_pending(now_s)
+
+    def _write_pending(self, now_s: float) -> None:
         pending, self._pending = self._pending, []
         self._flushed_s = now_s
         if self._file.closed or not pending:
