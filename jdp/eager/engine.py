@@ -7,6 +7,7 @@ runs what the coordinator says, in its order, which is the same on all processes
 import functools
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from jdp.eager.flight_recorder import FlightRecorder
 from jdp.eager.messages import Batch, FromRank, Response
 from jdp.eager.options import EagerOptions
 from jdp.eager.response_cache import ResponseCache
-from jdp.eager.stall import StallState
+from jdp.eager.stall import Inspector
 from jdp.eager.timeline import Timeline, rank_path
 from jdp.mesh import World
 from jdp.runtime import transport
@@ -33,7 +34,6 @@ _logger = logging.getLogger("jdp")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 _decode_batch = msgspec.msgpack.Decoder(Batch).decode
-_LOOK_PERIOD_S = 1.0  # how often the coordinator looks who is late.
 
 
 class Engine:
@@ -74,6 +74,8 @@ class Engine:
             self._link.close()
             raise
         self.cycle_time_s = options.cycle_time_s
+        has_cores = len(os.sched_getaffinity(0)) >= self.size
+        self._spin_s = options.spin_s if has_cores else 0.0
         self._recorder = FlightRecorder(
             rank=self.rank,
             size=self.size,
@@ -100,20 +102,21 @@ class Engine:
         self.known_options: dict[Any, Any] = {}
         self.why_dead = ""  # why nothing goes on; "" while it does.
         # What callers and the thread share; the lock is for what follows it.
-        self._is_waiting = False
+        self._is_waiting = False  # the thread, for news.
+        self._is_awaited = False  # something that is in the queue.
         self._wants_to_leave = False
         self._asks = False
         self._who_waits = ""  # what the coordinator last said of names that wait.
         self._lock = threading.Lock()
         self._queue: list[Entry] = []
+        self._queued_s = 0.0  # when the first of them came.
         self._pending: dict[tuple[int, str], Entry] = {}
         self._join_entry: Entry | None = None
         self._says_joined = False
         # Of the thread alone.
         self._order = 0
         self._moved: list[tuple[tuple[str, ...], int]] = []  # names and bytes.
-        self._stall = StallState(time.monotonic())
-        self._looked_s = time.monotonic()
+        self._inspector = Inspector(options, now_s=time.monotonic())
         self._thread = threading.Thread(target=self._run, name="jdp-eager", daemon=True)
         self._thread.start()
 
@@ -142,8 +145,12 @@ class Engine:
                 pending[entry.key] = entry
             for entry in entries:
                 add(entry.record)
+            is_first = not self._queue
+            if is_first:
+                self._queued_s = time.perf_counter()
             self._queue.extend(entries)
-        self._notify()
+        if is_first:
+            self._notify()
 
     def submit_join(self, entry: Entry) -> None:
         """Says that this process has no more data.
@@ -165,6 +172,9 @@ class Engine:
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
         """Waits until all entries are done, or one has failed; returns whether so."""
+        self._is_awaited = True
+        if self._queue:
+            self._notify()
         return self._completion.wait(entries, timeout_s)
 
     def ask_who_waits(self, *, timeout_s: float = 1.0) -> str:
@@ -225,8 +235,12 @@ class Engine:
         """Says what is new here, hears what is new elsewhere, and runs it."""
         if self.executor.failure:
             raise RuntimeError(self.executor.failure)
-        if self._queue and self.cycle_time_s > 0:
-            self._hear(self.cycle_time_s)
+        if self._queue and not self._is_awaited:
+            left_s = self._queued_s + self.cycle_time_s - time.perf_counter()
+            if left_s > 0:
+                self._is_waiting = True
+                self._hear(0.0 if self._is_awaited else left_s)
+                self._is_waiting = False
         self._say()
         if self._coordinator is not None:
             self._decide()
@@ -234,6 +248,8 @@ class Engine:
         if timeline is not None:
             timeline.mark_cycle(time.perf_counter())
         if self.why_dead:
+            return
+        if self._spin():
             return
         self._is_waiting = True
         # What came since `_say` found `_is_waiting` False, and did not wake.
@@ -243,16 +259,25 @@ class Engine:
         self._hear(self._longest_wait_s() if is_idle else 0.0)
         self._is_waiting = False
 
+    def _spin(self) -> bool:
+        """Looks for news for a moment without sleeping; whether there was something."""
+        until_s = time.perf_counter() + self._spin_s
+        while time.perf_counter() < until_s:
+            if self._hear(0.0) or self._queue:
+                return True
+        return False
+
     def _longest_wait_s(self) -> float | None:
         is_late_possible = self._coordinator is not None and (
             self._coordinator.has_waiting
         )
-        return _LOOK_PERIOD_S if is_late_possible else None
+        return stall.LOOK_PERIOD_S if is_late_possible else None
 
     def _say(self) -> None:
         """Tells the coordinator what has become ready here."""
         with self._lock:
             entries, self._queue = self._queue, []
+            self._is_awaited = False
             joined, self._says_joined = self._says_joined, False
         leaves, asks = self._wants_to_leave, self._asks
         self._asks = False
@@ -288,7 +313,7 @@ class Engine:
         if leaves:
             self._wants_to_leave = False
 
-    def _hear(self, timeout_s: float | None) -> None:
+    def _hear(self, timeout_s: float | None) -> bool:
         events = self._early or self._link.wait(timeout_s)
         self._early = []
         for event in events:
@@ -301,6 +326,7 @@ class Engine:
                 self._coordinator.stop(event.why)
             else:
                 self._fail(event.why)
+        return bool(events)
 
     # The coordinator
 
@@ -322,9 +348,7 @@ class Engine:
     def _decide(self) -> None:
         assert self._coordinator is not None
         now_s = time.monotonic()
-        if now_s - self._looked_s >= _LOOK_PERIOD_S:
-            self._looked_s = now_s
-            self._look_who_is_late(now_s)
+        self._inspector.look(self._coordinator, now_s=now_s)
         while not self.why_dead:
             batch = self._coordinator.decide(now_s=now_s)
             if batch is None:
@@ -352,26 +376,6 @@ class Engine:
                 fusion_bytes=tuned.fusion_bytes, cache_enabled=tuned.cache_enabled
             )
             self._send_to_all(Batch(tuned=tuned))
-
-    def _look_who_is_late(self, now_s: float) -> None:
-        assert self._coordinator is not None
-        options = self.options
-        if options.stall_warning_s == 0:
-            return
-        stalls = self._coordinator.find_stalls(
-            now_s=now_s, after_s=options.stall_warning_s
-        )
-        self._stall, verdict = stall.observe(
-            self._stall,
-            stalls,
-            now_s=now_s,
-            warn_after_s=options.stall_warning_s,
-            stop_after_s=options.stall_shutdown_s or None,
-        )
-        if verdict.warning is not None:
-            _logger.warning(verdict.warning)
-        if verdict.stop is not None:
-            self._coordinator.stop(verdict.stop)
 
     # What was decided
 

@@ -18,8 +18,11 @@ class EagerOptions:
     Attributes:
       fusion_bytes: most bytes of operations that run as one; 0: none do.
       fuse_groups: whether a group may run together with what is not in it.
-      cycle_time_s: how long the engine waits for more before it sends what is ready;
-        0: it sends at once.
+      cycle_time_s: how long the engine holds back what is ready, for more to come,
+        while nobody waits for it; 0: not at all.
+      spin_s: how long the engine looks for news without sleeping, in seconds, each time
+        after it had some: a thread takes some 50 µs to wake. It does not where cores
+        are fewer than processes; 0: it never does.
       cache_capacity: how many names are known by number; 0: none.
       hierarchical_all_reduce: whether to reduce within each node first; needs a world
         with a pair of axis names.
@@ -50,7 +53,8 @@ class EagerOptions:
 
     fusion_bytes: int = 128 << 20
     fuse_groups: bool = True
-    cycle_time_s: float = 0.0
+    cycle_time_s: float = 1e-3
+    spin_s: float = 150e-6
     cache_capacity: int = 1024
     hierarchical_all_reduce: bool = False
     hierarchical_all_gather: bool = False

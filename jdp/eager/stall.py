@@ -1,10 +1,14 @@
 """Stall: what is said of operations that some ranks wait for, and others do not."""
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jdp.eager.controller import Stall
+from jdp.eager.controller import Coordinator, Stall
+from jdp.eager.options import EagerOptions
 
+LOOK_PERIOD_S = 1.0  # how often the coordinator looks who is late.
+_logger = logging.getLogger("jdp")
 _MOST_NAMES = 6  # of one rank in a warning, as in Horovod.
 
 
@@ -87,3 +91,31 @@ def describe(stalls: Sequence[Stall], late: Sequence[Stall] = ()) -> str:
         lines.append(f"{rank}{mark}: [{text}]")
     lines += [f"Waiting: {stall.name}" for stall in stalls if not stall.missing]
     return "\n".join(lines)
+
+
+class Inspector:
+    """Looks after a coordinator: warns, and ends the engine where it was asked to."""
+
+    def __init__(self, options: EagerOptions, *, now_s: float):
+        """Begins to look at `now_s`."""
+        self._warn_after_s = options.stall_warning_s
+        self._stop_after_s = options.stall_shutdown_s or None
+        self._state = StallState(now_s)
+        self._looked_s = now_s
+
+    def look(self, coordinator: Coordinator, *, now_s: float) -> None:
+        """Looks whether somebody is late, once in `LOOK_PERIOD_S`."""
+        if self._warn_after_s == 0 or now_s - self._looked_s < LOOK_PERIOD_S:
+            return
+        self._looked_s = now_s
+        self._state, verdict = observe(
+            self._state,
+            coordinator.find_stalls(now_s=now_s, after_s=self._warn_after_s),
+            now_s=now_s,
+            warn_after_s=self._warn_after_s,
+            stop_after_s=self._stop_after_s,
+        )
+        if verdict.warning is not None:
+            _logger.warning(verdict.warning)
+        if verdict.stop is not None:
+            coordinator.stop(verdict.stop)
