@@ -4,6 +4,7 @@ Callers put what is ready into a queue. The thread takes it, tells the coordinat
 runs what the coordinator says, in its order, which is the same on all processes.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -57,8 +58,24 @@ class Engine:
             options=LinkOptions(heartbeat_timeout_s=options.timeout_s),
         )
         self._completion = Completion()
+        self._coordinator: Coordinator | None = None
+        self._autotuner: Autotuner | None = None
         try:
             self._early = startup.compare_options(self._link, world, options)
+            if self.rank == 0:
+                self._coordinator = Coordinator(
+                    self.size,
+                    controller.Options(
+                        fusion_bytes=options.fusion_bytes,
+                        cache_capacity=options.cache_capacity,
+                        fuse_groups=options.fuse_groups,
+                    ),
+                )
+            if self.rank == 0 and options.autotune:
+                is_grouped = len(world.axis_names) == 2
+                self._autotuner = autotune.make_autotuner(
+                    options, can_be_hierarchical=is_grouped
+                )
             self.executor = Executor(
                 world,
                 options,
@@ -70,7 +87,7 @@ class Engine:
                 self.start_timeline(
                     options.timeline, mark_cycles=options.timeline_mark_cycles
                 )
-        except BaseException:
+        except BaseException:  # The others hear that this process is gone.
             self._link.close()
             raise
         self.cycle_time_s = options.cycle_time_s
@@ -81,22 +98,6 @@ class Engine:
             size=self.size,
             capacity=max(1, options.flight_recorder_capacity),
         )
-        self._coordinator: Coordinator | None = None
-        if self.rank == 0:
-            self._coordinator = Coordinator(
-                self.size,
-                controller.Options(
-                    fusion_bytes=options.fusion_bytes,
-                    cache_capacity=options.cache_capacity,
-                    fuse_groups=options.fuse_groups,
-                ),
-            )
-        self._autotuner: Autotuner | None = None
-        if self.rank == 0 and options.autotune:
-            is_grouped = len(world.axis_names) == 2
-            self._autotuner = autotune.make_autotuner(
-                options, can_be_hierarchical=is_grouped
-            )
         self._cache = ResponseCache()
         # What calls have found out of their arguments; see `requests.find_options`.
         self.known_options: dict[Any, Any] = {}
@@ -318,14 +319,20 @@ class Engine:
         self._early = []
         for event in events:
             if isinstance(event, Received):
-                if self._coordinator is not None:
-                    self._receive(event.peer, _decode_from_rank(event.payload))
-                else:
-                    self._apply(_decode_batch(event.payload))
-            elif self._coordinator is not None:
-                self._coordinator.stop(event.why)
+                try:
+                    if self._coordinator is not None:
+                        self._receive(event.peer, _decode_from_rank(event.payload))
+                    else:
+                        self._apply(_decode_batch(event.payload))
+                    continue
+                except msgspec.MsgspecError as error:
+                    why = f"process {event.peer} sent what no engine sends: {error}"
             else:
-                self._fail(event.why)
+                why = event.why
+            if self._coordinator is not None:
+                self._coordinator.stop(why)
+            else:
+                self._fail(why)
         return bool(events)
 
     # The coordinator
@@ -462,8 +469,9 @@ class Engine:
 
     def _tell(self, why: str) -> None:
         """Lets the other processes know, if they can be reached."""
-        if self._coordinator is None:
-            self._link.send(0, _encode(FromRank(failure=why)))
-        else:
+        with contextlib.suppress(RuntimeError):  # The link is closed already.
+            if self._coordinator is None:
+                self._link.send(0, _encode(FromRank(failure=why)))
+                return
             for peer in range(1, self.size):
                 self._link.send(peer, _encode(Batch(stop=why)))

@@ -21,7 +21,7 @@ _FORMAT = "jdp flight record"
 VERSION = 1  # of dumps.
 
 
-class Record(msgspec.Struct, omit_defaults=True):
+class Record(msgspec.Struct, omit_defaults=True, gc=False):
     """One request of this process, which the engine completes as it proceeds.
 
     Times are seconds of `time.perf_counter`; 0.0: not yet.

@@ -200,8 +200,10 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
         name = session.next_name(options.facts.kind, options.set_id)
     if isinstance(tree, np.ndarray | jax.Array):  # What most calls give.
         array = as_array(tree)
-        entries = [make_entry(options, name, array)]
+        entries = (make_entry(options, name, array),)
         options.engine.submit(entries)
+        if array is tree and options.wire is None and isinstance(tree, np.ndarray):
+            return Handle(entries, _take_one)
         return Handle(entries, functools.partial(_restore_one, array, options.wire))
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [as_array(leaf) for leaf in leaves]
@@ -258,10 +260,11 @@ def make_entry(
 ) -> Entry:
     """Makes the request of one tensor."""
     dtype, shape, known = array.dtype, array.shape, options.known
-    key = (name, dtype, shape, local)
     is_jax = isinstance(array, jax.Array)
     if is_jax:
-        key = (*key, _device_of(array))
+        key = (name, dtype, shape, local, _device_of(array))
+    else:
+        key = (name, dtype, shape, local)
     found = known.get(key)
     if found is None:
         if len(known) == _MAX_KNOWN:
@@ -368,6 +371,10 @@ def _own_part(array: jax.Array) -> Any:
     if _device_of(array) == "cpu":
         return np.asarray(array)
     return array if array.is_fully_addressable else array.addressable_data(0)
+
+
+def _take_one(values: list[Any]) -> Any:
+    return values[0]
 
 
 def _restore_one(given: Any, wire: np.dtype | None, values: list[Any]) -> Any:

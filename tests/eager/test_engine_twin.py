@@ -1,0 +1,124 @@
+"""The engine over the in-memory twin of a link: ranks are threads of one process."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jdp import eager
+from jdp.eager import requests
+from jdp.eager.engine import Engine
+from jdp.runtime import transport
+from tests import harness
+
+_SIZE = 3
+
+
+@pytest.fixture
+def links(monkeypatch):
+    links = transport.make_memory_links(_SIZE)
+
+    def open_link(world, *, key, options):
+        return links[world.process_index]
+
+    monkeypatch.setattr(transport, "open_link", open_link)
+    return links
+
+
+def _reduce(engine, name):
+    facts = ("all_reduce", eager.global_process_set, "sum")
+    options = requests.find_options(engine, *facts)
+    entry = requests.make_entry(options, name, np.full(3, engine.rank, np.float32))
+    try:
+        engine.submit([entry])
+    except RuntimeError as error:  # It has ended already.
+        return str(error)
+    assert engine.wait([entry], 20.0)
+    return str(entry.error) if entry.error else entry.value.tolist()
+
+
+def _run(fn, **options):
+    """Runs `fn(engine)` on all ranks, and shuts down."""
+
+    def run(world):
+        engine = Engine(world, eager.EagerOptions(timeout_s=5.0, **options))
+        try:
+            return fn(engine)
+        finally:
+            engine.shutdown(timeout_s=10.0)
+
+    return harness.run_threads(run, _SIZE, timeout_s=10.0)
+
+
+def test_ranks_reduce(links):
+    assert _run(lambda engine: _reduce(engine, "x")) == [[3.0] * 3] * _SIZE
+
+
+@pytest.mark.parametrize("lost", range(_SIZE))
+def test_the_loss_of_a_rank_is_raised_on_all_others(links, lost):
+    begun = threading.Barrier(_SIZE)
+
+    def run(engine):
+        before = _reduce(engine, "x")
+        begun.wait()
+        if engine.rank == lost:
+            links[0].lose(lost)
+            return before
+        return _reduce(engine, "y")
+
+    results = _run(run)
+    assert results.pop(lost) == [3.0] * 3
+    for text in results:
+        assert f"process {lost} has ended" in text
+
+
+@pytest.mark.parametrize("sender", [0, 2])
+def test_who_sends_what_no_engine_sends_is_named_on_all(links, sender):
+    begun = threading.Barrier(_SIZE)
+
+    def run(engine):
+        _reduce(engine, "x")
+        begun.wait()
+        if engine.rank == sender:
+            for peer in [1, 2] if sender == 0 else [0]:
+                links[sender].send(peer, b"\xc1 garbage")
+            time.sleep(0.5)
+        return _reduce(engine, "y")
+
+    for rank, text in enumerate(_run(run)):
+        if sender == 0 and rank == 0:
+            continue  # It hears that the others have gone.
+        assert f"process {sender} sent what no engine sends" in text
+
+
+def test_options_that_differ_are_named_on_all(links):
+    def run(world):
+        spin_s = 0.0 if world.process_index == 1 else 1.0
+        Engine(world, eager.EagerOptions(spin_s=spin_s))
+
+    for error in harness.run_threads(run, _SIZE, timeout_s=10.0):
+        assert "`spin_s` is 1.0 on process 0 and 0.0 on process 1" in str(error)
+
+
+def test_what_nobody_waits_for_is_held_back_and_fused(links):
+    def run(engine):
+        facts = ("all_reduce", eager.global_process_set, "sum")
+        options = requests.find_options(engine, *facts)
+        _reduce(engine, "x")
+        values = [np.ones(4, np.float32)] * 20
+        entries = [
+            requests.make_entry(options, f"n{i}", x) for i, x in enumerate(values)
+        ]
+        for entry in entries:
+            engine.submit([entry])
+            time.sleep(0.001)
+        time.sleep(0.2)
+        assert not any(entry.is_done for entry in entries)
+        started_s = time.monotonic()
+        assert engine.wait(entries, 20.0)
+        assert time.monotonic() - started_s < 2.0
+        return len({entry.record.order for entry in entries})
+
+    # Held back for longer than it takes to submit all; then they run as one.
+    assert _run(run, cycle_time_s=5.0) == [1] * _SIZE
