@@ -199,10 +199,6 @@ def test_a_compiled_step_runs_among_names(num_processes):
 @pytest.mark.parametrize(
     "example,arguments,message",
     [
-        ("eager", ("--batch-size", 0), "--batch-size must be from 1 to 100"),
-        ("eager", ("--epoks", 2), "unrecognized arguments: --epoks"),
-        ("mixed_eager_and_jit", ("--steps", 0), "--steps must be at least 1"),
-        ("mixed_eager_and_jit", ("--batch-size", "x"), "invalid int value: 'x'"),
         ("uneven_inputs", ("--batch-size", 9999), "--batch-size must be a multiple"),
         ("accumulation", ("--micro-batches", 9999), "--micro-batches must be from 1"),
     ],
@@ -216,6 +212,10 @@ def test_examples_name_an_option_that_does_not_fit_the_job(example, arguments, m
 @pytest.mark.parametrize(
     "example,arguments,message",
     [
+        ("eager", "--batch-size 0", "--batch-size must be from 1 to 100"),
+        ("eager", "--epoks 2", "unrecognized arguments: --epoks"),
+        ("mixed_eager_and_jit", "--steps 0", "--steps must be at least 1"),
+        ("mixed_eager_and_jit", "--batch-size x", "invalid int value: 'x'"),
         ("uneven_inputs", "--skew 0", "--skew must be above 0"),
         ("uneven_inputs", "--skwe 2", "unrecognized arguments: --skwe"),
         ("unused_branch", "--steps 0", "--steps must be at least 1"),
