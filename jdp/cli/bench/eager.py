@@ -88,7 +88,7 @@ def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
     Args:
       seconds: for each variant, the median of each round, in seconds; of `IDLE` seconds
-        of CPU time a second.
+        of CPU time a second, less those of a process without an engine.
 
     Returns:
       A dict with "rows", each with its median in `unit`; where it is compared and what
