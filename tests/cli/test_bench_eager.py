@@ -84,7 +84,9 @@ def test_bench_eager_measures_every_row_and_writes_a_file(tmp_path):
     has_torch = importlib.util.find_spec("torch") is not None
     for row in result["rows"]:
         assert row["what"] in process.stdout
-        assert row["median"] >= 0 and len(row["rounds_s"]) == 1
+        # What the engine adds is a difference, in a tenth of a second of noise.
+        assert row["median"] > 0 or row["what"] == "idle engine"
+        assert len(row["rounds_s"]) == 1
         if "beside" in row:
             (value,), (other,) = row["rounds_s"], row["beside_rounds_s"]
             assert row["over"] == pytest.approx(value / other)
