@@ -138,15 +138,8 @@ class SharedBuffer:
           call: see `reduce_in_place`.
           out: shape (n,), dtype of `parts` or of their sum.
         """
-        count, width = parts.shape
-        step = max(1, self.num_bytes // (count * parts.itemsize))
         with self._in_turn() as segment:
-            for start in range(0, width, step):
-                columns = slice(start, min(start + step, width))
-                size = columns.stop - start
-                num_bytes = count * size * parts.itemsize
-                slots = self._large[:count, :num_bytes].view(parts.dtype)
-                slots = slots.reshape(count, count, size)  # of whom, for whom.
+            for columns, slots in self._slots_for(parts):
                 for rank in self._others():
                     slots[self._rank, rank] = parts[rank, columns]
                 self._meet(segment, call)
@@ -182,15 +175,8 @@ class SharedBuffer:
           call: see `reduce_in_place`.
           out: shape (num_processes, n), dtype of `parts`; one of each process.
         """
-        count, width = parts.shape
-        step = max(1, self.num_bytes // (count * parts.itemsize))
         with self._in_turn() as segment:
-            for start in range(0, width, step):
-                columns = slice(start, min(start + step, width))
-                size = columns.stop - start
-                num_bytes = count * size * parts.itemsize
-                slots = self._large[:count, :num_bytes].view(parts.dtype)
-                slots = slots.reshape(count, count, size)  # of whom, for whom.
+            for columns, slots in self._slots_for(parts):
                 slots[self._rank] = parts[:, columns]
                 self._meet(segment, call)
                 out[:, columns] = slots[:, self._rank]
@@ -227,6 +213,21 @@ class SharedBuffer:
             except RuntimeError as error:
                 self._failure = str(error)
                 raise
+
+    def _slots_for(self, parts: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+        """Cuts parts, one for each process, into columns that fit.
+
+        Yields:
+          The columns, and where they go: shape (of whom, for whom, columns).
+        """
+        count, width = parts.shape
+        step = max(1, self.num_bytes // (count * parts.itemsize))
+        for start in range(0, width, step):
+            columns = slice(start, min(start + step, width))
+            size = columns.stop - start
+            num_bytes = count * size * parts.itemsize
+            slots = self._large[:count, :num_bytes].view(parts.dtype)
+            yield columns, slots.reshape(count, count, size)
 
     def _others(self) -> list[int]:
         return [r for r in range(len(self._processes)) if r != self._rank]

@@ -46,7 +46,6 @@ class Engine:
         Raises:
           RuntimeError: a process did not come, or has other options; on every process.
         """
-        self.world = world
         self.options = options
         self.rank = world.process_index
         self.size = world.process_count
