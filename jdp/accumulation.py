@@ -9,9 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import buckets, compat, grad_sync, reduction, weights
+from jdp import (
+    buckets,
+    compat,
+    grad_sync,
+    gradient_noise,
+    reduction,
+    usage_flags,
+    weights,
+)
 from jdp.buckets import BucketPlan
 from jdp.grad_sync import Local
+from jdp.hooks.base import CommHook
 from jdp.reduction import Packing
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
@@ -30,6 +39,9 @@ def accumulate_gradients(
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduce | Literal["auto"] | None = None,
+    hook: CommHook | None = None,
+    hook_state: PyTree = None,
+    find_norms: bool = False,
 ) -> Callable[..., Any]:
     """`jdp.value_and_grad` in the memory of a smaller batch.
 
@@ -58,6 +70,9 @@ def accumulate_gradients(
       plan: see `sync_gradients`; its dtypes are those of the sums.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`.
+      hook: see `value_and_grad`.
+      hook_state: see `sync_gradients`; made of gradients in `dtype`.
+      find_norms: see `value_and_grad`; local gradients are those of a whole batch.
 
     Returns:
       A function `(params, *batches, **kwargs)` that returns what
@@ -76,31 +91,49 @@ def accumulate_gradients(
         )
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`dtype` must be a floating dtype, got {jnp.dtype(dtype)}.")
-    options = reduction.make_options(axis_name, plan, packing, all_reduce)
+    options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(params: PyTree, *batches: PyTree, **kwargs: Any) -> Any:
         num_samples = _num_samples(batches, num_micro_batches)
         of_samples = _check_weight(weight, num_samples)
         own_total = None if of_samples is None else of_samples.sum()
         weighting = weights.resolve(own_total, divide_by)
+        of_all = of_samples is not None and divide_by == "weight"
         traced: list[Local] = []  # what the program tells; its arrays are of a loop.
 
         def micro_step(share: float, sums: PyTree, cut: Any) -> Any:
             batch, of_samples = cut
+            objective = None
+            if of_samples is not None:
+                amount = of_samples.sum() / (1 if of_all else _divisor(own_total))
+                objective = weights.resolve(amount, "weight")
             local = grad_sync.differentiate(
-                loss_fn, params, batch, kwargs, axis_name, has_aux, find_unused
+                loss_fn,
+                params,
+                batch,
+                kwargs,
+                axis_name,
+                has_aux,
+                find_unused,
+                objective,
             )
             grad_sync.check_is_local(local, "accumulate_gradients")
             traced.append(local)
             weigh = functools.partial(_weigh, share, of_samples, own_total)
+            weigh_grads = weigh
+            if local.is_weighed:
+                assert objective is not None
+                weigh_grads = functools.partial(
+                    weights.zero_unless, objective.amount > 0
+                )
             sums = jax.tree.map(
-                lambda s, g: s + weigh(g.astype(s.dtype)), sums, local.grads
+                lambda s, g: s + weigh_grads(g.astype(s.dtype)), sums, local.grads
             )
             metrics = jax.tree.map(reduction.as_inexact, (local.loss, local.aux))
             decided = [
                 x if of_samples is None else x & (of_samples.sum() > 0)
                 for x in jax.tree.leaves(local.used)
-                if not grad_sync.is_static(x)
+                if not usage_flags.is_static(x)
             ]
             return sums, (jax.tree.map(weigh, metrics), decided)
 
@@ -122,11 +155,16 @@ def accumulate_gradients(
             loss,
             aux,
             sums,
-            _with_decided(traced[-1].used, decided),
+            usage_flags.with_decided(traced[-1].used, decided),
             dataclasses.replace(facts, timeline=facts.timeline.at_the_end()),
+            is_weighed=of_all and traced[-1].is_weighed,
         )
-        loss, grads, used = grad_sync.sync_local(local, options, weighting)
-        return grad_sync.arranged(loss, local.aux, grads, used, has_aux)
+        samples = None
+        if find_norms:
+            samples = gradient_noise.count_samples(own_total, weighting)
+        return grad_sync.sync_local(
+            local, options, weighting, has_aux, hook_state, samples
+        )
 
     return wrapped
 
@@ -181,10 +219,15 @@ def _weigh(
     """Returns `x` times the share that its micro-batch has in the replica's mean."""
     if of_samples is None or total is None:
         return share * x
-    amount = of_samples.sum() / jnp.where(total > 0, total, 1)
+    amount = of_samples.sum() / _divisor(total)
     weighting = Weighting(amount.astype(jnp.float32), "weight")
     weighed = weights.weigh(x, weighting).astype(x.dtype)
     return weights.zero_unless(amount > 0, weighed)
+
+
+def _divisor(total: jax.Array | None) -> jax.Array:
+    assert total is not None
+    return jnp.where(total > 0, total, 1)
 
 
 def _groups(
@@ -232,8 +275,3 @@ def _zeros(params: PyTree, dtype: Any, axis_name: AxisName) -> PyTree:
         return compat.cast_varying(made, sorted(compat.varying_axes(x)))
 
     return jax.tree.map(zeros, reduction.cast_varying(params, axis_name))
-
-
-def _with_decided(used: PyTree, decided: list[jax.Array]) -> PyTree:
-    left = iter(decided)
-    return jax.tree.map(lambda x: x if grad_sync.is_static(x) else next(left), used)

@@ -41,6 +41,17 @@ class LeafSpec:
         return f"{self.dtype.name if self.dtype.names is None else 'float0'}[{shape}]"
 
 
+class BucketAval(jax.ShapeDtypeStruct):
+    """Shape (n,) and dtype of a packed bucket, and the shapes of its leaves."""
+
+    __slots__ = ("leaf_shapes",)
+
+    def __init__(self, leaf_shapes: Sequence[tuple[int, ...]], dtype: np.dtype):
+        """Describes leaves of one dtype, in packing order."""
+        super().__init__((sum(map(math.prod, leaf_shapes)),), dtype)
+        self.leaf_shapes = tuple(leaf_shapes)
+
+
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
     """A static assignment of the leaves of a tree to buckets.
@@ -58,12 +69,11 @@ class BucketPlan:
         """Bytes of all buckets together."""
         return sum(self.leaves[i].num_bytes for bucket in self.buckets for i in bucket)
 
-    def bucket_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """Shape (n,) and dtype of each packed bucket."""
+    def bucket_avals(self) -> list[BucketAval]:
+        """Shape (n,) and dtype of each packed bucket, and what lies in it."""
         return [
-            jax.ShapeDtypeStruct(
-                (sum(self.leaves[i].size for i in bucket),),
-                self.leaves[bucket[0]].dtype,
+            BucketAval(
+                [self.leaves[i].shape for i in bucket], self.leaves[bucket[0]].dtype
             )
             for bucket in self.buckets
         ]
@@ -149,6 +159,16 @@ def plan_buckets(
         )
     buckets = _assign(specs, order, first_bucket_bytes, bucket_bytes)
     return BucketPlan(treedef, specs, buckets)
+
+
+def default_plan(grads: PyTree, order: Sequence[int] | None = None) -> BucketPlan:
+    """Returns the plan that is used where none is given."""
+    # The small first bucket starts communication early. XLA on CPU starts it no
+    # earlier, and one more all-reduce over gloo costs 1 to 2 ms of a step of 25 ms
+    # (`jdp bench step`, 12.7 MB of gradients, 2 processes).
+    if jax.default_backend() == "cpu":
+        return plan_buckets(grads, first_bucket_bytes=DEFAULT_BUCKET_BYTES, order=order)
+    return plan_buckets(grads, order=order)
 
 
 def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:

@@ -51,7 +51,7 @@ class SynchronizationDescription:
     used_at_times: tuple[str, ...]  # paths of which control flow decides.
     packing: str  # "flat" or "tuple".
     algorithm: str  # "psum", or the name of the `all_reduce`.
-    hook: str | None  # the communication hook.
+    hook: str | None  # the name of the communication hook.
     wire_bytes: int  # sent by one replica a step; see `wire_bytes`.
 
 
@@ -68,7 +68,8 @@ class Description:
         """Bytes that one replica sends a step.
 
         2 (n - 1) / n times the bytes of the buckets: what a bandwidth-optimal
-        all-reduce sends, such as the ring (Patarasuk and Yuan, 2009).
+        all-reduce sends, such as the ring (Patarasuk and Yuan, 2009). With a hook,
+        what it gives to be sent.
         """
         return sum(made.wire_bytes for made in self.synchronizations)
 
@@ -155,7 +156,7 @@ def _describe(made: Synchronization) -> SynchronizationDescription:
         )
         for bucket in reduction.remaining_buckets(plan, {*synced, *never_used})
     )
-    sent = [bucket.num_bytes for bucket in buckets]
+    sent = [] if made.hook else [bucket.num_bytes for bucket in buckets]
     sent += [spec.num_bytes for spec in made.riders]
     sent += [plan.leaves[i].num_bytes for i in synced]
     return SynchronizationDescription(
@@ -167,8 +168,8 @@ def _describe(made: Synchronization) -> SynchronizationDescription:
         used_at_times=tuple(paths[i] for i in loss.undecided) if loss else (),
         packing=made.packing,
         algorithm=made.algorithm,
-        hook=None,
-        wire_bytes=wire_bytes(sum(sent), made.num_replicas),
+        hook=made.hook,
+        wire_bytes=wire_bytes(sum(sent), made.num_replicas) + made.hook_bytes,
     )
 
 

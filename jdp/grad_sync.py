@@ -1,15 +1,27 @@
 """Gradient synchronisation: the gradients of one replica become those of all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jdp import buckets, layer_sync, mesh, recording, reduction, weights
+from jdp import (
+    buckets,
+    compression,
+    gradient_noise,
+    layer_sync,
+    mesh,
+    recording,
+    reduction,
+    usage_flags,
+    weights,
+)
 from jdp.backward.loss import LossProgram, trace_loss
 from jdp.buckets import BucketPlan
+from jdp.compression import Means
+from jdp.gradient_noise import GradientNorms
+from jdp.hooks.base import CommHook
 from jdp.recording import LossFacts, Synchronization
 from jdp.reduction import Options, Packing
 from jdp.types import AllReduce, AxisName, PyTree
@@ -26,6 +38,9 @@ def sync_gradients(
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduce | Literal["auto"] | None = None,
+    hook: CommHook | None = None,
+    hook_state: PyTree = None,
+    find_norms: bool = False,
 ) -> Any:
     """Averages the gradients of all replicas, bucket by bucket.
 
@@ -56,39 +71,71 @@ def sync_gradients(
       all_reduce: sums a buffer of shape (n,) over an axis, such as those of
         `jdp.collectives`; "auto": whichever is the fastest for a bucket on this mesh,
         measured when the first step is traced; None: `lax.psum`.
+      hook: compresses what travels; see `jdp.hooks`. None: nothing does.
+      hook_state: what `jdp.hooks.init_state` made, and then the last step returned;
+        None for a hook without a state.
+      find_norms: whether to return what `jdp.noise_scale` wants to know: two numbers
+        that ride in a bucket, if there is one of float32.
 
     Returns:
       A pytree like `grads`, the mean over the replicas, the same on all of them. With
-      `used` a pair of it and the same for all replicas: whether any used it.
+      `used` a pair of it and the same for all replicas: whether any used it. With
+      `find_norms` a pair of that and `jdp.GradientNorms`. With `hook_state` a pair of
+      that and the next state.
 
     Raises:
       ValueError: `axis_name` is not bound, the gradients do not fit the plan, they
         were summed over the axis already, `used` has another structure, `weight` is
-        not a scalar, or `packing` does not go with `all_reduce`.
-      TypeError: a leaf has an integer or boolean dtype, one of `used` is no bool, or
-        `weight` is not a real number.
+        not a scalar, `packing` does not go with `all_reduce` or `hook`, or
+        `hook_state` is not that of the hook for these gradients.
+      TypeError: a leaf has an integer or boolean dtype, one of `used` is no bool,
+        `weight` is not a real number, or `hook` is no hook.
     """
-    options = reduction.make_options(axis_name, plan, packing, all_reduce)
+    options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
     weighting = weights.resolve(weight, divide_by)
-    grads, used, _ = sync_weighted(grads, used, weighting, options)
-    return grads if used is None else (grads, used)
+    samples = gradient_noise.count_samples(weight, weighting) if find_norms else None
+    synced = sync_weighted(grads, used, weighting, options, hook_state, samples)
+    out = synced.grads if used is None else (synced.grads, synced.used)
+    out = (out, synced.norms) if find_norms else out
+    return out if hook_state is None else (out, synced.hook_state)
+
+
+class Synced(NamedTuple):
+    """What all replicas have after a reduction."""
+
+    grads: PyTree
+    used: PyTree | None
+    total: jax.Array | int  # how much they count together.
+    hook_state: PyTree
+    norms: GradientNorms | None
 
 
 def sync_weighted(
-    grads: PyTree, used: PyTree | None, weighting: Weighting | None, options: Options
-) -> tuple[PyTree, PyTree, jax.Array | int]:
-    """`sync_gradients`; also returns how much all replicas count together."""
-    plan = reduction.default_plan(grads) if options.plan is None else options.plan
+    grads: PyTree,
+    used: PyTree | None,
+    weighting: Weighting | None,
+    options: Options,
+    hook_state: PyTree = None,
+    samples: jax.Array | None = None,
+) -> Synced:
+    """`sync_gradients`; also returns how much all replicas count together.
+
+    With `samples`, float32 (), how many this replica has, norms are found.
+    """
+    plan = buckets.default_plan(grads) if options.plan is None else options.plan
     options = options._replace(plan=plan)
-    decided = _decided(used, grads)
-    riders = [_as_rider(decided, _first_dtype(plan))] if decided else []
-    grads, means, total = reduction.mean_over_replicas(
-        grads, options, weighting=weighting, riders=riders
+    decided = usage_flags.find_decided(used, grads)
+    riders = [usage_flags.as_rider(decided, _first_dtype(plan))] if decided else []
+    if samples is not None:
+        riders.append(gradient_noise.as_rider(grads, samples, _first_dtype(plan)))
+    means = compression.mean_over_replicas(
+        grads, options, hook_state=hook_state, weighting=weighting, riders=riders
     )
-    _record(options, weighting, riders)
-    if used is not None:
-        used = _with_decided(used, means[0] if means else None)
-    return grads, used, total
+    _record(options, weighting, riders, is_weighed=False)
+    if decided:
+        used = usage_flags.from_rider(used, means.riders[0])
+    norms = None if samples is None else _find_norms(means, options, weighting)
+    return Synced(means.grads, used, means.total, means.hook_state, norms)
 
 
 def local_gradients(
@@ -140,6 +187,9 @@ def value_and_grad(
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduce | Literal["auto"] | None = None,
+    hook: CommHook | None = None,
+    hook_state: PyTree = None,
+    find_norms: bool = False,
 ) -> Callable[..., Any]:
     """A drop-in for `jax.value_and_grad` that averages over the replicas.
 
@@ -170,27 +220,37 @@ def value_and_grad(
       divide_by: see `sync_gradients`. It concerns the gradients; the loss is the mean
         over what has data also with "world", and 0 where nothing has.
       axis_name: the axis, or axes, over which replicas lie.
-      plan: see `sync_gradients`; by default one in `gradient_order`.
+      plan: see `sync_gradients`; by default one in `gradient_order`, but with a
+        `hook_state` that of `jdp.hooks.init_state`.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`.
+      hook: see `sync_gradients`. The loss, and what else rides, stays exact, in a small
+        collective of its own.
+      hook_state: see `sync_gradients`.
+      find_norms: whether to return what `jdp.noise_scale` wants to know, which rides
+        with the loss.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or with `has_aux`
       `((loss, aux), grads)`. With `find_unused` a pair of that and a pytree like the
       parameters: a Python bool where the program decides, an array, bool (), where
-      control flow does. It raises what `sync_gradients` raises, and TypeError and
-      ValueError for parameters and losses that have no gradient. It warns, at the
-      first trace, of parameters that can never receive a gradient.
+      control flow does. With `find_norms` a pair of that and `jdp.GradientNorms`. With
+      `hook_state` a pair of that and the next state. It raises what `sync_gradients`
+      raises, and TypeError and ValueError for parameters and losses that have no
+      gradient. It warns, at the first trace, of parameters that can never receive a
+      gradient.
     """
-    options = reduction.make_options(axis_name, plan, packing, all_reduce)
+    options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         weighting = weights.resolve(weight, divide_by)
         local = differentiate(
             loss_fn, params, args, kwargs, axis_name, has_aux, find_unused, weighting
         )
-        loss, grads, used = sync_local(local, options, weighting)
-        return arranged(loss, local.aux, grads, used, has_aux)
+        samples = (
+            gradient_noise.count_samples(weight, weighting) if find_norms else None
+        )
+        return sync_local(local, options, weighting, has_aux, hook_state, samples)
 
     return wrapped
 
@@ -247,7 +307,8 @@ def differentiate(
         and weighting.divide_by == "weight"
         and not reduction.is_alone(axis_name)
         and not program.markers
-        and program.is_scalable
+        # Through statistics of all samples, a loss reaches other replicas' gradients.
+        and (program.is_scalable or bool(program.synced_batch_norms))
     )
     (_, (loss, aux, used)), grads = jax.value_and_grad(run, has_aux=True)(own)
     facts = facts_of(program)
@@ -264,41 +325,69 @@ def facts_of(program: LossProgram) -> LossFacts:
         program.undecided,
         program.synced_in_backward,
         program.batch_norms,
+        program.synced_batch_norms,
     )
 
 
 def sync_local(
-    local: Local, options: Options, weighting: Weighting | None
-) -> tuple[jax.Array, PyTree, PyTree]:
-    """Averages loss and gradients, and unites what was used; on all replicas."""
+    local: Local,
+    options: Options,
+    weighting: Weighting | None,
+    has_aux: bool,
+    hook_state: PyTree = None,
+    samples: jax.Array | None = None,
+) -> Any:
+    """Averages loss and gradients, and unites what was used; on all replicas.
+
+    With `samples`, float32 (), how many this replica has, norms are found.
+
+    Returns:
+      What `value_and_grad` returns.
+    """
     if options.plan is None:
-        plan = reduction.default_plan(local.grads, local.facts.timeline.order())
-        options = options._replace(plan=plan)
+        # A state knows no order but that of the parameters.
+        order = None if hook_state is not None else local.facts.timeline.order()
+        options = options._replace(plan=buckets.default_plan(local.grads, order))
     used = local.used
-    decided = _decided(used, local.grads)
+    decided = usage_flags.find_decided(used, local.grads)
     riders = [local.loss]
     if decided:
-        riders.append(_as_rider(decided, local.loss.dtype))
+        riders.append(usage_flags.as_rider(decided, local.loss.dtype))
+    if samples is not None:
+        check_is_local(local, "find_norms")
+        factor = weighting.amount if weighting and local.is_weighed else None
+        riders.append(
+            gradient_noise.as_rider(local.grads, samples, local.loss.dtype, factor)
+        )
     # Zeros need not travel.
     never_used = local.facts.never_used
-    grads, (loss, *found), _ = reduction.mean_over_replicas(
-        _with_zeros(local.grads, never_used),
+    grads = _with_zeros(local.grads, never_used)
+    done = {*local.facts.synced_in_backward, *never_used}
+    if hook_state is not None:  # It is one of all gradients.
+        check_is_local(local, "a hook with a state")
+        grads, done = reduction.cast_varying(grads, options.axis_name), set()
+    means = compression.mean_over_replicas(
+        grads,
         options,
+        hook_state=hook_state,
         weighting=weighting,
         is_weighed=local.is_weighed,
         riders=riders,
-        done={*local.facts.synced_in_backward, *never_used},
+        done=done,
     )
-    _record(options, weighting, riders, local.facts)
-    if used is not None:
-        used = _with_decided(used, found[0] if found else None)
-    return loss, grads, used
+    _record(options, weighting, riders, local.facts, done, is_weighed=local.is_weighed)
+    if decided:
+        used = usage_flags.from_rider(used, means.riders[1])
+    out = arranged(means.riders[0], local.aux, means.grads, used, has_aux)
+    if samples is not None:
+        out = out, _find_norms(means, options, weighting)
+    return out if hook_state is None else (out, means.hook_state)
 
 
 def arranged(
     loss: jax.Array, aux: PyTree, grads: PyTree, used: PyTree | None, has_aux: bool
 ) -> Any:
-    """Returns what `value_and_grad` returns, from its parts."""
+    """Returns loss and gradients as `value_and_grad` does."""
     out = ((loss, aux) if has_aux else loss), grads
     return out if used is None else (out, used)
 
@@ -314,54 +403,17 @@ def check_is_local(local: Local, name: str) -> None:
         )
 
 
-def check_used(used: PyTree, grads: PyTree) -> list[Any]:
-    """Returns the leaves of `used`, which must be booleans in the structure of `grads`.
-
-    Raises:
-      ValueError: another structure.
-      TypeError: a leaf is not one boolean.
-    """
-    buckets.check_same_structure(used, "`used`", grads, "the gradients")
-    flags = jax.tree.leaves(used)
-    for i, flag in enumerate(flags):
-        if is_static(flag):
-            continue
-        if isinstance(flag, jax.Array | np.ndarray | np.generic):
-            if flag.dtype == np.bool_ and flag.shape == ():
-                continue
-            found = f"{flag.dtype} of shape {flag.shape}"
-        else:
-            found = repr(flag)
-        raise TypeError(
-            f"`used` must hold one boolean for each parameter, but has {found} for "
-            f"`{buckets.leaf_paths(used)[i]}`."
-        )
-    return flags
-
-
-def is_static(flag: Any) -> bool:
-    """Whether a leaf of `used` was decided by the program."""
-    return isinstance(flag, bool | np.bool_)
-
-
-def _decided(used: PyTree | None, grads: PyTree) -> list[jax.Array]:
-    flags = [] if used is None else check_used(used, grads)
-    return [flag for flag in flags if not is_static(flag)]
-
-
-def _as_rider(decided: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    return jnp.stack(decided).astype(dtype)
-
-
-def _with_decided(used: PyTree, means: jax.Array | None) -> PyTree:
-    """Puts what was found on all replicas in the place of the arrays of `used`."""
-    if means is None:
-        return used
-    leaves, treedef = jax.tree.flatten(used)
-    # A mean of zeros and ones is positive if there is a one, in any floating dtype.
-    anywhere = iter(means.real > 0)
-    leaves = [x if is_static(x) else next(anywhere) for x in leaves]
-    return jax.tree.unflatten(treedef, leaves)
+def _find_norms(
+    means: Means, options: Options, weighting: Weighting | None
+) -> GradientNorms:
+    """Returns the norms; what they need has ridden last."""
+    return gradient_noise.from_rider(
+        means.riders[-1],
+        means.grads,
+        weighting=weighting,
+        total=means.total,
+        axis_name=options.axis_name,
+    )
 
 
 def _first_dtype(plan: BucketPlan) -> Any:
@@ -373,19 +425,35 @@ def _record(
     weighting: Weighting | None,
     riders: Sequence[jax.Array],
     facts: LossFacts | None = None,
+    done: Collection[int] = (),
+    *,
+    is_weighed: bool,
 ) -> None:
     assert options.plan is not None
+    is_weighed_late = (
+        weighting is not None
+        and weighting.divide_by == "weight"
+        and not weights.is_ambient(weighting)
+        and not is_weighed
+        and not reduction.is_alone(options.axis_name)
+    )
     weights.note(weighting)
+    num_replicas = mesh.axis_size(options.axis_name)
     name = getattr(options.all_reduce, "__name__", str(options.all_reduce))
     recording.add_synchronization(
         Synchronization(
             plan=options.plan,
             packing=reduction.choose_packing(options.packing, options.all_reduce),
             algorithm="psum" if options.all_reduce is None else name,
-            num_replicas=mesh.axis_size(options.axis_name),
+            hook=None if options.hook is None else options.hook.name,
+            hook_bytes=compression.hook_bytes(
+                options.hook, options.plan, done, num_replicas
+            ),
+            num_replicas=num_replicas,
             riders=tuple(buckets.LeafSpec(r.shape, r.dtype) for r in riders),
             divide_by=None if weighting is None else weighting.divide_by,
             loss=facts,
+            is_weighed_late=is_weighed_late,
         )
     )
 

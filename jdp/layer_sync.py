@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jdp import compat, mesh, reduction, weights
+from jdp import buckets, compat, mesh, reduction, weights
 from jdp.backward import flow
 from jdp.backward.loss import LossProgram
 from jdp.reduction import Packing
@@ -56,7 +56,7 @@ def sync_in_backward(
         return identity(params, amount), amount
 
     def backward(amount: jax.Array | None, cotangents: PyTree) -> tuple[PyTree, Any]:
-        plan = reduction.default_plan(cotangents)
+        plan = buckets.default_plan(cotangents)
         here = None if weighting is None else weighting._replace(amount=amount)
         means, *_ = reduction.mean_over_replicas(
             cotangents, options._replace(plan=plan), weighting=here

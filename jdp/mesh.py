@@ -121,6 +121,11 @@ def axis_size(axis_name: AxisName) -> int:
         ) from None
 
 
+def is_bound(axis_name: AxisName) -> bool:
+    """Whether an axis, or all of several, is bound where this is traced."""
+    return set(as_axis_names(axis_name)) <= set(compat.bound_axis_names())
+
+
 def tracked_axes(axis_name: AxisName) -> frozenset[str]:
     """The axes whose varying values JAX tracks by type here; empty if it does not."""
     names = as_axis_names(axis_name)

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import buckets, grad_sync, reduction, weights
+from jdp import buckets, grad_sync, reduction, usage_flags, weights
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.buckets import BucketPlan
 from jdp.grad_sync import Packing
+from jdp.hooks.base import CommHook
+from jdp.hooks.state import init_state
+from jdp.mesh import World
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy
 
@@ -24,10 +27,13 @@ def distributed_optimizer(
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduce | Literal["auto"] | None = None,
+    hook: CommHook | None = None,
+    world: World | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it steps on the average of all replicas' gradients.
 
-    The state is the inner optimizer's own. `update` is called inside a traced function
+    The state is the inner optimizer's own; with a hook that has a state, a
+    `HookedState`. `update` is called inside a traced function
     by every replica, with its local gradients (`jdp.local_gradients`). Given `used`,
     which parameters this replica used, it hands on whether any replica did: around
     `jdp.skip_unused` it takes what `local_gradients(find_unused=True)` returns. Given
@@ -42,6 +48,9 @@ def distributed_optimizer(
       plan: see `sync_gradients`.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`.
+      hook: see `sync_gradients`.
+      world: the replicas, for the `init` of a hook with a state outside of a step;
+        None: what `jdp.init` made.
 
     Returns:
       An optax transformation; its `update` raises what `sync_gradients` raises.
@@ -58,19 +67,44 @@ def distributed_optimizer(
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         weighting = weights.resolve(weight, divide_by)
-        grads, used, total = grad_sync.sync_weighted(updates, used, weighting, options)
+        inner_state, hook_state = state, None
+        if isinstance(state, HookedState):
+            inner_state, hook_state = state
+        synced = grad_sync.sync_weighted(updates, used, weighting, options, hook_state)
         if used is not None:
-            extra_args["used"] = used
+            extra_args["used"] = synced.used
 
         def step() -> tuple[PyTree, Any]:
-            return inner.update(grads, state, params, **extra_args)
+            return inner.update(synced.grads, inner_state, params, **extra_args)
 
         if weighting is None:
-            return step()
-        return _choose_tree(jnp.greater(total, 0), step, state)
+            out, inner_state = step()
+        else:
+            has_data = jnp.greater(synced.total, 0)
+            out, inner_state = _choose_tree(has_data, step, inner_state)
+        if hook_state is None:
+            return out, inner_state
+        return out, HookedState(inner_state, synced.hook_state)
 
-    options = reduction.make_options(axis_name, plan, packing, all_reduce)
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    def init(params: PyTree) -> Any:
+        if hook is None:
+            return inner.init(params)
+        hook_state = init_state(
+            hook, params, plan=plan, axis_name=axis_name, world=world
+        )
+        if not jax.tree.leaves(hook_state):
+            return inner.init(params)
+        return HookedState(inner.init(params), hook_state)
+
+    options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class HookedState(NamedTuple):
+    """State of `distributed_optimizer` with a hook that has one."""
+
+    inner: Any  # of the inner optimizer.
+    hook: Any  # see `jdp.hooks.init_state`.
 
 
 class SkipUnusedState(NamedTuple):
@@ -249,7 +283,7 @@ def _choose_tree(flag: jax.Array, step: Any, old: Any) -> tuple[PyTree, Any]:
 
 def _choose(flag: Any, step: Any, old: Any) -> tuple[jax.Array, Any]:
     """Returns the update and the state of one parameter, `old` if it was not used."""
-    if grad_sync.is_static(flag):
+    if usage_flags.is_static(flag):
         if flag:
             update, new = step()
             return update, jax.tree.map(_in_type_of, old, new)
@@ -301,7 +335,7 @@ def _check_used(used: PyTree | None, updates: PyTree) -> list[Any]:
             "parameters were used. Take it from `jdp.value_and_grad(find_unused=True)` "
             "and call `update(grads, state, params, used=used)`."
         )
-    return grad_sync.check_used(used, updates)
+    return usage_flags.check_used(used, updates)
 
 
 def _check_structures(

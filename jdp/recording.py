@@ -21,6 +21,7 @@ class LossFacts:
     undecided: tuple[int, ...]
     synced_in_backward: tuple[int, ...]
     batch_norms: tuple[str, ...]  # scopes of Flax's own; "" where there is none.
+    synced_batch_norms: tuple[str, ...]  # the same of those of jdp.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +31,13 @@ class Synchronization:
     plan: BucketPlan
     packing: str  # "flat" or "tuple".
     algorithm: str
+    hook: str | None
+    hook_bytes: int  # that it sends of a replica, for all buckets.
     num_replicas: int
     riders: tuple[buckets.LeafSpec, ...]  # what rides in the buckets.
     divide_by: str | None  # "weight", "active" or "world"; None without weights.
     loss: LossFacts | None  # None where only gradients were given.
+    is_weighed_late: bool = False  # by a replica's number of samples, after backward.
 
 
 @dataclasses.dataclass
@@ -80,6 +84,7 @@ def add_synchronization(made: Synchronization) -> None:
         found.synchronizations.append(made)
     elif made.divide_by is not None and made.loss is not None:
         warn_of_batch_norms([made.loss])
+        warn_of_late_weights([made], [made.loss])
 
 
 def warn_of_never_used(facts: LossFacts) -> None:
@@ -106,8 +111,25 @@ def warn_of_batch_norms(losses: Sequence[LossFacts]) -> None:
         f"A weighted step runs Flax's `BatchNorm`{where}. Its statistics count padding "
         "as data, unless it is called with a `mask`, and the average over replicas "
         "counts each replica the same, with data or without. Results will depend on "
-        "how the samples are distributed; normalise within a sample (`LayerNorm`, "
-        "`GroupNorm`) where that matters.",
+        "how the samples are distributed; use `SyncBatchNorm` of `jdp.flax_linen` or "
+        "`jdp.flax_nnx`, with the weights of the samples, or `convert_batch_norm`.",
+        stacklevel=2,
+    )
+
+
+def warn_of_late_weights(
+    made: Sequence[Synchronization], losses: Sequence[LossFacts]
+) -> None:
+    """Warns of weights that a gradient through the statistics of all comes before."""
+    scopes = sorted({scope for facts in losses for scope in facts.synced_batch_norms})
+    if not scopes or not any(each.is_weighed_late for each in made):
+        return
+    warnings.warn(
+        "Gradients are weighed after the backward pass of a loss with synchronised "
+        "batch norm, whose statistics tie the gradient of each replica to the losses "
+        "of all. That is right only where replicas with data have the same weight; "
+        "use `jdp.value_and_grad(weight=...)`, which weighs the losses, without "
+        "`jdp.sync_in_backward`.",
         stacklevel=2,
     )
 

@@ -10,6 +10,7 @@ from jax import lax
 from jdp import buckets, compat, mesh, weights
 from jdp.buckets import BucketPlan
 from jdp.collectives import dispatch
+from jdp.hooks.base import CommHook
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
 
@@ -23,6 +24,7 @@ class Options(NamedTuple):
     plan: BucketPlan | None = None
     packing: Packing | None = None
     all_reduce: AllReduce | None = None
+    hook: CommHook | None = None
 
 
 def make_options(
@@ -30,12 +32,25 @@ def make_options(
     plan: BucketPlan | None,
     packing: Packing | None,
     all_reduce: AllReduce | Literal["auto"] | None,
+    hook: CommHook | None = None,
 ) -> Options:
     """Makes what users say into what is done.
 
     Raises:
-      ValueError: `all_reduce` is a string other than "auto".
+      ValueError: `all_reduce` is a string other than "auto", or `packing` is "tuple"
+        with a hook.
+      TypeError: `hook` is no hook.
     """
+    if hook is not None and not isinstance(hook, CommHook):
+        raise TypeError(
+            "`hook` must be a `jdp.hooks.CommHook`, such as `jdp.hooks.int8()`, got "
+            f"{hook!r}."
+        )
+    if hook is not None and packing == "tuple":
+        raise ValueError(
+            "`packing='tuple'` sends leaves as they are, but a hook takes flat "
+            "buffers. Leave one of the two out."
+        )
     if isinstance(all_reduce, str):
         if all_reduce != "auto":
             raise ValueError(
@@ -43,7 +58,7 @@ def make_options(
                 f"got {all_reduce!r}."
             )
         all_reduce = dispatch.auto_all_reduce
-    return Options(axis_name, plan, packing, all_reduce)
+    return Options(axis_name, plan, packing, all_reduce, hook)
 
 
 def average(
@@ -130,16 +145,15 @@ def mean_over_replicas(
       The averaged gradients, the averaged riders, and how much all replicas count
       together: an array, float32 (), or their number where there is no weighting.
     """
-    axis_name, plan, packing, all_reduce = options
-    options = options._replace(packing=choose_packing(packing, all_reduce))
+    axis_name, plan = options.axis_name, options.plan
+    packing = choose_packing(options.packing, options.all_reduce)
+    options = options._replace(packing=packing)
     num_replicas = mesh.axis_size(axis_name)
     assert plan is not None
-    leaves = buckets.check_fits(plan, grads)
-    _check_are_gradients(plan)
+    leaves = check_are_local(grads, plan, done, axis_name)
     bucketed = remaining_buckets(plan, done)
     if is_alone(axis_name):
         return _alone(grads, bucketed, riders, weighting)
-    _check_are_local(plan, bucketed, leaves, axis_name)
     weighting = _cast_varying_amount(weighting, axis_name)
     keep = weighting is None or is_weighed
     groups = [[leaves[i] for i in bucket] for bucket in bucketed]
@@ -157,6 +171,29 @@ def mean_over_replicas(
         for (g, k), rider in zip(seats, riders, strict=True)
     ]
     return jax.tree.unflatten(plan.treedef, synced), means, total
+
+
+def mean_of_riders(
+    riders: Sequence[jax.Array], options: Options, weighting: Weighting | None
+) -> tuple[list[jax.Array], jax.Array | int]:
+    """Averages what rides with gradients by itself, in a collective a dtype.
+
+    Returns:
+      The second and the third of what `mean_over_replicas` returns.
+    """
+    num_replicas = mesh.axis_size(options.axis_name)
+    weighting = _cast_varying_amount(weighting, options.axis_name)
+    groups: list[list[jax.Array]] = []
+    seats = [_seat(groups, rider) for rider in _weigh(riders, weighting)]
+    if not groups and weighting is not None:  # The total travels alone.
+        groups = [[cast_varying(jnp.zeros(0), options.axis_name)]]
+    flat = options._replace(packing="flat")
+    sums, total = _sum_groups(groups, num_replicas, flat, weighting)
+    means = [
+        _divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
+        for (g, k), rider in zip(seats, riders, strict=True)
+    ]
+    return means, total
 
 
 def remaining_buckets(plan: BucketPlan, done: Collection[int]) -> list[tuple[int, ...]]:
@@ -356,18 +393,6 @@ def _divide(
     return weights.divide(x, divisor, dtype)
 
 
-def default_plan(grads: PyTree, order: Sequence[int] | None = None) -> BucketPlan:
-    """Returns the plan that is used where none is given."""
-    # The small first bucket starts communication early. XLA on CPU starts it no
-    # earlier, and one more all-reduce over gloo costs 1 to 2 ms of a step of 25 ms
-    # (`jdp bench step`, 12.7 MB of gradients, 2 processes).
-    if jax.default_backend() == "cpu":
-        return buckets.plan_buckets(
-            grads, first_bucket_bytes=buckets.DEFAULT_BUCKET_BYTES, order=order
-        )
-    return buckets.plan_buckets(grads, order=order)
-
-
 def choose_packing(packing: Packing | None, all_reduce: AllReduce | None) -> Packing:
     """Returns the packing that is used; "flat" on CPU and for an `all_reduce`."""
     if packing not in (None, "flat", "tuple"):
@@ -396,7 +421,16 @@ def cast_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(lambda x: compat.cast_varying(x, names), tree)
 
 
-def _check_are_gradients(plan: BucketPlan) -> None:
+def check_are_local(
+    grads: PyTree, plan: BucketPlan, done: Collection[int], axis_name: AxisName
+) -> list:
+    """Returns the leaves of `grads`, which must be gradients of this replica alone.
+
+    Raises:
+      ValueError: they do not fit the plan, or were summed over the axis already.
+      TypeError: one is not floating or complex.
+    """
+    leaves = buckets.check_fits(plan, grads)
     for i, spec in enumerate(plan.leaves):
         if spec.dtype == jax.dtypes.float0 or jnp.issubdtype(spec.dtype, jnp.inexact):
             continue
@@ -405,26 +439,18 @@ def _check_are_gradients(plan: BucketPlan) -> None:
             "complex gradients can be averaged. Keep integers out of the parameters, "
             "or use `jax.grad(..., allow_int=True)`, whose float0 leaves pass through."
         )
-
-
-def _check_are_local(
-    plan: BucketPlan,
-    bucketed: Sequence[tuple[int, ...]],
-    leaves: list,
-    axis_name: AxisName,
-) -> None:
     tracked = mesh.tracked_axes(axis_name)
-    for bucket in bucketed:
-        for i in bucket:
-            if tracked <= compat.varying_axes(leaves[i]):
-                continue
-            raise ValueError(
-                f"The gradient `{plan.leaf_paths()[i]}` is already the same on all "
-                f"replicas of {axis_name!r}, so it was summed or averaged before. "
-                "`jax.grad` of replicated parameters does that, leaf by leaf; take "
-                "gradients with `jdp.local_gradients`, and do not synchronise what "
-                "`jdp.value_and_grad` has synchronised."
-            )
+    for i in (i for bucket in remaining_buckets(plan, done) for i in bucket):
+        if tracked <= compat.varying_axes(leaves[i]):
+            continue
+        raise ValueError(
+            f"The gradient `{plan.leaf_paths()[i]}` is already the same on all "
+            f"replicas of {axis_name!r}, so it was summed or averaged before. "
+            "`jax.grad` of replicated parameters does that, leaf by leaf; take "
+            "gradients with `jdp.local_gradients`, and do not synchronise what "
+            "`jdp.value_and_grad` has synchronised."
+        )
+    return leaves
 
 
 def as_inexact(x: Any) -> jax.Array:

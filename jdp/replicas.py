@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdp import agreement, buckets
+from jdp import agreement, buckets, per_replica
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -81,7 +81,7 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
     """Checks that every replica holds the same bits of `tree`.
 
     Every process calls it. Costs a copy to the host and a hash of every leaf, and no
-    collective on the devices.
+    collective on the devices. Of a `jdp.PerReplica` nothing is compared.
 
     Args:
       tree: pytree of host arrays, or `jax.Array`s that are replicated or local.
@@ -95,7 +95,11 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
     topic = "comparison of replicas"
     compare_programs(world, "", {"tree": tree}, topic=topic)
     with agreement.reporting(world, topic):
-        arrays = [_local_copy(tree, i, x) for i, x in enumerate(jax.tree.leaves(tree))]
+        are_own = per_replica.are_own(tree)
+        arrays = [
+            np.empty(0) if are_own[i] else _local_copy(tree, i, x)
+            for i, x in enumerate(jax.tree.leaves(tree))
+        ]
     difference = _first_difference(world, topic, [_digest(_bytes(x)) for x in arrays])
     if difference.process < 0:
         return
@@ -122,7 +126,9 @@ def replicate(world: World, tree: PyTree) -> PyTree:
 
     Every process calls it with a tree of the same structure, shapes and dtypes. Leaves
     that all replicas hold already are returned as they are; the others are copied, so
-    that a step that donates its state leaves the argument alone.
+    that a step that donates its state leaves the argument alone. Arrays of a
+    `jdp.PerReplica`, shape (num_replicas, ...), are split over the replicas: each gets
+    its own row of what its process holds.
 
     Args:
       world: the replicas.
@@ -135,12 +141,21 @@ def replicate(world: World, tree: PyTree) -> PyTree:
     Raises:
       RuntimeError: structure, a shape or a dtype differs between the processes; on
         every process, naming the path and both values.
+      ValueError: an array of a `jdp.PerReplica` has not a row for each replica.
     """
+    are_own = per_replica.are_own(tree)
     leaves, treedef = jax.tree.flatten(tree)
+    for i in (i for i, is_own in enumerate(are_own) if is_own):
+        leaves[i] = _split_rows(world, tree, i, leaves[i])
+    todo = [
+        i
+        for i, x in enumerate(leaves)
+        if not are_own[i] and not is_replicated(world, x)
+    ]
     if world.store is None:
-        placed = [x if is_replicated(world, x) else _copy_out(world, x) for x in leaves]
-        return jax.tree.unflatten(treedef, placed)
-    todo = [i for i, x in enumerate(leaves) if not is_replicated(world, x)]
+        for i in todo:
+            leaves[i] = _copy_out(world, leaves[i])
+        return jax.tree.unflatten(treedef, leaves)
     # Which leaves are to be sent is part of what must agree.
     compare_programs(world, todo, {"tree": tree}, topic="replication of a tree")
     _send(world, leaves, todo, process=0)
@@ -163,13 +178,49 @@ def copy_from(world: World, tree: PyTree, *, process: int) -> PyTree:
 
 def is_replicated(world: World, x: Any) -> bool:
     """Returns whether every replica of `world` holds the whole of the array `x`."""
+    return _has_sharding(x, world.replicated)
+
+
+def is_placed(world: World, x: Any) -> bool:
+    """Whether `x` lies on the replicas of `world` as a leaf of a state does."""
+    return is_replicated(world, x) or _has_sharding(x, world.split)
+
+
+def any_leaf(tree: PyTree) -> Any:
+    """Returns some leaf; walks down instead of flattening, 1 µs instead of 16."""
+    node = tree
+    while isinstance(node, dict | list | tuple) and node:
+        node = next(iter(node.values() if isinstance(node, dict) else node))
+    if isinstance(node, jax.Array):
+        return node
+    return next(iter(jax.tree.leaves(tree)), None)
+
+
+def _has_sharding(x: Any, sharding: NamedSharding) -> bool:
     return isinstance(x, jax.Array) and (
-        x.sharding == world.replicated
+        x.sharding == sharding
         or (
             isinstance(x.sharding, NamedSharding)
-            and x.sharding.is_equivalent_to(world.replicated, x.ndim)
+            and x.ndim >= len(sharding.spec)
+            and x.sharding.is_equivalent_to(sharding, x.ndim)
         )
     )
+
+
+def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
+    if _has_sharding(leaf, world.split):
+        return leaf
+    if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != world.num_replicas:
+        raise ValueError(
+            f"`{buckets.leaf_paths(tree)[index]}` is of a `jdp.PerReplica`, so outside "
+            f"of a step its first dimension must be {world.num_replicas}, one row for "
+            f"each replica, got shape {jnp.shape(leaf)}."
+        )
+    rows = _host_copy(leaf)
+    placed = jax.make_array_from_callback(
+        rows.shape, world.split, lambda where: rows[where]
+    )
+    return _as_keys(placed, like=leaf)
 
 
 def _first_difference(
@@ -351,6 +402,10 @@ def _place(world: World, value: np.ndarray, *, like: Any) -> jax.Array:
     placed = jax.make_array_from_single_device_arrays(
         value.shape, world.replicated, shards
     )
+    return _as_keys(placed, like=like)
+
+
+def _as_keys(placed: jax.Array, *, like: Any) -> jax.Array:
     dtype = getattr(like, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like))

@@ -110,6 +110,13 @@ def check_divide_by(divide_by: str) -> None:
         )
 
 
+def is_ambient(weighting: Weighting) -> bool:
+    """Whether it says no more than which replicas have data: no weight was given."""
+    current = _replica.get()
+    ambient = current.ambient if current is not None else None
+    return ambient is not None and weighting.amount is ambient.amount
+
+
 def note(weighting: Weighting | None) -> None:
     """Tells the step that is traced how its gradients were weighted."""
     current = _replica.get()
@@ -123,7 +130,7 @@ def weigh(x: jax.Array, weighting: Weighting) -> jax.Array:
     Types narrower than 32 bits come back as float32, but for bfloat16: their range
     ends where the sum of a few samples' gradients may lie.
     """
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     dtype = x.dtype if x.dtype == jnp.bfloat16 else wide
     if weighting.divide_by == "weight":
         # Rounded to bfloat16 once.
@@ -138,7 +145,7 @@ def zero_unless(has_data: jax.Array, x: jax.Array) -> jax.Array:
 
 def divide(x: jax.Array, total: jax.Array | int, dtype: Any) -> jax.Array:
     """Returns `x / total` in `dtype`; zeros, as `x` must be, where `total` is zero."""
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     divisor = jnp.where(total == 0, 1, total).astype(jnp.finfo(wide).dtype)
     return (x.astype(wide) / divisor).astype(dtype)
 
@@ -167,10 +174,10 @@ def encode(amount: jax.Array, dtype: Any, axis_name: AxisName) -> jax.Array:
 
 def decode(total: jax.Array) -> jax.Array:
     """Reads the sum of what `encode` wrote; float32 or wider, ()."""
-    real = total.real.astype(_wide(total.real.dtype))
+    real = total.real.astype(wide_dtype(total.real.dtype))
     return real.sum(0).sum() if real.ndim else real
 
 
-def _wide(dtype: Any) -> Any:
+def wide_dtype(dtype: Any) -> Any:
     """The dtype itself, or float32 in place of a narrower one."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)

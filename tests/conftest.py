@@ -1,16 +1,38 @@
 """Nine CPU devices for every test; nothing may be left behind."""
 
+import gc
+import os
+from unittest import mock
+
 import jax
+import jaxlib
 import psutil
 import pytest
+from jaxlib import xla_client
 
 jax.config.update("jax_num_cpu_devices", 9)
+# Of most programs only the results are of interest: a quarter of the time of tests that
+# compile. What XLA does with a program stays; only its machine code becomes simpler.
+jax.config.update("jax_disable_most_optimizations", True)
+# The same, for a third of what is left; see `harness.jit_fast`. XLA reads its flags
+# once, and ends the process at one it does not know: 0.11.2 has no other emitters.
+_XLA_FLAGS = (
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+if jaxlib.version.__version_info__ < (0, 11):
+    flags = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
+    with mock.patch.dict(os.environ, {"XLA_FLAGS": flags}):  # Not for new processes.
+        xla_client.CompileOptions()
 
 # A file is run by one worker; those that take longest come first, lest one of them is
 # begun when the other worker is nearly done (the option `--no-loadscope-reorder`).
 _LONGEST = (
     "test_contract.py",
     "test_examples.py",
+    "test_zero.py",
+    "test_training.py",
+    "test_hooks.py",
     "test_weights.py",
     "test_bench.py",
     "test_behaviours_values.py",
@@ -25,12 +47,20 @@ _LONGEST = (
     "test_unused.py",
     "test_processes.py",
     "test_dispatch.py",
+    "test_refusals.py",
 )
 
 
 def pytest_collection_modifyitems(items):
     places = {name: i for i, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(_LONGEST)))
+
+
+def pytest_collection_finish():
+    # What is imported stays, and tracing makes much that lives for a moment: to look
+    # for garbage as often as usual takes a sixth of the time of tests that trace.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -82,16 +82,18 @@ def run_processes(
     *args: Any,
     devices_per_process: int | None = None,
     grace_s: float = 1.0,
+    ends_as_usual: bool = False,
 ) -> Outcome:
     """Runs `fn(*args)` in real processes, started by `jdp launch`.
 
-    `fn` is a function of a test module. It calls `jdp.init` itself.
+    `fn` is a function of a test module. It calls `jdp.init` itself. For tests of what
+    becomes of threads and objects when the interpreter ends, `ends_as_usual`.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         pathlib.Path(folder, "args").write_bytes(pickle.dumps(args))
         command = launch.Command(
             kind="module",
-            target="tests.harness",
+            target="tests.process",
             arguments=(fn.__module__, fn.__qualname__, folder),
         )
         options = launch.LaunchOptions(
@@ -100,6 +102,8 @@ def run_processes(
             grace_s=grace_s,
         )
         environ = {**compile_fast_environ(), "PYTHONPATH": str(ROOT)}
+        if ends_as_usual:
+            environ["TESTS_END_AS_USUAL"] = "1"
         start_s = time.monotonic()
         exit_code = launch.launch(
             command,
@@ -242,7 +246,7 @@ def train_alone(params: Any, batches: list, tx: Any) -> tuple[Any, list[float]]:
     state = tx.init(params)
     losses = []
 
-    @jax.jit
+    @jit_fast
     def step(params, state, batch):
         loss, grads = jax.value_and_grad(oracle_loss)(params, batch)
         updates, state = tx.update(grads, state, params)
@@ -252,7 +256,3 @@ def train_alone(params: Any, batches: list, tx: Any) -> tuple[Any, list[float]]:
         params, state, loss = step(params, state, batch)
         losses.append(float(loss))
     return params, losses
-
-
-if __name__ == "__main__":
-    main()

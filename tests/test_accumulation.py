@@ -242,10 +242,9 @@ def _flat(params):
     return np.concatenate([np.ravel(x.addressable_data(0)) for x in leaves])
 
 
-def _train_with_no_sync(way):
+def _train_with_no_sync(world, way):
     """Three steps of four micro-batches; torch adds up gradients of loss / 4."""
     case = np.load(harness.REFERENCE / "torch_2_13_no_sync.npz")
-    world = jdp.init()
     rank = world.process_index
     params = [(case[f"init.W{i}"], case[f"init.b{i}"]) for i in range(3)]
 
@@ -295,12 +294,24 @@ def _flat_host(tree):
     return np.concatenate([np.ravel(x) for layer in tree for x in layer])
 
 
+WAYS = ("scan", "no_sync")
+
+
+def _train_in_each_way():
+    world = jdp.init()
+    return {way: _train_with_no_sync(world, way) for way in WAYS}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return harness.run_checked(_train_in_each_way, 2)
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["scan", "no_sync"])
-def test_two_processes_accumulate_as_torch_does(way):
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_accumulate_as_torch_does(trained, way):
     case = np.load(harness.REFERENCE / "torch_2_13_no_sync.npz")
-    values = harness.run_checked(_train_with_no_sync, 2, way)
-    for rank, found in enumerate(values):
+    for rank, found in enumerate(each[way] for each in trained):
         np.testing.assert_allclose(found["traj"], case["sgd.traj"], atol=1e-5, rtol=0)
         np.testing.assert_allclose(
             found["grads"], case["sgd.grads_after_sync"], atol=1e-5, rtol=0

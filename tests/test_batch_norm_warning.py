@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp import flax_linen, flax_nnx
 from tests import harness
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3) % 5
@@ -25,6 +26,8 @@ class _Linen(nn.Module):
         x = nn.Dense(4)(x)
         if self.norm == "BatchNorm":
             return nn.BatchNorm(self.use_running_average, name="middle")(x)
+        if self.norm == "SyncBatchNorm":
+            return flax_linen.SyncBatchNorm(self.use_running_average)(x)
         return nn.LayerNorm()(x)
 
 
@@ -40,7 +43,8 @@ def _linen(norm, **options):
 
 
 def _nnx(norm, **options):
-    layer = getattr(nnx, norm)(3, rngs=nnx.Rngs(0), **options)
+    module = flax_nnx if norm == "SyncBatchNorm" else nnx
+    layer = getattr(module, norm)(3, rngs=nnx.Rngs(0), **options)
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
     def apply(params, x):
@@ -78,6 +82,7 @@ def test_a_weighted_step_with_batch_norm_is_warned_of_once(make, accumulate):
     (message,) = _messages(make("BatchNorm"), accumulate=accumulate, runs=2)
     assert "A weighted step runs Flax's `BatchNorm`" in message
     assert "count padding as data" in message
+    assert "use `SyncBatchNorm` of `jdp.flax_linen` or `jdp.flax_nnx`" in message
     if make is _linen:  # nnx leaves no names in the program.
         assert "`_Linen/middle`" in message
 
@@ -87,6 +92,8 @@ def test_a_weighted_step_with_batch_norm_is_warned_of_once(make, accumulate):
     [
         (lambda: _linen("LayerNorm"), True),
         (lambda: _nnx("LayerNorm"), True),
+        (lambda: _linen("SyncBatchNorm"), True),
+        (lambda: _nnx("SyncBatchNorm"), True),
         (lambda: _linen("BatchNorm", use_running_average=True), True),
         (lambda: _nnx("BatchNorm", use_running_average=True), True),
         (lambda: _linen("BatchNorm"), False),
@@ -120,3 +127,14 @@ def test_a_join_is_a_weighted_step():
     with pytest.warns(UserWarning, match="Flax's `BatchNorm`"):
         with jdp.Join([step]):
             step(params, X)
+
+
+def test_a_converted_model_is_not_warned_of():
+    model = flax_linen.convert_batch_norm(_Linen("BatchNorm"))
+    variables = model.init(jax.random.key(0), X)
+    stats = {"batch_stats": variables["batch_stats"]}
+
+    def apply(params, x):
+        return model.apply({"params": params, **stats}, x, mutable=["batch_stats"])[0]
+
+    assert _messages((variables["params"], apply)) == []

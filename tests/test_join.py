@@ -1,6 +1,7 @@
 """Training on uneven inputs: torch's numbers, and those of one device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +73,12 @@ OPTIMIZERS = {
 DIVISORS = {"div_initial": "world", "div_effective": "active"}
 
 
-def _train_as_torch():
-    world = jdp.init()
+def _optimizers_on(num_processes):
+    # On more processes more is reduced; what the optimizer makes of it stays.
+    return list(OPTIMIZERS) if num_processes == 2 else ["momentum"]
+
+
+def _train_as_torch(world):
     case, params = _torch_case()
     # Four processes take half of a rank's samples each: the mean stays what it is.
     share = world.process_count // 2
@@ -82,10 +87,10 @@ def _train_as_torch():
     x, y = (np.split(a, share, axis=1)[part] for a in (x, y))
     batches = [(x[k], y[k]) for k in range((5, 8)[rank])]
     errors = {}
-    for (optimizer, make), (divisor, divide_by) in [
-        (a, b) for a in OPTIMIZERS.items() for b in DIVISORS.items()
-    ]:
-        tx, name = make(), f"w2_5_8.{optimizer}.{divisor}"
+    for optimizer, (divisor, divide_by) in itertools.product(
+        _optimizers_on(world.process_count), DIVISORS.items()
+    ):
+        tx, name = OPTIMIZERS[optimizer](), f"w2_5_8.{optimizer}.{divisor}"
         expected = case[f"{name}.traj"]
 
         step = _torch_step(tx)
@@ -125,18 +130,44 @@ def _train_as_torch():
     return errors, message
 
 
+def _in_two():
+    return {"torch": _train_as_torch(jdp.init())}
+
+
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_processes_train_as_those_of_torch_do(num_processes):
-    values = harness.run_checked(_train_as_torch, num_processes)
+def test_processes_train_as_those_of_torch_do(find_four, num_processes):
+    found = harness.run_checked(_in_two, 2) if num_processes == 2 else find_four(1)
+    values = [value["torch"] for value in found]
     counts = np.repeat([5, 8], num_processes // 2)
     for (errors, message), num_batches in zip(values, counts, strict=True):
-        assert len(errors) == 4 * (num_batches + 1 + 8) + 1
+        num_cases = len(DIVISORS) * len(_optimizers_on(num_processes))
+        assert len(errors) == num_cases * (num_batches + 1 + 8) + 1
         assert max(errors.values()) < 1e-5, errors
         assert "exhausted" in message
     assert values[0][1] == "Rank 0 exhausted all inputs."
 
 
 # --- One device ---------------------------------------------------------------------
+
+
+def _in_four():
+    """What four processes find; one job for many tests."""
+    world = jdp.init()
+    found = {"every sample": _train_on_every_sample(world)}
+    if world.num_local_replicas == 1:
+        found["joined"] = _train_joined(world)
+        found["other states"] = _end_with_other_states(world)
+        found["torch"] = _train_as_torch(world)
+    return found
+
+
+@pytest.fixture(scope="module")
+def find_four():
+    """Their answers, by the devices of each."""
+    return functools.cache(
+        lambda devices: harness.run_checked(_in_four, 4, devices_per_process=devices)
+    )
+
 
 COUNTS = (3, 0, 5, 5)
 
@@ -154,15 +185,20 @@ def _own_batches(process, count, size=4):
 
 def _alone(tx, counts):
     """One device: in each iteration the mean over the batches that there are."""
+
+    @harness.jit_fast
+    def step(params, state, batches):
+        grads = [jax.grad(harness.oracle_loss)(params, batch) for batch in batches]
+        mean = jax.tree.map(lambda *xs: sum(xs) / len(xs), *grads)
+        updates, state = tx.update(mean, state, params)
+        return optax.apply_updates(params, updates), state
+
     params = harness.oracle_params()
     state = tx.init(params)
     everyone = [_own_batches(p, c) for p, c in enumerate(counts)]
     for k in range(max(counts)):
         batches = [batches[k] for batches in everyone if k < len(batches)]
-        grads = [jax.grad(harness.oracle_loss)(params, batch) for batch in batches]
-        mean = jax.tree.map(lambda *xs: sum(xs) / len(xs), *grads)
-        updates, state = tx.update(mean, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state, batches)
     return _flat(jax.tree.map(np.asarray, params))
 
 
@@ -183,8 +219,7 @@ def _optimizers():
     return {"adam": optax.adam(0.05), "accumulation": window}
 
 
-def _train_joined():
-    world = jdp.init()
+def _train_joined(world):
     own = _own_batches(world.process_index, COUNTS[world.process_index])
     finals = {}
     for name, tx in _optimizers().items():
@@ -278,8 +313,8 @@ def _train_sharded(world, own):
     return _host(sharded.state[0])
 
 
-def test_four_processes_train_as_one_device_does():
-    values = harness.run_checked(_train_joined, 4)
+def test_four_processes_train_as_one_device_does(find_four):
+    values = [found["joined"] for found in find_four(1)]
     expected = {name: _alone(tx, COUNTS) for name, tx in _optimizers().items()}
     # A process that has joined updates the moments that it alone holds, with the
     # gradients of the others: as plain Adam does.
@@ -306,8 +341,7 @@ def _weighted_loss(params, batch, weight):
     return (errors * weight).sum() / weight.sum()
 
 
-def _train_on_every_sample():
-    world = jdp.init()
+def _train_on_every_sample(world):
     tx = jdp.distributed_optimizer(optax.sgd(0.1, momentum=0.9))
 
     @jdp.data_parallel
@@ -345,7 +379,7 @@ def _train_on_every_sample():
 
 
 @pytest.mark.parametrize("devices_per_process", [1, 2])
-def test_every_sample_counts_once_and_the_same(devices_per_process):
+def test_every_sample_counts_once_and_the_same(find_four, devices_per_process):
     everyone = [_uneven_batches(process) for process in range(4)]
     batches = []
     for k in range(max(map(len, everyone))):
@@ -354,18 +388,14 @@ def test_every_sample_counts_once_and_the_same(devices_per_process):
     params, losses = harness.train_alone(
         harness.oracle_params(), batches, optax.sgd(0.1, momentum=0.9)
     )
-    values = harness.run_checked(
-        _train_on_every_sample, 4, devices_per_process=devices_per_process
-    )
-    for found in values:
-        for final, found_losses in found:
+    for found in find_four(devices_per_process):
+        for final, found_losses in found["every sample"]:
             np.testing.assert_allclose(final, _flat(params), atol=1e-6)
             np.testing.assert_allclose(found_losses, losses, rtol=1e-6)
 
 
-def _end_with_other_states():
+def _end_with_other_states(world):
     """Each process goes on from a state of its own, which nothing notices."""
-    world = jdp.init()
 
     @jdp.data_parallel(donate_state=False)
     def step(state, batch):
@@ -380,8 +410,8 @@ def _end_with_other_states():
     return before, float(step.last_state.addressable_data(0))
 
 
-def test_the_final_state_is_that_of_the_last_joiner_with_the_highest_index():
-    values = harness.run_checked(_end_with_other_states, 4)
+def test_the_final_state_is_that_of_the_last_joiner_with_the_highest_index(find_four):
+    values = [found["other states"] for found in find_four(1)]
     assert values == [(0, 2), (1, 2), (2, 2), (3, 2)]
 
 

@@ -25,12 +25,11 @@ def _flat(params):
     return np.concatenate([np.ravel(leaf) for layer in params for leaf in layer])
 
 
-def _train_as_torch(optimizer):
+def _train_as_torch(world, optimizer):
     data = np.load(harness.REFERENCE / "torch_2_13_ddp.npz")
     case = {key.split("__", 1)[1]: data[key] for key in data.files}
     params = [(case[f"init.W{i}"], case[f"init.b{i}"]) for i in range(3)]
     tx = optax.sgd(0.1) if optimizer == "sgd" else optax.sgd(0.05, momentum=0.9)
-    world = jdp.init()
 
     @jdp.data_parallel
     def step(carry, batch):
@@ -63,17 +62,46 @@ def _train_as_torch(optimizer):
     }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
-def test_two_processes_train_as_torch_does(optimizer):
-    for errors in harness.run_checked(_train_as_torch, 2, optimizer):
-        assert errors and max(errors.values()) < 1e-5, errors
+OPTIMIZERS = ("sgd", "momentum")
+
+
+def _in_two():
+    """What two processes find, of one device each; one job for many tests."""
+    world = jdp.init(timeout_s=20.0)
+    return {
+        "trained": {name: _train_as_torch(world, name) for name in OPTIMIZERS},
+        "divergence": _find_divergence(world),
+        "faults": _commit_faults(world),
+        "another batch": _another_batch_on_one_process(world),
+    }
+
+
+@pytest.fixture(scope="module")
+def in_two():
+    return harness.run_checked(_in_two, 2)
+
+
+def _with_two_devices():
+    """What two processes find, of two devices each."""
+    world = jdp.init(timeout_s=20.0)
+    return {"trained": _train_oracle(world), "failures": _fail_on_one_process(world)}
+
+
+@pytest.fixture(scope="module")
+def with_two_devices():
+    return harness.run_checked(_with_two_devices, 2, devices_per_process=2)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_processes_train_as_torch_does(in_two, optimizer):
+    for errors in (found["trained"] for found in in_two):
+        assert errors[optimizer] and max(errors[optimizer].values()) < 1e-5, errors
 
 
 # --- The oracle ----------------------------------------------------------------
 
 
-def _train_oracle(axis_name):
-    world = jdp.init(axis_name=axis_name)
+def _train_oracle(world):
     # Other values in every process; process 0 has the ones that count.
     params = jax.tree.map(
         lambda p: p + np.float32(world.process_index), harness.oracle_params()
@@ -82,7 +110,7 @@ def _train_oracle(axis_name):
 
     @jdp.data_parallel
     def step(state, batch):
-        grad_fn = jdp.value_and_grad(harness.oracle_loss, axis_name=axis_name)
+        grad_fn = jdp.value_and_grad(harness.oracle_loss, axis_name=world.axis_name)
         loss, grads = grad_fn(state["params"], batch)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
         return {"params": params, "key": state["key"]}, loss
@@ -103,24 +131,26 @@ def _train_oracle(axis_name):
     )
 
 
-@pytest.mark.parametrize(
-    "num_processes,devices,axis_name,shape",
-    [
-        (2, 2, "data", {"data": 4}),
-        (4, None, ("node", "data"), {"node": 1, "data": 4}),
-    ],
-)
-def test_processes_train_as_one_device(num_processes, devices, axis_name, shape):
+def _check_trained(values, shape):
     expected, losses = harness.train_alone(
         harness.oracle_params(), harness.oracle_batches(3), optax.sgd(0.1)
-    )
-    values = harness.run_checked(
-        _train_oracle, num_processes, axis_name, devices_per_process=devices
     )
     for num_replicas, mesh_shape, loss, params in values:
         assert (num_replicas, mesh_shape) == (4, shape)
         assert abs(loss - losses[-1]) < 1e-5
         chex.assert_trees_all_close(params, expected, atol=1e-5)
+
+
+def test_processes_of_two_devices_train_as_one_device(with_two_devices):
+    _check_trained([found["trained"] for found in with_two_devices], {"data": 4})
+
+
+def _train_on_nodes():
+    return _train_oracle(jdp.init(axis_name=("node", "data")))
+
+
+def test_processes_of_a_node_train_as_one_device():
+    _check_trained(harness.run_checked(_train_on_nodes, 4), {"node": 1, "data": 4})
 
 
 # --- Wrong runs ----------------------------------------------------------------
@@ -166,9 +196,8 @@ EXPECTED = {
 }
 
 
-def _commit_faults():
+def _commit_faults(world):
     """Tries every fault in one job; each is refused before anything is sent."""
-    world = jdp.init()
     found = {}
     for name, (good, bad, options) in FAULTS.items():
         state = bad if world.process_index == 1 else good
@@ -199,8 +228,8 @@ def _replicate_alone(world, tree):
     return jax.tree.map(place, tree)
 
 
-def test_each_wrong_run_raises_on_every_process_with_both_values():
-    first, second = harness.run_checked(_commit_faults, 2)
+def test_each_wrong_run_raises_on_every_process_with_both_values(in_two):
+    first, second = (found["faults"] for found in in_two)
     assert first.keys() == second.keys() and len(first) == 2 * len(FAULTS)
     for name, (text, seconds) in first.items():
         assert second[name][0] == text
@@ -211,60 +240,60 @@ def test_each_wrong_run_raises_on_every_process_with_both_values():
         assert EXPECTED[fault].format(tree=tree) in text, f"{name}: {text}"
 
 
-def _fail_on_one_process():
-    world = jdp.init(timeout_s=20.0)
+def _fail_on_one_process(world):
+    """What two processes see of calls that fail on process 1."""
 
     @jdp.data_parallel
-    def step(state, batch):
+    def raises(state, batch):
         if world.process_index == 1:
             raise KeyError("no weight 'q'")
         return state, {}
 
-    return harness.error_text(lambda: step(np.ones(2), np.ones(2)))
+    size = 3 if world.process_index else 4
+    odd = np.ones((size, 3), np.float32)
+    replicated = jdp.replicate(world, _square())
+    calls = {
+        "raises": lambda: raises(np.ones(2), np.ones(2)),
+        "odd batch": lambda: jdp.data_parallel(_update)(_square(), odd),
+        "odd batch, replicated": lambda: jdp.data_parallel(_update)(replicated, odd),
+    }
+    return {name: harness.error_text(call) for name, call in calls.items()}
 
 
-def test_a_step_that_cannot_be_traced_on_one_process_fails_on_all():
-    (text0, seconds0), (text1, _) = harness.run_checked(_fail_on_one_process, 2)
+def test_a_step_that_cannot_be_traced_on_one_process_fails_on_all(with_two_devices):
+    failures = [found["failures"] for found in with_two_devices]
+    (text0, seconds0), (text1, _) = (each["raises"] for each in failures)
     assert text1.startswith("KeyError")
     assert "process 1 failed: KeyError" in text0
     assert seconds0 < 10.0
 
 
-def _odd_batch_on_one_process(is_replicated):
-    world = jdp.init(timeout_s=20.0)
-    step = jdp.data_parallel(_update)
-    state = jdp.replicate(world, _square()) if is_replicated else _square()
-    size = 3 if world.process_index else 4
-    return harness.error_text(lambda: step(state, np.ones((size, 3), np.float32)))
-
-
-@pytest.mark.parametrize("is_replicated", [False, True])
-def test_a_batch_that_does_not_divide_on_one_process_is_told_to_all(is_replicated):
-    (text0, seconds0), (text1, _) = harness.run_checked(
-        _odd_batch_on_one_process, 2, is_replicated, devices_per_process=2
-    )
+@pytest.mark.parametrize("case", ["odd batch", "odd batch, replicated"])
+def test_a_batch_that_does_not_divide_on_one_process_is_told_to_all(
+    with_two_devices, case
+):
+    failures = [found["failures"] for found in with_two_devices]
+    (text0, seconds0), (text1, _) = (each[case] for each in failures)
     assert text1.startswith("ValueError: The batch's leaf `[0]` has 3 samples")
     assert "process 1 failed: ValueError: The batch's leaf `[0]` has 3" in text0
     assert seconds0 < 10.0
 
 
-def _another_batch_on_one_process():
-    world = jdp.init(timeout_s=2.0)
+def _another_batch_on_one_process(world):
     step = jdp.data_parallel(_update)
     state = _square()
     size = 4 if world.process_index else 2
     return harness.error_text(lambda: step(state, np.ones((size, 3), np.float32)))
 
 
-def test_batches_of_different_sizes_are_named_on_every_process():
-    for text, seconds in harness.run_checked(_another_batch_on_one_process, 2):
+def test_batches_of_different_sizes_are_named_on_every_process(in_two):
+    for text, seconds in (found["another batch"] for found in in_two):
         assert "`batch[0]`" in text
         assert "float32[4,3] on process 0, float32[8,3] on process 1" in text
         assert seconds < 10.0
 
 
-def _find_divergence():
-    world = jdp.init(num_cpu_devices=1)
+def _find_divergence(world):
     state = {"a": np.ones(3, np.float32), "w": np.arange(6.0, dtype=np.float32)}
     if world.process_index == 1:
         state["w"][4] = 0.5
@@ -273,8 +302,8 @@ def _find_divergence():
     )
 
 
-def test_check_replicas_names_the_first_leaf_whose_bits_differ():
-    for text, _ in harness.run_checked(_find_divergence, 2):
+def test_check_replicas_names_the_first_leaf_whose_bits_differ(in_two):
+    for text, _ in (found["divergence"] for found in in_two):
         assert text == (
             "RuntimeError: `['w']` differs between the replicas: at (4,) 4.0 on "
             "process 0, 0.5 on process 1.\n"

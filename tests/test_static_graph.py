@@ -126,8 +126,7 @@ def test_a_graph_that_changes_stays_refused():
 # --- Several processes ----------------------------------------------------------------
 
 
-def _retrace(processes_that_change):
-    world = jdp.init(timeout_s=20.0)
+def _retrace(world, processes_that_change):
     is_changed = world.process_index in processes_that_change
     loss = _loss("order" if is_changed else "none")
 
@@ -140,9 +139,7 @@ def _retrace(processes_that_change):
     return harness.error_text(lambda: step(state, np.ones((3, 3), np.float32)))
 
 
-def _order_by_process():
-    world = jdp.init(timeout_s=20.0)
-
+def _order_by_process(world):
     @jdp.data_parallel
     def step(params, x):
         a, b = ("a", "b") if world.process_index == 0 else ("b", "a")
@@ -153,11 +150,26 @@ def _order_by_process():
     return harness.error_text(lambda: step(_params(), _x(1)))
 
 
+CHANGES = ((0, 1), (0,), (1,))
+
+
+def _run_in_two():
+    """Each mistake in a step of its own; they are refused before anything is sent."""
+    world = jdp.init(timeout_s=20.0)
+    found = {changes: _retrace(world, changes) for changes in CHANGES}
+    return found | {"order": _order_by_process(world)}
+
+
+@pytest.fixture(scope="module")
+def in_two():
+    return harness.run_checked(_run_in_two, 2)
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("processes_that_change", [(0, 1), (0,), (1,)])
-def test_every_process_hears_of_a_graph_that_changed(processes_that_change):
-    values = harness.run_checked(_retrace, 2, processes_that_change)
-    for process, (text, seconds) in enumerate(values):
+@pytest.mark.parametrize("processes_that_change", CHANGES)
+def test_every_process_hears_of_a_graph_that_changed(in_two, processes_that_change):
+    for process, found in enumerate(in_two):
+        text, seconds = found[processes_that_change]
         assert "the gradient of `['a']` is now finished where that of `['b']`" in text
         is_own = process in processes_that_change
         assert text.startswith("ValueError" if is_own else "RuntimeError"), text
@@ -165,7 +177,7 @@ def test_every_process_hears_of_a_graph_that_changed(processes_that_change):
 
 
 @pytest.mark.multiprocess
-def test_an_order_that_differs_between_processes_is_refused_on_all():
-    for text, _ in harness.run_checked(_order_by_process, 2):
+def test_an_order_that_differs_between_processes_is_refused_on_all(in_two):
+    for text, _ in (found["order"] for found in in_two):
         assert "RuntimeError" in text
         assert "program" in text

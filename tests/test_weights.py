@@ -147,7 +147,7 @@ def test_float16_overflows_where_the_mean_does_and_no_earlier(packing):
         np.testing.assert_array_equal(synced, grads[0])
 
 
-@transforms
+@transforms_compiled_fast
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.complex64])
 def test_the_total_loses_no_digit_on_its_way(run, dtype):
     # bfloat16 has neither 257 nor 1.001; their sum has 21 bits.
@@ -300,7 +300,7 @@ def test_micro_batches_count_by_their_samples(run, num_micro_batches):
     chex.assert_trees_all_close(found, expected, atol=ATOL, rtol=0)
 
 
-@transforms
+@transforms_compiled_fast
 def test_micro_batches_without_data_use_nothing(run):
     # Both samples of the second micro-batch, which take the other branch, are padding.
     def loss_fn(params, batch, weight):
@@ -335,7 +335,7 @@ def test_what_is_not_positive_counts_as_no_data(weight):
             for divide_by in ("weight", "active", "world")
         ]
 
-    found = TRANSFORMS["vmap"](fn, 3, 0.0, (np.array([3.0, 5.0, 9.0]), amounts))
+    found = COMPILED_FAST["vmap"](fn, 3, 0.0, (np.array([3.0, 5.0, 9.0]), amounts))
     assert [float(x) for x in found] == [5.0, 6.0, 4.0]
 
 
@@ -351,7 +351,7 @@ def test_accumulation_takes_one_weight_a_sample():
         TRANSFORMS["vmap"](fn, 2, harness.oracle_params(), (split, weight))
 
 
-@transforms
+@transforms_compiled_fast
 @pytest.mark.parametrize("has_data", [True, False])
 def test_without_any_data_the_optimizer_does_nothing(run, has_data):
     tx = jdp.distributed_optimizer(optax.adamw(0.1, weight_decay=0.5))
@@ -381,7 +381,7 @@ def test_without_any_data_the_optimizer_does_nothing(run, has_data):
         assert as_bytes(found) == as_bytes((params, state, nothing))
 
 
-@transforms
+@transforms_compiled_fast
 def test_a_replica_without_data_uses_nothing(run):
     # Replica r takes branch r; replica 1 has no data.
     def loss_fn(params, rank):

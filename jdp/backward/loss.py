@@ -74,7 +74,16 @@ class LossProgram:
     @functools.cached_property
     def batch_norms(self) -> tuple[str, ...]:
         """The name scopes in which a `BatchNorm` of Flax takes statistics."""
-        return tuple(dict.fromkeys(_find_batch_norms(self.jaxpr.jaxpr)))
+        return self._scopes(_is_of_batch_norm)
+
+    @functools.cached_property
+    def synced_batch_norms(self) -> tuple[str, ...]:
+        """The name scopes in which `jdp.batch_norm` reduces over replicas.
+
+        There the gradient of one replica depends on the losses of the others, so that
+        to weigh these afterwards is too late.
+        """
+        return self._scopes(_is_of_synced_batch_norm)
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -122,6 +131,10 @@ class LossProgram:
         """The analysis, which has been through the program once, and what it found."""
         analysis = FlowAnalysis()
         return analysis, self._reaching(analysis)
+
+    def _scopes(self, is_match: Callable[[Any], bool]) -> tuple[str, ...]:
+        found = _find_equations(self.jaxpr.jaxpr, is_match)
+        return tuple(dict.fromkeys(str(eqn.source_info.name_stack) for eqn in found))
 
     @property
     def _indices(self) -> range:
@@ -265,15 +278,23 @@ def _has_narrow_range(jaxpr: Any) -> bool:
     return any(_has_narrow_range(open_jaxpr(x)[0]) for x in inner)
 
 
-def _find_batch_norms(jaxpr: Any) -> Iterator[str]:
+def _find_equations(jaxpr: Any, is_match: Callable[[Any], bool]) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         for inner in jaxprs_in_params(eqn.params):
-            yield from _find_batch_norms(open_jaxpr(inner)[0])
-        if eqn.primitive.name == "reduce_sum" and _is_of_batch_norm(eqn):
-            yield str(eqn.source_info.name_stack)
+            yield from _find_equations(open_jaxpr(inner)[0], is_match)
+        if is_match(eqn):
+            yield eqn
+
+
+def _is_of_synced_batch_norm(eqn: Any) -> bool:
+    if eqn.primitive.name not in ("psum", "psum_invariant"):
+        return False
+    return any(file.endswith("jdp/batch_norm.py") for file, _ in compat.frames_of(eqn))
 
 
 def _is_of_batch_norm(eqn: Any) -> bool:
+    if eqn.primitive.name != "reduce_sum":
+        return False
     # `_compute_stats`, which `LayerNorm` calls too, and not when running averages are
     # used instead.
     frames = [

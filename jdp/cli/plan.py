@@ -11,9 +11,10 @@ import numpy as np
 import rich.console
 import typer
 
-from jdp import buckets, description, grad_sync, reduction
+from jdp import buckets, compression, description, grad_sync, reduction
 from jdp.backward import loss as backward_loss
-from jdp.cli import plan_cluster
+from jdp.cli import hook_option, plan_cluster
+from jdp.hooks import CommHook
 from jdp.recording import Synchronization
 
 _MIB = 1 << 20
@@ -45,6 +46,7 @@ def plan(
     first_bucket_mib: Annotated[
         float | None, typer.Option(min=0, help="Size of the first bucket, in MiB.")
     ] = None,
+    hook: Annotated[str | None, typer.Option(help=hook_option.HELP)] = None,
     gradient_mib: Annotated[
         float | None,
         typer.Option(min=0, help="Gradients in MiB, in place of a loss function."),
@@ -120,7 +122,13 @@ def plan(
         return
     num_replicas = cluster.num_replicas if cluster else replicas or 2
     found, made = _describe(
-        target, params, args, num_replicas, bucket_mib, first_bucket_mib
+        target,
+        params,
+        args,
+        num_replicas,
+        bucket_mib,
+        first_bucket_mib,
+        None if hook is None else hook_option.parse(hook),
     )
     if cluster is None:
         if json:
@@ -149,6 +157,7 @@ def _describe(
     num_replicas: int,
     bucket_mib: float | None,
     first_bucket_mib: float | None,
+    hook: CommHook | None,
 ) -> tuple[description.Description, Synchronization]:
     """Traces a loss, and describes what its gradients send."""
     sys.path.insert(0, "")
@@ -171,14 +180,19 @@ def _describe(
         if mib is not None
     }
     order = facts.timeline.order()
+    bucket_plan = (
+        buckets.plan_buckets(values[0], order=order, **sizes)
+        if sizes
+        else buckets.default_plan(values[0], order)
+    )
     made = Synchronization(
-        plan=(
-            buckets.plan_buckets(values[0], order=order, **sizes)
-            if sizes
-            else reduction.default_plan(values[0], order)
-        ),
-        packing=reduction.choose_packing(None, None),
+        plan=bucket_plan,
+        packing="flat" if hook else reduction.choose_packing(None, None),
         algorithm="psum",
+        hook=None if hook is None else hook.name,
+        hook_bytes=compression.hook_bytes(
+            hook, bucket_plan, facts.never_used, num_replicas
+        ),
         num_replicas=num_replicas,
         divide_by=None,
         riders=(buckets.LeafSpec((), np.dtype(program.jaxpr.out_avals[0].dtype)),),

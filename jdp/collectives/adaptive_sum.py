@@ -71,7 +71,7 @@ def _one_level(
 ) -> list[jax.Array]:
     """Combines tensors of one dtype with those of the replica at `distance`."""
     shapes = [x.shape for x in tensors]
-    lower, upper = team.swap(buckets.pack(tensors), distance)
+    lower, upper = team.swap_rows(buckets.pack(tensors), distance)
     lower, upper = buckets.unpack(lower, shapes), buckets.unpack(upper, shapes)
     return [_combine(a, b) for a, b in zip(lower, upper, strict=True)]
 

@@ -44,6 +44,10 @@ class Halves(NamedTuple):
 
     reduce_scatter: Callable[..., jax.Array]  # (x, axis_name, *, op, dtype) -> part
     all_gather: Callable[..., jax.Array]  # (part, axis_name) -> padded buffer
+    # The same of several arrays of one dtype, where they need not be packed; else None:
+    # ([(num_replicas, k), ...], axis_name, *, op) -> [(k,), ...], and back.
+    scatter_rows: Callable[..., list[jax.Array]] | None = None
+    gather_rows: Callable[..., list[jax.Array]] | None = None
 
 
 def enter(x: jax.Array, axis_name: AxisName, op: Op) -> tuple[jax.Array, Group]:
@@ -132,6 +136,21 @@ def exchange(x: jax.Array, group: Group, pairs: Pairs) -> jax.Array:
         everyone = lax.all_gather(everyone, name)
     sources = jnp.array([source_of[b] for b in range(group.size)])
     return everyone.reshape(group.size, *x.shape)[sources[group.rank]]
+
+
+def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sends row i of `rows`, shape (num_replicas, m), to replica i.
+
+    Returns:
+      Shape (num_replicas, m): row i is what replica i has sent to this one.
+    """
+    names = mesh.as_axis_names(axis_name)
+    rest = rows.shape[1:]
+    rows = rows.reshape(*[lax.axis_size(name) for name in names], *rest)
+    # Along one axis after the other: `vmap` takes no more than one name.
+    for dimension, name in enumerate(names):
+        rows = lax.all_to_all(rows, name, dimension, dimension, tiled=True)
+    return rows.reshape(-1, *rest)
 
 
 def pad(x: jax.Array, multiple: int) -> jax.Array:

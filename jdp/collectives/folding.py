@@ -47,6 +47,19 @@ class Team(NamedTuple):
         is_upper = self.is_upper(distance)
         return jnp.where(is_upper, other, x), jnp.where(is_upper, x, other)
 
+    def swap_rows(self, x: jax.Array, distance: int) -> jax.Array:
+        """Swaps `x`, shape (n,), within pairs; returns both, shape (2, n).
+
+        Row 0 is that of the lower rank. Whatever a program makes of the rows, both of a
+        pair get the same bits: they are found by address. Of a selection the compiler
+        may make two loops, one for each rank, and fuse products and sums in one of them
+        otherwise than in the other.
+        """
+        other = base.exchange(x, self.group, self.pairs(distance))
+        is_upper = self.is_upper(distance).astype(jnp.int32)
+        both = jnp.stack([x, other])
+        return jnp.stack([both[is_upper], both[1 - is_upper]])
+
     def from_extras(self, x: jax.Array) -> jax.Array:
         """Sends `x` of each extra to its host; the others get something undefined."""
         return base.exchange(

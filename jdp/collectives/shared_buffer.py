@@ -53,6 +53,13 @@ class Piece(NamedTuple):
     own: list[Segment]  # what this process sums, in chunks.
 
 
+class Step(NamedTuple):
+    """What of each process goes through the shared memory at once."""
+
+    size: int  # elements.
+    runs: list[Segment]  # in chunks.
+
+
 class SharedBuffer:
     """What processes of one host reduce through; see `create_shared_buffer`."""
 
@@ -105,6 +112,10 @@ class SharedBuffer:
         """Cuts arrays, one after the other, into pieces that fit, and into parts."""
         return cut(sizes, itemsize, self.num_bytes, self._rank, len(self._processes))
 
+    def cut_rows(self, sizes: Sequence[int], itemsize: int) -> list[Step]:
+        """Cuts arrays, one after the other, of which each process has a row."""
+        return cut_rows(sizes, itemsize, self.num_bytes, len(self._processes))
+
     def reduce_in_place(
         self,
         arrays: Sequence[np.ndarray],
@@ -128,43 +139,61 @@ class SharedBuffer:
                 self._reduce_piece(segment, arrays, op, call, piece)
 
     def reduce_scatter(
-        self, parts: np.ndarray, op: Op, call: int, out: np.ndarray
+        self,
+        rows: Sequence[np.ndarray],
+        op: Op,
+        call: int,
+        outs: Sequence[np.ndarray],
+        steps: Sequence[Step],
     ) -> None:
-        """Reduces the part of this process.
+        """Reduces this process' row of each array.
 
         Args:
-          parts: shape (num_processes, n), one for each process.
+          rows: arrays of one dtype, shape (num_processes, n) each.
           op: see `SharedMemoryAllReduce`.
           call: see `reduce_in_place`.
-          out: shape (n,), dtype of `parts` or of their sum.
+          outs: shape (n,) each, dtype of `rows` or of their sum.
+          steps: what `cut_rows` made of the sizes n.
         """
+        own, count, dtype = self._rank, len(self._processes), rows[0].dtype
         with self._in_turn() as segment:
-            for columns, slots in self._slots_for(parts):
+            for size, runs in steps:
+                num_bytes = count * size * dtype.itemsize
+                slots = self._large[:count, :num_bytes].view(dtype)
+                slots = slots.reshape(count, count, size)  # of whom, for whom.
                 for rank in self._others():
-                    slots[self._rank, rank] = parts[rank, columns]
+                    for i, where, at in runs:
+                        slots[own, rank, at] = rows[i][rank, where]
                 self._meet(segment, call)
-                theirs = [slots[rank, self._rank] for rank in self._others()]
-                mine = parts[self._rank, columns]
-                reduce([mine, *theirs], op, out=out[columns])
+                for i, where, at in runs:
+                    theirs = [slots[rank, own, at] for rank in self._others()]
+                    reduce([rows[i][own, where], *theirs], op, out=outs[i][where])
                 segment.arrive_and_wait()
 
-    def all_gather(self, part: np.ndarray, call: int, out: np.ndarray) -> None:
-        """Gathers the parts of all processes.
+    def all_gather(
+        self,
+        parts: Sequence[np.ndarray],
+        call: int,
+        outs: Sequence[np.ndarray],
+        steps: Sequence[Step],
+    ) -> None:
+        """Gathers what all processes have of each array.
 
         Args:
-          part: shape (n,).
+          parts: arrays of one dtype, shape (n,) each.
           call: see `reduce_in_place`.
-          out: shape (num_processes, n), dtype of `part`.
+          outs: shape (num_processes, n) each, of that dtype.
+          steps: see `reduce_scatter`.
         """
-        step = max(1, self.num_bytes // part.itemsize)
+        dtype = parts[0].dtype
         with self._in_turn() as segment:
-            for start in range(0, part.size, step):
-                columns = slice(start, min(start + step, part.size))
-                num_bytes = (columns.stop - start) * part.itemsize
-                slots = self._large[:-1, :num_bytes].view(part.dtype)
-                slots[self._rank] = part[columns]
+            for size, runs in steps:
+                slots = self._large[:-1, : size * dtype.itemsize].view(dtype)
+                for i, where, at in runs:
+                    slots[self._rank, at] = parts[i][where]
                 self._meet(segment, call)
-                out[:, columns] = slots
+                for i, where, at in runs:
+                    outs[i][:, where] = slots[:, at]
                 segment.arrive_and_wait()
 
     def all_to_all(self, parts: np.ndarray, call: int, out: np.ndarray) -> None:
@@ -175,8 +204,14 @@ class SharedBuffer:
           call: see `reduce_in_place`.
           out: shape (num_processes, n), dtype of `parts`; one of each process.
         """
+        count, width = parts.shape
+        step = max(1, self.num_bytes // (count * parts.itemsize))
         with self._in_turn() as segment:
-            for columns, slots in self._slots_for(parts):
+            for start in range(0, width, step):
+                columns = slice(start, min(start + step, width))
+                size = columns.stop - start
+                slots = self._large[:count, : count * size * parts.itemsize]
+                slots = slots.view(parts.dtype).reshape(count, count, size)
                 slots[self._rank] = parts[:, columns]
                 self._meet(segment, call)
                 out[:, columns] = slots[:, self._rank]
@@ -213,21 +248,6 @@ class SharedBuffer:
             except RuntimeError as error:
                 self._failure = str(error)
                 raise
-
-    def _slots_for(self, parts: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-        """Cuts parts, one for each process, into columns that fit.
-
-        Yields:
-          The columns, and where they go: shape (of whom, for whom, columns).
-        """
-        count, width = parts.shape
-        step = max(1, self.num_bytes // (count * parts.itemsize))
-        for start in range(0, width, step):
-            columns = slice(start, min(start + step, width))
-            size = columns.stop - start
-            num_bytes = count * size * parts.itemsize
-            slots = self._large[:count, :num_bytes].view(parts.dtype)
-            yield columns, slots.reshape(count, count, size)
 
     def _others(self) -> list[int]:
         return [r for r in range(len(self._processes)) if r != self._rank]
@@ -330,6 +350,20 @@ def cut(
         own = _segments(sizes, start, a, b, _CHUNK_BYTES // itemsize)
         pieces.append(Piece(size, others, own))
     return pieces
+
+
+def cut_rows(
+    sizes: Sequence[int], itemsize: int, num_bytes: int, count: int
+) -> list[Step]:
+    """Cuts rows of `count` processes into pieces that fit."""
+    total = sum(sizes)
+    step = max(1, num_bytes // (count * itemsize))
+    chunk = _CHUNK_BYTES // itemsize
+    steps = []
+    for start in range(0, total, step):
+        size = min(step, total - start)
+        steps.append(Step(size, _segments(sizes, start, 0, size, chunk)))
+    return steps
 
 
 def round_up(num_bytes: int) -> int:

@@ -151,26 +151,48 @@ class SharedMemoryAllReduce:
           Shape (ceil(n / num_replicas),).
         """
         x, group = base.enter(x, axis_name, op)
-        world, ranks = self._find(axis_name)
         result_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
         if base.is_trivial(x, group):
+            self._find(axis_name)
             return base.finish(x, op, 1, result_dtype)
-        x = base.pad(x, len(ranks))
+        rows = base.pad(x, group.size).reshape(group.size, -1)
+        return self._scatter_rows([rows], axis_name, op, result_dtype)[0]
+
+    def scatter_rows(
+        self, rows: Sequence[jax.Array], axis_name: AxisName, *, op: Op = "sum"
+    ) -> list[jax.Array]:
+        """Replica i gets the reduction of row i of each array, without packing them.
+
+        Args:
+          rows: of one dtype, shape (num_replicas, k) each.
+          axis_name: see `__call__`.
+          op: see `reduce_scatter`.
+
+        Returns:
+          Shape (k,) each.
+        """
+        base.check_dtype(rows[0].dtype, op)
+        return self._scatter_rows(rows, axis_name, op, rows[0].dtype)
+
+    def _scatter_rows(
+        self, rows: Sequence[jax.Array], axis_name: AxisName, op: Op, dtype: Any
+    ) -> list[jax.Array]:
+        world, ranks = self._find(axis_name)
+        sizes, itemsize = [x.shape[1] for x in rows], rows[0].dtype.itemsize
+        steps = shared_buffer.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
 
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
-            parts = np.asarray(operands[0]).reshape(len(ranks), -1)
-            out = np.asarray(results[0])
-            self._open(world, axis_name).reduce_scatter(parts, op, call, out)
+            given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
+            buffer = self._open(world, axis_name)
+            buffer.reduce_scatter(given, op, call, outs, steps)
 
-        shape = (x.size // len(ranks),)
-        (part,) = _bind(
+        return _bind(
             run,
-            f"reduce-scatter {op} {x.dtype}[{x.size}]",
-            [x],
-            [jax.ShapeDtypeStruct(shape, result_dtype)],
-            sorted(compat.varying_axes(x)),
+            f"reduce-scatter {op} {rows[0].dtype}{[x.shape for x in rows]}",
+            rows,
+            [jax.ShapeDtypeStruct(x.shape[1:], dtype) for x in rows],
+            sorted(set().union(*map(compat.varying_axes, rows))),
         )
-        return part
 
     def all_gather(self, part: jax.Array, axis_name: AxisName) -> jax.Array:
         """The second half: every replica gets all parts, in the order of their ranks.
@@ -183,29 +205,45 @@ class SharedMemoryAllReduce:
           Shape (num_replicas * m,), the same on all replicas.
         """
         part, group = base.enter(part, axis_name, "sum")
-        world, ranks = self._find(axis_name)
         if base.is_trivial(part, group):
+            self._find(axis_name)
             return base.replicated(part, axis_name)
+        return self.gather_rows([part], axis_name)[0].reshape(-1)
+
+    def gather_rows(
+        self, parts: Sequence[jax.Array], axis_name: AxisName
+    ) -> list[jax.Array]:
+        """The inverse of `scatter_rows`: row i of each array is that of replica i.
+
+        Args:
+          parts: of one dtype, shape (k,) each.
+          axis_name: see `__call__`.
+
+        Returns:
+          Shape (num_replicas, k) each, the same on all replicas.
+        """
+        world, ranks = self._find(axis_name)
+        sizes, itemsize = [x.size for x in parts], parts[0].dtype.itemsize
+        steps = shared_buffer.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
 
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
-            out = np.asarray(results[0]).reshape(len(ranks), -1)
-            mine = np.asarray(operands[0])
-            self._open(world, axis_name).all_gather(mine, call, out)
+            given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
+            self._open(world, axis_name).all_gather(given, call, outs, steps)
 
-        shape = (part.size * len(ranks),)
-        (whole,) = _bind(
+        return _bind(
             run,
-            f"all-gather {part.dtype}[{part.size}]",
-            [part],
-            [jax.ShapeDtypeStruct(shape, part.dtype)],
-            _other_axes(part, axis_name),
+            f"all-gather {parts[0].dtype}{[x.size for x in parts]}",
+            parts,
+            [jax.ShapeDtypeStruct((len(ranks), x.size), x.dtype) for x in parts],
+            _other_axes(parts[0], axis_name),
         )
-        return whole
 
     @property
     def halves(self) -> Halves:
         """Its two halves, for `hierarchical_all_reduce(within=)` for example."""
-        return Halves(self.reduce_scatter, self.all_gather)
+        return Halves(
+            self.reduce_scatter, self.all_gather, self.scatter_rows, self.gather_rows
+        )
 
     def _find(self, axis_name: AxisName) -> tuple[World, tuple[int, ...]]:
         """Returns the world, and the processes that reduce, by rank."""

@@ -47,7 +47,26 @@ CLUSTER = ("--nodes", "2", "--latency-us", "5", "--bandwidth-gbps", "100")
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch, capsys):
+    """The command, in this process."""
+    (tmp_path / "mymodel.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            main.app(["plan", *arguments])
+        out, err = capsys.readouterr()
+        return caught.value.code, out, " ".join(err.split())
+
+    return run
+
+
+@pytest.fixture
+def run_process(tmp_path):
+    """The command as a user starts it."""
     (tmp_path / "mymodel.py").write_text(MODULE)
 
     def run(*arguments):
@@ -64,8 +83,10 @@ def run(tmp_path):
     return run
 
 
-def test_the_table_shows_buckets_in_the_order_sent(run):
-    code, out, err = run("mymodel:loss_fn", "--replicas", "4", "--bucket-mib", "0.02")
+def test_the_table_shows_buckets_in_the_order_sent(run_process):
+    code, out, err = run_process(
+        "mymodel:loss_fn", "--replicas", "4", "--bucket-mib", "0.02"
+    )
     assert code == 0, err
     assert "mymodel:loss_fn on 4 replicas" in out
     paths = ["['head']", "[2]['b']", "[2]['w']", "[1]['b']", "[0]['b']", "[0]['w']"]
@@ -137,16 +158,10 @@ def test_no_array_is_made(run):
         (("--gradient-mib", "1", "--node", "2"), "No such option: --node"),
     ],
 )
-def test_a_typo_is_named(arguments, message, monkeypatch, tmp_path, capsys):
-    (tmp_path / "mymodel.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
-    with pytest.raises(SystemExit) as caught:
-        main.app(["plan", *arguments])
-    assert caught.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_a_typo_is_named(arguments, message, run):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in err
 
 
 @pytest.mark.parametrize(
@@ -156,8 +171,10 @@ def test_a_typo_is_named(arguments, message, monkeypatch, tmp_path, capsys):
         ("mymodel:not_scalar", "must return a scalar loss, got shape (16, 64)"),
     ],
 )
-def test_a_process_ends_with_2_and_no_traceback_after_a_typo(run, target, message):
-    code, _, err = run(target)
+def test_a_process_ends_with_2_and_no_traceback_after_a_typo(
+    run_process, target, message
+):
+    code, _, err = run_process(target)
     assert code == 2
     assert message in err
     assert "Traceback" not in err

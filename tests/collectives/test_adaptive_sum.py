@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp import collectives
 from tests import harness
-from tests.transforms import AXIS, transforms
+from tests.transforms import AXIS, transforms_compiled_fast
 
 REFERENCE = np.load(harness.REFERENCE / "horovod_adasum.npz")
 CASES = sorted(k.removesuffix(".in") for k in REFERENCE.files if k.endswith(".in"))
@@ -34,14 +34,14 @@ def _by_hand(tensors):
     return level[0]
 
 
-@transforms
+@transforms_compiled_fast
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_of_horovod(run, case):
     tensors, expected = REFERENCE[case + ".in"], REFERENCE[case + ".out"]
     np.testing.assert_allclose(_run(run, tensors), expected, rtol=2e-6, atol=2e-7)
 
 
-@transforms
+@transforms_compiled_fast
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_each_tensor_is_combined_by_itself(run, n):
     rng = np.random.default_rng(n)
@@ -58,7 +58,7 @@ def test_each_tensor_is_combined_by_itself(run, n):
         )
 
 
-@transforms
+@transforms_compiled_fast
 def test_parallel_is_the_mean_and_orthogonal_is_the_sum(run):
     x = np.linspace(-1, 1, 8, dtype=np.float32)
     np.testing.assert_allclose(
@@ -91,7 +91,7 @@ def test_it_is_stable_at_both_ends_of_a_dtype(dtype, scale):
         )
 
 
-@transforms
+@transforms_compiled_fast
 def test_zeros_count_for_nothing(run):
     x = np.linspace(-1, 1, 8, dtype=np.float32)
     nothing = np.zeros_like(x)
@@ -100,7 +100,7 @@ def test_zeros_count_for_nothing(run):
     np.testing.assert_array_equal(_run(run, np.stack([nothing, nothing])), nothing)
 
 
-@transforms
+@transforms_compiled_fast
 def test_a_tensor_without_elements_stays(run):
     tensors = {"w": np.ones((2, 3), np.float32), "e": np.ones((2, 0), np.float32)}
     assert _run(run, tensors)["e"].shape == (0,)

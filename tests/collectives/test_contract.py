@@ -82,26 +82,44 @@ def _check(transform, n, all_reduce, cases):
         contract.check(case, before, after)
 
 
-@algorithms
+WHOLE = {name: fn for name, fn in ON_ONE_AXIS.items() if "chunks" not in name}
+IN_CHUNKS = {name: fn for name, fn in ON_ONE_AXIS.items() if "chunks" in name}
+whole = pytest.mark.parametrize("all_reduce", WHOLE.values(), ids=WHOLE)
+in_chunks = pytest.mark.parametrize("all_reduce", IN_CHUNKS.values(), ids=IN_CHUNKS)
+
+
+@whole
 def test_every_op_and_dtype(all_reduce):
     with jax.enable_x64(True):
         _check("shard_map", 3, all_reduce, contract.EVERY_KIND)
 
 
-WHOLE = {name: fn for name, fn in ON_ONE_AXIS.items() if "chunks" not in name}
+@in_chunks
+def test_each_op_and_dtype_in_chunks(all_reduce):
+    with jax.enable_x64(True):
+        _check("shard_map", 3, all_reduce, contract.EACH_KIND)
 
 
-@pytest.mark.parametrize("all_reduce", WHOLE.values(), ids=WHOLE)
-@pytest.mark.parametrize("transform", ["shard_map", "pmap", "vmap"])
-@pytest.mark.parametrize("n", range(1, 10))
-def test_every_axis_size_under_every_transform(all_reduce, n, transform):
+SIZES = range(1, 10)
+# What depends on the size is Python, and the same under every transform. Of them all:
+# alone, a pair, an odd one, a power of two, and one between two of these.
+A_FEW_SIZES = (1, 2, 3, 4, 7)
+
+
+@whole
+@pytest.mark.parametrize("n", SIZES)
+def test_every_axis_size(all_reduce, n):
+    _check("shard_map", n, all_reduce, contract.A_FEW)
+
+
+@whole
+@pytest.mark.parametrize("transform", ["pmap", "vmap"])
+@pytest.mark.parametrize("n", A_FEW_SIZES)
+def test_every_transform(all_reduce, n, transform):
     _check(transform, n, all_reduce, contract.A_FEW)
 
 
-IN_CHUNKS = {name: fn for name, fn in ON_ONE_AXIS.items() if "chunks" in name}
-
-
-@pytest.mark.parametrize("all_reduce", IN_CHUNKS.values(), ids=IN_CHUNKS)
+@in_chunks
 @pytest.mark.parametrize("transform", ["shard_map", "pmap", "vmap"])
 @pytest.mark.parametrize("n", [4, 7])
 def test_chunks_under_every_transform(all_reduce, n, transform):
@@ -203,9 +221,11 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("n", range(1, 10))
 @pytest.mark.parametrize("halves", HALVES.values(), ids=HALVES)
-@pytest.mark.parametrize("transform", ["shard_map", "vmap"])
+@pytest.mark.parametrize(
+    ("transform", "n"),
+    [("shard_map", n) for n in SIZES] + [("vmap", n) for n in A_FEW_SIZES],
+)
 def test_halves_give_replica_i_part_i(halves, n, transform):
     cases = contract.A_FEW[:2] if halves is collectives.PSUM else contract.A_FEW
 
@@ -254,12 +274,12 @@ def test_the_result_is_typed_as_the_same_on_all_replicas(all_reduce, n):
     np.testing.assert_array_equal(harness.jit_fast(reduce)(x), x.reshape(n, 3).sum(0))
 
 
-@algorithms
-def test_the_derivative_is_that_of_the_sum(all_reduce):
+@functools.cache
+def _derivatives(reduce):
+    """Of a function of the sum, and of the square of its gradient."""
     n = 3
-    x = np.linspace(-1, 1, 5 * n, dtype=np.float32)
 
-    def objective(x, reduce):
+    def objective(x):
         body = jax.shard_map(
             lambda x: jax.numpy.sin(reduce(x, AXIS)),
             mesh=harness.local_world(n).mesh,
@@ -268,12 +288,20 @@ def test_the_derivative_is_that_of_the_sum(all_reduce):
         )
         return body(x).sum()
 
-    def square_of_gradient(x, reduce):
-        return (jax.grad(objective)(x, reduce) ** 2).sum()
+    def square_of_gradient(x):
+        return (jax.grad(objective)(x) ** 2).sum()
 
-    for function in (objective, square_of_gradient):
-        derivative = harness.jit_fast(jax.grad(function), static_argnums=1)
-        found, expected = derivative(x, all_reduce), derivative(x, jax.lax.psum)
+    def both(x):
+        return jax.grad(objective)(x), jax.grad(square_of_gradient)(x)
+
+    return harness.jit_fast(both)(np.linspace(-1, 1, 5 * n, dtype=np.float32))
+
+
+@algorithms
+def test_the_derivative_is_that_of_the_sum(all_reduce):
+    for found, expected in zip(
+        _derivatives(all_reduce), _derivatives(jax.lax.psum), strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -363,35 +363,29 @@ def test_one_that_does_not_come_back_is_named():
         measurement.find_failure(world, {"stuck": stuck})
 
 
-def _fail_in_process_1():
-    """A kernel that compiles in one process alone must not be run there."""
-    world = jdp.init()
-
-    def fails_in_1(x, axis_name):
-        if world.process_index == 1:
-            raise RuntimeError("no compiler here")
-        return jax.lax.psum(x, axis_name)
-
-    first = measurement.find_failure(world, {"broken": fails_in_1})
-    return first, measurement.find_failure(world, {"psum": jax.lax.psum})
-
-
-@pytest.mark.multiprocess
-def test_all_processes_leave_a_kernel_that_one_cannot_compile():
-    for first, second in harness.run_checked(_fail_in_process_1, 2):
-        assert first == "broken does not compile here: RuntimeError: no compiler here"
-        assert second is None
-
-
 # --- Real processes -----------------------------------------------------------------
 
 
-def _train(axis_name, num_nodes, names=None):
+def _run_in_two():
+    """All that two processes of one host find."""
+    world = jdp.init()
+    return {
+        "picked": _pick_shared_memory(world),
+        "trained": _train(world),
+        "failure": _fail_in_process_1(world),
+    }
+
+
+@pytest.fixture(scope="module")
+def in_two():
+    return harness.run_checked(_run_in_two, 2)
+
+
+def _train(world, names=None):
     """A step with "auto", and one with each of what it can pick, or of `names`."""
     measurement.fit_links = functools.partial(
-        measurement.fit_links, sizes=(1 << 10, 1 << 16), rounds=2
+        measurement.fit_links, sizes=(1 << 10,), rounds=2
     )
-    world = jdp.init(axis_name=axis_name, num_nodes=num_nodes)
     params = jdp.replicate(world, harness.oracle_params())
     batch = harness.oracle_batches(1)[0]
     mine = jax.tree.map(
@@ -402,7 +396,7 @@ def _train(axis_name, num_nodes, names=None):
         @jdp.data_parallel(donate_state=False)
         def step(params, batch):
             grad_fn = jdp.value_and_grad(
-                harness.oracle_loss, axis_name=axis_name, all_reduce=all_reduce
+                harness.oracle_loss, axis_name=world.axis_name, all_reduce=all_reduce
             )
             loss, grads = grad_fn(params, batch)
             return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
@@ -432,8 +426,8 @@ def _check_trained(found, names):
 
 
 @pytest.mark.multiprocess
-def test_processes_of_one_host_take_shared_memory():
-    found = harness.run_checked(_train, 2, "data", None)
+def test_processes_of_one_host_take_shared_memory(in_two):
+    found = [each["trained"] for each in in_two]
     _check_trained(found, ["psum", "shared_memory"])
     assert [links for _, links in found] == [None, None]  # nothing is measured.
 
@@ -458,17 +452,36 @@ def _train_on_separate_nodes():
         return opened(size, own, offer, first)
 
     shared_segment._open = open_within_node
-    return _train(("node", "data"), 2, ["psum", "hierarchical"])
+    world = jdp.init(axis_name=("node", "data"), num_nodes=2)
+    return _train(world, ["psum", "hierarchical"])
 
 
-def _pick_shared_memory():
-    world = jdp.init()
+def _pick_shared_memory(world):
     run, stacked = _sync(world, {"a": np.ones((), np.float32)})
     x = jax.ShapeDtypeStruct((world.num_replicas,), np.float32)
     return str(jax.make_jaxpr(run)({"a": x}))
 
 
 @pytest.mark.multiprocess
-def test_auto_is_shared_memory_on_one_host():
-    for text in harness.run_checked(_pick_shared_memory, 2):
+def test_auto_is_shared_memory_on_one_host(in_two):
+    for text in (found["picked"] for found in in_two):
         assert "callback" in text and "psum" not in text and "ppermute" not in text
+
+
+def _fail_in_process_1(world):
+    """A kernel that compiles in one process alone must not be run there."""
+
+    def fails_in_1(x, axis_name):
+        if world.process_index == 1:
+            raise RuntimeError("no compiler here")
+        return jax.lax.psum(x, axis_name)
+
+    first = measurement.find_failure(world, {"broken": fails_in_1})
+    return first, measurement.find_failure(world, {"psum": jax.lax.psum})
+
+
+@pytest.mark.multiprocess
+def test_all_processes_leave_a_kernel_that_one_cannot_compile(in_two):
+    for first, second in (found["failure"] for found in in_two):
+        assert first == "broken does not compile here: RuntimeError: no compiler here"
+        assert second is None

@@ -122,27 +122,32 @@ def test_nothing_has_a_name():
 LARGE = (8192, 8193, 100_003, 300_000)
 
 
+def _cases(num_processes):
+    # So many as 8 compile for long.
+    kinds = contract.EVERY_KIND if num_processes < 8 else contract.EACH_KIND
+    large = [
+        contract.Case(op, dtype, size)
+        for size in LARGE
+        for op, dtype in [("sum", "float32"), ("mean", "bfloat16"), ("max", "int32")]
+    ]
+    return [*contract.SIZES, *kinds, *large]
+
+
 def _keep_the_contract():
     jax.config.update("jax_enable_x64", True)
     world = jdp.init()
     buffer = shared_memory.create_shared_buffer(world, 1 << 19)
     n, wrong = world.process_count, []
-    cases = [*contract.SIZES, *contract.EVERY_KIND]
-    cases += [
-        contract.Case(op, dtype, size)
-        for size in LARGE
-        for op, dtype in [("sum", "float32"), ("mean", "bfloat16"), ("max", "int32")]
-    ]
-    for reduce in (
-        shared_memory.SharedMemoryAllReduce(buffer),
-        shared_memory.shared_memory_all_reduce,
-    ):
+    reduces = [(shared_memory.SharedMemoryAllReduce(buffer), _cases(n))]
+    # The same, but for who makes the buffer.
+    reduces.append((shared_memory.shared_memory_all_reduce, contract.A_FEW))
+    for reduce, cases in reduces:
 
-        def all_reduce(*xs, reduce=reduce):
+        def all_reduce(*xs, reduce=reduce, cases=cases):
             pairs = zip(cases, xs, strict=True)
             return [reduce(x, "data", op=case.op) for case, x in pairs]
 
-        def both_halves(*xs, reduce=reduce):
+        def both_halves(*xs, reduce=reduce, cases=cases):
             found = []
             for case, x in zip(cases, xs, strict=True):
                 part = reduce.reduce_scatter(x, "data", op=case.op)
@@ -176,8 +181,33 @@ def test_the_contract(num_processes):
         assert wrong == []
 
 
-def _train(bucket_bytes):
-    world = jdp.init()
+SIZES = (1 << 20, 0)  # of buckets, in bytes.
+
+
+def _run_in_two():
+    """All that asks for no world of its own; what fails comes last."""
+    world = jdp.init(timeout_s=20.0)
+    return {
+        "freed": _free(world),
+        "trained": {
+            bucket_bytes: _train(world, bucket_bytes) for bucket_bytes in SIZES
+        },
+        "weighed": _weigh(world),
+        "two programs": _call_two_programs(world, 100),
+        "different sizes": _reduce_different_sizes(world),
+    }
+
+
+@pytest.fixture(scope="module")
+def in_two():
+    return harness.run_checked(_run_in_two, 2)
+
+
+def _train_in_four():
+    return {"trained": {0: _train(jdp.init(), 0)}}
+
+
+def _train(world, bucket_bytes):
     tx = optax.adam(0.05)
     everything = harness.oracle_batches(8)
     params = harness.oracle_params()
@@ -215,21 +245,30 @@ def _train(bucket_bytes):
     return losses, jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), carry[0])
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes, bucket_bytes", [(2, 1 << 20), (2, 0), (4, 0)])
-def test_processes_train_as_one_device_does(num_processes, bucket_bytes):
+def _check_trained(values, bucket_bytes):
     params, losses = harness.train_alone(
         harness.oracle_params(), harness.oracle_batches(8), optax.adam(0.05)
     )
-    for found_losses, found in harness.run_checked(_train, num_processes, bucket_bytes):
+    for value in values:
+        found_losses, found = value["trained"][bucket_bytes]
         np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
-        for name, value in params.items():
+        for name, param in params.items():
             # Adam divides by the root of squares: rounding is amplified at first.
-            np.testing.assert_allclose(found[name], value, atol=1e-4)
+            np.testing.assert_allclose(found[name], param, atol=1e-4)
 
 
-def _weigh():
-    world = jdp.init()
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+def test_two_processes_train_as_one_device_does(in_two, bucket_bytes):
+    _check_trained(in_two, bucket_bytes)
+
+
+@pytest.mark.multiprocess
+def test_four_processes_train_as_one_device_does():
+    _check_trained(harness.run_checked(_train_in_four, 4), 0)
+
+
+def _weigh(world):
 
     @jdp.data_parallel(donate_state=False)
     def step(state, grads, weight):
@@ -252,9 +291,9 @@ def _weigh():
 
 
 @pytest.mark.multiprocess
-def test_a_replica_without_data_does_not_count():
+def test_a_replica_without_data_does_not_count(in_two):
     expected = [[[1.25]] * 2, [[1.0]] * 2, [[0.0]] * 2]
-    assert harness.run_checked(_weigh, 2) == [expected] * 2
+    assert [found["weighed"] for found in in_two] == [expected] * 2
 
 
 def _jitted(world, size):
@@ -304,21 +343,19 @@ def test_a_survivor_raises_at_once_and_names_the_dead(delay_s):
     assert os.listdir("/dev/shm") == before
 
 
-def _reduce_different_sizes():
-    world = jdp.init(timeout_s=5.0)
+def _reduce_different_sizes(world):
     run = _jitted(world, 1000 + world.process_index)
     return harness.error_text(run)
 
 
 @pytest.mark.multiprocess
-def test_different_buffers_are_not_summed():
-    for text, seconds in harness.run_checked(_reduce_different_sizes, 2):
+def test_different_buffers_are_not_summed(in_two):
+    for text, seconds in (found["different sizes"] for found in in_two):
         assert "reduces another buffer than process" in text and seconds < 4.0
 
 
-def _call_two_programs(num_rounds):
+def _call_two_programs(world, num_rounds):
     """Independent programs, of which each process is slow in another one."""
-    world = jdp.init(timeout_s=20.0)
     rank = world.process_index
 
     def make(slow_rank, value):
@@ -342,9 +379,9 @@ def _call_two_programs(num_rounds):
 
 
 @pytest.mark.multiprocess
-def test_programs_of_one_thread_run_in_the_order_of_their_calls():
-    for found in harness.run_checked(_call_two_programs, 2, 100):
-        assert found == [[[2.0], [200.0]]] * 100
+def test_programs_of_one_thread_run_in_the_order_of_their_calls(in_two):
+    for found in in_two:
+        assert found["two programs"] == [[[2.0], [200.0]]] * 100
 
 
 # --- What is refused ----------------------------------------------------------------
@@ -383,8 +420,7 @@ def test_one_replica_returns_what_it_has():
         assert "callback" not in str(traced)
 
 
-def _free():
-    world = jdp.init()
+def _free(world):
     before = _mapped_bytes()
     buffer = shared_memory.create_shared_buffer(world, 1 << 26)
     x = np.ones(100, np.float32)
@@ -398,8 +434,8 @@ def _free():
 
 
 @pytest.mark.multiprocess
-def test_a_buffer_can_be_freed():
-    for value, held, left, text in harness.run_checked(_free, 2):
+def test_a_buffer_can_be_freed(in_two):
+    for value, held, left, text in (found["freed"] for found in in_two):
         assert value == 2.0 and held >= 3 << 26 and left < 1 << 24
         assert "The shared buffer has been freed." in text
 

@@ -4,9 +4,12 @@ Each worker connects back to the driver and sleeps in `recv` until it is asked, 
 the workers that do not run leave the cores to those that do.
 """
 
+import contextlib
 import json
+import os
 import pathlib
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -72,11 +75,38 @@ def serve(port: int, group: str, rank: int, variants: Mapping[str, RunSteps]) ->
     try:
         while True:
             request = line.receive(timeout_s=None)
-            line.send(variants[request["variant"]](request["num_steps"]))
+            before = sent_bytes()
+            seconds = variants[request["variant"]](request["num_steps"])
+            line.send({"seconds": seconds, "sent_bytes": sent_bytes() - before})
     except (EOFError, ConnectionError):
         return
     finally:
         line.close()
+
+
+def sent_bytes() -> int:
+    """Returns what the TCP connections of this process have sent; 0 but on Linux."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for fd in os.listdir("/proc/self/fd"):
+            # Others close some meanwhile, and most are no such connection.
+            with contextlib.suppress(OSError):
+                total += _acknowledged_bytes(int(fd))
+    return total
+
+
+def _acknowledged_bytes(fd: int) -> int:
+    copy = os.dup(fd)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    # `tcpi_bytes_acked` of `struct tcp_info` (linux/tcp.h), since Linux 4.1.
+    (found,) = struct.unpack_from("=Q", info, 120)
+    return found
 
 
 def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:

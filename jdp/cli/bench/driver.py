@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import rich.console
@@ -23,7 +23,7 @@ import typer
 from jdp.cli.bench import channel
 from jdp.runtime.environment import LaunchEnvironment
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 _RUN_TIMEOUT_S = 300.0
 
 
@@ -47,6 +47,13 @@ class Group:
 Starter = Callable[[int, int, Sequence[int], pathlib.Path], Group | None]
 
 
+class Turn(NamedTuple):
+    """What a variant took in a round."""
+
+    seconds: float  # of the median step.
+    sent_bytes: float  # over TCP, by one process, in a step.
+
+
 def time_systems(
     starters: Sequence[Starter],
     num_processes: int,
@@ -55,7 +62,24 @@ def time_systems(
     rounds: int,
     steps: int,
 ) -> dict[str, list[float]]:
-    """Times the variants of several systems in turn, on the same machine.
+    """`measure_systems`, of which the times alone are of interest.
+
+    Returns:
+      By variant, the median step of each round, in seconds.
+    """
+    turns = measure_systems(starters, num_processes, sizes, rounds=rounds, steps=steps)
+    return {name: [turn.seconds for turn in found] for name, found in turns.items()}
+
+
+def measure_systems(
+    starters: Sequence[Starter],
+    num_processes: int,
+    sizes: Sequence[int],
+    *,
+    rounds: int,
+    steps: int,
+) -> dict[str, list[Turn]]:
+    """Runs the variants of several systems in turn, on the same machine.
 
     Args:
       starters: one for each system; the first must start.
@@ -65,7 +89,7 @@ def time_systems(
       steps: how many steps a turn has.
 
     Returns:
-      By variant, the median step of each round, in seconds.
+      By variant, what each round took.
 
     Raises:
       typer.Exit: a worker did not start, or ended; its last words were printed.
@@ -85,8 +109,10 @@ def start_jax(
     port: int,
     sizes: Sequence[int],
     folder: pathlib.Path,
+    *,
+    arguments: Sequence[str] = (),
 ) -> Group:
-    """Starts the workers of a module that calls `jdp.init`."""
+    """Starts the workers of a module that calls `jdp.init`; `arguments` come last."""
     coordinator = f"127.0.0.1:{free_port()}"
     log = folder / "jax.log"
     processes = []
@@ -100,7 +126,14 @@ def start_jax(
             node_rank=0,
             devices_per_process=None,
         )
-        command = [sys.executable, "-m", module, str(port), *map(str, sizes)]
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            str(port),
+            *map(str, sizes),
+            *arguments,
+        ]
         processes.append(spawn(command, log, place.to_environ()))
     return Group("jax", processes, log)
 
@@ -140,22 +173,22 @@ def write_result(
 
 def _measure(
     groups: list[Group], rounds: int, steps: int, console: rich.console.Console
-) -> dict[str, list[float]]:
+) -> dict[str, list[Turn]]:
     turns = [(group, variant) for group in groups for variant in group.variants]
-    seconds: dict[str, list[float]] = {variant: [] for _, variant in turns}
+    found: dict[str, list[Turn]] = {variant: [] for _, variant in turns}
     with rich.progress.Progress(console=console, transient=True) as progress:
         task = progress.add_task("rounds", total=rounds * len(turns))
         for round_index in range(rounds):
             # Every other round backwards, so that no system always follows another.
             for group, variant in turns[:: 1 if round_index % 2 == 0 else -1]:
                 progress.update(task, description=variant)
-                seconds[variant].append(_run(group, variant, steps))
+                found[variant].append(_run(group, variant, steps))
                 progress.advance(task)
-    return seconds
+    return found
 
 
-def _run(group: Group, variant: str, steps: int) -> float:
-    """Runs `steps` steps on all processes; returns the median of process 0, in s."""
+def _run(group: Group, variant: str, steps: int) -> Turn:
+    """Runs `steps` steps on all processes; times are those of process 0."""
     for line in group.lines:
         line.send({"variant": variant, "num_steps": steps})
     try:
@@ -164,7 +197,8 @@ def _run(group: Group, variant: str, steps: int) -> float:
         raise BenchmarkError(
             f"a worker of {group.name} ended in {variant!r}:\n{_tail(group.log)}"
         ) from None
-    return statistics.median(replies[0])
+    sent = [reply["sent_bytes"] / steps for reply in replies]
+    return Turn(statistics.median(replies[0]["seconds"]), statistics.mean(sent))
 
 
 @contextlib.contextmanager

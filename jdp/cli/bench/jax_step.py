@@ -1,7 +1,7 @@
 """The workers of `jdp bench step` that run JAX: jdp and what it is compared to."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -124,10 +124,31 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
 def main(port: int, config: StepConfig) -> None:
     """Runs one worker."""
     world = jdp.init()
+    steps = {
+        name: (step, jdp.replicate(world, init_params(config)))
+        for name, step in make_steps(world, config).items()
+    }
+    serve(port, world, config, steps)
+
+
+def serve(
+    port: int,
+    world: jdp.World,
+    config: StepConfig,
+    steps: Mapping[str, tuple[Any, Any]],
+) -> None:
+    """Compiles steps, and times them for the driver at `port` until it hangs up.
+
+    Args:
+      port: where the driver listens on this host.
+      world: the job.
+      config: of the model, whose batch all steps get.
+      steps: by name, `(state, batch) -> (state, loss)` and its first state.
+    """
     batch = jdp.global_batch(world, make_batch(config, world.process_index))
 
-    def runner(step: Any) -> channel.RunSteps:
-        state = [jdp.replicate(world, init_params(config))]
+    def runner(step: Any, first: Any) -> channel.RunSteps:
+        state = [first]
 
         def once() -> None:
             state[0], loss = step(state[0], batch)
@@ -136,7 +157,7 @@ def main(port: int, config: StepConfig) -> None:
         once()  # compiles
         return lambda num_steps: channel.time_steps(once, num_steps)
 
-    variants = {name: runner(s) for name, s in make_steps(world, config).items()}
+    variants = {name: runner(*made) for name, made in steps.items()}
     channel.serve(port, "jax", world.process_index, variants)
 
 

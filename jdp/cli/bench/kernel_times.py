@@ -14,7 +14,7 @@ import jdp
 from jdp import compat
 from jdp.cli.bench import jax_step
 from jdp.cli.bench.channel import StepConfig
-from jdp.collectives import custom_choice, pallas_launch
+from jdp.collectives import custom_choice
 from jdp.collectives.custom_choice import Algorithm, Launch
 
 Arrays = Sequence[jax.Array]
@@ -155,6 +155,9 @@ def solo_chains(kernel: Kernel) -> dict[str, Chain]:
     The kernel's calls are the shares of all replicas in turn, so that together they
     read more than the caches hold.
     """
+    # Pallas takes a third of a second to import; the other commands do without.
+    from jdp.collectives import pallas_launch
+
     n, size = kernel.num_replicas, kernel.num_bytes // 4
     xs = jnp.ones((n, size), jnp.float32)
     launch = kernel.launch
@@ -261,6 +264,8 @@ def summarize(
 
 def check_share(kernel: Kernel) -> None:
     """Raises RuntimeError unless every replica's share is right where it was timed."""
+    from jdp.collectives import pallas_launch  # late, as in `solo_chains`.
+
     n, size = kernel.num_replicas, kernel.num_bytes // 4
     rng = np.random.default_rng(0)
     xs = jnp.asarray(rng.integers(-8, 8, (n, size)), jnp.float32)

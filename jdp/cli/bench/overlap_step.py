@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 import jdp
-from jdp import reduction
+from jdp import buckets
 from jdp.cli.bench import channel, jax_step, overlap
 from jdp.cli.bench.channel import StepConfig
 
@@ -70,7 +70,7 @@ def without_communication(
 def synchronise(state: State, batch: Any) -> tuple[State, Any]:
     """Sends as gradients the parameters, in the buckets of `jdp.value_and_grad`."""
     order = jdp.gradient_order(jax_step.loss_fn, state.params, batch)
-    plan = reduction.default_plan(state.params, order)
+    plan = buckets.default_plan(state.params, order)
     return state._replace(params=jdp.sync_gradients(state.params, plan=plan)), {}
 
 

@@ -1,0 +1,178 @@
+"""Compression: the mean over the replicas, through a communication hook."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdp import buckets, mesh, reduction, weights
+from jdp.buckets import BucketAval, BucketPlan
+from jdp.hooks import base
+from jdp.hooks.base import CommHook, Wire
+from jdp.hooks.state import avals_of
+from jdp.reduction import Options
+from jdp.types import PyTree
+from jdp.weights import Weighting
+
+
+class Means(NamedTuple):
+    """What `mean_over_replicas` of `jdp.reduction` returns, and the next state."""
+
+    grads: PyTree
+    riders: list[jax.Array]
+    total: jax.Array | int
+    hook_state: PyTree
+
+
+def mean_over_replicas(
+    grads: PyTree,
+    options: Options,
+    *,
+    hook_state: PyTree = None,
+    weighting: Weighting | None = None,
+    is_weighed: bool = False,
+    riders: Sequence[jax.Array] = (),
+    done: Collection[int] = (),
+) -> Means:
+    """`reduction.mean_over_replicas`, through `options.hook` if there is one.
+
+    The hook gets the gradients of a replica times n w / W, where w is how much it
+    counts of W together: their mean is what is wanted, whoever counts how much, and
+    they are the undivided gradients where all count the same. What rides with them is
+    summed exactly, before, in a collective of its own.
+
+    Raises:
+      ValueError: the state is not that of the hook for these buckets, or there is no
+        hook.
+    """
+    hook, plan = options.hook, options.plan
+    assert plan is not None
+    if hook is None and hook_state is not None:
+        raise ValueError(
+            "`hook_state` is given, but no `hook`. Pass the hook that it was made for."
+        )
+    if hook is None or reduction.is_alone(options.axis_name):
+        means = reduction.mean_over_replicas(
+            grads,
+            options,
+            weighting=weighting,
+            is_weighed=is_weighed,
+            riders=riders,
+            done=done,
+        )
+        return Means(*means, hook_state)
+    leaves = reduction.check_are_local(grads, plan, done, options.axis_name)
+    bucketed = reduction.remaining_buckets(plan, done)
+    avals = avals_of(plan, bucketed)
+    hook_state = _check_state(hook, avals, hook_state)
+    found, total = reduction.mean_of_riders(riders, options, weighting)
+    share = find_share(weighting, is_weighed, total, options)
+    packed = [
+        scale(buckets.pack([leaves[i].astype(aval.dtype) for i in bucket]), share)
+        for bucket, aval in zip(bucketed, avals, strict=True)
+    ]
+    wire = Wire(options.axis_name, options.all_reduce)
+    sums, state = hook.apply(packed, hook_state, wire)
+    _check_sums(hook, sums, avals)
+    synced = list(leaves)
+    for bucket, buffer in zip(bucketed, sums, strict=True):
+        mean = buffer / wire.num_replicas
+        parts = buckets.unpack(mean, [leaves[i].shape for i in bucket])
+        for i, part in zip(bucket, parts, strict=True):
+            synced[i] = part.astype(leaves[i].dtype)
+    if weighting is not None:  # Without any data nothing happens.
+        has_data = jnp.greater(total, 0)
+        for i in (i for bucket in bucketed for i in bucket):
+            synced[i] = weights.zero_unless(has_data, synced[i])
+        state = jax.tree.map(
+            lambda old, new: jnp.where(has_data, new, old), hook_state, state
+        )
+    return Means(jax.tree.unflatten(plan.treedef, synced), found, total, state)
+
+
+def hook_bytes(
+    hook: CommHook | None, plan: BucketPlan, done: Collection[int], num_replicas: int
+) -> int:
+    """Returns what a hook sends of one replica, for the leaves that are not `done`."""
+    if hook is None:
+        return 0
+    avals = avals_of(plan, reduction.remaining_buckets(plan, done))
+    return round(base.measure(hook, avals, num_replicas).num_bytes)
+
+
+class Share(NamedTuple):
+    """How much the gradients of this replica count, of the mean that is 1."""
+
+    factor: jax.Array  # float32 ().
+    has_data: jax.Array  # bool ().
+
+
+def find_share(
+    weighting: Weighting | None,
+    is_weighed: bool,
+    total: jax.Array | int,
+    options: Options,
+) -> Share | None:
+    """Returns n w / W, or 1 / w of it where gradients are times w; None if it is 1."""
+    if weighting is None:
+        return None
+    num_replicas = mesh.axis_size(options.axis_name)
+    has_data = weighting.amount > 0
+    if weighting.divide_by == "world":
+        return Share(jnp.where(has_data, 1.0, 0.0), has_data)
+    amount = 1.0 if is_weighed else weighting.amount
+    divisor = jnp.where(jnp.equal(total, 0), 1, total)
+    factor = (amount * num_replicas / divisor).astype(jnp.float32)
+    return Share(factor, has_data)
+
+
+def scale(buffer: jax.Array, share: Share | None) -> jax.Array:
+    """Returns what the mean over the replicas is to be taken of."""
+    if share is None:
+        return buffer
+    scaled = (buffer * share.factor).astype(buffer.dtype)
+    return weights.zero_unless(share.has_data, scaled)
+
+
+def _check_state(
+    hook: CommHook, avals: Sequence[BucketAval], hook_state: PyTree
+) -> PyTree:
+    expected = jax.eval_shape(lambda: hook.init(avals))
+    if not jax.tree.leaves(expected):
+        return expected
+    if hook_state is None:
+        raise ValueError(
+            f"The hook `{hook.name}` has a state, and `hook_state` is missing. Keep "
+            "`jdp.hooks.init_state(hook, params)` in the train state, and pass it."
+        )
+    wanted, found = (buckets.leaf_paths(x) for x in (expected, hook_state))
+    if wanted != found:
+        difference = buckets.first_difference(
+            wanted, found, "that of the hook", "`hook_state`"
+        )
+        raise ValueError(
+            f"`hook_state` is not that of the hook `{hook.name}` for these gradients.\n"
+            f"{difference}Make it with the same hook, parameters and plan."
+        )
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(hook_state), strict=True)
+    for path, (a, b) in zip(wanted, pairs, strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"`hook_state{path}` is {b.dtype}{list(b.shape)}, but the hook "
+                f"`{hook.name}` has {a.dtype}{list(a.shape)} there for these "
+                "gradients. Make it with the same hook, parameters and plan."
+            )
+    return hook_state
+
+
+def _check_sums(
+    hook: CommHook, sums: Sequence[jax.Array], avals: Sequence[BucketAval]
+) -> None:
+    found = [(tuple(x.shape), x.dtype) for x in sums]
+    expected = [(tuple(a.shape), a.dtype) for a in avals]
+    if found != expected:
+        raise ValueError(
+            f"The hook `{hook.name}` must return buckets of the shapes and dtypes that "
+            f"it was given.\n  given:    {expected}\n  returned: {found}"
+        )

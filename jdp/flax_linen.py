@@ -1,0 +1,206 @@
+"""Flax linen: batch norm over the samples of all replicas."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import dtypes
+
+from jdp import batch_norm
+from jdp.batch_norm import Moments
+from jdp.types import AxisName
+
+
+class SyncBatchNorm(nn.BatchNorm):
+    """`flax.linen.BatchNorm` whose statistics are those of all replicas' samples.
+
+    Takes the arguments of Flax's own and makes the same variables, `scale` and `bias`
+    in `params`, `mean` and `var` in `batch_stats`. Flax averages the means of replicas,
+    as if all had the same number of samples; here each sample counts the same, or by
+    its weight, and what does not count has no influence, NaN included. Every replica
+    calls it, as often as the others: it takes one collective in the forward pass and
+    one in the backward pass, and none with running averages or while initialising.
+
+    Statistics are taken in float32 at least, whatever the dtype of the input and of
+    `force_float32_reductions`, and are right also where the mean is large beside the
+    deviation. Where no sample of any replica counts, running statistics stay what they
+    are, and normalise.
+
+    Attributes:
+      axis_name: the axis, or pair of axes, over which replicas lie; None for the
+        samples of one replica alone. The default, "data", also is that where no such
+        axis is bound: on one device, in evaluation.
+      axis_index_groups: must be None.
+      use_fast_variance: whether to read the input once for both statistics, around a
+        sample, instead of once for each. Both are right for large means.
+    """
+
+    axis_name: AxisName | None = batch_norm.DEFAULT_AXIS  # type: ignore[assignment]
+
+    @nn.compact
+    def __call__(  # type: ignore[override]
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+        weight: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalises `x`.
+
+        Args:
+          x: shape (n, ...).
+          use_running_average: whether to normalise with the running statistics, and
+            leave them as they are; `weight` and `mask` do not matter then.
+          mask: bool, broadcasts to the shape of `x`: which values count.
+          weight: shape (n,): how much each sample counts, 0 for padding, as
+            `jdp.join_batches` yields it. None: what `jdp.batch_norm.sample_weights`
+            says, or all the same. No gradient passes through samples of weight 0.
+
+        Returns:
+          The shape of `x`.
+
+        Raises:
+          ValueError: `weight` or `mask` has another shape, `axis_name` is not bound,
+            or no axis is left to take statistics over.
+          TypeError: `weight` is not real.
+        """
+        return _normalize(
+            self, x, use_running_average, self.axis_name, mask=mask, weight=weight
+        )
+
+
+@contextlib.contextmanager
+def sync_batch_norms(
+    *, axis_name: AxisName = batch_norm.DEFAULT_AXIS
+) -> Iterator[None]:
+    """While a model is initialised or applied: each of its `BatchNorm`s is synced.
+
+    They do what `SyncBatchNorm` does, wherever they are made. Their names and
+    variables stay what they are.
+
+        with jdp.flax_linen.sync_batch_norms():
+            logits, updates = model.apply(variables, x, mutable=["batch_stats"])
+
+    Args:
+      axis_name: see `SyncBatchNorm`; in place of that of each `BatchNorm`.
+    """
+
+    def intercept(
+        next_fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        # A class that derives from it may call it with `super()`.
+        method = getattr(context.orig_method, "func", context.orig_method)
+        if inspect.unwrap(method) is not _FLAX_CALL:
+            return next_fun(*args, **kwargs)
+        assert isinstance(context.module, nn.BatchNorm)
+        return _normalize(context.module, *args, axis_name=axis_name, **kwargs)
+
+    with nn.intercept_methods(intercept):
+        yield
+
+
+def convert_batch_norm(
+    model: nn.Module, *, axis_name: AxisName = batch_norm.DEFAULT_AXIS
+) -> nn.Module:
+    """Returns a module that is `model` with each `BatchNorm` a `SyncBatchNorm`.
+
+    Variables keep their names, so what was initialised or saved with `model` fits. The
+    module has `__call__` alone; call other methods of `model` in `sync_batch_norms`.
+    Weights reach the layers through `SyncBatchNorm`'s argument or, where the code of
+    the model does not know them, through `jdp.batch_norm.sample_weights`.
+
+    Args:
+      model: any module; it is not changed.
+      axis_name: see `SyncBatchNorm`; in place of that of each `BatchNorm`.
+
+    Raises:
+      TypeError: `model` is not a module of linen.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"`model` must be a linen module, got {type(model).__name__}. For nnx "
+            "there is `jdp.flax_nnx.convert_batch_norm`."
+        )
+    return _Converted(model, axis_name)
+
+
+class _Converted(nn.Module):
+    """A model whose batch norms are synced."""
+
+    model: nn.Module
+    synced_over: AxisName
+
+    def setup(self) -> None:
+        """Gives the model the variables of this module, not of one within."""
+        nn.share_scope(self, self.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        with sync_batch_norms(axis_name=self.synced_over):
+            return self.model(*args, **kwargs)
+
+
+_FLAX_CALL = inspect.unwrap(nn.BatchNorm.__call__)
+
+
+def _normalize(
+    module: nn.BatchNorm,
+    x: jax.Array,
+    use_running_average: bool | None = None,
+    axis_name: AxisName | None = None,
+    *,
+    mask: jax.Array | None = None,
+    weight: jax.Array | None = None,
+) -> jax.Array:
+    """`BatchNorm.__call__`; makes the same variables in the same order."""
+    x = jnp.asarray(x)
+    use_running_average = nn.merge_param(
+        "use_running_average", module.use_running_average, use_running_average
+    )
+    is_initializing = module.is_initializing()
+    options = batch_norm.make_options(
+        x,
+        axis=module.axis,
+        axis_name=None if is_initializing or use_running_average else axis_name,
+        axis_index_groups=module.axis_index_groups,
+        use_fast_variance=module.use_fast_variance,
+        epsilon=module.epsilon,
+        momentum=module.momentum,
+    )
+    shape = [x.shape[a] for a in options.feature_axes]
+    is_wide = module.force_float32_reductions
+    kept = jnp.float32 if is_wide else module.param_dtype
+    mean = module.variable("batch_stats", "mean", jnp.zeros, shape, kept)
+    var = module.variable("batch_stats", "var", jnp.ones, shape, kept)
+    running = Moments(mean.value, var.value)
+    inputs = batch_norm.Inputs(x, None, None)
+    if use_running_average:
+        moments = running if is_wide else Moments(*(v.astype(kept) for v in running))
+    else:
+        dtype = jnp.result_type(x) if module.dtype is None else module.dtype
+        dtype = jnp.promote_types(dtype, jnp.float32) if is_wide else dtype
+        if not is_initializing:
+            inputs = batch_norm.count_samples(x, options, weight=weight, mask=mask)
+        moments, updated = batch_norm.take_moments(
+            inputs, None if is_initializing else running, options, dtype
+        )
+        if updated is not None:
+            mean.value, var.value = updated
+
+    def make(name: str, init: nn.initializers.Initializer) -> jax.Array:
+        made = module.param(name, init, shape, module.param_dtype)
+        return jnp.asarray(made, None if is_wide else module.param_dtype)
+
+    scale = make("scale", module.scale_init) if module.use_scale else None
+    bias = make("bias", module.bias_init) if module.use_bias else None
+    y = batch_norm.normalize(inputs, moments, scale, bias, options)
+    given = [a for a in (x, scale, bias) if a is not None]
+    return y.astype(dtypes.canonicalize_dtype(*given, dtype=module.dtype))

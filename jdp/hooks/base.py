@@ -1,0 +1,202 @@
+"""Base: what a communication hook is, what it is given, and what it may send.
+
+A hook is a pair of pure functions that sum the buckets of all replicas their own way:
+
+- `init(avals) -> state`, from the buckets' sizes. Of what differs between the replicas,
+  such as rounding errors, the state holds a `jdp.PerReplica`; the rest is the same on
+  all. A hook without a state returns `()`.
+- `apply(buckets, state, all_reduce) -> (buckets, state)`, called by every replica once
+  a step. Buckets are flat buffers, shape (n,), of this replica's own gradients,
+  undivided: the mean over the replicas is what is wanted of them, and their sum is
+  what `apply` returns, the same on all. It sends through `all_reduce` alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import mesh
+from jdp.buckets import BucketAval
+from jdp.collectives import base, xla
+from jdp.types import AllReduce, AxisName, PyTree
+
+T = TypeVar("T")
+
+
+class HookAllReduce(Protocol):
+    """What a hook sends through; every replica makes the same calls."""
+
+    num_replicas: int
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the sum of `x`, shape (n,), over the replicas, in its dtype.
+
+        Sums of 16-bit floats are taken in float32, and rounded once.
+        """
+        ...
+
+    def exchange(self, rows: jax.Array) -> jax.Array:
+        """Sends row i of `rows`, shape (num_replicas, m), to replica i.
+
+        Returns:
+          Shape (num_replicas, m): row i is what replica i has sent to this one.
+        """
+        ...
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Returns `x`, shape (m,), of all replicas, shape (num_replicas, m)."""
+        ...
+
+    def switch(
+        self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
+    ) -> T:
+        """Returns what `late` returns, or `early` where `is_late` is False.
+
+        For a hook that begins at some step. Both may send; `is_late`, bool (), is the
+        same on all replicas. As the bytes of the hook count those of `late`.
+        """
+        ...
+
+
+class HookInit(Protocol):
+    """Makes the state of a hook."""
+
+    def __call__(self, avals: Sequence[BucketAval], /) -> PyTree:
+        """Returns the state of one replica before the first step."""
+        ...
+
+
+class HookApply(Protocol):
+    """Sums buckets over the replicas."""
+
+    def __call__(
+        self, buckets: list[jax.Array], state: PyTree, all_reduce: HookAllReduce, /
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Returns the sums, in the shapes and dtypes of `buckets`, and the state."""
+        ...
+
+
+class CommHook(NamedTuple):
+    """A pair of pure functions around the all-reduce of the buckets."""
+
+    init: HookInit
+    apply: HookApply
+    name: str = "custom"  # as tables show it.
+
+
+class ErrorFeedbackState(NamedTuple):
+    """What was not sent yet (Seide et al., 2014; Karimireddy et al., 2019)."""
+
+    residuals: Any  # PerReplica of a list: per bucket shape (n,), dtype of the bucket.
+
+
+class Wire:
+    """A `HookAllReduce` of the replicas of an axis."""
+
+    def __init__(self, axis_name: AxisName, all_reduce: AllReduce | None):
+        """Sends over `axis_name`; `all_reduce` sums, None: XLA's own collectives."""
+        self._axis_name = axis_name
+        self._all_reduce = all_reduce
+        self.num_replicas = mesh.axis_size(axis_name)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """See `HookAllReduce`."""
+        x = base.cast_varying(x, self._axis_name)
+        if self._all_reduce is not None:
+            return self._all_reduce(x, self._axis_name)
+        if not _is_narrow(x.dtype) or self.num_replicas == 1:
+            return lax.psum(x, self._axis_name)
+        # XLA on CPU sends 16-bit floats as float32, and others may add them up as what
+        # they are. In halves they travel as they are and are rounded once.
+        rows = base.pad(x, self.num_replicas).reshape(self.num_replicas, -1)
+        part = self.exchange(rows).astype(jnp.float32).sum(0).astype(x.dtype)
+        whole = self.gather(part).reshape(-1)[: x.size]
+        return base.replicated(whole, self._axis_name)
+
+    def exchange(self, rows: jax.Array) -> jax.Array:
+        """See `HookAllReduce`."""
+        rows = base.cast_varying(rows, self._axis_name)
+        return _as_bits(lambda x: base.all_to_all(x, self._axis_name), rows)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """See `HookAllReduce`."""
+        x = base.cast_varying(x, self._axis_name)
+        whole = _as_bits(lambda x: xla.psum_all_gather(x, self._axis_name), x)
+        return whole.reshape(self.num_replicas, -1)
+
+    def switch(
+        self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
+    ) -> T:
+        """See `HookAllReduce`."""
+        return lax.cond(is_late, late, early)
+
+
+class Meter:
+    """A `HookAllReduce` that sends nothing and counts what would be sent."""
+
+    def __init__(self, num_replicas: int):
+        """Begins with nothing."""
+        self.num_replicas = num_replicas
+        self.num_bytes = 0.0  # sent by one replica.
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Counts what a bandwidth-optimal all-reduce sends: 2 (n - 1) / n bytes."""
+        share = (self.num_replicas - 1) / self.num_replicas
+        self.num_bytes += 2 * share * x.nbytes
+        return x
+
+    def exchange(self, rows: jax.Array) -> jax.Array:
+        """Counts the rows for others."""
+        self.num_bytes += (self.num_replicas - 1) / self.num_replicas * rows.nbytes
+        return rows
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Counts what one replica sends in a ring: its own, and what it hands on."""
+        self.num_bytes += (self.num_replicas - 1) * x.nbytes
+        return jnp.broadcast_to(x, (self.num_replicas, *x.shape))
+
+    def switch(
+        self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
+    ) -> T:
+        """Counts what is sent in the end."""
+        del is_late, early
+        return late()
+
+
+def measure(hook: CommHook, avals: Sequence[BucketAval], num_replicas: int) -> Meter:
+    """Returns what a hook sends in a step, of a replica; nothing is computed."""
+    meter = Meter(num_replicas)
+    trace(hook, avals, meter)
+    return meter
+
+
+def trace(
+    hook: CommHook, avals: Sequence[BucketAval], all_reduce: HookAllReduce
+) -> None:
+    """Lets a hook make its calls of `all_reduce`; nothing is computed."""
+
+    # A function of its own each time: JAX remembers what it has traced.
+    def run(buckets: list[jax.Array]) -> Any:
+        return hook.apply(buckets, hook.init(avals), all_reduce)
+
+    jax.eval_shape(run, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is a real floating one; others travel as they are."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return is_real(dtype) and jnp.finfo(dtype).bits == 16
+
+
+def _as_bits(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Sends 16-bit floats as the integers with their bits, which XLA leaves alone."""
+    if not _is_narrow(x.dtype):
+        return send(x)
+    sent = send(lax.bitcast_convert_type(x, jnp.uint16))
+    return lax.bitcast_convert_type(sent, x.dtype)

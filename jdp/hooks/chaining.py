@@ -1,0 +1,138 @@
+"""Chaining: what one hook sends, another one compresses again."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+
+from jdp.buckets import BucketAval
+from jdp.hooks import base
+from jdp.hooks.base import CommHook, HookAllReduce
+from jdp.types import PyTree
+
+T = TypeVar("T")
+
+
+def chain(*hooks: CommHook) -> CommHook:
+    """Returns the hook in which each one compresses what the one before it sends.
+
+    `chain(power_sgd(4), cast(jnp.bfloat16))` sends the thin factors in bfloat16;
+    `chain(cast(jnp.float16), power_sgd(4))` is torch's `fp16_compress_wrapper`. Errors
+    add up. `int8` and `top_k` do not sum what they send, so only one of them fits, at
+    the end.
+
+    Args:
+      *hooks: at least one.
+
+    Returns:
+      The hook; its state is the list of theirs.
+
+    Raises:
+      ValueError: no hooks; or from `init`: one that is not the last does not sum what
+        it sends.
+    """
+    if not hooks:
+        raise ValueError("`chain` needs at least one hook.")
+    first, *rest = hooks
+    if not rest:
+        return first
+    inner = chain(*rest)
+
+    def init(avals: Sequence[BucketAval]) -> list[PyTree]:
+        return [first.init(avals), [inner.init([a]) for a in _sent(first, avals)]]
+
+    def apply(
+        buckets: list[jax.Array], state: list[PyTree], all_reduce: HookAllReduce
+    ) -> tuple[list[jax.Array], list[PyTree]]:
+        through = _Through(inner, state[1], all_reduce)
+        sums, outer_state = first.apply(buckets, state[0], through)
+        return sums, [outer_state, through.states]
+
+    return CommHook(init, apply, " + ".join([first.name, inner.name]))
+
+
+class _OnlySums:
+    """What a hook may send through that is not the last: sums."""
+
+    def exchange(self, rows: jax.Array) -> jax.Array:
+        raise _not_the_last()
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        raise _not_the_last()
+
+
+class _Through(_OnlySums):
+    """A `HookAllReduce` that is another hook; each call has a state of its own."""
+
+    def __init__(self, hook: CommHook, states: list[PyTree], wire: HookAllReduce):
+        self._hook = hook
+        self._wire = wire
+        self._number = 0  # of calls.
+        self.num_replicas = wire.num_replicas
+        self.states = list(states)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        state = self.states[self._number]
+        (total,), state = self._hook.apply([x], state, self._wire)
+        self.states[self._number] = state
+        self._number += 1
+        return total
+
+    def switch(
+        self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
+    ) -> T:
+        states = self.states
+        traced: list[Callable[[], T]] = []
+
+        def run(branch: Callable[[], T]) -> Callable[[], tuple[T, list[PyTree]]]:
+            def body() -> tuple[T, list[PyTree]]:
+                # `init` has counted the calls of `late` first.
+                assert branch is late or traced == [late]
+                traced.append(branch)
+                self.states = list(states)
+                return branch(), self.states
+
+            return body
+
+        out, self.states = self._wire.switch(is_late, run(late), run(early))
+        return out
+
+
+class _Listener(_OnlySums):
+    """Hears what is given to be summed, in both branches."""
+
+    num_replicas = 1
+
+    def __init__(self) -> None:
+        self.sums: list[jax.ShapeDtypeStruct] = []
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.sums.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return x
+
+    def switch(
+        self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
+    ) -> T:
+        del is_late
+        out = late()
+        early()
+        return out
+
+
+def _sent(hook: CommHook, avals: Sequence[BucketAval]) -> list[BucketAval]:
+    """Returns what a hook gives to be summed, call by call."""
+    listener = _Listener()
+    base.trace(hook, avals, listener)
+    sums = listener.sums
+    is_a_bucket_each = [s.shape for s in sums] == [a.shape for a in avals]
+    return [
+        BucketAval(avals[i].leaf_shapes if is_a_bucket_each else (s.shape,), s.dtype)
+        for i, s in enumerate(sums)
+    ]
+
+
+def _not_the_last() -> ValueError:
+    return ValueError(
+        "`chain`: a hook that is not the last does not sum what it sends, so the next "
+        "one cannot compress it. Put `int8` or `top_k` at the end."
+    )

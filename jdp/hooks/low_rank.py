@@ -1,0 +1,275 @@
+"""Low rank: matrices travel as the product of two thin ones (PowerSGD)."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import buckets as packing
+from jdp.buckets import BucketAval
+from jdp.hooks.base import CommHook, HookAllReduce, is_real
+from jdp.per_replica import PerReplica
+
+
+class _Matrix(NamedTuple):
+    """One leaf of a bucket that is sent as a product."""
+
+    place: int  # of the leaf in the bucket.
+    num_rows: int
+    num_columns: int
+    rank: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PowerSGDState:
+    """What PowerSGD keeps from step to step.
+
+    Attributes:
+      step: number of steps taken, int32 ().
+      key: draws the factors that are not kept; None with `warm_start`.
+      factors: by bucket and matrix the last Q, shape (num_columns, rank), the same on
+        all replicas.
+      residuals: by bucket what was not sent, shape (n,), or (0,) where all is sent;
+        None without error feedback.
+      leaf_shapes: by bucket the shapes of its leaves.
+    """
+
+    step: jax.Array
+    key: jax.Array | None
+    factors: list[list[jax.Array]]
+    residuals: PerReplica | None
+    leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    rank: int
+    start_step: int
+    min_compression_rate: float
+    warm_start: bool
+    error_feedback: bool
+    orthogonalization_epsilon: float
+    seed: int
+
+
+def power_sgd(
+    rank: int = 1,
+    *,
+    start_step: int = 0,
+    min_compression_rate: float = 2.0,
+    warm_start: bool = True,
+    error_feedback: bool = True,
+    orthogonalization_epsilon: float = 0.0,
+    seed: int = 0,
+) -> CommHook:
+    """Returns the hook of PowerSGD (Vogels et al., 2019), as torch has it.
+
+    A matrix M, (a, b), is sent as P, (a, r), and Q, (b, r): one step of the power
+    method on the mean of all replicas, from the Q of the step before. A leaf of more
+    dimensions is a matrix of its last one and all others. P Q^T is the projection of
+    the mean onto the columns of P: what is missing is at most the whole of it, and
+    nothing where its rank is at most r. Error feedback adds what is missing to the next
+    gradient. Leaves that would not become smaller by `min_compression_rate` travel as
+    they are; so does a bucket in which no leaf would.
+
+    A NaN or an infinity makes the whole matrix NaN in that step. It does not stay in
+    the state: the residuals of that bucket begin again at zero, and its Q is kept.
+
+    Args:
+      rank: r; more is closer and sends more.
+      start_step: plain all-reduces in as many steps before; gradients change fast in
+        the beginning.
+      min_compression_rate: a matrix is compressed where a * b is more than this times
+        (a + b) * r.
+      warm_start: whether Q is that of the step before, and not drawn anew.
+      error_feedback: whether what was not sent is kept, as much as the gradients.
+      orthogonalization_epsilon: added to the norms by which P and Q are divided;
+        columns of zeros stay zeros in any case.
+      seed: of the first Q, the same on all replicas.
+
+    Returns:
+      The hook; its state is a `PowerSGDState`.
+
+    Raises:
+      ValueError: `rank` is below 1, or `start_step` below 0.
+    """
+    if rank < 1:
+        raise ValueError(f"`rank` must be at least 1, got {rank}.")
+    if start_step < 0:
+        raise ValueError(f"`start_step` must be at least 0, got {start_step}.")
+    options = _Options(
+        rank,
+        start_step,
+        min_compression_rate,
+        warm_start,
+        error_feedback,
+        orthogonalization_epsilon,
+        seed,
+    )
+
+    def init(avals: Sequence[BucketAval]) -> PowerSGDState:
+        key = jax.random.key(seed)
+        matrices = [_matrices(aval.dtype, aval.leaf_shapes, options) for aval in avals]
+        residuals = [
+            jnp.zeros(aval.shape if found else (0,), aval.dtype)
+            for aval, found in zip(avals, matrices, strict=True)
+        ]
+        return PowerSGDState(
+            jnp.zeros((), jnp.int32),
+            None if warm_start else key,
+            [_draw(key, k, found) for k, found in enumerate(matrices)]
+            if warm_start
+            else [],
+            PerReplica(residuals) if error_feedback else None,
+            tuple(aval.leaf_shapes for aval in avals),
+        )
+
+    def apply(
+        buckets: list[jax.Array], state: PowerSGDState, all_reduce: HookAllReduce
+    ) -> tuple[list[jax.Array], PowerSGDState]:
+        def compressed() -> tuple[list[jax.Array], PowerSGDState]:
+            return _apply(buckets, state, all_reduce, options)
+
+        def plain() -> tuple[list[jax.Array], PowerSGDState]:
+            return [all_reduce(x) for x in buckets], state
+
+        if start_step == 0:
+            sums, state = compressed()
+        else:
+            is_late = state.step >= start_step
+            sums, state = all_reduce.switch(is_late, compressed, plain)
+        return sums, dataclasses.replace(state, step=state.step + 1)
+
+    return CommHook(init, apply, f"power_sgd({rank})")
+
+
+def _matrices(
+    dtype: Any, leaf_shapes: Sequence[tuple[int, ...]], options: _Options
+) -> list[_Matrix]:
+    """Returns the leaves of a bucket that are worth compressing."""
+    found = []
+    for place, shape in enumerate(leaf_shapes):
+        if len(shape) < 2 or not is_real(dtype) or 0 in shape:
+            continue
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        rank = min(rows, columns, options.rank)
+        if (rows + columns) * rank * options.min_compression_rate < rows * columns:
+            found.append(_Matrix(place, rows, columns, rank))
+    return found
+
+
+def _draw(key: jax.Array, bucket: int, matrices: list[_Matrix]) -> list[jax.Array]:
+    return [
+        jax.random.normal(
+            jax.random.fold_in(jax.random.fold_in(key, bucket), m.place),
+            (m.num_columns, m.rank),
+        )
+        for m in matrices
+    ]
+
+
+def _apply(
+    buckets: list[jax.Array],
+    state: PowerSGDState,
+    all_reduce: HookAllReduce,
+    options: _Options,
+) -> tuple[list[jax.Array], PowerSGDState]:
+    sums, factors, residuals = [], [], []
+    for k, bucket in enumerate(buckets):
+        matrices = _matrices(bucket.dtype, state.leaf_shapes[k], options)
+        residual = None if state.residuals is None else state.residuals.value[k]
+        if not matrices:
+            sums.append(all_reduce(bucket))
+            factors.append([])
+            residuals.append(residual)
+            continue
+        if state.key is None:
+            drawn = state.factors[k]
+        else:
+            drawn = _draw(jax.random.fold_in(state.key, state.step), k, matrices)
+        total, mine, kept = _send(
+            bucket, residual, drawn, matrices, state.leaf_shapes[k], all_reduce, options
+        )
+        sums.append(total)
+        factors.append(mine)
+        residuals.append(kept)
+    return sums, dataclasses.replace(
+        state,
+        factors=factors if state.key is None else [],
+        residuals=None if state.residuals is None else PerReplica(residuals),
+    )
+
+
+def _send(
+    bucket: jax.Array,
+    residual: jax.Array | None,
+    factors: list[jax.Array],
+    matrices: list[_Matrix],
+    leaf_shapes: Sequence[tuple[int, ...]],
+    all_reduce: HookAllReduce,
+    options: _Options,
+) -> tuple[jax.Array, list[jax.Array], jax.Array | None]:
+    """Sums one bucket; returns the sum, the new Q and what was not sent."""
+    num_replicas = all_reduce.num_replicas
+    given = bucket if residual is None else bucket + residual
+    leaves = packing.unpack(given, leaf_shapes)
+    places = {m.place for m in matrices}
+    exact = [x for i, x in enumerate(leaves) if i not in places]
+    sum_of_exact = all_reduce(packing.pack(exact)) if exact else None
+    ms = [leaves[m.place].reshape(m.num_rows, m.num_columns) for m in matrices]
+    qs = [_orthogonalize(q, options) for q in factors]
+    ps = _sum_packed([_dot(m, q) for m, q in zip(ms, qs, strict=True)], all_reduce)
+    ps = [_orthogonalize(p, options) for p in ps]
+    qs = _sum_packed([_dot(m.T, p) for m, p in zip(ms, ps, strict=True)], all_reduce)
+    sent = list(leaves)
+    if sum_of_exact is not None:
+        left = iter(packing.unpack(sum_of_exact, [x.shape for x in exact]))
+        sent = [x if i in places else next(left) for i, x in enumerate(sent)]
+    for m, p, q in zip(matrices, ps, qs, strict=True):
+        product = _dot(p, q.T).astype(bucket.dtype)
+        sent[m.place] = product.reshape(leaf_shapes[m.place])
+    total = packing.pack(sent)
+    is_finite = jnp.stack([jnp.isfinite(q).all() for q in qs]).all()
+    qs = [
+        jnp.where(is_finite, q / num_replicas, before)
+        for q, before in zip(qs, factors, strict=True)
+    ]
+    if residual is None:
+        return total, qs, None
+    missing = [
+        x - sent[i] / num_replicas if i in places else jnp.zeros_like(x)
+        for i, x in enumerate(leaves)
+    ]
+    kept = packing.pack(missing).astype(bucket.dtype)
+    return total, qs, jnp.where(is_finite, kept, jnp.zeros_like(kept))
+
+
+def _sum_packed(arrays: list[jax.Array], all_reduce: HookAllReduce) -> list[jax.Array]:
+    total = all_reduce(packing.pack(arrays))
+    return packing.unpack(total, [x.shape for x in arrays])
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """In float32 throughout: the power method loses what the factors round away."""
+    dtype = jnp.promote_types(jnp.float32, a.dtype)
+    return jnp.dot(a.astype(dtype), b.astype(dtype), precision=lax.Precision.HIGHEST)
+
+
+def _orthogonalize(matrix: jax.Array, options: _Options) -> jax.Array:
+    """Makes the columns orthonormal, by Gram and Schmidt; those of zeros stay zero."""
+    columns = list(matrix.T)
+    done = []
+    for k in range(len(columns)):
+        norm = jnp.linalg.norm(columns[k]) + options.orthogonalization_epsilon
+        unit = columns[k] / jnp.where(norm == 0, 1, norm)
+        done.append(unit)
+        for j in range(k + 1, len(columns)):
+            columns[j] = columns[j] - (unit @ columns[j]) * unit
+    return jnp.stack(done, axis=1)

@@ -1,0 +1,246 @@
+"""Local training: replicas that train apart, and come together now and then.
+
+Between averages every replica has parameters of its own, so they are a
+`jdp.PerReplica` in the train state, and stepping and averaging are one thing: a pair of
+`init(params) -> state` and `update(grads, state) -> state`, where `state.params.value`
+is what the next gradient is taken at.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jdp import mesh, per_replica, reduction, weights
+from jdp.mesh import World
+from jdp.per_replica import PerReplica
+from jdp.types import AxisName, PyTree
+from jdp.weights import Weighting
+
+
+class LocalUpdate(Protocol):
+    """Takes the step of one replica, and averages when it is time."""
+
+    def __call__(
+        self,
+        grads: PyTree,
+        state: Any,
+        /,
+        *,
+        weight: jax.typing.ArrayLike | None = None,
+    ) -> Any:
+        """Returns the next state.
+
+        Args:
+          grads: this replica's own gradients (`jdp.local_gradients`).
+          state: what `init` made, or the last call returned.
+          weight: how many samples the gradients are of; None: as many as those of the
+            other replicas. A replica without any does not step, and what a replica has
+            seen since the last average is what it counts by in the next.
+        """
+        ...
+
+
+class LocalTraining(NamedTuple):
+    """How replicas train apart; a pair of pure functions."""
+
+    init: Callable[[PyTree], Any]  # (params) -> state; also outside of a step.
+    update: LocalUpdate
+
+
+class LocalSGDState(NamedTuple):
+    """State of `local_sgd`."""
+
+    params: PerReplica  # what this replica has.
+    inner: PerReplica  # state of its optimizer.
+    # Samples, or steps, that it has seen since the last average of each kind, float32
+    # (k,), of k periods.
+    seen: PerReplica
+    step: jax.Array  # int32 (): updates so far.
+
+
+def local_sgd(
+    tx: optax.GradientTransformation,
+    *,
+    period: int | tuple[int, int],
+    warmup_steps: int = 0,
+    axis_name: AxisName = "data",
+    world: World | None = None,
+) -> LocalTraining:
+    """Averages parameters every so many steps, in place of gradients in each.
+
+    In the first `warmup_steps` gradients are averaged: plain data-parallel training.
+    After step k of those that follow, parameters are averaged if k is a multiple of
+    `period` (Stich, 2019; Lin et al., 2020: post-local SGD). The state of the optimizer
+    stays each replica's own.
+
+        local = jdp.local_sgd(optax.sgd(0.1, momentum=0.9), period=8, warmup_steps=500)
+        state = local.init(params)
+
+        @jdp.data_parallel
+        def step(state, batch):
+            loss, grads = jdp.local_gradients(loss_fn)(state.params.value, batch)
+            return local.update(grads, state), {"loss": loss}
+
+    Args:
+      tx: the optimizer of each replica.
+      period: steps between averages. Of a pair of axes also a pair: between averages
+        within a node, and over all, a multiple of the first.
+      warmup_steps: how many steps are plain ones.
+      axis_name: the axis, or a pair of axes (across nodes, within a node).
+      world: the replicas, for `init` outside of a step; None: what `jdp.init` made.
+
+    Returns:
+      The pair; its state is a `LocalSGDState`.
+
+    Raises:
+      ValueError: a period is below 1, a pair goes without a pair of axes, or its second
+        is no multiple of its first; `warmup_steps` is negative.
+    """
+    names = mesh.as_axis_names(axis_name)
+    periods = (period,) if isinstance(period, int) else tuple(period)
+    _check_periods(periods, names, warmup_steps)
+    # Over what is averaged, how often: the widest last.
+    reaches = [names[-1:], names] if len(periods) == 2 else [names]
+
+    def init(params: PyTree) -> Any:
+        def init_here(params: PyTree) -> LocalSGDState:
+            own, inner = begin_apart(tx, params, axis_name)
+            seen = PerReplica(no_samples(len(periods), axis_name))
+            return LocalSGDState(own, inner, seen, jnp.zeros((), jnp.int32))
+
+        return per_replica.init_on_replicas(
+            init_here, params, axis_name=axis_name, world=world
+        )
+
+    def update(
+        grads: PyTree,
+        state: LocalSGDState,
+        /,
+        *,
+        weight: jax.typing.ArrayLike | None = None,
+    ) -> LocalSGDState:
+        amount = find_amount(weight, axis_name)
+        step = state.step + 1
+        later = step - warmup_steps
+
+        def mean_gradients(grads: PyTree) -> PyTree:
+            return _mean_or_keep(grads, names, amount)
+
+        def keep(grads: PyTree) -> PyTree:
+            return grads
+
+        counts = amount
+        if warmup_steps:
+            grads = lax.cond(later > 0, keep, mean_gradients, grads)
+            # The mean is a step for those without data, too.
+            anywhere = lax.psum(amount, names) > 0
+            counts = jnp.where(later > 0, amount, anywhere.astype(jnp.float32))
+        params, inner = step_apart(tx, grads, state.params, state.inner, counts)
+        seen = state.seen.value + amount
+        is_done = jnp.bool_(False)  # by an average over more replicas.
+        for k in reversed(range(len(periods))):
+            is_due = (later > 0) & (later % periods[k] == 0)
+
+            def average(params: PyTree, k: int = k, seen: Any = seen) -> PyTree:
+                return _mean_or_keep(params, reaches[k], seen[k])
+
+            params = lax.cond(is_due & ~is_done, average, keep, params)
+            is_done = is_done | is_due
+            # An average over all is one within each node as well.
+            seen = jnp.where(is_due & (jnp.arange(len(periods)) <= k), 0.0, seen)
+        return LocalSGDState(PerReplica(params), inner, PerReplica(seen), step)
+
+    return LocalTraining(init, update)
+
+
+def begin_apart(
+    tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName
+) -> tuple[PerReplica, PerReplica]:
+    """What a replica begins with, of its own."""
+    own = reduction.cast_varying(jax.tree.map(jnp.asarray, params), axis_name)
+    inner = reduction.cast_varying(jax.tree.map(jnp.asarray, tx.init(own)), axis_name)
+    return PerReplica(own), PerReplica(inner)
+
+
+def no_samples(count: int, axis_name: AxisName) -> jax.Array:
+    """Counters of what a replica has seen: float32 (count,)."""
+    return reduction.cast_varying(jnp.zeros(count, jnp.float32), axis_name)
+
+
+def find_amount(weight: jax.typing.ArrayLike | None, axis_name: AxisName) -> jax.Array:
+    """How much this replica has seen in this step: float32 (), 1 if nobody says."""
+    weighting = weights.resolve(weight, "weight")
+    weights.note(weighting)
+    amount = jnp.ones((), jnp.float32) if weighting is None else weighting.amount
+    return reduction.cast_varying(amount, axis_name)
+
+
+def step_apart(
+    tx: optax.GradientTransformation,
+    grads: PyTree,
+    params: PerReplica,
+    inner: PerReplica,
+    amount: jax.Array,
+) -> tuple[PyTree, PerReplica]:
+    """Takes the step of this replica; none without data, whatever the gradients."""
+    updates, new_inner = tx.update(grads, inner.value, params.value)
+    new_params = optax.apply_updates(params.value, updates)
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return lax.select(jnp.broadcast_to(amount > 0, jnp.shape(old)), new, old)
+
+    return (
+        jax.tree.map(choose, new_params, params.value),
+        PerReplica(jax.tree.map(choose, new_inner, inner.value)),
+    )
+
+
+def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
+    """Averages over replicas in one collective a dtype; zeros where nobody counts.
+
+    Args:
+      tree: of this replica.
+      names: the axes to average over.
+      amount: how much this replica counts, float32 ().
+    """
+    weighting = Weighting(amount, "weight")
+    mean = reduction.average_weighted(tree, names, lambda: weighting)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), mean, tree)
+
+
+def _mean_or_keep(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
+    """The mean, typed as what may differ; the tree itself where nobody counts."""
+    mean = mean_by_amount(tree, names, amount)
+    anyone = lax.psum(amount, names) > 0
+
+    def choose(mean: jax.Array, own: jax.Array) -> jax.Array:
+        flag, mean = reduction.cast_varying((anyone, mean), names)
+        return lax.select(jnp.broadcast_to(flag, own.shape), mean, own)
+
+    return jax.tree.map(choose, mean, tree)
+
+
+def _check_periods(
+    periods: Sequence[int], names: tuple[str, ...], warmup_steps: int
+) -> None:
+    if min(periods) < 1 or len(periods) > 2:
+        raise ValueError(
+            f"`period` must be at least 1, or a pair of such, got {periods}."
+        )
+    if len(periods) == 2 and len(names) != 2:
+        raise ValueError(
+            f"`period={periods}` is for a pair of axes, across nodes and within a "
+            f"node, got `axis_name={names[0]!r}`. Make the mesh with "
+            "`jdp.init(axis_name=('node', 'data'))`."
+        )
+    if periods[-1] % periods[0]:
+        raise ValueError(
+            "The second of `period`, over all, must be a multiple of the first, within "
+            f"a node, got {periods}."
+        )
+    if warmup_steps < 0:
+        raise ValueError(f"`warmup_steps` must be at least 0, got {warmup_steps}.")

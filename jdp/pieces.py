@@ -1,0 +1,464 @@
+"""Pieces: a program of whole arrays, run on the part of them that a replica has.
+
+Each array is flat, cut into as many equal pieces as there are replicas, and piece i is
+on replica i. What works element by element is run on the pieces. A sum, a maximum or a
+minimum of all elements becomes one of what the replicas found. For anything else the
+pieces are gathered, and every replica runs it on the whole: the numbers are those of
+the whole program in any case.
+
+Equations are run in waves: all that need nothing from other replicas, then one
+collective for all that the next wave needs of them.
+"""
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import compat, mesh
+from jdp.collectives import base, xla
+from jdp.collectives.base import Halves
+from jdp.types import AxisName, PyTree
+
+_logger = logging.getLogger("jdp")
+
+# Those of `jax.lax` that work element by element, and that optimizers are made of.
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type "
+    "cbrt ceil clamp complex conj convert_element_type copy copy_p cos cosh digamma "
+    "div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le "
+    "lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count "
+    "pow real reduce_precision rem round rsqrt select_n shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh "
+    "xor stop_gradient".split()
+)
+# What changes the shape, but not the order of the elements.
+_RESHAPES = frozenset(
+    {"reshape", "squeeze", "expand_dims", "reshard", "sharding_constraint"}
+)
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+class Piece(NamedTuple):
+    """What a replica has of an array."""
+
+    data: jax.Array  # shape (ceil(size / num_replicas),).
+    shape: tuple[int, ...]  # of the whole.
+
+
+class _Partial(NamedTuple):
+    """What has been found of this replica's pieces, to be combined with the others'."""
+
+    data: jax.Array
+    op: str  # "sum", "max" or "min".
+    dtype: Any = None  # of the result, where it is bool.
+
+
+class Layout(NamedTuple):
+    """The replicas that have the pieces, as one of them sees them."""
+
+    axis_name: AxisName
+    num_replicas: int
+    rank: jax.Array  # int32 ().
+
+    def cut(self, x: jax.Array) -> Piece:
+        """Returns this replica's piece of an array."""
+        rows = self.rows(x)
+        row = lax.dynamic_index_in_dim(rows, self.rank, keepdims=False)
+        return Piece(row, x.shape)
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Cuts an array into the pieces of all replicas: shape (num_replicas, k)."""
+        return base.pad(jnp.ravel(x), self.num_replicas).reshape(self.num_replicas, -1)
+
+    def width(self, shape: Sequence[int]) -> int:
+        """Elements of a piece of an array."""
+        return -(-math.prod(shape) // self.num_replicas)
+
+    def mask(self, piece: Piece, fill: Any) -> jax.Array:
+        """Returns the data of a piece with `fill` where the whole has ended."""
+        size = math.prod(piece.shape)
+        if size % self.num_replicas == 0:
+            return piece.data
+        position = self.rank * piece.data.size + jnp.arange(piece.data.size)
+        return jnp.where(
+            position < size, piece.data, jnp.asarray(fill, piece.data.dtype)
+        )
+
+
+def find_layout(axis_name: AxisName) -> Layout:
+    """Returns the replicas of an axis, while tracing."""
+    group = base.find_group(axis_name)
+    return Layout(axis_name, group.size, group.rank)
+
+
+def restore(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Puts the pieces of all replicas, shape (num_replicas, k), together."""
+    return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def run(
+    fn: Callable[..., PyTree], args: PyTree, avals: PyTree, layout: Layout
+) -> PyTree:
+    """Runs `fn(*args)`, of which some leaves are pieces.
+
+    Args:
+      fn: a function of whole arrays.
+      args: its arguments; a leaf is a `Piece`, or an array that is the same on all.
+      avals: the same of the whole arrays.
+      layout: who has the pieces.
+
+    Returns:
+      What `fn` returns; a leaf is a `Piece`, or an array that is the same on all.
+    """
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    values = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Piece))
+    out = _Evaluation(layout).run(closed, values)
+    return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+
+class _Equation(NamedTuple):
+    eqn: Any  # of the jaxpr that it comes from.
+    inputs: list[Any]  # literals, or keys of the environment.
+    outputs: list[Any]
+
+
+class _Evaluation:
+    """One run of a program."""
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._known: dict[Any, Any] = {}  # by key.
+        self._equations: list[_Equation] = []
+
+    def run(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        """Returns the results: pieces or arrays."""
+        keys = [("argument", i) for i in range(len(args))]
+        self._known.update(zip(keys, args, strict=True))
+        outputs = self._inline(closed.jaxpr, closed.consts, keys)
+        waiting = self._equations
+        while waiting:
+            waiting = self._wave(waiting)
+        self._combine([key for key in outputs if not _is_literal(key)])
+        return [self._read(key) for key in outputs]
+
+    def _inline(self, jaxpr: Any, consts: Sequence[Any], args: list[Any]) -> list[Any]:
+        """Lists the equations of a jaxpr; returns the keys of its results."""
+        scope = object()
+        names: dict[Any, Any] = {}
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            names[var] = (scope, var)
+            self._known[names[var]] = const
+        names.update(zip(jaxpr.invars, args, strict=True))
+
+        def key(atom: Any) -> Any:
+            return atom if _is_literal(atom) else names[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [key(atom) for atom in eqn.invars]
+            inner = _INLINED.get(eqn.primitive.name)
+            if inner is not None and inner in eqn.params:
+                called = eqn.params[inner]
+                found = self._inline(
+                    getattr(called, "jaxpr", called),
+                    getattr(called, "consts", ()),
+                    inputs,
+                )
+                names.update(zip(eqn.outvars, found, strict=True))
+                continue
+            for var in eqn.outvars:
+                names[var] = (scope, var)
+            outputs = [names[var] for var in eqn.outvars]
+            self._equations.append(_Equation(eqn, inputs, outputs))
+        return [key(atom) for atom in jaxpr.outvars]
+
+    def _read(self, key: Any) -> Any:
+        return jnp.asarray(key.val) if _is_literal(key) else self._known[key]
+
+    def _wave(self, waiting: list[_Equation]) -> list[_Equation]:
+        """Runs what can be run here; returns the rest, for which others were asked."""
+        left, wanted, whole = [], [], []
+        for equation in waiting:
+            if any(
+                not _is_literal(k) and k not in self._known for k in equation.inputs
+            ):
+                left.append(equation)
+                continue
+            values = [self._read(key) for key in equation.inputs]
+            found = self._local(equation.eqn, values)
+            if found is not None:
+                self._known.update(zip(equation.outputs, found, strict=True))
+                continue
+            left.append(equation)
+            for key, value in zip(equation.inputs, values, strict=True):
+                if isinstance(value, _Partial):
+                    wanted.append(key)
+                elif isinstance(value, Piece) and not any(
+                    isinstance(v, _Partial) for v in values
+                ):
+                    whole.append((key, equation.eqn))
+        self._combine(wanted)
+        self._gather(whole)
+        return left
+
+    def _local(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        """Runs an equation; returns None if it wants something of other replicas."""
+        name = eqn.primitive.name
+        if any(isinstance(x, _Partial) for x in values):
+            return self._linear(name, eqn, values)
+        if not any(isinstance(x, Piece) for x in values):
+            return compat.bind_equation(eqn, values)
+        if name == "cond":
+            return self._cond(eqn, values)
+        if name in _ELEMENTWISE:
+            return self._elementwise(eqn, values)
+        if name in _RESHAPES:
+            (piece,) = values
+            return [Piece(piece.data, eqn.outvars[0].aval.shape)]
+        return self._reduction(name, eqn, values)
+
+    def _linear(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
+        """Sums of partial sums are partial sums, and so are multiples of one."""
+        are_partial = [isinstance(x, _Partial) for x in values]
+        partials = [x for x in values if isinstance(x, _Partial)]
+        if any(isinstance(x, Piece) for x in values) or any(
+            x.op != "sum" for x in partials
+        ):
+            return None
+        if name in ("add", "add_any", "sub", "neg", *_RESHAPES):
+            # What is whole is added on one replica.
+            is_first = self._layout.rank == 0
+            operands = [
+                x.data if is_partial else jnp.where(is_first, x, jnp.zeros_like(x))
+                for x, is_partial in zip(values, are_partial, strict=True)
+            ]
+        elif (name == "mul" and len(partials) == 1) or (
+            name == "div" and are_partial == [True, False]
+        ):
+            operands = [x.data if isinstance(x, _Partial) else x for x in values]
+        else:
+            return None
+        operands = [base.cast_varying(x, self._layout.axis_name) for x in operands]
+        (out,) = compat.bind_equation(eqn, operands)
+        return [_Partial(out, "sum")]
+
+    def _elementwise(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        shape = next(x.shape for x in values if isinstance(x, Piece))
+        if any(x.shape not in (shape, ()) for x in values):
+            return None  # Dimensions of length 1 stand for all of another array's.
+        operands = []
+        for x in values:
+            if isinstance(x, Piece):
+                operands.append(x.data)
+            elif x.shape == shape and shape:
+                operands.append(self._layout.cut(x).data)
+            else:  # A scalar, or a scalar beside pieces of a scalar.
+                operands.append(x)
+        width = self._layout.width(shape)
+        if eqn.primitive.name not in ("clamp", "select_n"):
+            operands = [jnp.broadcast_to(x, (width,)) for x in operands]
+        elif eqn.primitive.name == "select_n":  # Its predicate may be a scalar.
+            operands = [
+                x if i == 0 and x.ndim == 0 else jnp.broadcast_to(x, (width,))
+                for i, x in enumerate(operands)
+            ]
+        else:
+            low, x, high = operands
+            operands = [low, jnp.broadcast_to(x, (width,)), high]
+        operands = [base.cast_varying(x, self._layout.axis_name) for x in operands]
+        return [Piece(out, shape) for out in compat.bind_equation(eqn, operands)]
+
+    def _reduction(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
+        """Reduces all elements of pieces, so that only the others' part is missing."""
+        if name in ("reduce_and", "reduce_or") and values[0].data.dtype == jnp.bool_:
+            found = self._reduction(
+                {"reduce_and": "reduce_min", "reduce_or": "reduce_max"}[name],
+                eqn,
+                [Piece(values[0].data.astype(jnp.int32), values[0].shape)],
+            )
+            return found and [found[0]._replace(dtype=jnp.bool_)]
+        if name in ("reduce_sum", "reduce_max", "reduce_min"):
+            (piece,) = values
+            left = [d for i, d in enumerate(piece.shape) if i not in eqn.params["axes"]]
+            if math.prod(left) != 1:
+                return None
+            op = name.removeprefix("reduce_")
+            if op == "sum":
+                found = self._layout.mask(piece, 0).sum(dtype=piece.data.dtype)
+            else:
+                limits = _limits(piece.data.dtype)
+                fill = limits[0] if op == "max" else limits[1]
+                data = self._layout.mask(piece, fill)
+                found = data.max() if op == "max" else data.min()
+            return [_Partial(found.reshape(left), op)]
+        if name == "dot_general":
+            a, b = values
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            is_whole = isinstance(a, Piece) and isinstance(b, Piece)
+            if is_whole and a.shape == b.shape and len(contracted) == len(a.shape):
+                (_, others), _ = eqn.params["dimension_numbers"]
+                if tuple(contracted) == tuple(others):
+                    dtype = eqn.outvars[0].aval.dtype
+                    products = Piece(a.data.astype(dtype) * b.data, a.shape)
+                    return [_Partial(self._layout.mask(products, 0).sum(), "sum")]
+        return None
+
+    def _cond(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        """A branch that all replicas take alike."""
+        index, *operands = values
+        if isinstance(index, Piece):
+            return None
+        shapes = [x.shape if isinstance(x, Piece) else None for x in operands]
+        arrays = [x.data if isinstance(x, Piece) else x for x in operands]
+        # A result is in pieces where it is so on either branch.
+        kinds: list[list[bool]] = []
+
+        def take(branch: Any, split: list[bool] | None, *arrays: Any) -> list[Any]:
+            given = [
+                x if shape is None else Piece(x, shape)
+                for x, shape in zip(arrays, shapes, strict=True)
+            ]
+            out = _Evaluation(self._layout).run(branch, given)
+            kinds.append([isinstance(x, Piece) for x in out])
+            if split is None:
+                return [x.data if isinstance(x, Piece) else x for x in out]
+            return [
+                x.data
+                if isinstance(x, Piece)
+                else self._layout.cut(x).data
+                if is_split
+                else x
+                for x, is_split in zip(out, split, strict=True)
+            ]
+
+        branches = eqn.params["branches"]
+        for branch in branches:
+            jax.eval_shape(functools.partial(take, branch, None), *arrays)
+        split = [any(column) for column in zip(*kinds, strict=True)]
+        names = sorted(mesh.tracked_axes(self._layout.axis_name))
+
+        def run(branch: Any) -> Callable[..., list[Any]]:
+            def body(*arrays: Any) -> list[Any]:
+                out = take(branch, split, *arrays)
+                return [
+                    compat.cast_varying(x, names) if s else x
+                    for x, s in zip(out, split, strict=True)
+                ]
+
+            return body
+
+        out = lax.switch(index.astype(jnp.int32), [run(b) for b in branches], *arrays)
+        return [
+            Piece(x, var.aval.shape) if is_split else x
+            for x, is_split, var in zip(out, split, eqn.outvars, strict=True)
+        ]
+
+    def _combine(self, keys: Sequence[Any]) -> None:
+        """Combines what replicas have found, in a collective an operation and dtype."""
+        groups: dict[Any, list[Any]] = {}
+        for key in dict.fromkeys(keys):
+            value = self._known[key]
+            if isinstance(value, _Partial):
+                groups.setdefault((value.op, value.data.dtype), []).append(key)
+        reductions = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+        for (op, _), members in groups.items():
+            partials = [self._known[key].data for key in members]
+            stacked = jnp.stack([x.reshape(()) for x in partials])
+            stacked = base.cast_varying(stacked, self._layout.axis_name)
+            total = reductions[op](stacked, self._layout.axis_name)
+            for key, x, found in zip(members, partials, total, strict=True):
+                dtype = self._known[key].dtype
+                found = found if dtype is None else found.astype(dtype)
+                self._known[key] = found.reshape(x.shape)
+
+    def _gather(self, wanted: Sequence[tuple[Any, Any]]) -> None:
+        """Puts pieces together on all replicas, in a collective a dtype."""
+        groups: dict[Any, list[Any]] = {}
+        for key, eqn in wanted:
+            value = self._known[key]
+            if isinstance(value, Piece) and key not in groups.get(value.data.dtype, ()):
+                _logger.debug(
+                    "Gathering an array of shape %s for `%s`.",
+                    value.shape,
+                    eqn.primitive.name,
+                )
+                groups.setdefault(value.data.dtype, []).append(key)
+        for members in groups.values():
+            pieces = [self._known[key] for key in members]
+            wholes = gather(pieces, self._layout, xla.PSUM)
+            self._known.update(zip(members, wholes, strict=True))
+
+
+def scatter(
+    rows: Sequence[jax.Array], layout: Layout, halves: Halves
+) -> list[jax.Array]:
+    """Averages the rows of all replicas, of which each gets its own.
+
+    Args:
+      rows: of one dtype, shape (num_replicas, k) each; see `Layout.rows`.
+      layout: who gets which.
+      halves: of the all-reduce that does it.
+
+    Returns:
+      Shape (k,) each.
+    """
+    axis_name = layout.axis_name
+    if halves.scatter_rows is not None and layout.num_replicas > 1:
+        return halves.scatter_rows(rows, axis_name, op="mean")
+    packed = jnp.concatenate(rows, axis=1).reshape(-1)
+    part = halves.reduce_scatter(packed, axis_name, op="mean")
+    return _cut_up(part, [row.shape[1] for row in rows])
+
+
+def gather(pieces: Sequence[Piece], layout: Layout, halves: Halves) -> list[jax.Array]:
+    """Puts pieces of one dtype together on all replicas, in one collective."""
+    axis_name = layout.axis_name
+    if pieces[0].data.dtype == jnp.bool_:
+        as_bytes = [p._replace(data=p.data.astype(jnp.uint8)) for p in pieces]
+        return [x.astype(jnp.bool_) for x in gather(as_bytes, layout, halves)]
+    parts = [base.cast_varying(piece.data, axis_name) for piece in pieces]
+    if halves.gather_rows is not None and layout.num_replicas > 1:
+        rows = halves.gather_rows(parts, axis_name)
+    else:
+        whole = halves.all_gather(jnp.concatenate(parts), axis_name)
+        whole = whole.reshape(layout.num_replicas, -1)
+        rows = _cut_up(whole, [part.size for part in parts])
+    return [restore(x, p.shape) for x, p in zip(rows, pieces, strict=True)]
+
+
+def _cut_up(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
+    """Cuts the last dimension."""
+    ends = list(itertools.accumulate(widths))
+    return [
+        lax.slice_in_dim(x, end - width, end, axis=-1)
+        for width, end in zip(widths, ends, strict=True)
+    ]
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
+
+
+def _limits(dtype: Any) -> tuple[Any, Any]:
+    """The least and the largest value of a dtype."""
+    if dtype == jnp.bool_:
+        return False, True
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return info.min, info.max
+    return -jnp.inf, jnp.inf

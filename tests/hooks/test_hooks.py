@@ -1,0 +1,382 @@
+"""Every hook: one table of what they share, and the bound that each one states."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jdp
+from jdp import hooks
+from jdp.hooks import base
+from jdp.hooks.state import avals_of
+from tests import harness
+from tests.transforms import AXIS, COMPILED_FAST
+
+SHAPES = {"w": (24, 16), "conv": (3, 3, 4, 8), "b": (16,), "scale": ()}
+HOOKS = {
+    "none": hooks.none(),
+    "cast to bfloat16": hooks.cast(jnp.bfloat16),
+    "cast to float16": hooks.cast("float16"),
+    "int8": hooks.int8(),
+    "int8 in small chunks": hooks.int8(chunk_size=7),
+    "top_k": hooks.top_k(0.1),
+    "power_sgd": hooks.power_sgd(2),
+    "power_sgd without extras": hooks.power_sgd(
+        1, warm_start=False, error_feedback=False
+    ),
+    "power_sgd that begins later": hooks.power_sgd(2, start_step=1),
+    "power_sgd in bfloat16": hooks.chain(
+        hooks.power_sgd(2, start_step=1), hooks.cast(jnp.bfloat16)
+    ),
+    "float16 in power_sgd": hooks.chain(hooks.cast("float16"), hooks.power_sgd(2)),
+    "three": hooks.chain(
+        hooks.power_sgd(2), hooks.cast(jnp.bfloat16), hooks.top_k(0.5)
+    ),
+}
+transforms_and_sizes = pytest.mark.parametrize(
+    ("run", "n"),
+    [(run, 3) for run in COMPILED_FAST.values()]
+    + [(COMPILED_FAST["shard_map"], n) for n in (1, 8)],
+    ids=[*COMPILED_FAST, "1", "8"],
+)
+every_hook = pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+
+
+def _grads(n, seed=0, dtype=np.float32):
+    """Gradients of n replicas, (n, ...) each; of equal size, so that all count."""
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=(n, *s)).astype(dtype) for k, s in SHAPES.items()}
+
+
+def _plan(dtype=np.float32):
+    tree = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in SHAPES.items()}
+    return jdp.plan_buckets(tree, first_bucket_bytes=100)
+
+
+def _sums(grads):
+    plan = _plan(jax.tree.leaves(grads)[0].dtype)
+    totals = jax.tree.map(lambda x: x.astype(np.float64).sum(0), grads)
+    leaves = jax.tree.leaves(totals)
+    return [
+        np.concatenate([leaves[i].ravel() for i in bucket]) for bucket in plan.buckets
+    ]
+
+
+def _run_steps(run, hook, n, grads, num_steps=2):
+    """Sums the same gradients several times; returns by step the sums of every
+    replica, shape (n, size) each, and their residuals."""
+    plan = _plan(jax.tree.leaves(grads)[0].dtype)
+
+    def all_of(x):
+        return lax.psum(jnp.zeros((n, *x.shape), x.dtype).at[place()].set(x), AXIS)
+
+    def place():
+        return lax.axis_index(AXIS)
+
+    def fn(_, own):
+        state = hooks.init_state(hook, own, plan=plan)
+        wire = base.Wire(AXIS, None)
+        found = []
+        for _ in range(num_steps):
+            sums, state = hook.apply(jdp.flatten_buckets(plan, own), state, wire)
+            residuals = getattr(state, "residuals", None)
+            kept = [] if residuals is None else residuals.value
+            found.append(jax.tree.map(all_of, (sums, kept)))
+        return found
+
+    return run(fn, n, 0.0, grads)
+
+
+def _on_all(fn):
+    return harness.jit_fast(jax.vmap(fn, axis_name=AXIS))
+
+
+def _norm(x):
+    return np.linalg.norm(np.asarray(x, np.float64))
+
+
+@every_hook
+@transforms_and_sizes
+def test_all_replicas_get_the_same_sum_in_shape_and_dtype(run, n, hook):
+    found = _run_steps(run, hook, n, _grads(n))
+    for sums, _ in found:
+        for total, aval in zip(sums, _plan().bucket_avals(), strict=True):
+            assert total.shape == (n, *aval.shape) and total.dtype == aval.dtype
+            np.testing.assert_array_equal(total, np.broadcast_to(total[0], total.shape))
+            assert np.isfinite(total).all()
+
+
+@transforms_and_sizes
+def test_none_is_the_sum(run, n):
+    grads = _grads(n)
+    ((sums, _),) = _run_steps(run, hooks.none(), n, grads, num_steps=1)
+    for total, expected in zip(sums, _sums(grads), strict=True):
+        np.testing.assert_allclose(total[0], expected, rtol=0, atol=n * 2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@transforms_and_sizes
+def test_the_error_of_cast_is_within_its_bound(run, n, dtype):
+    grads = _grads(n)
+    ((sums, _),) = _run_steps(run, hooks.cast(dtype), n, grads, num_steps=1)
+    magnitudes = _sums(jax.tree.map(np.abs, grads))
+    unit = float(jnp.finfo(dtype).eps) / 2
+    for total, expected, magnitude in zip(sums, _sums(grads), magnitudes, strict=True):
+        bound = 1.01 * unit * (magnitude + np.abs(expected)) + 1e-7
+        assert (np.abs(total[0] - expected) <= bound).all()
+        assert (np.abs(total[0] - expected) > 0).any()  # it was rounded at all.
+
+
+@pytest.mark.parametrize("chunk_size", [5, 256])
+@transforms_and_sizes
+def test_the_error_of_int8_is_within_its_bound(run, chunk_size, n):
+    grads = _grads(n)
+    hook = hooks.int8(chunk_size=chunk_size)
+    ((sums, _),) = _run_steps(run, hook, n, grads, num_steps=1)
+    peak = max(np.abs(x).max() for x in grads.values())
+    for total, expected in zip(sums, _sums(grads), strict=True):
+        # No chunk has a larger scale than the largest element gives.
+        bound = 0.5 * n * peak / 127 + 0.5 * np.abs(total).max() / 127 + 1e-5
+        assert np.abs(total[0] - expected).max() <= bound
+
+
+def test_a_chunk_of_int8_has_a_scale_of_its_own():
+    x = np.concatenate([np.full(4, 1e-3), np.full(4, 1e3)]).astype(np.float32)
+
+    def fn(x):
+        return hooks.int8(chunk_size=4).apply([x], (), base.Wire(AXIS, None))[0][0]
+
+    total = _on_all(fn)(np.stack([x, x]))
+    np.testing.assert_allclose(total[0], 2 * x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_arrives_as_nan_in_its_chunk(bad):
+    x = np.ones((4, 16), np.float32)
+    x[2, 5] = bad
+
+    def fn(x):
+        return hooks.int8(chunk_size=4).apply([x], (), base.Wire(AXIS, None))[0][0]
+
+    total = np.asarray(_on_all(fn)(x))
+    assert np.isnan(total[:, 4:8]).all()
+    np.testing.assert_allclose(np.delete(total, range(4, 8), axis=1), 4.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["top_k", "power_sgd"])
+@transforms_and_sizes
+def test_what_is_not_sent_is_kept_for_the_next_step(run, n, name):
+    grads = _grads(n)
+    found = _run_steps(run, HOOKS[name], n, grads)
+    for k, expected in enumerate(_sums(grads)):
+        sent = sum(np.asarray(sums[k][0], np.float64) for sums, _ in found)
+        residuals = np.asarray(found[-1][1][k], np.float64)
+        left = residuals.sum(0) if residuals.size else 0.0
+        # Of all that was given, what is not sent is what is left.
+        np.testing.assert_allclose(sent + left, 2 * expected, rtol=0, atol=2e-5 * n)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+def test_top_k_leaves_no_more_than_its_share_of_the_squared_norm(fraction):
+    x = np.random.default_rng(0).normal(size=(1, 1000)).astype(np.float32)
+
+    def fn(x):
+        hook = hooks.top_k(fraction)
+        state = hook.init([jdp.buckets.BucketAval([(1000,)], np.dtype("float32"))])
+        (total,), state = hook.apply([x], state, base.Wire(AXIS, None))
+        return total, state.residuals.value[0]
+
+    total, residual = _on_all(fn)(x)
+    num_sent = math.ceil(fraction * 1000)
+    assert np.count_nonzero(total) == num_sent
+    assert np.abs(total[total != 0]).min() >= np.abs(residual).max()
+    np.testing.assert_array_equal(total + residual, x)
+    assert _norm(residual) ** 2 <= (1 - num_sent / 1000) * _norm(x) ** 2
+
+
+@transforms_and_sizes
+def test_power_sgd_is_exact_for_a_mean_of_its_rank(run, n):
+    rng = np.random.default_rng(0)
+    grads = _grads(n)
+    # Sums of rank 2, though each replica's matrix has full rank.
+    noise = rng.normal(size=(n, 24, 16))
+    noise -= noise.mean(0)
+    low = rng.normal(size=(24, 2)) @ rng.normal(size=(2, 16))
+    grads["w"] = (noise + low).astype(np.float32)
+    found = _run_steps(run, hooks.power_sgd(2, error_feedback=False), n, grads, 2)
+    leaves = jdp.unflatten_buckets(_plan(), [x[0] for x in found[-1][0]])
+    np.testing.assert_allclose(leaves["w"], n * low, rtol=0, atol=2e-5 * n)
+    np.testing.assert_allclose(leaves["b"], grads["b"].sum(0), rtol=0, atol=2e-6 * n)
+
+
+def test_power_sgd_converges_to_the_best_approximation_of_its_rank():
+    x = np.random.default_rng(0).normal(size=(1, 24, 16)).astype(np.float32)
+    x = x * np.geomspace(1, 1e-3, 16, dtype=np.float32)  # a spectrum with gaps.
+    aval = jdp.buckets.BucketAval([(24, 16)], np.dtype("float32"))
+    hook = hooks.power_sgd(3, error_feedback=False)
+
+    def fn(x):
+        state = hook.init([aval])
+        for _ in range(20):
+            (total,), state = hook.apply([x.ravel()], state, base.Wire(AXIS, None))
+        return total
+
+    total = np.asarray(_on_all(fn)(x))[0].reshape(24, 16)
+    singular = np.linalg.svd(x[0], compute_uv=False)
+    assert _norm(x[0] - total) <= 1.001 * _norm(singular[3:])
+
+
+def test_a_bucket_that_cannot_be_compressed_travels_as_it_is():
+    # 2 x 3 by rank 2 would be larger than it is; so would a vector.
+    avals = [
+        jdp.buckets.BucketAval([(2, 3), (7,)], np.dtype("float32")),
+        jdp.buckets.BucketAval([(8, 8)], np.dtype("complex64")),
+        jdp.buckets.BucketAval([(0, 8)], np.dtype("float32")),
+    ]
+    hook = hooks.power_sgd(2)
+    xs = [np.arange(2 * a.size, dtype=a.dtype).reshape(2, -1) for a in avals]
+
+    def fn(*xs):
+        return hook.apply(list(xs), hook.init(avals), base.Wire(AXIS, None))[0]
+
+    for total, x in zip(_on_all(fn)(*xs), xs, strict=True):
+        np.testing.assert_array_equal(total[0], x.sum(0))
+    meter = base.measure(hook, avals, 2)
+    assert meter.num_bytes == sum(a.size * a.dtype.itemsize for a in avals)
+
+
+@pytest.mark.parametrize("name", ["power_sgd", "float16 in power_sgd"])
+def test_a_step_that_is_not_finite_does_not_stay_in_the_state(name):
+    hook, n = HOOKS[name], 2
+    good, bad = _grads(n), _grads(n)
+    bad["w"][1, 3, 3] = np.nan
+    plan = _plan()
+
+    def fn(good, bad):
+        state, wire = hook.init(plan.bucket_avals()), base.Wire(AXIS, None)
+        first, state = hook.apply(jdp.flatten_buckets(plan, bad), state, wire)
+        for _ in range(2):
+            last, state = hook.apply(jdp.flatten_buckets(plan, good), state, wire)
+        return first, last, state
+
+    first, last, state = _on_all(fn)(good, bad)
+    assert np.isnan(jdp.unflatten_buckets(plan, [x[0] for x in first])["w"]).all()
+    for x in jax.tree.leaves((last, state)):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            assert np.isfinite(x).all()
+
+
+def test_plain_steps_come_before_the_start_step():
+    grads = _grads(2)
+    found = _run_steps(
+        COMPILED_FAST["vmap"], hooks.power_sgd(1, start_step=2), 2, grads, 3
+    )
+    for step, (sums, _) in enumerate(found):
+        error = sum(_norm(x[0] - y) for x, y in zip(sums, _sums(grads), strict=True))
+        assert (error < 1e-4) == (step < 2), step
+
+
+def test_without_warm_start_other_factors_are_drawn_at_each_step():
+    grads = _grads(2)
+    hook = hooks.power_sgd(1, warm_start=False, error_feedback=False)
+    (first, _), (second, _) = _run_steps(COMPILED_FAST["vmap"], hook, 2, grads, 2)
+    assert any((a != b).any() for a, b in zip(first, second, strict=True))
+    again = _run_steps(COMPILED_FAST["vmap"], hook, 2, grads, 1)[0][0]
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    other = hooks.power_sgd(1, warm_start=False, error_feedback=False, seed=1)
+    assert any(
+        (a != b).any()
+        for a, b in zip(
+            first,
+            _run_steps(COMPILED_FAST["vmap"], other, 2, grads, 1)[0][0],
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        (hooks.none(), 1.0),
+        (hooks.cast(jnp.bfloat16), 0.5),
+        (hooks.cast("float16"), 0.5),
+        (hooks.cast("float64"), 1.0),  # not narrower.
+        (hooks.int8(), (1 + 4 / 256) / 4),
+        (hooks.power_sgd(4), None),
+        (hooks.chain(hooks.cast("float16"), hooks.cast("float16")), 0.5),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+@pytest.mark.parametrize("n", [2, 8])
+def test_bytes_on_the_wire_of_a_deep_model(hook, expected, n):
+    layer = {"w": (256, 256), "b": (256,), "scale": (256,)}
+    tree = {k: [jax.ShapeDtypeStruct(s, np.float32)] * 48 for k, s in layer.items()}
+    plan = jdp.plan_buckets(tree)
+    found = base.measure(hook, avals_of(plan), n).num_bytes
+    ratio = found / (2 * (n - 1) / n * plan.num_bytes)
+    if expected is None:  # (a + b) * r of a * b, and vectors as they are.
+        expected = (512 * 4 + 512) / (256 * 256 + 512)
+        assert ratio <= 0.06
+    assert ratio == pytest.approx(expected, rel=1e-3)
+
+
+def test_top_k_sends_a_position_with_each_element():
+    aval = jdp.buckets.BucketAval([(1000,)], np.dtype("float32"))
+    for n in (2, 4):
+        found = base.measure(hooks.top_k(0.05), [aval], n).num_bytes
+        assert found == (n - 1) * 50 * (4 + 4)
+
+
+def test_sixteen_bit_gradients_are_summed_in_float32():
+    # 2048 ones in bfloat16 would end at 256.
+    x = np.ones((512, 4), jnp.bfloat16)
+
+    def fn(x):
+        return hooks.none().apply([x], (), base.Wire(AXIS, None))[0][0]
+
+    total = _on_all(fn)(x)
+    assert total.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(total.astype(np.float32), 512.0)
+
+
+def test_all_reduces_of_the_collectives_sum_what_hooks_send():
+    grads, plan = _grads(4), _plan()
+    for all_reduce in (
+        jdp.collectives.ring_all_reduce,
+        jdp.collectives.halving_doubling_all_reduce,
+    ):
+
+        def fn(own, all_reduce=all_reduce):
+            wire = base.Wire(AXIS, all_reduce)
+            return hooks.none().apply(jdp.flatten_buckets(plan, own), (), wire)[0]
+
+        sums = _on_all(fn)(grads)
+        for total, expected in zip(sums, _sums(grads), strict=True):
+            np.testing.assert_allclose(total[0], expected, rtol=0, atol=8e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: hooks.top_k(0), ValueError, "`fraction` must be above 0"),
+        (lambda: hooks.top_k(1.5), ValueError, "at most 1, got 1.5"),
+        (lambda: hooks.power_sgd(0), ValueError, "`rank` must be at least 1"),
+        (lambda: hooks.power_sgd(1, start_step=-1), ValueError, "`start_step`"),
+        (lambda: hooks.int8(chunk_size=0), ValueError, "`chunk_size`"),
+        (lambda: hooks.cast("int8"), TypeError, "`dtype` must be a floating dtype"),
+        (lambda: hooks.chain(), ValueError, "`chain` needs at least one hook"),
+    ],
+)
+def test_options_out_of_range_are_named(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
+
+
+@pytest.mark.parametrize("first", [hooks.int8(), hooks.top_k(0.5)])
+def test_what_does_not_sum_belongs_at_the_end_of_a_chain(first):
+    hook = hooks.chain(first, hooks.cast(jnp.bfloat16))
+    with pytest.raises(ValueError, match="Put `int8` or `top_k` at the end"):
+        hook.init(_plan().bucket_avals())

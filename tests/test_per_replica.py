@@ -1,0 +1,143 @@
+"""What every replica has for itself, in a state that is replicated otherwise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jdp
+from jdp import per_replica
+from jdp.per_replica import PerReplica
+from tests import harness
+
+
+def _state(n):
+    keys = jax.random.split(jax.random.key(0), n)
+    own = {"x": np.arange(3.0 * n, dtype=np.float32).reshape(n, 3), "key": keys}
+    return {"shared": np.float32(1), "own": PerReplica(own)}
+
+
+def _count(state, batch):
+    own = state["own"].value
+    assert own["x"].shape == (3,) and own["key"].shape == ()
+    new = {"x": own["x"] + batch.sum(), "key": jax.random.split(own["key"])[0]}
+    return {"shared": state["shared"] + 1, "own": PerReplica(new)}, {}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("donate_state", [True, False])
+def test_each_replica_has_its_own_from_step_to_step(n, donate_state):
+    world = harness.local_world(n)
+    step = jdp.data_parallel(_count, world=world, donate_state=donate_state)
+    state, expected = _state(n), _state(n)["own"].value["x"]
+    for _ in range(3):
+        batch = np.arange(2 * n, dtype=np.float32)
+        state, _ = step(state, batch)
+        expected = expected + batch.reshape(n, 2).sum(1, keepdims=True)
+    np.testing.assert_array_equal(state["own"].value["x"], expected)
+    assert float(state["shared"]) == 4.0
+    x = state["own"].value["x"]
+    assert all(s.data.shape == (1, 3) for s in x.addressable_shards)
+    if n > 1:
+        assert x.sharding == world.split
+        keys = jax.random.key_data(state["own"].value["key"])
+        assert len({tuple(k) for k in keys.tolist()}) == n
+
+
+def test_what_was_placed_is_not_copied_again():
+    world = harness.local_world(2)
+    placed = jdp.replicate(world, _state(2))
+    again = jdp.replicate(world, placed)
+    for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(again), strict=True):
+        assert a is b
+
+
+def test_a_pair_of_axes():
+    world = harness.local_world(4, ("node", "data"), num_nodes=2)
+    step = jdp.data_parallel(_count, world=world)
+    state, _ = step(_state(4), np.arange(4, dtype=np.float32))
+    expected = np.arange(12).reshape(4, 3) + np.arange(4)[:, None]
+    np.testing.assert_array_equal(state["own"].value["x"], expected)
+
+
+def test_rows_that_are_not_one_for_each_replica_are_named():
+    step = jdp.data_parallel(_count, world=harness.local_world(4))
+    message = r"`\['own'\].value\['key'\]` is of a `jdp.PerReplica`.* must be 4"
+    with pytest.raises(ValueError, match=message):
+        step(_state(2), np.zeros(4, np.float32))
+
+
+def test_what_is_not_held_in_one_must_still_be_the_same():
+    def step(state, batch):
+        return {**state, "shared": batch.sum()}, {}
+
+    with pytest.raises(ValueError, match=r"`\['shared'\]` may differ .*PerReplica"):
+        jdp.data_parallel(step, world=harness.local_world(2))(
+            _state(2), np.zeros(2, np.float32)
+        )
+
+
+def test_it_may_appear_in_a_step_and_be_gone_after_another():
+    world = harness.local_world(2)
+
+    @jdp.data_parallel(world=world)
+    def begin(state, batch):
+        return {"own": PerReplica(batch.sum()), "shared": state}, {}
+
+    @jdp.data_parallel(world=world)
+    def end(state, batch):
+        return lax.psum(state["own"].value, "data") + state["shared"], {}
+
+    batch = np.array([1, 2], np.float32)
+    state, _ = begin(np.float32(10), batch)
+    np.testing.assert_array_equal(state["own"].value, batch)
+    assert float(end(state, batch)[0]) == 13.0
+
+
+def test_init_on_replicas_runs_on_each():
+    def init(x):
+        rank = lax.axis_index("data").astype(jnp.float32)
+        return {"own": PerReplica(x * rank), "shared": x}
+
+    world = harness.local_world(4)
+    made = per_replica.init_on_replicas(
+        init, np.ones(3, np.float32), axis_name="data", world=world
+    )
+    expected = np.broadcast_to(np.arange(4.0)[:, None], (4, 3))
+    np.testing.assert_array_equal(made["own"].value, expected)
+    assert made["own"].value.sharding == world.split
+    assert made["shared"].sharding == world.replicated
+    with pytest.raises(
+        ValueError, match="`axis_name='batch'` is not that of the world"
+    ):
+        per_replica.init_on_replicas(init, 1.0, axis_name="batch", world=world)
+
+
+def _train_apart():
+    """Real processes: own parts stay apart, in a `Join` and in a comparison too."""
+    world = jdp.init()
+    rank, n = world.process_index, world.process_count
+
+    @jdp.data_parallel
+    def step(state, batch):
+        own = state["own"].value + lax.axis_index("data") + 1
+        total = lax.psum(batch.sum(), "data")
+        return {"own": PerReplica(own), "shared": state["shared"] + total}, {}
+
+    state = {"own": PerReplica(np.zeros((n, 2))), "shared": np.float32(0)}
+    with jdp.Join([step], example=(state, np.zeros(1, np.float32))):
+        for _ in range(1 + rank):
+            state, _ = step(state, np.ones(1, np.float32))
+    state = step.last_state
+    jdp.check_replicas(state, world=world)
+    own = state["own"].value
+    return np.asarray(own.addressable_data(0)), float(state["shared"])
+
+
+@pytest.mark.multiprocess
+def test_processes_keep_their_own_through_a_join():
+    for rank, (own, shared) in enumerate(harness.run_checked(_train_apart, 3)):
+        # Every process takes part in each of the three steps.
+        np.testing.assert_array_equal(own, np.full((1, 2), 3 * (rank + 1)))
+        assert shared == 3 + 2 + 1

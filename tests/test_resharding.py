@@ -1,0 +1,117 @@
+"""A state on another number of replicas: the pieces are cut anew."""
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jdp
+from jdp import hooks
+from jdp.per_replica import PerReplica
+from tests import harness
+
+PARAMS = harness.oracle_params()
+BATCHES = harness.oracle_batches(6, batch_size=24)
+
+
+def _make(n, hook=None):
+    world = harness.local_world(n)
+    tx = jdp.zero1(optax.adam(0.01), hook=hook, world=world)
+
+    @jdp.data_parallel(world=world, donate_state=False)
+    def step(state, batch):
+        _, grads = jdp.local_gradients(harness.oracle_loss)(state["params"], batch)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {}
+
+    return {"params": PARAMS, "opt": tx.init(PARAMS)}, step
+
+
+def _saved(path, state):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+
+
+def _restored(path, like):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, like)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 8), (2, 1), (1, 4), (4, 4)])
+def test_training_goes_on_as_on_one_device(before, after, tmp_path):
+    expected, _ = harness.train_alone(PARAMS, BATCHES, optax.adam(0.01))
+    state, step = _make(before)
+    for batch in BATCHES[:3]:
+        state, _ = step(state, batch)
+    _saved(tmp_path / "state", state)
+    new, step = _make(after)
+    like = jdp.saved_like(new, num_replicas=before)
+    state = jdp.reshard(_restored(tmp_path / "state", like), like=new)
+    for batch in BATCHES[3:]:
+        state, _ = step(state, batch)
+    for k, x in expected.items():
+        np.testing.assert_allclose(state["params"][k], x, rtol=0, atol=5e-7)
+    for x in state["opt"].own.value:
+        assert x.shape[0] == after
+
+
+def test_what_hooks_have_not_sent_is_the_same_in_the_mean():
+    hook = hooks.top_k(0.1)
+    state, step = _make(4, hook)
+    for batch in BATCHES[:2]:
+        state, _ = step(state, batch)
+    new, _ = _make(3, hook)
+    found = jdp.reshard(jax.tree.map(np.asarray, state), like=new)
+    before = state["opt"].hook.residuals.value
+    after = found["opt"].hook.residuals.value
+    for a, b in zip(before, after, strict=True):
+        assert b.shape == (3, *a.shape[1:]) and np.abs(a).max() > 0
+        np.testing.assert_allclose(b.mean(0), a.mean(0), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        (
+            "w0",
+            np.zeros((5, 17), np.float32),
+            r"own.value\[2\]` was saved with shape \[4, 20\]",
+        ),
+        ("w0", np.zeros((5, 16), np.float16), "was saved as float32, but is float16"),
+        ("w2", np.zeros(3, np.float32), "does not have the structure"),
+    ],
+)
+def test_a_model_of_another_shape_is_named(name, array, message):
+    state, _ = _make(4)
+    world = harness.local_world(3)
+    params = {**PARAMS, name: array}
+    tx = jdp.zero1(optax.adam(0.01), world=world)
+    new = {"params": params, "opt": tx.init(params)}
+    with pytest.raises(ValueError, match=message):
+        jdp.reshard(jax.tree.map(np.asarray, state), like=new)
+
+
+def test_pieces_of_another_model_are_named_too():
+    world = harness.local_world(3)
+    tx = jdp.zero1(optax.adam(0.01), world=world)
+    old = jax.tree.map(np.asarray, _make(4)[0]["opt"])
+    new = tx.init({**PARAMS, "b0": np.zeros(23, np.float32)})
+    with pytest.raises(ValueError, match=r"own.value\[0\]` was saved with .*\[4, 4\]"):
+        jdp.reshard(old, like=new)
+    # As many pieces of the same sizes.
+    new = tx.init({**PARAMS, "w0": np.zeros((16, 5), np.float32)})
+    with pytest.raises(ValueError, match="does not have the structure"):
+        jdp.reshard(old, like=new)
+
+
+def test_integers_of_replicas_are_not_averaged():
+    saved = PerReplica(np.arange(4))
+    assert jdp.reshard(saved, like=PerReplica(np.zeros(4, int))).value.tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    with pytest.raises(TypeError, match="cannot be averaged for 3 others"):
+        jdp.reshard(saved, like=PerReplica(np.zeros(3, int)))

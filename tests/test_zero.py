@@ -1,0 +1,329 @@
+"""Optimizer state in pieces: the numbers of the whole, in a part of the memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp import hooks
+from tests import harness
+
+PARAMS, BATCHES = harness.oracle_params(), harness.oracle_batches(4)
+SIZE = sum(x.size for x in PARAMS.values())
+
+
+def _is_matrix(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def _labels(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", params)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(0.01),
+    "adamw with a mask": optax.adamw(0.01, weight_decay=0.1, mask=_is_matrix),
+    "clip by global norm": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adam(0.01)
+    ),
+    "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "clip by block rms": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
+    "lars": optax.lars(0.1),
+    "lamb": optax.lamb(0.01),
+    "labels": optax.multi_transform(
+        {"matrix": optax.adam(0.01), "vector": optax.sgd(0.1)}, _labels
+    ),
+    "schedule": optax.adam(optax.cosine_decay_schedule(0.01, 10)),
+    "adafactor": optax.adafactor(0.01),
+    "centralized": optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "muon": optax.contrib.muon(0.01),
+    "if finite": optax.apply_if_finite(optax.adam(0.01), 3),
+    "every other step": optax.MultiSteps(optax.adam(0.01), 2).gradient_transformation(),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
+}
+
+
+def _train(tx, world, batches=BATCHES, params=PARAMS, weight=False):
+    axis_name = world.axis_name
+
+    @jdp.data_parallel(world=world)
+    def step(state, batch):
+        params, opt = state
+        loss, grads = jdp.local_gradients(harness.oracle_loss, axis_name=axis_name)(
+            params, batch
+        )
+        options = {"weight": batch["x"].shape[0]} if weight else {}
+        updates, opt = tx.update(grads, opt, params, **options)
+        return (optax.apply_updates(params, updates), opt), {"loss": loss}
+
+    state = (params, tx.init(params))
+    for batch in batches:
+        state, _ = step(state, batch)
+    return *state, step
+
+
+def _expect(found, expected, atol=5e-7):
+    for k, x in expected.items():
+        np.testing.assert_allclose(found[k], x, rtol=0, atol=atol, err_msg=k)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_steps_as_the_whole_does(name):
+    world, tx = harness.local_world(4), OPTIMIZERS[name]
+    expected, _ = harness.train_alone(PARAMS, BATCHES, tx)
+    found, _, _ = _train(jdp.zero1(tx, world=world), world)
+    _expect(found, expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("weight", [False, True])
+def test_on_any_number_of_replicas(n, weight):
+    batches = harness.oracle_batches(3, batch_size=24)
+    tx = OPTIMIZERS["clip by global norm"]
+    world = harness.local_world(n)
+    expected, _ = harness.train_alone(PARAMS, batches, tx)
+    found, state, _ = _train(jdp.zero1(tx, world=world), world, batches, weight=weight)
+    _expect(found, expected)
+    shapes = [x.shape for x in state.own.value]
+    pieces = [(n, -(-x.size // n)) for x in jax.tree.leaves(PARAMS)]
+    assert shapes == pieces * 2
+
+
+def test_a_replica_holds_its_part_and_no_more():
+    # As many elements as divide among 8: no padding hides in the sum.
+    params = {"w": np.ones((64, 32), np.float32), "b": np.ones(16, np.float32)}
+    world = harness.local_world(8)
+    state = jdp.zero1(optax.adam(1e-3), world=world).init(params)
+    whole = sum(x.nbytes for x in jax.tree.leaves(optax.adam(1e-3).init(params)))
+    on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert on_first == (whole - 4) / 8 + 4  # and the count, on each.
+
+
+def test_a_pair_of_axes():
+    world = harness.local_world(4, ("node", "data"), num_nodes=2)
+    tx = OPTIMIZERS["clip by global norm"]
+    expected, _ = harness.train_alone(PARAMS, BATCHES, tx)
+    found, *_ = _train(jdp.zero1(tx, axis_name=("node", "data"), world=world), world)
+    _expect(found, expected)
+
+
+@pytest.mark.parametrize("halves", ["PSUM", "RING", "HALVING_DOUBLING"])
+def test_halves_of_any_all_reduce(halves):
+    world = harness.local_world(4)
+    tx = jdp.zero1(
+        optax.adam(0.01), halves=getattr(jdp.collectives, halves), world=world
+    )
+    expected, _ = harness.train_alone(PARAMS, BATCHES, optax.adam(0.01))
+    found, *_ = _train(tx, world)
+    _expect(found, expected)
+
+
+def test_norms_of_all_parameters_take_one_small_collective():
+    world = harness.local_world(4)
+    for name, count in (("adam", 0), ("clip by global norm", 1), ("lamb", 2)):
+        *state, step = _train(jdp.zero1(OPTIMIZERS[name], world=world), world)
+        text = step.lower(tuple(state), BATCHES[0]).as_text()
+        # One for the loss; of each of the halves one.
+        assert text.count("stablehlo.all_reduce") == 1 + count, name
+        assert text.count("stablehlo.reduce_scatter") == 1
+        assert text.count('"stablehlo.all_gather') == 1
+
+
+@pytest.mark.parametrize(
+    "hook", [hooks.none(), hooks.top_k(1.0)], ids=lambda hook: hook.name
+)
+def test_with_a_hook(hook):
+    world = harness.local_world(4)
+    expected, _ = harness.train_alone(PARAMS, BATCHES, optax.adam(0.01))
+    found, state, _ = _train(jdp.zero1(optax.adam(0.01), hook=hook, world=world), world)
+    _expect(found, expected)
+    assert bool(jax.tree.leaves(state.hook)) == (hook.name != "none")
+
+
+def test_a_hook_compresses_as_it_does_without():
+    world, hook = harness.local_world(4), hooks.top_k(0.1)
+    plain = jdp.distributed_optimizer(optax.adam(0.01), hook=hook, world=world)
+    expected, *_ = _train(plain, world)
+    found, *_ = _train(jdp.zero1(optax.adam(0.01), hook=hook, world=world), world)
+    _expect(found, expected)
+
+
+def test_accumulated_gradients_are_stepped_on():
+    world, tx = (
+        harness.local_world(4),
+        jdp.zero1(optax.adam(0.01), world=harness.local_world(4)),
+    )
+
+    @jdp.data_parallel(world=world)
+    def step(state, batch):
+        params, opt = state
+        grads = jax.tree.map(jnp.zeros_like, params)
+        for k in range(2):
+            part = jax.tree.map(lambda x, k=k: x[2 * k : 2 * k + 2], batch)
+            _, more = jdp.local_gradients(harness.oracle_loss)(params, part)
+            grads = jax.tree.map(lambda a, b: a + b / 2, grads, more)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), {}
+
+    expected, _ = harness.train_alone(PARAMS, BATCHES, optax.adam(0.01))
+    state = (PARAMS, tx.init(PARAMS))
+    for batch in BATCHES:
+        state, _ = step(state, batch)
+    _expect(state[0], expected)
+
+
+def _one_update(weights, n=4):
+    world = harness.local_world(n)
+    tx = jdp.zero1(optax.adam(0.1), world=world)
+    x = np.random.default_rng(0).normal(size=(n, 6)).astype(np.float32)
+    given = np.where(np.array(weights)[:, None] > 0, x, np.nan)
+    params = np.zeros(6, np.float32)
+
+    @jdp.data_parallel(world=world, donate_state=False)
+    def step(state, x, weight):
+        updates, opt = tx.update(x[0], state[1], state[0], weight=weight[0])
+        return (updates, opt), {}
+
+    before = jdp.replicate(world, (params, tx.init(params)))
+    after, _ = step(before, given, np.array(weights, np.float32))
+    return x, before, after
+
+
+def test_a_replica_without_data_does_not_count():
+    weights = np.array([3.0, 0.0, 1.0, 4.0])
+    x, _, (updates, state) = _one_update(weights)
+    mean = (weights[:, None] * x).sum(0) / weights.sum()
+    np.testing.assert_allclose(updates, -0.1 * np.sign(mean), rtol=0, atol=1e-5)
+    moments = np.asarray(state.own.value[0]).reshape(-1)[:6]
+    np.testing.assert_allclose(moments, 0.1 * mean, rtol=0, atol=1e-7)
+
+
+def test_without_any_data_nothing_changes():
+    _, (_, before), (updates, after) = _one_update([0] * 4)
+    assert (np.asarray(updates) == 0).all() and np.signbit(updates).all()
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_in_a_join_it_steps_as_without():
+    world = harness.local_world(4)
+    expected, *_ = _train(jdp.zero1(optax.adam(0.01), world=world), world)
+    tx = jdp.zero1(optax.adam(0.01), world=world)
+
+    @jdp.data_parallel(world=world)
+    def step(state, batch):
+        loss, grads = jdp.local_gradients(harness.oracle_loss)(state[0], batch)
+        updates, opt = tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt), loss
+
+    state = (PARAMS, tx.init(PARAMS))
+    with jdp.Join([step]):
+        for batch in BATCHES:
+            state, _ = step(state, batch)
+    _expect(state[0], expected)
+
+
+def test_without_parameters_it_says_so():
+    world = harness.local_world(2)
+    tx = jdp.zero1(optax.sgd(0.1), world=world)
+
+    def step(state, x):
+        return tx.update(x.sum(), state)[1], {}
+
+    with pytest.raises(ValueError, match="`params` is missing"):
+        jdp.data_parallel(step, world=world)(tx.init(np.float32(0)), np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "message"),
+    [
+        ({"w0": np.zeros((5, 16), np.float32)}, ValueError, "`.*b0.*`"),
+        (
+            {**PARAMS, "w1": np.zeros((16, 5), np.float32)},
+            ValueError,
+            r"`.*\['w1'\]` was made for \[16, 3\] in pieces of \[12\], but is "
+            r"\[16, 5\]",
+        ),
+    ],
+    ids=["removed", "reshaped"],
+)
+def test_a_state_of_other_parameters_is_named(params, kind, message):
+    world = harness.local_world(4)
+    tx = jdp.zero1(optax.adam(0.1), world=world)
+
+    def step(state, batch):
+        grads = jax.tree.map(lambda x: x + batch.sum(), params)
+        return tx.update(grads, state, params)[1], {}
+
+    with pytest.raises(kind, match=message):
+        jdp.data_parallel(step, world=world)(tx.init(PARAMS), np.ones(4))
+
+
+# Two processes, with the numbers of torch
+
+
+def _train_in_two_processes():
+    """Returns what is to be that of torch, and parameters of two optimizers."""
+    case = np.load(harness.REFERENCE / "torch_2_13_zero.npz")
+    world = jdp.init()
+    rank = world.process_index
+    params = [(case[f"init.W{i}"], case[f"init.b{i}"]) for i in range(3)]
+
+    def make(tx):
+        @jdp.data_parallel
+        def step(state, x, y):
+            params, opt = state
+            _, grads = jdp.local_gradients(harness.torch_loss)(params, (x, y))
+            updates, opt = tx.update(grads, opt, params)
+            return (optax.apply_updates(params, updates), opt), {}
+
+        return jdp.replicate(world, (params, tx.init(params))), step
+
+    def flat(tree):
+        leaves = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(tree)]
+        return np.concatenate([x.ravel() for x in leaves])
+
+    def train_unevenly(tx):
+        state, step = make(tx)
+        with jdp.Join([step]):
+            for k in range(7 if rank == 0 else 3):
+                state, _ = step(state, case["X"][rank, k], case["Y"][rank, k])
+        jdp.check_replicas(step.last_state, world=world)
+        return flat(step.last_state[0])
+
+    adam = optax.adam(0.01)
+    joined = [train_unevenly(jdp.zero1(adam))]
+    joined.append(train_unevenly(jdp.distributed_optimizer(adam)))
+    state, step = make(jdp.zero1(adam))
+    trajectory = [flat(state[0])]
+    for k in range(10):
+        state, _ = step(state, case["X"][rank, k], case["Y"][rank, k])
+        trajectory.append(flat(state[0]))
+    jdp.check_replicas(state, world=world)
+    own = [np.asarray(x.addressable_data(0))[0] for x in state[1].own.value]
+    return trajectory, own, joined
+
+
+@pytest.mark.multiprocess
+def test_two_processes_step_as_those_of_torch_and_join_as_plain_adam():
+    case = np.load(harness.REFERENCE / "torch_2_13_zero.npz")
+    found = harness.run_checked(_train_in_two_processes, 2)
+    (trajectory, first, joined), (also, second, joined_too) = found
+    np.testing.assert_array_equal(trajectory, also)
+    np.testing.assert_array_equal(joined, joined_too)
+    np.testing.assert_allclose(*joined, rtol=0, atol=1e-6)
+    assert np.abs(joined[0] - trajectory[3]).max() > 0.01  # It went on without one.
+    np.testing.assert_allclose(trajectory, case["adam.traj"], rtol=0, atol=1e-5)
+    sizes = [160, 16, 128, 8, 8, 1]
+    moments = [
+        np.concatenate([a, b])[:size]
+        for a, b, size in zip(first, second, sizes * 2, strict=True)
+    ]
+    for name, parts in (("exp_avg", moments[:6]), ("exp_avg_sq", moments[6:])):
+        np.testing.assert_allclose(
+            np.concatenate(parts), case[f"adam.{name}"], rtol=0, atol=1e-5
+        )
