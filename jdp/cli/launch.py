@@ -12,8 +12,14 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 def launch(
     num_processes: Annotated[
-        int, typer.Option("-n", "--num-processes", help="Processes on this host.")
-    ],
+        int | None,
+        typer.Option(
+            "-n",
+            "--num-processes",
+            help="Processes on this host, all alike.",
+            show_default=False,
+        ),
+    ] = None,
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -47,10 +53,48 @@ def launch(
     grace_s: Annotated[
         float, typer.Option(help="Seconds from SIGTERM to SIGKILL.")
     ] = 5.0,
+    num_servers: Annotated[
+        int | None,
+        typer.Option("--servers", help="Parameter servers.", show_default=False),
+    ] = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option("--workers", help="Workers of these.", show_default=False),
+    ] = None,
+    addresses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--address",
+            metavar="HOST:PORT",
+            help="Of each server in turn, of all hosts; needed for several hosts.",
+            show_default=False,
+        ),
+    ] = None,
+    key_file: Annotated[
+        str, typer.Option(help="Keys of the job; needed for several hosts.")
+    ] = "",
+    first: Annotated[
+        int,
+        typer.Option(
+            help="Number of the first server, or without servers worker, here."
+        ),
+    ] = 0,
+    all_workers: Annotated[
+        int | None,
+        typer.Option(help="Workers of all hosts.", show_default=False),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(help="How often a server that is killed is started again.")
+    ] = 3,
+    report: Annotated[
+        str, typer.Option(help='What server 0 shows each second: "table" or "json".')
+    ] = "",
 ) -> None:
     """Run a program in several processes on this host.
 
-    The first process that fails ends the others, and its exit code is ours.
+    The first process that fails ends the others, and its exit code is ours. With
+    --servers and --workers, a worker that is killed does not, a server that is killed
+    is started again, and the servers end when all workers have.
     """
     if not command:
         raise typer.BadParameter(
@@ -58,7 +102,31 @@ def launch(
             "`jdp launch -n 2 -m package.train`."
         )
     target, *arguments = command
+    has_roles = num_servers is not None or num_workers is not None
+    if has_roles == (num_processes is not None):
+        raise typer.BadParameter(
+            "say how many: '-n' 2, or for parameter servers '--servers' 1 '--workers' "
+            "2, and not both."
+        )
     try:
+        if has_roles:
+            program = _command(is_module, target, arguments)
+            # Here, for it takes its time.
+            from jdp.parameter_server import launching as role_launching
+
+            roles = role_launching.RoleOptions(
+                num_servers=num_servers or 0,
+                num_workers=num_workers or 0,
+                addresses=tuple(addresses or ()),
+                key_file=key_file,
+                first=first,
+                all_workers=all_workers,
+                restarts=restarts,
+                report=report,
+                grace_s=grace_s,
+            )
+            raise typer.Exit(role_launching.launch_roles(program, roles))
+        assert num_processes is not None
         options = launching.LaunchOptions(
             num_processes=num_processes,
             devices_per_process=devices_per_process,
@@ -67,11 +135,15 @@ def launch(
             coordinator_address=coordinator,
             grace_s=grace_s,
         )
-        program = launching.Command(
-            kind="module" if is_module else "script",
-            target=target,
-            arguments=tuple(arguments),
-        )
+        program = _command(is_module, target, arguments)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(launching.launch(program, options))
+
+
+def _command(is_module: bool, target: str, arguments: list[str]) -> launching.Command:
+    return launching.Command(
+        kind="module" if is_module else "script",
+        target=target,
+        arguments=tuple(arguments),
+    )

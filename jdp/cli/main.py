@@ -6,7 +6,18 @@ from typing import Annotated
 import typer
 
 from jdp.cli import doctor, launch, plan, timeline
-from jdp.cli.bench import collectives, eager, join, kernel, overhead, step
+from jdp.cli.bench import (
+    collectives,
+    eager,
+    hooks,
+    join,
+    kernel,
+    local,
+    overhead,
+    parameter_server,
+    step,
+    zero1,
+)
 
 # Plain messages: boxes break them in the middle of paths and commands.
 app = typer.Typer(
@@ -27,7 +38,11 @@ bench.command("step")(step.bench_step)
 bench.command("collectives")(collectives.bench_collectives)
 bench.command("kernel")(kernel.bench_kernel)
 bench.command("join")(join.bench_join)
+bench.command("hooks")(hooks.bench_hooks)
+bench.command("local")(local.bench_local)
+bench.command("zero1")(zero1.bench_zero1)
 bench.command("eager")(eager.bench_eager)
+bench.command("parameter-server")(parameter_server.bench_parameter_server)
 bench.command("overhead")(overhead.bench_overhead)
 app.add_typer(bench, name="bench")
 timelines = typer.Typer(

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import psutil
 
@@ -43,6 +43,39 @@ class Exit(NamedTuple):
     process_id: int
     returncode: int  # As in `subprocess`: the negative signal where one killed it.
     failed_at_s: float | None = None  # When its program raised, where it could say so.
+
+
+class Policy(Protocol):
+    """What the end of one process means for the job; without clocks and processes."""
+
+    def judge(
+        self, end: Exit, running: Collection[int]
+    ) -> Literal["count", "forgive", "restart"]:
+        """Says whether an end counts as it does in every job, or what else it means.
+
+        Args:
+          end: of a process, while nothing has gone wrong.
+          running: ids of those that still run.
+        """
+        ...
+
+    def find_superfluous(self, running: Collection[int]) -> list[int]:
+        """Returns the processes that are to end now, well, since others have."""
+        ...
+
+
+class FirstFailurePolicy:
+    """Every process is needed to the end."""
+
+    def judge(self, end: Exit, running: Collection[int]) -> Literal["count"]:
+        """See `Policy`."""
+        del end, running
+        return "count"
+
+    def find_superfluous(self, running: Collection[int]) -> list[int]:
+        """See `Policy`."""
+        del running
+        return []
 
 
 class StopState(NamedTuple):
@@ -131,9 +164,18 @@ class Supervisor:
     """Runs the processes of one job on this host, once."""
 
     def __init__(
-        self, launch_id: str, forwarder: output.Forwarder, *, grace_s: float
+        self,
+        launch_id: str,
+        forwarder: output.Forwarder,
+        *,
+        grace_s: float,
+        policy: Policy | None = None,
     ) -> None:
         """Takes what every process carries in its environment, and their output."""
+        self._policy = FirstFailurePolicy() if policy is None else policy
+        self._arguments: Sequence[str] = ()
+        self._environs: Mapping[int, Mapping[str, str]] = {}
+        self._told: set[int] = set()  # who is superfluous.
         self._launch_id = launch_id
         self._forwarder = forwarder
         self._grace_s = grace_s
@@ -154,11 +196,12 @@ class Supervisor:
         Returns:
           0, or the exit code of what went wrong first.
         """
+        self._arguments, self._environs = arguments, environs
         with self._listening():
             try:
                 with self._guarded():
-                    for process_id, environ in environs.items():
-                        self._start(process_id, arguments, environ)
+                    for process_id in environs:
+                        self._start(process_id)
                     self._wait_for_workers()
                     self._sweep()
                     self._drain()
@@ -169,17 +212,15 @@ class Supervisor:
                 self._flush()
         return self._state.exit_code
 
-    def _start(
-        self, process_id: int, arguments: Sequence[str], environ: Mapping[str, str]
-    ) -> None:
+    def _start(self, process_id: int) -> None:
         stdout_fd, stderr_fd = self._forwarder.open_streams(process_id)
         try:
             self._running[process_id] = subprocess.Popen(
-                arguments,
+                self._arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout_fd,
                 stderr=stderr_fd,
-                env={**environ, **self._failures.environ},
+                env={**self._environs[process_id], **self._failures.environ},
                 pass_fds=(self._failures.write_fd,),
                 start_new_session=True,
             )
@@ -199,7 +240,8 @@ class Supervisor:
         for process_id, process in list(self._running.items()):
             if process.poll() is not None:
                 del self._running[process_id]
-                self._hold(Exit(process_id, process.returncode))
+                self._take_end(Exit(process_id, process.returncode))
+        self._end_superfluous()
         signals = self._take_signals()
         if self._forwarder.is_broken and self._state.cause is None:
             signals.append(signal.SIGPIPE)
@@ -213,6 +255,30 @@ class Supervisor:
         )
         if send is not None:
             self._signal(send)
+
+    def _take_end(self, end: Exit) -> None:
+        """Lets the policy say what the end of a process means."""
+        verdict = "count"
+        if self._state.cause is None:
+            verdict = self._policy.judge(end, self._running)
+        if verdict == "count":
+            self._hold(end)
+            return
+        then = "it is started again" if verdict == "restart" else "the others go on"
+        if end.process_id not in self._told:
+            self._forwarder.print_line(f"jdp launch: {describe_exit(end)}; {then}.")
+        if verdict == "restart":
+            self._start(end.process_id)
+
+    def _end_superfluous(self) -> None:
+        found = set(self._policy.find_superfluous(self._running)) - self._told
+        if not found or self._state.cause is not None:
+            return
+        self._told |= found
+        self._state = self._state._replace(kill_at_s=time.monotonic() + self._grace_s)
+        for process_id in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._running[process_id].pid, signal.SIGTERM)
 
     def _hold(self, end: Exit) -> None:
         if not self._held:

@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import json
-import os
 import subprocess
 import sys
 
@@ -72,7 +71,11 @@ def test_bench_eager_measures_every_row_and_writes_a_file(tmp_path):
     process = subprocess.run(
         [sys.executable, "-m", "jdp.cli.main", "bench", "eager", *small, *few]
         + ["--json", path],
-        env={**os.environ, "PYTHONPATH": str(harness.ROOT), "COLUMNS": "100"},
+        env={
+            **harness.compile_fast_environ(),
+            "PYTHONPATH": str(harness.ROOT),
+            "COLUMNS": "100",
+        },
         capture_output=True,
         text=True,
         timeout=110,

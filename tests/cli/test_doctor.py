@@ -17,23 +17,41 @@ from jdp.eager import EagerOptions
 from tests import harness
 
 
-def _doctor(*arguments, **environ):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("JDP_")}
-    process = subprocess.run(
-        [sys.executable, "-m", "jdp.cli.main", "doctor", *arguments],
-        env={**kept, "PYTHONPATH": str(harness.ROOT), "COLUMNS": "200", **environ},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    lines = [" ".join(line.split()) for line in process.stdout.splitlines()]
-    return process.returncode, lines, process.stderr
+def _environ(**environ):
+    kept = harness.compile_fast_environ()
+    kept = {k: v for k, v in kept.items() if not k.startswith("JDP_")}
+    return {**kept, "PYTHONPATH": str(harness.ROOT), "COLUMNS": "200", **environ}
+
+
+def _lines(text):
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command, in this process."""
+
+    def run(*arguments, **environ):
+        monkeypatch.setattr(os, "environ", _environ(**environ))
+        with pytest.raises(SystemExit) as caught:
+            main.app(("doctor", *arguments))
+        return caught.value.code, _lines(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.mark.multiprocess
 def test_it_shows_what_is_here():
-    code, lines, err = _doctor()
-    assert (code, lines[-1], err) == (0, "Nothing is broken.", "")
+    process = subprocess.run(
+        [sys.executable, "-m", "jdp.cli.main", "doctor"],
+        env=_environ(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    lines = _lines(process.stdout)
+    assert lines[-1] == "Nothing is broken."
     for package in ("jax", "numpy", "pyzmq"):
         assert f"{package} {importlib.metadata.version(package)}" in lines
     assert f"libzmq {zmq.zmq_version()}, with CURVE" in lines
@@ -45,13 +63,13 @@ def test_it_shows_what_is_here():
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory is for x86")
-def test_two_processes_share_memory_unless_it_is_switched_off():
-    code, lines, _ = _doctor("-n", "2")
+def test_two_processes_share_memory_unless_it_is_switched_off(run):
+    code, lines = run("-n", "2")
     assert code == 0 and "a job of 2 processes" in lines
     assert "1. shared memory takes host arrays: 16 MiB for each of 2 processes" in lines
     # Variables of a launcher that started this one are not for the job.
     place = {"JDP_NUM_PROCESSES": "5", "JDP_PROCESS_ID": "3"}
-    code, lines, _ = _doctor(
+    code, lines = run(
         "-n", "2", JDP_EAGER_SHARED_MEMORY_BYTES="0", JDP_EAGER_TIMELINE="x", **place
     )
     assert code == 1 and "1 thing is broken." in lines
@@ -63,8 +81,8 @@ def test_two_processes_share_memory_unless_it_is_switched_off():
 
 
 @pytest.mark.multiprocess
-def test_a_backend_that_does_not_start_is_broken():
-    code, lines, _ = _doctor(JAX_PLATFORMS="abacus")
+def test_a_backend_that_does_not_start_is_broken(run):
+    code, lines = run(JAX_PLATFORMS="abacus")
     assert (code, lines[-1]) == (1, "1 thing is broken.")
     assert "! failed exit code 1" in lines
     assert any("abacus" in line for line in lines)

@@ -14,8 +14,13 @@ from jdp.runtime import cluster, environment
 from tests import harness
 
 multiprocess = pytest.mark.multiprocess
+# Garbage is looked for as in `tests.process`.
 PRELUDE = """
+import gc
+gc.disable()
 import jax, jdp
+gc.freeze()
+gc.enable()
 def init(**kwargs):
     world = jdp.init(**kwargs)
     print("WORLD", world.process_index, world.process_count, world.num_replicas,

@@ -549,7 +549,9 @@ def _leave_the_program_inside_the_loop():
 
 @pytest.mark.multiprocess
 def test_a_program_may_end_inside_the_loop():
-    outcome = harness.run_processes(_leave_the_program_inside_the_loop, 2)
+    outcome = harness.run_processes(
+        _leave_the_program_inside_the_loop, 2, ends_as_usual=True
+    )
     assert outcome.exit_code == 0, outcome.output
     assert "Traceback" not in outcome.output
     assert outcome.values == [0, 1]

@@ -1,0 +1,50 @@
+"""Admission: does a worker that says hello belong to this job?"""
+
+import dataclasses
+
+from jdp.parameter_server import shards
+from jdp.parameter_server.messages import Hello, Version
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """What a server compares a hello with."""
+
+    server: int
+    num_servers: int
+    leaves: list[tuple[str, str]]  # path, and dtype and shape as text.
+    hook_name: str
+
+
+def find_objection(hello: Hello, own: Admission, version: Version) -> str:
+    """Returns why a worker is refused; "" if it is welcome.
+
+    Args:
+      hello: what it says.
+      own: what it must fit.
+      version: of the parameters, where it is certain: on server 0, once it is at work.
+    """
+    who = f"worker {hello.worker}"
+    if (hello.server, hello.num_servers) != (own.server, own.num_servers):
+        return (
+            f"Server {own.server} of {own.num_servers} listens here, and {who} looks "
+            f"for server {hello.server} of {hello.num_servers}. Give all processes the "
+            "same `addresses`."
+        )
+    if text := shards.find_difference(own.leaves, hello.leaves, who):
+        return (
+            f"The model of {who} is not that of the servers: {text}. Make the same "
+            "parameters everywhere."
+        )
+    if hello.compression not in ("", own.hook_name):
+        return (
+            f"`compression` is {hello.compression!r} on {who} and {own.hook_name!r} on "
+            "the servers. Give both the same hook."
+        )
+    if version.epoch and hello.known > version:
+        return (
+            f"The servers have version {version}, and {who} has seen {hello.known}: "
+            "they began anew without a checkpoint. Start the workers anew, and give a "
+            "`checkpoint_dir`."
+        )
+    return ""

@@ -1,0 +1,263 @@
+"""Client: what a worker says to the servers, and when a push or a pull is done."""
+
+import dataclasses
+
+from msgspec import structs
+
+from jdp.parameter_server.messages import (
+    Ended,
+    Failed,
+    Hello,
+    Outcome,
+    Params,
+    Ping,
+    Pong,
+    Pull,
+    Push,
+    Settled,
+    ToServer,
+    ToWorker,
+    Version,
+    Welcome,
+    Who,
+)
+
+_HELLO_PERIOD_S = 0.3
+_FIRST_RETRY_S = 1.0  # of a pull without an answer; doubles.
+_MOST_RETRY_S = 8.0
+_PINGS_A_LEASE = 8
+_LONGEST_PING_S = 1.0
+
+
+@dataclasses.dataclass
+class _Peer:
+    """A server, as a worker knows it."""
+
+    is_welcome: bool = False
+    heard_s: float | None = None  # when it said something last.
+    send_s: float = 0.0  # when to say hello, or to ping.
+
+
+@dataclasses.dataclass
+class _Pushing:
+    """A push that is under way."""
+
+    push: Push
+    settled: dict[int, Settled] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Pulling:
+    """A pull that is under way."""
+
+    after: int
+    pull: int
+    retry_at_s: float
+    retry_s: float = _FIRST_RETRY_S
+    versions: dict[int, Version] = dataclasses.field(default_factory=dict)
+
+
+class Client:
+    """What a worker knows; without clocks, sockets and arrays.
+
+    One push and one pull at a time are under way. What the methods return is to be
+    sent, to the server with that number; nothing is lost where a message is, for what
+    has no answer is said again.
+    """
+
+    def __init__(self, hellos: list[Hello]):
+        """Takes what to say to each server first."""
+        self.hellos = hellos
+        self.session = hellos[0].session
+        self.known = Version()  # the newest version seen.
+        self.welcome: Welcome | None = None  # of server 0, the last one.
+        self.outcome: Outcome | None = None  # of the last push.
+        self.failure = ""
+        self.counts: dict[Outcome, int] = {"applied": 0, "late": 0, "rejected": 0}
+        self.sequence = 0
+        self._peers = [_Peer() for _ in hellos]
+        self._pushing: _Pushing | None = None
+        self._pulling: _Pulling | None = None
+        self._last_pull = 0
+
+    @property
+    def is_pushing(self) -> bool:
+        """Whether a push is not settled."""
+        return self._pushing is not None
+
+    @property
+    def is_pulling(self) -> bool:
+        """Whether parameters are on their way."""
+        return self._pulling is not None
+
+    @property
+    def is_welcome(self) -> bool:
+        """Whether all servers know this worker."""
+        return all(peer.is_welcome for peer in self._peers)
+
+    def find_silent(self, *, since_s: float) -> list[int]:
+        """Returns the servers that have said nothing since then."""
+        return [
+            i
+            for i, peer in enumerate(self._peers)
+            if peer.heard_s is None or peer.heard_s < since_s
+        ]
+
+    def push(
+        self,
+        version: Version,
+        *,
+        weight: float,
+        is_finite: bool,
+        is_compressed: bool,
+    ) -> list[tuple[int, ToServer]]:
+        """Begins a push; the one before must be settled."""
+        assert self._pushing is None
+        self.sequence += 1
+        self._pushing = _Pushing(
+            Push(
+                self.session,
+                self.sequence,
+                version,
+                weight,
+                is_finite,
+                is_compressed,
+                False,
+            )
+        )
+        self.outcome = None
+        return [
+            (i, self._pushing.push) for i, p in enumerate(self._peers) if p.is_welcome
+        ]
+
+    def pull(self, *, after: int, now_s: float) -> list[tuple[int, ToServer]]:
+        """Begins a pull of what there is once push number `after` is settled."""
+        assert self._pulling is None
+        self._pulling = _Pulling(after, 0, 0.0)
+        return self._ask(now_s)
+
+    def receive(
+        self, server: int, message: ToWorker, *, now_s: float
+    ) -> list[tuple[int, ToServer]]:
+        """A server said something; returns what to say to that."""
+        peer = self._peers[server]
+        peer.heard_s = now_s
+        match message:
+            case Who() | Ended():
+                peer.is_welcome = False
+                peer.send_s = now_s if isinstance(message, Who) else peer.send_s
+            case Welcome():
+                return self._enter(server, message, now_s)
+            case Pong():
+                return self._send_part(server, message.wants)
+            case Settled():
+                self._settle(server, message)
+            case Params():
+                return self._take(server, message, now_s)
+            case Failed():
+                self.failure = message.text
+        return []
+
+    def tick(self, *, now_s: float) -> list[tuple[int, ToServer]]:
+        """Returns what is to be said since time has passed."""
+        sent: list[tuple[int, ToServer]] = []
+        for i, peer in enumerate(self._peers):
+            if now_s < peer.send_s:
+                continue
+            if peer.is_welcome:
+                sent.append((i, Ping(self.session, self._pending_sequence())))
+                peer.send_s = now_s + self.ping_period_s
+            else:
+                hello = structs.replace(self.hellos[i], known=self.known)
+                sent.append((i, hello))
+                peer.send_s = now_s + _HELLO_PERIOD_S
+        pulling = self._pulling
+        if pulling is not None and now_s >= pulling.retry_at_s:
+            sent += self._ask(now_s)
+        return sent
+
+    @property
+    def ping_period_s(self) -> float:
+        """How long this worker is silent at most."""
+        if self.welcome is None:
+            return _HELLO_PERIOD_S
+        return min(_LONGEST_PING_S, self.welcome.lease_s / _PINGS_A_LEASE)
+
+    def is_current(self, message: Params) -> bool:
+        """Whether parameters are those that were asked for last."""
+        return self._pulling is not None and message.pull == self._pulling.pull
+
+    def _pending_sequence(self) -> int:
+        return 0 if self._pushing is None else self._pushing.push.sequence
+
+    def _enter(
+        self, server: int, welcome: Welcome, now_s: float
+    ) -> list[tuple[int, ToServer]]:
+        peer = self._peers[server]
+        was_welcome, peer.is_welcome = peer.is_welcome, True
+        if server == 0:
+            self.welcome = welcome
+        if was_welcome:
+            return []
+        peer.send_s = now_s + self.ping_period_s
+        # The server may know that the push was settled; then it says so now.
+        sent: list[tuple[int, ToServer]] = [
+            (server, Ping(self.session, self._pending_sequence()))
+        ]
+        if self._pulling is not None and self.is_welcome:
+            sent += self._ask(now_s)
+        return sent
+
+    def _send_part(self, server: int, sequence: int) -> list[tuple[int, ToServer]]:
+        pushing = self._pushing
+        if pushing is None or pushing.push.sequence != sequence:
+            return []
+        return [(server, pushing.push)]
+
+    def _settle(self, server: int, settled: Settled) -> None:
+        self.known = max(self.known, settled.version)
+        pushing = self._pushing
+        if pushing is None or pushing.push.sequence != settled.sequence:
+            return
+        pushing.settled[server] = settled
+        # Servers that went back to a checkpoint settle it anew, at another version.
+        if len(pushing.settled) == len(self._peers):
+            if len(set(map(_version_of, pushing.settled.values()))) == 1:
+                self.outcome = settled.outcome
+                self.counts[settled.outcome] += 1
+                self._pushing = None
+
+    def _take(
+        self, server: int, params: Params, now_s: float
+    ) -> list[tuple[int, ToServer]]:
+        pulling = self._pulling
+        if pulling is None or not self.is_current(params):
+            return []
+        pulling.versions[server] = params.version
+        if len(pulling.versions) < len(self._peers):
+            return []
+        if len(set(pulling.versions.values())) > 1:
+            return self._ask(now_s)
+        self.known = max(self.known, params.version)
+        self._pulling = None
+        return []
+
+    def _ask(self, now_s: float) -> list[tuple[int, ToServer]]:
+        """Asks for parameters, and does not take what was asked for before."""
+        pulling = self._pulling
+        assert pulling is not None
+        self._last_pull += 1
+        pulling.pull = self._last_pull
+        pulling.versions.clear()
+        pulling.retry_at_s = now_s + pulling.retry_s
+        # In synchronous mode, the answer comes when the slowest worker does.
+        pulling.retry_s = min(2 * pulling.retry_s, _MOST_RETRY_S)
+        if not self.is_welcome:
+            return []
+        # Servers that went back to a checkpoint may not know what was settled.
+        after = pulling.after if self._pending_sequence() == pulling.after else 0
+        return [(0, Pull(self.session, pulling.pull, after))]
+
+
+def _version_of(settled: Settled) -> Version:
+    return settled.version

@@ -1,0 +1,142 @@
+"""Compression: what a worker pushes through a communication hook.
+
+A hook sums over replicas; here there is one, and what it would send is what is pushed.
+The worker runs the hook and keeps what goes out. The server runs it again on zeros, and
+gives it what has come in where it sends: so whatever a hook makes of what was sent,
+such as putting chosen elements in their places, the server does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.buckets import BucketAval
+from jdp.hooks import CommHook
+from jdp.parameter_server import shards
+from jdp.parameter_server.shards import Layout
+from jdp.types import PyTree
+
+T = TypeVar("T")
+
+
+class _Recorder:
+    """A `HookAllReduce` of one replica that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.num_replicas = 1
+        self.sent: list[jax.Array] = []
+        self._has_exchanged = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self._send(x)
+
+    def exchange(self, rows: jax.Array) -> jax.Array:
+        self._has_exchanged = True
+        return self._send(rows)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        # After an exchange, it is the sum that is handed out, which the server makes.
+        if self._has_exchanged:
+            self._has_exchanged = False
+            return x[None]
+        return self._send(x)[None]
+
+    def switch(
+        self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
+    ) -> T:
+        del is_late, late, early
+        raise NotImplementedError("A hook that begins later cannot compress a push.")
+
+    def _send(self, x: jax.Array) -> jax.Array:
+        self.sent.append(x)
+        return x
+
+
+class _Player(_Recorder):
+    """A `HookAllReduce` of one replica that has what another one sent."""
+
+    def __init__(self, received: Sequence[jax.Array]) -> None:
+        super().__init__()
+        self._left = list(received)
+
+    def _send(self, x: jax.Array) -> jax.Array:
+        del x
+        return self._left.pop(0)
+
+
+class Compressor:
+    """A hook for the buckets of one server."""
+
+    def __init__(self, hook: CommHook, avals: Sequence[BucketAval]):
+        """Finds what the hook sends.
+
+        Args:
+          hook: any whose result is made of what it sends: `cast`, `int8`, `top_k`.
+          avals: of the buckets.
+
+        Raises:
+          ValueError: what the hook returns is not made of what it sends alone.
+        """
+        self._hook = hook
+        self._avals = [BucketAval(a.leaf_shapes, a.dtype) for a in avals]
+        zeros = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        sent, _, _ = jax.eval_shape(lambda x: self._run(x, self.init()), zeros)
+        self.layout: Layout = shards.make_layout(sent)
+        self._check()
+        self._unpack = jax.jit(self.decompress)
+
+    def init(self) -> PyTree:
+        """Returns the state of the hook before the first push."""
+        return self._hook.init(self._avals)
+
+    def compress(
+        self, buckets: Sequence[jax.Array], state: PyTree
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Returns what is pushed for buckets, and the next state; traced."""
+        sent, _, state = self._run(buckets, state)
+        return sent, state
+
+    def decompress(self, sent: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the buckets, shape (n,) each, that were pushed so; traced."""
+        zeros = [jnp.zeros(a.shape, a.dtype) for a in self._avals]
+        found, _ = self._hook.apply(zeros, self.init(), _Player(sent))
+        return found
+
+    def unpack(self, sent: Sequence[np.ndarray]) -> list[jax.Array]:
+        """`decompress`, compiled, of what has come in."""
+        found = self._unpack(list(sent))
+        # What was sent may lie in memory that is written again.
+        return jax.block_until_ready(found)
+
+    def _run(
+        self, buckets: Sequence[jax.Array], state: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array], PyTree]:
+        recorder = _Recorder()
+        found, state = self._hook.apply(list(buckets), state, recorder)
+        return recorder.sent, found, state
+
+    def _check(self) -> None:
+        """Tries the hook on random buckets, of the first elements of each."""
+        rng = np.random.default_rng(0)
+        small = [BucketAval([(min(64, a.size),)], a.dtype) for a in self._avals]
+        probe = object.__new__(Compressor)
+        probe._hook, probe._avals = self._hook, small
+        x: list[Any] = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in small]
+
+        def run(x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            sent, found, _ = probe._run(x, probe.init())
+            return found, probe.decompress(sent)
+
+        try:
+            pairs = zip(*jax.jit(run)(x), strict=True)
+            same = all(np.allclose(a, b, rtol=1e-2) for a, b in pairs)
+        except (NotImplementedError, IndexError):
+            same = False
+        if not same:
+            raise ValueError(
+                f"The hook `{self._hook.name}` cannot compress a push: what it returns "
+                "is not made of what it sends alone. Use `cast`, `int8` or `top_k`."
+            )

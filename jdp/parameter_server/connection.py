@@ -1,0 +1,227 @@
+"""Connection: the thread through which a worker talks to the servers."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from jdp.parameter_server import messages
+from jdp.parameter_server.client import Client
+from jdp.parameter_server.keys import Keys
+from jdp.parameter_server.lane import Lane
+from jdp.parameter_server.messages import (
+    Leave,
+    Outcome,
+    Params,
+    Push,
+    ToServer,
+    Version,
+    Welcome,
+)
+from jdp.parameter_server.sockets import ClientSockets, Message
+
+_TICK_S = 0.05
+_JOIN_TIMEOUT_S = 5.0
+
+
+class Connection:
+    """A client protocol with a thread of its own, which alone uses the sockets.
+
+    Pings leave while the program computes, and so do pushes and pulls.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        lanes: Sequence[Lane | None],
+        addresses: Sequence[str],
+        keys: Keys,
+        *,
+        most_bytes: int,
+        timeout_s: float,
+        wait_timeout_s: float,
+    ):
+        """Starts the thread; see `WorkerOptions` for the timeouts."""
+        self._client, self._lanes = client, lanes
+        self._addresses = addresses
+        self._timeout_s, self._wait_timeout_s = timeout_s, wait_timeout_s
+        self._sockets = ClientSockets(addresses, keys, most_bytes=most_bytes)
+        self._changed = threading.Condition()
+        self._outbox: list[tuple[int, ToServer]] = []
+        self._payloads: list[memoryview] = []  # of the push, by server.
+        self._has_lane = [False] * len(addresses)
+        self._pulled: dict[int, Any] = {}  # by server, of the pull.
+        self._has_asked = False  # for parameters that nobody has taken.
+        self._failure = ""
+        self._is_closing = False
+        self._started_s = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._run, name="jdp parameter-server worker", daemon=True
+        )
+        self._thread.start()
+
+    def await_welcome(self) -> Welcome:
+        """Waits until all servers know this worker.
+
+        Raises:
+          RuntimeError: one does not answer, or refuses it.
+        """
+        self._wait(lambda: self._client.is_welcome, "all servers say welcome")
+        assert self._client.welcome is not None
+        return self._client.welcome
+
+    def push(self, payloads: list[memoryview], version: Version, **what: Any) -> int:
+        """Begins a push; returns its sequence number.
+
+        Args:
+          payloads: for each server, which must stay as they are until it is settled.
+          version: of the parameters that it is made from.
+          **what: see `Client.push`.
+        """
+        with self._acting():
+            self._payloads = payloads
+            self._outbox += self._client.push(version, **what)
+            return self._client.sequence
+
+    def pull(self, *, after: int) -> None:
+        """Begins a pull, unless there is one that nobody has taken."""
+        with self._acting():
+            if not self._has_asked:
+                self._has_asked = True
+                self._pulled.clear()
+                now_s = time.monotonic()
+                self._outbox += self._client.pull(after=after, now_s=now_s)
+
+    def await_push(self) -> Outcome | None:
+        """Waits until the last push is settled; returns what became of it."""
+        self._wait(lambda: not self._client.is_pushing, "a push is settled")
+        return self._client.outcome
+
+    def await_pull(self) -> tuple[list[Any], Version]:
+        """Waits for the parameters; returns the memory they are in, by server."""
+        self._wait(lambda: not self._client.is_pulling, "parameters come")
+        with self._changed:
+            self._has_asked = False
+            ordered = [self._pulled[i] for i in range(len(self._addresses))]
+            return [payload for payload, _ in ordered], ordered[0][1]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called."""
+        return not self._is_closing
+
+    @property
+    def counts(self) -> dict[Outcome, int]:
+        """Pushes by outcome."""
+        return dict(self._client.counts)
+
+    def close(self) -> None:
+        """Says goodbye, and ends the thread."""
+        with self._changed:
+            if self._is_closing:
+                return
+            leave = Leave(self._client.session)
+            self._outbox += [(i, leave) for i in range(len(self._addresses))]
+            self._is_closing = True
+        self._sockets.wake()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def _acting(self) -> Iterator[None]:
+        with self._changed:
+            self._check()
+            yield
+        self._sockets.wake()
+
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        start_s = time.monotonic()
+        with self._changed:
+            while not is_done():
+                self._check()
+                now_s = time.monotonic()
+                self._check_is_heard(now_s)
+                if now_s - start_s > self._wait_timeout_s:
+                    raise RuntimeError(
+                        f"This worker has waited {self._wait_timeout_s:g} s until "
+                        f"{what}. The servers answer; another worker may be stuck, and "
+                        "is waited for."
+                    )
+                self._changed.wait(_TICK_S)
+            self._check()
+
+    def _check(self) -> None:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        if self._is_closing:
+            raise RuntimeError("This worker is closed.")
+
+    def _check_is_heard(self, now_s: float) -> None:
+        if now_s - self._started_s <= self._timeout_s:
+            return
+        silent = self._client.find_silent(since_s=now_s - self._timeout_s)
+        if silent:
+            found = ", ".join(f"{i} at {self._addresses[i]}" for i in silent)
+            raise RuntimeError(
+                f"Servers that have not answered for {self._timeout_s:g} s: {found}. "
+                "Look at their logs, whether the address is right and can be reached "
+                "from here, and whether their key file is that of this worker."
+            )
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing or self._outbox:
+                with self._changed:
+                    outbox, self._outbox = self._outbox, []
+                    outbox += self._client.tick(now_s=time.monotonic())
+                self._send(outbox)
+                self._sockets.poll(_TICK_S)
+                for message in self._sockets.receive():
+                    self._hear(message)
+        except Exception as error:
+            with self._changed:
+                self._failure = f"The connection to the servers has failed: {error!r}"
+                self._changed.notify_all()
+        finally:
+            self._sockets.close()
+
+    def _send(self, outbox: list[tuple[int, ToServer]]) -> None:
+        for server, message in outbox:
+            payload = None
+            if isinstance(message, Push):
+                if self._has_lane[server]:
+                    message = structs.replace(message, is_in_lane=True)
+                else:
+                    payload = self._payloads[server]
+            self._sockets.send(server, messages.encode(message), payload)
+
+    def _hear(self, message: Message) -> None:
+        server = message.source
+        assert isinstance(server, int)
+        with self._changed:
+            try:
+                found = messages.decode(message.header, messages.to_worker)
+                if isinstance(found, Welcome):
+                    self._has_lane[server] = found.has_lane
+                if isinstance(found, Params) and self._client.is_current(found):
+                    self._keep(server, found, message.payload)
+                now_s = time.monotonic()
+                self._outbox += self._client.receive(server, found, now_s=now_s)
+                self._failure = self._failure or self._client.failure
+            except messages.RefusedError as error:
+                self._failure = str(error)
+            except messages.MessageError as error:
+                where = self._addresses[server]
+                self._failure = f"Server {server} at {where} {error}."
+            self._changed.notify_all()
+
+    def _keep(self, server: int, params: Params, payload: memoryview | None) -> None:
+        if params.is_in_lane:
+            lane = self._lanes[server]
+            assert lane is not None
+            payload = lane.pulled
+        if payload is None:
+            raise messages.MessageError("sent parameters without arrays")
+        self._pulled[server] = payload, params.version

@@ -1,0 +1,152 @@
+"""Keys: who may join a job, and where its processes are."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+ROLE = "JDP_PARAMETER_SERVER_ROLE"
+INDEX = "JDP_PARAMETER_SERVER_INDEX"
+NUM_WORKERS = "JDP_PARAMETER_SERVER_NUM_WORKERS"
+ADDRESSES = "JDP_PARAMETER_SERVER_ADDRESSES"
+KEY_FILE = "JDP_PARAMETER_SERVER_KEY_FILE"
+REPORT = "JDP_PARAMETER_SERVER_REPORT"
+VARIABLES = (ROLE, INDEX, NUM_WORKERS, ADDRESSES, KEY_FILE)
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """The pairs of CURVE keys of a job, in Z85."""
+
+    server_public: str
+    server_secret: str
+    worker_public: str
+    worker_secret: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which process of a job this is.
+
+    Attributes:
+      role: "server" or "worker".
+      index: number of this server or worker, from 0.
+      addresses: "host:port" of each server, the same everywhere. A server listens at
+        its own.
+      num_workers: of the job; None: they come and go.
+      key_file: what `make_keys` has written. Whoever can read it may join.
+    """
+
+    role: Literal["server", "worker"]
+    index: int
+    addresses: tuple[str, ...]
+    num_workers: int | None = None
+    key_file: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks what one process can check alone."""
+        if self.role not in ("server", "worker"):
+            raise ValueError(f'`role` must be "server" or "worker", got {self.role!r}.')
+        if not self.addresses:
+            raise ValueError("`addresses` must have one of each server, got none.")
+        for address in self.addresses:
+            check_address(address)
+        least = len(self.addresses) if self.role == "server" else None
+        if self.index < 0 or (least is not None and self.index >= least):
+            raise ValueError(
+                f"`index` of a {self.role} must be at least 0"
+                + (f" and less than the {least} servers" if least else "")
+                + f", got {self.index}."
+            )
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ValueError(
+                f"`num_workers` must be at least 1 or None, got {self.num_workers}."
+            )
+
+    def to_environ(self) -> dict[str, str]:
+        """Returns the variables that `from_environ` reads back."""
+        return {
+            ROLE: self.role,
+            INDEX: str(self.index),
+            NUM_WORKERS: "" if self.num_workers is None else str(self.num_workers),
+            ADDRESSES: ",".join(self.addresses),
+            KEY_FILE: self.key_file,
+        }
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Place":
+        """Reads what `jdp launch --servers --workers` has set.
+
+        Raises:
+          RuntimeError: it has not.
+        """
+        environ = os.environ if environ is None else environ
+        missing = [name for name in VARIABLES if name not in environ]
+        if missing:
+            raise RuntimeError(
+                f"This process has no place in a job: {missing[0]} is not set. Start "
+                "the script with `jdp launch --servers 1 --workers 2 script.py`, or "
+                "give `place=jdp.parameter_server.Place(...)`."
+            )
+        num_workers = environ[NUM_WORKERS]
+        role = environ[ROLE]
+        assert role in ("server", "worker")
+        return cls(
+            role=role,
+            index=int(environ[INDEX]),
+            addresses=tuple(environ[ADDRESSES].split(",")),
+            num_workers=int(num_workers) if num_workers else None,
+            key_file=environ[KEY_FILE],
+        )
+
+
+def make_keys(path: str | os.PathLike[str]) -> None:
+    """Writes new keys, for the processes of one job, to a file of this user alone.
+
+    Copy it to the other hosts of the job, and to nobody else: whoever has it can push
+    and pull, and can pass for a server.
+
+    Raises:
+      FileExistsError: there is such a file; keys are not overwritten.
+    """
+    import zmq
+
+    pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(Keys(*pairs)))
+
+
+def read_keys(path: str) -> Keys:
+    """Reads what `make_keys` has written.
+
+    Raises:
+      RuntimeError: it cannot be read, or others can read it too.
+    """
+    try:
+        if os.stat(path).st_mode & 0o077:
+            raise RuntimeError(
+                f"`key_file` {path!r} can be read by other users of this host, who "
+                f"could join the job. Make it private: `chmod 600 {path}`."
+            )
+        return msgspec.json.decode(pathlib.Path(path).read_bytes(), type=Keys)
+    except OSError as error:
+        raise RuntimeError(
+            f"`key_file` {path!r} cannot be read: {error.strerror}. Write it with "
+            "`jdp.parameter_server.make_keys(path)`, once a job, and copy it to its "
+            "hosts."
+        ) from None
+    except msgspec.DecodeError as error:
+        raise RuntimeError(f"`key_file` {path!r} has no keys: {error}.") from None
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError unless `address` is host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            "`addresses` must be host:port with a port from 1 to 65535, such as "
+            f"10.0.0.1:5555, got {address!r}."
+        )

@@ -1,0 +1,198 @@
+"""Launching: servers and workers of one host, and what the end of each means."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import tempfile
+import uuid
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from jdp.parameter_server import keys
+from jdp.parameter_server.keys import Place
+from jdp.runtime import environment, launch, output, supervisor
+from jdp.runtime.supervisor import Exit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """How many servers and workers run here, and where the servers are.
+
+    Attributes:
+      num_servers, num_workers: on this host.
+      addresses: "host:port" of each server of the job; (): free ports of this host.
+      key_file: keys of the job; "": new ones, that are gone afterwards.
+      first: number of the first server here, or of the first worker where there are
+        workers only.
+      all_workers: workers of all hosts; None: those here.
+      restarts: how often each server that is killed is started again.
+      report: see `ServerOptions.report`.
+      grace_s: from SIGTERM to SIGKILL, in seconds.
+    """
+
+    num_servers: int
+    num_workers: int
+    addresses: tuple[str, ...] = ()
+    key_file: str = ""
+    first: int = 0
+    all_workers: int | None = None
+    restarts: int = 3
+    report: str = ""
+    grace_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        for name in ("num_servers", "num_workers", "first", "restarts"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"`{name}` must be at least 0, got {getattr(self, name)}."
+                )
+        if self.num_servers + self.num_workers == 0:
+            raise ValueError("There must be a server or a worker to start.")
+        if self.report not in ("", "table", "json"):
+            raise ValueError(
+                f'`report` must be "table" or "json", got {self.report!r}.'
+            )
+        if not 0 <= self.grace_s < float("inf"):
+            raise ValueError(
+                f"`grace_s` must be a number of seconds, 0 or more, got {self.grace_s}."
+            )
+        for address in self.addresses:
+            keys.check_address(address)
+        if not self.addresses and self.num_servers * self.num_workers == 0:
+            raise ValueError(
+                "`address` of every server is needed where servers or workers are on "
+                "other hosts, and a `key_file` that all of them have."
+            )
+        if self.addresses and not self.key_file:
+            raise ValueError(
+                "`key_file` is needed with `address`: write one with "
+                "`jdp.parameter_server.make_keys(path)`, and copy it to all hosts."
+            )
+        if self.addresses and self.num_servers + self._first_server > len(
+            self.addresses
+        ):
+            raise ValueError(
+                f"`address` must name every server of the job, got "
+                f"{len(self.addresses)} for servers {self._first_server} to "
+                f"{self._first_server + self.num_servers - 1}."
+            )
+
+    @property
+    def _first_server(self) -> int:
+        return self.first if self.num_servers else 0
+
+    def find_places(self, addresses: tuple[str, ...], key_file: str) -> list[Place]:
+        """Returns the place of each process: servers first."""
+        num_workers = self.all_workers or self.num_workers or None
+        first_worker = 0 if self.num_servers else self.first
+        servers = [("server", self._first_server + i) for i in range(self.num_servers)]
+        workers = [("worker", first_worker + i) for i in range(self.num_workers)]
+        return [
+            Place(
+                role="server" if role == "server" else "worker",
+                index=index,
+                addresses=addresses,
+                num_workers=num_workers,
+                key_file=key_file,
+            )
+            for role, index in servers + workers
+        ]
+
+
+class RolePolicy:
+    """A worker may be killed, a server comes back, and workers say when it is over.
+
+    A process whose program fails ends the job all the same: that is a mistake in it.
+    """
+
+    def __init__(self, num_servers: int, num_workers: int, restarts: int):
+        """Processes 0 to `num_servers - 1` are servers, the others workers."""
+        self._num_servers, self._num_workers = num_servers, num_workers
+        self._restarts_left = [restarts] * num_servers
+        self._has_ended_well = False
+        self._is_over = False
+
+    def judge(
+        self, end: Exit, running: Collection[int]
+    ) -> Literal["count", "forgive", "restart"]:
+        """See `supervisor.Policy`."""
+        is_server = end.process_id < self._num_servers
+        if end.returncode >= 0:
+            self._has_ended_well |= not is_server and end.returncode == 0
+            return "count"
+        if is_server:
+            if self._is_over:
+                return "forgive"
+            if self._restarts_left[end.process_id] == 0:
+                return "count"
+            self._restarts_left[end.process_id] -= 1
+            return "restart"
+        others = any(i >= self._num_servers for i in running)
+        return "forgive" if others or self._has_ended_well else "count"
+
+    def find_superfluous(self, running: Collection[int]) -> list[int]:
+        """See `supervisor.Policy`."""
+        if self._num_workers == 0 or any(i >= self._num_servers for i in running):
+            return []
+        self._is_over = True
+        return list(running)
+
+
+def launch_roles(
+    command: launch.Command,
+    options: RoleOptions,
+    *,
+    environ: Mapping[str, str] | None = None,
+    stdout_fd: int = 1,
+    stderr_fd: int = 2,
+) -> int:
+    """Runs servers and workers on this host, and returns when the last has ended.
+
+    Args:
+      command: what every process runs; `Place.from_environ` says which one it is.
+      options: how many, and where.
+      environ: the environment of the processes; that of the caller by default.
+      stdout_fd: where their stdout goes, line by line with the number of the process,
+        servers first.
+      stderr_fd: the same for their stderr and for messages of the launcher.
+
+    Returns:
+      0, or the exit code of what went wrong first.
+    """
+    launch_id = uuid.uuid4().hex
+    base = dict(os.environ if environ is None else environ)
+    for name in (*environment.VARIABLES, *keys.VARIABLES):
+        base.pop(name, None)
+    if options.report:
+        base[keys.REPORT] = options.report
+    with contextlib.ExitStack() as stack:
+        key_file = options.key_file
+        if not key_file:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            key_file = os.path.join(folder, "keys")
+            keys.make_keys(key_file)
+        addresses = options.addresses or _free_addresses(options.num_servers)
+        places = options.find_places(addresses, os.path.abspath(key_file))
+        environs = {
+            i: {**base, **place.to_environ(), environment.LAUNCH_ID: launch_id}
+            for i, place in enumerate(places)
+        }
+        forwarder = output.Forwarder(
+            num_processes=len(places), stdout_fd=stdout_fd, stderr_fd=stderr_fd
+        )
+        policy = RolePolicy(options.num_servers, options.num_workers, options.restarts)
+        job = supervisor.Supervisor(
+            launch_id, forwarder, grace_s=options.grace_s, policy=policy
+        )
+        return job.run(launch.worker_arguments(command), environs)
+
+
+def _free_addresses(num: int) -> tuple[str, ...]:
+    with contextlib.ExitStack() as stack:
+        probes = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(num)
+        ]
+        return tuple(f"127.0.0.1:{p.getsockname()[1]}" for p in probes)

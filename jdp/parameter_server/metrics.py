@@ -1,0 +1,136 @@
+"""Metrics: what servers have done, and how it is shown."""
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from typing import Any, Literal, Protocol
+
+Report = Literal["", "table", "json"]
+_RATE_WINDOW_S = 5.0  # of which updates a second are the mean.
+
+
+@dataclasses.dataclass
+class Metrics:
+    """What server 0 counts; bytes are its own.
+
+    Attributes:
+      num_pushed_bytes, num_pulled_bytes: of arrays, by socket or shared memory.
+      staleness: how many updates had which staleness.
+    """
+
+    num_pushed_bytes: int = 0
+    num_pulled_bytes: int = 0
+    num_pulls: int = 0
+    staleness: Counter[int] = dataclasses.field(default_factory=Counter)
+    _times_s: list[float] = dataclasses.field(default_factory=list)
+
+    def note_update(self, staleness: int, *, now_s: float) -> None:
+        """Counts an update."""
+        self.staleness[staleness] += 1
+        self._times_s.append(now_s)
+        while self._times_s[0] < now_s - _RATE_WINDOW_S:
+            self._times_s.pop(0)
+
+    def find_rate(self, *, now_s: float) -> float:
+        """Returns updates a second, over the last seconds."""
+        times = [t for t in self._times_s if t >= now_s - _RATE_WINDOW_S]
+        if not times:
+            return 0.0
+        return len(times) / min(_RATE_WINDOW_S, max(now_s - times[0], 1e-3))
+
+    def summarize(
+        self,
+        *,
+        version: str,
+        counts: dict[Any, int],
+        num_workers: int,
+        num_waiting: int,
+        now_s: float,
+    ) -> dict[str, Any]:
+        """Returns one line of the report.
+
+        Args:
+          version: of the parameters, as "epoch.count".
+          counts: of pushes, by outcome.
+          num_workers: that take part.
+          num_waiting: pushes that are not settled.
+          now_s: the time of a monotonic clock.
+        """
+        return {
+            "version": version,
+            "updates": sum(self.staleness.values()),
+            "updates_per_s": round(self.find_rate(now_s=now_s), 2),
+            "workers": num_workers,
+            "queue": num_waiting,
+            "pushes": dict(counts),
+            "pulls": self.num_pulls,
+            "pushed_bytes": self.num_pushed_bytes,
+            "pulled_bytes": self.num_pulled_bytes,
+            "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
+        }
+
+
+class Reporter(Protocol):
+    """Where a report goes."""
+
+    def show(self, line: dict[str, Any]) -> None:
+        """Shows the newest line."""
+        ...
+
+    def close(self) -> None:
+        """Ends."""
+        ...
+
+
+def open_reporter(kind: Report) -> Reporter | None:
+    """Opens what shows lines: a live table, or JSON on stdout; None for neither."""
+    if kind == "json":
+        return _JsonReporter()
+    return _TableReporter() if kind == "table" else None
+
+
+class _JsonReporter:
+    def show(self, line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _TableReporter:
+    """A table that is drawn anew in place; on no terminal, once, at the end."""
+
+    def __init__(self) -> None:
+        import rich.console
+        import rich.live
+
+        console = rich.console.Console(file=sys.stderr)
+        self._live = rich.live.Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, line: dict[str, Any]) -> None:
+        self._live.update(make_table(line), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def make_table(line: dict[str, Any]) -> Any:
+    """Returns a line of the report as a table of rich."""
+    import rich.table
+
+    table = rich.table.Table(title=f"parameter server, version {line['version']}")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name in ("updates", "updates_per_s", "workers", "queue", "pulls"):
+        table.add_row(name.replace("_per_s", " a second"), f"{line[name]:,}")
+    for outcome, count in line["pushes"].items():
+        table.add_row(f"pushes {outcome}", f"{count:,}")
+    for name in ("pushed_bytes", "pulled_bytes"):
+        table.add_row(name.replace("_bytes", " MB"), f"{line[name] / 1e6:,.1f}")
+    total = max(1, sum(line["staleness"].values()))
+    for staleness, count in line["staleness"].items():
+        bar = "█" * round(20 * count / total)
+        table.add_row(f"staleness {staleness}", f"{bar} {count:,}")
+    return table

@@ -1,0 +1,465 @@
+"""Protocol: what server 0 decides, for all servers.
+
+It keeps a log: which pushes make an update, who is handed parameters, when a checkpoint
+is written. Every server executes the log in its order (see `replica`), so that they
+have the same version wherever it matters: a pull is one snapshot of all servers, a
+checkpoint lies at one version, and no old parameters are kept for that.
+
+A push has come when all servers have their part. A server that was killed has lost what
+others still have, so all go back to the newest checkpoint that all have: a new log,
+whose first entry says so, with a higher epoch.
+"""
+
+import dataclasses
+import logging
+from typing import Literal
+
+from jdp.parameter_server.messages import (
+    Apply,
+    Discard,
+    Entry,
+    Follow,
+    Forget,
+    Hand,
+    Log,
+    Outcome,
+    Pull,
+    Push,
+    Restore,
+    Save,
+    Settled,
+    Stop,
+    Version,
+)
+from jdp.parameter_server.modes import Bounded, Mode, Sync
+
+_MOST_SENT = 256  # entries of the log in one message.
+_logger = logging.getLogger("jdp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeadOptions:
+    """What server 0 goes by.
+
+    Attributes:
+      mode: when an update is made.
+      num_servers: of the job.
+      num_workers: for how many workers the first synchronous round waits; when all have
+        left again, the job is over.
+      lease_s: after how many seconds of silence a worker is left out.
+      start_timeout_s: longest wait for `num_workers` workers, in seconds.
+      checkpoint_every: updates from one checkpoint to the next; 0: none by itself.
+      nonfinite: what becomes of gradients with NaN or infinity.
+    """
+
+    mode: Mode
+    num_servers: int = 1
+    num_workers: int | None = None
+    lease_s: float = 10.0
+    start_timeout_s: float = 60.0
+    checkpoint_every: int = 0
+    nonfinite: Literal["reject", "apply"] = "reject"
+
+
+@dataclasses.dataclass
+class _Member:
+    """A worker that takes part."""
+
+    worker: int
+    lease_end_s: float
+    clock: int  # updates that it made, counted from the slowest when it joined.
+    since_index: int  # of the log; what was held for it before was dropped.
+    push: Push | None = None  # not settled.
+    pull: Pull | None = None  # not handed out.
+
+
+class Lead:
+    """What server 0 knows, and what follows from it; without clocks and sockets.
+
+    Call what has happened, then `decide`, then execute what it returns: entries of the
+    log, each of which this state already goes by. After a `Restore`, call `restored`
+    with what the checkpoint has, before anything else.
+    """
+
+    def __init__(self, options: LeadOptions, incarnation: bytes):
+        """Begins before the first epoch.
+
+        Args:
+          options: of the job.
+          incarnation: random, of this process.
+        """
+        self.options = options
+        self.version = Version()
+        self.is_running = False
+        self.counts: dict[Outcome, int] = {"applied": 0, "late": 0, "rejected": 0}
+        self._incarnation = incarnation
+        self._own: tuple[tuple[int, ...], int] | None = None
+        self._followers: dict[int, Follow] = {}
+        self._members: dict[bytes, _Member] = {}
+        self._round: dict[bytes, Push] = {}  # of `sync`: what came for this version.
+        self._ready: list[bytes] = []  # sessions whose push all servers have.
+        self._settled: dict[bytes, Settled] = {}
+        self._joined: set[bytes] = set()  # all sessions there ever were.
+        self._has_left = False  # whether a worker has, on purpose.
+        self._start_s: float | None = None  # when the first worker of an epoch came.
+        self._has_started = False
+        self._log: list[Entry] = []
+        self._first_index = 0  # of what `_log` still has.
+        self._num_returned = 0  # entries of the log that `decide` has returned.
+        self._wants_save = False
+        self._saved = Version()
+        self._highest_epoch = 0
+
+    def begin(self, checkpoints: tuple[int, ...], epoch: int) -> None:
+        """Says which checkpoints this server has, and the highest epoch it knows.
+
+        At first, and whenever it has others.
+        """
+        self._own = (checkpoints, epoch)
+
+    def follow(self, status: Follow) -> None:
+        """Another server says where it is."""
+        before = self._followers.get(status.server)
+        self._followers[status.server] = status
+        if not self.is_running:
+            return
+        is_new = before is None or before.incarnation != status.incarnation
+        is_elsewhere = (
+            status.lead not in (b"", self._incarnation)
+            and status.epoch >= self.version.epoch
+        )
+        if is_new or is_elsewhere:
+            _logger.warning(
+                "Server %d began anew: all servers go back to a checkpoint.",
+                status.server,
+            )
+            self._reset()
+            return
+        if status.is_stopping:
+            self._wants_save = True
+        self._find_ready()
+
+    def join(self, session: bytes, worker: int, *, now_s: float) -> bool:
+        """A worker says hello, maybe again; returns whether it may come in."""
+        if not self.is_running:
+            return False
+        if session in self._members:
+            self.hear(session, now_s=now_s)
+            return True
+        clock = min((m.clock for m in self._members.values()), default=0)
+        lease_end_s = now_s + self.options.lease_s
+        self._members[session] = _Member(
+            worker, lease_end_s, clock, self._first_index + len(self._log)
+        )
+        self._joined.add(session)
+        if self._start_s is None:
+            self._start_s = now_s
+        return True
+
+    def hear(self, session: bytes, *, now_s: float) -> bool:
+        """A worker said something; returns whether it is known."""
+        member = self._members.get(session)
+        if member is None:
+            return False
+        member.lease_end_s = now_s + self.options.lease_s
+        return True
+
+    def leave(self, session: bytes) -> None:
+        """A worker goes on purpose."""
+        if session in self._members:
+            self._has_left = True
+            self._remove(session)
+
+    def push(self, push: Push) -> None:
+        """Server 0 has its part of a push."""
+        member = self._members.get(push.session)
+        if member is None or push.sequence <= self._last_sequence(push.session):
+            return
+        if member.push is None or member.push.sequence < push.sequence:
+            member.push = push
+            self._find_ready()
+
+    def pull(self, pull: Pull) -> None:
+        """A worker asks for parameters."""
+        member = self._members.get(pull.session)
+        if member is not None:
+            member.pull = pull
+
+    def save(self) -> None:
+        """Asks for a checkpoint, such as at SIGTERM."""
+        self._wants_save = True
+
+    def find_settled(self, session: bytes) -> Settled | None:
+        """Returns what became of the last push of a session."""
+        return self._settled.get(session)
+
+    @property
+    def num_members(self) -> int:
+        """Workers that take part."""
+        return len(self._members)
+
+    @property
+    def num_waiting(self) -> int:
+        """Pushes that are not settled."""
+        return sum(m.push is not None for m in self._members.values())
+
+    def decide(self, *, now_s: float) -> list[Entry]:
+        """Returns the entries that follow from what has happened."""
+        if not self.is_running:
+            return self._restore()
+        self._end_leases(now_s)
+        if isinstance(self.options.mode, Sync):
+            self._fill_round()
+            self._close_round(self.options.mode, now_s)
+        else:
+            while self._apply_one():
+                pass
+        self._hand_out()
+        if self._wants_save:
+            self._wants_save = False
+            if self._saved != self.version:
+                self._append(Save())
+        if self._is_over():
+            self._append(Stop())
+        return self._take()
+
+    def restored(self, settled: dict[bytes, Settled]) -> None:
+        """A `Restore` was executed; `settled` is what the checkpoint has of pushes."""
+        self._settled = dict(settled)
+        self._joined.update(settled)
+
+    def find_log(self, server: int) -> Log | None:
+        """Returns what another server has not executed yet; None if there is nothing.
+
+        It is sent until the server says that it has it.
+        """
+        status = self._followers.get(server)
+        if not self.is_running or status is None:
+            return None
+        follows = (
+            status.lead == self._incarnation and status.epoch == self.version.epoch
+        )
+        first = max(status.next_index if follows else 0, self._first_index)
+        entries = self._log[first - self._first_index :][:_MOST_SENT]
+        if not entries:
+            return None
+        return Log(self._incarnation, self.version.epoch, first, tuple(entries))
+
+    def has_all(self) -> bool:
+        """Whether all servers have all of the log."""
+        end = self._first_index + len(self._log)
+        return all(self._next_index(f) >= end for f in self._followers.values())
+
+    def _restore(self) -> list[Entry]:
+        """Begins an epoch, once it is known which checkpoints all servers have."""
+        if self._own is None or len(self._followers) < self.options.num_servers - 1:
+            return []
+        everyone = [set(f.checkpoints) for f in self._followers.values()]
+        common = set(self._own[0]).intersection(*everyone)
+        known = [f.epoch for f in self._followers.values()]
+        epoch = 1 + max(self._own[1], self._highest_epoch, *known, 0)
+        self.version = self._saved = Version(epoch, max(common))
+        self._highest_epoch = epoch
+        self.is_running = True
+        self._log, self._first_index, self._num_returned = [], 0, 0
+        self._append(Restore(self.version))
+        return self._take()
+
+    def _reset(self) -> None:
+        """Waits for all servers, to begin another epoch."""
+        self.is_running = False
+        self._members.clear()
+        self._round.clear()
+        self._ready.clear()
+        self._start_s, self._has_started = None, False
+
+    def _last_sequence(self, session: bytes) -> int:
+        settled = self._settled.get(session)
+        return 0 if settled is None else settled.sequence
+
+    def _find_ready(self) -> None:
+        """Queues the pushes that all servers have by now."""
+        held = [(self._next_index(f), set(f.held)) for f in self._followers.values()]
+        for session, member in self._members.items():
+            push = member.push
+            if push is None or session in self._ready or session in self._round:
+                continue
+            part = (session, push.sequence)
+            if all(i >= member.since_index and part in parts for i, parts in held):
+                self._ready.append(session)
+
+    def _end_leases(self, now_s: float) -> None:
+        for session, member in list(self._members.items()):
+            if now_s >= member.lease_end_s:
+                _logger.warning(
+                    "Worker %d has been silent for %g s; it is left out until it "
+                    "comes back.",
+                    member.worker,
+                    self.options.lease_s,
+                )
+                self._remove(session)
+
+    def _remove(self, session: bytes) -> None:
+        del self._members[session]
+        if session in self._ready:
+            self._ready.remove(session)
+        # What a worker has pushed in time counts in its round, though it is gone.
+        if session not in self._round:
+            self._append(Forget(session))
+
+    def _fill_round(self) -> None:
+        """Takes what came for this version; what is late is dropped."""
+        for session in self._ready:
+            push = self._members[session].push
+            assert push is not None
+            if push.version != self.version:
+                self._discard(push, "late")
+            else:
+                self._round[session] = push
+        self._ready.clear()
+
+    def _close_round(self, mode: Sync, now_s: float) -> None:
+        num_missing = len(self._members.keys() - self._round.keys())
+        if not self._may_start(now_s) or not self._round:
+            return
+        if num_missing > mode.backup:
+            return
+        # In one order, that of the workers: a sum of floats depends on it.
+        numbers = {s: m.worker for s, m in self._members.items()}
+        pushes = sorted(
+            self._round.values(), key=lambda p: (numbers.get(p.session, 0), p.session)
+        )
+        self._round.clear()
+        good = [p for p in pushes if not self._is_rejected(p)]
+        if good:
+            self._apply(good)
+        for push in pushes:
+            if push not in good:
+                self._discard(push, "rejected")
+            if push.session not in self._members:
+                self._append(Forget(push.session))
+
+    def _may_start(self, now_s: float) -> bool:
+        """Whether the workers are there, or were waited for long enough."""
+        if not self._has_started and self._start_s is not None:
+            # After a restore the workers are there and come back soon, or never.
+            is_first = self.version == Version(1, 0)
+            options = self.options
+            wait_s = options.start_timeout_s if is_first else options.lease_s
+            num_missing = (options.num_workers or 1) - len(self._members)
+            self._has_started = num_missing <= 0
+            if num_missing > 0 and now_s >= self._start_s + wait_s:
+                self._has_started = True
+                _logger.warning(
+                    "%d of %d workers have not come within %g s; the others go on "
+                    "without them.",
+                    num_missing,
+                    options.num_workers,
+                    wait_s,
+                )
+        return self._has_started
+
+    def _apply_one(self) -> bool:
+        """Settles one push, unless all that are here have to wait."""
+        for session in self._ready:
+            member = self._members[session]
+            push = member.push
+            assert push is not None
+            if self._is_rejected(push):
+                self._ready.remove(session)
+                self._discard(push, "rejected")
+                return True
+            if self._is_too_far_ahead(member):
+                continue
+            self._ready.remove(session)
+            member.clock += 1
+            self._apply([push])
+            return True
+        return False
+
+    def _is_too_far_ahead(self, member: _Member) -> bool:
+        if not isinstance(self.options.mode, Bounded):
+            return False
+        slowest = min(m.clock for m in self._members.values())
+        return member.clock + 1 - slowest > self.options.mode.staleness
+
+    def _is_rejected(self, push: Push) -> bool:
+        return self.options.nonfinite == "reject" and not push.is_finite
+
+    def _apply(self, pushes: list[Push]) -> None:
+        # Of an epoch that is gone, a count says nothing but that it is not newer.
+        oldest = min(p.version.count for p in pushes)
+        staleness = max(0, self.version.count - oldest)
+        self._append(
+            Apply(
+                tuple((p.session, p.sequence) for p in pushes),
+                tuple(p.weight for p in pushes),
+                staleness,
+            )
+        )
+        every = self.options.checkpoint_every
+        if every and self.version.count % every == 0:
+            self._append(Save())
+
+    def _discard(self, push: Push, outcome: Outcome) -> None:
+        self._append(Discard(push.session, push.sequence, outcome))
+
+    def _hand_out(self) -> None:
+        for session, member in self._members.items():
+            pull = member.pull
+            if pull is not None and pull.after <= self._last_sequence(session):
+                member.pull = None
+                self._append(Hand(session, pull.pull))
+
+    def _is_over(self) -> bool:
+        num_workers = self.options.num_workers
+        if num_workers is None or not self._has_left or self._members:
+            return False
+        return len(self._joined) >= num_workers and self._log[-1:] != [Stop()]
+
+    def _append(self, entry: Entry) -> None:
+        """Adds to the log, and goes by it."""
+        self._log.append(entry)
+        self.version, settled = settle(self.version, entry)
+        for session, found in settled.items():
+            self._settled[session] = found
+            self.counts[found.outcome] += 1
+            member = self._members.get(session)
+            if member is not None:
+                member.push = None
+        if isinstance(entry, Save):
+            self._saved = self.version
+
+    def _take(self) -> list[Entry]:
+        """Returns what is new in the log, and drops what all servers have executed."""
+        end = self._first_index + len(self._log)
+        entries = self._log[self._num_returned - self._first_index :]
+        self._num_returned = end
+        least = min(
+            (self._next_index(f) for f in self._followers.values()), default=end
+        )
+        # Its end stays, to be looked at.
+        keep = max(0, min(least - self._first_index, len(self._log) - 1))
+        del self._log[:keep]
+        self._first_index += keep
+        return entries
+
+    def _next_index(self, status: Follow) -> int:
+        follows = (
+            status.lead == self._incarnation and status.epoch == self.version.epoch
+        )
+        return status.next_index if follows else 0
+
+
+def settle(version: Version, entry: Entry) -> tuple[Version, dict[bytes, Settled]]:
+    """Returns the version after an entry, and the pushes that it settles."""
+    match entry:
+        case Restore():
+            return entry.version, {}
+        case Apply():
+            version = Version(version.epoch, version.count + 1)
+            return version, {s: Settled(n, "applied", version) for s, n in entry.pushes}
+        case Discard():
+            found = Settled(entry.sequence, entry.outcome, version)
+            return version, {entry.session: found}
+    return version, {}

@@ -1,0 +1,243 @@
+"""Sockets: one server hears many workers, and each of these many servers.
+
+A server has a ROUTER, a worker a DEALER for each server, and so does a server for
+server 0. CURVE encrypts; whoever has the key file may connect, and nobody else. They
+connect again by themselves; what was under way is lost then, and said again by the
+protocol.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from jdp.parameter_server import messages
+from jdp.parameter_server.keys import Keys
+from jdp.runtime import transport_sockets
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_LINGER_MS = 500
+_RECONNECT_MS = 50
+_MOST_RECONNECT_MS = 1000
+_SMALLEST_LIMIT = 4 << 20  # of a frame; headers describe all parameters.
+_MOST_FRAMES = 3  # a route, a header, arrays.
+_MOST_AT_ONCE = 256
+_REFUSE_S = 1.0
+
+
+class Message(NamedTuple):
+    """What has come."""
+
+    source: bytes | int  # the route to a worker, or the number of a server.
+    header: memoryview
+    payload: memoryview | None
+
+
+class ServerSocket:
+    """Where a server listens."""
+
+    def __init__(self, address: str, keys: Keys, *, most_bytes: int):
+        """Listens.
+
+        Args:
+          address: "host:port".
+          keys: of the job.
+          most_bytes: the longest payload; whoever sends more is cut off.
+
+        Raises:
+          RuntimeError: somebody else does at this address, or it is not of this host.
+        """
+        self._context = zmq.Context()
+        self._refusals = transport_sockets.Refusals()
+        self._admitted = z85.decode(keys.worker_public)
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap.bind(_ZAP_ENDPOINT)
+        self._socket = self._context.socket(zmq.ROUTER)
+        for name, value in {
+            zmq.LINGER: _LINGER_MS,
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.IPV6: 1,
+            zmq.MAXMSGSIZE: max(most_bytes, _SMALLEST_LIMIT) + 4096,
+            zmq.ROUTER_HANDOVER: 1,
+            zmq.CURVE_SERVER: 1,
+            zmq.CURVE_SECRETKEY: keys.server_secret.encode(),
+            zmq.ZAP_DOMAIN: b"jdp",
+        }.items():
+            self._socket.setsockopt(name, value)
+        try:
+            self._socket.bind(f"tcp://{_bind_address(address)}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise RuntimeError(
+                f"This server cannot listen at {address}: {error}. `addresses` must "
+                "have a free port of its own host for each server."
+            ) from None
+        self._poller = zmq.Poller()
+        for socket in (self._socket, self._zap):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def poll(self, timeout_s: float, others: "ClientSockets | None" = None) -> None:
+        """Waits until something has come, here or to the other sockets."""
+        poller = self._poller
+        if others is not None:
+            poller = zmq.Poller()
+            for socket in (self._socket, self._zap, *others.sockets):
+                poller.register(socket, zmq.POLLIN)
+        poller.poll(int(1000 * timeout_s))
+        self._answer_zap()
+
+    def receive(self) -> list[Message]:
+        """Returns what has come, without waiting; what has too many frames is not."""
+        found = []
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                break
+            if not 2 <= len(frames) <= _MOST_FRAMES:
+                self.note(f"it sent {len(frames)} frames at once")
+                continue
+            payload = frames[2].buffer if len(frames) == _MOST_FRAMES else None
+            found.append(Message(frames[0].bytes, frames[1].buffer, payload))
+        return found
+
+    def send(self, route: bytes, header: bytes, payload: object = None) -> None:
+        """Sends, without waiting; to who is gone, nothing."""
+        frames = [route, header] if payload is None else [route, header, payload]
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=payload is None)
+        except zmq.ZMQError:  # EHOSTUNREACH, or EAGAIN: it will ask again.
+            pass
+
+    def note(self, reason: str) -> None:
+        """Counts something that was dropped; logs it now and then."""
+        self._refusals.note(reason)
+
+    def refuse_all(self, text: str) -> None:
+        """Tells who asks within a moment why there is no server, and closes."""
+        deadline_s = time.monotonic() + _REFUSE_S
+        while time.monotonic() < deadline_s:
+            self.poll(0.1)
+            for message in self.receive():
+                assert isinstance(message.source, bytes)
+                self.send(message.source, messages.encode_refusal(text))
+        self.close()
+
+    def close(self) -> None:
+        """Ends; what was sent still leaves, for half a second."""
+        self._zap.close()
+        self._socket.close()
+        self._context.term()
+
+    def _answer_zap(self) -> None:
+        """Says who may connect, by the rules of ZeroMQ RFC 27."""
+        while True:
+            try:
+                request = self._zap.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            _, request_id, _, address, _, mechanism, *credentials = request
+            if mechanism == b"CURVE" and credentials == [self._admitted]:
+                answer = (b"200", b"", b"worker", b"")
+            else:
+                who = address.decode(errors="replace")
+                self.note(f"it does not have the keys of this job ({who})")
+                answer = (b"400", b"refused", b"", b"")
+            self._zap.send_multipart((b"1.0", request_id, *answer))
+
+
+class ClientSockets:
+    """Connections to servers, of one thread; any thread may call `wake`."""
+
+    def __init__(self, addresses: Sequence[str], keys: Keys, *, most_bytes: int):
+        """Begins to connect, for as long as it takes."""
+        # Kept from connection to connection, so that answers find their way.
+        identity = b"jdp" + os.urandom(16)
+        self._context = zmq.Context()
+        self._wake_out, self._wake_in = os.pipe()
+        os.set_blocking(self._wake_out, False)
+        os.set_blocking(self._wake_in, False)
+        self.sockets: list[zmq.Socket] = []
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_out, zmq.POLLIN)
+        for address in addresses:
+            socket = self._context.socket(zmq.DEALER)
+            for name, value in {
+                zmq.LINGER: _LINGER_MS,
+                zmq.SNDHWM: 0,
+                zmq.RCVHWM: 0,
+                zmq.IPV6: 1,
+                # What cannot be sent now is said again: it must not pile up.
+                zmq.IMMEDIATE: 1,
+                zmq.MAXMSGSIZE: max(most_bytes, _SMALLEST_LIMIT) + 4096,
+                zmq.RECONNECT_IVL: _RECONNECT_MS,
+                zmq.RECONNECT_IVL_MAX: _MOST_RECONNECT_MS,
+                zmq.ROUTING_ID: identity,
+                zmq.CURVE_SERVERKEY: keys.server_public.encode(),
+                zmq.CURVE_PUBLICKEY: keys.worker_public.encode(),
+                zmq.CURVE_SECRETKEY: keys.worker_secret.encode(),
+            }.items():
+                socket.setsockopt(name, value)
+            socket.connect(f"tcp://{address}")
+            self.sockets.append(socket)
+            self._poller.register(socket, zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> None:
+        """Waits until something has come, or `wake` is called."""
+        for ready, _ in self._poller.poll(int(1000 * timeout_s)):
+            if ready == self._wake_out:
+                os.read(self._wake_out, 1 << 16)
+
+    def receive(self) -> list[Message]:
+        """Returns what has come, without waiting."""
+        found = []
+        for number, socket in enumerate(self.sockets):
+            for _ in range(_MOST_AT_ONCE):
+                try:
+                    frames = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                except zmq.Again:
+                    break
+                payload = frames[1].buffer if len(frames) > 1 else None
+                found.append(Message(number, frames[0].buffer, payload))
+        return found
+
+    def send(self, number: int, header: bytes, payload: object = None) -> None:
+        """Sends to a server, without waiting; nothing while it cannot be reached."""
+        frames = [header] if payload is None else [header, payload]
+        try:
+            self.sockets[number].send_multipart(
+                frames, zmq.DONTWAIT, copy=payload is None
+            )
+        except zmq.Again:
+            pass
+
+    def wake(self) -> None:
+        """Makes the wait that is under way return, or else the next one."""
+        try:
+            os.write(self._wake_in, b"x")
+        except BlockingIOError:  # It is full: it is woken.
+            pass
+
+    def close(self) -> None:
+        """Ends; what was sent still leaves, for half a second."""
+        for socket in self.sockets:
+            socket.close()
+        self._context.term()
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+
+
+def _bind_address(address: str) -> str:
+    """ZeroMQ binds to numbers, and to names of interfaces; a name must be looked up."""
+    from jdp.runtime import transport_meeting
+
+    host, _, port = address.rpartition(":")
+    if host in ("*", "0.0.0.0", "[::]"):
+        return f"*:{port}"
+    found = transport_meeting.find_addresses(host)[0]
+    return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"

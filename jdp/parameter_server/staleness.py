@@ -1,0 +1,47 @@
+"""Staleness: a learning rate that is smaller for gradients of old parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def scale_by_staleness(
+    tx: optax.GradientTransformation, *, power: float = 1.0
+) -> optax.GradientTransformationExtraArgs:
+    """Divides the updates of `tx` by max(1, staleness) ** power.
+
+    The rule of Zhang et al., 2016, "Staleness-aware Async-SGD for Distributed Deep
+    Learning", where the power is 1. A `Server` tells the staleness of each push: how
+    many updates were made between the pull that it is computed from and the push.
+
+    Args:
+      tx: any optax transformation.
+      power: 0: staleness makes no difference.
+
+    Returns:
+      The transformation; its `update` takes `staleness=`, int ().
+    """
+    if not 0 <= power < float("inf"):
+        raise ValueError(f"`power` must be a number, at least 0, got {power}.")
+    inner = optax.with_extra_args_support(tx)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if "staleness" not in extra_args:
+            raise TypeError(
+                "`scale_by_staleness` needs `update(..., staleness=)`, as a `Server` "
+                "calls it."
+            )
+        updates, state = inner.update(updates, state, params, **extra_args)
+        staleness = jnp.maximum(1, extra_args["staleness"])
+        factor = staleness.astype(jnp.float32) ** -power
+        scaled = jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates)
+        return scaled, state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

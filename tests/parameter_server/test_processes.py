@@ -1,0 +1,203 @@
+"""Real processes that are killed, stopped and started again, from one command line."""
+
+import json
+import os
+import re
+import signal
+import tempfile
+import threading
+
+import pytest
+
+from jdp.parameter_server import launching
+from jdp.runtime import launch
+from jdp.runtime.supervisor import Exit
+from tests import harness
+from tests.parameter_server.jobs import wait_for
+
+TIMEOUT_S = 60.0
+
+
+class ProcessJob:
+    """A job of `job_process.py`, in a thread."""
+
+    def __init__(self, folder, mode, num_servers, num_workers, **options):
+        self.folder, self.timeout_s = folder, TIMEOUT_S
+        command = launch.Command(
+            kind="script",
+            target=str(harness.ROOT / "tests/parameter_server/job_process.py"),
+            arguments=(str(folder), mode),
+        )
+        options = launching.RoleOptions(
+            num_servers=num_servers, num_workers=num_workers, grace_s=10.0, **options
+        )
+        environ = {**harness.compile_fast_environ(), "PYTHONPATH": str(harness.ROOT)}
+        self.log = tempfile.TemporaryFile("w+")
+
+        def run():
+            self.exit_code = launching.launch_roles(
+                command,
+                options,
+                environ=environ,
+                stdout_fd=self.log.fileno(),
+                stderr_fd=self.log.fileno(),
+            )
+
+        self.exit_code = None
+        self.thread = threading.Thread(target=run, name="launcher")
+        self.thread.start()
+
+    def wait(self, condition):
+        wait_for(lambda: condition() or self.exit_code is not None, self.timeout_s)
+        assert self.exit_code is None, self.text()
+
+    def signal(self, name, signum):
+        path = self.folder / f"{name}.pid"
+        self.wait(path.exists)
+        pid = int(path.read_text())
+        if signum == signal.SIGKILL:
+            path.unlink()
+        os.kill(pid, signum)
+
+    def num_steps(self, worker):
+        path = self.folder / f"worker-{worker}.steps"
+        return int(path.read_text()) if path.exists() else 0
+
+    def go_on(self, *workers, steps=15):
+        """Waits until these workers have made some more steps."""
+        ends = [self.num_steps(w) + steps for w in workers]
+        self.wait(
+            lambda: all(
+                self.num_steps(w) >= end for w, end in zip(workers, ends, strict=True)
+            )
+        )
+
+    def end(self):
+        (self.folder / "stop").touch()
+        self.thread.join(TIMEOUT_S)
+        assert not self.thread.is_alive(), self.text()
+        text = self.text()
+        self.log.close()
+        paths = self.folder.glob("*.json")
+        return {path.stem: json.loads(path.read_text()) for path in paths}, text
+
+    def text(self):
+        self.log.seek(0)
+        return self.log.read()
+
+
+def check_steps(found, workers, *, least_epoch):
+    for index in workers:
+        steps = found[f"worker-{index}"]["steps"]
+        versions = [(epoch, count) for epoch, count, _ in steps]
+        assert versions == sorted(versions)
+        assert versions[-1][0] >= least_epoch
+        # One snapshot of all servers, with each update in it once.
+        assert all(values == [-count] for _, count, values in steps)
+        counts = found[f"worker-{index}"]["counts"]
+        assert sum(counts.values()) == len(steps) and counts["rejected"] == 0
+
+
+@pytest.mark.multiprocess
+def test_a_job_survives_stopped_and_killed_workers_and_a_killed_server(tmp_path):
+    job = ProcessJob(tmp_path, "async", 1, 2)
+    try:
+        job.go_on(0, 1)
+        job.signal("worker-1", signal.SIGSTOP)
+        job.wait(lambda: "Worker 1 has been silent for 1 s; it is l" in job.text())
+        job.go_on(0)
+        job.signal("worker-1", signal.SIGCONT)
+        job.go_on(0, 1)
+        job.signal("server-0", signal.SIGKILL)
+        job.go_on(0, 1)
+        job.signal("worker-1", signal.SIGKILL)
+        job.go_on(0)
+    finally:
+        found, text = job.end()
+    assert job.exit_code == 0, text
+    assert "process 0 was killed by SIGKILL; it is started again" in text
+    assert "process 2 was killed by SIGKILL; the others go on" in text
+    assert re.search(
+        r"Server 0 goes on from .* of update \d+: of \d+ updates, \d", text
+    )
+    check_steps(found, [0], least_epoch=2)
+    assert found["worker-0"]["counts"]["late"] == 0
+    assert "worker-1" not in found
+
+
+@pytest.mark.multiprocess
+def test_servers_go_back_together_when_one_is_killed_and_rounds_lose_a_worker(
+    tmp_path,
+):
+    job = ProcessJob(tmp_path, "sync", 2, 2)
+    try:
+        job.go_on(0, 1)
+        job.signal("worker-1", signal.SIGKILL)
+        job.go_on(0)
+        job.signal("server-1", signal.SIGKILL)
+        job.go_on(0)
+    finally:
+        found, text = job.end()
+    assert job.exit_code == 0, text
+    assert "Worker 1 has been silent for 1 s; it is left out" in text
+    assert "Server 1 began anew: all servers go back to a checkpoint" in text
+    assert "Server 0 goes on from the checkpoint of update" in text, text
+    assert "SIGTERM" not in text
+    check_steps(found, [0], least_epoch=2)
+
+
+def test_what_the_end_of_a_process_means():
+    policy = launching.RolePolicy(num_servers=2, num_workers=2, restarts=1)
+    everybody = [0, 1, 2, 3]
+    assert policy.judge(Exit(1, -9), everybody) == "restart"
+    assert policy.judge(Exit(1, -9), everybody) == "count"
+    assert policy.judge(Exit(0, 1), everybody) == "count"
+    assert policy.judge(Exit(3, 1), everybody) == "count"
+    assert policy.judge(Exit(3, -9), [0, 1, 2]) == "forgive"
+    assert policy.judge(Exit(2, -9), [0, 1]) == "count"
+    assert policy.find_superfluous([0, 1, 2]) == []
+    assert policy.judge(Exit(2, 0), [0, 1]) == "count"
+    assert policy.find_superfluous([0, 1]) == [0, 1]
+    assert policy.judge(Exit(0, -15), [1]) == "forgive"
+    alone = launching.RolePolicy(num_servers=1, num_workers=0, restarts=0)
+    assert alone.find_superfluous([0]) == []
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"num_servers": 1, "num_workers": 0}, "`address` of every server is needed"),
+        ({"num_servers": 0, "num_workers": 0}, "a server or a worker to start"),
+        ({"num_servers": 1, "addresses": ("a:1",)}, "`key_file` is needed"),
+        ({"num_servers": 2, "addresses": ("a:1",), "key_file": "k"}, "must name every"),
+        ({"num_servers": 1, "report": "xml"}, '"table" or "json", got \'xml\''),
+        ({"num_servers": 1, "restarts": -1}, "`restarts` must be at least 0"),
+    ],
+)
+def test_options_of_a_launch_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        launching.RoleOptions(**{"num_workers": 1, **options})
+
+
+def test_places_of_several_hosts_are_counted_on():
+    addresses = ("a:1", "b:1")
+    servers = launching.RoleOptions(
+        num_servers=1, num_workers=2, addresses=addresses, key_file="k", first=1
+    ).find_places(addresses, "k")
+    assert [(p.role, p.index) for p in servers] == [
+        ("server", 1),
+        ("worker", 0),
+        ("worker", 1),
+    ]
+    workers = launching.RoleOptions(
+        num_servers=0,
+        num_workers=2,
+        addresses=addresses,
+        key_file="k",
+        first=2,
+        all_workers=4,
+    ).find_places(addresses, "k")
+    assert [(p.role, p.index, p.num_workers) for p in workers] == [
+        ("worker", 2, 4),
+        ("worker", 3, 4),
+    ]

@@ -1,0 +1,309 @@
+"""What does not belong together, or comes from strangers."""
+
+import logging
+import socket
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jdp import hooks, parameter_server
+from jdp.parameter_server import keys, lane, messages, shards, updates
+from jdp.parameter_server.messages import LaneOffer, Ping, Pong
+from jdp.parameter_server.sockets import ClientSockets
+from tests.parameter_server.jobs import ThreadJob, free_addresses, wait_for
+from tests.runtime import strangers
+
+PARAMS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    mode = parameter_server.asynchronous()
+    with ThreadJob(folder, PARAMS, optax.sgd(1.0), mode=mode) as job:
+        yield job
+        assert not job.errors
+
+
+def _still_works(job):
+    with job.worker() as worker:
+        worker.pull()
+        worker.push(PARAMS)
+        return worker.flush() == "applied"
+
+
+@pytest.mark.parametrize(
+    "params,message",
+    [
+        (
+            {**PARAMS, "w": np.zeros((2, 4), np.float32)},
+            r"`\['w'\]` is float32\[2,3\] on the server and float32\[2,4\] on worker 7",
+        ),
+        (
+            {"w": PARAMS["w"], "bias": PARAMS["b"]},
+            r"`\['b'\]` on the server is `\['bias'\]` on worker 7",
+        ),
+        ({**PARAMS, "x": PARAMS["b"]}, r"`\['x'\]` is only on worker 7"),
+    ],
+)
+def test_another_model_is_refused_with_the_path_and_both_values(job, params, message):
+    with pytest.raises(RuntimeError, match=message):
+        job.worker(7, params=params)
+    assert _still_works(job)
+
+
+def test_another_hook_is_refused(job):
+    with pytest.raises(
+        RuntimeError, match="`compression` is 'int8' on worker 0 and ''"
+    ):
+        job.worker(compression=hooks.int8())
+
+
+def test_another_number_of_servers_is_refused(job):
+    place = parameter_server.Place(
+        role="worker",
+        index=0,
+        addresses=(job.addresses[0], job.addresses[0]),
+        key_file=job.key_file,
+    )
+    with pytest.raises(RuntimeError, match="0 of 1 listens here, and .* server 1 of 2"):
+        parameter_server.Worker(PARAMS, place=place)
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_wrong_address_and_wrong_keys_are_errors_in_time(job, tmp_path, has_keys):
+    (address,) = free_addresses(1) if has_keys else job.addresses
+    key_file = job.key_file
+    if not has_keys:
+        key_file = str(tmp_path / "other keys")
+        parameter_server.make_keys(key_file)
+    place = parameter_server.Place(
+        role="worker", index=0, addresses=(address,), key_file=key_file
+    )
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"not answered for 0.5 s: 0 at {address}"):
+        options = parameter_server.WorkerOptions(timeout_s=0.5)
+        parameter_server.Worker(PARAMS, place=place, options=options)
+    assert time.monotonic() - start_s < 5.0
+
+
+def test_another_version_is_refused_on_both_sides(job, monkeypatch):
+    monkeypatch.setattr(messages, "VERSION", 9)
+    header = messages.encode(Pong(0))
+    monkeypatch.undo()
+    found = keys.read_keys(job.key_file)
+    sockets = ClientSockets(job.addresses, found, most_bytes=0)
+    heard = []
+
+    def ask():
+        sockets.send(0, header)
+        sockets.poll(0.05)
+        heard.extend(sockets.receive())
+        return heard
+
+    wait_for(ask)
+    sockets.close()
+    text = "speaks version 9 of the parameter server's protocol, and this process ver"
+    with pytest.raises(messages.RefusedError, match=text):
+        messages.decode(heard[0].header, messages.to_worker)
+    with pytest.raises(messages.MessageError, match=text):
+        messages.decode(header, messages.to_worker)
+
+
+def test_strangers_and_garbage_are_dropped(job, caplog):
+    endpoint = f"tcp://{job.addresses[0]}"
+    found, ping = keys.read_keys(job.key_file), messages.encode(Ping(b"nobody", 0))
+    refusals = job.servers[0]._service._socket._refusals
+    refusals._quiet_until_s = -1.0  # whatever was dropped by tests before.
+    with caplog.at_level(logging.WARNING, "jdp"), strangers.fire(endpoint):
+        sockets = ClientSockets(job.addresses, found, most_bytes=0)
+        wait_for(
+            lambda: sockets.send(0, ping) or sockets.poll(0.05) or sockets.receive()
+        )
+        for garbage in (b"", b"\x01", b"\x01\x00", b"\x01\x00\xff" * 9, bytes(5000)):
+            sockets.send(0, garbage)
+            sockets.send(0, garbage, bytes(10))
+        with job.worker(timeout_s=20.0) as worker:
+            for _ in range(20):
+                worker.pull()
+                worker.push(PARAMS)
+        time.sleep(0.2)
+        sockets.close()
+    dropped = [r for r in caplog.records if "not of this job" in r.getMessage()]
+    assert 1 <= len(dropped) < 5
+    assert _still_works(job)
+
+
+def test_who_sends_too_much_is_cut_off(job):
+    found = keys.read_keys(job.key_file)
+    sockets = ClientSockets(job.addresses, found, most_bytes=0)
+    for _ in range(3):
+        sockets.send(0, b"\x01\x00", bytes(64 << 20))
+        time.sleep(0.1)
+    sockets.close()
+    assert _still_works(job)
+
+
+def test_a_lane_must_be_what_it_says(tmp_path):
+    made = lane.make_lane(1000)
+    assert made is not None
+    own, file = made
+    offer = file.offer
+    own.pushed[:3] = b"abc"
+    opened = lane.open_lane(offer, least_bytes=1000)
+    assert opened is not None and bytes(opened.pushed[:3]) == b"abc"
+    other = tmp_path / "file"
+    other.write_bytes(bytes(4096 + 2000))
+    with other.open("r+b") as plain:
+        path = f"/proc/self/fd/{plain.fileno()}".replace(
+            "self", offer.path.split("/")[2]
+        )
+        for wrong in (
+            LaneOffer(offer.path, bytes(16), 1000),
+            LaneOffer(offer.path, offer.token, 999),
+            LaneOffer(offer.path, offer.token, 1 << 40),
+            LaneOffer("/etc/passwd", offer.token, 1000),
+            LaneOffer("/proc/1/fd/../../../etc/passwd", offer.token, 1000),
+            LaneOffer("/proc/999999999/fd/1", offer.token, 1000),
+            LaneOffer(path, bytes(16), 1000),
+        ):
+            assert lane.open_lane(wrong, least_bytes=1) is None
+    assert lane.open_lane(offer, least_bytes=1001) is None
+    file.close()
+    assert lane.open_lane(offer, least_bytes=1000) is None
+
+
+def test_a_server_without_memory_says_so_to_itself_and_its_workers(
+    tmp_path, monkeypatch
+):
+    mode = parameter_server.asynchronous()
+    with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0), mode=mode) as job:
+
+        def fail(*args):
+            text = "RESOURCE_EXHAUSTED: Out of memory allocating 17 bytes."
+            raise jax.errors.JaxRuntimeError(text)
+
+        monkeypatch.setattr(job.servers[0]._service._updater, "apply", fail)
+        with pytest.raises(RuntimeError, match="Server 0 has failed: RESOURCE_EXHAUST"):
+            with job.worker() as worker:
+                worker.pull()
+                worker.push(PARAMS)
+                worker.pull()
+    (error,) = job.errors
+    assert "Server 0 is out of memory on" in str(error)
+
+
+def test_a_server_without_memory_at_its_start_says_so(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError("no 17 bytes")
+
+    monkeypatch.setattr(updates.Updater, "warm_up", fail)
+    job = ThreadJob(tmp_path, PARAMS, optax.sgd(1.0))
+    heard = []
+
+    def ask():
+        try:
+            job.worker()
+        except RuntimeError as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=ask, name="worker")
+    thread.start()
+    with pytest.raises(
+        RuntimeError, match="Server 0 is out of memory on .*no 17 bytes"
+    ):
+        job.start(0)
+    thread.join(10.0)
+    assert "The server has failed: Server 0 is out of memory" in heard[0]
+
+
+@pytest.mark.parametrize(
+    "tx,is_by_leaf",
+    [
+        (optax.adamw(1e-3), True),
+        (optax.chain(optax.clip(1.0), optax.lamb(1e-3)), True),
+        (optax.masked(optax.sgd(0.1), lambda p: jax.tree.map(lambda _: True, p)), True),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), False),
+        (parameter_server.scale_by_staleness(optax.adam(1e-3)), True),
+    ],
+    ids=["adamw", "lamb", "masked", "global norm", "staleness"],
+)
+def test_an_optimizer_that_needs_all_leaves_is_refused_for_several_servers(
+    tx, is_by_leaf
+):
+    params = {f"w{i}": np.zeros((3, 4), np.float32) for i in range(4)}
+    updates.check_is_by_leaf(tx, params, shards.plan_shards(params, 1))
+    if is_by_leaf:
+        updates.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
+        return
+    with pytest.raises(ValueError, match="depends on parameters that other servers"):
+        updates.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (lambda: parameter_server.sync(backup=-1), "`backup` must be at least 0"),
+        (lambda: parameter_server.bounded(staleness=0), "`staleness` must be at lea"),
+        (lambda: parameter_server.ServerOptions(lease_s=0), "`lease_s` must be from"),
+        (
+            lambda: parameter_server.ServerOptions(checkpoint_every=3),
+            "needs a `checkpoint_dir`",
+        ),
+        (
+            lambda: parameter_server.ServerOptions(nonfinite="skip"),
+            '"reject" or "apply", got \'skip\'',
+        ),
+        (lambda: parameter_server.WorkerOptions(timeout_s=0), "`timeout_s` must be"),
+        (
+            lambda: parameter_server.Place(role="server", index=1, addresses=("a:1",)),
+            "less than the 1 servers, got 1",
+        ),
+        (
+            lambda: parameter_server.Place(role="worker", index=0, addresses=("a",)),
+            "must be host:port with a port",
+        ),
+        (
+            lambda: shards.plan_shards({"a": np.zeros(3, np.float32)}, 2),
+            "1 leaves, too few for 2 servers",
+        ),
+    ],
+)
+def test_options_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_parameters_must_be_floats():
+    with pytest.raises(TypeError, match=r"`params\['step'\]` is int32"):
+        shards.plan_shards({"step": np.zeros((), np.int32)}, 1)
+
+
+def test_keys_are_private(tmp_path):
+    path = tmp_path / "keys"
+    parameter_server.make_keys(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        parameter_server.make_keys(path)
+    path.chmod(0o644)
+    with pytest.raises(RuntimeError, match="can be read by other users"):
+        keys.read_keys(str(path))
+    with pytest.raises(RuntimeError, match="cannot be read: No such file"):
+        keys.read_keys(str(tmp_path / "none"))
+
+
+def test_without_a_launcher_it_is_said_what_to_do():
+    with pytest.raises(RuntimeError, match="`jdp launch --servers 1 --workers 2"):
+        parameter_server.Worker(PARAMS)
+
+
+def test_an_address_in_use_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        job = ThreadJob(tmp_path, PARAMS, optax.sgd(1.0))
+        job.addresses = (f"127.0.0.1:{server.getsockname()[1]}",)
+        with pytest.raises(RuntimeError, match="cannot listen at 127.0.0.1:"):
+            job.start(0)
