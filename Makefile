@@ -19,7 +19,7 @@ help:
 	@echo "make gpu          on a GPU: exact sums of every kernel, times, steps"
 	@echo "make bench        a step beside what it is compared to"
 	@echo "make sweep        every all-reduce at every size, beside the cost model"
-	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its wire"
+	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its wire, parameter servers"
 	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/.examples
@@ -76,6 +76,7 @@ bench: $(VENV)/.examples
 	$(BIN)/jdp bench overhead
 	$(BIN)/jdp bench join
 	$(BIN)/jdp bench eager
+	$(BIN)/jdp bench parameter-server
 
 sweep: $(VENV)/.test
 	$(BIN)/jdp bench collectives --plot collectives_devices.png
@@ -87,6 +88,7 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.collectives.shared_memory_soak
 	$(BIN)/python -m tests.eager.engine_soak
 	$(BIN)/python -m tests.runtime.transport_fuzz --messages 1000000
+	$(BIN)/python -m tests.parameter_server.soak
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \

@@ -1,24 +1,31 @@
 """The contract: `__all__`, signatures, docstrings."""
 
 import dataclasses
+import importlib
 import inspect
+import operator
 
 import pytest
 
 import jdp
-from jdp import eager
+from jdp import eager, parameter_server
 from tests import harness
 
 SIGNATURES = {
     "accumulate_gradients": "(loss_fn, num_micro_batches, *, has_aux, find_unused, "
-    "dtype, weight, divide_by, axis_name, plan, packing, all_reduce)",
+    "dtype, weight, divide_by, axis_name, plan, packing, all_reduce, hook, hook_state, "
+    "find_norms)",
     "average": "(tree, *, weight, divide_by, axis_name)",
+    "broadcast_from": "(tree, source, *, axis_name)",
     "check_replicas": "(tree, *, world)",
     "check_same_program": "(fn, *args, world)",
+    "copy_per_replica": "(tree, *, axis_name, world)",
     "data_parallel": "(step, /, *, world, donate_state, check_vma, static_graph, "
     "compiler_options)",
     "describe": "(step, state, *batches)",
-    "distributed_optimizer": "(tx, *, divide_by, axis_name, plan, packing, all_reduce)",
+    "diloco": "(tx, *, period, outer, num_fragments, delay, mixing, axis_name, world)",
+    "distributed_optimizer": "(tx, *, divide_by, axis_name, plan, packing, all_reduce, "
+    "hook, world)",
     "flatten_buckets": "(plan, tree)",
     "global_batch": "(world, local_batch)",
     "gradient_order": "(loss_fn, params, *args)",
@@ -26,19 +33,37 @@ SIGNATURES = {
     "num_cpu_devices, axis_name, num_nodes, timeout_s)",
     "join_batches": "(batches, *, world, prefetch, like)",
     "local_gradients": "(loss_fn, *, has_aux, find_unused, axis_name)",
+    "local_sgd": "(tx, *, period, warmup_steps, axis_name, world)",
+    "noise_scale": "(*, decay)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
     "replicate": "(world, tree)",
+    "reshard": "(saved, *, like)",
+    "saved_like": "(state, *, num_replicas)",
     "skip_unused": "(tx)",
+    "sync_buffers": "(buffers, *, policy, source, axis_name)",
     "sync_gradients": "(grads, *, used, weight, divide_by, axis_name, plan, packing, "
-    "all_reduce)",
+    "all_reduce, hook, hook_state, find_norms)",
     "sync_in_backward": "(params, *, weight, divide_by, axis_name, packing, "
     "all_reduce)",
     "unflatten_buckets": "(plan, buffers)",
     "used_parameters": "(loss_fn, params, *args)",
     "value_and_grad": "(loss_fn, *, has_aux, find_unused, weight, divide_by, "
-    "axis_name, plan, packing, all_reduce)",
+    "axis_name, plan, packing, all_reduce, hook, hook_state, find_norms)",
+    "zero1": "(tx, *, divide_by, axis_name, plan, halves, hook, world)",
 }
-TYPES = {"AllReduce", "BucketPlan", "Join", "JoinHook", "Joinable", "World"}
+TYPES = {
+    "AllReduce",
+    "BucketPlan",
+    "GradientNorms",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "LocalTraining",
+    "NoiseScaleState",
+    "PerReplica",
+    "World",
+    "ZeroState",
+}
 
 
 def test_all_is_the_contract():
@@ -138,6 +163,36 @@ def test_collectives_are_listed():
                 assert f"{parameter}:" in doc, (name, parameter)
 
 
+HOOKS = {
+    "cast": "(dtype)",
+    "chain": "(*hooks)",
+    "init_state": "(hook, grads, *, plan, axis_name, world)",
+    "int8": "(*, chunk_size)",
+    "none": "()",
+    "power_sgd": "(rank, *, start_step, min_compression_rate, warm_start, "
+    "error_feedback, orthogonalization_epsilon, seed)",
+    "top_k": "(fraction)",
+}
+HOOK_TYPES = {"CommHook", "ErrorFeedbackState", "HookAllReduce", "PowerSGDState"}
+
+
+def test_all_of_hooks_is_the_contract():
+    assert set(jdp.hooks.__all__) == HOOKS.keys() | HOOK_TYPES
+    assert jdp.hooks.__all__ == sorted(jdp.hooks.__all__)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_signatures_and_docstrings_of_hooks_stay(name):
+    fn = getattr(jdp.hooks, name)
+    parameters = inspect.signature(fn).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == HOOKS[name]
+    doc = inspect.getdoc(fn)
+    assert doc and (name == "none" or "Returns:" in doc)
+    for parameter in inspect.signature(fn).parameters:
+        assert f"{parameter}:" in doc, parameter
+
+
 _REDUCTION = "op, prescale, postscale, compression, process_set"
 EAGER = {
     "add_process_set": "(process_set)",
@@ -231,3 +286,79 @@ def test_every_public_name_of_eager_is_in_the_docs():
     page = (harness.ROOT / "docs/eager.md").read_text()
     for name in eager.__all__:
         assert name.removesuffix("_async") in page, name
+
+
+PARAMETER_SERVER = {
+    "Place": "(*, role, index, addresses, num_workers, key_file)",
+    "Place.from_environ": "(environ)",
+    "Server": "(params, tx, *, mode, place, options)",
+    "Server.serve": "(self)",
+    "Server.stop": "(self)",
+    "ServerOptions": "(*, lease_s, start_timeout_s, checkpoint_dir, checkpoint_every, "
+    "nonfinite, compression, report, device)",
+    "Worker": "(params, *, place, options)",
+    "Worker.close": "(self)",
+    "Worker.flush": "(self)",
+    "Worker.prefetch": "(self)",
+    "Worker.pull": "(self)",
+    "Worker.push": "(self, grads, *, num_samples)",
+    "Worker.steps": "(self, grad_fn, batches)",
+    "WorkerOptions": "(*, compression, timeout_s, wait_timeout_s, shared_memory, "
+    "device)",
+    "asynchronous": "()",
+    "bounded": "(*, staleness)",
+    "make_keys": "(path)",
+    "scale_by_staleness": "(tx, *, power)",
+    "sync": "(*, backup)",
+}
+
+
+@pytest.mark.parametrize("name", PARAMETER_SERVER)
+def test_signatures_of_parameter_servers_stay(name):
+    fn = operator.attrgetter(name)(parameter_server)
+    parameters = inspect.signature(fn).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == PARAMETER_SERVER[name]
+    assert (inspect.getdoc(fn) or "").splitlines()[0].endswith(".")
+    page = (harness.ROOT / "docs/parameter_server.md").read_text()
+    assert name.split(".")[-1] in page
+    if name.endswith("Options"):
+        assert all(f"| `{p.name}` |" in page for p in parameters)
+
+
+def test_all_of_parameter_server_is_the_contract():
+    names = {name for name in PARAMETER_SERVER if "." not in name}
+    assert set(parameter_server.__all__) == names
+    public = {n for n in vars(parameter_server) if not n.startswith("_")}
+    modules = {n for n in public if inspect.ismodule(getattr(parameter_server, n))}
+    assert public - modules == names
+
+
+_OF_LAYERS = "x, use_running_average, *, mask, weight"
+LAYERS = {
+    "batch_norm": {"sample_weights": "(weight)"},
+    "flax_linen": {
+        "SyncBatchNorm.__call__": f"(self, {_OF_LAYERS})",
+        "convert_batch_norm": "(model, *, axis_name)",
+        "sync_batch_norms": "(*, axis_name)",
+    },
+    "flax_nnx": {
+        "SyncBatchNorm.__call__": f"(self, {_OF_LAYERS})",
+        "convert_batch_norm": "(model, *, axis_name)",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "module, name", [(m, name) for m, names in LAYERS.items() for name in names]
+)
+def test_signatures_of_layers_stay(module, name):
+    fn = operator.attrgetter(name)(importlib.import_module(f"jdp.{module}"))
+    parameters = inspect.signature(fn).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == LAYERS[module][name]
+    doc = inspect.getdoc(fn)
+    assert doc and "Args:" in doc
+    assert all(f"{p.name}:" in doc for p in parameters if p.name != "self")
+    page = (harness.ROOT / "docs/batch_norm.md").read_text()
+    assert name.split(".")[0] in page

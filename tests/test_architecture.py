@@ -13,23 +13,32 @@ ROOT = pathlib.Path(jdp.__file__).parent
 LAYERS = (
     {"types", "compat"},
     {"mesh", "buckets"},
-    {"weights", "join"},
+    {"weights", "join", "per_replica"},
     {"backward"},
     {"agreement"},
     {"collectives"},
+    {"hooks"},
     {"reduction"},
-    {"recording", "layer_sync"},
-    {"grad_sync"},
+    {"compression", "buffer_sync"},
+    {"recording", "layer_sync", "gradient_noise", "usage_flags"},
+    {"grad_sync", "local_training"},
+    {"outer_steps"},
     {"accumulation", "replicas"},
-    {"optimizer"},
+    {"pieces"},
+    {"optimizer", "zero"},
+    {"resharding"},
     {"spmd"},
+    {"batch_norm"},
+    {"flax_linen", "flax_nnx"},
     {"description"},
     {"runtime"},
-    {"eager"},
+    {"eager", "parameter_server"},
     {"cli"},
 )
-HOST = {"runtime", "eager"}
+HOST = {"runtime", "eager", "parameter_server"}
 HOST_MAY_USE = HOST | {"types", "compat", "mesh", "buckets", "join", "collectives"}
+# What a worker pushes may go through a hook, which the servers run again.
+HOST_MAY_USE |= {"hooks"}
 
 
 def _rank(unit):
@@ -93,7 +102,7 @@ def test_modules_stay_short():
         assert len(path.read_text().splitlines()) <= 480, path
 
 
-def test_importing_jdp_starts_nothing():
+def test_importing_jdp_starts_nothing_and_its_commands_import_no_kernels():
     code = """
 import os
 class NoReads(dict):
@@ -117,5 +126,13 @@ from jdp import eager
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert threading.active_count() == before, threading.enumerate()
 assert not eager.is_initialized()
+assert not hasattr(jdp, "parameter_server")
+from jdp import parameter_server
+heavy |= {"orbax", "orbax.checkpoint"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert threading.active_count() == before, threading.enumerate()
+from jdp.cli import main
+heavy = {"jax.experimental.pallas", "pynvml", "scipy.optimize", "matplotlib", "zmq"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -5,21 +5,28 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
 
+from jdp.runtime import launch
 from tests import harness
 
 pytestmark = pytest.mark.multiprocess
 
 
-def _launch(*arguments, cwd=harness.ROOT, compiled_as="fast"):
+def _environ(compiled_as):
     environ = harness.compile_fast_environ() if compiled_as == "fast" else os.environ
+    return {**environ, "PYTHONPATH": str(harness.ROOT), "PYTHONWARNINGS": "error"}
+
+
+def _jdp(*arguments):
+    """The command itself."""
     result = subprocess.run(
-        [sys.executable, "-m", "jdp.cli.main", "launch", *map(str, arguments)],
-        cwd=cwd,
-        env={**environ, "PYTHONPATH": str(harness.ROOT), "PYTHONWARNINGS": "error"},
+        [sys.executable, "-m", "jdp.cli.main", *map(str, arguments)],
+        cwd=harness.ROOT,
+        env=_environ("fast"),
         capture_output=True,
         text=True,
         timeout=110,
@@ -27,8 +34,30 @@ def _launch(*arguments, cwd=harness.ROOT, compiled_as="fast"):
     return result.returncode, result.stdout, result.stderr
 
 
+def _launch(num_processes, script, *arguments, cwd=harness.ROOT, compiled_as="fast"):
+    """What `jdp launch -n` starts, without the second and a half of the command."""
+    command = launch.Command(
+        kind="script",
+        target=str(cwd / script),
+        arguments=tuple(map(str, arguments)),
+    )
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        code = launch.launch(
+            command,
+            launch.LaunchOptions(num_processes=num_processes),
+            environ=_environ(compiled_as),
+            stdout_fd=out.fileno(),
+            stderr_fd=err.fileno(),
+        )
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return code, *texts
+
+
 def test_digits_trains_to_97_percent_on_equal_replicas():
-    code, out, err = _launch("-n", 2, "examples/digits.py")
+    code, out, err = _jdp("launch", "-n", 2, "examples/digits.py")
     assert code == 0, err
     (final,) = re.findall(r"2 replicas, bitwise equal; test accuracy (.*)%", out)
     assert float(final) > 97.0
@@ -42,13 +71,13 @@ def test_digits_trains_to_97_percent_on_equal_replicas():
 
 
 def test_digits_names_a_batch_size_that_does_not_divide():
-    code, _, err = _launch("-n", 2, "examples/digits.py", "--batch-size", 63)
+    code, _, err = _launch(2, "examples/digits.py", "--batch-size", 63)
     assert code == 1
     assert "must be a multiple of the 2 replicas, from 1 to 1500; got 63" in err
 
 
 def test_digits_names_a_typo():
-    code, _, err = _launch("-n", 1, "examples/digits.py", "--epoch", "x")
+    code, _, err = _launch(1, "examples/digits.py", "--epoch", "x")
     assert code == 2
     assert "argument --epochs: invalid int value: 'x'" in err
 
@@ -57,7 +86,7 @@ def test_the_first_example_of_the_readme_runs(tmp_path):
     text = (harness.ROOT / "README.md").read_text()
     first, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(first)
-    code, out, err = _launch("-n", 2, "train.py", cwd=tmp_path, compiled_as="usual")
+    code, out, err = _launch(2, "train.py", cwd=tmp_path, compiled_as="usual")
     assert code == 0, err
     (loss,) = re.findall(r"loss ([\d.]+) on 2 replicas", out)
     assert float(loss) < 0.2  # of a sine whose variance is about 0.5
@@ -68,7 +97,7 @@ def test_the_example_by_name_of_the_readme_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (block,) = [block for block in blocks if "eager.init" in block]
     (tmp_path / "train.py").write_text(block)
-    code, out, err = _launch("-n", 2, "train.py", cwd=tmp_path)
+    code, out, err = _launch(2, "train.py", cwd=tmp_path)
     assert code == 0, err
     assert all(f"rank {rank}: the average is 0.5" in out for rank in (0, 1))
 
@@ -78,12 +107,62 @@ def test_the_blocks_of_the_page_on_names_make_a_script(tmp_path, num_processes):
     text = (harness.ROOT / "docs/eager.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "page.py").write_text("\n".join(blocks))
-    code, out, err = _launch("-n", num_processes, "page.py", cwd=tmp_path)
+    code, out, err = _launch(num_processes, "page.py", cwd=tmp_path)
     assert code == 0, err
     means = {1: "[1. 2.]", 2: "[1.5 3. ]"}
     for rank in range(num_processes):
         assert f"rank {rank} of {num_processes}: {means[num_processes]}" in out
         assert f"rank {rank} is done" in out
+
+
+@pytest.mark.parametrize(
+    ("page", "most"),
+    [
+        ("batch_norm", 0.2),  # of a target whose variance is about 0.6
+        ("hooks", 0.4),  # of a sine whose variance is about 0.5, as the others'
+        ("zero1", 0.05),
+        ("local_training", 0.1),
+    ],
+)
+def test_the_example_of_a_page_runs(tmp_path, page, most):
+    text = (harness.ROOT / f"docs/{page}.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "page.py").write_text(block)
+    code, out, err = _launch(2, "page.py", cwd=tmp_path)
+    assert code == 0, err
+    (loss,) = re.findall(r"loss ([\d.]+) on 2 replicas", out)
+    assert float(loss) < most
+
+
+def test_power_sgd_sends_a_quarter():
+    options = ("--hooks", "power_sgd", "--epochs", 2)
+    code, out, err = _launch(2, "examples/power_sgd.py", *options)
+    assert code == 0, err
+    (row,) = re.findall(r"power_sgd +([\d,]+) bytes a step  test .* ([\d.]+)%", out)
+    assert int(row[0].replace(",", "")) < 0.25 * 24_364  # of float32 gradients and loss
+    assert float(row[1]) > 80
+
+
+def test_zero1_goes_on_with_another_number_of_replicas(tmp_path):
+    options = ("--steps", 40, "--checkpoint", tmp_path)
+    held = []
+    for n, begin in ((2, 0), (1, 40)):
+        code, out, err = _launch(n, "examples/zero1.py", *options)
+        assert code == 0, err
+        (found,) = re.findall(r"step (\d+): a replica holds ([\d,]+) bytes", out)
+        assert int(found[0]) == begin
+        held.append(int(found[1].replace(",", "")))
+        (done,) = re.findall(rf"step {begin + 40} on {n} .* accuracy ([\d.]+)%", out)
+        assert float(done) > 75
+    assert held[1] == pytest.approx(2 * held[0], rel=0.01)
+
+
+def test_diloco_learns_beside_plain_training():
+    code, out, err = _launch(2, "examples/diloco.py", "--steps", 60, "--period", 20)
+    assert code == 0, err
+    losses = [float(x) for x in re.findall(r"held-out loss ([\d.]+)", out)]
+    assert len(losses) == 2 and max(losses) < 4.0  # log 128 is 4.85
+    assert re.search(r"plain one's, with [\d.]+ of its bytes", out)
 
 
 def _newest(path, *version):
@@ -119,7 +198,7 @@ def test_the_newest_python_is_one_that_runs(tmp_path):
 
 
 def test_unused_branch_counts_the_steps_of_each_head():
-    code, out, err = _launch("-n", 2, "examples/unused_branch.py", "--steps", 400)
+    code, out, err = _launch(2, "examples/unused_branch.py", "--steps", 400)
     assert code == 0, err
     lines = re.findall(
         r"(\w+): used in (\d+) of 400 steps, Adam counts (\d+); test accuracy (.*)%",
@@ -138,7 +217,7 @@ def test_unused_branch_counts_the_steps_of_each_head():
 
 
 def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
-    code, out, err = _launch("-n", 2, "examples/accumulation.py", compiled_as="usual")
+    code, out, err = _launch(2, "examples/accumulation.py", compiled_as="usual")
     assert code == 0, err
     memory = dict(re.findall(r"([\w-]+ ?\w*): ([\d.]+) MB of temporary memory", out))
     assert float(memory["micro-batches"]) < float(memory["whole batch"])
@@ -151,7 +230,10 @@ def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
 
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_uneven_inputs_are_those_of_one_process(num_processes):
-    code, out, err = _launch("-n", num_processes, "examples/uneven_inputs.py")
+    epochs = {2: 6, 3: 10}[num_processes]
+    code, out, err = _launch(
+        num_processes, "examples/uneven_inputs.py", "--epochs", epochs
+    )
     assert code == 0, err
     rows = re.findall(r"(\w+) +: +(\d+) samples .* ([\d.]+)%, .* off by (\S+)", out)
     found = {name: (int(n), float(a), float(off)) for name, n, a, off in rows}
@@ -165,7 +247,7 @@ def test_uneven_inputs_are_those_of_one_process(num_processes):
 
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_eager_trains_by_name_with_uneven_data(num_processes):
-    code, out, err = _launch("-n", num_processes, "examples/eager.py", "--epochs", 4)
+    code, out, err = _launch(num_processes, "examples/eager.py", "--epochs", 4)
     assert code == 0, err
     last = re.findall(r"\[0\] epoch \d: loss [\d.]+, the last was rank (\d)", out)
     # The one with the most data.
@@ -185,15 +267,37 @@ def test_eager_trains_by_name_with_uneven_data(num_processes):
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_compiled_step_runs_among_names(num_processes):
     options = ("--steps", 60)
-    code, out, err = _launch(
-        "-n", num_processes, "examples/mixed_eager_and_jit.py", *options
-    )
+    code, out, err = _launch(num_processes, "examples/mixed_eager_and_jit.py", *options)
     assert code == 0, err
     ((total, counts),) = re.findall(r"labels of (\d+) samples: \[(.*)\]", out)
     assert int(total) == sum(map(int, counts.split(","))) == 60 * 32 * num_processes
     assert "1.000 at most" in out  # of pixels, the brightest.
     (loss,) = re.findall(rf"loss ([\d.]+) on {num_processes} replicas", out)
     assert float(loss) < 1.0 < np.log(10)
+
+
+def test_the_example_of_the_page_on_parameter_servers_runs(tmp_path):
+    text = (harness.ROOT / "docs/parameter_server.md").read_text()
+    path = tmp_path / "page.py"
+    path.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    code, out, err = _jdp("launch", "--servers", 1, "--workers", 2, path)
+    assert code == 0, err
+    found = re.findall(r"sync\(backup=0\): loss ([\d.]+) at update (\d+)", out)
+    assert [number for _, number in found] == ["100", "100"]
+    assert all(float(loss) < 0.01 for loss, _ in found)
+
+
+def test_parameter_servers_train_with_a_slow_worker():
+    options = ("--mode", "bounded", "--epochs", 4, "--slow-s", 0.001)
+    roles = ("--servers", 2, "--workers", 2, "--report", "json")
+    path = "examples/parameter_server.py"
+    code, out, err = _jdp("launch", *roles, path, *options)
+    assert code == 0, err
+    (accuracy,) = re.findall(r"bounded\(staleness=4\): test accuracy ([\d.]+)%", out)
+    assert float(accuracy) > 90
+    found = re.findall(r"worker \d: (\d+) steps .* 'applied': (\d+)", out)
+    assert found == [("184", "184")] * 2
+    assert '"updates": 368, ' in out
 
 
 @pytest.mark.parametrize(
@@ -204,7 +308,7 @@ def test_a_compiled_step_runs_among_names(num_processes):
     ],
 )
 def test_examples_name_an_option_that_does_not_fit_the_job(example, arguments, message):
-    code, _, err = _launch("-n", 1, f"examples/{example}.py", *arguments)
+    code, _, err = _launch(1, f"examples/{example}.py", *arguments)
     assert code == 1
     assert message in err
 
@@ -222,6 +326,8 @@ def test_examples_name_an_option_that_does_not_fit_the_job(example, arguments, m
         ("unused_branch", "--share-of-parity 2", "--share-of-parity must be from"),
         ("unused_branch", "--stpes 2", "unrecognized arguments: --stpes"),
         ("accumulation", "--epochs x", "invalid int value: 'x'"),
+        ("parameter_server", "--mode fast", "argument --mode: invalid choice: 'fast'"),
+        ("parameter_server", "--slow-s 11", "--slow-s must be from 0 to 10"),
     ],
 )
 def test_examples_name_a_bad_option(example, arguments, message, monkeypatch, capsys):
@@ -235,14 +341,14 @@ def test_examples_name_a_bad_option(example, arguments, message, monkeypatch, ca
 
 
 def test_accumulation_names_a_batch_size_that_does_not_divide():
-    code, _, err = _launch("-n", 2, "examples/accumulation.py", "--batch-size", 7)
+    code, _, err = _launch(2, "examples/accumulation.py", "--batch-size", 7)
     assert code == 1
     assert "--batch-size must be a multiple of the 2 replicas" in err
 
 
 def test_all_reduces_reach_the_same_loss():
     options = ("--steps", 5, "--width", 64, "--explain")
-    code, out, err = _launch("-n", 2, "examples/all_reduces.py", *options)
+    code, out, err = _launch(2, "examples/all_reduces.py", *options)
     assert code == 0, err
     assert "does not take the custom all-reduce: it runs on GPUs" in out
     found = dict(re.findall(r"\[0\] ([\w-]+) +loss ([\d.]+) +[\d.]+ ms a step", out))

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from jdp.eager import autotune, carried, controller, stall, startup
+from jdp.eager import autotune, carried, stall, startup
 from jdp.eager.autotune import Autotuner
 from jdp.eager.controller import Coordinator, ProtocolError
 from jdp.eager.entry import Completion, Entry
@@ -31,6 +31,9 @@ from jdp.mesh import World
 from jdp.runtime import transport
 from jdp.runtime.transport import LinkOptions, Received
 
+# A caller that submits at least as often is in the middle of a loop.
+_BURST_PERIOD_S = 50e-6
+_MAX_HELD_CYCLES = 10
 _logger = logging.getLogger("jdp")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
@@ -62,25 +65,15 @@ class Engine:
         try:
             self._early = startup.compare_options(self._link, world, options)
             if self.rank == 0:
-                self._coordinator = Coordinator(
-                    self.size,
-                    controller.Options(
-                        fusion_bytes=options.fusion_bytes,
-                        cache_capacity=options.cache_capacity,
-                        fuse_groups=options.fuse_groups,
-                    ),
-                )
+                self._coordinator = startup.make_coordinator(self.size, options)
             if self.rank == 0 and options.autotune:
                 is_grouped = len(world.axis_names) == 2
                 self._autotuner = autotune.make_autotuner(
                     options, can_be_hierarchical=is_grouped
                 )
+            wake = self._link.wake
             self.executor = Executor(
-                world,
-                options,
-                self._completion,
-                key=key,
-                on_failure=self._link.wake,
+                world, options, self._completion, key=key, on_failure=wake
             )
             if options.timeline:
                 self.start_timeline(
@@ -147,7 +140,7 @@ class Engine:
                 add(entry.record)
             is_first = not self._queue
             if is_first:
-                self._queued_s = time.perf_counter()
+                self._queued_s = entries[0].record.submitted_s
             self._queue.extend(entries)
         if is_first:
             self._notify()
@@ -236,11 +229,7 @@ class Engine:
         if self.executor.failure:
             raise RuntimeError(self.executor.failure)
         if self._queue and not self._is_awaited:
-            left_s = self._queued_s + self.cycle_time_s - time.perf_counter()
-            if left_s > 0:
-                self._is_waiting = True
-                self._hear(0.0 if self._is_awaited else left_s)
-                self._is_waiting = False
+            self._hold_back()
         self._say()
         if self._coordinator is not None:
             self._decide()
@@ -259,6 +248,22 @@ class Engine:
         self._hear(self._longest_wait_s() if is_idle else 0.0)
         self._is_waiting = False
 
+    def _hold_back(self) -> None:
+        """Waits for more to come, so that it runs as one; not once somebody waits."""
+        begin_s, due_s = time.perf_counter(), self._queued_s + self.cycle_time_s
+        latest_s = self._queued_s + _MAX_HELD_CYCLES * self.cycle_time_s
+        while begin_s < due_s:
+            num_before = len(self._queue)
+            self._is_waiting = True
+            self._hear(0.0 if self._is_awaited else due_s - begin_s)
+            self._is_waiting = False
+            now_s = time.perf_counter()
+            num_new = len(self._queue) - num_before
+            # What comes in a loop is cut nowhere: other ranks would cut it elsewhere.
+            if self._is_awaited or num_new * _BURST_PERIOD_S < now_s - begin_s:
+                return
+            begin_s, due_s = now_s, min(now_s + self.cycle_time_s, latest_s)
+
     def _spin(self) -> bool:
         """Looks for news for a moment without sleeping; whether there was something."""
         until_s = time.perf_counter() + self._spin_s
@@ -268,10 +273,9 @@ class Engine:
         return False
 
     def _longest_wait_s(self) -> float | None:
-        is_late_possible = self._coordinator is not None and (
-            self._coordinator.has_waiting
-        )
-        return stall.LOOK_PERIOD_S if is_late_possible else None
+        coordinator = self._coordinator
+        can_be_late = coordinator is not None and coordinator.has_waiting
+        return stall.LOOK_PERIOD_S if can_be_late else None
 
     def _say(self) -> None:
         """Tells the coordinator what has become ready here."""

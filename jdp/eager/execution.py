@@ -25,6 +25,8 @@ from jdp.eager.ops.base import Array, Implementation, Members
 # Tensors that are smaller on average are packed into one buffer. Larger ones are
 # reduced one after the other where they are: a copy less.
 _PACKED_BYTES = 4096
+# Of one buffer, whose results are parts of one copy: who keeps one keeps all of them.
+_SHARED_BYTES = 1 << 16
 _MAX_LAYOUTS = 256
 _ALIGNMENT = 64  # bytes; of XLA's buffers on CPU.
 
@@ -47,7 +49,9 @@ class _Layout(NamedTuple):
     """Where tensors lie in a packed buffer."""
 
     size: int
-    places: list[tuple[int, int, tuple[int, ...]]]  # start, end and shape.
+    places: list[
+        tuple[slice, tuple[int, ...] | None]
+    ]  # with the shape; None: it is flat.
 
 
 class Scratch:
@@ -88,8 +92,10 @@ class Scratch:
             )
             sizes = [leaf.size for leaf in plan.leaves]
             ends = list(itertools.accumulate(sizes))
-            starts = [end - size for size, end in zip(sizes, ends, strict=True)]
-            places = list(zip(starts, ends, shapes, strict=True))
+            places = [
+                (slice(end - size, end), None if len(shape) == 1 else shape)
+                for size, end, shape in zip(sizes, ends, shapes, strict=True)
+            ]
             layout = self._layouts[shapes] = _Layout(ends[-1], places)
         return layout
 
@@ -179,16 +185,26 @@ def _all_reduce_packed(
     dtype = np.dtype(spec.dtype)
     scratch.mark("")
     buffer = scratch.take(layout.size, dtype)
-    flats = [
-        _neutral(each) if array is None else _scale(array.reshape(-1), spec.prescale)
-        for array, each in zip(job.arrays, job.specs, strict=True)
-    ]
-    np.concatenate(flats, out=buffer)
+    arrays: Sequence[Any] = job.arrays
+    if spec.prescale != 1.0 or type(None) in map(type, arrays):
+        arrays = [
+            _neutral(each) if array is None else _scale(array, spec.prescale)
+            for array, each in zip(arrays, job.specs, strict=True)
+        ]
+    np.concatenate(arrays, axis=None, out=buffer)
     scratch.mark("MEMCPY_IN_FUSION_BUFFER")
     (out,) = implementation.all_reduce([buffer], op)
     scratch.mark("")
     out = _scale(out, postscale)
-    results = [out[a:b].reshape(shape).copy() for a, b, shape in layout.places]
+    if out.nbytes <= _SHARED_BYTES:
+        out = out.copy()
+        parts = [out[place] for place, _ in layout.places]
+    else:
+        parts = [out[place].copy() for place, _ in layout.places]
+    results = [
+        part if shape is None else part.reshape(shape)
+        for part, (_, shape) in zip(parts, layout.places, strict=True)
+    ]
     scratch.mark("MEMCPY_OUT_FUSION_BUFFER")
     return results
 

@@ -198,12 +198,18 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
     """Submits all leaves of a tree at once."""
     if name is None:
         name = session.next_name(options.facts.kind, options.set_id)
-    if isinstance(tree, np.ndarray | jax.Array):  # What most calls give.
+    if isinstance(tree, np.ndarray) and options.wire is None:  # What most calls give.
+        found = options.known.get((name, tree.dtype, tree.shape, ()))
+        if found is None:
+            entries = (make_entry(options, name, as_array(tree)),)
+        else:
+            entries = (_make_known(options, name, tree, found),)
+        options.engine.submit(entries)
+        return Handle(entries, _take_one)
+    if isinstance(tree, np.ndarray | jax.Array):
         array = as_array(tree)
         entries = (make_entry(options, name, array),)
         options.engine.submit(entries)
-        if array is tree and options.wire is None and isinstance(tree, np.ndarray):
-            return Handle(entries, _take_one)
         return Handle(entries, functools.partial(_restore_one, array, options.wire))
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [as_array(leaf) for leaf in leaves]
@@ -274,12 +280,16 @@ def make_entry(
         array = array.astype(options.wire)
     if is_jax:
         array = _own_part(array)
+    return _make_known(options, name, array, found)
+
+
+def _make_known(options: CallOptions, name: str, array: Any, found: _Known) -> Entry:
     facts = options.facts
     record = Record(
         name,
         facts.kind,
         found.dtype,
-        shape,
+        array.shape,
         options.set_id,
         facts.op,
         found.num_bytes,

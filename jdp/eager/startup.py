@@ -1,4 +1,4 @@
-"""Startup: do all processes go by the same options?"""
+"""Startup: do all processes go by the same options? And what process 0 makes."""
 
 import dataclasses
 import time
@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from jdp.eager import controller
+from jdp.eager.controller import Coordinator
 from jdp.eager.options import EagerOptions
 from jdp.mesh import World
 from jdp.runtime.transport import Event, Link, Lost
@@ -42,6 +44,18 @@ def compare_options(link: Link, world: World, options: EagerOptions) -> list[Eve
     if error:
         raise RuntimeError(error)
     return early
+
+
+def make_coordinator(size: int, options: EagerOptions) -> Coordinator:
+    """Makes what rank 0 of `size` ranks decides with."""
+    return Coordinator(
+        size,
+        controller.Options(
+            fusion_bytes=options.fusion_bytes,
+            cache_capacity=options.cache_capacity,
+            fuse_groups=options.fuse_groups,
+        ),
+    )
 
 
 def _find_difference(own: dict[str, Any], theirs: dict[int, dict[str, Any]]) -> str:

@@ -15,6 +15,8 @@ from tests import harness
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = INTEGERS + FLOATS
+# One of each arithmetic, for what has XLA compile a program for each dtype.
+FEW = ("int32", "bfloat16", "float32", "float64")
 SHAPES = ((17,), (17, 17), (17, 17, 17))
 # What a check that stops on one rank alone does to the others ends by itself.
 PATIENCE = {"stall_warning_s": 10.0, "stall_shutdown_s": 20.0}
@@ -25,8 +27,9 @@ Check = Callable[["Process"], None]
 class Process:
     """What a check is given: who it is, and where it says what is wrong."""
 
-    def __init__(self, world: World, check: str):
+    def __init__(self, world: World, check: str, dtypes: Iterable[str] = DTYPES):
         self.world = world
+        self._dtypes = frozenset(dtypes)
         self.rank = world.process_index
         self.size = world.process_count
         self.check = check
@@ -40,6 +43,11 @@ class Process:
     @property
     def ranks(self) -> range:
         return range(self.size)
+
+    def only(self, dtypes: Iterable[str]) -> tuple[str, ...]:
+        """Those that are gone through; what is no number always is."""
+        left_out = frozenset(DTYPES) - self._dtypes
+        return tuple(dtype for dtype in dtypes if dtype not in left_out)
 
     def name(self, text: str = "") -> str:
         """A name that no other check has, and that is the same at every repetition."""
@@ -101,6 +109,7 @@ def run(
     world: World,
     *,
     repeats: int = 1,
+    dtypes: Iterable[str] = DTYPES,
     **options: Any,
 ) -> dict[str, str]:
     """Runs checks one after the other, on all ranks; the engine is their own.
@@ -109,6 +118,7 @@ def run(
       checks: functions that all ranks call.
       world: the processes.
       repeats: how often each is run; names are cached from the second time on.
+      dtypes: those that checks of all of `DTYPES` go through.
       **options: fields of `EagerOptions`.
 
     Returns:
@@ -120,7 +130,7 @@ def run(
     eager.init(world, settings)
     found = {}
     for check in checks:
-        process = Process(world, check.__name__)
+        process = Process(world, check.__name__, dtypes)
         has_raised = False
         for _ in range(repeats):
             if has_raised or process.problems:
@@ -242,6 +252,18 @@ def _scale(x: np.ndarray, factor: float) -> np.ndarray:
     if x.dtype.itemsize == 2:
         return (x.astype(np.float32) * np.float32(factor)).astype(x.dtype)
     return x * x.dtype.type(factor)
+
+
+def for_jax(me: Process, tree: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of tensors in every dtype and shape some that show each of both.
+
+    Results become arrays of JAX by `jnp.asarray`, which knows of no ranks and compiles
+    a program for each pair: all dtypes in one shape will do, and on two ranks.
+    """
+    dtypes = (*me.only(DTYPES if me.size == 2 else FEW), "bool")
+    shape = next(iter(tree)).split(" ", 1)[1]
+    chosen = {f"{dtype} {shape}" for dtype in dtypes}
+    return {k: x for k, x in tree.items() if k in chosen or k.startswith("float32 ")}
 
 
 def as_jax(tree: Any) -> Any:

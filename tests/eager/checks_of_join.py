@@ -10,7 +10,8 @@ _DTYPES = ("int32", "int64", "float16", "float32", "float64")
 
 
 def _others(me: Process, first: int, **kwargs):
-    return [checks.tensors(r, _DTYPES, **kwargs) for r in me.ranks if r != first]
+    dtypes = me.only(_DTYPES)
+    return [checks.tensors(r, dtypes, **kwargs) for r in me.ranks if r != first]
 
 
 def _end(me: Process, first: int) -> None:
@@ -25,7 +26,7 @@ def who_has_joined_counts_as_zeros_and_the_divisor_stays(me: Process):
     for first in me.ranks:
         if me.rank != first:
             trees = _others(me, first)
-            mine = checks.tensors(me.rank, _DTYPES)
+            mine = checks.tensors(me.rank, me.only(_DTYPES))
             found = eager.all_reduce(mine, op="sum", name=me.name("sum"))
             me.expect(found, combine(sum, trees), "sum")
             found = eager.all_reduce(mine, name=me.name("average"))
@@ -57,7 +58,7 @@ def who_has_joined_changes_no_minimum_maximum_or_product(me: Process):
         if me.rank != first:
             every = _others(me, first, shapes=((17,),))
             small = {key: x % 3 + x.dtype.type(1) for key, x in every[0].items()}
-            mine = checks.tensors(me.rank, _DTYPES, ((17,),))
+            mine = checks.tensors(me.rank, me.only(_DTYPES), ((17,),))
             for op, ufunc in (("min", np.minimum), ("max", np.maximum)):
                 found = eager.all_reduce(mine, op=op, prescale=2.0, name=me.name(op))
                 expected = combine(lambda xs, u=ufunc: u.reduce(xs), every)

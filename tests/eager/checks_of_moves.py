@@ -16,8 +16,9 @@ def _full(shape, value, dtype):
     return np.full(shape, value % 2 if dtype == "bool" else value, np.dtype(dtype))
 
 
-def _filled(rows_of, dtypes=_ALL):
+def _filled(me: Process, rows_of, dtypes=_ALL):
     """By rank, a tree of arrays whose values are the rank."""
+    dtypes = me.only(dtypes)
     return [
         {
             f"{dtype} {ndim}": _full((rows, *(17,) * (ndim - 1)), rank, dtype)
@@ -36,26 +37,26 @@ def _concatenated(trees):
 
 
 def equal_arrays_are_concatenated_in_the_order_of_ranks(me: Process):
-    trees = _filled([5] * me.size)
+    trees = _filled(me, [5] * me.size)
     found = eager.all_gather(trees[me.rank], name=me.name())
     me.expect(found, _concatenated(trees))
 
 
 def arrays_of_different_lengths_are_concatenated(me: Process):
-    trees = _filled(_ROWS[: me.size])
+    trees = _filled(me, _ROWS[: me.size])
     found = eager.all_gather(trees[me.rank], name=me.name("fused"))
     me.expect(found, _concatenated(trees), "fused")
     for key in ("float32 2", "bool 1", "bfloat16 3"):
         found = eager.all_gather(trees[me.rank][key], name=me.name(key))
         me.expect(found, _concatenated(trees)[key], key)
     # Other lengths under the same names.
-    trees = _filled(_ROWS[: me.size][::-1], dtypes=("float32", "int8"))
+    trees = _filled(me, _ROWS[: me.size][::-1], dtypes=("float32", "int8"))
     found = eager.all_gather(trees[me.rank], name=me.name("fused"))
     me.expect(found, _concatenated(trees), "other lengths")
 
 
 def gathers_under_way_at_once_do_not_mix(me: Process):
-    trees = _filled(_ROWS[: me.size], dtypes=("int32", "float64"))
+    trees = _filled(me, _ROWS[: me.size], dtypes=("int32", "float64"))
     keys = list(trees[0])
     order = np.random.default_rng(me.rank).permutation(len(keys))
     handles = {
@@ -69,7 +70,7 @@ def gathers_under_way_at_once_do_not_mix(me: Process):
 def a_rank_may_have_no_rows(me: Process):
     for without in me.ranks:
         rows = [0 if rank == without else 3 + rank for rank in me.ranks]
-        trees = _filled(rows, dtypes=("float32",))
+        trees = _filled(me, rows, dtypes=("float32",))
         found = eager.all_gather(trees[me.rank], name=me.name())
         me.expect(found, _concatenated(trees), f"rank {without}")
     nothing = np.zeros((0, 2, 3), np.int16)
@@ -80,7 +81,7 @@ def a_rank_may_have_no_rows(me: Process):
 
 
 def arrays_of_jax_are_gathered_as_such(me: Process):
-    trees = _filled(_ROWS[: me.size])
+    trees = [checks.for_jax(me, tree) for tree in _filled(me, _ROWS[: me.size])]
     with jax.enable_x64(True):
         found = eager.all_gather(checks.as_jax(trees[me.rank]), name=me.name())
         me.expect(found, checks.as_jax(_concatenated(trees)))
@@ -92,7 +93,7 @@ def arrays_of_jax_are_gathered_as_such(me: Process):
 def every_root_gives_its_values_and_keeps_them(me: Process):
     last = me.size - 1
     trees = [
-        checks.tensors(rank)
+        checks.tensors(rank, me.only(DTYPES))
         | {"bool": checks.numbers(rank, (9,)) % 2 == 0, "scalar": np.array(1.5 * rank)}
         for rank in me.ranks
     ]
@@ -123,7 +124,9 @@ def every_bit_of_the_root_arrives(me: Process):
 
 
 def arrays_of_jax_are_broadcast_as_such(me: Process):
-    trees = [checks.tensors(rank, shapes=((17,),)) for rank in me.ranks]
+    trees = [
+        checks.for_jax(me, checks.tensors(rank, shapes=((17,),))) for rank in me.ranks
+    ]
     with jax.enable_x64(True):
         last = me.size - 1
         given = checks.as_jax(trees[me.rank])
@@ -135,7 +138,7 @@ def arrays_of_jax_are_broadcast_as_such(me: Process):
 
 
 def rows_go_where_the_splits_say(me: Process):
-    for dtype in _ALL:
+    for dtype in me.only(_ALL):
         for ndim in (1, 2, 3):
             rest = (3,) * (ndim - 1)
             rows = [_full((me.rank + 1, *rest), i, dtype) for i in me.ranks]
@@ -197,7 +200,7 @@ def rows_of_jax_are_exchanged_as_such(me: Process):
 
 def _trees(me: Process, num_rows, dtypes=DTYPES):
     shapes = [(num_rows,) + (3,) * (ndim - 1) for ndim in (1, 2, 3)]
-    return [checks.tensors(rank, dtypes, shapes) for rank in me.ranks]
+    return [checks.tensors(rank, me.only(dtypes), shapes) for rank in me.ranks]
 
 
 def _part(me: Process, tree):
@@ -222,7 +225,7 @@ def the_first_ranks_get_one_row_more(me: Process):
         name = me.name(str(num_rows))
         found = eager.reduce_scatter(trees[me.rank], op="sum", name=name)
         me.expect(found, _part(me, combine(sum, trees)), f"{num_rows} rows")
-        (some,) = [x for key, x in found.items() if "int64" in key and x.ndim == 1]
+        (some,) = [x for key, x in found.items() if "float32" in key and x.ndim == 1]
         count = num_rows // me.size + (me.rank < num_rows % me.size)
         me.expect(len(some), count, "rows")
 
@@ -262,7 +265,7 @@ def scattered_sums_under_way_at_once_do_not_mix(me: Process):
 
 
 def rows_of_jax_are_scattered_as_such(me: Process):
-    trees = _trees(me, 2 * me.size)
+    trees = [checks.for_jax(me, tree) for tree in _trees(me, 2 * me.size)]
     with jax.enable_x64(True):
         given = checks.as_jax(trees[me.rank])
         found = eager.reduce_scatter(given, op="sum", name=me.name())

@@ -32,6 +32,8 @@ class Configuration(NamedTuple):
     options: dict[str, Any]
     sizes: tuple[int, ...]
     repeats: int  # names that come again are cached.
+    # XLA compiles programs for each; on two ranks all go through it too.
+    dtypes_of_more: tuple[str, ...] = checks.DTYPES
 
 
 CONFIGURATIONS = {
@@ -39,7 +41,7 @@ CONFIGURATIONS = {
     "uncached_unfused_in_pieces": Configuration(
         {"cache_capacity": 0, "fusion_bytes": 0, "shared_memory_bytes": 4096}, (2, 3), 1
     ),
-    "gloo": Configuration({"shared_memory_bytes": 0}, (2, 3), 1),
+    "gloo": Configuration({"shared_memory_bytes": 0}, (2, 3), 1, checks.FEW),
     "hierarchical": Configuration(
         {
             "shared_memory_bytes": 0,
@@ -48,6 +50,7 @@ CONFIGURATIONS = {
         },
         (4,),
         1,
+        checks.FEW,
     ),
 }
 
@@ -69,7 +72,11 @@ def _run(num_processes: int):
         world = jdp.init()
     return {
         name: checks.run(
-            _checks(num_processes, name), world, repeats=each.repeats, **each.options
+            _checks(num_processes, name),
+            world,
+            repeats=each.repeats,
+            dtypes=checks.DTYPES if num_processes == 2 else each.dtypes_of_more,
+            **each.options,
         )
         for name, each in CONFIGURATIONS.items()
         if num_processes in each.sizes

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdp import eager
+from jdp.eager import engine as engine_module
 from jdp.eager import requests
 from jdp.eager.engine import Engine
 from jdp.runtime import transport
@@ -122,3 +123,33 @@ def test_what_nobody_waits_for_is_held_back_and_fused(links):
 
     # Held back for longer than it takes to submit all; then they run as one.
     assert _run(run, cycle_time_s=5.0) == [1] * _SIZE
+
+
+@pytest.mark.parametrize("num_cycles", [10, 1])
+def test_a_loop_of_submissions_is_held_back_until_it_ends(
+    links, monkeypatch, num_cycles
+):
+    monkeypatch.setattr(engine_module, "_BURST_PERIOD_S", 0.1)
+    monkeypatch.setattr(engine_module, "_MAX_HELD_CYCLES", num_cycles)
+
+    def run(engine):
+        facts = ("all_reduce", eager.global_process_set, "sum")
+        options = requests.find_options(engine, *facts)
+        _reduce(engine, "x")
+        entries = [
+            requests.make_entry(options, f"n{i}", np.ones(4, np.float32))
+            for i in range(100)
+        ]
+        for entry in entries:  # For longer than three cycles.
+            engine.submit([entry])
+            time.sleep(0.01)
+        until_s = time.monotonic() + 10.0
+        while not entries[-1].is_done and time.monotonic() < until_s:
+            time.sleep(0.01)  # Nobody waits for them.
+        return len({entry.record.order for entry in entries})
+
+    num_jobs = _run(run, cycle_time_s=0.3)
+    if num_cycles == 10:
+        assert num_jobs == [1] * _SIZE
+    else:  # One that never stops is heard as well.
+        assert min(num_jobs) > 1

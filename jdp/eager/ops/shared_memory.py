@@ -79,13 +79,15 @@ class SharedMemory:
     def all_gather(self, part: np.ndarray) -> np.ndarray:
         """See `Implementation`."""
         out = np.empty((self._size, part.size), part.dtype)
-        self._open().all_gather(part, self._next_call(), out)
+        steps = self._open().cut_rows([part.size], part.itemsize)
+        self._open().all_gather([part], self._next_call(), [out], steps)
         return out
 
     def reduce_scatter(self, parts: np.ndarray, op: Op) -> np.ndarray:
         """See `Implementation`."""
         out = np.empty(parts.shape[1], parts.dtype)
-        self._open().reduce_scatter(parts, op, self._next_call(), out)
+        steps = self._open().cut_rows([out.size], parts.itemsize)
+        self._open().reduce_scatter([parts], op, self._next_call(), [out], steps)
         return out
 
     def all_to_all(self, parts: np.ndarray) -> np.ndarray:
