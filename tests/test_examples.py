@@ -289,7 +289,7 @@ def test_the_example_of_the_page_on_parameter_servers_runs(tmp_path):
 
 def test_parameter_servers_train_with_a_slow_worker():
     options = ("--mode", "bounded", "--epochs", 4, "--slow-s", 0.001)
-    roles = ("--servers", 2, "--workers", 2, "--report", "json")
+    roles = ("--servers", 2, "--workers", 2, "--json")
     path = "examples/parameter_server.py"
     code, out, err = _jdp("launch", *roles, path, *options)
     assert code == 0, err

@@ -1,5 +1,6 @@
 """`jdp launch`: the processes of a job, from one command line."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -86,9 +87,18 @@ def launch(
     restarts: Annotated[
         int, typer.Option(help="How often a server that is killed is started again.")
     ] = 3,
-    report: Annotated[
-        str, typer.Option(help='What server 0 shows each second: "table" or "json".')
-    ] = "",
+    is_table: Annotated[
+        bool | None,
+        typer.Option(
+            "--table/--no-table",
+            help="Show each second what the servers do, as a live table on stderr; "
+            "by default if that is a terminal.",
+            show_default=False,
+        ),
+    ] = None,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="The same as lines of JSON on stdout.")
+    ] = False,
 ) -> None:
     """Run a program in several processes on this host.
 
@@ -108,6 +118,12 @@ def launch(
             "say how many: '-n' 2, or for parameter servers '--servers' 1 '--workers' "
             "2, and not both."
         )
+    if is_json and (is_table or not has_roles):
+        raise typer.BadParameter(
+            "'--json' goes with '--servers' and '--workers', and without '--table'."
+        )
+    if is_table is None:
+        is_table = sys.stderr.isatty()
     try:
         if has_roles:
             program = _command(is_module, target, arguments)
@@ -122,7 +138,7 @@ def launch(
                 first=first,
                 all_workers=all_workers,
                 restarts=restarts,
-                report=report,
+                report="json" if is_json else "table" if is_table else "",
                 grace_s=grace_s,
             )
             raise typer.Exit(role_launching.launch_roles(program, roles))

@@ -2,14 +2,15 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 import tempfile
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
-from jdp.parameter_server import keys
+from jdp.parameter_server import keys, metrics
 from jdp.parameter_server.keys import Place
 from jdp.runtime import environment, launch, output, supervisor
 from jdp.runtime.supervisor import Exit
@@ -27,7 +28,8 @@ class RoleOptions:
         workers only.
       all_workers: workers of all hosts; None: those here.
       restarts: how often each server that is killed is started again.
-      report: see `ServerOptions.report`.
+      report: see `ServerOptions.report`. A table is drawn below the output of all
+        processes, if stderr is a terminal.
       grace_s: from SIGTERM to SIGKILL, in seconds.
     """
 
@@ -163,7 +165,7 @@ def launch_roles(
     """
     launch_id = uuid.uuid4().hex
     base = dict(os.environ if environ is None else environ)
-    for name in (*environment.VARIABLES, *keys.VARIABLES):
+    for name in (*environment.VARIABLES, *keys.VARIABLES, keys.DISPLAY_FD):
         base.pop(name, None)
     if options.report:
         base[keys.REPORT] = options.report
@@ -175,18 +177,45 @@ def launch_roles(
             keys.make_keys(key_file)
         addresses = options.addresses or _free_addresses(options.num_servers)
         places = options.find_places(addresses, os.path.abspath(key_file))
+        forwarder = output.Forwarder(
+            num_processes=len(places), stdout_fd=stdout_fd, stderr_fd=stderr_fd
+        )
+        pass_fds = []
+        if forwarder.stderr.is_terminal:
+            pass_fds.append(stack.enter_context(_display(forwarder)))
+            base[keys.DISPLAY_FD] = str(pass_fds[0])
         environs = {
             i: {**base, **place.to_environ(), environment.LAUNCH_ID: launch_id}
             for i, place in enumerate(places)
         }
-        forwarder = output.Forwarder(
-            num_processes=len(places), stdout_fd=stdout_fd, stderr_fd=stderr_fd
-        )
         policy = RolePolicy(options.num_servers, options.num_workers, options.restarts)
         job = supervisor.Supervisor(
-            launch_id, forwarder, grace_s=options.grace_s, policy=policy
+            launch_id,
+            forwarder,
+            grace_s=options.grace_s,
+            policy=policy,
+            pass_fds=pass_fds,
         )
         return job.run(launch.worker_arguments(command), environs)
+
+
+@contextlib.contextmanager
+def _display(forwarder: output.Forwarder) -> Iterator[int]:
+    """Draws what server 0 sends to the descriptor that this yields."""
+    screen = forwarder.stderr
+    # A datagram is a whole line, and a server that is killed leaves nothing unfinished.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    def draw(data: bytes) -> None:
+        num_columns = os.get_terminal_size(screen.fd).columns or 80
+        screen.draw_footer(
+            metrics.render_table(json.loads(data), num_columns=num_columns)
+        )
+
+    with ours, theirs:
+        theirs.setblocking(False)
+        forwarder.watch(ours.fileno(), draw)
+        yield theirs.fileno()
 
 
 def _free_addresses(num: int) -> tuple[str, ...]:

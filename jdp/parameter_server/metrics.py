@@ -1,10 +1,15 @@
 """Metrics: what servers have done, and how it is shown."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import os
 import sys
 from collections import Counter
 from typing import Any, Literal, Protocol
+
+from jdp.parameter_server import keys
 
 Report = Literal["", "table", "json"]
 _RATE_WINDOW_S = 5.0  # of which updates a second are the mean.
@@ -84,15 +89,35 @@ class Reporter(Protocol):
 
 
 def open_reporter(kind: Report) -> Reporter | None:
-    """Opens what shows lines: a live table, or JSON on stdout; None for neither."""
+    """Opens what shows lines: a live table, or JSON on stdout; None for neither.
+
+    The table is drawn by the launcher if there is one that has a terminal.
+    """
     if kind == "json":
         return _JsonReporter()
-    return _TableReporter() if kind == "table" else None
+    if kind == "table":
+        display_fd = os.environ.get(keys.DISPLAY_FD)
+        return _TableReporter() if display_fd is None else _Sender(int(display_fd))
+    return None
 
 
 class _JsonReporter:
     def show(self, line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Sender:
+    """Sends lines to the launcher; a terminal that is slow misses some."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def show(self, line: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._fd, json.dumps(line).encode())
 
     def close(self) -> None:
         pass
@@ -114,6 +139,16 @@ class _TableReporter:
 
     def close(self) -> None:
         self._live.stop()
+
+
+def render_table(line: dict[str, Any], *, num_columns: int) -> list[bytes]:
+    """Returns the rows of the table as they are written to a terminal."""
+    import rich.console
+
+    file = io.StringIO()
+    console = rich.console.Console(file=file, force_terminal=True, width=num_columns)
+    console.print(make_table(line))
+    return file.getvalue().encode().splitlines()
 
 
 def make_table(line: dict[str, Any]) -> Any:

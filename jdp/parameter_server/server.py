@@ -37,7 +37,7 @@ class ServerOptions:
         counts them, "apply" does not look.
       compression: the hook that workers push through, if any does.
       report: what server 0 shows each second: a live "table", lines of "json" on
-        stdout, or ""; None: what `jdp launch --report` says.
+        stdout, or ""; None: what `jdp launch` was told, `--table` or `--json`.
       device: where updates are made; None: the first one of this process.
     """
 

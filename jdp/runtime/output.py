@@ -8,6 +8,7 @@ screen shows is decided by pure functions over bytes; nothing is decoded.
 import collections
 import dataclasses
 import fcntl
+import functools
 import os
 import re
 import select
@@ -15,7 +16,7 @@ import selectors
 import struct
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 TAIL_LINES = 20
@@ -26,7 +27,9 @@ _PARTIAL_DELAY_S = 0.05
 _PARTIAL_BYTES = 4096
 _COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94, 91, 31)
 _RESET = b"\x1b[0m"
+_DEFAULT_NUM_ROWS = 24  # of a terminal that does not say.
 _ERASE_LINE = b"\r\x1b[K"
+_ERASE_LINE_ABOVE = b"\x1b[A\x1b[2K"
 # An unfinished line is erased and drawn again, so it must stay on one row.
 _NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 _END = re.compile(rb"\r\n|\r|\n")
@@ -47,9 +50,10 @@ class PlainState(NamedTuple):
 
 
 class TerminalState(NamedTuple):
-    """The unfinished lines; the last one is on the bottom row of the terminal."""
+    """The unfinished lines; the last one is on the bottom row, below the footer."""
 
     unfinished: tuple[tuple[int, bytes], ...] = ()  # (owner, text).
+    footer: tuple[bytes, ...] = ()  # lines that stay below what comes.
 
 
 def prefix(process_id: int, *, num_processes: int, is_colored: bool) -> bytes:
@@ -107,27 +111,35 @@ def render_plain(
 
 
 def render_terminal(
-    state: TerminalState, owner: int, lines: Sequence[bytes], unfinished: bytes
+    state: TerminalState,
+    owner: int,
+    lines: Sequence[bytes],
+    unfinished: bytes,
+    footer: Sequence[bytes] | None = None,
 ) -> tuple[TerminalState, bytes]:
-    """Places whole lines of one owner above the unfinished lines of all.
+    """Places whole lines of one owner above the footer and the unfinished lines of all.
 
     Args:
       state: the unfinished lines until now.
       owner: whose lines these are.
       lines: with their prefixes, without their ends.
       unfinished: the new unfinished line of `owner`, with its prefix; empty for none.
+      footer: the new footer, line by line; None: it stays.
 
     Returns:
       The new state, and the bytes that take the terminal there.
     """
     out = [_ERASE_LINE] if state.unfinished else []
+    out += [_ERASE_LINE_ABOVE] * len(state.footer)
     out += [line + b"\n" for line in lines]
+    footer = state.footer if footer is None else tuple(footer)
+    out += [_NO_WRAP + line + _WRAP + b"\n" for line in footer]
     kept = tuple(item for item in state.unfinished if item[0] != owner)
     if unfinished:
         kept += ((owner, unfinished),)
     if kept:
         out.append(_NO_WRAP + kept[-1][1] + _WRAP)
-    return TerminalState(kept), b"".join(out)
+    return TerminalState(kept, footer), b"".join(out)
 
 
 class Screen:
@@ -158,6 +170,13 @@ class Screen:
         """Adds lines of a terminal to the backlog."""
         self._terminal, out = render_terminal(self._terminal, owner, lines, unfinished)
         self._may_hide_cursor |= _HIDE_CURSOR in out
+        self.backlog += out
+
+    def draw_footer(self, lines: Sequence[bytes]) -> None:
+        """Shows lines below all others of a terminal, in place of those before."""
+        num_rows = os.get_terminal_size(self.fd).lines or _DEFAULT_NUM_ROWS
+        kept = lines[: max(0, num_rows - 2)]  # What has scrolled off stays there.
+        self._terminal, out = render_terminal(self._terminal, -1, [], b"", kept)
         self.backlog += out
 
     def close(self) -> None:
@@ -258,9 +277,21 @@ class Forwarder:
             self._open_stream(2 * process_id + 1, process_id, self.stderr),
         )
 
-    def watch(self, fd: int) -> None:
-        """Lets `pump` return early when the non-blocking `fd` can be read."""
-        self._selector.register(fd, selectors.EVENT_READ, None)
+    def watch(self, fd: int, heard: Callable[[bytes], None] | None = None) -> None:
+        """Lets `pump` return early when `fd` can be read, and call `heard` with that.
+
+        Args:
+          fd: of a pipe or a socket; the caller closes it after this object.
+          heard: gets what one `read` returns; by default it is dropped.
+        """
+
+        def take() -> bool:
+            chunk = os.read(fd, _READ_BYTES)
+            if heard is not None:
+                heard(chunk)
+            return False
+
+        self._selector.register(fd, selectors.EVENT_READ, take)
 
     def pump(self, *, timeout_s: float) -> bool:
         """Forwards what there is, waiting at most `timeout_s` for something to come.
@@ -275,10 +306,7 @@ class Forwarder:
             return False
         has_read = False
         for key, _ in self._selector.select(self._wait_s(timeout_s)):
-            if key.data is None:
-                os.read(key.fd, _READ_BYTES)
-            else:
-                has_read |= self._read(key.data)
+            has_read |= key.data()
         if self._partial_due_s is not None:
             if time.monotonic() >= self._partial_due_s:
                 self._draw_unfinished()
@@ -349,7 +377,8 @@ class Forwarder:
             ),
         )
         self._streams.append(stream)
-        self._selector.register(read_fd, selectors.EVENT_READ, stream)
+        take = functools.partial(self._read, stream)
+        self._selector.register(read_fd, selectors.EVENT_READ, take)
         return write_fd
 
     def _read(self, stream: _Stream) -> bool:

@@ -170,8 +170,10 @@ class Supervisor:
         *,
         grace_s: float,
         policy: Policy | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Takes what every process carries in its environment, and their output."""
+        self._pass_fds = tuple(pass_fds)
         self._policy = FirstFailurePolicy() if policy is None else policy
         self._arguments: Sequence[str] = ()
         self._environs: Mapping[int, Mapping[str, str]] = {}
@@ -221,7 +223,7 @@ class Supervisor:
                 stdout=stdout_fd,
                 stderr=stderr_fd,
                 env={**self._environs[process_id], **self._failures.environ},
-                pass_fds=(self._failures.write_fd,),
+                pass_fds=(self._failures.write_fd, *self._pass_fds),
                 start_new_session=True,
             )
         finally:

@@ -1,10 +1,14 @@
 """Real processes that are killed, stopped and started again, from one command line."""
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
+import struct
 import tempfile
+import termios
 import threading
 
 import pytest
@@ -21,7 +25,7 @@ TIMEOUT_S = 60.0
 class ProcessJob:
     """A job of `job_process.py`, in a thread."""
 
-    def __init__(self, folder, mode, num_servers, num_workers, **options):
+    def __init__(self, folder, mode, num_servers, num_workers, *, fd=None, **options):
         self.folder, self.timeout_s = folder, TIMEOUT_S
         command = launch.Command(
             kind="script",
@@ -33,14 +37,15 @@ class ProcessJob:
         )
         environ = {**harness.compile_fast_environ(), "PYTHONPATH": str(harness.ROOT)}
         self.log = tempfile.TemporaryFile("w+")
+        fd = self.log.fileno() if fd is None else fd
 
         def run():
             self.exit_code = launching.launch_roles(
                 command,
                 options,
                 environ=environ,
-                stdout_fd=self.log.fileno(),
-                stderr_fd=self.log.fileno(),
+                stdout_fd=fd,
+                stderr_fd=fd,
             )
 
         self.exit_code = None
@@ -144,6 +149,38 @@ def test_servers_go_back_together_when_one_is_killed_and_rounds_lose_a_worker(
     assert "Server 0 goes on from the checkpoint of update" in text, text
     assert "SIGTERM" not in text
     check_steps(found, [0], least_epoch=2)
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    master_fd, slave_fd = os.openpty()
+    fcntl.ioctl(slave_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 60, 0, 0))
+    job = ProcessJob(tmp_path, "async", 1, 1, fd=slave_fd, report="table")
+    shown = b""
+    try:
+        os.set_blocking(master_fd, False)
+
+        def reads_a_table_again():
+            nonlocal shown
+            with contextlib.suppress(BlockingIOError):
+                shown += os.read(master_fd, 1 << 16)
+            return shown.count(b"updates a second") >= 2
+
+        job.wait(reads_a_table_again)
+    finally:
+        (tmp_path / "stop").touch()
+        while job.thread.is_alive():
+            reads_a_table_again()
+            job.thread.join(0.02)
+    job.log.close()
+    os.close(master_fd)
+    os.close(slave_fd)
+    assert job.exit_code == 0, shown
+    # Between two tables, the rows of the first one are erased.
+    between = shown.split(b"updates a second")[1]
+    assert between.count(b"\x1b[A\x1b[2K") >= 10
+    assert b"staleness 0" in shown and b"[0]" not in shown
 
 
 def test_what_the_end_of_a_process_means():

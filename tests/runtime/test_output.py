@@ -65,11 +65,15 @@ def show(data):
     """Returns the rows that a terminal shows for `data`, colours left out."""
     rows, column = [""], 0
     data = re.sub(rb"\x1b\[([0-9;]*m|\?7[hl])", b"", data)
-    for token in re.findall(rb"\x1b\[K|[\r\n]|.", data):
+    for token in re.findall(rb"\x1b\[A\x1b\[2K|\x1b\[K|[\r\n]|.", data):
         if token == b"\n":
             rows.append("")
+            column = 0
         elif token == b"\r":
             column = 0
+        elif token == b"\x1b[A\x1b[2K":
+            assert not column
+            rows[-2:] = [""]
         elif token == b"\x1b[K":
             rows[-1] = rows[-1][:column]
         else:
@@ -265,6 +269,29 @@ def test_a_terminal_shows_bars_below_and_lines_above(terminal):
     while forwarder.is_open:
         forwarder.pump(timeout_s=1.0)
     forwarder.close()
+
+
+def test_a_footer_stays_below_lines_and_above_the_unfinished_one():
+    state = output.TerminalState()
+    shown = b""
+    for lines, unfinished, footer, expected in (
+        ([b"a"], b"", None, ["a", ""]),
+        ([], b"", [b"1", b"2"], ["a", "1", "2", ""]),
+        ([b"b", b"c"], b"10%", None, ["a", "b", "c", "1", "2", "10%"]),
+        ([b"d"], b"20%", [b"3"], ["a", "b", "c", "d", "3", "20%"]),
+        ([b"e"], b"", None, ["a", "b", "c", "d", "e", "3", ""]),
+        ([], b"", [], ["a", "b", "c", "d", "e", ""]),
+    ):
+        state, out = output.render_terminal(state, 0, lines, unfinished, footer)
+        shown += out
+        assert show(shown) == expected
+
+
+def test_a_footer_is_no_higher_than_the_terminal(terminal):
+    _, slave_fd = terminal
+    screen = output.Screen(slave_fd)
+    screen.draw_footer([b"%d" % i for i in range(20)])
+    assert show(bytes(screen.backlog)) == [*map(str, range(8)), ""]
 
 
 def test_a_hidden_cursor_comes_back(terminal):
