@@ -7,7 +7,7 @@ such as putting chosen elements in their places, the server does.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,31 @@ class _Player(_Recorder):
         return self._left.pop(0)
 
 
+class _Codec:
+    """What a hook makes of buckets of these shapes, and of what it sent."""
+
+    def __init__(self, hook: CommHook, avals: Sequence[BucketAval]) -> None:
+        self._hook = hook
+        self._avals = [BucketAval(a.leaf_shapes, a.dtype) for a in avals]
+
+    def init(self) -> PyTree:
+        return self._hook.init(self._avals)
+
+    def encode(
+        self, buckets: Sequence[jax.Array], state: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array], PyTree]:
+        """Returns what the hook sends, what it returns, and the next state."""
+        recorder = _Recorder()
+        found, state = self._hook.apply(list(buckets), state, recorder)
+        return recorder.sent, found, state
+
+    def decode(self, sent: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns what the hook returned when it sent that."""
+        zeros = [jnp.zeros(a.shape, a.dtype) for a in self._avals]
+        found, _ = self._hook.apply(zeros, self.init(), _Player(sent))
+        return found
+
+
 class Compressor:
     """A hook for the buckets of one server."""
 
@@ -80,63 +105,51 @@ class Compressor:
         Raises:
           ValueError: what the hook returns is not made of what it sends alone.
         """
-        self._hook = hook
-        self._avals = [BucketAval(a.leaf_shapes, a.dtype) for a in avals]
+        _check_is_made_of_what_it_sends(hook, avals)
+        self._codec = codec = _Codec(hook, avals)
         zeros = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        sent, _, _ = jax.eval_shape(lambda x: self._run(x, self.init()), zeros)
+        sent, _, _ = jax.eval_shape(lambda x: codec.encode(x, codec.init()), zeros)
         self.layout: Layout = shards.make_layout(sent)
-        self._check()
-        self._unpack = jax.jit(self.decompress)
+        self._unpack = jax.jit(codec.decode)
 
     def init(self) -> PyTree:
         """Returns the state of the hook before the first push."""
-        return self._hook.init(self._avals)
+        return self._codec.init()
 
     def compress(
         self, buckets: Sequence[jax.Array], state: PyTree
     ) -> tuple[list[jax.Array], PyTree]:
         """Returns what is pushed for buckets, and the next state; traced."""
-        sent, _, state = self._run(buckets, state)
+        sent, _, state = self._codec.encode(buckets, state)
         return sent, state
 
-    def decompress(self, sent: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the buckets, shape (n,) each, that were pushed so; traced."""
-        zeros = [jnp.zeros(a.shape, a.dtype) for a in self._avals]
-        found, _ = self._hook.apply(zeros, self.init(), _Player(sent))
-        return found
-
     def unpack(self, sent: Sequence[np.ndarray]) -> list[jax.Array]:
-        """`decompress`, compiled, of what has come in."""
+        """Returns the buckets, shape (n,) each, that were pushed so."""
         found = self._unpack(list(sent))
         # What was sent may lie in memory that is written again.
         return jax.block_until_ready(found)
 
-    def _run(
-        self, buckets: Sequence[jax.Array], state: PyTree
-    ) -> tuple[list[jax.Array], list[jax.Array], PyTree]:
-        recorder = _Recorder()
-        found, state = self._hook.apply(list(buckets), state, recorder)
-        return recorder.sent, found, state
 
-    def _check(self) -> None:
-        """Tries the hook on random buckets, of the first elements of each."""
-        rng = np.random.default_rng(0)
-        small = [BucketAval([(min(64, a.size),)], a.dtype) for a in self._avals]
-        probe = object.__new__(Compressor)
-        probe._hook, probe._avals = self._hook, small
-        x: list[Any] = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in small]
+def _check_is_made_of_what_it_sends(
+    hook: CommHook, avals: Sequence[BucketAval]
+) -> None:
+    """Tries the hook on random buckets, of the first elements of each."""
+    rng = np.random.default_rng(0)
+    small = [BucketAval([(min(64, a.size),)], a.dtype) for a in avals]
+    codec = _Codec(hook, small)
+    x = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in small]
 
-        def run(x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            sent, found, _ = probe._run(x, probe.init())
-            return found, probe.decompress(sent)
+    def run(x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        sent, found, _ = codec.encode(x, codec.init())
+        return found, codec.decode(sent)
 
-        try:
-            pairs = zip(*jax.jit(run)(x), strict=True)
-            same = all(np.allclose(a, b, rtol=1e-2) for a, b in pairs)
-        except (NotImplementedError, IndexError):
-            same = False
-        if not same:
-            raise ValueError(
-                f"The hook `{self._hook.name}` cannot compress a push: what it returns "
-                "is not made of what it sends alone. Use `cast`, `int8` or `top_k`."
-            )
+    try:
+        pairs = zip(*jax.jit(run)(x), strict=True)
+        same = all(np.allclose(a, b, rtol=1e-2) for a, b in pairs)
+    except (NotImplementedError, IndexError):
+        same = False
+    if not same:
+        raise ValueError(
+            f"The hook `{hook.name}` cannot compress a push: what it returns is not "
+            "made of what it sends alone. Use `cast`, `int8` or `top_k`."
+        )

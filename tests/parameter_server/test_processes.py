@@ -7,53 +7,41 @@ import os
 import re
 import signal
 import struct
+import subprocess
+import sys
 import tempfile
 import termios
 import threading
 
 import pytest
 
+from jdp import parameter_server
 from jdp.parameter_server import launching
 from jdp.runtime import launch
 from jdp.runtime.supervisor import Exit
 from tests import harness
+from tests.parameter_server import network
 from tests.parameter_server.jobs import wait_for
 
 TIMEOUT_S = 60.0
 
 
-class ProcessJob:
-    """A job of `job_process.py`, in a thread."""
+LAUNCH = [sys.executable, "-m", "jdp.cli.main", "launch"]
+SCRIPT = str(harness.ROOT / "tests/parameter_server/job_process.py")
 
-    def __init__(self, folder, mode, num_servers, num_workers, *, fd=None, **options):
-        self.folder, self.timeout_s = folder, TIMEOUT_S
-        command = launch.Command(
-            kind="script",
-            target=str(harness.ROOT / "tests/parameter_server/job_process.py"),
-            arguments=(str(folder), mode),
-        )
-        options = launching.RoleOptions(
-            num_servers=num_servers, num_workers=num_workers, grace_s=10.0, **options
-        )
-        environ = {**harness.compile_fast_environ(), "PYTHONPATH": str(harness.ROOT)}
-        self.log = tempfile.TemporaryFile("w+")
-        fd = self.log.fileno() if fd is None else fd
 
-        def run():
-            self.exit_code = launching.launch_roles(
-                command,
-                options,
-                environ=environ,
-                stdout_fd=fd,
-                stderr_fd=fd,
-            )
+class Job:
+    """A job of `job_process.py`, with its files in a folder."""
 
+    def __init__(self, folder):
+        self.folder = folder
         self.exit_code = None
-        self.thread = threading.Thread(target=run, name="launcher")
-        self.thread.start()
+        self.log = tempfile.TemporaryFile("w+")
+        environ = harness.compile_fast_environ()
+        self.environ = {**environ, "PYTHONPATH": str(harness.ROOT)}
 
     def wait(self, condition):
-        wait_for(lambda: condition() or self.exit_code is not None, self.timeout_s)
+        wait_for(lambda: condition() or self.exit_code is not None, TIMEOUT_S)
         assert self.exit_code is None, self.text()
 
     def signal(self, name, signum):
@@ -79,8 +67,7 @@ class ProcessJob:
 
     def end(self):
         (self.folder / "stop").touch()
-        self.thread.join(TIMEOUT_S)
-        assert not self.thread.is_alive(), self.text()
+        self.join()
         text = self.text()
         self.log.close()
         paths = self.folder.glob("*.json")
@@ -89,6 +76,58 @@ class ProcessJob:
     def text(self):
         self.log.seek(0)
         return self.log.read()
+
+
+class ThreadJob(Job):
+    """Launched in a thread."""
+
+    def __init__(self, folder, mode, num_servers, num_workers, *, fd=None, **options):
+        super().__init__(folder)
+        command = launch.Command(
+            kind="script", target=SCRIPT, arguments=(str(folder), mode)
+        )
+        options = launching.RoleOptions(
+            num_servers=num_servers, num_workers=num_workers, grace_s=10.0, **options
+        )
+        fd = self.log.fileno() if fd is None else fd
+
+        def run():
+            self.exit_code = launching.launch_roles(
+                command, options, environ=self.environ, stdout_fd=fd, stderr_fd=fd
+            )
+
+        self.thread = threading.Thread(target=run, name="launcher")
+        self.thread.start()
+
+    def join(self):
+        self.thread.join(TIMEOUT_S)
+        assert not self.thread.is_alive(), self.text()
+
+
+class TwoHostJob(Job):
+    """Server 0 and worker 0 on one host, worker 1 on another; with a launcher each."""
+
+    def __init__(self, folder, mode, hosts):
+        super().__init__(folder)
+        key_file = folder / "keys"
+        parameter_server.make_keys(key_file)
+        address = f"{network.ADDRESSES[0]}:5555"
+        common = ["--all-workers", "2", "--address", address, "--key-file", key_file]
+        own = (["--servers", "1", "--workers", "1"], ["--workers", "1", "--first", "1"])
+        program = [SCRIPT, folder, mode]
+        self.launchers = [
+            subprocess.Popen(
+                [*hosts.enter(i), *LAUNCH, *common, *own[i], *program],
+                env={**os.environ, **self.environ},
+                stdout=self.log,
+                stderr=self.log,
+            )
+            for i in range(2)
+        ]
+
+    def join(self):
+        codes = [launcher.wait(TIMEOUT_S) for launcher in self.launchers]
+        self.exit_code = max(codes, key=abs)
 
 
 def check_steps(found, workers, *, least_epoch):
@@ -105,7 +144,7 @@ def check_steps(found, workers, *, least_epoch):
 
 @pytest.mark.multiprocess
 def test_a_job_survives_stopped_and_killed_workers_and_a_killed_server(tmp_path):
-    job = ProcessJob(tmp_path, "async", 1, 2)
+    job = ThreadJob(tmp_path, "async", 1, 2)
     try:
         job.go_on(0, 1)
         job.signal("worker-1", signal.SIGSTOP)
@@ -134,21 +173,26 @@ def test_a_job_survives_stopped_and_killed_workers_and_a_killed_server(tmp_path)
 def test_servers_go_back_together_when_one_is_killed_and_rounds_lose_a_worker(
     tmp_path,
 ):
-    job = ProcessJob(tmp_path, "sync", 2, 2)
+    job = ThreadJob(tmp_path, "sync", 2, 2)
     try:
         job.go_on(0, 1)
         job.signal("worker-1", signal.SIGKILL)
         job.go_on(0)
         job.signal("server-1", signal.SIGKILL)
         job.go_on(0)
+        # The one that decides for all; the other has what it decided last.
+        job.signal("server-0", signal.SIGKILL)
+        job.go_on(0)
     finally:
         found, text = job.end()
     assert job.exit_code == 0, text
     assert "Worker 1 has been silent for 1 s; it is left out" in text
     assert "Server 1 began anew: all servers go back to a checkpoint" in text
-    assert "Server 0 goes on from the checkpoint of update" in text, text
+    assert "process 0 was killed by SIGKILL; it is started again" in text
+    for server in range(2):
+        assert text.count(f"Server {server} goes on from the checkpoint of up") == 2
     assert "SIGTERM" not in text
-    check_steps(found, [0], least_epoch=2)
+    check_steps(found, [0], least_epoch=3)
 
 
 @pytest.mark.multiprocess
@@ -156,7 +200,7 @@ def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypat
     monkeypatch.setenv("TERM", "xterm")
     master_fd, slave_fd = os.openpty()
     fcntl.ioctl(slave_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 60, 0, 0))
-    job = ProcessJob(tmp_path, "async", 1, 1, fd=slave_fd, report="table")
+    job = ThreadJob(tmp_path, "async", 1, 1, fd=slave_fd, report="table")
     shown = b""
     try:
         os.set_blocking(master_fd, False)
@@ -181,6 +225,27 @@ def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypat
     between = shown.split(b"updates a second")[1]
     assert between.count(b"\x1b[A\x1b[2K") >= 10
     assert b"staleness 0" in shown and b"[0]" not in shown
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not network.is_allowed(), reason="no network namespaces here")
+def test_a_worker_behind_a_link_that_is_cut_and_mended_comes_back(tmp_path):
+    with network.Network() as hosts:
+        job = TwoHostJob(tmp_path, "async", hosts)
+        try:
+            job.go_on(0, 1)
+            hosts.cut()
+            job.wait(lambda: "Worker 1 has been silent for 1 s; it is l" in job.text())
+            before = job.num_steps(1)
+            job.go_on(0)
+            assert job.num_steps(1) == before
+            hosts.mend()
+            job.go_on(0, 1)
+        finally:
+            found, text = job.end()
+    assert job.exit_code == 0, text
+    check_steps(found, [0, 1], least_epoch=1)
+    assert found["worker-1"]["counts"]["late"] == 0
 
 
 def test_what_the_end_of_a_process_means():
