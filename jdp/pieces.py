@@ -57,7 +57,9 @@ _INLINED = {
 class Piece(NamedTuple):
     """What a replica has of an array."""
 
-    data: jax.Array  # shape (ceil(size / num_replicas),).
+    # Shape (1, ceil(size / num_replicas)): a state is handed to a step in rows, and XLA
+    # neither copies nor computes twice what keeps its shape from there to the result.
+    data: jax.Array
     shape: tuple[int, ...]  # of the whole.
 
 
@@ -78,9 +80,7 @@ class Layout(NamedTuple):
 
     def cut(self, x: jax.Array) -> Piece:
         """Returns this replica's piece of an array."""
-        rows = self.rows(x)
-        row = lax.dynamic_index_in_dim(rows, self.rank, keepdims=False)
-        return Piece(row, x.shape)
+        return Piece(lax.dynamic_slice_in_dim(self.rows(x), self.rank, 1), x.shape)
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Cuts an array into the pieces of all replicas: shape (num_replicas, k)."""
@@ -269,17 +269,17 @@ class _Evaluation:
                 operands.append(self._layout.cut(x).data)
             else:  # A scalar, or a scalar beside pieces of a scalar.
                 operands.append(x)
-        width = self._layout.width(shape)
+        row = (1, self._layout.width(shape))
         if eqn.primitive.name not in ("clamp", "select_n"):
-            operands = [jnp.broadcast_to(x, (width,)) for x in operands]
+            operands = [jnp.broadcast_to(x, row) for x in operands]
         elif eqn.primitive.name == "select_n":  # Its predicate may be a scalar.
             operands = [
-                x if i == 0 and x.ndim == 0 else jnp.broadcast_to(x, (width,))
+                x if i == 0 and x.ndim == 0 else jnp.broadcast_to(x, row)
                 for i, x in enumerate(operands)
             ]
         else:
             low, x, high = operands
-            operands = [low, jnp.broadcast_to(x, (width,)), high]
+            operands = [low, jnp.broadcast_to(x, row), high]
         operands = [base.cast_varying(x, self._layout.axis_name) for x in operands]
         return [Piece(out, shape) for out in compat.bind_equation(eqn, operands)]
 
@@ -415,14 +415,16 @@ def scatter(
       halves: of the all-reduce that does it.
 
     Returns:
-      Shape (k,) each.
+      Shape (1, k) each.
     """
     axis_name = layout.axis_name
     if halves.scatter_rows is not None and layout.num_replicas > 1:
-        return halves.scatter_rows(rows, axis_name, op="mean")
-    packed = jnp.concatenate(rows, axis=1).reshape(-1)
-    part = halves.reduce_scatter(packed, axis_name, op="mean")
-    return _cut_up(part, [row.shape[1] for row in rows])
+        parts = halves.scatter_rows(rows, axis_name, op="mean")
+    else:
+        packed = jnp.concatenate(rows, axis=1).reshape(-1)
+        part = halves.reduce_scatter(packed, axis_name, op="mean")
+        parts = _cut_up(part, [row.shape[1] for row in rows])
+    return [part[None] for part in parts]
 
 
 def gather(pieces: Sequence[Piece], layout: Layout, halves: Halves) -> list[jax.Array]:
@@ -431,7 +433,7 @@ def gather(pieces: Sequence[Piece], layout: Layout, halves: Halves) -> list[jax.
     if pieces[0].data.dtype == jnp.bool_:
         as_bytes = [p._replace(data=p.data.astype(jnp.uint8)) for p in pieces]
         return [x.astype(jnp.bool_) for x in gather(as_bytes, layout, halves)]
-    parts = [base.cast_varying(piece.data, axis_name) for piece in pieces]
+    parts = [base.cast_varying(piece.data[0], axis_name) for piece in pieces]
     if halves.gather_rows is not None and layout.num_replicas > 1:
         rows = halves.gather_rows(parts, axis_name)
     else:

@@ -176,7 +176,7 @@ def _cut_state(
         if shape is None:
             shared.append(jnp.array(x, dtype=x.dtype))
         else:
-            own.append(base.cast_varying(layout.cut(x).data, layout.axis_name))
+            own.append(base.cast_varying(layout.cut(x).data[0], layout.axis_name))
     return ZeroState(shared, PerReplica(own), hook_state, treedef, shapes)
 
 
@@ -196,7 +196,7 @@ def _pieces_of(state: ZeroState) -> PyTree:
     """The inner state, in which the leaves are pieces or shared."""
     shared, own = iter(state.shared), iter(state.own.value)
     leaves = [
-        next(shared) if shape is None else Piece(next(own), shape)
+        next(shared) if shape is None else Piece(next(own)[None], shape)
         for shape in state.shapes
     ]
     return jax.tree.unflatten(state.treedef, leaves)
@@ -214,7 +214,7 @@ def _in_kinds(new: PyTree, state: ZeroState, layout: Layout) -> list[jax.Array]:
     for i, x in zip(stray, wholes, strict=True):
         leaves[i] = x
     return [
-        x if shape is None else _as_pieces([x], layout)[0].data
+        x if shape is None else _as_pieces([x], layout)[0].data[0]
         for x, shape in zip(leaves, state.shapes, strict=True)
     ]
 

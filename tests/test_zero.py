@@ -1,5 +1,7 @@
 """Optimizer state in pieces: the numbers of the whole, in a part of the memory."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +104,16 @@ def test_a_replica_holds_its_part_and_no_more():
     whole = sum(x.nbytes for x in jax.tree.leaves(optax.adam(1e-3).init(params)))
     on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     assert on_first == (whole - 4) / 8 + 4  # and the count, on each.
+
+
+def test_moments_are_overwritten_where_they_lie():
+    world = harness.local_world(2)
+    *state, step = _train(jdp.zero1(optax.adam(0.01), world=world), world)
+    text = step.lower(tuple(state), BATCHES[0]).compile().as_text()
+    _, opt = state
+    for width in {x.shape[1] for x in opt.own.value}:
+        assert f"f32[1,{width}]" in text
+        assert not re.search(rf"= f32\[1,{width}\]\S* copy\(", text)
 
 
 def test_a_pair_of_axes():

@@ -13,6 +13,8 @@ import typer
 from jdp.cli.bench import channel, driver
 from jdp.cli.bench.driver import Turn
 
+_MOST_METRICS_BYTES = 1000  # that leave a process in a step beside gradients.
+
 NumProcesses = Annotated[int, typer.Option("-n", min=1, help="Processes.")]
 Blocks = Annotated[int, typer.Option(min=1, help="Depth of the model.")]
 Width = Annotated[int, typer.Option(min=1, help="Width of the model.")]
@@ -80,12 +82,12 @@ def summarize(turns: dict[str, list[Turn]], reference: str) -> dict[str, Any]:
       A dict with `reference`, and `variants`, which maps each name to its median time
       in milliseconds, the median over the rounds of its time over the reference's, and
       the same of the bytes that a process sends over TCP in a step; None where the
-      reference sends none.
+      reference sends no gradients.
     """
     variants = {}
     for name, rounds in turns.items():
         pairs = list(zip(rounds, turns[reference], strict=True))
-        sends = all(there.sent_bytes for _, there in pairs)
+        sends = all(there.sent_bytes > _MOST_METRICS_BYTES for _, there in pairs)
         variants[name] = {
             "median_ms": 1e3 * statistics.median(turn.seconds for turn in rounds),
             "over_reference": statistics.median(
