@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 
-from tests.parameter_server.test_processes import ProcessJob, check_steps
+from tests.parameter_server.test_processes import LaunchedJob, check_steps
 
 
 def run(pushes: int, server_deaths: int, seed: int) -> None:
@@ -22,7 +22,7 @@ def run(pushes: int, server_deaths: int, seed: int) -> None:
     start_s = time.monotonic()
     while done < pushes or server_deaths > 0:
         with tempfile.TemporaryDirectory() as folder:
-            job = ProcessJob(pathlib.Path(folder), "async", 1, 4, restarts=1000)
+            job = LaunchedJob(pathlib.Path(folder), "async", 1, 4, restarts=1000)
             job.timeout_s = 600.0
             deaths = -(-server_deaths // 2)
             try:

@@ -34,14 +34,14 @@ class Job:
     """A job of `job_process.py`, with its files in a folder."""
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.timeout_s = folder, TIMEOUT_S
         self.exit_code = None
         self.log = tempfile.TemporaryFile("w+")
         environ = harness.compile_fast_environ()
         self.environ = {**environ, "PYTHONPATH": str(harness.ROOT)}
 
     def wait(self, condition):
-        wait_for(lambda: condition() or self.exit_code is not None, TIMEOUT_S)
+        wait_for(lambda: condition() or self.exit_code is not None, self.timeout_s)
         assert self.exit_code is None, self.text()
 
     def signal(self, name, signum):
@@ -78,8 +78,8 @@ class Job:
         return self.log.read()
 
 
-class ThreadJob(Job):
-    """Launched in a thread."""
+class LaunchedJob(Job):
+    """Started by `launch_roles`, in a thread."""
 
     def __init__(self, folder, mode, num_servers, num_workers, *, fd=None, **options):
         super().__init__(folder)
@@ -100,7 +100,7 @@ class ThreadJob(Job):
         self.thread.start()
 
     def join(self):
-        self.thread.join(TIMEOUT_S)
+        self.thread.join(self.timeout_s)
         assert not self.thread.is_alive(), self.text()
 
 
@@ -126,7 +126,7 @@ class TwoHostJob(Job):
         ]
 
     def join(self):
-        codes = [launcher.wait(TIMEOUT_S) for launcher in self.launchers]
+        codes = [launcher.wait(self.timeout_s) for launcher in self.launchers]
         self.exit_code = max(codes, key=abs)
 
 
@@ -144,7 +144,7 @@ def check_steps(found, workers, *, least_epoch):
 
 @pytest.mark.multiprocess
 def test_a_job_survives_stopped_and_killed_workers_and_a_killed_server(tmp_path):
-    job = ThreadJob(tmp_path, "async", 1, 2)
+    job = LaunchedJob(tmp_path, "async", 1, 2)
     try:
         job.go_on(0, 1)
         job.signal("worker-1", signal.SIGSTOP)
@@ -173,7 +173,7 @@ def test_a_job_survives_stopped_and_killed_workers_and_a_killed_server(tmp_path)
 def test_servers_go_back_together_when_one_is_killed_and_rounds_lose_a_worker(
     tmp_path,
 ):
-    job = ThreadJob(tmp_path, "sync", 2, 2)
+    job = LaunchedJob(tmp_path, "sync", 2, 2)
     try:
         job.go_on(0, 1)
         job.signal("worker-1", signal.SIGKILL)
@@ -200,7 +200,7 @@ def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypat
     monkeypatch.setenv("TERM", "xterm")
     master_fd, slave_fd = os.openpty()
     fcntl.ioctl(slave_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 60, 0, 0))
-    job = ThreadJob(tmp_path, "async", 1, 1, fd=slave_fd, report="table")
+    job = LaunchedJob(tmp_path, "async", 1, 1, fd=slave_fd, report="table")
     shown = b""
     try:
         os.set_blocking(master_fd, False)
