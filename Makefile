@@ -76,6 +76,9 @@ bench: $(VENV)/.examples
 	$(BIN)/jdp bench overhead
 	$(BIN)/jdp bench join
 	$(BIN)/jdp bench eager
+	$(BIN)/jdp bench hooks
+	$(BIN)/jdp bench zero1
+	$(BIN)/jdp bench local
 	$(BIN)/jdp bench parameter-server
 
 sweep: $(VENV)/.test
