@@ -88,14 +88,15 @@ def test_bytes_are_those_of_the_connections_of_this_process():
 
 def test_ratios_are_medians_over_the_rounds():
     turns = {
-        "a": [Turn(2.0, 100), Turn(4.0, 100), Turn(9.0, 100)],
-        "b": [Turn(1.0, 50), Turn(4.0, 25), Turn(3.0, 100)],
+        "a": [Turn(2.0, 10_000), Turn(4.0, 10_000), Turn(9.0, 10_000)],
+        "b": [Turn(1.0, 5_000), Turn(4.0, 2_500), Turn(3.0, 10_000)],
     }
     found = compared.summarize(turns, "a")["variants"]
     assert found["b"]["over_reference"] == 0.5
     assert found["b"]["sent_over_reference"] == 0.5
-    assert found["b"]["median_ms"] == 3000 and found["b"]["sent_bytes"] == 50
-    silent = {"a": [Turn(1.0, 0)], "b": [Turn(1.0, 7)]}
+    assert found["b"]["median_ms"] == 3000 and found["b"]["sent_bytes"] == 5_000
+    # The loss alone.
+    silent = {"a": [Turn(1.0, 148)], "b": [Turn(1.0, 10_000)]}
     found = compared.summarize(silent, "a")["variants"]
     assert found["b"]["sent_over_reference"] is None
 

@@ -196,6 +196,20 @@ def test_servers_go_back_together_when_one_is_killed_and_rounds_lose_a_worker(
 
 
 @pytest.mark.multiprocess
+def test_a_server_writes_a_checkpoint_when_it_is_told_to_end(tmp_path):
+    job = LaunchedJob(tmp_path, "async", 1, 1)
+    job.go_on(0, steps=3)
+    job.signal("server-0", signal.SIGTERM)
+    job.wait((tmp_path / "server-0.json").exists)
+    job.signal("worker-0", signal.SIGKILL)  # It would wait for a server.
+    found, text = job.end()
+    assert job.exit_code == 128 + signal.SIGKILL, text
+    epoch, count = found["server-0"]["version"].split(".")
+    assert epoch == "1" and int(count) >= 3
+    assert (tmp_path / "checkpoints/server-0-of-1" / f"updates-{count}").is_dir()
+
+
+@pytest.mark.multiprocess
 def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     master_fd, slave_fd = os.openpty()
