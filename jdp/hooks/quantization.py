@@ -8,7 +8,7 @@ from jax import lax
 
 from jdp.buckets import BucketAval
 from jdp.collectives import base
-from jdp.hooks.base import CommHook, HookAllReduce, is_real
+from jdp.hooks.base import CommHook, HookAllReduce, is_real, sum_rows
 
 _LARGEST = 127
 _SCALE_BYTES = 4  # float32.
@@ -45,7 +45,8 @@ def int8(*, chunk_size: int = 256) -> CommHook:
         width = -(-part_size // -(-part_size // chunk_size))
         rows = base.pad(x, num_replicas * width).astype(jnp.float32)
         rows = rows.reshape(num_replicas, -1)
-        part = _decode(all_reduce.exchange(_encode(rows, width)), width).sum(0)
+        received = _decode(all_reduce.exchange(_encode(rows, width)), width)
+        part = sum_rows(received)
         whole = _decode(all_reduce.gather(_encode(part[None], width)[0]), width)
         return whole.reshape(-1)[: x.size].astype(x.dtype)
 

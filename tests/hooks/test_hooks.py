@@ -342,6 +342,15 @@ def test_sixteen_bit_gradients_are_summed_in_float32():
     np.testing.assert_array_equal(total.astype(np.float32), 512.0)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 64, 65])
+def test_rows_are_summed_in_float32_whatever_their_number(num_rows):
+    rows = jnp.arange(num_rows * 5.0).reshape(num_rows, 5) % 7
+    found = base.sum_rows((rows + 256).astype(jnp.bfloat16))
+    rounded = np.asarray((rows + 256).astype(jnp.bfloat16), np.float32)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, rounded.sum(0))
+
+
 def test_all_reduces_of_the_collectives_sum_what_hooks_send():
     grads, plan = _grads(4), _plan()
     for all_reduce in (
