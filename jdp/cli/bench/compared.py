@@ -3,8 +3,8 @@
 import functools
 import pathlib
 import statistics
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import rich.console
 import rich.table
@@ -26,48 +26,72 @@ JsonFile = Annotated[
 ]
 
 
+class Options(NamedTuple):
+    """What all of these commands are told."""
+
+    num_processes: int
+    blocks: int
+    width: int
+    batch: int
+    rounds: int
+    steps: int
+    json_file: pathlib.Path | None
+
+
+def make_command(
+    worker: str, reference: str, text: str, *, default_rounds: int = 11
+) -> Callable[..., None]:
+    """Returns the command that runs `bench`, with `text` as its help."""
+
+    def command(
+        num_processes: NumProcesses = 2,
+        blocks: Blocks = 48,
+        width: Width = 256,
+        batch: Batch = 16,
+        rounds: Rounds = default_rounds,
+        steps: Steps = 10,
+        json_file: JsonFile = None,
+    ) -> None:
+        bench(
+            worker,
+            reference,
+            Options(num_processes, blocks, width, batch, rounds, steps, json_file),
+        )
+
+    command.__doc__ = text
+    return command
+
+
 def bench(
-    worker: str,
-    reference: str,
-    *,
-    num_processes: int,
-    blocks: int,
-    width: int,
-    batch: int,
-    rounds: int,
-    steps: int,
-    json_file: pathlib.Path | None,
-    arguments: Sequence[str] = (),
+    worker: str, reference: str, options: Options, *, arguments: Sequence[str] = ()
 ) -> None:
     """Times the variants of a worker in turn; prints a table and writes the file.
 
     Args:
       worker: the module that runs them.
       reference: name of the variant that the others are compared to.
-      num_processes: and what follows: as the command line says.
-      blocks: see above.
-      width: see above.
-      batch: see above.
-      rounds: see above.
-      steps: see above.
-      json_file: see above.
+      options: as the command line says.
       arguments: further ones of the worker.
     """
-    channel.check_can_write(json_file)
+    channel.check_can_write(options.json_file)
     start = functools.partial(driver.start_jax, worker, arguments=arguments)
     turns = driver.measure_systems(
-        (start,), num_processes, (blocks, width, batch), rounds=rounds, steps=steps
+        (start,),
+        options.num_processes,
+        (options.blocks, options.width, options.batch),
+        rounds=options.rounds,
+        steps=options.steps,
     )
     result = summarize(turns, reference)
     config = {
-        "num_processes": num_processes,
-        "num_blocks": blocks,
-        "width": width,
-        "batch_size": batch,
-        "rounds": rounds,
-        "steps": steps,
+        "num_processes": options.num_processes,
+        "num_blocks": options.blocks,
+        "width": options.width,
+        "batch_size": options.batch,
+        "rounds": options.rounds,
+        "steps": options.steps,
     }
-    driver.write_result(result, config, json_file)
+    driver.write_result(result, config, options.json_file)
     rich.console.Console().print(_table(result))
 
 

@@ -11,6 +11,7 @@ from jdp.cli.bench.compared import (
     Blocks,
     JsonFile,
     NumProcesses,
+    Options,
     Rounds,
     Steps,
     Width,
@@ -54,12 +55,6 @@ def bench_hooks(
     compared.bench(
         "jdp.cli.bench.hooks_step",
         "no hook",
-        num_processes=num_processes,
-        blocks=blocks,
-        width=width,
-        batch=batch,
-        rounds=rounds,
-        steps=steps,
-        json_file=json_file,
+        Options(num_processes, blocks, width, batch, rounds, steps, json_file),
         arguments=hooks,
     )
