@@ -224,9 +224,9 @@ def _send(
     exact = [x for i, x in enumerate(leaves) if i not in places]
     sum_of_exact = all_reduce(packing.pack(exact)) if exact else None
     ms = [leaves[m.place].reshape(m.num_rows, m.num_columns) for m in matrices]
-    qs = [_orthogonalize(q, options) for q in factors]
+    qs = _orthogonalize_all(factors, options)
     ps = _sum_packed([_dot(m, q) for m, q in zip(ms, qs, strict=True)], all_reduce)
-    ps = [_orthogonalize(p, options) for p in ps]
+    ps = _orthogonalize_all(ps, options)
     qs = _sum_packed([_dot(m.T, p) for m, p in zip(ms, ps, strict=True)], all_reduce)
     sent = list(leaves)
     if sum_of_exact is not None:
@@ -260,6 +260,22 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """In float32 throughout: the power method loses what the factors round away."""
     dtype = jnp.promote_types(jnp.float32, a.dtype)
     return jnp.dot(a.astype(dtype), b.astype(dtype), precision=lax.Precision.HIGHEST)
+
+
+def _orthogonalize_all(
+    matrices: Sequence[jax.Array], options: _Options
+) -> list[jax.Array]:
+    """`_orthogonalize` of each; those of one shape at once, in fewer small kernels."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        groups.setdefault(matrix.shape, []).append(i)
+    found: list[Any] = [None] * len(matrices)
+    for members in groups.values():
+        stacked = jnp.stack([matrices[i] for i in members])
+        done = jax.vmap(lambda x: _orthogonalize(x, options))(stacked)
+        for i, matrix in zip(members, done, strict=True):
+            found[i] = matrix
+    return found
 
 
 def _orthogonalize(matrix: jax.Array, options: _Options) -> jax.Array:
