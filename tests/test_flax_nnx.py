@@ -136,10 +136,16 @@ def _pure(out):
     return loss, nnx.to_pure_dict(stats), nnx.to_pure_dict(grads)
 
 
-def _alone(x):
-    graph, params, stats = nnx.split(_Model(), nnx.Param, ...)
+def _alone(x, state=None):
+    """Of a model that is new, or has that `(params, stats)`."""
+    graph, *made = nnx.split(_Model(), nnx.Param, ...)
+    params, stats = state or made
     loss = lambda p: _loss(p, graph, stats, x, jnp.ones(len(x)), way="")  # noqa: E731
-    return _pure(harness.jit_fast(jax.value_and_grad(loss, has_aux=True))(params))
+    return harness.jit_fast(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+def _descend(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
 @transforms_compiled_fast
@@ -161,7 +167,8 @@ def test_replicas_train_as_one_device_on_all_samples(run, way):
         return jdp.value_and_grad(loss, has_aux=True, weight=weight.sum())(params)
 
     found = _pure(run(fn, 4, (params, stats), (x, weight)))
-    chex.assert_trees_all_close(found, _alone(x[weight > 0]), atol=2e-6, rtol=1e-5)
+    expected = _pure(_alone(x[weight > 0]))
+    chex.assert_trees_all_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 def test_a_step_keeps_running_statistics_as_state():
@@ -177,7 +184,54 @@ def test_a_step_keeps_running_statistics_as_state():
     x = _data()[0].reshape(24, 3)
     (grads, stats), metrics = step((params, stats), x)
     found = _pure(((metrics["loss"], stats), grads))
-    chex.assert_trees_all_close(found, _alone(x), atol=2e-6, rtol=1e-5)
+    chex.assert_trees_all_close(found, _pure(_alone(x)), atol=2e-6, rtol=1e-5)
+
+
+NUM_SAMPLES = (9, 0, 5)  # of each process, in batches of at most 4.
+
+
+def _samples(process):
+    rng = np.random.default_rng(process)
+    return rng.normal(size=(NUM_SAMPLES[process], 3)).astype(np.float32) + process
+
+
+def _train_unevenly():
+    world = jdp.init()
+    model = flax_nnx.convert_batch_norm(_Model())
+    graph, params, stats = nnx.split(model, nnx.Param, ...)
+
+    @jdp.data_parallel
+    def step(state, x, weight):
+        params, stats = state
+        loss_fn = functools.partial(_loss, way="context")
+        fn = jdp.value_and_grad(loss_fn, has_aux=True, weight=weight.sum())
+        (loss, stats), grads = fn(params, graph, stats, x, weight)
+        return (_descend(params, grads), stats), {"loss": loss}
+
+    x = _samples(world.process_index)
+    batches = [x[k : k + 4] for k in range(0, len(x), 4)]
+    state, losses = jdp.replicate(world, (params, stats)), []
+    for batch, weight in jdp.join_batches(batches, world=world, like=x[:1]):
+        state, metrics = step(state, batch, weight)
+        losses.append(float(metrics["loss"].addressable_data(0)))
+    jdp.check_replicas(state, world=world)
+    return [np.asarray(v.addressable_data(0)) for v in jax.tree.leaves(state)], losses
+
+
+@pytest.mark.multiprocess
+def test_processes_with_uneven_data_train_as_one_device_on_all_of_it():
+    results = harness.run_checked(_train_unevenly, len(NUM_SAMPLES))
+    _, *state = nnx.split(_Model(), nnx.Param, ...)
+    losses = []
+    for k in range(0, max(NUM_SAMPLES), 4):
+        union = np.concatenate([_samples(p)[k : k + 4] for p in range(3)])
+        (loss, stats), grads = _alone(union, state)
+        state = _descend(state[0], grads), stats
+        losses.append(float(loss))
+    for found, found_losses in results:
+        expected = jax.tree.leaves(state)
+        chex.assert_trees_all_close(found, expected, atol=6e-6, rtol=3e-5)
+        np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
 
 
 # --- conversion -------------------------------------------------------------------
