@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import struct
 import threading
 
 import zmq
@@ -39,8 +40,15 @@ def dial(endpoint: str, *, timeout_s: float = 2.0) -> socket.socket:
     """Connects a plain socket to an endpoint of ZeroMQ."""
     if endpoint.startswith("ipc://@"):
         line = socket.socket(socket.AF_UNIX)
+        try:
+            # With a timeout of Python's, it would fail at once while the queue is full.
+            limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            line.connect("\0" + endpoint.removeprefix("ipc://@"))
+        except OSError:
+            line.close()
+            raise
         line.settimeout(timeout_s)
-        line.connect("\0" + endpoint.removeprefix("ipc://@"))
         return line
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)

@@ -515,7 +515,7 @@ def test_strangers_that_come_while_nobody_waits_do_not_halt_the_job():
     # More than the events that libzmq keeps for a monitor, 1000 at either end, and the
     # connections that the kernel keeps, 4096.
     for _ in range(6000):
-        strangers.dial(_endpoint(hub)).close()
+        strangers.dial(_endpoint(hub), timeout_s=20.0).close()
     spoke.send(0, b"x" * 1000)
     assert _collect(hub, 1) == [Received(1, b"x" * 1000)]
     spoke.close()
