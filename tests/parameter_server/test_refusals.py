@@ -278,6 +278,22 @@ def test_options_are_checked(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        hooks.power_sgd(2),
+        hooks.power_sgd(2, start_step=3),
+        hooks.chain(hooks.power_sgd(2), hooks.cast("bfloat16")),
+    ],
+    ids=["power_sgd", "power_sgd that begins later", "power_sgd in bfloat16"],
+)
+def test_a_hook_that_sends_in_rounds_cannot_compress_a_push(tmp_path, hook):
+    params = {"w": np.zeros((24, 16), np.float32), "b": np.zeros(16, np.float32)}
+    job = ThreadJob(tmp_path, params, optax.sgd(1.0))
+    with pytest.raises(ValueError, match="cannot compress a push: what it returns is"):
+        job.worker(compression=hook)
+
+
 def test_parameters_must_be_floats():
     with pytest.raises(TypeError, match=r"`params\['step'\]` is int32"):
         shards.plan_shards({"step": np.zeros((), np.int32)}, 1)
