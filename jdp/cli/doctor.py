@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from jdp.runtime import environment, launch
+from jdp.runtime import environment, job_key, launch
 
 # What has to be installed besides jax, and what may be, as in pyproject.toml.
 REQUIRED = ("numpy", "optax", "msgspec", "psutil", "pyzmq", "rich", "scipy", "typer")
@@ -170,6 +170,8 @@ def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Find
                 parsed[variable] = text
             except ValueError as error:
                 why = str(error)
+        elif variable == job_key.VARIABLE:
+            text, why = _describe_key(mine)
         elif variable not in environment.VARIABLES:
             why = "jdp has no such variable."
         found.append(Finding(variable, f"{text}{': ' if why else ''}{why}", bool(why)))
@@ -179,6 +181,15 @@ def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Find
     except ValueError as error:
         found.append(Finding("of `jdp launch`", str(error), True))
     return parsed, found or [Finding("JDP_*", "none is set")]
+
+
+def _describe_key(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Returns what may be shown of the secret of a job, and what is wrong with it."""
+    try:
+        job_key.from_environ(environ)
+    except ValueError as error:
+        return "a secret", str(error)
+    return "a secret, which is not shown", ""
 
 
 def try_job(num_processes: int, variables: Mapping[str, str]) -> Sections:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from jdp.runtime import job_key
 from jdp.runtime import launch as launching
 
 # What follows the script belongs to the script, also what looks like our options.
@@ -72,7 +73,12 @@ def launch(
         ),
     ] = None,
     key_file: Annotated[
-        str, typer.Option(help="Keys of the job; needed for several hosts.")
+        str,
+        typer.Option(
+            help="A secret file that all hosts of the job have a copy of; parameter "
+            "servers on several hosts need one.",
+            show_default=False,
+        ),
     ] = "",
     first: Annotated[
         int,
@@ -150,6 +156,7 @@ def launch(
             node_rank=node_rank,
             coordinator_address=coordinator,
             grace_s=grace_s,
+            key=job_key.read_file(key_file) if key_file else None,
         )
         program = _command(is_module, target, arguments)
     except ValueError as error:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from jdp.runtime import environment, output, supervisor, worker
+from jdp.runtime import environment, job_key, output, supervisor, worker
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class LaunchOptions:
     node_rank: int = 0
     coordinator_address: str | None = None  # "host:port" on the host of node 0.
     grace_s: float = 5.0  # From SIGTERM to SIGKILL.
+    # The secret of the job, the same on every host; None: see `find_key`.
+    key: bytes | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Checks every option."""
@@ -104,13 +106,15 @@ def launch(
     coordinator_address = options.coordinator_address
     if coordinator_address is None:
         coordinator_address = f"127.0.0.1:{_free_port()}"
+    base = os.environ if environ is None else environ
+    key = find_key(options, base)
     environs = {}
     for local_process_id in range(options.num_processes):
         place = place_of(
             options, local_process_id, coordinator_address=coordinator_address
         )
         environs[place.process_id] = worker_environ(
-            place, launch_id, base=os.environ if environ is None else environ
+            place, launch_id, base=base, key=key
         )
     forwarder = output.Forwarder(
         num_processes=options.num_nodes * options.num_processes,
@@ -136,12 +140,30 @@ def place_of(
     )
 
 
+def find_key(options: LaunchOptions, environ: Mapping[str, str]) -> bytes | None:
+    """Returns the secret of the job, shape (32,).
+
+    On one host it is a new one, unless the options have one. The launchers of several
+    hosts need the same: from the options, else from JDP_JOB_KEY; None without both.
+    """
+    if options.key is not None:
+        return options.key
+    if options.num_nodes == 1:
+        return job_key.make()
+    return job_key.from_environ(environ)
+
+
 def worker_environ(
-    place: environment.LaunchEnvironment, launch_id: str, *, base: Mapping[str, str]
+    place: environment.LaunchEnvironment,
+    launch_id: str,
+    *,
+    base: Mapping[str, str],
+    key: bytes | None = None,
 ) -> dict[str, str]:
     """Returns the environment of a process; `base` without the place of another job."""
     kept = {k: v for k, v in base.items() if k not in environment.VARIABLES}
-    return {**kept, **place.to_environ(), environment.LAUNCH_ID: launch_id}
+    secret = {} if key is None else job_key.to_environ(key)
+    return {**kept, **place.to_environ(), environment.LAUNCH_ID: launch_id, **secret}
 
 
 def worker_arguments(command: Command) -> list[str]:

@@ -169,3 +169,10 @@ def test_a_typo_is_named(arguments, expected, monkeypatch, capsys):
         main.app(("doctor", *arguments))
     assert caught.value.code == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("text, is_broken", [("5e" * 32, False), ("secret", True)])
+def test_the_secret_of_a_job_is_not_shown(text, is_broken):
+    _, (found,) = doctor.check_environ({"JDP_JOB_KEY": text})
+    assert found.is_broken == is_broken
+    assert text not in found.value.replace("a secret", "")

@@ -48,7 +48,8 @@ def test_variables_lists_every_variable():
         if isinstance(value, str) and value.startswith("JDP_")
     }
     assert set(environment.VARIABLES) == names
-    assert set(PLACE.to_environ()) | {environment.LAUNCH_ID} == names
+    beside = {environment.LAUNCH_ID, environment.JOB_KEY}
+    assert set(PLACE.to_environ()) | beside == names
 
 
 def test_the_guard_looks_for_the_launch_id():

@@ -1,0 +1,138 @@
+"""Job key: which messages come from a process of this job?
+
+Every process of a job holds the same secret. `sign` puts a code of HMAC-SHA256 before
+a message, and `verify` refuses a message whose code another secret made.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+
+from jdp.runtime import environment
+
+VARIABLE = environment.JOB_KEY  # 64 hexadecimal digits.
+KEY_BYTES = 32
+CODE_BYTES = 32  # of HMAC-SHA256; they stand before what is signed.
+_MOST_FILE_BYTES = 1 << 16
+_FILE_CONTEXT = "jdp job key 1"
+
+
+class Refused(RuntimeError):
+    """A message is not of this job: it was made without the key, or for another use."""
+
+
+def make() -> bytes:
+    """Returns a new key, shape (32,)."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def sign(key: bytes, context: str, body: bytes) -> bytes:
+    """Returns `body` behind a code that only holders of `key` can make.
+
+    Args:
+      key: of the job.
+      context: names the use, such as "store jdp/meet/3/verdict". A message that was
+        signed for one use is refused in every other.
+      body: any bytes. They are not encrypted.
+    """
+    return _code(key, context, body) + body
+
+
+def verify(key: bytes, context: str, signed: bytes) -> bytes:
+    """Returns the body of what `sign` has made with the same key and context.
+
+    Raises:
+      Refused: it was not.
+    """
+    code, body = signed[:CODE_BYTES], signed[CODE_BYTES:]
+    if not hmac.compare_digest(code, _code(key, context, body)):
+        raise Refused(
+            f"`{context}` is not signed with the key of this job: a stranger wrote it, "
+            "or a process that was started with another key."
+        )
+    return body
+
+
+def derive(key: bytes, context: str) -> bytes:
+    """Returns a key of its own for one use, shape (32,)."""
+    return _code(key, context, b"")
+
+
+def to_environ(key: bytes) -> dict[str, str]:
+    """Returns the variable that `from_environ` reads back."""
+    return {VARIABLE: key.hex()}
+
+
+def from_environ(environ: Mapping[str, str]) -> bytes | None:
+    """Returns the key in the environment of this process, or None.
+
+    Raises:
+      ValueError: the variable is set, and is no key. The text does not show it.
+    """
+    text = environ.get(VARIABLE)
+    if text is None:
+        return None
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ValueError(
+            f"`{VARIABLE}` must be {2 * KEY_BYTES} hexadecimal digits, got {len(text)} "
+            "characters that are not. Make one with `openssl rand -hex 32`, give every "
+            "process of the job the same, or unset it."
+        )
+    return key
+
+
+def read_file(path: str) -> bytes:
+    """Returns the key that a file stands for: a digest of what is in it.
+
+    Any 32 bytes or more will do: the digits of `openssl rand -hex 32`, or the keys that
+    `jdp.parameter_server.make_keys` writes. White space around them does not count.
+
+    Raises:
+      ValueError: the file cannot be read, is not of this user, can be read by others,
+        or is too short or too long.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            _check_owner(path, os.fstat(file.fileno()))
+            content = file.read(_MOST_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(
+            f"`key_file` {path!r} cannot be read: {error.strerror}. Write it with "
+            f"`(umask 077; openssl rand -hex 32 > {path})`, and copy it to all hosts."
+        ) from None
+    content = content.strip()
+    if not KEY_BYTES <= len(content) <= _MOST_FILE_BYTES:
+        raise ValueError(
+            f"`key_file` {path!r} must have from {KEY_BYTES} to {_MOST_FILE_BYTES} "
+            f"bytes beside white space, got {len(content)}."
+        )
+    return derive(hashlib.sha256(content).digest(), _FILE_CONTEXT)
+
+
+def _check_owner(path: str, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"`key_file` {path!r} must be a regular file.")
+    if found.st_uid != os.geteuid():
+        raise ValueError(
+            f"`key_file` {path!r} must be of the user who runs the job, number "
+            f"{os.geteuid()}; it is of number {found.st_uid}, who could replace it."
+        )
+    if found.st_mode & 0o077:
+        raise ValueError(
+            f"`key_file` {path!r} can be read or written by other users of this host, "
+            f"who could join the job. Make it private: `chmod 600 {path}`."
+        )
+
+
+def _code(key: bytes, context: str, body: bytes) -> bytes:
+    # The length keeps the end of the context apart from the start of the body.
+    name = context.encode()
+    return hmac.digest(key, len(name).to_bytes(4, "big") + name + body, "sha256")
