@@ -16,6 +16,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
+from jax._src.lib import _jax
 from jax._src.state import types as state_types
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -200,6 +201,28 @@ def backend_is_initialized() -> bool:
 def distributed_client() -> Any | None:
     """Returns the client of `jax.distributed`, or None where it was not started."""
     return distributed.global_state.client
+
+
+def offer_gloo_address(host: str) -> None:
+    """Has XLA's gloo, on CPUs, offer `host` to its peers, a numeric address.
+
+    By itself it offers the address of the host's own name, as resolved there: 127.0.1.1
+    on Debian and Ubuntu, which no other host can reach. To be called before JAX chooses
+    its devices; MPI in place of gloo does not need it.
+    """
+
+    def make_client(collectives: Any = None) -> Any:
+        client = distributed.global_state.client
+        kind = config.cpu_collectives_implementation.value
+        if collectives is None and client is not None and kind == "gloo":
+            collectives = _jax.make_gloo_tcp_collectives(
+                distributed_client=client, hostname=host
+            )
+        return xla_bridge.make_cpu_client(collectives)
+
+    xla_bridge.register_backend_factory(
+        "cpu", make_client, priority=0, fail_quietly=False
+    )
 
 
 def detect_cluster(

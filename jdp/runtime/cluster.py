@@ -13,7 +13,7 @@ import jax
 
 from jdp import compat, mesh
 from jdp.mesh import World
-from jdp.runtime import roll_call
+from jdp.runtime import addresses, job_key, roll_call, roll_call_sockets
 from jdp.runtime.environment import LaunchEnvironment
 from jdp.runtime.store import DistributedStore
 from jdp.types import AxisName, Device
@@ -34,12 +34,13 @@ class Place:
 
     def __post_init__(self) -> None:
         """Checks what one process can check alone."""
-        host, _, port = self.coordinator_address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        try:
+            addresses.split(self.coordinator_address)
+        except ValueError:
             raise ValueError(
-                "`coordinator_address` must be 'host:port' of process 0, got "
-                f"{self.coordinator_address!r}."
-            )
+                "`coordinator_address` must be 'host:port' of process 0, or "
+                f"'[IPv6]:port', got {self.coordinator_address!r}."
+            ) from None
         if self.num_processes < 1:
             raise ValueError(
                 f"`num_processes` must be at least 1, got {self.num_processes}."
@@ -125,13 +126,12 @@ def init(
         return mesh.current_world()
     _check_options(options)
     place = _find_place(options, os.environ)
+    meeting = None
     if place is not None and place.num_processes > 1:
-        nodes = _join(place, options)
-        host = place.coordinator_address.rsplit(":", 1)[0]
+        meeting = _join(place, options)
     else:
-        nodes, host = [""], "127.0.0.1"
         _choose_devices(place, options)
-    world = _make_world(options, nodes, host)
+    world = _make_world(options, meeting)
     mesh.set_current_world(world)
     _Initialized.options = options
     return world
@@ -215,8 +215,8 @@ def _detected_place(options: _InitOptions) -> Place | None:
     )
 
 
-def _join(place: Place, options: _InitOptions) -> list[str]:
-    """Meets the other processes; returns the node of each."""
+def _join(place: Place, options: _InitOptions) -> roll_call_sockets.Meeting:
+    """Meets the other processes, and starts `jax.distributed`."""
     if compat.backend_is_initialized():
         raise RuntimeError(
             "`jdp.init` must come before anything that makes JAX choose its devices, "
@@ -225,26 +225,68 @@ def _join(place: Place, options: _InitOptions) -> list[str]:
         )
     hello = roll_call.make_hello(place.process_id, place.num_processes, node=place.node)
     address = place.coordinator_address
-    nodes = roll_call.call_roll(hello, address, timeout_s=options.timeout_s)
+    key = job_key.from_environ(os.environ)
+    meeting = roll_call_sockets.call_roll(
+        hello, address, timeout_s=options.timeout_s, key=key
+    )
+    is_outside = not addresses.is_loopback(meeting.host)
+    if key is None and is_outside and place.process_id == 0:
+        _logger.warning(
+            "This job spans hosts and has no key: whatever reaches its ports may take "
+            "the place of a process. Give all processes the same `%s`, or `jdp launch` "
+            "a `--key-file`; see docs/security.md.",
+            job_key.VARIABLE,
+        )
     _choose_devices(place, options)
-    host, port = address.rsplit(":", 1)
+    port = addresses.split(address)[1]
+    if "%" not in meeting.host:  # gRPC takes no zone.
+        address = addresses.join(meeting.host, port)
     jax.distributed.initialize(
         address,
         place.num_processes,
         place.process_id,
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(options.timeout_s)),
-        coordinator_bind_address=(
-            f"127.0.0.1:{port}" if roll_call.is_loopback(host) else None
-        ),
+        coordinator_bind_address=_bind_address(place, meeting, port),
     )
+    # Else it offers the address of the host's own name, which is 127.0.1.1 on Debian.
+    compat.offer_gloo_address(meeting.own_host)
     _leave_at_once_on_failure()
-    return nodes
+    return meeting
 
 
-def _make_world(options: _InitOptions, nodes: list[str], host: str) -> World:
-    client = compat.distributed_client()
+def _bind_address(
+    place: Place, meeting: roll_call_sockets.Meeting, port: int
+) -> str | None:
+    """Returns where JAX's coordination service listens; None: on all interfaces.
+
+    It asks for no key. So it listens only where the processes of this job came from.
+    """
+    if place.process_id == 0 and meeting.bind_host and "%" not in meeting.bind_host:
+        return addresses.join(meeting.bind_host, port)
+    if place.process_id == 0:
+        _logger.warning(
+            "Processes reach the coordinator at several addresses of this host, so "
+            "that JAX's port %d listens on all interfaces. It asks for no key: see "
+            "docs/security.md.",
+            port,
+        )
+    return None
+
+
+def _make_world(
+    options: _InitOptions, meeting: roll_call_sockets.Meeting | None
+) -> World:
     process_count = jax.process_count()
+    nodes, store = [""], None
+    if process_count > 1:
+        if meeting is None:
+            raise RuntimeError(
+                f"`jax.distributed` was started with {process_count} processes before "
+                "`jdp.init`, which has to start it. Leave that call out."
+            )
+        nodes = meeting.nodes
+        store = DistributedStore(compat.distributed_client(), meeting.session_key)
     # Devices of a process next to each other, processes of a node too.
     rank_of_node = {node: rank for rank, node in enumerate(dict.fromkeys(nodes))}
 
@@ -264,8 +306,8 @@ def _make_world(options: _InitOptions, nodes: list[str], host: str) -> World:
         process_index=jax.process_index(),
         process_count=process_count,
         timeout_s=options.timeout_s,
-        store=DistributedStore(client) if process_count > 1 else None,
-        host=host,
+        store=store,
+        host=meeting.host if meeting else "127.0.0.1",
     )
 
 

@@ -2,55 +2,69 @@
 
 `jax.distributed.initialize` aborts the process when the coordinator cannot be reached,
 a process is missing, or two claim one id. So the processes first meet at the same
-address over a short-lived socket, and each gets an exception that says what is wrong.
+address, see `roll_call_sockets`, and each gets an exception that says what is wrong.
 
-Plain sockets, a line of JSON each way: whatever else connects is dropped. (A ROUTER of
-libzmq 4.3 aborts the process when a stranger speaks to it while it closes, and the gRPC
-client of `jax.distributed`, at the same address, is such a stranger.)
+A line each: process 0 challenges whatever connects, a process says hello, process 0
+says how it ended. Hello and verdict are signed with the key of the job, for this
+challenge and this process only; a job without a key signs with zeros.
 """
 
-import logging
 import os
 import platform
-import selectors
-import socket
-import time
 import uuid
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import msgspec
 
-PROTOCOL = "jdp-roll-call-1"
-_MAX_MESSAGE_BYTES = 1 << 14
-_TELL_TIMEOUT_S = 5.0
-_RETRY_S = 0.05
-_logger = logging.getLogger("jdp")
+from jdp.runtime import job_key
+
+PROTOCOL = "jdp-roll-call-2"
+MOST_HELLO_BYTES = 1 << 14
+MOST_CHALLENGE_BYTES = 1 << 10
+_NO_KEY = bytes(job_key.KEY_BYTES)  # signs where a job has no key.
+_CODE_DIGITS = 2 * job_key.CODE_BYTES
+_Text = Annotated[str, msgspec.Meta(max_length=512)]
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class Refused(Exception):
+    """A line is none of a roll call; the text says why."""
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    """The first words of process 0, another for each connection."""
+
+    protocol: _Text
+    nonce: _Hex
+    key_id: _Text  # equal where the keys are; "" where there is none.
 
 
 class Hello(msgspec.Struct, frozen=True):
     """How a process introduces itself."""
 
-    protocol: str
-    process_id: int
-    num_processes: int
-    instance: str  # unique to this start of this process.
-    host: str  # name of the machine, for errors.
-    pid: int
-    node: str  # equal for processes of one machine.
-    jax_version: str
+    protocol: _Text
+    process_id: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    num_processes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    instance: _Hex  # unique to this start of this process.
+    host: _Text  # name of the machine, for errors.
+    pid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    node: _Text  # equal for processes of one machine.
+    jax_version: _Text
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The end of the roll call: an error for all, or the node of each process."""
+    """The end of the roll call: an error for all, or the world of the processes."""
 
     error: str | None = None
-    nodes: list[str] = []
+    nodes: list[str] = []  # of each process, by process id.
+    host: str = ""  # an address of process 0, as its peers on other hosts reach it.
+    session: str = ""  # makes the key of this run; 32 hexadecimal digits.
 
 
 class RollCall(NamedTuple):
-    """Who has come so far."""
+    """The processes that have come so far."""
 
     num_processes: int
     deadline_s: float
@@ -97,8 +111,16 @@ def receive(roll: RollCall, hello: Hello) -> RollCall:
     return roll._replace(present={**roll.present, hello.process_id: hello})
 
 
+def forget(roll: RollCall, hello: Hello) -> RollCall:
+    """Strikes out a process that has gone before the end; pure. It may come again."""
+    if roll.error or roll.present.get(hello.process_id) != hello:
+        return roll
+    present = {i: known for i, known in roll.present.items() if known != hello}
+    return roll._replace(present=present)
+
+
 def judge(roll: RollCall, *, now_s: float) -> Verdict | None:
-    """Returns the verdict, or None while there is still somebody to wait for; pure."""
+    """Returns the verdict, or None while a process is still to come; pure."""
     if roll.error:
         return Verdict(error=roll.error)
     missing = [i for i in range(roll.num_processes) if i not in roll.present]
@@ -127,159 +149,131 @@ def make_hello(process_id: int, num_processes: int, *, node: str | None) -> Hell
     )
 
 
-def call_roll(own: Hello, address: str, *, timeout_s: float) -> list[str]:
-    """Meets the other processes at `address`; every process calls it once.
+def make_challenge(key: bytes | None) -> Challenge:
+    """Returns a new challenge of process 0, which has this key of the job."""
+    return Challenge(PROTOCOL, uuid.uuid4().hex, key_id(key))
 
-    Args:
-      own: this process.
-      address: "host:port" at which process 0 listens, and nobody afterwards.
-      timeout_s: how long to wait for the others, in seconds.
 
-    Returns:
-      The node of each process, by process id.
+def key_id(key: bytes | None) -> str:
+    """Returns what tells keys apart without showing them; "" for None."""
+    return "" if key is None else job_key.derive(key, "roll call key id")[:8].hex()
+
+
+def session_key(key: bytes | None, session: str) -> bytes:
+    """Returns the key that signs what processes of this run tell each other.
+
+    Without a key of the job it hides nothing from a listener at the roll call. It
+    still keeps out those who come later.
+    """
+    return job_key.derive(key or _NO_KEY, f"roll call session {session}")
+
+
+def encode_challenge(challenge: Challenge) -> bytes:
+    """Returns the line of `challenge`."""
+    return msgspec.json.encode(challenge) + b"\n"
+
+
+def decode_challenge(line: bytes) -> Challenge:
+    """Inverts `encode_challenge`.
 
     Raises:
-      RuntimeError: a process is missing, came twice or does not fit; the address is
-        taken; or process 0 cannot be reached. On every process that could be told.
+      Refused: the line is no challenge.
     """
-    run = _serve if own.process_id == 0 else _attend
-    verdict = run(own, address, timeout_s)
+    challenge = _decode(line, Challenge)
+    _check_texts(challenge.protocol, challenge.key_id)
+    if challenge.protocol != PROTOCOL:
+        raise Refused(f"it speaks {challenge.protocol}, not {PROTOCOL}")
+    return challenge
+
+
+def encode_hello(hello: Hello, challenge: Challenge, key: bytes | None) -> bytes:
+    """Returns the line of `hello` that answers `challenge`."""
+    return _sign(key, _hello_context(challenge), msgspec.json.encode(hello))
+
+
+def decode_hello(line: bytes, challenge: Challenge, key: bytes | None) -> Hello:
+    """Inverts `encode_hello`.
+
+    Raises:
+      Refused: the line is no hello, or does not prove the key for this challenge.
+    """
+    hello = _decode(_verify(key, _hello_context(challenge), line), Hello)
+    _check_texts(hello.protocol, hello.host, hello.node, hello.jax_version)
+    if hello.protocol != PROTOCOL:
+        raise Refused(f"it speaks {hello.protocol}, not {PROTOCOL}")
+    if hello.process_id >= hello.num_processes:
+        raise Refused("its `process_id` is not below its `num_processes`")
+    return hello
+
+
+def encode_verdict(
+    verdict: Verdict, challenge: Challenge, instance: str, key: bytes | None
+) -> bytes:
+    """Returns the line of `verdict` for the process of this `instance`."""
+    context = _verdict_context(challenge, instance)
+    return _sign(key, context, msgspec.json.encode(verdict))
+
+
+def decode_verdict(
+    line: bytes, challenge: Challenge, own: Hello, key: bytes | None
+) -> Verdict:
+    """Inverts `encode_verdict`.
+
+    Raises:
+      Refused: the line is no verdict, does not prove the key, or is for another
+        process or an earlier run.
+    """
+    context = _verdict_context(challenge, own.instance)
+    verdict = _decode(_verify(key, context, line), Verdict)
     if verdict.error is not None:
-        raise RuntimeError(verdict.error)
-    return verdict.nodes
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether `host` names this machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _serve(own: Hello, address: str, timeout_s: float) -> Verdict:
-    """Process 0: hears everybody, and tells them how it ended."""
-    deadline_s = time.monotonic() + timeout_s
-    roll = open_roll(own, deadline_s=deadline_s)
-    heard: list[socket.socket] = []
-    with selectors.DefaultSelector() as selector:
-        server = _listen(address)
-        server.setblocking(False)  # who has called may have gone before `accept`.
-        selector.register(server, selectors.EVENT_READ, _Guest(server))
-        try:
-            while (verdict := judge(roll, now_s=time.monotonic())) is None:
-                left_s = max(0.0, deadline_s - time.monotonic())
-                for key, _ in selector.select(left_s):
-                    if key.fileobj is server:
-                        try:
-                            guest, _ = server.accept()
-                        except OSError:
-                            continue
-                        guest.setblocking(False)
-                        selector.register(guest, selectors.EVENT_READ, _Guest(guest))
-                        continue
-                    hello = _hear(key.data, selector)
-                    if hello is not None:
-                        heard.append(key.data.line)
-                        roll = receive(roll, hello)
-            # The others go on to `jax.distributed` at this address: free it first.
-            selector.unregister(server)
-            server.close()
-            for line in heard:
-                _tell(line, verdict)
-        finally:
-            for key in list(selector.get_map().values()):
-                key.data.line.close()
-            for line in heard:
-                line.close()
+        if not verdict.error.replace("\n", "").isprintable():
+            raise Refused("its error is no text")
+        return verdict
+    _check_texts(verdict.host, verdict.session, *verdict.nodes)
+    if len(verdict.nodes) != own.num_processes or not verdict.host:
+        raise Refused("it does not name the node of each process")
     return verdict
 
 
-class _Guest:
-    """Somebody who has connected, and what it has said so far."""
-
-    def __init__(self, line: socket.socket):
-        self.line = line
-        self.said = bytearray()
+def _hello_context(challenge: Challenge) -> str:
+    return f"roll call hello {challenge.nonce}"
 
 
-def _hear(guest: _Guest, selector: selectors.BaseSelector) -> Hello | None:
-    """Reads on; returns a hello once it is whole. Who says anything else is dropped."""
+def _verdict_context(challenge: Challenge, instance: str) -> str:
+    return f"roll call verdict {challenge.nonce} {instance}"
+
+
+def _sign(key: bytes | None, context: str, body: bytes) -> bytes:
+    signed = job_key.sign(key or _NO_KEY, context, body)
+    code = signed[: job_key.CODE_BYTES].hex().encode()
+    return code + signed[job_key.CODE_BYTES :] + b"\n"
+
+
+def _verify(key: bytes | None, context: str, line: bytes) -> bytes:
     try:
-        data = guest.line.recv(_MAX_MESSAGE_BYTES)
-    except BlockingIOError:
-        return None
-    except OSError:
-        data = b""
-    guest.said += data
-    is_whole = guest.said.endswith(b"\n")
-    if data and not is_whole and len(guest.said) <= _MAX_MESSAGE_BYTES:
-        return None
-    selector.unregister(guest.line)
+        code = bytes.fromhex(line[:_CODE_DIGITS].decode("ascii"))
+    except ValueError:
+        code = b""
+    if len(code) != job_key.CODE_BYTES:
+        raise Refused("it is not signed")
+    body = line[_CODE_DIGITS:].removesuffix(b"\n")
     try:
-        hello = msgspec.json.decode(guest.said, type=Hello)
-        if hello.protocol == PROTOCOL:
-            return hello
-    except msgspec.MsgspecError:
-        pass
-    _logger.warning("Dropped a connection that did not begin with %s.", PROTOCOL)
-    guest.line.close()
-    return None
+        return job_key.verify(key or _NO_KEY, context, code + body)
+    except job_key.Refused:
+        raise Refused("it does not prove the key of this job") from None
 
 
-def _tell(line: socket.socket, verdict: Verdict) -> None:
+def _decode(line: bytes, kind: type) -> "Challenge | Hello | Verdict":
     try:
-        line.settimeout(_TELL_TIMEOUT_S)
-        line.sendall(msgspec.json.encode(verdict) + b"\n")
-    except OSError:
-        _logger.warning("A process left before the end of the roll call.")
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Refused(f"it is no {kind.__name__}: {type(error).__name__}") from None
 
 
-def _listen(address: str) -> socket.socket:
-    host, port = address.rsplit(":", 1)
-    try:
-        if is_loopback(host):
-            family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-            return socket.create_server((host, int(port)), family=family, backlog=1024)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", int(port)),
-                family=socket.AF_INET6,
-                dualstack_ipv6=True,
-                backlog=1024,
-            )
-        return socket.create_server(("", int(port)), backlog=1024)
-    except OSError as error:
-        raise RuntimeError(
-            f"Process 0 cannot listen at the coordinator address {address!r}: "
-            f"{error.strerror}. Another program, or another process 0, may have the "
-            "port; choose a free one."
-        ) from None
-
-
-def _attend(own: Hello, address: str, timeout_s: float) -> Verdict:
-    """The others: introduce themselves to process 0 until it answers."""
-    deadline_s = time.monotonic() + timeout_s
-    host, port = address.rsplit(":", 1)
-    reason = "nobody listens"
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            with socket.create_connection((host, int(port)), timeout=left_s) as line:
-                line.sendall(msgspec.json.encode(own) + b"\n")
-                line.settimeout(max(0.001, deadline_s - time.monotonic()))
-                with line.makefile("rb") as file:
-                    answer = file.readline()
-            return msgspec.json.decode(answer, type=Verdict)
-        except msgspec.MsgspecError:
-            reason = "something else than jdp answers there"
-        except TimeoutError:
-            reason = "it did not answer"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        time.sleep(min(_RETRY_S, max(0.0, deadline_s - time.monotonic())))
-    raise RuntimeError(
-        f"Process {own.process_id} of {own.num_processes} had no answer from the "
-        f"coordinator at {address!r} within {timeout_s:g} s: {reason}. Is process 0 "
-        "running there, is the address right, and can this machine "
-        f"({platform.node()}) reach it?"
-    )
+def _check_texts(*texts: str) -> None:
+    # They are shown in errors: nothing that a terminal obeys, or that is no text.
+    if not all(text.isprintable() for text in texts):
+        raise Refused("it holds what is no text")
 
 
 def _where(hello: Hello) -> str:

@@ -1,11 +1,18 @@
 """Store: small values that the processes of a job share."""
 
 import itertools
+import logging
 import threading
 import time
 from typing import Any
 
 import jax
+
+from jdp.runtime import job_key
+
+_FORGED_PERIOD_S = 0.05  # how often a key is read again that a stranger has written.
+_MOST_WARNINGS = 20
+_logger = logging.getLogger("jdp")
 
 
 class _Own:
@@ -32,17 +39,30 @@ class _Own:
 class DistributedStore(_Own):
     """The key-value store of `jax.distributed`, which process 0 serves.
 
+    Whatever reaches its port can read and write it. So values are signed, each for its
+    own key, and what a stranger wrote counts as not there: `get` waits on, until its
+    deadline, and `set` writes over it. What a stranger deletes is gone, and a wait for
+    it ends at its deadline.
+
     A round trip of two processes on one host takes about a millisecond.
     """
 
-    def __init__(self, client: Any):
-        """Uses `client`, that of an initialised `jax.distributed`."""
+    def __init__(self, client: Any, key: bytes):
+        """Takes the client of `jax.distributed` and the key that signs."""
         super().__init__()
         self._client = client
+        self._key = key
+        self._warned: set[str] = set()
 
     def set(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
         """See `jdp.types.Store`."""
-        self._client.key_value_set_bytes(key, value, overwrite)
+        signed = job_key.sign(self._key, _context(key), value)
+        try:
+            self._client.key_value_set_bytes(key, signed, overwrite)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error) or self.try_get(key) is not None:
+                raise
+            self._client.key_value_set_bytes(key, signed, True)
 
     def get(self, key: str, *, timeout_s: float) -> bytes:
         """See `jdp.types.Store`.
@@ -50,32 +70,66 @@ class DistributedStore(_Own):
         One that times out leaves some 35 kB in process 0 until the key is set
         (measured, JAX 0.10.2): to wait long, do not repeat short ones.
         """
-        try:
-            timeout_ms = max(1, int(1000 * timeout_s))
-            return self._client.blocking_key_value_get_bytes(key, timeout_ms)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            raise TimeoutError(f"`{key}` was not set in {timeout_s:.1f} s.") from None
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            try:
+                timeout_ms = max(1, int(1000 * left_s))
+                signed = self._client.blocking_key_value_get_bytes(key, timeout_ms)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                text = f"`{key}` was not set in {timeout_s:.1f} s."
+                raise TimeoutError(text) from None
+            value, refusal = self._verify(key, signed)
+            if value is not None:
+                return value
+            if left_s <= 0:
+                raise TimeoutError(
+                    f"`{key}` was not set by a process of this job in "
+                    f"{timeout_s:.1f} s, but by a stranger."
+                ) from refusal
+            time.sleep(min(_FORGED_PERIOD_S, left_s))
 
     def try_get(self, key: str) -> bytes | None:
         """See `jdp.types.Store`."""
         try:
-            return self._client.key_value_try_get_bytes(key)
+            signed = self._client.key_value_try_get_bytes(key)
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" not in str(error):
                 raise
             return None
+        return self._verify(key, signed)[0]
 
     def list_directory(self, directory: str) -> dict[str, bytes]:
         """See `jdp.types.Store`."""
         prefix = directory + "/"
-        found = self._client.key_value_dir_get_bytes(prefix)
-        return {key.removeprefix(prefix): value for key, value in found}
+        found = {}
+        for key, signed in self._client.key_value_dir_get_bytes(prefix):
+            value, _ = self._verify(key, signed)
+            if value is not None:
+                found[key.removeprefix(prefix)] = value
+        return found
 
     def delete(self, key: str) -> None:
         """See `jdp.types.Store`."""
         self._client.key_value_delete(key)
+
+    def _verify(
+        self, key: str, signed: bytes
+    ) -> tuple[bytes, None] | tuple[None, job_key.Refused]:
+        """Returns the value, or why it is none of this job, which is logged once."""
+        try:
+            return job_key.verify(self._key, _context(key), signed), None
+        except job_key.Refused as error:
+            if key not in self._warned and len(self._warned) < _MOST_WARNINGS:
+                self._warned.add(key)
+                _logger.warning("The store of the job: %s It is left out.", error)
+            return None, error
+
+
+def _context(key: str) -> str:
+    return f"store {key}"
 
 
 class _Shared:

@@ -10,7 +10,7 @@ import zmq
 from zmq.utils import z85
 
 from jdp.mesh import World
-from jdp.runtime import roll_call
+from jdp.runtime import addresses
 from jdp.runtime.transport import VERSION, Link, LinkOptions, Lost
 from jdp.runtime.transport_lane import LaneLink
 from jdp.runtime.transport_zmq import ZmqLink
@@ -84,7 +84,7 @@ def _open_spoke(
         raise RuntimeError(_describe_missing(world, [0])) from None
     data, pulse = _hear(world, f"{key}/endpoints").endpoints
     if data.startswith("tcp://*:"):
-        address = _bracket(find_addresses(world.host)[0])
+        address = addresses.bracket(find_addresses(world.host)[0])
         data, pulse = (e.replace("*", address, 1) for e in (data, pulse))
     link = ZmqLink(world.process_index, world.process_count, options)
     try:
@@ -155,17 +155,17 @@ def find_endpoints(host: str) -> list[str]:
     Args:
       host: by which the processes reach process 0, which this is.
     """
-    if roll_call.is_loopback(host):
+    if addresses.is_loopback(host):
         # The processes are on one host: unix sockets take a sixth off a round trip.
         # These have no file, so none is left behind.
         if sys.platform == "linux":
             return [f"ipc://@jdp-{secrets.token_hex(16)}"]
-        return [f"tcp://{_bracket(find_addresses(host)[0])}:*"]
-    addresses = find_addresses(host)
+        return [f"tcp://{addresses.bracket(find_addresses(host)[0])}:*"]
+    found = find_addresses(host)
     # The name of a machine is often one of 127.x.x.x there, and there only; a name with
     # several addresses may be another one elsewhere.
-    if len(addresses) == 1 and not roll_call.is_loopback(addresses[0]):
-        return [f"tcp://{_bracket(addresses[0])}:*", "tcp://*:*"]
+    if len(found) == 1 and not addresses.is_loopback(found[0]):
+        return [f"tcp://{addresses.bracket(found[0])}:*", "tcp://*:*"]
     return ["tcp://*:*"]
 
 
@@ -183,10 +183,6 @@ def find_addresses(host: str) -> list[str]:
         ) from None
     found.sort(key=lambda info: info[0] != socket.AF_INET)
     return list(dict.fromkeys(str(info[4][0]) for info in found))
-
-
-def _bracket(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _hear_offer(

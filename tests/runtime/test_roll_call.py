@@ -1,22 +1,18 @@
-"""The roll call as a pure protocol, and over real sockets in threads."""
-
-import contextlib
-import socket
-import threading
-import time
+"""The roll call as a pure protocol; see `test_roll_call_sockets` for real sockets."""
 
 import hypothesis
 import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from jdp.runtime import roll_call
+from jdp.runtime import job_key, roll_call
+from tests.runtime import roll_call_fuzz
 
 HELLO = roll_call.make_hello(0, 3, node="a")
 
 
 def _hello(process_id, **changes):
-    fresh = {"process_id": process_id, "instance": f"i{process_id}", **changes}
+    fresh = {"process_id": process_id, "instance": f"{process_id:032x}", **changes}
     return msgspec.structs.replace(HELLO, **fresh)
 
 
@@ -78,177 +74,93 @@ def test_the_first_error_stays():
     assert "got 3" in roll_call.judge(roll, now_s=0.0).error
 
 
-def _address():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+KEYS = [None, job_key.make()]
 
 
-def _call(hellos, address, timeout_s=5.0):
-    results = [None] * len(hellos)
-
-    def run(i):
-        try:
-            results[i] = roll_call.call_roll(hellos[i], address, timeout_s=timeout_s)
-        except RuntimeError as error:
-            results[i] = str(error)
-
-    threads = [
-        threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(hellos))
-    ]
-    # Process 0 comes last: the others must find it whenever it appears.
-    for thread in threads[::-1]:
-        thread.start()
-        time.sleep(0.1)
-    for thread in threads:
-        thread.join(timeout=20.0)
-        assert not thread.is_alive()
-    return results
+def _refusal(decode, *args):
+    with pytest.raises(roll_call.Refused) as caught:
+        decode(*args)
+    return str(caught.value)
 
 
-def _hellos(*process_ids, num_processes=3):
-    return [roll_call.make_hello(i, num_processes, node=f"n{i}") for i in process_ids]
+@pytest.mark.parametrize("key", KEYS)
+def test_decoding_inverts_encoding(key):
+    challenge = roll_call.make_challenge(key)
+    line = roll_call.encode_challenge(challenge)
+    assert roll_call.decode_challenge(line) == challenge
+    assert challenge.key_id == roll_call.key_id(key)
+    line = roll_call.encode_hello(HELLO, challenge, key)
+    assert roll_call.decode_hello(line, challenge, key) == HELLO
+    for verdict in (
+        roll_call.Verdict(error="A line.\nAnd one more."),
+        roll_call.Verdict(nodes=["a", "b", "c"], host="10.0.0.1", session="5e"),
+    ):
+        args = challenge, HELLO.instance, key
+        line = roll_call.encode_verdict(verdict, *args)
+        assert roll_call.decode_verdict(line, challenge, HELLO, key) == verdict
 
 
-def test_processes_meet_over_a_socket_and_leave_the_port_free():
-    address = _address()
-    assert _call(_hellos(0, 1, 2), address) == [["n0", "n1", "n2"]] * 3
-    assert _call(_hellos(0, 1, 2), address) == [["n0", "n1", "n2"]] * 3
+def test_keys_are_told_apart_and_not_shown():
+    first, second = job_key.make(), job_key.make()
+    ids = {roll_call.key_id(key) for key in (None, first, second)}
+    assert len(ids) == 3 and first.hex() not in "".join(ids)
 
 
-def test_the_port_is_free_before_anybody_hears_the_verdict(monkeypatch):
-    # `jax.distributed` begins at the same address as soon as it does.
-    address = _address()
-    tell = roll_call._tell
-    refused = []
-
-    def tell_and_try(line, verdict):
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1])))
-        refused.append(True)
-        tell(line, verdict)
-
-    monkeypatch.setattr(roll_call, "_tell", tell_and_try)
-    assert _call(_hellos(0, 1, 2), address) == [["n0", "n1", "n2"]] * 3
-    assert refused == [True, True]
-
-
-def test_a_doubled_id_is_told_to_all():
-    for text in _call(_hellos(0, 1, 1), _address()):
-        assert "`process_id=1` was given twice" in text
-
-
-def test_without_the_coordinator_the_wait_is_bounded_and_says_where():
-    address = _address()
-    start_s = time.monotonic()
-    (text,) = _call(_hellos(1), address, timeout_s=0.5)
-    assert time.monotonic() - start_s < 3.0
-    assert f"no answer from the coordinator at '{address}' within 0.5 s" in text
-    assert "Connection refused" in text
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("theirs", [None, job_key.make()])
+def test_a_line_of_another_key_challenge_or_process_is_refused(key, theirs):
+    challenge, other = (roll_call.make_challenge(key) for _ in range(2))
+    expected = "it does not prove the key of this job"
+    hello = roll_call.encode_hello(HELLO, challenge, key)
+    assert expected in _refusal(roll_call.decode_hello, hello, other, key)
+    verdict = roll_call.Verdict(error="x")
+    said = roll_call.encode_verdict(verdict, challenge, HELLO.instance, key)
+    mine = _hello(2)
+    for args in ((other, HELLO, key), (challenge, mine, key)):
+        assert expected in _refusal(roll_call.decode_verdict, said, *args)
+    # A hello is no verdict and the other way around.
+    _refusal(roll_call.decode_verdict, hello, challenge, HELLO, key)
+    _refusal(roll_call.decode_hello, said, challenge, key)
+    if theirs is key:
+        return
+    assert expected in _refusal(roll_call.decode_hello, hello, challenge, theirs)
+    args = challenge, HELLO, theirs
+    assert expected in _refusal(roll_call.decode_verdict, said, *args)
 
 
-def test_a_taken_port_is_named():
-    address = _address()
-    with socket.create_server(("127.0.0.1", int(address.rsplit(":", 1)[1]))):
-        (text,) = _call(_hellos(0), address)
-    assert f"cannot listen at the coordinator address '{address}'" in text
+BODIES = {
+    "bad UTF-8": b'{"protocol":"\xff\xfe"}',
+    "nested": b'{"x":' + b"[" * 7000 + b"]" * 7000 + b"}",
+    "surrogate": b'{"protocol":"\\ud800"}',
+    "huge": b'{"protocol":"jdp-roll-call-2","process_id":' + b"9" * 5000 + b"}",
+    "negative": msgspec.json.encode(_hello(-1)),
+    "beyond its own number": msgspec.json.encode(_hello(3)),
+    "escape": msgspec.json.encode(_hello(1, host="a\x1b[2J")),
+    "long": msgspec.json.encode(_hello(1, node="n" * 513)),
+    "old": msgspec.json.encode(_hello(1, protocol="jdp-roll-call-1")),
+    "nothing": b"",
+}
 
 
-def test_another_program_at_the_address_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-
-        def answer():
-            line, _ = server.accept()
-            with line:
-                line.recv(100)
-                line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        hello = roll_call.make_hello(1, 2, node=None)
-        with pytest.raises(RuntimeError, match="no answer .* within 1 s"):
-            roll_call.call_roll(hello, address, timeout_s=1.0)
-        thread.join(timeout=5.0)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+@pytest.mark.parametrize("key", KEYS)
+def test_nonsense_is_refused_from_holders_of_the_key_too(key, body):
+    challenge = roll_call.make_challenge(key)
+    _refusal(roll_call.decode_hello, body + b"\n", challenge, key)
+    _refusal(roll_call.decode_challenge, body + b"\n")
+    signed = roll_call._sign(key, roll_call._hello_context(challenge), body)
+    _refusal(roll_call.decode_hello, signed, challenge, key)
+    context = roll_call._verdict_context(challenge, HELLO.instance)
+    signed = roll_call._sign(key, context, body)
+    _refusal(roll_call.decode_verdict, signed, challenge, HELLO, key)
 
 
-def test_an_address_that_does_not_exist_is_named():
-    (text,) = _call(_hellos(1), "no-such-host.invalid:1", timeout_s=0.5)
-    assert "no answer from the coordinator at 'no-such-host.invalid:1'" in text
+@pytest.mark.parametrize("has_key", [False, True])
+def test_whatever_comes_is_refused_or_a_message(has_key):
+    roll_call_fuzz.fuzz(3000, seed=1, has_key=has_key)
 
 
-def _strangers():
-    """What port scanners, other protocols and old versions send."""
-    old = msgspec.structs.replace(HELLO, protocol="jdp-roll-call-0", process_id=1)
-    yield b""
-    yield b"GET / HTTP/1.1\r\n\r\n"
-    yield b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    yield bytes(100_000)
-    yield b"{}\n"
-    yield b"\xff\xff\xff\n"
-    yield msgspec.json.encode(old) + b"\n"
-
-
-def test_strangers_are_dropped_and_the_roll_call_goes_on():
-    address = _address()
-    connected = []
-
-    def speak():
-        for data in _strangers():
-            for _ in range(100):
-                try:
-                    line = socket.create_connection(
-                        ("127.0.0.1", int(address.rsplit(":", 1)[1])), timeout=1.0
-                    )
-                    break
-                except OSError:
-                    time.sleep(0.02)
-            connected.append(line)
-            with contextlib.suppress(OSError):
-                line.sendall(data)
-
-    # One that says nothing at all, and all the others, before the last process comes.
-    hellos = _hellos(0, 1, 2)
-    results = [None] * 3
-
-    def run(i):
-        results[i] = roll_call.call_roll(hellos[i], address, timeout_s=20.0)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(3)]
-    threads[0].start()
-    speak()
-    threads[1].start()
-    threads[2].start()
-    for thread in threads:
-        thread.join(timeout=20.0)
-    for line in connected:
-        line.close()
-    assert len(connected) == 7
-    assert results == [["n0", "n1", "n2"]] * 3
-
-
-def test_a_hello_may_come_in_pieces():
-    address = _address()
-    hello = msgspec.json.encode(_hellos(1, num_processes=2)[0]) + b"\n"
-    answers = []
-
-    def attend():
-        for _ in range(100):
-            try:
-                line = socket.create_connection(
-                    ("127.0.0.1", int(address.rsplit(":", 1)[1])), timeout=5.0
-                )
-                break
-            except OSError:
-                time.sleep(0.02)
-        with line:
-            for i in range(0, len(hello), 40):
-                line.sendall(hello[i : i + 40])
-                time.sleep(0.01)
-            answers.append(line.makefile("rb").readline())
-
-    thread = threading.Thread(target=attend, daemon=True)
-    thread.start()
-    own = roll_call.make_hello(0, 2, node="n0")
-    assert roll_call.call_roll(own, address, timeout_s=10.0) == ["n0", "n1"]
-    thread.join(timeout=5.0)
-    assert msgspec.json.decode(answers[0]) == {"error": None, "nodes": ["n0", "n1"]}
+def test_sessions_have_keys_of_their_own():
+    key = job_key.make()
+    found = {roll_call.session_key(k, s) for k in (None, key) for s in ("a", "b")}
+    assert len(found) == 4 and {len(k) for k in found} == {job_key.KEY_BYTES}

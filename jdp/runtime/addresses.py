@@ -1,0 +1,62 @@
+"""Addresses: how are hosts and ports written, and which of them is this machine?"""
+
+from collections.abc import Sequence
+
+_MAPPED = "::ffff:"  # before an IPv4 address that an IPv6 socket shows.
+
+
+def split(address: str) -> tuple[str, int]:
+    """Returns the host without brackets, and the port, of "host:port".
+
+    Raises:
+      ValueError: it is something else, such as an IPv6 address without brackets.
+    """
+    host, _, port = address.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    inner = host[1:-1] if is_bracketed else host
+    is_right = bool(inner) and (is_bracketed or ":" not in inner)
+    if not is_right or not port.isascii() or not port.isdigit() or len(port) > 5:
+        raise ValueError(f"must be host:port or [IPv6]:port, got {address!r}")
+    if not 0 < int(port) < 1 << 16:
+        raise ValueError(f"must have a port from 1 to 65535, got {address!r}")
+    return inner, int(port)
+
+
+def join(host: str, port: int) -> str:
+    """Inverts `split`."""
+    return f"{bracket(host)}:{port}"
+
+
+def bracket(host: str) -> str:
+    """Returns `host` as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether `host` names this machine only."""
+    host = unmap(host.strip("[]"))
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def unmap(host: str) -> str:
+    """Returns an IPv4 address that is written as one of IPv6 in its own form."""
+    inner = host.removeprefix(_MAPPED)
+    return inner if "." in inner else host
+
+
+def choose_host(reached: Sequence[str]) -> tuple[str, bool]:
+    """Chooses the address of process 0 that its peers on other hosts can reach; pure.
+
+    Args:
+      reached: numeric addresses of this host, one for each process that has come, at
+        which it came. Those of one host may have come by the loopback interface.
+
+    Returns:
+      The address, and whether it serves all: every process came to it, or is on this
+      host.
+    """
+    outer = list(dict.fromkeys(host for host in reached if not is_loopback(host)))
+    inner = list(dict.fromkeys(host for host in reached if is_loopback(host)))
+    if not outer:
+        return (inner[0] if inner else "127.0.0.1"), len(inner) < 2
+    return outer[0], len(outer) == 1

@@ -1,0 +1,376 @@
+"""Roll call's sockets: how do the processes meet at the address of process 0?
+
+Plain sockets, a line of JSON each way: whatever else connects is dropped. (A ROUTER of
+libzmq 4.3 aborts the process when a stranger speaks to it while it closes, and the gRPC
+client of `jax.distributed`, at the same address, is such a stranger.)
+"""
+
+import errno
+import logging
+import platform
+import selectors
+import socket
+import time
+from typing import NamedTuple
+
+from jdp.runtime import addresses, roll_call
+from jdp.runtime.roll_call import Challenge, Hello, Refused, Verdict
+
+_TELL_TIMEOUT_S = 5.0
+_RETRY_S = 0.05
+_RETRY_REFUSED_S = 0.5
+_HELLO_TIMEOUT_S = 10.0  # A process says it at once; else it calls again.
+_MOST_GUESTS = 256  # besides one for each process; they have said no hello yet.
+_PAUSE_S = 0.1  # without descriptors, until the next look for one.
+_MOST_WARNINGS = 10
+_MOST_ADDRESSES = 1000  # of which it is noted that they were refused.
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_logger = logging.getLogger("jdp")
+
+
+class Meeting(NamedTuple):
+    """How the processes of a job found each other, as one of them sees it."""
+
+    nodes: list[str]  # of each process, by process id.
+    host: str  # numeric address of process 0, as this process reaches it.
+    own_host: str  # numeric address of this process, as the others reach it.
+    bind_host: str  # process 0: where to listen for the others; "": everywhere.
+    session_key: bytes  # of this run, shape (32,), the same everywhere.
+
+
+def call_roll(
+    own: Hello, address: str, *, timeout_s: float, key: bytes | None = None
+) -> Meeting:
+    """Meets the other processes at `address`; every process calls it once.
+
+    Args:
+      own: this process.
+      address: "host:port" at which process 0 listens until all have come. An IPv6
+        address stands in brackets.
+      timeout_s: how long to wait for the others, in seconds.
+      key: of the job, the same everywhere; None where it has none.
+
+    Raises:
+      RuntimeError: a process is missing, came twice, does not fit or has another key;
+        the address is taken; or process 0 cannot be reached. On every process that
+        could be told.
+    """
+    if own.process_id == 0:
+        verdict, meeting = _Host(own, address, timeout_s, key).serve()
+    else:
+        verdict, meeting = _Caller(own, address, timeout_s, key).attend()
+    if verdict.error is not None:
+        raise RuntimeError(verdict.error)
+    return meeting
+
+
+class _Guest:
+    """A connection, and what has come over it so far."""
+
+    hello: Hello  # once it has been said.
+
+    def __init__(self, line: socket.socket, challenge: Challenge, where: str):
+        self.line = line
+        self.challenge = challenge
+        self.where = where  # address of the other end.
+        self.said = bytearray()
+        self.deadline_s = time.monotonic() + _HELLO_TIMEOUT_S
+
+
+class _Host:
+    """Process 0: hears all, and tells them how it ended."""
+
+    def __init__(self, own: Hello, address: str, timeout_s: float, key: bytes | None):
+        self._own, self._address, self._key = own, address, key
+        self._deadline_s = time.monotonic() + timeout_s
+        self._roll = roll_call.open_roll(own, deadline_s=self._deadline_s)
+        self._guests: dict[socket.socket, _Guest] = {}  # in the order they came.
+        self._heard: list[_Guest] = []  # those that have said a hello.
+        self._refused: dict[str, int] = {}  # connections, by address.
+        self._paused_until_s = 0.0
+
+    def serve(self) -> tuple[Verdict, Meeting]:
+        """Runs the roll call to its end."""
+        with selectors.DefaultSelector() as self._selector:
+            server = listen(self._address)
+            try:
+                server.setblocking(False)  # A caller may be gone before `accept`.
+                self._selector.register(server, selectors.EVENT_READ)
+                while (verdict := self._judge()) is None:
+                    self._step(server)
+            finally:
+                # The others go on to `jax.distributed` at this address: free it first.
+                server.close()
+                for guest in self._guests.values():
+                    guest.line.close()
+            verdict, bind_host = self._complete(verdict)
+            self._tell(verdict)
+        session_key = roll_call.session_key(self._key, verdict.session)
+        host = verdict.host
+        return verdict, Meeting(verdict.nodes, host, host, bind_host, session_key)
+
+    def _judge(self) -> Verdict | None:
+        verdict = roll_call.judge(self._roll, now_s=time.monotonic())
+        if verdict is not None and verdict.error is not None and self._refused:
+            shown = ", ".join(list(self._refused)[:10])
+            count = sum(self._refused.values())
+            wanted = "prove the key of this job" if self._key else "begin as they must"
+            why = f"{count} connections were refused, which did not {wanted}: {shown}."
+            verdict = Verdict(error=f"{verdict.error} {why}")
+        return verdict
+
+    def _step(self, server: socket.socket) -> None:
+        now_s = time.monotonic()
+        is_paused = self._paused_until_s > now_s
+        wait_s = self._deadline_s - now_s
+        for guest in list(self._guests.values()):
+            if guest.deadline_s <= now_s:
+                self._drop(guest, "said no hello in time")
+            else:
+                wait_s = min(wait_s, guest.deadline_s - now_s)
+        if is_paused:
+            wait_s = min(wait_s, self._paused_until_s - now_s)
+            self._selector.unregister(server)
+        for selected, _ in self._selector.select(max(0.0, wait_s)):
+            if selected.fileobj is server:
+                self._accept(server)
+            elif selected.data in self._heard:
+                self._listen_for_end(selected.data)
+            elif selected.fileobj in self._guests:
+                self._hear(selected.data)
+        if is_paused:
+            self._selector.register(server, selectors.EVENT_READ)
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            line, _ = server.accept()
+        except OSError as error:
+            if error.errno in _FULL:
+                if not self._paused_until_s:
+                    self._warn(
+                        "There are no descriptors left for processes that connect. "
+                        "Raise their number with `ulimit -n`."
+                    )
+                for guest in list(self._guests.values())[:1]:
+                    self._drop(guest, "waited longest when descriptors ran out")
+                self._paused_until_s = time.monotonic() + _PAUSE_S
+            return
+        try:
+            line.setblocking(False)
+            where = addresses.unmap(str(line.getpeername()[0]))
+            challenge = roll_call.make_challenge(self._key)
+            line.send(roll_call.encode_challenge(challenge))  # Fits into any queue.
+        except OSError:
+            line.close()
+            return
+        if len(self._guests) >= _MOST_GUESTS + self._own.num_processes:
+            oldest = next(iter(self._guests.values()))
+            self._drop(oldest, "has said nothing for longest of too many")
+        guest = self._guests[line] = _Guest(line, challenge, where)
+        self._selector.register(line, selectors.EVENT_READ, guest)
+
+    def _hear(self, guest: _Guest) -> None:
+        """Reads on; enters a hello once it is whole, and drops anything else."""
+        try:
+            data = guest.line.recv(roll_call.MOST_HELLO_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        guest.said += data
+        is_whole = guest.said.endswith(b"\n")
+        if data and not is_whole and len(guest.said) <= roll_call.MOST_HELLO_BYTES:
+            return
+        try:
+            if len(guest.said) > roll_call.MOST_HELLO_BYTES:
+                raise Refused("it is too long")
+            said = bytes(guest.said)
+            hello = roll_call.decode_hello(said, guest.challenge, self._key)
+        except Refused as error:
+            self._drop(guest, f"did not begin with {roll_call.PROTOCOL}: {error}")
+            return
+        del self._guests[guest.line]
+        guest.hello = hello
+        self._roll = roll_call.receive(self._roll, hello)
+        self._heard.append(guest)
+
+    def _listen_for_end(self, guest: _Guest) -> None:
+        """A process that has been heard says no more; its end may come first."""
+        try:
+            data = guest.line.recv(roll_call.MOST_HELLO_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            return
+        self._selector.unregister(guest.line)
+        guest.line.close()
+        self._heard.remove(guest)
+        # If it has called again meanwhile, the later connection is the one that counts.
+        if all(other.hello != guest.hello for other in self._heard):
+            self._roll = roll_call.forget(self._roll, guest.hello)
+
+    def _drop(self, guest: _Guest, why: str) -> None:
+        del self._guests[guest.line]
+        self._selector.unregister(guest.line)
+        guest.line.close()
+        if guest.where not in self._refused:
+            self._warn(f"Dropped a connection from {guest.where} that {why}.")
+        if guest.where in self._refused or len(self._refused) < _MOST_ADDRESSES:
+            self._refused[guest.where] = self._refused.get(guest.where, 0) + 1
+
+    def _warn(self, text: str) -> None:
+        if len(self._refused) < _MOST_WARNINGS:
+            _logger.warning("Roll call: %s", text)
+
+    def _complete(self, verdict: Verdict) -> tuple[Verdict, str]:
+        """Adds to the verdict how process 0 is reached; returns where to listen too."""
+        reached = []
+        for guest in self._heard:
+            try:
+                reached.append(addresses.unmap(str(guest.line.getsockname()[0])))
+            except OSError:
+                continue  # It will be missed soon.
+        host, serves_all = addresses.choose_host(reached)
+        if verdict.error is None:
+            session = roll_call.make_challenge(None).nonce
+            host_of = {"host": host, "session": session}
+            verdict = Verdict(nodes=verdict.nodes, **host_of)
+        return verdict, host if serves_all else ""
+
+    def _tell(self, verdict: Verdict) -> None:
+        deadline_s = time.monotonic() + _TELL_TIMEOUT_S
+        for guest in self._heard:
+            line = roll_call.encode_verdict(
+                verdict, guest.challenge, guest.hello.instance, self._key
+            )
+            try:
+                guest.line.settimeout(max(0.05, deadline_s - time.monotonic()))
+                guest.line.sendall(line)
+            except OSError:
+                _logger.warning(
+                    "Process %d left before the end of the roll call.",
+                    guest.hello.process_id,
+                )
+            finally:
+                guest.line.close()
+
+
+class _Caller:
+    """The others: each introduces itself to process 0 until it answers."""
+
+    def __init__(self, own: Hello, address: str, timeout_s: float, key: bytes | None):
+        self._own, self._address, self._key = own, address, key
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._has_warned = False
+
+    def attend(self) -> tuple[Verdict, Meeting]:
+        """Calls until there is a verdict.
+
+        Raises:
+          RuntimeError: there is none in time.
+        """
+        host, port = addresses.split(self._address)
+        reason = "nobody listens"
+        while (left_s := self._left_s()) > 0:
+            wait_s = _RETRY_S
+            try:
+                with socket.create_connection((host, port), timeout=left_s) as line:
+                    return self._ask(line)
+            except Refused as error:
+                reason, wait_s = str(error), _RETRY_REFUSED_S
+                self._warn_once(reason)
+            except TimeoutError:
+                reason = "it did not answer"
+            except (OSError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+            time.sleep(min(wait_s, max(0.0, self._left_s())))
+        raise RuntimeError(
+            f"Process {self._own.process_id} of {self._own.num_processes} had no "
+            f"answer from the coordinator at {self._address!r} within "
+            f"{self._timeout_s:g} s: {reason}. Is process 0 running there, is the "
+            f"address right, and can this machine ({platform.node()}) reach it?"
+        )
+
+    def _ask(self, line: socket.socket) -> tuple[Verdict, Meeting]:
+        most_bytes = roll_call.MOST_CHALLENGE_BYTES
+        first = self._read_line(line, most_bytes, timeout_s=_HELLO_TIMEOUT_S)
+        try:
+            challenge = roll_call.decode_challenge(first)
+        except Refused as error:
+            raise Refused(f"something else than jdp answers there: {error}") from None
+        line.settimeout(max(0.001, self._left_s()))
+        line.sendall(roll_call.encode_hello(self._own, challenge, self._key))
+        if challenge.key_id != roll_call.key_id(self._key):
+            raise Refused(_describe_keys(challenge.key_id, self._key))
+        most_bytes = (1 << 14) + 600 * self._own.num_processes
+        said = self._read_line(line, most_bytes, timeout_s=self._left_s())
+        verdict = roll_call.decode_verdict(said, challenge, self._own, self._key)
+        host = addresses.unmap(str(line.getpeername()[0]))
+        own_host = addresses.unmap(str(line.getsockname()[0]))
+        if addresses.is_loopback(host) and not addresses.is_loopback(verdict.host):
+            # The others come from other hosts, and find this one at that address.
+            host = own_host = verdict.host
+        session_key = roll_call.session_key(self._key, verdict.session)
+        return verdict, Meeting(verdict.nodes, host, own_host, "", session_key)
+
+    def _read_line(
+        self, line: socket.socket, most_bytes: int, *, timeout_s: float
+    ) -> bytes:
+        # One deadline for all of it: a peer may drip.
+        deadline_s = min(self._deadline_s, time.monotonic() + timeout_s)
+        said = bytearray()
+        while not said.endswith(b"\n"):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            line.settimeout(left_s)
+            data = line.recv(1 << 14)
+            if not data:
+                raise ConnectionResetError(errno.ECONNRESET, "it hung up")
+            said += data
+            if len(said) > most_bytes:
+                raise Refused("something else than jdp answers there: it says too much")
+        return bytes(said)
+
+    def _left_s(self) -> float:
+        return self._deadline_s - time.monotonic()
+
+    def _warn_once(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("The coordinator at %s: %s.", self._address, reason)
+
+
+def listen(address: str) -> socket.socket:
+    """Listens for the roll call: on the loopback interface alone, or on all.
+
+    Raises:
+      RuntimeError: the address is taken.
+    """
+    host, port = addresses.split(address)
+    try:
+        if addresses.is_loopback(host):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=1024)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+            )
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        raise RuntimeError(
+            f"Process 0 cannot listen at the coordinator address {address!r}: "
+            f"{error.strerror}. Another program, or another process 0, may have the "
+            "port; choose a free one."
+        ) from None
+
+
+def _describe_keys(theirs: str, own: bytes | None) -> str:
+    if own is None:
+        return "it takes only processes with the key of its job; this one has no key"
+    if not theirs:
+        return "it has no key of a job, and this process has one"
+    return "it has another key of a job than this process"
