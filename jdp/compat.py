@@ -1,6 +1,7 @@
 """Compat: the one place that touches private or version-dependent JAX."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -70,22 +71,34 @@ ad.primitive_jvps[_barrier_p] = lambda xs, dots: (_barrier_p.bind(*xs), dots)
 
 
 def declare_replicated(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
-    """Types `x` as one that is the same over `axis_names`; no data moves.
+    """Declares that `x` is the same over `axis_names`; no data moves.
 
-    The derivative is that of the copy which index 0 holds.
+    Where JAX tracks that by type, the type says so, and the derivative is that of the
+    copy which index 0 holds. Elsewhere under `shard_map` the program says so, for
+    `jdp.sameness` to read; a cotangent passes, as it passes `lax.psum` there.
     """
     names = tuple(n for n in axis_names if n in varying_axes(x))
-    return _replicated_p.bind(x, axes=names) if names else x
+    if names:
+        return _replicated_p.bind(x, axes=names, is_typed=True)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    names = tuple(n for n in axis_names if n in manual)
+    if not names or varying_axes(lax.axis_index(names)):
+        return x
+    return _replicated_p.bind(x, axes=names, is_typed=False)
 
 
-def _replicated_type(aval: Any, *, axes: tuple[str, ...]) -> Any:
+def _replicated_type(aval: Any, *, axes: tuple[str, ...], is_typed: bool) -> Any:
+    if not is_typed:
+        return aval
     varying = aval.mat.varying - frozenset(axes)
     return aval.update(manual_axis_type=aval.mat.update(varying=varying))
 
 
 def _replicated_transpose(
-    cotangent: Any, x: Any, *, axes: tuple[str, ...]
+    cotangent: Any, x: Any, *, axes: tuple[str, ...], is_typed: bool
 ) -> list[jax.Array]:
+    if not is_typed:
+        return [cotangent]
     is_first = lax.axis_index(axes) == 0
     return [
         cast_varying(jnp.where(is_first, cotangent, jnp.zeros_like(cotangent)), axes)
@@ -93,15 +106,15 @@ def _replicated_transpose(
 
 
 def _replicated_batch(
-    xs: Sequence[Any], dims: Sequence[Any], *, axes: tuple[str, ...]
+    xs: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
-    return _replicated_p.bind(xs[0], axes=axes), dims[0]
+    return _replicated_p.bind(xs[0], **params), dims[0]
 
 
 _replicated_p = Primitive("jdp_replicated")
-_replicated_p.def_impl(lambda x, *, axes: x)
+_replicated_p.def_impl(lambda x, **_: x)
 _replicated_p.def_abstract_eval(_replicated_type)
-mlir.register_lowering(_replicated_p, lambda ctx, x, *, axes: [x])
+mlir.register_lowering(_replicated_p, lambda ctx, x, **_: [x])
 ad.deflinear2(_replicated_p, _replicated_transpose)
 batching.primitive_batchers[_replicated_p] = _replicated_batch
 
@@ -160,6 +173,54 @@ def frames_of(eqn: Any) -> list[tuple[str, str]]:
     """Returns file and qualified name of the functions that made an equation."""
     found = eqn.source_info.traceback
     return [(f.file_name, f.function_name) for f in found.frames] if found else []
+
+
+def user_line(eqn: Any) -> str | None:
+    """Returns file and line that made an equation, outside of installed packages."""
+    found = eqn.source_info.traceback
+    for frame in found.frames if found else ():
+        path = frame.file_name
+        is_library = "site-packages" in path or path.startswith((_OWN_FOLDER, "<"))
+        if not is_library and not path.startswith(_PYTHON_FOLDER):
+            return f"{path.rpartition('/')[2]}:{frame.line_num}"
+    return None
+
+
+def library_caller(eqn: Any) -> str | None:
+    """Returns the function of jdp that made an equation; None if none did.
+
+    Of functions that call each other it is the outermost one.
+    """
+    name = None
+    for file, function in frames_of(eqn):
+        if file.startswith(_OWN_FOLDER):
+            name = function.split(".<locals>")[0].removesuffix(".__call__")
+        elif name is not None:
+            break
+    return name
+
+
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_PYTHON_FOLDER = os.path.dirname(os.__file__) + os.sep
+
+
+def is_reference(aval: Any) -> bool:
+    """Returns whether a type is that of a mutable array."""
+    return isinstance(aval, state_types.AbstractRef)
+
+
+def sharded_program(jaxpr: Any) -> tuple[Any, list[frozenset[str]]]:
+    """Returns the body of the `shard_map` in a jaxpr, and how its inputs are split.
+
+    Returns:
+      The open jaxpr, and by input the axes over which it is split.
+    """
+    (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == "shard_map")
+    split = []
+    for spec in eqn.params["in_specs"]:
+        parts = [p if isinstance(p, tuple) else (p,) for p in spec]
+        split.append(frozenset(n for part in parts for n in part if n is not None))
+    return eqn.params["jaxpr"], split
 
 
 def touches_reference(eqn: Any) -> bool:

@@ -9,16 +9,12 @@ from typing import Any, overload
 import jax
 import jax.core
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
 
 from jdp import (
     agreement,
-    compat,
     mesh,
-    per_replica,
     recording,
-    reduction,
+    replica_step,
     replicas,
     weights,
 )
@@ -26,10 +22,10 @@ from jdp.collectives import dispatch
 from jdp.join import Joinable, JoinHook
 from jdp.mesh import World
 from jdp.recording import Recording
+from jdp.replica_step import Program, Step
 from jdp.types import PyTree
-from jdp.weights import DivideBy, Weighting
+from jdp.weights import DivideBy
 
-Step = Callable[..., tuple[PyTree, PyTree]]
 _logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
 
@@ -213,7 +209,7 @@ class DataParallelStep(Joinable):
         """
         with dispatch.without_measuring():
             avals = jax.tree.map(_aval, state), self._global_avals(batches)
-            return str(self._shard(None, *avals)[0].jaxpr)
+            return str(self._shard(None, *avals))
 
     def trace(self, state: PyTree, *batches: PyTree) -> Recording:
         """Traces the step for arguments like these, to see what it synchronises.
@@ -297,13 +293,11 @@ class DataParallelStep(Joinable):
         arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
         with agreement.reporting(world, self._topic):
             with recording.collect() as found:
-                sharded, shape = self._shard(divide_by, state, batches)
+                program = self._shard(divide_by, state, batches)
             self._check_graph(found)
-        replicas.compare_programs(world, sharded.jaxpr, arguments, topic=self._topic)
+        replicas.compare_programs(world, program, arguments, topic=self._topic)
         self._is_compared = True
-        leaves = jax.tree.leaves((state, batches))
-        out = jaxpr_as_fun(sharded)(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(shape), out)
+        return program.run(state, batches)
 
     def _check_graph(self, found: Recording) -> None:
         """Compares with the last trace of this step; warns at the first."""
@@ -328,40 +322,9 @@ class DataParallelStep(Joinable):
 
     def _shard(
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
-    ) -> tuple[Any, Any]:
-        world = self.world
-        single = world.num_replicas == 1
-        split = PartitionSpec(world.axis_names)
-        structure: list[Any] = []  # of the new state.
-
-        def run(state: PyTree, *batches: PyTree) -> Any:
-            state, metrics = _run_on_replica(
-                self._step, world, divide_by, per_replica.enter(state), *batches
-            )
-            structure.append(jax.tree.structure(state))
-            return *per_replica.split_leaves(per_replica.leave(state)), metrics
-
-        mapped = jax.shard_map(
-            run,
-            mesh=world.mesh,
-            in_specs=(
-                per_replica.specs(state, world.axis_names),
-                *[split] * len(batches),
-            ),
-            out_specs=(PartitionSpec(), split, PartitionSpec()),
-            # With one replica there is nothing to prove, and no collective.
-            check_vma=self._check_vma and not single,
-        )
-
-        def sharded(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
-            shared, own, metrics = mapped(state, *batches)
-            return per_replica.merge_leaves(structure[-1], shared, own), metrics
-
-        make = jax.make_jaxpr(sharded, return_shape=True)
-        if not single:
-            return make(state, *batches)
-        with compat.skip_size_one_axes():
-            return make(state, *batches)
+    ) -> Program:
+        options = replica_step.Options(self.world, divide_by, self._check_vma)
+        return replica_step.trace_step(self._step, options, state, batches)
 
 
 def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -435,42 +398,3 @@ def _zeros_of(world: World, leaf: Any) -> np.ndarray:
         part = aval.shape[0] // world.num_replicas * world.num_local_replicas
         return np.zeros((part, *aval.shape[1:]), aval.dtype)
     return np.zeros(aval.shape, aval.dtype)
-
-
-def _run_on_replica(
-    step: Step,
-    world: World,
-    divide_by: DivideBy | None,
-    state: PyTree,
-    *batches: PyTree,
-) -> tuple[PyTree, PyTree]:
-    ambient = None
-    if divide_by is not None:
-        ambient = Weighting(batches[0][0], divide_by)
-        batches = batches[1:]
-    with weights.replica(ambient) as replica:
-        out = step(state, *batches)
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(
-            "The step must return a pair `(state, metrics)`, got "
-            f"{type(out).__name__}. Return `(state, {{}})` where there are no metrics."
-        )
-    state, metrics = out
-    _check_is_replicated(state, world)
-    return state, reduction.average_weighted(
-        metrics, world.axis_name, replica.of_metrics
-    )
-
-
-def _check_is_replicated(state: PyTree, world: World) -> None:
-    flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    for (path, leaf), is_own in zip(flat, per_replica.are_own(state), strict=True):
-        if not is_own and compat.varying_axes(leaf) & frozenset(world.axis_names):
-            raise ValueError(
-                f"The new state's leaf `{jax.tree_util.keystr(path) or '(root)'}` "
-                "may differ between the replicas: it depends on a replica's own "
-                "samples. Average gradients with `jdp.value_and_grad` or "
-                "`jdp.sync_gradients`; hold what is to differ in a `jdp.PerReplica`; "
-                "pass `check_vma=False` if the leaf is equal for a reason that types "
-                "cannot see."
-            )

@@ -41,6 +41,11 @@ class Replica:
         else:
             self._is_out_of_reach = True
 
+    @property
+    def noted(self) -> Weighting | None:
+        """The weights of the last gradients, as far as they are in reach."""
+        return self._last or self.ambient
+
     def of_metrics(self) -> Weighting | None:
         """How the metrics of the step are weighted: as the last of its gradients.
 
@@ -53,7 +58,7 @@ class Replica:
                 "`jit`, where its metrics do not know the weight. Average them there, "
                 "with `jdp.average(metrics, weight=...)`."
             )
-        return self._last or self.ambient
+        return self.noted
 
 
 _replica: contextvars.ContextVar[Replica | None] = contextvars.ContextVar(

@@ -1,0 +1,315 @@
+"""Replica step: the step of one replica becomes a program of all of them.
+
+The step is traced once, without JAX's types of what varies, so that `jax.grad` in it is
+that of one replica, as under `pmap`. Then `jdp.sameness` tells which results are the
+same on all replicas: the new state must be, and the metrics that are not are averaged.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdp import compat, per_replica, reduction, sameness, weights
+from jdp.backward import flow
+from jdp.mesh import World
+from jdp.sameness import Spread
+from jdp.types import PyTree
+from jdp.weights import DivideBy, Weighting
+
+Step = Callable[..., tuple[PyTree, PyTree]]
+
+
+class Options(NamedTuple):
+    """How a step is turned into a program."""
+
+    world: World
+    divide_by: DivideBy | None  # in a `jdp.Join`: the first batch says who has data.
+    is_proven: bool  # whether the program must show that the new state is the same.
+
+
+class Program:
+    """The step of all replicas, traced; its text is what processes compare."""
+
+    def __init__(self, step: Any, averaging: Any | None, made: "_Made"):
+        """Use `trace_step`.
+
+        Args:
+          step: closed jaxpr: leaves of state and batches -> leaves of the new state,
+            and the metrics of each replica.
+          averaging: closed jaxpr: metrics of each replica, but for those of its own
+            -> metrics; None where there are none.
+          made: what the step returned.
+        """
+        self._step = step
+        self._averaging = averaging
+        self._state = jax.tree.structure(made.state)
+        self._metrics = jax.tree.structure(made.metrics)
+
+    def __str__(self) -> str:
+        """Returns the text of all that runs."""
+        parts = [self._step, self._averaging]
+        return "\n".join(str(part) for part in parts if part is not None)
+
+    def run(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        """Returns the new state and the metrics of the step."""
+        results = _run(self._step, jax.tree.leaves((state, batches)))
+        state, metrics, amount = self.split(results)
+        shared, own = per_replica.split_leaves(metrics)
+        if self._averaging is not None:
+            shared = _run(self._averaging, [*shared, *amount])
+        return state, per_replica.merge_leaves(self._metrics, shared, own)
+
+    def split(self, results: list[Any]) -> tuple[PyTree, PyTree, list[Any]]:
+        """Takes the results of the step apart.
+
+        Returns:
+          The state, the metrics with a row for each replica, and, in a list of one or
+          none, how much each replica counts.
+        """
+        first = self._state.num_leaves
+        end = first + self._metrics.num_leaves
+        are_own = per_replica.are_own(jax.tree.unflatten(self._state, range(first)))
+        num_shared = are_own.count(False)
+        state = per_replica.merge_leaves(
+            self._state, results[:num_shared], results[num_shared:first]
+        )
+        metrics = jax.tree.unflatten(self._metrics, results[first:end])
+        return state, metrics, results[end:]
+
+
+def trace_step(
+    step: Step, options: Options, state: PyTree, batches: tuple[PyTree, ...]
+) -> Program:
+    """Traces the step of one replica, and checks what it returns.
+
+    Args:
+      step: see `jdp.data_parallel`.
+      options: how.
+      state: as it is outside of a step; arrays or `jax.ShapeDtypeStruct`s.
+      batches: of all replicas.
+
+    Raises:
+      TypeError: the step returns no pair, or a metric is no number.
+      ValueError: the new state differs between replicas, a metric is one per sample,
+        or a reduction is in control flow that replicas decide differently.
+    """
+    world = options.world
+    split = PartitionSpec(world.axis_names)
+    made: list[_Made] = []
+
+    def run(state: PyTree, *batches: PyTree) -> Any:
+        found = _run_on_replica(step, options, per_replica.enter(state), batches)
+        made.append(found)
+        shared, own = per_replica.split_leaves(per_replica.leave(found.state))
+        weighting = found.replica.noted
+        amounts = [] if weighting is None else [weighting.amount]
+        raw = [*jax.tree.leaves(found.metrics), *amounts]
+        return shared, own, [jnp.asarray(x)[None] for x in raw]
+
+    mapped = jax.shard_map(
+        run,
+        mesh=world.mesh,
+        in_specs=(per_replica.specs(state, world.axis_names), *[split] * len(batches)),
+        out_specs=(PartitionSpec(), split, split),
+        check_vma=False,
+    )
+    is_single = world.num_replicas == 1
+    with compat.skip_size_one_axes() if is_single else contextlib.nullcontext():
+        traced = jax.make_jaxpr(mapped)(state, *batches)
+        found = made[-1]
+        if is_single:
+            return _make_program(traced, found, _inexact_if_weighed(found), world)
+        spreads = _find_spreads(traced, found, world)
+        _check_state(traced, found, spreads, options)
+        differing = _check_metrics(found, spreads.metrics, world)
+        return _make_program(traced, found, differing, world)
+
+
+class _Made(NamedTuple):
+    """What the step of one replica returned."""
+
+    state: PyTree
+    metrics: PyTree
+    replica: weights.Replica
+    sample_counts: frozenset[int]  # the lengths of this replica's batches.
+
+    @property
+    def num_shared(self) -> int:
+        """Leaves of the state that all replicas share."""
+        return per_replica.are_own(self.state).count(False)
+
+
+class _Spreads(NamedTuple):
+    """How leaves may differ between replicas."""
+
+    shared: list[Spread]  # of the state.
+    metrics: list[Spread]
+
+
+def _with_paths(tree: PyTree) -> list[tuple[str, Any]]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path) or "(root)", leaf) for path, leaf in flat]
+
+
+def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+    # Not `jaxpr_as_fun`, which leaves `jax_debug_nans` switched off.
+    body, consts = flow.open_jaxpr(jaxpr)
+    return jax.core.eval_jaxpr(body, consts, *operands)
+
+
+def _run_on_replica(
+    step: Step, options: Options, state: PyTree, batches: tuple[PyTree, ...]
+) -> _Made:
+    ambient = None
+    if options.divide_by is not None:
+        ambient = Weighting(batches[0][0], options.divide_by)
+        batches = batches[1:]
+    with weights.replica(ambient) as replica:
+        out = step(state, *batches)
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            "The step must return a pair `(state, metrics)`, got "
+            f"{type(out).__name__}. Return `(state, {{}})` where there are no metrics."
+        )
+    state, metrics = out
+    for path, leaf in _with_paths(metrics):
+        _check_is_array(path, leaf)
+    counts = frozenset(x.shape[0] for x in jax.tree.leaves(batches))
+    return _Made(state, metrics, replica, counts)
+
+
+def _check_is_array(path: str, leaf: Any) -> None:
+    """Raises TypeError for a metric that no program can return."""
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(leaf, bool | int | float | complex) or isinstance(leaf, jax.Array):
+        return
+    if dtype is not None and dtype.kind in "biufcV":
+        return
+    raise TypeError(
+        f"The metric `{path}` is {leaf!r}, of type {type(leaf).__name__}. Metrics are "
+        "numbers and arrays; keep text and other objects outside of the step."
+    )
+
+
+def _find_spreads(traced: Any, found: _Made, world: World) -> _Spreads:
+    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
+    spreads = sameness.find_spreads(body, inputs, world.axis_names)
+    first = jax.tree.structure(found.state).num_leaves
+    end = first + jax.tree.structure(found.metrics).num_leaves
+    return _Spreads(spreads[: found.num_shared], spreads[first:end])
+
+
+def _check_state(
+    traced: Any, found: _Made, spreads: _Spreads, options: Options
+) -> None:
+    """Raises ValueError if replicas would go apart behind a state that is shared."""
+    flags = zip(_with_paths(found.state), per_replica.are_own(found.state), strict=True)
+    paths = [path for (path, _), is_own in flags if not is_own]
+    refused = [
+        i
+        for i, spread in enumerate(spreads.shared)
+        if (spread.axes if options.is_proven else spread.is_local)
+    ]
+    if not refused:
+        return
+    body, _ = compat.sharded_program(flow.open_jaxpr(traced)[0])
+    first, others = refused[0], len(refused) - 1
+    also = f", and so may {others} more" if others else ""
+    axis_name = options.world.axis_name
+    hint = ""
+    if options.is_proven and not spreads.shared[first].is_local:
+        hint = (
+            " Pass `check_vma=False` if it is equal for a reason that the program does "
+            "not show, such as an all-reduce of your own."
+        )
+    raise ValueError(
+        f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
+        "it depends on a replica's own samples"
+        f"{sameness.line_of_output(body, first)}. Average gradients: "
+        "`jdp.value_and_grad` in place of `jax.value_and_grad` or "
+        f"`nnx.value_and_grad`, `jdp.sync_gradients`, or `lax.pmean(grads, "
+        f"{axis_name!r})`. Hold what is to differ in a `jdp.PerReplica`.{hint}"
+    )
+
+
+def _check_metrics(found: _Made, spreads: Sequence[Spread], world: World) -> list[bool]:
+    """Returns by leaf whether it is to be averaged.
+
+    Raises:
+      TypeError: it cannot be averaged.
+      ValueError: it is one per sample.
+    """
+    differing = []
+    own = per_replica.are_own(found.metrics)
+    for (path, leaf), spread, is_own in zip(
+        _with_paths(found.metrics), spreads, own, strict=True
+    ):
+        differing.append(bool(spread.axes) and not is_own)
+        if not differing[-1]:
+            continue
+        shape, dtype = jnp.shape(leaf), jnp.asarray(leaf).dtype
+        if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+            raise TypeError(
+                f"The metric `{path}` differs between the replicas and is {dtype}, "
+                "which has no mean. Return what is the same on all replicas, or each "
+                "replica's own in a `jdp.PerReplica`."
+            )
+        if shape and shape[0] in found.sample_counts:
+            raise ValueError(
+                f"The metric `{path}`, {dtype}{list(shape)}, seems to have a row per "
+                "sample of a replica, and the mean over replicas would mix rows of "
+                "different samples. Return `jdp.PerReplica(x)` to get the rows of "
+                "each replica, a mean over the samples, or, if this is meant, "
+                f"`jdp.average(x, axis_name={world.axis_name!r})`."
+            )
+    return differing
+
+
+def _inexact_if_weighed(found: _Made) -> list[bool]:
+    """What the weight of a single replica concerns: 0 makes zeros of it."""
+    is_weighed = found.replica.noted is not None
+    pairs = zip(
+        jax.tree.leaves(found.metrics), per_replica.are_own(found.metrics), strict=True
+    )
+    return [
+        is_weighed and not own and jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
+        for x, own in pairs
+    ]
+
+
+def _make_program(
+    traced: Any, found: _Made, differing: list[bool], world: World
+) -> Program:
+    """Adds what averages the metrics of `differing` leaves."""
+    program = Program(traced, None, found)
+    own = per_replica.are_own(found.metrics)
+    if all(own):
+        return program
+    weighting = found.replica.of_metrics() if any(differing) else None
+    chosen = [d for d, is_own in zip(differing, own, strict=True) if not is_own]
+
+    def average(metrics: list[jax.Array], amount: list[jax.Array]) -> list[jax.Array]:
+        leaves = [x[0] for x in metrics]
+        here = None
+        if weighting is not None:
+            here = weighting._replace(amount=amount[0][0])
+        local = {i: leaves[i] for i, differs in enumerate(chosen) if differs}
+        means = reduction.average_weighted(local, world.axis_name, lambda: here)
+        return [means.get(i, x) for i, x in enumerate(leaves)]
+
+    mapped = jax.shard_map(
+        average,
+        mesh=world.mesh,
+        in_specs=PartitionSpec(world.axis_names),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.out_avals]
+    _, metrics, amount = program.split(avals)
+    shared, _ = per_replica.split_leaves(metrics)
+    averaging = jax.make_jaxpr(mapped)(shared, amount)
+    return Program(traced, averaging, found)
