@@ -6,7 +6,7 @@ LATEST := .venv-latest
 PTX := .venv-ptx
 TODAY := $(shell date +%F)
 
-.PHONY: help demo test check test-latest test-kernels test-ptx gpu bench sweep soak clean
+.PHONY: help demo test check test-latest test-kernels test-ptx gpu bench sweep soak two-hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make bench        a step beside what it is compared to"
 	@echo "make sweep        every all-reduce at every size, beside the cost model"
 	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its wire, parameter servers"
+	@echo "make two-hosts    as root: train over two hosts, each with its own network and name"
 	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/.examples
@@ -91,7 +92,12 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.collectives.shared_memory_soak
 	$(BIN)/python -m tests.eager.engine_soak
 	$(BIN)/python -m tests.runtime.transport_fuzz --messages 1000000
+	$(BIN)/python -m tests.runtime.roll_call_fuzz --messages 1000000
 	$(BIN)/python -m tests.parameter_server.soak
+
+# As root, with iproute2: each host is a network namespace of its own.
+two-hosts: $(VENV)/.examples $(VENV)/.test
+	$(BIN)/python -m tests.two_hosts
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \

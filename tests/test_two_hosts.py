@@ -1,0 +1,52 @@
+"""Jobs that span hosts; `make two-hosts` runs the whole table."""
+
+import pytest
+
+from tests import two_hosts
+
+pytestmark = [pytest.mark.multiprocess]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _can_be_made():
+    if why := two_hosts.why_not():
+        pytest.skip(why)
+
+
+def _texts(outcomes):
+    for outcome in outcomes:
+        assert outcome.exit_code == 0, outcomes
+    return "\n".join(outcome.output for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    "kind,per_host,coordinator,is_keyed",
+    [
+        # By a name that is 127.0.1.1 on the first host alone, half of whose processes
+        # come to it over the loopback interface.
+        ("debian", 2, f"{two_hosts.NAMES[0]}:{two_hosts.PORT}", True),
+        ("names", 1, f"[{two_hosts.ADDRESSES_6[0]}]:{two_hosts.PORT}", False),
+    ],
+)
+def test_every_way_to_train_spans_hosts(
+    kind, per_host, coordinator, is_keyed, tmp_path
+):
+    count = ["-n", str(per_host)]
+    if is_keyed:
+        count += ["--key-file", two_hosts.write_key(tmp_path)]
+    with two_hosts.make(kind) as hosts:
+        outcomes = hosts.launch(
+            [*count, "-m", "tests.two_hosts_program"], coordinator=coordinator
+        )
+    text = _texts(outcomes)
+    for way in ("auto", "hierarchical", "eager"):
+        assert text.count(f"TRAINED {way}") == 2 * per_host, text
+    assert ("has no key" in text) != is_keyed
+
+
+def test_parameter_servers_span_hosts(tmp_path):
+    with two_hosts.make("debian") as hosts:
+        commands = two_hosts.serve_commands(1, two_hosts.write_key(tmp_path))
+        text = _texts(hosts.run(commands, timeout_s=110.0))
+    for index, name in enumerate(two_hosts.NAMES):
+        assert f"TRAINED parameter server {index} {name}" in text
