@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdp import agreement, buckets, per_replica
+from jdp import agreement, buckets, differences, per_replica
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -25,13 +25,6 @@ class Difference(msgspec.Struct, frozen=True):
 
     process: int = -1
     index: int = -1
-
-
-class _Details(msgspec.Struct, frozen=True):
-    """What there is to say of a program, in full."""
-
-    leaves: list[tuple[str, str]]  # path; dtype and shape.
-    program: bytes  # the jaxpr's text, compressed.
 
 
 def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> None:
@@ -69,12 +62,10 @@ def compare_programs(
     """
     if world.store is None:
         return
-    leaves = _describe_leaves(arguments)
     text = str(jaxpr)  # JAX prints no addresses of functions.
-    digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
-    difference = _first_difference(world, topic, digests)
-    if difference.process >= 0:
-        raise RuntimeError(_explain(world, topic, difference, leaves, text))
+    _compare(
+        world, topic, _describe_leaves(arguments), text, differences.explain_programs
+    )
 
 
 def check_replicas(tree: PyTree, *, world: World) -> None:
@@ -117,12 +108,14 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
     ours, theirs = msgspec.msgpack.decode(found, type=list[bytes])
     raise RuntimeError(
         f"`{buckets.leaf_paths(tree)[leaf]}` differs between the replicas: "
-        + _first_element(arrays[leaf], block * _BLOCK_BYTES, ours, theirs, process)
+        + differences.explain_first_element(
+            arrays[leaf], block * _BLOCK_BYTES, ours, theirs, process
+        )
     )
 
 
-def replicate(world: World, tree: PyTree) -> PyTree:
-    """Puts a tree on all replicas, with the values of process 0.
+def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
+    """Puts a tree on all replicas, with the values of one process.
 
     Every process calls it with a tree of the same structure, shapes and dtypes. Leaves
     that all replicas hold already are returned as they are; the others are copied, so
@@ -132,33 +125,81 @@ def replicate(world: World, tree: PyTree) -> PyTree:
 
     Args:
       world: the replicas.
-      tree: pytree of host arrays, local `jax.Array`s, numbers and PRNG keys.
+      tree: pytree of host arrays, local `jax.Array`s, numbers and PRNG keys; or arrays
+        that are spread over the replicas, which are gathered.
+      process: index of the process whose values all get; the same on every process.
 
     Returns:
-      The same tree of `jax.Array`s, bit for bit those of process 0, replicated over
+      The same tree of `jax.Array`s, bit for bit those of `process`, replicated over
       `world.mesh`.
 
     Raises:
-      RuntimeError: structure, a shape or a dtype differs between the processes; on
-        every process, naming the path and both values.
-      ValueError: an array of a `jdp.PerReplica` has not a row for each replica.
+      RuntimeError: structure, a shape or a dtype differs between the processes, or a
+        leaf is on all replicas in one process and not in another; on every process,
+        naming the path and both values.
+      ValueError: an array of a `jdp.PerReplica` has not a row for each replica; an
+        array lies on devices that are not those of the replicas; or there is no such
+        process.
+    """
+    if not 0 <= process < world.process_count:
+        raise ValueError(
+            f"`process` must be one of the {world.process_count} processes, from 0 to "
+            f"{world.process_count - 1}, got {process}."
+        )
+    topic = "replication of a tree"
+    return place(world, tree, name="tree", topic=topic, process=process)
+
+
+def place(
+    world: World, tree: PyTree, *, name: str, topic: str, process: int = 0
+) -> PyTree:
+    """Puts a tree on all replicas; see `replicate`.
+
+    Args:
+      world: the replicas.
+      tree: see `replicate`.
+      name: of the tree, for errors.
+      topic: what the processes are doing, for errors.
+      process: see `replicate`.
     """
     are_own = per_replica.are_own(tree)
-    leaves, treedef = jax.tree.flatten(tree)
-    for i in (i for i, is_own in enumerate(are_own) if is_own):
-        leaves[i] = _split_rows(world, tree, i, leaves[i])
-    todo = [
-        i
-        for i, x in enumerate(leaves)
-        if not are_own[i] and not is_replicated(world, x)
-    ]
-    if world.store is None:
+    with agreement.reporting(world, topic):
+        leaves, treedef = jax.tree.flatten(place_own_rows(world, tree))
+        places = [
+            "is of one replica" if is_own else _find_place(world, tree, i, leaf)
+            for i, (leaf, is_own) in enumerate(zip(leaves, are_own, strict=True))
+        ]
+    if world.store is not None:
+        # Which leaves are to be sent is part of what must agree.
+        described = _describe_leaves({name: tree})
+        lines = [
+            f"`{path}` {place}"
+            for (path, _), place in zip(described, places, strict=True)
+        ]
+        text = "\n".join([f"`process` is {process}", *lines])
+        _compare(world, topic, described, text, differences.explain_places)
+    spread = [i for i, place in enumerate(places) if place == _SPREAD]
+    todo = [i for i, place in enumerate(places) if place == _ELSEWHERE]
+    for i in spread:
+        leaves[i] = jax.jit(lambda x: x, out_shardings=world.replicated)(leaves[i])
+    if world.store is not None:
+        _send(world, leaves, todo, process=process)
+    else:
         for i in todo:
             leaves[i] = _copy_out(world, leaves[i])
-        return jax.tree.unflatten(treedef, leaves)
-    # Which leaves are to be sent is part of what must agree.
-    compare_programs(world, todo, {"tree": tree}, topic="replication of a tree")
-    _send(world, leaves, todo, process=0)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def place_own_rows(world: World, tree: PyTree) -> PyTree:
+    """Splits the arrays of each `jdp.PerReplica` over the replicas; sends nothing.
+
+    Raises:
+      ValueError: such an array has not a row for each replica.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, is_own in enumerate(per_replica.are_own(tree)):
+        if is_own:
+            leaves[i] = _split_rows(world, tree, i, leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -181,19 +222,28 @@ def is_replicated(world: World, x: Any) -> bool:
     return _has_sharding(x, world.replicated)
 
 
-def is_placed(world: World, x: Any) -> bool:
-    """Whether `x` lies on the replicas of `world` as a leaf of a state does."""
-    return is_replicated(world, x) or _has_sharding(x, world.split)
+def is_split(world: World, x: Any) -> bool:
+    """Returns whether the array `x` is split over the replicas on its dimension 0."""
+    return _has_sharding(x, world.split)
 
 
-def any_leaf(tree: PyTree) -> Any:
-    """Returns some leaf; walks down instead of flattening, 1 µs instead of 16."""
-    node = tree
-    while isinstance(node, dict | list | tuple) and node:
-        node = next(iter(node.values() if isinstance(node, dict) else node))
-    if isinstance(node, jax.Array):
-        return node
-    return next(iter(jax.tree.leaves(tree)), None)
+_IN_PLACE = "is on all replicas"
+_ELSEWHERE = "is not yet on the replicas"
+_SPREAD = "is spread over devices of several processes"
+
+
+def _find_place(world: World, tree: PyTree, index: int, leaf: Any) -> str:
+    if is_replicated(world, leaf):
+        return _IN_PLACE
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return _ELSEWHERE
+    if leaf.sharding.device_set == set(world.mesh.devices.flat):
+        return _SPREAD
+    raise ValueError(
+        f"`{buckets.leaf_paths(tree)[index]}` lies on devices of several processes "
+        f"that are not those of the replicas ({leaf.sharding}). Pass host arrays, or "
+        "arrays of this process' devices."
+    )
 
 
 def _has_sharding(x: Any, sharding: NamedSharding) -> bool:
@@ -223,6 +273,22 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
     return _as_keys(placed, like=leaf)
 
 
+def _compare(
+    world: World,
+    topic: str,
+    leaves: list[tuple[str, str]],
+    text: str,
+    explain_text: Callable[[differences.Details, differences.Details, int], str],
+) -> None:
+    """Compares leaves and a text; raises on every process with what differs."""
+    digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
+    difference = _first_difference(world, topic, digests)
+    if difference.process >= 0:
+        explain = differences.explain_leaves if difference.index == 0 else explain_text
+        process = difference.process
+        raise RuntimeError(_explain(world, topic, process, leaves, text, explain))
+
+
 def _first_difference(
     world: World, topic: str, digests: Sequence[bytes], only: int | None = None
 ) -> Difference:
@@ -247,100 +313,26 @@ def _first_difference(
 def _explain(
     world: World,
     topic: str,
-    difference: Difference,
+    process: int,
     leaves: list[tuple[str, str]],
     text: str,
+    explain: Callable[[differences.Details, differences.Details, int], str],
 ) -> str:
-    """Says in words how process `difference.process` differs from process 0."""
-    process = difference.process
-    details = _Details(leaves, zlib.compress(text.encode(), level=1))
+    """Says in words how `process` differs from process 0."""
+    details = differences.Details(leaves, zlib.compress(text.encode(), level=1))
     body = msgspec.msgpack.encode(details)
     if len(body) > _MAX_DETAIL_BYTES:
-        body = msgspec.msgpack.encode(_Details(leaves[:10_000], b""))
+        body = msgspec.msgpack.encode(differences.Details(leaves[:10_000], b""))
 
     def decide(bodies: list[bytes]) -> bytes:
         ours, theirs = (
-            msgspec.msgpack.decode(bodies[p], type=_Details) for p in (0, process)
+            msgspec.msgpack.decode(bodies[p], type=differences.Details)
+            for p in (0, process)
         )
-        explain = _explain_leaves if difference.index == 0 else _explain_programs
         return explain(ours, theirs, process).encode()
 
     mine = body if world.process_index in (0, process) else b""
     return agreement.meet(world, topic, mine, decide).decode()
-
-
-def _explain_leaves(ours: _Details, theirs: _Details, process: int) -> str:
-    our_specs, their_specs = dict(ours.leaves), dict(theirs.leaves)
-    only_ours = [leaf for leaf in ours.leaves if leaf[0] not in their_specs]
-    only_theirs = [leaf for leaf in theirs.leaves if leaf[0] not in our_specs]
-    if not only_ours and not only_theirs:
-        for (path, spec), (their_path, _) in zip(
-            ours.leaves, theirs.leaves, strict=True
-        ):
-            if their_specs[path] != spec:
-                return (
-                    f"`{path}` is not the same on all processes: {spec} on process 0, "
-                    f"{their_specs[path]} on process {process}."
-                )
-            if their_path != path:
-                return (
-                    "The processes have their parameters in another order: "
-                    f"`{path}` on process 0 stands where `{their_path}` stands on "
-                    f"process {process}."
-                )
-    head = "The processes do not have the same parameters. "
-    if len(our_specs) != len(their_specs):
-        head += (
-            f"Process 0 has {len(our_specs)} leaves, process {process} has "
-            f"{len(their_specs)}. "
-        )
-    if only_ours and only_theirs:
-        (our_path, our_spec), (their_path, their_spec) = only_ours[0], only_theirs[0]
-        return (
-            f"{head}Only process 0 has `{our_path}` ({our_spec}), only process "
-            f"{process} has `{their_path}` ({their_spec})."
-        )
-    owner, (path, spec) = (0, only_ours[0]) if only_ours else (process, only_theirs[0])
-    return f"{head}Only process {owner} has `{path}` ({spec})."
-
-
-def _explain_programs(ours: _Details, theirs: _Details, process: int) -> str:
-    head = "The processes traced different programs"
-    if not ours.program or not theirs.program:
-        return f"{head}: process 0 and process {process} (too long to compare here)."
-    our_lines, their_lines = (
-        zlib.decompress(d.program).decode().splitlines() for d in (ours, theirs)
-    )
-    for a, b in zip(our_lines, their_lines, strict=False):
-        if a != b:
-            return (
-                f"{head}. The first line of the jaxpr that differs:\n"
-                f"  process 0: {a.strip()}\n  process {process}: {b.strip()}"
-            )
-    return (
-        f"{head}: {len(our_lines)} lines on process 0, {len(their_lines)} on process "
-        f"{process}."
-    )
-
-
-def _first_element(
-    like: np.ndarray, offset: int, ours: bytes, theirs: bytes, process: int
-) -> str:
-    """Names the first element that differs in two blocks that begin at `offset`."""
-    itemsize = like.dtype.itemsize
-    for start in range(0, len(ours), itemsize):
-        a, b = ours[start : start + itemsize], theirs[start : start + itemsize]
-        if a != b:
-            position = np.unravel_index((offset + start) // itemsize, like.shape)
-            where = f"at {tuple(map(int, position))} " if like.ndim else ""
-            values = [np.frombuffer(x, like.dtype)[0] for x in (a, b)]
-            if str(values[0]) == str(values[1]):
-                values = [
-                    f"{v} (0x{x[::-1].hex()})"
-                    for v, x in zip(values, (a, b), strict=True)
-                ]
-            return f"{where}{values[0]} on process 0, {values[1]} on process {process}."
-    raise AssertionError("the blocks are equal")
 
 
 def _describe_leaves(arguments: dict[str, PyTree]) -> list[tuple[str, str]]:

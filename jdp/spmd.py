@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import jax
-import jax.core
 import numpy as np
 
 from jdp import (
     agreement,
     mesh,
+    placement,
     recording,
     replica_step,
     replicas,
@@ -147,6 +147,7 @@ class DataParallelStep(Joinable):
         self._compiler_options = compiler_options
         self._recording: Recording | None = None  # of the last trace.
         self._is_compared = False
+        self._placer = placement.StatePlacer(self.name, donates=donate_state)
         self._jitted: dict[DivideBy | None, Any] = {}
         self._join_hook: _StepJoinHook | None = None  # of the `jdp.Join` it is in.
         self.last_state: PyTree | None = None
@@ -154,7 +155,9 @@ class DataParallelStep(Joinable):
     def __call__(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
         if self.join_context is None:
-            return self._jit(None)(*self._place(state, batches))
+            out = self._jit(None)(*self._place(state, batches))
+            self._placer.note_returned(out[0])
+            return out
         self.join_context.notify(self)
         assert self._join_hook is not None
         return self._join_hook.run(state, batches, has_data=True)
@@ -244,29 +247,25 @@ class DataParallelStep(Joinable):
 
     def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
         world = self.world
-        # One look at one leaf: a state comes from a step, or is new as a whole. What
-        # does not fit otherwise, JAX refuses.
-        leaf = replicas.any_leaf(state)
-        if isinstance(leaf, jax.core.Tracer):
-            raise TypeError(
-                f"The step `{self.name}` was called while JAX traces. It is compiled "
-                "as a whole; call it from Python, or use `jdp.value_and_grad` under "
-                "your own `jit` and `shard_map`."
-            )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise RuntimeError(
-                f"The state was donated to an earlier call of `{self.name}`, or of "
-                "another function. Go on with the state that it returned, or pass "
-                "`donate_state=False` to `jdp.data_parallel`."
-            )
-        is_new = leaf is not None and not replicas.is_placed(world, leaf)
-        # The other processes may be about to compare theirs with ours.
-        is_awaited = is_new or not self._is_compared
+        if self._placer.is_known(state):
+            # The other processes may be about to compare theirs with ours.
+            is_awaited = not self._is_compared
+            with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
+                batches = mesh.global_batch(world, batches)
+        else:
+            state, batches = self._place_anew(state, batches)
+        return state, *self._placer.part_from(state, batches)
+
+    def _place_anew(
+        self, state: PyTree, batches: tuple[PyTree, ...]
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """Places a state that did not come from this step as it is."""
+        world, placer = self.world, self._placer
+        is_awaited = not self._is_compared or placer.needs_others(world, state)
         with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
+            placer.check(state)
             batches = mesh.global_batch(world, batches)
-        if is_new:
-            state = replicas.replicate(world, state)
-        return state, *batches
+        return placer.place(world, state), batches
 
     def _jit(self, divide_by: DivideBy | None) -> Any:
         """The compiled step; with a divisor its first batch says who has data."""
@@ -362,6 +361,7 @@ class _StepJoinHook(JoinHook):
         amount = np.full(step.world.num_local_replicas, has_data, np.float32)
         placed = step._place(state, (amount, *batches))
         out = step._jit(self._divide_by)(*placed)
+        step._placer.note_returned(out[0])
         step.last_state = out[0]
         self._arguments = out[0], *batches
         return out

@@ -1,0 +1,111 @@
+"""Differences: words for what two processes do not have in common."""
+
+import zlib
+
+import msgspec
+import numpy as np
+
+
+class Details(msgspec.Struct, frozen=True):
+    """What there is to say of a program, in full."""
+
+    leaves: list[tuple[str, str]]  # path; dtype and shape.
+    program: bytes  # the jaxpr's text, compressed.
+
+
+def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
+    """Names the first leaf that process 0 and `process` do not have in common."""
+    our_specs, their_specs = dict(ours.leaves), dict(theirs.leaves)
+    only_ours = [leaf for leaf in ours.leaves if leaf[0] not in their_specs]
+    only_theirs = [leaf for leaf in theirs.leaves if leaf[0] not in our_specs]
+    if not only_ours and not only_theirs:
+        for (path, spec), (their_path, _) in zip(
+            ours.leaves, theirs.leaves, strict=True
+        ):
+            if their_specs[path] != spec:
+                return (
+                    f"`{path}` is not the same on all processes: {spec} on process 0, "
+                    f"{their_specs[path]} on process {process}."
+                )
+            if their_path != path:
+                return (
+                    "The processes have their parameters in another order: "
+                    f"`{path}` on process 0 stands where `{their_path}` stands on "
+                    f"process {process}."
+                )
+    head = "The processes do not have the same parameters. "
+    if len(our_specs) != len(their_specs):
+        head += (
+            f"Process 0 has {len(our_specs)} leaves, process {process} has "
+            f"{len(their_specs)}. "
+        )
+    if only_ours and only_theirs:
+        (our_path, our_spec), (their_path, their_spec) = only_ours[0], only_theirs[0]
+        return (
+            f"{head}Only process 0 has `{our_path}` ({our_spec}), only process "
+            f"{process} has `{their_path}` ({their_spec})."
+        )
+    owner, (path, spec) = (0, only_ours[0]) if only_ours else (process, only_theirs[0])
+    return f"{head}Only process {owner} has `{path}` ({spec})."
+
+
+def explain_places(ours: Details, theirs: Details, process: int) -> str:
+    """Names the first leaf that is placed on process 0 and not on `process`, or so."""
+    if not ours.program or not theirs.program:
+        return "The processes do not have the same leaves on all replicas."
+    our_lines, their_lines = (
+        zlib.decompress(d.program).decode().split("\n") for d in (ours, theirs)
+    )
+    a, b = next((a, b) for a, b in zip(our_lines, their_lines, strict=True) if a != b)
+    name = a.split(" is ")[0]
+    if name == "`process`":
+        advice = "Pass one `process` everywhere."
+    else:
+        advice = (
+            "Put the same leaves on the replicas in every process, with "
+            "`jdp.replicate`, or in none."
+        )
+    return (
+        f"{a} on process 0, {b.removeprefix(name + ' ')} on process {process}. {advice}"
+    )
+
+
+def explain_programs(ours: Details, theirs: Details, process: int) -> str:
+    """Shows the first line in which the programs of two processes differ."""
+    head = "The processes traced different programs"
+    if not ours.program or not theirs.program:
+        return f"{head}: process 0 and process {process} (too long to compare here)."
+    our_lines, their_lines = (
+        zlib.decompress(d.program).decode().splitlines() for d in (ours, theirs)
+    )
+    # A text may be the beginning of another.
+    for a, b in zip(our_lines, their_lines, strict=False):
+        if a != b:
+            return (
+                f"{head}. The first line of the jaxpr that differs:\n"
+                f"  process 0: {a.strip()}\n  process {process}: {b.strip()}"
+            )
+    return (
+        f"{head}: {len(our_lines)} lines on process 0, {len(their_lines)} on process "
+        f"{process}."
+    )
+
+
+def explain_first_element(
+    like: np.ndarray, offset: int, ours: bytes, theirs: bytes, process: int
+) -> str:
+    """Names the first element that differs in two blocks that begin at `offset`."""
+    itemsize = like.dtype.itemsize
+    for start in range(0, len(ours), itemsize):
+        a, b = ours[start : start + itemsize], theirs[start : start + itemsize]
+        if a != b:
+            position = np.unravel_index((offset + start) // itemsize, like.shape)
+            where = f"at {tuple(map(int, position))} " if like.ndim else ""
+            values = [np.frombuffer(x, like.dtype)[0] for x in (a, b)]
+            if str(values[0]) == str(values[1]):
+                values = [
+                    f"{v} (0x{x[::-1].hex()})"
+                    for v, x in zip(values, (a, b), strict=True)
+                ]
+            return f"{where}{values[0]} on process 0, {values[1]} on process {process}."
+    raise AssertionError("the blocks are equal")

@@ -1,0 +1,259 @@
+"""Placement: does every leaf of a state lie where the step of all replicas needs it?"""
+
+import operator
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from jdp import buckets, compat, per_replica, replicas
+from jdp.mesh import World
+from jdp.types import PyTree
+
+
+class HeldLeaves:
+    """Arrays of one state that need no second look, without keeping them alive.
+
+    The largest array is held weakly. When it dies, the others are let go: a program
+    that drops its state frees the memory.
+    """
+
+    def __init__(self) -> None:
+        """Starts with no arrays."""
+        self._largest: Any = None  # a weak reference, or None.
+        self._index = 0  # of the largest array.
+        self._others: list[jax.Array] = []
+
+    def hold(self, leaves: list[Any], index: int) -> None:
+        """Holds `leaves`, all of them arrays, of which number `index` is the largest.
+
+        Args:
+          leaves: the arrays; the list is changed.
+          index: of the largest, by bytes.
+        """
+        if not leaves:
+            self._largest, self._others = None, []
+            return
+        others = leaves
+        self._index = min(index, len(leaves) - 1)
+        largest = others.pop(self._index)
+        self._others = others
+        self._largest = weakref.ref(largest, lambda _: others.clear())
+
+    def are(self, leaves: list[Any]) -> bool:
+        """Whether `leaves` are the arrays held, in their order; by identity."""
+        if len(leaves) != len(self._others) + 1 or self._largest is None:
+            return not leaves
+        others = leaves.copy()
+        return others.pop(self._index) is self._largest() and all(
+            map(operator.is_, others, self._others)
+        )
+
+
+class StatePlacer:
+    """The state of one step: placed on the replicas, checked leaf by leaf.
+
+    A leaf that a step returned, or that was looked at before, costs a comparison of
+    identities. Any other leaf costs a look at all of them.
+    """
+
+    def __init__(self, name: str, *, donates: bool):
+        """Places states for one step.
+
+        Args:
+          name: of the step, for errors.
+          donates: whether the step takes the memory of its state.
+        """
+        self._name = name
+        self._donates = donates
+        self._returned = HeldLeaves()
+        self._passed = HeldLeaves()  # only filled if states are not donated.
+        self._largest = 0  # index of the largest leaf of the last state.
+        self._structures: set[Any] = set()
+        # Shapes of the leaves with which an argument may share memory.
+        self._shapes: frozenset[tuple[int, ...]] = frozenset()
+
+    def is_known(self, state: PyTree) -> bool:
+        """Whether all leaves of `state` were looked at before, and are alive."""
+        leaves: list[Any] = []
+        _collect(state, leaves)
+        return (
+            self._returned.are(leaves) or self._passed.are(leaves)
+        ) and not _has_deleted(leaves)
+
+    def note_returned(self, state: PyTree) -> None:
+        """Notes what a step returned: distinct arrays, all in their places."""
+        leaves: list[Any] = []
+        _collect(state, leaves)
+        self._returned.hold(leaves, self._largest)
+
+    def needs_others(self, world: World, state: PyTree) -> bool:
+        """Whether `place` waits for the other processes."""
+        return self._is_new_structure(state) or bool(_not_placed(world, state)[0])
+
+    def check(self, state: PyTree) -> None:
+        """Checks that a state consists of arrays that are alive.
+
+        Raises:
+          RuntimeError: a leaf was donated before.
+          TypeError: a leaf is no array, or a value that JAX traces.
+        """
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+            name = f"The state's leaf `{jax.tree_util.keystr(path) or '(root)'}`"
+            if isinstance(leaf, jax.core.Tracer):
+                raise TypeError(
+                    f"The step `{self._name}` was called while JAX traces. It is "
+                    "compiled as a whole; call it from Python, or use "
+                    "`jdp.value_and_grad` under your own `jit` and `shard_map`."
+                )
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise RuntimeError(
+                    f"The state was donated to an earlier call of `{self._name}`, or "
+                    f"of another function. {name} is gone. Go on with the state that "
+                    "it returned, or pass `donate_state=False` to `jdp.data_parallel`."
+                )
+            check_is_array(leaf, name)
+
+    def place(self, world: World, state: PyTree) -> PyTree:
+        """Puts a state on the replicas; leaves that are in place stay what they are.
+
+        Every process calls it if one of them has a leaf that is not in its place, or a
+        structure that it has not seen.
+
+        Raises:
+          RuntimeError: the processes do not have the same leaves in place; on every
+            process, naming the first such leaf.
+          ValueError: a leaf lies on devices of several processes that are no replicas.
+        """
+        shared, own = _not_placed(world, state)
+        if shared or self._is_new_structure(state):
+            topic = self._topic(state, shared)
+            state = replicas.place(world, state, name="state", topic=topic)
+        elif own:
+            state = replicas.place_own_rows(world, state)
+        self._structures.add(jax.tree.structure(state))
+        leaves, treedef = jax.tree.flatten(state)
+        if self._donates:
+            leaves = _copy_aliases(leaves)
+        self._note_passed(world, leaves, has_own=any(per_replica.are_own(state)))
+        return jax.tree.unflatten(treedef, leaves)
+
+    def part_from(self, state: PyTree, arguments: PyTree) -> PyTree:
+        """Copies arrays of `arguments` that share memory with a state to be donated."""
+        if not self._shapes:
+            return arguments
+        leaves, treedef = jax.tree.flatten(arguments)
+        if not any(x.shape in self._shapes for x in leaves):
+            return arguments
+        taken = {a for x in jax.tree.leaves(state) for a in compat.buffer_addresses(x)}
+        leaves = [
+            x if taken.isdisjoint(compat.buffer_addresses(x)) else _copy(x)
+            for x in leaves
+        ]
+        return jax.tree.unflatten(treedef, leaves)
+
+    def _note_passed(self, world: World, leaves: list[Any], *, has_own: bool) -> None:
+        sizes = [x.size * x.dtype.itemsize for x in leaves]
+        self._largest = int(np.argmax(sizes)) if sizes else 0
+        may_share = self._donates and (has_own or world.num_replicas == 1)
+        self._shapes = frozenset(x.shape for x in leaves) if may_share else frozenset()
+        if not self._donates:
+            self._passed.hold(leaves.copy(), self._largest)
+
+    def _is_new_structure(self, state: PyTree) -> bool:
+        return jax.tree.structure(state) not in self._structures
+
+    def _topic(self, state: PyTree, shared: list[int]) -> str:
+        """The text by which processes in other parts of the program are told apart."""
+        if self._is_new_structure(state):
+            return f"placement of the state of the step `{self._name}`"
+        path = buckets.leaf_paths(state)[shared[0]] or "(root)"
+        more = f" and {len(shared) - 1} more leaves" if len(shared) > 1 else ""
+        return (
+            f"placement of the state's leaf `{path}`{more}, not yet on the replicas, "
+            f"for the step `{self._name}`"
+        )
+
+
+def check_is_array(leaf: Any, name: str) -> None:
+    """Raises TypeError unless `leaf` is an array or a number that JAX takes."""
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        raise TypeError(
+            f"{name} is a {type(leaf).__name__}, not an array or a number. Keep what "
+            "is no array out of the state: for an equinox model `params, static = "
+            "eqx.partition(model, eqx.is_array)`, and `eqx.combine` in the step. A "
+            "class of one's own is taken apart once it is registered with "
+            "`jax.tree_util.register_dataclass`."
+        ) from None
+
+
+def _collect(node: Any, found: list[Any]) -> None:
+    """Appends the leaves of a tree to `found`, in any order that is always the same.
+
+    A third of the time of `jax.tree.leaves`, which sorts the keys of each dict.
+    """
+    kind = type(node)
+    if kind in compat.ARRAY_TYPES:
+        found.append(node)
+        return
+    if kind is dict:
+        children: Iterable[Any] = node.values()
+    elif kind is list or isinstance(node, tuple):
+        children = node
+    else:
+        found.extend(jax.tree.leaves(node))
+        return
+    if compat.ARRAY_TYPES.issuperset(map(type, children)):
+        found.extend(children)
+        return
+    for child in children:
+        _collect(child, found)
+
+
+def _has_deleted(leaves: list[Any]) -> bool:
+    return any(map(_is_deleted, leaves))
+
+
+_is_deleted = operator.methodcaller("is_deleted")
+
+
+def _not_placed(world: World, state: PyTree) -> tuple[list[int], list[int]]:
+    """Returns which leaves are to be placed: of the shared ones, and of their own."""
+    found: tuple[list[int], list[int]] = ([], [])
+    leaves = jax.tree.leaves(state)
+    for i, is_own in enumerate(per_replica.are_own(state)):
+        is_placed = replicas.is_split if is_own else replicas.is_replicated
+        if not is_placed(world, leaves[i]):
+            found[is_own].append(i)
+    return found
+
+
+def _copy_aliases(leaves: list[Any]) -> list[Any]:
+    """Copies arrays whose memory an array before them has already.
+
+    XLA refuses to be given one buffer twice; on several local CPU devices that ends
+    the process.
+    """
+    taken: set[int] = set()
+    distinct = []
+    for x in leaves:
+        addresses = compat.buffer_addresses(x)
+        if not taken.isdisjoint(addresses):
+            x = _copy(x)
+        taken.update(addresses)
+        distinct.append(x)
+    return distinct
+
+
+def _copy(x: jax.Array) -> jax.Array:
+    """Copies an array shard by shard: no program of several processes is needed."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _copy(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    shards = [shard.data.copy() for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
