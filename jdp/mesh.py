@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -196,8 +197,8 @@ def global_batch(world: World, local_batch: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, placed)
 
 
-def _is_split(world: World, leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.sharding == world.split
+def _is_split(world: World, leaf: Any) -> bool:
+    return type(leaf) in compat.ARRAY_TYPES and leaf.sharding == world.split
 
 
 def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Array:

@@ -273,6 +273,7 @@ class DataParallelStep(Joinable):
             return self._jitted[divide_by]
 
         def step(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
+            self._placer.note_traced()
             return self._trace(divide_by, state, *batches)
 
         step.__name__ = self.name  # of the compiled program, in profiles and dumps.
