@@ -99,7 +99,7 @@ def accumulate_gradients(
         own_total = None if of_samples is None else of_samples.sum()
         weighting = weights.resolve(own_total, divide_by)
         of_all = of_samples is not None and divide_by == "weight"
-        traced: list[Local] = []  # what the program tells; its arrays are of a loop.
+        traced: list[Local] = []  # what the program tells, without arrays.
 
         def micro_step(share: float, sums: PyTree, cut: Any) -> Any:
             batch, of_samples = cut
@@ -118,7 +118,7 @@ def accumulate_gradients(
                 objective,
             )
             grad_sync.check_is_local(local, "accumulate_gradients")
-            traced.append(local)
+            traced.append(_without_arrays(local))
             weigh = functools.partial(_weigh, share, of_samples, own_total)
             weigh_grads = weigh
             if local.is_weighed:
@@ -167,6 +167,12 @@ def accumulate_gradients(
         )
 
     return wrapped
+
+
+def _without_arrays(local: Local) -> Local:
+    """What outlives the trace of the loop that it was made in."""
+    used = None if local.used is None else usage_flags.without_arrays(local.used)
+    return local._replace(loss=None, aux=None, grads=None, used=used)
 
 
 def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:

@@ -352,9 +352,9 @@ def _combine(
     """Mean, variance and count, of those of the replicas, dimension 0."""
     total = counts.sum(0)
     divisor = jnp.where(total > 0, total, 1)
-    share = counts / divisor
+    share = counts / divisor[None]
     rough = lax.stop_gradient((share * means).sum(0))  # any value around does.
-    off = means - rough
+    off = means - rough[None]
     left = (share * off).sum(0)  # what the sum was rounded by.
     between = (share * _abs_squared(off)).sum(0) - _abs_squared(left)
     var = squares / divisor + jnp.maximum(between, 0)

@@ -10,6 +10,8 @@ import numpy as np
 from jdp import buckets
 from jdp.types import PyTree
 
+_DECIDED_LATER = "decided later"  # a leaf that `with_decided` replaces.
+
 
 def check_used(used: PyTree, grads: PyTree) -> list[Any]:
     """Returns the leaves of `used`, which must be booleans in the structure of `grads`.
@@ -62,3 +64,8 @@ def with_decided(used: PyTree, decided: Sequence[jax.Array]) -> PyTree:
     """Puts `decided` in the place of the leaves that control flow decides."""
     left = iter(decided)
     return jax.tree.map(lambda x: x if is_static(x) else next(left), used)
+
+
+def without_arrays(used: PyTree) -> PyTree:
+    """Puts a mark in the place of the leaves that control flow decides."""
+    return jax.tree.map(lambda x: x if is_static(x) else _DECIDED_LATER, used)

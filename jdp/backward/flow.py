@@ -99,6 +99,11 @@ class FlowAnalysis:
 
     def propagate(self, jaxpr: Any, inputs: Sequence[Sets]) -> list[Sets]:
         """Carries sets through an open jaxpr."""
+        sets = self.sets_of_values(jaxpr, inputs)
+        return [self._read(sets, v) for v in jaxpr.outvars]
+
+    def sets_of_values(self, jaxpr: Any, inputs: Sequence[Sets]) -> dict[Any, Sets]:
+        """Carries sets through an open jaxpr; has no entry for an empty one."""
         sets: dict[Any, Sets] = {}
         for var, found in zip(jaxpr.invars, inputs, strict=True):
             if self.carries(var):
@@ -124,7 +129,7 @@ class FlowAnalysis:
             for var, leaving in zip(eqn.outvars, flow.apply(entering), strict=True):
                 if leaving.may and self.carries(var):
                     sets[var] = leaving
-        return [self._read(sets, v) for v in jaxpr.outvars]
+        return sets
 
     def of_equation(self, eqn: Any) -> Flow | None:
         """The flow of an equation; None where every input reaches every output."""
@@ -173,6 +178,15 @@ class FlowAnalysis:
             return 1
         return self._deciding_carries(eqn) if eqn.primitive.name == "while" else 0
 
+    def possible_branches(self, eqn: Any) -> Sequence[Any]:
+        """The branches of a `cond`; the one it takes, where the program decides."""
+        index, branches = eqn.invars[0], eqn.params["branches"]
+        if isinstance(index, Literal):
+            return [branches[int(index.val)]]
+        if index in self._constants:
+            return [branches[self._constants[index]]]
+        return branches
+
     def carry_sets(self, eqn: Any, entering: Sequence[Sets]) -> list[Sets]:
         """What reaches the carries of a loop, over all iterations.
 
@@ -204,13 +218,8 @@ class FlowAnalysis:
             self._constants[eqn.outvars[0]] = int(min(max(low, x), high))
 
     def _of_cond(self, eqn: Any) -> Flow:
-        index, branches = eqn.invars[0], eqn.params["branches"]
-        _check_markers(index, branches)
-        if isinstance(index, Literal):
-            branches = [branches[int(index.val)]]
-        elif index in self._constants:
-            branches = [branches[self._constants[index]]]
-        flows = [self.of_jaxpr(branch) for branch in branches]
+        _check_markers(eqn.invars[0], eqn.params["branches"])
+        flows = [self.of_jaxpr(branch) for branch in self.possible_branches(eqn)]
         musts, mays = [f.must for f in flows], [f.may for f in flows]
         must = [_intersection(column) for column in zip(*musts, strict=True)]
         may = [_union_of(column) for column in zip(*mays, strict=True)]

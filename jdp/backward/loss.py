@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from jdp import buckets, compat
 from jdp.backward import order, usage
 from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.flow import FlowAnalysis, Sets, open_jaxpr
+from jdp.backward.injection import InjectionAnalysis
 from jdp.backward.order import Timeline
 from jdp.backward.usage import MarkedEvaluation, Marks
 from jdp.types import PyTree
@@ -116,9 +117,16 @@ class LossProgram:
             Marks(Sets(bit[i], bit[i]), None) if i in bit else usage.UNMARKED
             for i in self._indices
         ]
-        evaluation = MarkedEvaluation(self._analysis, len(bit), sorted(varying_over))
-        (loss, *aux), (found, *_) = evaluation.run(self.jaxpr, leaves, marks)
-        array = evaluation.as_array(found)
+        injections = InjectionAnalysis(self._analysis)
+        evaluation = MarkedEvaluation(
+            self._analysis,
+            len(bit),
+            sorted(varying_over),
+            injections if injections.has_any(self.jaxpr) else None,
+        )
+        made = evaluation.run(self.jaxpr, leaves, marks, live=1)
+        loss, *aux = made.results
+        array = evaluation.as_array(evaluation.unite(made.marks[0], made.injected))
         decided = {i: array[k] for k, i in enumerate(self.undecided)}
         return loss, self.unflatten_aux(aux), self._used_tree(decided)
 
@@ -147,7 +155,8 @@ class LossProgram:
             # A value may go through memory, where no equation shows it.
             everything = (1 << len(inputs)) - 1
             return Sets(everything, everything)
-        return found
+        injected = InjectionAnalysis(analysis).collect(self.jaxpr.jaxpr, inputs, live=1)
+        return Sets(found.must | injected.must, found.may | injected.may)
 
     def _used_tree(self, decided: Mapping[int, jax.Array] = {}) -> PyTree:
         leaves = [
@@ -263,7 +272,11 @@ def trace_abstractly(
     programs: list[LossProgram] = []
 
     def trace(arrays: list[jax.Array]) -> int:
-        programs.append(trace_loss(loss_fn, params, unflatten_args(arrays)))
+        program = trace_loss(loss_fn, params, unflatten_args(arrays))
+        # The values of its constants are of this trace, and end with it.
+        avals = [jax.typeof(x) for x in program.jaxpr.consts]
+        closed = ClosedJaxpr(program.jaxpr.jaxpr, avals)
+        programs.append(dataclasses.replace(program, jaxpr=closed))
         return 0
 
     jax.make_jaxpr(trace)(avals)
@@ -367,11 +380,13 @@ def _partition(
 ) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
     """Takes the leaves of a kind out of a tree; the function puts such ones back in."""
     leaves, treedef = jax.tree.flatten(tree)
-    is_array = [isinstance(x, kind) for x in leaves]
+    is_taken = [isinstance(x, kind) for x in leaves]
+    # The function outlives the trace, so it must not hold its arrays.
+    rest = [None if a else x for x, a in zip(leaves, is_taken, strict=True)]
 
     def unflatten(arrays: list[Any]) -> PyTree:
         left = iter(arrays)
-        mixed = [next(left) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        mixed = [next(left) if a else x for x, a in zip(rest, is_taken, strict=True)]
         return jax.tree.unflatten(treedef, mixed)
 
-    return [x for x, a in zip(leaves, is_array, strict=True) if a], unflatten
+    return [x for x, a in zip(leaves, is_taken, strict=True) if a], unflatten

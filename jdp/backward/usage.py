@@ -1,5 +1,6 @@
 """Usage: which parameters a loss used, decided while it runs."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +12,10 @@ from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from jdp import compat
-from jdp.backward import flow
+from jdp.backward import flow, injection
 from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.flow import FlowAnalysis, Sets
+from jdp.backward.injection import InjectionAnalysis
 
 
 class Marks(NamedTuple):
@@ -26,6 +28,14 @@ class Marks(NamedTuple):
 UNMARKED = Marks(flow.NOTHING, None)
 
 
+class Evaluated(NamedTuple):
+    """What a marked run of a jaxpr, or of an equation, gives."""
+
+    results: list[Any]
+    marks: list[Marks]  # of the results.
+    injected: Marks  # the candidates that get a gradient from within; see `injection`.
+
+
 class MarkedEvaluation:
     """Runs a jaxpr with a set of candidates beside each value.
 
@@ -36,6 +46,7 @@ class MarkedEvaluation:
       analysis: the flows; of gradients, or of values.
       num_candidates: n.
       varying_over: manual mesh axes over which a predicate may differ.
+      injections: what is injected; None: nothing.
     """
 
     def __init__(
@@ -43,9 +54,11 @@ class MarkedEvaluation:
         analysis: FlowAnalysis,
         num_candidates: int,
         varying_over: Sequence[str] = (),
+        injections: InjectionAnalysis | None = None,
     ):
         """See the class."""
         self._analysis = analysis
+        self._injections = injections
         self._num_candidates = num_candidates
         self._varying_over = tuple(varying_over)
         self._runner = ProgramRunner()
@@ -55,9 +68,21 @@ class MarkedEvaluation:
         jaxpr: Any,
         values: Sequence[Any],
         marks: Sequence[Marks],
-    ) -> tuple[list[Any], list[Marks]]:
-        """Returns the outputs of `jaxpr`, open or closed, and their marks."""
+        live: int = 0,
+    ) -> Evaluated:
+        """Runs `jaxpr`, open or closed.
+
+        Args:
+          jaxpr: the program.
+          values: its inputs.
+          marks: their marks.
+          live: the outputs that get a cotangent, a bit each.
+        """
         body, consts = flow.open_jaxpr(jaxpr)
+        live_values: set[Any] = set()
+        if self._injections is not None and self._injections.has_any(jaxpr):
+            live_values = self._injections.live_values(body, live)
+        injected = [UNMARKED]
         known: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
         known |= zip(body.invars, values, strict=True)
         marked = dict(zip(body.invars, marks, strict=True))
@@ -71,16 +96,32 @@ class MarkedEvaluation:
             return marked.get(var, UNMARKED)
 
         for eqn in body.eqns:
-            results, leaving = self._run_equation(
-                eqn, [value(v) for v in eqn.invars], [mark(v) for v in eqn.invars]
+            made = self._run_equation(
+                eqn,
+                [value(v) for v in eqn.invars],
+                [mark(v) for v in eqn.invars],
+                injection.bits_of(eqn.outvars, live_values) if live_values else 0,
             )
-            known |= zip(eqn.outvars, results, strict=True)
+            known |= zip(eqn.outvars, made.results, strict=True)
             marked |= {
                 var: found
-                for var, found in zip(eqn.outvars, leaving, strict=True)
+                for var, found in zip(eqn.outvars, made.marks, strict=True)
                 if found.sets.may
             }
-        return [value(v) for v in body.outvars], [mark(v) for v in body.outvars]
+            if made.injected.sets.may:
+                injected.append(made.injected)
+        return Evaluated(
+            [value(v) for v in body.outvars],
+            [mark(v) for v in body.outvars],
+            functools.reduce(self.unite, injected),
+        )
+
+    def unite(self, a: Marks, b: Marks) -> Marks:
+        """Returns the marks of what either of two has."""
+        sets = Sets(a.sets.must | b.sets.must, a.sets.may | b.sets.may)
+        if sets.must == sets.may:
+            return Marks(sets, None)
+        return Marks(sets, self.as_array(a) | self.as_array(b))
 
     def as_array(self, marks: Marks) -> jax.Array:
         """Returns marks as an array, bool (n,)."""
@@ -90,10 +131,11 @@ class MarkedEvaluation:
         return compat.cast_varying(jnp.asarray(np.array(bits)), self._varying_over)
 
     def _run_equation(
-        self, eqn: Any, values: list[Any], entering: list[Marks]
-    ) -> tuple[list[Any], list[Marks]]:
+        self, eqn: Any, values: list[Any], entering: list[Marks], live: int
+    ) -> Evaluated:
         if not any(m.sets.may for m in entering):
-            return self._runner.run_equation(eqn, values), [UNMARKED] * len(eqn.outvars)
+            results = self._runner.run_equation(eqn, values)
+            return Evaluated(results, [UNMARKED] * len(eqn.outvars), UNMARKED)
         found = self._analysis.of_equation(eqn)
         if found is None:
             everything = (1 << len(eqn.invars)) - 1
@@ -105,31 +147,44 @@ class MarkedEvaluation:
                 eqn.outvars, found.apply([m.sets for m in entering]), strict=True
             )
         ]
-        if all(s.must == s.may for s in sets):
-            results = self._runner.run_equation(eqn, values)
-            return results, [Marks(s, None) for s in sets]
-        if found.is_decided:
+        inner = self._injected_operands(eqn, live)
+        injected = injection.apply(inner, [m.sets for m in entering])
+        if inner.must == inner.may and (
+            found.is_decided or all(s.must == s.may for s in sets)
+        ):
             results = self._runner.run_equation(eqn, values)
             arrays = [
                 self._union(bits, entering) if s.must != s.may else None
                 for bits, s in zip(found.may, sets, strict=True)
             ]
+            array = None
         else:
-            results, arrays = self._run_control_flow(eqn, values, entering)
+            results, arrays, array = self._run_control_flow(eqn, values, entering, live)
             deciding = self._analysis.deciding_inputs(eqn)
             if any(m.sets.may for i, m in enumerate(entering) if deciding >> i & 1):
                 chosen = self._union(deciding, entering)
                 arrays = [None if a is None else a | chosen for a in arrays]
+        if injected.must == injected.may:
+            array = None
+        elif array is None:
+            array = self._union(inner.may, entering)
         leaving = [
             Marks(s, a if s.must != s.may else None)
             for s, a in zip(sets, arrays, strict=True)
         ]
-        return results, leaving
+        return Evaluated(results, leaving, Marks(injected, array))
+
+    def _injected_operands(self, eqn: Any, live: int) -> Sets:
+        if self._injections is None or not live:
+            return flow.NOTHING
+        return self._injections.of_equation(eqn, live)
 
     def _run_control_flow(
-        self, eqn: Any, values: list[Any], entering: list[Marks]
-    ) -> tuple[list[Any], list[jax.Array | None]]:
+        self, eqn: Any, values: list[Any], entering: list[Marks], live: int
+    ) -> tuple[list[Any], list[jax.Array | None], jax.Array | None]:
         """Runs an equation that decides; an array for each result that may be marked.
+
+        The last one has what is injected; None: `_injected_operands` tells.
 
         Arrays of operands enter as operands: what a branch or a loop closes over
         would become one anyhow.
@@ -137,59 +192,68 @@ class MarkedEvaluation:
         name = eqn.primitive.name
         with compat.inside_equation(eqn):
             if name == "cond":
-                return self._run_cond(eqn, values, entering)
+                return self._run_cond(eqn, values, entering, live)
             if name == "scan":
-                return self._run_scan(eqn, values, entering)
+                return self._run_scan(eqn, values, entering, live)
             if name == "while":
-                return self._run_while(eqn, values, entering)
+                return *self._run_while(eqn, values, entering), None
             if name in flow.CALLS:
-                return self._run_call(eqn, values, entering)
+                return self._run_call(eqn, values, entering, live)
         assert name in flow.CUSTOM_RULES, name
-        return self._run_custom_rule(eqn, values, entering)
+        return *self._run_custom_rule(eqn, values, entering), None
 
-    def _run_cond(self, eqn: Any, values: list[Any], entering: list[Marks]) -> Any:
+    def _run_cond(
+        self, eqn: Any, values: list[Any], entering: list[Marks], live: int
+    ) -> Any:
         wanted = [self._analysis.carries(v) for v in eqn.outvars]
         arrays = [m.decided for m in entering[1:]]
 
         def run_branch(branch: Any) -> Callable[..., Any]:
             def run(operands: list[Any], arrays: list[Any]) -> Any:
                 marks = _with_arrays(entering[1:], arrays)
-                results, leaving = self.run(branch, operands, marks)
-                return results, self._chosen(leaving, wanted)
+                made = self.run(branch, operands, marks, live)
+                chosen = self._chosen(made.marks, wanted)
+                return made.results, chosen, self._injected_array(made.injected)
 
             return run
 
         branches = [run_branch(branch) for branch in eqn.params["branches"]]
-        results, chosen = lax.switch(values[0], branches, values[1:], arrays)
-        return results, _at(wanted, chosen)
+        results, chosen, injected = lax.switch(values[0], branches, values[1:], arrays)
+        return results, _at(wanted, chosen), injected
 
-    def _run_scan(self, eqn: Any, values: list[Any], entering: list[Marks]) -> Any:
+    def _run_scan(
+        self, eqn: Any, values: list[Any], entering: list[Marks], live: int
+    ) -> Any:
+        if self._injections is not None:
+            live = self._injections.body_live(eqn, live)
         loop = flow.loop_shape(eqn)
         first, end = loop.num_consts, loop.num_consts + loop.num_carries
         carried = self._carried_marks(eqn, entering)
         wanted = [self._analysis.carries(v) for v in eqn.outvars]
         carry_wanted, stacked_wanted = wanted[: end - first], wanted[end - first :]
-        none = Marks(flow.NOTHING, None)
 
         def body(carry: Any, xs: list[Any]) -> Any:
-            carries, arrays, stacked_arrays = carry
+            carries, arrays, stacked_arrays, injected = carry
             marks = list(entering)
             marks[first:end] = _with_arrays(carried, _at(carry_wanted, arrays))
             operands = [*values[:first], *carries, *xs]
-            results, leaving = self.run(loop.body, operands, marks)
+            results, leaving, of_turn = self.run(loop.body, operands, marks, live)
             split = end - first
             arrays = self._chosen(leaving[:split], carry_wanted)
             new = self._chosen(leaving[split:], stacked_wanted)
             stacked_arrays = [a | b for a, b in zip(stacked_arrays, new, strict=True)]
-            return (results[:split], arrays, stacked_arrays), results[split:]
+            if injected is not None:
+                injected |= self.as_array(of_turn)
+            return (results[:split], arrays, stacked_arrays, injected), results[split:]
 
         start = (
             values[first:end],
             self._chosen(entering[first:end], carry_wanted),
-            self._chosen([none] * len(stacked_wanted), stacked_wanted),
+            self._chosen([UNMARKED] * len(stacked_wanted), stacked_wanted),
+            self._injected_array(UNMARKED),
         )
         params = eqn.params
-        (carries, arrays, stacked_arrays), stacked = lax.scan(
+        (carries, arrays, stacked_arrays, injected), stacked = lax.scan(
             body,
             start,
             values[end:],
@@ -198,7 +262,7 @@ class MarkedEvaluation:
             unroll=params["unroll"],
         )
         found = _at(carry_wanted, arrays) + _at(stacked_wanted, stacked_arrays)
-        return [*carries, *stacked], found
+        return [*carries, *stacked], found, injected
 
     def _run_while(self, eqn: Any, values: list[Any], entering: list[Marks]) -> Any:
         loop = flow.loop_shape(eqn)
@@ -219,20 +283,23 @@ class MarkedEvaluation:
                 *entering[: loop.num_consts],
                 *_with_arrays(carried, _at(wanted, arrays)),
             ]
-            results, leaving = self.run(loop.body, [*consts, *carries], marks)
+            results, leaving, _ = self.run(loop.body, [*consts, *carries], marks)
             return results, self._chosen(leaving, wanted)
 
         start = carries, self._chosen(entering[loop.num_consts :], wanted)
         carries, arrays = lax.while_loop(condition, body, start)
         return carries, _at(wanted, arrays)
 
-    def _run_call(self, eqn: Any, values: list[Any], entering: list[Marks]) -> Any:
+    def _run_call(
+        self, eqn: Any, values: list[Any], entering: list[Marks], live: int
+    ) -> Any:
         wanted = [self._analysis.carries(v) for v in eqn.outvars]
 
         def run(operands: list[Any], arrays: list[Any]) -> Any:
             marks = _with_arrays(entering, arrays)
-            results, leaving = self.run(flow.called_jaxpr(eqn), operands, marks)
-            return results, self._chosen(leaving, wanted)
+            made = self.run(flow.called_jaxpr(eqn), operands, marks, live)
+            chosen = self._chosen(made.marks, wanted)
+            return made.results, chosen, self._injected_array(made.injected)
 
         if "policy" in eqn.params:
             run = jax.checkpoint(
@@ -240,8 +307,8 @@ class MarkedEvaluation:
                 prevent_cse=eqn.params["prevent_cse"],
                 policy=eqn.params["policy"],
             )
-        results, chosen = run(values, [m.decided for m in entering])
-        return results, _at(wanted, chosen)
+        results, chosen, injected = run(values, [m.decided for m in entering])
+        return results, _at(wanted, chosen), injected
 
     def _run_custom_rule(
         self, eqn: Any, values: list[Any], entering: list[Marks]
@@ -261,7 +328,7 @@ class MarkedEvaluation:
             tangents = [jnp.zeros_like(held[i]) for i in rule.inputs]
             inner = MarkedEvaluation(by_value, self._num_candidates, self._varying_over)
             marks = [*unmarked, *[entering[i] for i in rule.inputs]]
-            _, leaving = inner.run(rule.jaxpr, [*held, *tangents], marks)
+            leaving = inner.run(rule.jaxpr, [*held, *tangents], marks).marks
             for o, found in zip(rule.outputs, leaving, strict=True):
                 arrays[o] = inner.as_array(found)
             return results, arrays
@@ -272,7 +339,7 @@ class MarkedEvaluation:
         bits = [1 << k for k in range(num_outputs)]
         marks = unmarked + [Marks(Sets(bit, bit), None) for bit in bits]
         held = [*held, *lax.stop_gradient(cotangents)]
-        _, leaving = inner.run(rule.jaxpr, held, marks)
+        leaving = inner.run(rule.jaxpr, held, marks).marks
         reached = [inner.as_array(found) for found in leaving]  # by operand.
         for k, o in enumerate(rule.outputs):
             arrays[o] = _any_of(
@@ -287,6 +354,9 @@ class MarkedEvaluation:
     def _carried_marks(self, eqn: Any, entering: list[Marks]) -> list[Marks]:
         sets = self._analysis.carry_sets(eqn, [m.sets for m in entering])
         return [Marks(s, None) for s in sets]
+
+    def _injected_array(self, marks: Marks) -> jax.Array | None:
+        return None if self._injections is None else self.as_array(marks)
 
     def _union(self, bits: int, entering: Sequence[Marks]) -> jax.Array:
         parts = [

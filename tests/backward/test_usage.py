@@ -359,9 +359,13 @@ NAMES = "abcdef"
 WIDTH = 3
 
 
-def statements(depth, *, has_while=True):
+CALLS = ("jit", "remat", "custom_vjp")
+
+
+def statements(depth, *, has_while=True, others=(), calls=CALLS):
     """Statements on two lanes (h, g); only h ends in the loss."""
     simple = st.one_of(
+        *others,
         st.tuples(st.just("use"), st.sampled_from(NAMES)),
         st.tuples(st.just("stop"), st.sampled_from(NAMES)),
         st.tuples(st.just("aside"), st.sampled_from(NAMES)),
@@ -370,7 +374,7 @@ def statements(depth, *, has_while=True):
     )
     if depth == 0:
         return simple
-    inner = statements(depth - 1, has_while=has_while)
+    inner = statements(depth - 1, has_while=has_while, others=others, calls=calls)
     block = st.lists(inner, min_size=1, max_size=3)
     loops = [st.tuples(st.just("while"), st.integers(0, 3), block)] * has_while
     return st.one_of(
@@ -379,7 +383,7 @@ def statements(depth, *, has_while=True):
         st.tuples(st.just("cond"), st.integers(0, 3), block, block),
         st.tuples(st.just("switch"), st.integers(0, 3), block, block, block),
         st.tuples(st.just("scan"), st.integers(0, 3), block),
-        st.tuples(st.sampled_from(["jit", "remat", "custom_vjp"]), block),
+        st.tuples(st.sampled_from(calls), block),
     )
 
 
@@ -400,6 +404,8 @@ def _step(statement, params, lanes):
             return params[name] * 0.9, g
         case ("swap",):
             return g, h
+        case (rule, name) if callable(rule):
+            return rule(h, g, params[name])
     raise AssertionError(statement)
 
 

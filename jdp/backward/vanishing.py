@@ -1,0 +1,143 @@
+"""Vanishing: which results of a linear rule are zero where its inputs are.
+
+The backward rule of a `custom_vjp` may return a gradient that its cotangents have no
+part in, such as that of an auxiliary loss. It is told from others by what makes it
+vanish: a set of inputs, such that a result is zero where all of them are, or None where
+no zeros make it vanish. Sets are Python integers, one bit an input.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from jdp.backward import flow
+
+_ALWAYS_ZERO = 0  # the empty set of conditions.
+
+# Zero where the first operand is.
+_OF_FIRST = frozenset(
+    """
+    abs asin asinh atan atanh broadcast_in_dim cbrt conj convert_element_type copy
+    copy_p cummax cummin cumsum device_put dynamic_slice erf expand_dims expm1 imag
+    log1p neg real reduce_max reduce_min reduce_precision reduce_scatter reduce_sum
+    reshape rev sign sin sinh slice sqrt square squeeze stop_gradient tan tanh
+    transpose
+    """.split()
+)
+# The k-th result is zero where the k-th operand is.
+_OF_EACH = frozenset(
+    """
+    all_gather all_gather_invariant all_to_all jdp_barrier jdp_replicated
+    optimization_barrier pcast pmax pmin ppermute psum psum_invariant pvary
+    """.split()
+)
+# Zero where all operands are.
+_OF_ALL = frozenset("add add_any complex concatenate max min pad sub".split())
+# Zero where one of the operands is.
+_OF_ANY = frozenset("conv_general_dilated dot_general mul".split())
+
+
+def vanishing(
+    jaxpr: Any, inputs: Sequence[int | None], consts: Sequence[Any] = ()
+) -> list[int | None]:
+    """Returns for each output of a jaxpr what makes it vanish.
+
+    Args:
+      jaxpr: open or closed.
+      inputs: what makes each input vanish.
+      consts: the constants of an open jaxpr, where they are known.
+    """
+    body, own = flow.open_jaxpr(jaxpr)
+    known: dict[Any, int | None] = dict(zip(body.invars, inputs, strict=True))
+    own = consts or own
+    # An open jaxpr may come without the values of its constants.
+    for var, value in zip(body.constvars, own, strict=bool(own)):
+        known[var] = _of_value(value)
+
+    def read(var: Any) -> int | None:
+        return _of_value(var.val) if isinstance(var, Literal) else known.get(var)
+
+    for eqn in body.eqns:
+        made = _of_equation(eqn, [read(v) for v in eqn.invars])
+        known |= zip(eqn.outvars, made, strict=True)
+    return [read(v) for v in body.outvars]
+
+
+def _of_value(value: Any) -> int | None:
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if isinstance(value, jax.Array):
+        if not value.is_fully_addressable or not _is_number(value):
+            return None
+    elif not isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
+        return None
+    return _ALWAYS_ZERO if not np.any(np.asarray(value)) else None
+
+
+def _is_number(value: jax.Array) -> bool:
+    return not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+def _of_equation(eqn: Any, entering: list[int | None]) -> list[int | None]:
+    name = eqn.primitive.name
+    if name in _OF_FIRST:
+        made = entering[0]
+    elif name in _OF_EACH and len(entering) == len(eqn.outvars):
+        return entering
+    elif name in _OF_ALL:
+        made = _all_of(entering)
+    elif name in _OF_ANY:
+        # Either condition is enough; one is kept.
+        made = next((bits for bits in entering if bits is not None), None)
+    elif name == "div":
+        made = entering[0] if entering[1] is None else None  # 0 / 0 is no zero.
+    elif name == "integer_pow":
+        made = entering[0] if eqn.params["y"] > 0 else None
+    elif name == "select_n":
+        made = _all_of(entering[1:])
+    elif name == "dynamic_update_slice":
+        made = _all_of(entering[:2])
+    elif name in ("scatter", "scatter-add", "scatter_add"):
+        made = _all_of([entering[0], entering[2]])
+    elif name == "gather" and "FILL" not in str(eqn.params["mode"]):
+        made = entering[0]
+    else:
+        return _of_control_flow(eqn, entering)
+    return [made] * len(eqn.outvars)
+
+
+def _of_control_flow(eqn: Any, entering: list[int | None]) -> list[int | None]:
+    name = eqn.primitive.name
+    if name in flow.CALLS or name in flow.CUSTOM_RULES or name == "shard_map":
+        return vanishing(flow.called_jaxpr(eqn), entering)
+    if name == "cond":
+        found = [vanishing(b, entering[1:]) for b in eqn.params["branches"]]
+        return [_all_of(column) for column in zip(*found, strict=True)]
+    if name in ("scan", "while"):
+        return _of_loop(eqn, entering)
+    return [None] * len(eqn.outvars)
+
+
+def _of_loop(eqn: Any, entering: list[int | None]) -> list[int | None]:
+    loop = flow.loop_shape(eqn)
+    inputs = entering[eqn.params.get("cond_nconsts", 0) :]
+    first, end = loop.num_consts, loop.num_consts + loop.num_carries
+    while True:  # conditions only grow, or end at None.
+        made = vanishing(loop.body, inputs)
+        pairs = zip(inputs[first:end], made[: loop.num_carries], strict=True)
+        carries = [_all_of(pair) for pair in pairs]
+        if carries == inputs[first:end]:
+            return [*carries, *made[loop.num_carries :]]
+        inputs = [*inputs[:first], *carries, *inputs[end:]]
+
+
+def _all_of(conditions: Sequence[int | None]) -> int | None:
+    found = _ALWAYS_ZERO
+    for bits in conditions:
+        if bits is None:
+            return None
+        found |= bits
+    return found
