@@ -117,9 +117,9 @@ def _statements(rules, calls):
         st.sampled_from(list(rules.values())), st.sampled_from(test_usage.NAMES)
     )
     inner = test_usage.statements(
-        2, has_while=False, others=[injecting] * 3, calls=calls
+        1, has_while=False, others=[injecting] * 3, calls=calls
     )
-    return st.lists(inner, min_size=1, max_size=4)
+    return st.lists(inner, min_size=1, max_size=3)
 
 
 def _compare(program, flags, *, is_exact):
@@ -151,13 +151,13 @@ def _compare(program, flags, *, is_exact):
         assert f"['{name}']" not in never or not has_gradient
 
 
-@settings(max_examples=250, deadline=None, phases=QUICK)
+@settings(max_examples=40, deadline=None, phases=QUICK)
 @given(_statements(RULES, ["jit", "remat"]), test_usage.FLAGS)
 def test_random_programs_use_what_jax_gives_a_gradient(program, flags):
     _compare(program, flags, is_exact=True)
 
 
-@settings(max_examples=25, deadline=None, phases=QUICK)
+@settings(max_examples=4, deadline=None, phases=QUICK)
 @given(_statements(RULES | SYMBOLIC, test_usage.CALLS), test_usage.FLAGS)
 def test_what_is_never_used_has_no_gradient(program, flags):
     _compare(program, flags, is_exact=False)
