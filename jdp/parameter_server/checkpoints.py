@@ -2,26 +2,24 @@
 
 import importlib.util
 import logging
-import mmap
 import os
 import pathlib
 import re
-import shutil
-import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
-import msgspec
 import numpy as np
 
+from jdp.parameter_server import checkpoint_files
+from jdp.parameter_server.checkpoint_files import CheckpointError
 from jdp.parameter_server.messages import Settled, Version
+from jdp.parameter_server.progress import Progress, ProgressFile
 
-# Servers may be one checkpoint apart when one is killed, and one may be half written.
+# One may turn out to be damaged, and so may the one before.
 _NUM_KEPT = 3
-_FOLDER = re.compile(r"updates-(\d+)")
-_PROGRESS = struct.Struct("<qq")  # epoch and count.
+_FOLDER = re.compile(r"updates-(0|[1-9][0-9]{0,17})")
+# More epochs than there can have been since the last checkpoint.
+_LOST_EPOCHS = 1000
 _logger = logging.getLogger("jdp")
-_table = msgspec.msgpack.Decoder(dict[bytes, Settled])
 
 
 class Checkpoints:
@@ -29,13 +27,17 @@ class Checkpoints:
 
     Beside them lies a file with the version of each moment, which outlives the process:
     so it is known which epochs there were, and how many updates were lost.
+
+    A checkpoint that is not what was written is refused: it is named in the log, and
+    its folder gets the name `refused-N`. One that all servers have is only dropped for
+    a newer one that all have, so there always is one to go back to.
     """
 
     def __init__(self, folder: str | os.PathLike[str], server: int, num_servers: int):
         """Opens the folder of a server, or makes it.
 
         Raises:
-          RuntimeError: orbax is not installed.
+          RuntimeError: orbax is not installed, or the folder cannot be written.
           ValueError: the folder is that of another number of servers.
         """
         if importlib.util.find_spec("orbax.checkpoint") is None:
@@ -50,58 +52,181 @@ class Checkpoints:
                     f"{num_servers} servers. Start as many as there were, or give "
                     "another folder."
                 )
+        self._place = (server, num_servers)
         self._folder = root / f"server-{server}-of-{num_servers}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / "progress"
-        if not path.exists() or path.stat().st_size != _PROGRESS.size:
-            path.write_bytes(_PROGRESS.pack(0, 0))
-        with path.open("r+b") as file:
-            self._progress = mmap.mmap(file.fileno(), _PROGRESS.size)
-        self.last = Version(*_PROGRESS.unpack(self._progress[:]))  # before this start.
+        self._counts: set[int] = set()
+        self._is_failing = False
+        self._has_lost = False  # a checkpoint, or whether there was one.
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            newest = self._scan()
+            self._progress = ProgressFile(self._folder / "progress")
+        except OSError as error:
+            raise RuntimeError(
+                f"`checkpoint_dir` {str(self._folder)!r} cannot be used: {error}. A "
+                "server needs to read and write there."
+            ) from None
+        if self._progress.damage:
+            self._has_lost = self._has_lost or bool(self._counts)
+            _logger.error(
+                "Server %d refuses the file `%s`: %s. How far the servers came is "
+                "found from the checkpoints.",
+                server,
+                self._folder / "progress",
+                self._progress.damage,
+            )
+            if self._counts:
+                last = Version(newest.epoch + _LOST_EPOCHS, newest.count)
+                self._progress.write(Progress(last, 0))
+        self.last = self._progress.found.version  # before this start.
 
     def find_counts(self) -> tuple[int, ...]:
-        """Returns the counts of the versions that can be loaded, apart from 0."""
-        names = [_FOLDER.fullmatch(p.name) for p in self._folder.iterdir()]
-        return tuple(sorted(int(match[1]) for match in names if match))
+        """Returns the counts of the versions to begin with.
+
+        0, the parameters that the server was given, is among them until all servers
+        have had a checkpoint, or one was refused: from then on, to begin with 0 would
+        throw away what was trained.
+        """
+        has_begun = self._progress.found.common > 0 or self._has_lost
+        return (*(() if has_begun else (0,)), *sorted(self._counts))
 
     def note(self, version: Version) -> None:
-        """Notes how far the server is; costs a microsecond."""
-        _PROGRESS.pack_into(self._progress, 0, version.epoch, version.count)
+        """Notes how far the server is; costs some microseconds."""
+        self._write_progress(version, self._progress.found.common)
 
     def save(
-        self, count: int, arrays: Sequence[np.ndarray], settled: dict[bytes, Settled]
-    ) -> None:
-        """Writes a checkpoint, whole or not at all, and drops old ones."""
-        table = np.frombuffer(msgspec.msgpack.encode(settled), np.uint8)
-        tree = {"settled": table, "arrays": _as_dict(arrays)}
-        path = self._folder / f"updates-{count}"
-        shutil.rmtree(path, ignore_errors=True)
-        _open().save(path, tree)
-        for old in self.find_counts()[:-_NUM_KEPT]:
-            shutil.rmtree(self._folder / f"updates-{old}", ignore_errors=True)
+        self,
+        version: Version,
+        arrays: Sequence[np.ndarray],
+        settled: dict[bytes, Settled],
+    ) -> bool:
+        """Writes a checkpoint, whole or not at all, and drops old ones.
 
-    def load(self, count: int) -> tuple[list[np.ndarray], dict[bytes, Settled]]:
-        """Reads a checkpoint."""
-        tree = _open().restore(self._folder / f"updates-{count}")
-        arrays = tree["arrays"]
-        return (
-            [np.asarray(arrays[str(i)]) for i in range(len(arrays))],
-            _table.decode(np.asarray(tree["settled"]).tobytes()),
-        )
+        A disk that is full, or cannot be written for another reason, does not end the
+        job: the log says so once, and again when it is over.
+
+        Returns:
+          Whether it was written.
+        """
+        server, count = self._place[0], version.count
+        folder = self._folder / f"updates-{count}"
+        try:
+            checkpoint_files.write(
+                folder,
+                self._folder / f"half-{count}",
+                place=self._place,
+                version=version,
+                arrays=arrays,
+                settled=settled,
+            )
+        except OSError as error:
+            if not self._is_failing:
+                self._is_failing = True
+                _logger.error(
+                    "Server %d cannot write the checkpoint of update %d to `%s`: %s. "
+                    "The job goes on; the newest checkpoint is %s.",
+                    server,
+                    count,
+                    self._folder,
+                    error.strerror or error,
+                    f"that of update {max(self._counts)}" if self._counts else "none",
+                )
+            return False
+        if self._is_failing:
+            self._is_failing = False
+            _logger.warning(
+                "Server %d writes checkpoints again, to `%s`: that of update %d.",
+                server,
+                self._folder,
+                count,
+            )
+        self._counts.add(count)
+        if self._place[1] == 1:
+            self.keep(count)
+        self._drop(find_superfluous(self._counts, self._progress.found.common))
+        return True
+
+    def load(self, count: int) -> tuple[list[np.ndarray], dict[bytes, Settled]] | None:
+        """Reads a checkpoint; None if it is not what was written, and is refused."""
+        folder = self._folder / f"updates-{count}"
+        try:
+            return checkpoint_files.read(folder, place=self._place)
+        except CheckpointError as error:
+            self._refuse(count, error)
+            return None
+
+    def keep(self, count: int) -> None:
+        """Takes note that this is the newest checkpoint that all servers have."""
+        self._write_progress(self._progress.found.version, count)
 
     def drop_after(self, count: int) -> None:
         """Drops what is newer than where the servers go on."""
-        for newer in self.find_counts():
-            if newer > count:
-                shutil.rmtree(self._folder / f"updates-{newer}", ignore_errors=True)
+        self._drop([newer for newer in self._counts if newer > count])
+
+    def close(self) -> None:
+        """Ends; nothing of the folder stays open."""
+        self._progress.close()
+
+    def _scan(self) -> Version:
+        """Finds what there is; returns the newest version."""
+        newest = Version()
+        for path in sorted(self._folder.iterdir()):
+            if path.name.startswith("half-"):
+                checkpoint_files.remove(path)
+            if path.name.startswith("refused-"):
+                self._has_lost = True
+            if (match := _FOLDER.fullmatch(path.name)) is None:
+                continue
+            try:
+                found = checkpoint_files.read_manifest(path, place=self._place)
+            except CheckpointError as error:
+                self._refuse(int(match[1]), error)
+            else:
+                self._counts.add(found.version.count)
+                newest = max(newest, found.version)
+        return newest
+
+    def _refuse(self, count: int, error: CheckpointError) -> None:
+        self._counts.discard(count)
+        self._has_lost = True
+        name, path = f"refused-{count}", self._folder / f"updates-{count}"
+        _logger.error(
+            "Server %d refuses the checkpoint of update %d, `%s`: %s. It is not used, "
+            "and is kept as `%s`.",
+            self._place[0],
+            count,
+            path,
+            error,
+            name,
+        )
+        checkpoint_files.remove(self._folder / name)
+        try:
+            path.rename(self._folder / name)
+        except OSError:  # It is gone, or the disk cannot be written: it is not used.
+            return
+        others = self._folder.glob("refused-*")
+        by_age = sorted(others, key=lambda p: p.stat().st_ctime_ns)
+        for old in by_age[:-_NUM_KEPT]:
+            checkpoint_files.remove(old)
+
+    def _drop(self, counts: Collection[int]) -> None:
+        for count in counts:
+            self._counts.discard(count)
+            checkpoint_files.remove(self._folder / f"updates-{count}")
+
+    def _write_progress(self, version: Version, common: int) -> None:
+        # A disk that is full is named where a checkpoint is written.
+        self._progress.write(Progress(version, common))
 
 
-def _as_dict(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    return {str(i): x for i, x in enumerate(arrays)}
+def find_superfluous(counts: Collection[int], common: int) -> list[int]:
+    """Returns which checkpoints a server may drop.
 
-
-def _open() -> Any:
-    import orbax.checkpoint
-
-    handler = orbax.checkpoint.PyTreeCheckpointHandler()
-    return orbax.checkpoint.Checkpointer(handler)
+    Args:
+      counts: those that it has.
+      common: the newest that all servers have, or 0. It and two before stay, to go back
+        to, and the three newest that others may not have yet.
+    """
+    older = sorted(c for c in counts if c <= common)
+    newer = sorted(c for c in counts if c > common)
+    return older[:-_NUM_KEPT] + newer[:-_NUM_KEPT]

@@ -27,6 +27,7 @@ _FIRST_RETRY_S = 1.0  # of a pull without an answer; doubles.
 _MOST_RETRY_S = 8.0
 _PINGS_A_LEASE = 8
 _LONGEST_PING_S = 1.0
+_MOST_TEXT = 10_000  # characters of why a server has failed.
 
 
 @dataclasses.dataclass
@@ -155,7 +156,7 @@ class Client:
             case Params():
                 return self._take(server, message, now_s)
             case Failed():
-                self.failure = message.text
+                self.failure = message.text[:_MOST_TEXT]
         return []
 
     def tick(self, *, now_s: float) -> list[tuple[int, ToServer]]:

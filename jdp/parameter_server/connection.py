@@ -40,15 +40,26 @@ class Connection:
         addresses: Sequence[str],
         keys: Keys,
         *,
-        most_bytes: int,
+        num_pulled_bytes: Sequence[int],
         timeout_s: float,
         wait_timeout_s: float,
     ):
-        """Starts the thread; see `WorkerOptions` for the timeouts."""
+        """Starts the thread.
+
+        Args:
+          client: has not begun.
+          lanes: to each server; None: arrays go through the socket.
+          addresses: "host:port" of each server.
+          keys: of the job.
+          num_pulled_bytes: of the parameters of each server.
+          timeout_s: see `WorkerOptions`.
+          wait_timeout_s: see `WorkerOptions`.
+        """
         self._client, self._lanes = client, lanes
+        self._num_pulled_bytes = num_pulled_bytes
         self._addresses = addresses
         self._timeout_s, self._wait_timeout_s = timeout_s, wait_timeout_s
-        self._sockets = ClientSockets(addresses, keys, most_bytes=most_bytes)
+        self._sockets = ClientSockets(addresses, keys, most_bytes=max(num_pulled_bytes))
         self._changed = threading.Condition()
         self._outbox: list[tuple[int, ToServer]] = []
         self._payloads: list[memoryview] = []  # of the push, by server.
@@ -218,10 +229,15 @@ class Connection:
             self._changed.notify_all()
 
     def _keep(self, server: int, params: Params, payload: memoryview | None) -> None:
+        num_bytes = self._num_pulled_bytes[server]
         if params.is_in_lane:
             lane = self._lanes[server]
-            assert lane is not None
-            payload = lane.pulled
-        if payload is None:
-            raise messages.MessageError("sent parameters without arrays")
+            if lane is None:
+                raise messages.MessageError("sent parameters through no shared memory")
+            payload = lane.pulled[:num_bytes]
+        found = 0 if payload is None else len(payload)
+        if found != num_bytes:
+            raise messages.MessageError(
+                f"sent {found} bytes of parameters, and it has {num_bytes}"
+            )
         self._pulled[server] = payload, params.version

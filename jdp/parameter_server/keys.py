@@ -2,11 +2,12 @@
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+
+from jdp.runtime import decoding
 
 ROLE = "JDP_PARAMETER_SERVER_ROLE"
 INDEX = "JDP_PARAMETER_SERVER_INDEX"
@@ -15,6 +16,7 @@ ADDRESSES = "JDP_PARAMETER_SERVER_ADDRESSES"
 KEY_FILE = "JDP_PARAMETER_SERVER_KEY_FILE"
 REPORT = "JDP_PARAMETER_SERVER_REPORT"
 DISPLAY_FD = "JDP_PARAMETER_SERVER_DISPLAY_FD"
+_MOST_KEY_BYTES = 1 << 16
 VARIABLES = (ROLE, INDEX, NUM_WORKERS, ADDRESSES, KEY_FILE)
 
 
@@ -25,6 +27,9 @@ class Keys(msgspec.Struct, frozen=True):
     server_secret: str
     worker_public: str
     worker_secret: str
+
+
+_decode_keys = msgspec.json.Decoder(Keys).decode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,7 @@ class Place:
 
         Raises:
           RuntimeError: it has not.
+          ValueError: a variable has a value that it cannot have.
         """
         environ = os.environ if environ is None else environ
         missing = [name for name in VARIABLES if name not in environ]
@@ -91,16 +97,24 @@ class Place:
                 "the script with `jdp launch --servers 1 --workers 2 script.py`, or "
                 "give `place=jdp.parameter_server.Place(...)`."
             )
-        num_workers = environ[NUM_WORKERS]
-        role = environ[ROLE]
-        assert role in ("server", "worker")
+        role: Any = environ[ROLE]  # `Place` checks it.
+        has_number = bool(environ[NUM_WORKERS])
         return cls(
             role=role,
-            index=int(environ[INDEX]),
+            index=_read_number(environ, INDEX),
             addresses=tuple(environ[ADDRESSES].split(",")),
-            num_workers=int(num_workers) if num_workers else None,
+            num_workers=_read_number(environ, NUM_WORKERS) if has_number else None,
             key_file=environ[KEY_FILE],
         )
+
+
+def _read_number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError(
+            f"{name} must be a whole number, got {text!r}. Let `jdp launch` set it."
+        )
+    return int(text)
 
 
 def make_keys(path: str | os.PathLike[str]) -> None:
@@ -124,7 +138,7 @@ def read_keys(path: str) -> Keys:
     """Reads what `make_keys` has written.
 
     Raises:
-      RuntimeError: it cannot be read, or others can read it too.
+      RuntimeError: it cannot be read, has no keys, or others can read it too.
     """
     try:
         if os.stat(path).st_mode & 0o077:
@@ -132,21 +146,50 @@ def read_keys(path: str) -> Keys:
                 f"`key_file` {path!r} can be read by other users of this host, who "
                 f"could join the job. Make it private: `chmod 600 {path}`."
             )
-        return msgspec.json.decode(pathlib.Path(path).read_bytes(), type=Keys)
+        with open(path, "rb") as file:
+            data = file.read(_MOST_KEY_BYTES)
     except OSError as error:
         raise RuntimeError(
             f"`key_file` {path!r} cannot be read: {error.strerror}. Write it with "
             "`jdp.parameter_server.make_keys(path)`, once a job, and copy it to its "
             "hosts."
         ) from None
-    except msgspec.DecodeError as error:
-        raise RuntimeError(f"`key_file` {path!r} has no keys: {error}.") from None
+    try:
+        found = decoding.decode(_decode_keys, data)
+        _check_keys(found)
+    except decoding.DecodeError as error:
+        raise RuntimeError(
+            f"`key_file` {path!r} has no keys: {error}. Write it anew with "
+            "`jdp.parameter_server.make_keys(path)`."
+        ) from None
+    return found
+
+
+def _check_keys(found: Keys) -> None:
+    """Raises DecodeError unless they are pairs of CURVE keys."""
+    import zmq
+
+    for role, public, secret in (
+        ("server", found.server_public, found.server_secret),
+        ("worker", found.worker_public, found.worker_secret),
+    ):
+        # Characters that Z85 lacks are zeros to libzmq; then the pair does not match.
+        try:
+            is_pair = zmq.curve_public(secret.encode()) == public.encode()
+        except (ValueError, zmq.ZMQError):
+            is_pair = False
+        if not is_pair:
+            raise decoding.DecodeError(
+                f"`{role}_public` and `{role}_secret` are no pair"
+            )
 
 
 def check_address(address: str) -> None:
     """Raises ValueError unless `address` is host:port."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    # Digits of other scripts are decimal too.
+    is_number = port.isascii() and port.isdecimal() and len(port) < 6
+    if not host or not is_number or not 0 < int(port) < 1 << 16:
         raise ValueError(
             "`addresses` must be host:port with a port from 1 to 65535, such as "
             f"10.0.0.1:5555, got {address!r}."

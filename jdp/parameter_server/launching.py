@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 import tempfile
@@ -12,7 +11,7 @@ from typing import Literal
 
 from jdp.parameter_server import keys, metrics
 from jdp.parameter_server.keys import Place
-from jdp.runtime import environment, launch, output, supervisor
+from jdp.runtime import decoding, environment, launch, output, supervisor
 from jdp.runtime.supervisor import Exit
 
 
@@ -207,10 +206,12 @@ def _display(forwarder: output.Forwarder) -> Iterator[int]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def draw(data: bytes) -> None:
+        try:
+            line = metrics.decode_line(data)
+        except decoding.DecodeError:  # A program wrote to what is the server's.
+            return
         num_columns = os.get_terminal_size(screen.fd).columns or 80
-        screen.draw_footer(
-            metrics.render_table(json.loads(data), num_columns=num_columns)
-        )
+        screen.draw_footer(metrics.render_table(line, num_columns=num_columns))
 
     with ours, theirs:
         theirs.setblocking(False)

@@ -3,16 +3,35 @@
 A message is a frame with its header, and for arrays more frames behind it. A header
 begins with a byte for the version; what follows a `REFUSED` is text in every version,
 so that two versions can still tell each other that they differ.
+
+The types say which values a field may have, and `decode` refuses all others. What a
+value means is checked where it is used: by `service`, `protocol` and `replica` on the
+servers, by `connection` on a worker.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-VERSION = 1
+from jdp.runtime import decoding
+
+VERSION = 2
 MESSAGE, REFUSED = range(2)  # the second byte.
 
 Outcome = Literal["applied", "late", "rejected"]
+
+# Counts have space for one more in 64 bits, and for as many as there may ever be.
+Count = Annotated[int, Meta(ge=0, le=1 << 60)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a server or a worker.
+Identity = Annotated[bytes, Meta(min_length=1, max_length=64)]  # random bytes.
+Name = Annotated[str, Meta(max_length=4096)]
+# As float32, neither zero nor infinity, also in a sum.
+LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30
+Weight = Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
+Seconds = Annotated[float, Meta(ge=0.01, le=1e6)]
+_MOST_PUSHES = 1 << 16  # that servers hold at once.
+_MOST_REFUSAL = 10_000  # characters of a refusal that are shown.
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -23,20 +42,23 @@ class Version(msgspec.Struct, frozen=True, array_like=True, order=True):
       count: how many updates the parameters have.
     """
 
-    epoch: int = 0
-    count: int = 0
+    epoch: Count = 0
+    count: Count = 0
 
     def __str__(self) -> str:
         """As logs show it."""
         return f"{self.epoch}.{self.count}"
 
 
+Held = tuple[Identity, Count]  # session and sequence number of a push.
+
+
 class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
     """Shared memory that a worker has made for a server; see `lane`."""
 
-    path: str
-    token: bytes
-    num_bytes: int  # for what is pushed, and as much for what is pulled.
+    path: Name
+    token: Annotated[bytes, Meta(max_length=64)]
+    num_bytes: Count  # for what is pushed, and as much for what is pulled.
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -52,12 +74,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
       lane: shared memory, for a server on the same host.
     """
 
-    session: bytes
-    worker: int
-    server: int
-    num_servers: int
-    leaves: list[tuple[str, str]]
-    compression: str
+    session: Identity
+    worker: Number
+    server: Number
+    num_servers: Number
+    leaves: list[tuple[Name, Name]]
+    compression: Name
     known: Version
     lane: LaneOffer | None
 
@@ -65,8 +87,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A worker lives; `push` is the number of one that is not settled, or 0."""
 
-    session: bytes
-    push: int
+    session: Identity
+    push: Count
 
 
 class Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -83,10 +105,10 @@ class Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
       is_in_lane: whether they lie in shared memory, and no frames follow.
     """
 
-    session: bytes
-    sequence: int
+    session: Identity
+    sequence: Annotated[int, Meta(ge=1, le=1 << 60)]
     version: Version
-    weight: float
+    weight: Weight
     is_finite: bool
     is_compressed: bool
     is_in_lane: bool
@@ -95,24 +117,24 @@ class Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Pull(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks server 0 that all servers hand out parameters, once a push is settled."""
 
-    session: bytes
-    pull: int
-    after: int  # the sequence number of the push; 0: at once.
+    session: Identity
+    pull: Count
+    after: Count  # the sequence number of the push; 0: at once.
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A worker goes on purpose."""
 
-    session: bytes
+    session: Identity
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A worker may push and pull."""
 
     version: Version
-    mode: str
+    mode: Name
     is_sync: bool
-    lease_s: float
+    lease_s: Seconds
     has_lane: bool
 
 
@@ -123,13 +145,13 @@ class Who(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The server lives; `wants` is the number of a push to send again, or 0."""
 
-    wants: int
+    wants: Count
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What became of the last push of a session, and the version after it."""
 
-    sequence: int
+    sequence: Count
     outcome: Outcome
     version: Version
 
@@ -137,7 +159,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Params(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A server's part of the parameters; behind it the arrays, or in shared memory."""
 
-    pull: int
+    pull: Count
     version: Version
     is_in_lane: bool
 
@@ -161,34 +183,40 @@ class Apply(msgspec.Struct, frozen=True, array_like=True, tag=True):
       staleness: the updates since the oldest of the versions that they are made from.
     """
 
-    pushes: tuple[tuple[bytes, int], ...]
-    weights: tuple[float, ...]
-    staleness: int
+    pushes: Annotated[tuple[Held, ...], Meta(min_length=1, max_length=_MOST_PUSHES)]
+    weights: Annotated[tuple[Weight, ...], Meta(min_length=1)]
+    staleness: Number
 
 
 class Discard(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A push that is not applied, and why."""
 
-    session: bytes
-    sequence: int
+    session: Identity
+    sequence: Count
     outcome: Outcome
 
 
 class Hand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Hand parameters to a worker."""
 
-    session: bytes
-    pull: int
+    session: Identity
+    pull: Count
 
 
 class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A worker has gone, or is silent: what is held for it is dropped."""
 
-    session: bytes
+    session: Identity
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Write a checkpoint."""
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """All servers have the checkpoint with this count: older ones may be dropped."""
+
+    count: Count
 
 
 class Restore(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -201,7 +229,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The job is over."""
 
 
-Entry = Apply | Discard | Hand | Forget | Save | Restore | Stop
+Entry = Apply | Discard | Hand | Forget | Save | Keep | Restore | Stop
 
 
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -213,28 +241,29 @@ class Follow(msgspec.Struct, frozen=True, array_like=True, tag=True):
       lead: the incarnation of the server 0 whose log it follows; b"" for none.
       epoch: the highest that it knows.
       next_index: of the log, the entry that it waits for.
-      checkpoints: their counts; 0 stands for the parameters it was given.
+      checkpoints: their counts; 0 stands for the parameters it was given, where it may
+        begin with them.
       held: session and sequence number of the parts that are not settled.
       is_stopping: whether it was told to end, and wants a checkpoint before.
     """
 
-    server: int
-    incarnation: bytes
-    lead: bytes
-    epoch: int
-    next_index: int
-    checkpoints: tuple[int, ...]
-    held: tuple[tuple[bytes, int], ...]
+    server: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    incarnation: Identity
+    lead: Annotated[bytes, Meta(max_length=64)]
+    epoch: Count
+    next_index: Count
+    checkpoints: Annotated[tuple[Count, ...], Meta(max_length=1 << 10)]
+    held: Annotated[tuple[Held, ...], Meta(max_length=_MOST_PUSHES)]
     is_stopping: bool = False
 
 
 class Log(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Entries that every server executes in this order."""
 
-    lead: bytes
-    epoch: int
-    first_index: int
-    entries: tuple[Entry, ...]
+    lead: Identity
+    epoch: Count
+    first_index: Count
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=1 << 16)]
 
 
 ToServer = Hello | Ping | Push | Pull | Leave | Follow
@@ -248,7 +277,7 @@ to_follower = msgspec.msgpack.Decoder(ToFollower)
 
 
 class MessageError(Exception):
-    """What came is no message; the text goes on after "it "."""
+    """What came is no message, or makes no sense; the text goes on after "it "."""
 
 
 class RefusedError(Exception):
@@ -262,7 +291,7 @@ def encode(message: ToServer | ToWorker | ToFollower) -> bytes:
 
 def encode_refusal(text: str) -> bytes:
     """Returns a frame that every version can read."""
-    return bytes((VERSION, REFUSED)) + text.encode()
+    return bytes((VERSION, REFUSED)) + text[:_MOST_REFUSAL].encode(errors="replace")
 
 
 def decode(frame: memoryview | bytes, decoder: msgspec.msgpack.Decoder):
@@ -275,13 +304,14 @@ def decode(frame: memoryview | bytes, decoder: msgspec.msgpack.Decoder):
     if len(frame) < 2:
         raise MessageError("sent what is too short for a message")
     if frame[1] == REFUSED:
-        raise RefusedError(bytes(frame[2:]).decode(errors="replace"))
+        text = bytes(frame[2 : 2 + 4 * _MOST_REFUSAL]).decode(errors="replace")
+        raise RefusedError(text[:_MOST_REFUSAL])
     if frame[0] != VERSION:
         raise MessageError(
             f"speaks version {frame[0]} of the parameter server's protocol, and this "
             f"process version {VERSION}; install the same jdp everywhere"
         )
     try:
-        return decoder.decode(frame[2:])
-    except msgspec.DecodeError as error:
+        return decoding.decode(decoder.decode, frame[2:])
+    except decoding.DecodeError as error:
         raise MessageError(f"sent what is no message: {error}") from None

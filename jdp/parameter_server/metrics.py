@@ -7,11 +7,17 @@ import json
 import os
 import sys
 from collections import Counter
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 from jdp.parameter_server import keys
+from jdp.runtime import decoding
 
 Report = Literal["", "table", "json"]
+_Count = Annotated[int, Meta(ge=0, le=1 << 60)]
+_Word = Annotated[str, Meta(pattern=r"^[a-z0-9]{1,20}\Z")]
 _RATE_WINDOW_S = 5.0  # of which updates a second are the mean.
 
 
@@ -51,8 +57,9 @@ class Metrics:
         counts: dict[Any, int],
         num_workers: int,
         num_waiting: int,
+        num_refused: int,
         now_s: float,
-    ) -> dict[str, Any]:
+    ) -> "Line":
         """Returns one line of the report.
 
         Args:
@@ -60,6 +67,7 @@ class Metrics:
           counts: of pushes, by outcome.
           num_workers: that take part.
           num_waiting: pushes that are not settled.
+          num_refused: messages that made no sense.
           now_s: the time of a monotonic clock.
         """
         return {
@@ -69,6 +77,7 @@ class Metrics:
             "workers": num_workers,
             "queue": num_waiting,
             "pushes": dict(counts),
+            "refused": num_refused,
             "pulls": self.num_pulls,
             "pushed_bytes": self.num_pushed_bytes,
             "pulled_bytes": self.num_pulled_bytes,
@@ -76,10 +85,38 @@ class Metrics:
         }
 
 
+class Line(TypedDict):
+    """One line of the report; see `Metrics.summarize`."""
+
+    version: Annotated[str, Meta(pattern=r"^[0-9]{1,20}\.[0-9]{1,20}\Z")]
+    updates: _Count
+    updates_per_s: Annotated[float, Meta(ge=0, le=1e12)]
+    workers: _Count
+    queue: _Count
+    pushes: dict[_Word, _Count]
+    refused: _Count
+    pulls: _Count
+    pushed_bytes: _Count
+    pulled_bytes: _Count
+    staleness: dict[_Word, _Count]
+
+
+_decode_line = msgspec.json.Decoder(Line).decode
+
+
+def decode_line(data: bytes) -> Line:
+    """Returns what a server has sent to the launcher.
+
+    Raises:
+      decoding.DecodeError: it is no line of a report.
+    """
+    return decoding.decode(_decode_line, data)
+
+
 class Reporter(Protocol):
     """Where a report goes."""
 
-    def show(self, line: dict[str, Any]) -> None:
+    def show(self, line: Line) -> None:
         """Shows the newest line."""
         ...
 
@@ -102,7 +139,7 @@ def open_reporter(kind: Report) -> Reporter | None:
 
 
 class _JsonReporter:
-    def show(self, line: dict[str, Any]) -> None:
+    def show(self, line: Line) -> None:
         print(json.dumps(line), flush=True)
 
     def close(self) -> None:
@@ -115,7 +152,7 @@ class _Sender:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def show(self, line: dict[str, Any]) -> None:
+    def show(self, line: Line) -> None:
         with contextlib.suppress(OSError):
             os.write(self._fd, json.dumps(line).encode())
 
@@ -134,14 +171,14 @@ class _TableReporter:
         self._live = rich.live.Live(console=console, auto_refresh=False)
         self._live.start()
 
-    def show(self, line: dict[str, Any]) -> None:
+    def show(self, line: Line) -> None:
         self._live.update(make_table(line), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-def render_table(line: dict[str, Any], *, num_columns: int) -> list[bytes]:
+def render_table(line: Line, *, num_columns: int) -> list[bytes]:
     """Returns the rows of the table as they are written to a terminal."""
     import rich.console
 
@@ -151,19 +188,29 @@ def render_table(line: dict[str, Any], *, num_columns: int) -> list[bytes]:
     return file.getvalue().encode().splitlines()
 
 
-def make_table(line: dict[str, Any]) -> Any:
+def make_table(line: Line) -> Any:
     """Returns a line of the report as a table of rich."""
     import rich.table
 
     table = rich.table.Table(title=f"parameter server, version {line['version']}")
     table.add_column("what")
     table.add_column("value", justify="right")
-    for name in ("updates", "updates_per_s", "workers", "queue", "pulls"):
-        table.add_row(name.replace("_per_s", " a second"), f"{line[name]:,}")
+    for name, value in (
+        ("updates", line["updates"]),
+        ("updates a second", line["updates_per_s"]),
+        ("workers", line["workers"]),
+        ("queue", line["queue"]),
+        ("pulls", line["pulls"]),
+    ):
+        table.add_row(name, f"{value:,}")
+    table.add_row("messages refused", f"{line['refused']:,}")
     for outcome, count in line["pushes"].items():
         table.add_row(f"pushes {outcome}", f"{count:,}")
-    for name in ("pushed_bytes", "pulled_bytes"):
-        table.add_row(name.replace("_bytes", " MB"), f"{line[name] / 1e6:,.1f}")
+    for name, value in (
+        ("pushed MB", line["pushed_bytes"]),
+        ("pulled MB", line["pulled_bytes"]),
+    ):
+        table.add_row(name, f"{value / 1e6:,.1f}")
     total = max(1, sum(line["staleness"].values()))
     for staleness, count in line["staleness"].items():
         bar = "█" * round(20 * count / total)

@@ -12,8 +12,8 @@ whose first entry says so, with a higher epoch.
 
 import dataclasses
 import logging
-from typing import Literal
 
+from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.messages import (
     Apply,
     Discard,
@@ -21,7 +21,9 @@ from jdp.parameter_server.messages import (
     Follow,
     Forget,
     Hand,
+    Keep,
     Log,
+    MessageError,
     Outcome,
     Pull,
     Push,
@@ -31,34 +33,14 @@ from jdp.parameter_server.messages import (
     Stop,
     Version,
 )
-from jdp.parameter_server.modes import Bounded, Mode, Sync
+from jdp.parameter_server.modes import Bounded, Sync
+from jdp.parameter_server.restoring import find_common, settle
 
 _MOST_SENT = 256  # entries of the log in one message.
+_MOST_SAVES = 2  # checkpoints that not all servers have written or failed to write.
+_MOST_EPOCH = 1 << 40  # that another server may know of.
+_MOST_STALENESS = (1 << 31) - 1  # the optimizer gets an int32.
 _logger = logging.getLogger("jdp")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeadOptions:
-    """What server 0 goes by.
-
-    Attributes:
-      mode: when an update is made.
-      num_servers: of the job.
-      num_workers: for how many workers the first synchronous round waits; when all have
-        left again, the job is over.
-      lease_s: after how many seconds of silence a worker is left out.
-      start_timeout_s: longest wait for `num_workers` workers, in seconds.
-      checkpoint_every: updates from one checkpoint to the next; 0: none by itself.
-      nonfinite: what becomes of gradients with NaN or infinity.
-    """
-
-    mode: Mode
-    num_servers: int = 1
-    num_workers: int | None = None
-    lease_s: float = 10.0
-    start_timeout_s: float = 60.0
-    checkpoint_every: int = 0
-    nonfinite: Literal["reject", "apply"] = "reject"
 
 
 @dataclasses.dataclass
@@ -94,6 +76,7 @@ class Lead:
         self.counts: dict[Outcome, int] = {"applied": 0, "late": 0, "rejected": 0}
         self._incarnation = incarnation
         self._own: tuple[tuple[int, ...], int] | None = None
+        self._common = 0  # count of the newest checkpoint that all servers have.
         self._followers: dict[int, Follow] = {}
         self._members: dict[bytes, _Member] = {}
         self._round: dict[bytes, Push] = {}  # of `sync`: what came for this version.
@@ -106,8 +89,10 @@ class Lead:
         self._log: list[Entry] = []
         self._first_index = 0  # of what `_log` still has.
         self._num_returned = 0  # entries of the log that `decide` has returned.
-        self._wants_save = False
+        self._wants_save = False  # somebody does, now.
+        self._is_due = False  # a checkpoint, once the last ones are written.
         self._saved = Version()
+        self._saves: list[int] = []  # indices in the log, not executed by all.
         self._highest_epoch = 0
 
     def begin(self, checkpoints: tuple[int, ...], epoch: int) -> None:
@@ -118,7 +103,18 @@ class Lead:
         self._own = (checkpoints, epoch)
 
     def follow(self, status: Follow) -> None:
-        """Another server says where it is."""
+        """Another server says where it is.
+
+        Raises:
+          MessageError: it cannot be there.
+        """
+        end = self._first_index + len(self._log)
+        if (
+            not 0 < status.server < self.options.num_servers
+            or status.epoch > _MOST_EPOCH
+            or self._next_index(status) > end
+        ):
+            raise MessageError("says that a server is where it cannot be")
         before = self._followers.get(status.server)
         self._followers[status.server] = status
         if not self.is_running:
@@ -133,7 +129,7 @@ class Lead:
                 "Server %d began anew: all servers go back to a checkpoint.",
                 status.server,
             )
-            self._reset()
+            self.start_over()
             return
         if status.is_stopping:
             self._wants_save = True
@@ -175,7 +171,8 @@ class Lead:
         member = self._members.get(push.session)
         if member is None or push.sequence <= self._last_sequence(push.session):
             return
-        if member.push is None or member.push.sequence < push.sequence:
+        # One at a time: the one before may be in a round by now.
+        if member.push is None:
             member.push = push
             self._find_ready()
 
@@ -204,9 +201,14 @@ class Lead:
         return sum(m.push is not None for m in self._members.values())
 
     def decide(self, *, now_s: float) -> list[Entry]:
-        """Returns the entries that follow from what has happened."""
+        """Returns the entries that follow from what has happened.
+
+        Raises:
+          NoCheckpointError: there were checkpoints, and none is left that all have.
+        """
         if not self.is_running:
             return self._restore()
+        self._keep()
         self._end_leases(now_s)
         if isinstance(self.options.mode, Sync):
             self._fill_round()
@@ -215,10 +217,7 @@ class Lead:
             while self._apply_one():
                 pass
         self._hand_out()
-        if self._wants_save:
-            self._wants_save = False
-            if self._saved != self.version:
-                self._append(Save())
+        self._save_if_due()
         if self._is_over():
             self._append(Stop())
         return self._take()
@@ -254,24 +253,51 @@ class Lead:
         """Begins an epoch, once it is known which checkpoints all servers have."""
         if self._own is None or len(self._followers) < self.options.num_servers - 1:
             return []
-        everyone = [set(f.checkpoints) for f in self._followers.values()]
-        common = set(self._own[0]).intersection(*everyone)
+        common = find_common(self._own[0], self._followers)
         known = [f.epoch for f in self._followers.values()]
         epoch = 1 + max(self._own[1], self._highest_epoch, *known, 0)
-        self.version = self._saved = Version(epoch, max(common))
+        self.version = self._saved = Version(epoch, common)
+        self._common = common
         self._highest_epoch = epoch
         self.is_running = True
         self._log, self._first_index, self._num_returned = [], 0, 0
+        self._saves, self._is_due = [], False
         self._append(Restore(self.version))
         return self._take()
 
-    def _reset(self) -> None:
-        """Waits for all servers, to begin another epoch."""
+    def start_over(self) -> None:
+        """Goes back to what all servers have now, in another epoch."""
         self.is_running = False
         self._members.clear()
         self._round.clear()
         self._ready.clear()
         self._start_s, self._has_started = None, False
+
+    def _save_if_due(self) -> None:
+        """Lets all write a checkpoint, unless they have not written the last ones.
+
+        So a server has few that others lack, and there are always some that all have.
+        """
+        end = self._first_index + len(self._log)
+        done = min(map(self._next_index, self._followers.values()), default=end)
+        self._saves = [i for i in self._saves if i >= done]
+        if self._wants_save or self._is_due and len(self._saves) < _MOST_SAVES:
+            self._wants_save = self._is_due = False
+            if self._saved != self.version:
+                self._append(Save())
+
+    def _keep(self) -> None:
+        """Tells all servers when there is a newer checkpoint that all have."""
+        assert self._own is not None
+        counts = [c for c in self._own[0] if c > self._common]
+        # Not those that say what they had before they executed the `Restore`.
+        if not counts or not all(map(self._next_index, self._followers.values())):
+            return
+        for count in reversed(counts):
+            if all(count in f.checkpoints for f in self._followers.values()):
+                self._common = count
+                self._append(Keep(count))
+                return
 
     def _last_sequence(self, session: bytes) -> int:
         settled = self._settled.get(session)
@@ -389,7 +415,7 @@ class Lead:
     def _apply(self, pushes: list[Push]) -> None:
         # Of an epoch that is gone, a count says nothing but that it is not newer.
         oldest = min(p.version.count for p in pushes)
-        staleness = max(0, self.version.count - oldest)
+        staleness = min(max(0, self.version.count - oldest), _MOST_STALENESS)
         self._append(
             Apply(
                 tuple((p.session, p.sequence) for p in pushes),
@@ -399,7 +425,8 @@ class Lead:
         )
         every = self.options.checkpoint_every
         if every and self.version.count % every == 0:
-            self._append(Save())
+            self._is_due = True
+            self._save_if_due()
 
     def _discard(self, push: Push, outcome: Outcome) -> None:
         self._append(Discard(push.session, push.sequence, outcome))
@@ -429,6 +456,7 @@ class Lead:
                 member.push = None
         if isinstance(entry, Save):
             self._saved = self.version
+            self._saves.append(self._first_index + len(self._log) - 1)
 
     def _take(self) -> list[Entry]:
         """Returns what is new in the log, and drops what all servers have executed."""
@@ -449,17 +477,3 @@ class Lead:
             status.lead == self._incarnation and status.epoch == self.version.epoch
         )
         return status.next_index if follows else 0
-
-
-def settle(version: Version, entry: Entry) -> tuple[Version, dict[bytes, Settled]]:
-    """Returns the version after an entry, and the pushes that it settles."""
-    match entry:
-        case Restore():
-            return entry.version, {}
-        case Apply():
-            version = Version(version.epoch, version.count + 1)
-            return version, {s: Settled(n, "applied", version) for s, n in entry.pushes}
-        case Discard():
-            found = Settled(entry.sequence, entry.outcome, version)
-            return version, {entry.session: found}
-    return version, {}

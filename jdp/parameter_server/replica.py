@@ -2,18 +2,19 @@
 
 from typing import Any, NamedTuple
 
-from jdp.parameter_server import protocol
 from jdp.parameter_server.messages import (
     Apply,
     Discard,
     Entry,
     Forget,
     Log,
+    MessageError,
     Push,
     Restore,
     Settled,
     Version,
 )
+from jdp.parameter_server.restoring import settle
 
 # Of how many sessions it is remembered which pushes were settled: of those that settled
 # one last. Whoever is forgotten must not re-send a push that it sent so long ago.
@@ -53,19 +54,31 @@ class Replica:
         return True
 
     def wants(self, session: bytes, sequence: int) -> bool:
-        """Whether a push is neither settled nor here."""
+        """Whether a push is neither settled nor here.
+
+        A session has one push at a time: while one is here that is not settled, no
+        other is taken, for the log may name the one that is.
+        """
         settled = self.settled.get(session)
         if settled is not None and sequence <= settled.sequence:
             return False
-        part = self._parts.get(session)
-        return part is None or part.push.sequence < sequence
+        return session not in self._parts
 
     def find_held(self) -> tuple[tuple[bytes, int], ...]:
         """Returns session and sequence number of the parts that are not settled."""
         return tuple((s, part.push.sequence) for s, part in self._parts.items())
 
     def receive(self, log: Log) -> list[Entry]:
-        """Returns the entries of a log that are to be executed now, in this order."""
+        """Returns the entries of a log that are to be executed now, in this order.
+
+        Raises:
+          MessageError: it is no log; nothing has changed.
+        """
+        for index, entry in enumerate(log.entries, log.first_index):
+            if isinstance(entry, Restore) != (index == 0):
+                raise MessageError("sent a log that does not begin with a checkpoint")
+            if isinstance(entry, Restore) and entry.version.epoch != log.epoch:
+                raise MessageError("sent a log that begins another epoch")
         is_same = (log.lead, log.epoch) == (self.lead, self.version.epoch)
         if not is_same:
             # Another log counts if it is newer, and from its beginning on.
@@ -76,13 +89,19 @@ class Replica:
         return [] if skipped < 0 else list(log.entries[skipped:])
 
     def execute(self, entry: Entry) -> Done:
-        """Goes by an entry; see `restore` for what a `Restore` needs besides."""
+        """Goes by an entry; see `restore` for what a `Restore` needs besides.
+
+        Raises:
+          MessageError: it applies what is not here; nothing has changed.
+        """
+        if isinstance(entry, Apply):
+            self._check(entry)
         self.next_index += 1
-        self.version, settled = protocol.settle(self.version, entry)
+        self.version, settled = settle(self.version, entry)
         parts: list[Part] = []
         match entry:
             case Apply():
-                parts = [self._take(s, number) for s, number in entry.pushes]
+                parts = [self._parts.pop(session) for session, _ in entry.pushes]
             case Discard():
                 self._drop(entry.session, entry.sequence)
             case Forget():
@@ -100,10 +119,14 @@ class Replica:
         """Takes what a checkpoint has of pushes."""
         self.settled = dict(settled)
 
-    def _take(self, session: bytes, sequence: int) -> Part:
-        part = self._parts.pop(session)
-        assert part.push.sequence == sequence
-        return part
+    def _check(self, entry: Apply) -> None:
+        held = [
+            session in self._parts and self._parts[session].push.sequence == sequence
+            for session, sequence in entry.pushes
+        ]
+        num_sessions = len({session for session, _ in entry.pushes})
+        if not all(held) or not len(held) == num_sessions == len(entry.weights):
+            raise MessageError("sent an update with pushes that this server lacks")
 
     def _drop(self, session: bytes, sequence: int) -> None:
         part = self._parts.get(session)

@@ -12,13 +12,13 @@ import jax
 import optax
 
 from jdp.hooks import CommHook
-from jdp.parameter_server import keys, modes, shards, updates
+from jdp.parameter_server import keys, modes, saving, shards, updates
 from jdp.parameter_server.checkpoints import Checkpoints
 from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Place
+from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.metrics import Report
 from jdp.parameter_server.modes import Mode
-from jdp.parameter_server.protocol import LeadOptions
 from jdp.types import Device, PyTree
 
 
@@ -147,7 +147,12 @@ class Server:
         self._service = service.Service(
             place,
             plan,
-            service.Parts(socket, updater, compressor, checkpoints),
+            service.Parts(
+                socket,
+                updater,
+                compressor,
+                saving.Saver(place.index, updater, checkpoints),
+            ),
             LeadOptions(
                 mode=mode,
                 num_servers=num_servers,
@@ -167,7 +172,7 @@ class Server:
     @property
     def metrics(self) -> dict[str, Any]:
         """What has happened so far, as a line of the report; on server 0."""
-        return self._service.summarize()
+        return dict(self._service.summarize())
 
     def serve(self) -> None:
         """Serves until all workers have left, SIGTERM, or `stop`.

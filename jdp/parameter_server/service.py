@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from jdp.parameter_server import admission, lane, messages, metrics, shards
-from jdp.parameter_server.checkpoints import Checkpoints
 from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Keys, Place
 from jdp.parameter_server.lane import Lane
+from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.messages import (
     Apply,
     Ended,
@@ -21,8 +21,9 @@ from jdp.parameter_server.messages import (
     Forget,
     Hand,
     Hello,
+    Keep,
     Leave,
-    Log,
+    MessageError,
     Params,
     Ping,
     Pong,
@@ -36,17 +37,21 @@ from jdp.parameter_server.messages import (
     Who,
 )
 from jdp.parameter_server.modes import Sync
-from jdp.parameter_server.protocol import Lead, LeadOptions
+from jdp.parameter_server.protocol import Lead
+from jdp.parameter_server.refusals import Refusals
 from jdp.parameter_server.replica import Part, Replica
+from jdp.parameter_server.saving import Saver
 from jdp.parameter_server.shards import Shards
 from jdp.parameter_server.sockets import ClientSockets, Message, ServerSocket
 from jdp.parameter_server.updates import Updater
+from jdp.runtime import decoding
 
 _TICK_S = 0.1
 _STATUS_PERIOD_S = 0.2  # of what servers tell each other again, lest it was lost.
 _REPORT_PERIOD_S = 1.0
 _STOP_TIMEOUT_S = 3.0  # less than what `jdp launch` gives from SIGTERM to SIGKILL.
 _FAREWELL_S = 0.5
+_MOST_SESSIONS = 4096  # as many as a replica remembers.
 _logger = logging.getLogger("jdp")
 
 
@@ -57,7 +62,7 @@ class Parts:
     socket: ServerSocket
     updater: Updater
     compressor: Compressor | None
-    checkpoints: Checkpoints | None
+    saver: Saver
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,8 @@ class Service:
         self._plan = plan
         self._shard = plan.of_server[place.index]
         self._socket, self._updater = parts.socket, parts.updater
-        self._compressor, self._checkpoints = parts.compressor, parts.checkpoints
+        self._compressor, self._saver = parts.compressor, parts.saver
+        self._refusals = Refusals(f"Server {self._index}")
         self._lead_options, self._options = lead_options, options
         self._admission = admission.Admission(
             place.index,
@@ -107,7 +113,7 @@ class Service:
         self._sessions: dict[bytes, _Session] = {}
         self._metrics = metrics.Metrics()
         self._packed: tuple[Version, np.ndarray] | None = None
-        self._saved = self._must_save = Version()
+        self._must_save = Version()
         self._status_at_s = self._report_at_s = 0.0
         self._stop_at_s: float | None = None
         self._is_told = self._is_over = False
@@ -119,14 +125,14 @@ class Service:
             self._note_checkpoints()
         else:
             self._upstream = ClientSockets(
-                [place.addresses[0]], options.keys, most_bytes=0
+                [place.addresses[0]], options.keys, most_bytes=0, is_server=True
             )
 
     def stop(self) -> None:
         """Asks for the end; see `Server.stop`."""
         self._is_told = True
 
-    def summarize(self) -> dict[str, Any]:
+    def summarize(self) -> metrics.Line:
         """Returns a line of the report."""
         lead = self._lead
         return self._metrics.summarize(
@@ -134,6 +140,7 @@ class Service:
             counts={} if lead is None else dict(lead.counts),
             num_workers=len(self._sessions),
             num_waiting=0 if lead is None else lead.num_waiting,
+            num_refused=self._refusals.count,
             now_s=time.monotonic(),
         )
 
@@ -182,33 +189,37 @@ class Service:
                 lead.save()
         if self._stop_at_s is None:
             return False
-        has_saved = self._checkpoints is None or self._saved >= self._must_save
+        has_saved = self._saver.has_saved(self._must_save)
         if self._is_told and has_saved and (lead is None or lead.has_all()):
             return True
         return now_s >= self._stop_at_s
 
     def _close(self) -> None:
         self._socket.close()
+        self._saver.close()
         if self._upstream is not None:
             self._upstream.close()
 
     def _hear(self, message: Message) -> None:
-        """A worker or another server said something."""
+        """A worker or another server said something; what makes no sense is refused."""
         route = message.source
         assert isinstance(route, bytes)
         try:
             found = messages.decode(message.header, messages.to_server)
-        except messages.MessageError as error:
-            self._socket.note(f"it {error}")
+            self._handle(route, found, message)
+        except MessageError as error:
+            self._refusals.note(str(error))
             text = f"Server {self._index} refuses this worker, which {error}."
             self._socket.send(route, messages.encode_refusal(text))
-            return
         except messages.RefusedError:
-            return
+            self._refusals.note("sent a refusal to a server")
+
+    def _handle(self, route: bytes, found: messages.ToServer, message: Message) -> None:
         if isinstance(found, Follow):
-            if self._lead is not None and found.server < len(self._plan.of_server):
-                self._followers[found.server] = route
-                self._lead.follow(found)
+            if self._lead is None or not message.is_server:
+                raise MessageError("says that it is a server, and is not known as one")
+            self._lead.follow(found)
+            self._followers[found.server] = route
         elif isinstance(found, Hello):
             self._welcome(route, found)
         elif (session := self._find_session(found.session, route)) is not None:
@@ -258,16 +269,22 @@ class Service:
         layout = self._shard.layout
         if push.is_compressed:
             if self._compressor is None:
-                self._socket.note("it compressed a push, and there is no hook")
-                return
+                raise MessageError("compressed a push, and the servers have no hook")
             layout = self._compressor.layout
+        if push.version > self._replica.version:
+            raise MessageError(
+                f"pushed a gradient of version {push.version}, and there is "
+                f"{self._replica.version}"
+            )
         if push.is_in_lane:
-            payload = None if session.lane is None else session.lane.pushed
-        if payload is not None and len(payload) < layout.num_bytes:
-            payload = None
-        if payload is None or not 0 < push.weight < float("inf"):
-            self._socket.note("it sent a push that is not of this model")
-            return
+            if session.lane is None:  # It could not be opened; the worker is told.
+                return
+            payload = session.lane.pushed[: layout.num_bytes]
+        num_bytes = 0 if payload is None else len(payload)
+        if num_bytes != layout.num_bytes:
+            raise MessageError(
+                f"pushed {num_bytes} bytes, and {layout.num_bytes} are of this model"
+            )
         if self._replica.hold(push, payload):
             self._metrics.num_pushed_bytes += layout.num_bytes
             self._status_at_s = 0.0
@@ -279,6 +296,7 @@ class Service:
         if text := admission.find_objection(
             hello, self._admission, self._lead_version()
         ):
+            text = decoding.printable(text, most=2000)
             _logger.warning("Worker %d is refused: %s", hello.worker, text)
             self._socket.send(route, messages.encode_refusal(text))
             return
@@ -290,6 +308,8 @@ class Service:
             if not lead.join(hello.session, hello.worker, now_s=now_s):
                 return
         known = self._sessions.get(hello.session)
+        if known is None and len(self._sessions) >= _MOST_SESSIONS:
+            raise MessageError(f"is one worker more than {_MOST_SESSIONS}")
         if known is None:
             _logger.info("Worker %d has come.", hello.worker)
             shared = None
@@ -321,11 +341,13 @@ class Service:
         for message in self._upstream.receive():
             try:
                 found = messages.decode(message.header, messages.to_follower)
-            except (messages.MessageError, messages.RefusedError) as error:
-                raise RuntimeError(f"Server 0 and this one differ: {error}") from None
-            if isinstance(found, Log):
                 self._execute(self._replica.receive(found))
                 self._status_at_s = 0.0
+            except messages.RefusedError as error:
+                raise RuntimeError(f"Server 0 and this one differ: {error}") from None
+            except MessageError as error:
+                # Server 0 sends its log until this one has it.
+                self._refusals.note(str(error))
         now_s = time.monotonic()
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + _STATUS_PERIOD_S
@@ -334,9 +356,9 @@ class Service:
                 self._index,
                 self._incarnation,
                 replica.lead,
-                max(replica.version.epoch, self._find_epoch()),
+                max(replica.version.epoch, self._saver.find_epoch()),
                 replica.next_index,
-                self._find_checkpoints(),
+                self._saver.find_counts(),
                 replica.find_held(),
                 self._is_told,
             )
@@ -369,9 +391,12 @@ class Service:
                 case Apply():
                     self._apply(entry, done.parts)
                 case Restore():
-                    self._restore(entry.version, before)
+                    if not self._restore(entry.version, before):
+                        return
                 case Save():
                     self._save()
+                case Keep():
+                    self._saver.keep(entry.count)
                 case Forget():
                     self._sessions.pop(entry.session, None)
                 case Hand():
@@ -387,8 +412,7 @@ class Service:
             [self._unpack(part) for part in parts], entry.weights, entry.staleness
         )
         self._metrics.note_update(entry.staleness, now_s=time.monotonic())
-        if self._checkpoints is not None:
-            self._checkpoints.note(self._replica.version)
+        self._saver.note(self._replica.version)
 
     def _unpack(self, part: Part) -> list[Any]:
         """Returns the buckets of a part, without a copy where they are not packed."""
@@ -417,56 +441,34 @@ class Service:
         self._send(session, Params(entry.pull, version, False), self._packed[1])
 
     def _save(self) -> None:
-        if self._checkpoints is None:
-            return
-        replica = self._replica
-        count = replica.version.count
-        self._checkpoints.save(count, self._updater.save(), replica.settled)
-        self._saved = replica.version
+        self._saver.save(self._replica.version, self._replica.settled)
         self._note_checkpoints()
         self._status_at_s = 0.0
 
-    def _restore(self, version: Version, before: Version) -> None:
-        """Goes back to a checkpoint that all servers have."""
+    def _restore(self, version: Version, before: Version) -> bool:
+        """Goes back to a checkpoint that all servers have; returns whether it is one.
+
+        If not, this server counts as one that begins anew: without that checkpoint.
+        """
         self._sessions.clear()
-        settled = {}
-        if self._checkpoints is not None:
-            before = max(before, self._checkpoints.last)
-            self._checkpoints.drop_after(version.count)
-        if version.count and self._checkpoints is not None:
-            arrays, settled = self._checkpoints.load(version.count)
-            self._updater.load(arrays)
-        elif version.epoch > 1:
-            self._updater.reset()
+        self._packed = None
+        settled = self._saver.restore(version, before)
+        self._note_checkpoints()
+        self._status_at_s = 0.0
+        if settled is None:
+            if self._lead is not None:
+                self._lead.start_over()
+            else:
+                self._incarnation, self._replica.lead = secrets.token_bytes(8), b""
+            return False
         self._replica.restore(settled)
         if self._lead is not None:
             self._lead.restored(settled)
-        self._saved, self._packed = version, None
-        if self._checkpoints is not None:
-            self._checkpoints.note(version)
-            self._checkpoints.last = version
-        self._note_checkpoints()
-        if version.epoch > 1:
-            _logger.warning(
-                "Server %d goes on from %s: of %d updates, %d are lost.",
-                self._index,
-                f"the checkpoint of update {version.count}"
-                if version.count
-                else "the parameters that it was given",
-                max(before.count, version.count),
-                max(0, before.count - version.count),
-            )
+        return True
 
     def _note_checkpoints(self) -> None:
         if self._lead is not None:
-            self._lead.begin(self._find_checkpoints(), self._find_epoch())
-
-    def _find_checkpoints(self) -> tuple[int, ...]:
-        found = () if self._checkpoints is None else self._checkpoints.find_counts()
-        return (0, *found)
-
-    def _find_epoch(self) -> int:
-        return 0 if self._checkpoints is None else self._checkpoints.last.epoch
+            self._lead.begin(self._saver.find_counts(), self._saver.find_epoch())
 
     def _send(self, session: _Session, message: Any, payload: Any = None) -> None:
         self._socket.send(session.route, messages.encode(message), payload)

@@ -155,6 +155,7 @@ def find_difference(
     own: list[tuple[str, str]], theirs: list[tuple[str, str]], who: str
 ) -> str:
     """Says where two descriptions of parameters differ first; "" if nowhere."""
+    # One may be longer: that is looked at where the others are the same.
     for (path, kind), (other_path, other_kind) in zip(own, theirs, strict=False):
         if path != other_path:
             return f"`{path}` on the server is `{other_path}` on {who}"

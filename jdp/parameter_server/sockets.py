@@ -25,7 +25,9 @@ _MOST_RECONNECT_MS = 1000
 _SMALLEST_LIMIT = 4 << 20  # of a frame; headers describe all parameters.
 _MOST_FRAMES = 3  # a route, a header, arrays.
 _MOST_AT_ONCE = 256
+_MOST_QUEUED = 1000  # messages, of each peer; what is dropped is said again.
 _REFUSE_S = 1.0
+_WORKER, _SERVER = "worker", "server"  # how ZAP calls who has which key.
 
 
 class Message(NamedTuple):
@@ -34,6 +36,7 @@ class Message(NamedTuple):
     source: bytes | int  # the route to a worker, or the number of a server.
     header: memoryview
     payload: memoryview | None
+    is_server: bool = False  # whether it has proved that it is one.
 
 
 class ServerSocket:
@@ -52,15 +55,19 @@ class ServerSocket:
         """
         self._context = zmq.Context()
         self._refusals = transport_sockets.Refusals()
-        self._admitted = z85.decode(keys.worker_public)
+        self._admitted = {
+            z85.decode(keys.worker_public): _WORKER.encode(),
+            z85.decode(keys.server_public): _SERVER.encode(),
+        }
         self._zap = self._context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(_ZAP_ENDPOINT)
         self._socket = self._context.socket(zmq.ROUTER)
         for name, value in {
             zmq.LINGER: _LINGER_MS,
-            zmq.SNDHWM: 0,
-            zmq.RCVHWM: 0,
+            # Of each peer: one that floods, or does not read, fills no memory.
+            zmq.SNDHWM: _MOST_QUEUED,
+            zmq.RCVHWM: _MOST_QUEUED,
             zmq.IPV6: 1,
             zmq.MAXMSGSIZE: max(most_bytes, _SMALLEST_LIMIT) + 4096,
             zmq.ROUTER_HANDOVER: 1,
@@ -103,7 +110,11 @@ class ServerSocket:
                 self.note(f"it sent {len(frames)} frames at once")
                 continue
             payload = frames[2].buffer if len(frames) == _MOST_FRAMES else None
-            found.append(Message(frames[0].bytes, frames[1].buffer, payload))
+            found.append(
+                Message(
+                    frames[0].bytes, frames[1].buffer, payload, _is_server(frames[1])
+                )
+            )
         return found
 
     def send(self, route: bytes, header: bytes, payload: object = None) -> None:
@@ -142,8 +153,9 @@ class ServerSocket:
             except zmq.Again:
                 return
             _, request_id, _, address, _, mechanism, *credentials = request
-            if mechanism == b"CURVE" and credentials == [self._admitted]:
-                answer = (b"200", b"", b"worker", b"")
+            key = credentials[0] if len(credentials) == 1 else b""
+            if mechanism == b"CURVE" and key in self._admitted:
+                answer = (b"200", b"", self._admitted[key], b"")
             else:
                 who = address.decode(errors="replace")
                 self.note(f"it does not have the keys of this job ({who})")
@@ -154,8 +166,25 @@ class ServerSocket:
 class ClientSockets:
     """Connections to servers, of one thread; any thread may call `wake`."""
 
-    def __init__(self, addresses: Sequence[str], keys: Keys, *, most_bytes: int):
-        """Begins to connect, for as long as it takes."""
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        keys: Keys,
+        *,
+        most_bytes: int,
+        is_server: bool = False,
+    ):
+        """Begins to connect, for as long as it takes.
+
+        Args:
+          addresses: "host:port" of each server.
+          keys: of the job.
+          most_bytes: the longest payload.
+          is_server: whether this is a server too, and not a worker.
+        """
+        pair = (keys.worker_public, keys.worker_secret)
+        if is_server:
+            pair = (keys.server_public, keys.server_secret)
         # Kept from connection to connection, so that answers find their way.
         identity = b"jdp" + os.urandom(16)
         self._context = zmq.Context()
@@ -179,8 +208,8 @@ class ClientSockets:
                 zmq.RECONNECT_IVL_MAX: _MOST_RECONNECT_MS,
                 zmq.ROUTING_ID: identity,
                 zmq.CURVE_SERVERKEY: keys.server_public.encode(),
-                zmq.CURVE_PUBLICKEY: keys.worker_public.encode(),
-                zmq.CURVE_SECRETKEY: keys.worker_secret.encode(),
+                zmq.CURVE_PUBLICKEY: pair[0].encode(),
+                zmq.CURVE_SECRETKEY: pair[1].encode(),
             }.items():
                 socket.setsockopt(name, value)
             socket.connect(f"tcp://{address}")
@@ -230,6 +259,11 @@ class ClientSockets:
         self._context.term()
         os.close(self._wake_in)
         os.close(self._wake_out)
+
+
+def _is_server(frame: zmq.Frame) -> bool:
+    """Whether a frame came over a connection that has the key of a server."""
+    return frame.get("User-Id") == _SERVER
 
 
 def _bind_address(address: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdp import buckets
 from jdp.hooks import CommHook
-from jdp.parameter_server import keys, lane, shards
+from jdp.parameter_server import keys, lane, messages, shards
 from jdp.parameter_server.client import Client
 from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Place
@@ -105,7 +105,7 @@ class Worker:
             lanes,
             place.addresses,
             keys.read_keys(place.key_file),
-            most_bytes=max(s.layout.num_bytes for s in self._shards.of_server),
+            num_pulled_bytes=[s.layout.num_bytes for s in self._shards.of_server],
             timeout_s=options.timeout_s,
             wait_timeout_s=options.wait_timeout_s,
         )
@@ -180,11 +180,12 @@ class Worker:
         Raises:
           RuntimeError: a server does not answer, or has failed.
           ValueError: `grads` are not like the parameters, or `num_samples` is not
-            above 0.
+            from 1e-30 to 1e30.
         """
-        if not 0 < num_samples < float("inf"):
+        if not messages.LEAST_WEIGHT <= num_samples <= messages.MOST_WEIGHT:
             raise ValueError(
-                f"`num_samples` must be a number above 0, got {num_samples}."
+                f"`num_samples` must be a number above 0, from {messages.LEAST_WEIGHT} "
+                f"to {messages.MOST_WEIGHT}, got {num_samples}."
             )
         leaves = buckets.check_fits(self._shards.plan, grads)
         # The memory is free once the push before is settled.

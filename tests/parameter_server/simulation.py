@@ -2,12 +2,15 @@
 
 from collections import deque
 
+from jdp.parameter_server.checkpoints import find_superfluous
 from jdp.parameter_server.client import Client
+from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.messages import (
     Apply,
     Follow,
     Hand,
     Hello,
+    Keep,
     Leave,
     Params,
     Ping,
@@ -21,7 +24,7 @@ from jdp.parameter_server.messages import (
     Welcome,
     Who,
 )
-from jdp.parameter_server.protocol import Lead, LeadOptions
+from jdp.parameter_server.protocol import Lead
 from jdp.parameter_server.replica import Replica
 
 
@@ -31,6 +34,8 @@ class SimulatedServer:
     def __init__(self, job, index):
         self.job, self.index = job, index
         self.disk = {0: ((), {})}  # by count: parameters, and the table.
+        self.damaged = set()  # counts of what is not what was written.
+        self.common = 0  # the newest count that all are known to have had.
         self.epoch_on_disk = 0
         self.start()
 
@@ -47,6 +52,30 @@ class SimulatedServer:
     def note_checkpoints(self):
         if self.lead:
             self.lead.begin(tuple(self.disk), self.epoch_on_disk)
+
+    def drop(self, counts):
+        for count in list(counts):
+            del self.disk[count]
+            self.damaged.discard(count)
+
+    def keep(self, common):
+        self.common = common
+        if self.common:
+            self.disk.pop(0, None)
+        self.drop(find_superfluous(set(self.disk) - {0}, self.common))
+
+    def find_good(self):
+        return set(self.disk) - self.damaged
+
+    def refuse(self, count):
+        """The checkpoint to go back to is not what was written."""
+        self.drop({count} & set(self.disk))
+        self.note_checkpoints()
+        if self.lead:
+            self.lead.start_over()
+        else:
+            self.incarnation = self.job.rng.randbytes(8)
+            self.replica.lead = b""
 
     def hear(self, message, payload=None):
         """A message of a worker."""
@@ -110,10 +139,14 @@ class SimulatedServer:
                     assert [p.payload for p in done.parts] == list(entry.pushes)
                     self.params += entry.pushes
                     job.check_params(self)
+                case Restore() if entry.version.count not in self.find_good():
+                    self.sessions.clear()
+                    self.refuse(entry.version.count)
+                    return
                 case Restore():
                     self.params, table = self.disk[entry.version.count]
-                    for count in [c for c in self.disk if c > entry.version.count]:
-                        del self.disk[count]
+                    self.drop([c for c in self.disk if c > entry.version.count])
+                    self.keep(entry.version.count)
                     self.epoch_on_disk = entry.version.epoch
                     self.replica.restore(table)
                     if self.lead:
@@ -126,6 +159,12 @@ class SimulatedServer:
                         self.params,
                         dict(self.replica.settled),
                     )
+                    self.damaged.discard(self.replica.version.count)
+                    self.keep(self.common)
+                    self.note_checkpoints()
+                case Keep():
+                    assert entry.count in self.disk
+                    self.keep(entry.count)
                     self.note_checkpoints()
                 case Hand() if entry.session in self.sessions:
                     params = Params(entry.pull, self.replica.version, False)
@@ -281,6 +320,13 @@ class Job:
             if has(key):
                 del self.channels[key]
 
+    def damage_checkpoint(self):
+        """Flips a bit in the newest checkpoint of a server; one at a time."""
+        common = set.intersection(*(set(s.disk) - {0} for s in self.servers))
+        if len(common) > 1 and not any(s.damaged for s in self.servers):
+            server = self.rng.choice(self.servers)
+            server.damaged.add(max(server.disk))
+
     def kill_server(self, index):
         self.cut(lambda key: key[2] == index or (index == 0 and key[1] == b""))
         self.servers[index].start()
@@ -317,6 +363,8 @@ class Job:
         self.decide()
         if rng.random() < bad / 4:
             self.kill_server(rng.randrange(self.num_servers))
+        if rng.random() < bad:
+            self.damage_checkpoint()
         if rng.random() < bad / 4:
             self.kill_worker(rng.randrange(len(self.workers)))
 

@@ -12,6 +12,7 @@ import rich.console
 from jdp import parameter_server
 from jdp.parameter_server import metrics, shards
 from jdp.parameter_server.metrics import Metrics
+from jdp.runtime import decoding
 
 
 def _line():
@@ -23,6 +24,7 @@ def _line():
         counts={"applied": 30, "late": 2},
         num_workers=2,
         num_waiting=1,
+        num_refused=5,
         now_s=115.0,
     )
 
@@ -49,6 +51,28 @@ def test_a_report_is_a_line_of_json_or_a_table(capsys):
     reporter.close()
     assert "pushes late" in capsys.readouterr().err
     assert metrics.open_reporter("") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": "[/bold]"},
+        {"version": "1.\u0661"},
+        {"updates": -1},
+        {"updates_per_s": "fast"},
+        {"pushes": {"[red]": 1}},
+        {"staleness": {"0": 1 << 63}},
+        {"refused": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_line_of_a_report_is_not_drawn(change):
+    line = metrics.decode_line(json.dumps(_line()).encode())
+    assert line == _line() and metrics.render_table(line, num_columns=60)
+    with pytest.raises(decoding.DecodeError):
+        metrics.decode_line(json.dumps({**_line(), **change}).encode())
+    with pytest.raises(decoding.DecodeError):
+        metrics.decode_line(b'"\xff')
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])

@@ -1,0 +1,277 @@
+"""Checkpoint files: how is one checkpoint written, and is it what was written?
+
+A folder `updates-N` has the arrays, as orbax writes them, and a manifest with a digest
+of each, and of each file: orbax is not given files that are damaged. The folder gets
+its name when all of it is on the disk, the manifest last: a process that is killed, or
+a disk that is full, leaves no folder of that name.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from jdp.parameter_server import messages
+from jdp.parameter_server.messages import Settled, Version
+from jdp.runtime import decoding
+
+_FORMAT = 1
+_ARRAYS, _MANIFEST = "arrays", "manifest"
+_DIGEST_BYTES = 16
+_MOST_MANIFEST_BYTES = 256 << 20
+_Digest = Annotated[str, Meta(min_length=32, max_length=32)]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, or is not what was written."""
+
+
+class _Leaf(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[messages.Count, ...]
+    digest: _Digest
+
+
+class _File(msgspec.Struct, frozen=True, order=True):
+    path: str  # below the folder of the arrays.
+    num_bytes: messages.Count
+    digest: _Digest
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a checkpoint consists of; its file begins with a digest of the rest."""
+
+    format: int
+    server: messages.Number
+    num_servers: messages.Number
+    version: Version
+    leaves: tuple[_Leaf, ...]
+    files: tuple[_File, ...]
+    settled: bytes  # the table of pushes, as msgpack.
+
+
+_manifest = msgspec.json.Decoder(Manifest)
+_table = msgspec.msgpack.Decoder(dict[messages.Identity, Settled])
+
+
+def write(
+    folder: pathlib.Path,
+    half: pathlib.Path,
+    *,
+    place: tuple[int, int],
+    version: Version,
+    arrays: Sequence[np.ndarray],
+    settled: dict[bytes, Settled],
+) -> None:
+    """Writes a checkpoint, whole or not at all.
+
+    Args:
+      folder: its name once it is whole.
+      half: its name until then, on the same disk.
+      place: number of the server, and of how many.
+      version: of the parameters.
+      arrays: of the state.
+      settled: what became of the last push of each session.
+
+    Raises:
+      OSError: it could not be written; nothing of it is left.
+    """
+    table = msgspec.msgpack.encode(settled)
+    try:
+        remove(half)
+        _check_space(half.parent, sum(x.nbytes for x in arrays) + len(table))
+        half.mkdir()
+        _save(half / _ARRAYS, arrays)
+        leaves, files = map(_describe, arrays), _find_files(half / _ARRAYS)
+        text = msgspec.json.encode(
+            Manifest(_FORMAT, *place, version, tuple(leaves), tuple(files), table)
+        )
+        with (half / _MANIFEST).open("wb") as file:
+            file.write(_digest(text).encode() + b"\n" + text)
+            file.flush()
+            os.fsync(file.fileno())
+        remove(folder)
+        half.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        remove(half)
+        raise
+
+
+def read_manifest(folder: pathlib.Path, *, place: tuple[int, int]) -> Manifest:
+    """Reads a manifest, which says that all of a checkpoint was written.
+
+    Raises:
+      CheckpointError: it is missing, damaged, or that of another server.
+    """
+    try:
+        with (folder / _MANIFEST).open("rb") as file:
+            data = file.read(_MOST_MANIFEST_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(
+            "it has no manifest: it is part of a copy, or of an older jdp"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"its manifest cannot be read: {error.strerror}"
+        ) from None
+    digest, _, text = data.partition(b"\n")
+    if digest != _digest(text).encode():
+        raise CheckpointError("its manifest does not have the checksum it begins with")
+    try:
+        manifest = decoding.decode(_manifest.decode, text)
+    except decoding.DecodeError as error:
+        raise CheckpointError(f"its manifest is none: {error}") from None
+    if manifest.format != _FORMAT:
+        raise CheckpointError(
+            f"it has format {manifest.format}, and this jdp reads {_FORMAT}"
+        )
+    if (manifest.server, manifest.num_servers) != place:
+        raise CheckpointError(
+            f"it is that of server {manifest.server} of {manifest.num_servers}"
+        )
+    if folder.name != f"updates-{manifest.version.count}":
+        raise CheckpointError(f"it is that of update {manifest.version.count}")
+    return manifest
+
+
+def read(
+    folder: pathlib.Path, *, place: tuple[int, int]
+) -> tuple[list[np.ndarray], dict[bytes, Settled]]:
+    """Reads the arrays and the table of a checkpoint.
+
+    Raises:
+      CheckpointError: something is missing, or is not what was written.
+    """
+    manifest = read_manifest(folder, place=place)
+    _check_files(folder / _ARRAYS, manifest.files)
+    arrays = _restore(folder / _ARRAYS)
+    if len(arrays) != len(manifest.leaves):
+        raise CheckpointError(
+            f"it has {len(arrays)} arrays, and {len(manifest.leaves)} were written"
+        )
+    for i, (array, leaf) in enumerate(zip(arrays, manifest.leaves, strict=True)):
+        if _describe(array) != leaf:
+            raise CheckpointError(
+                f"array {i}, {leaf.dtype}{list(leaf.shape)}, does not have the "
+                "checksum that it was written with"
+            )
+    try:
+        return arrays, decoding.decode(_table.decode, manifest.settled)
+    except decoding.DecodeError as error:
+        raise CheckpointError(f"its table of pushes is none: {error}") from None
+
+
+def remove(folder: pathlib.Path) -> None:
+    """Removes a folder, or what else has its name; what cannot be removed stays."""
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            folder.unlink()
+
+
+def _describe(array: np.ndarray) -> _Leaf:
+    # A copy where bytes do not lie in a row; a dtype such as bfloat16 has no buffer.
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return _Leaf(str(array.dtype), array.shape, _digest(flat))
+
+
+def _new_digest(data: Any = b"") -> Any:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES)
+
+
+def _digest(data: Any) -> str:
+    return _new_digest(data).hexdigest()
+
+
+def _find_files(folder: pathlib.Path) -> list[_File]:
+    found = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, _new_digest).hexdigest()
+            name, num_bytes = str(path.relative_to(folder)), path.stat().st_size
+            found.append(_File(name, num_bytes, digest))
+    return sorted(found)
+
+
+def _check_files(folder: pathlib.Path, wanted: Sequence[_File]) -> None:
+    """Raises CheckpointError unless the files are those that were written."""
+    try:
+        found = {file.path: file for file in _find_files(folder)}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
+    for file in wanted:
+        other = found.get(file.path)
+        if other is None:
+            raise CheckpointError(f"its file `{file.path}` is missing")
+        if other.num_bytes != file.num_bytes:
+            raise CheckpointError(
+                f"its file `{file.path}` has {other.num_bytes} bytes, and "
+                f"{file.num_bytes} were written"
+            )
+        if other != file:
+            raise CheckpointError(
+                f"its file `{file.path}` does not have the checksum that it was "
+                "written with"
+            )
+
+
+def _check_space(folder: pathlib.Path, num_bytes: int) -> None:
+    """Raises OSError where a disk is full, without the tracebacks that orbax logs."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {num_bytes / 1e6:.1f} MB are needed and "
+            f"{free / 1e6:.1f} free",
+        )
+
+
+def _save(path: pathlib.Path, arrays: Sequence[np.ndarray]) -> None:
+    tree = {str(i): x for i, x in enumerate(arrays)}
+    try:
+        _open().save(path, tree)
+    except OSError:
+        raise
+    # Tensorstore has no class of its own for what went wrong on a disk.
+    except (ValueError, RuntimeError) as error:
+        raise OSError(decoding.printable(str(error))) from error
+
+
+def _restore(path: pathlib.Path) -> list[np.ndarray]:
+    try:
+        tree = _open().restore(path)
+        return [np.asarray(tree[str(i)]) for i in range(len(tree))]
+    except MemoryError:
+        raise
+    # Damaged files come out of orbax, tensorstore, zstandard and JSON as errors of any
+    # class; there is no list of them.
+    except Exception as error:
+        text = decoding.printable(f"{type(error).__name__}: {error}", most=200)
+        raise CheckpointError(f"its arrays cannot be read: {text}") from None
+
+
+def _sync(folder: pathlib.Path) -> None:
+    """Waits until names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open() -> Any:
+    import orbax.checkpoint
+
+    handler = orbax.checkpoint.PyTreeCheckpointHandler()
+    return orbax.checkpoint.Checkpointer(handler)

@@ -1,0 +1,85 @@
+"""Progress: how far did a server come that was killed?"""
+
+import contextlib
+import os
+import pathlib
+import struct
+import weakref
+import zlib
+from typing import NamedTuple
+
+from jdp.parameter_server.messages import Version
+
+_RECORD = struct.Struct("<qqq")  # epoch, count, common.
+_CHECKSUM = struct.Struct("<I")
+_SLOT_BYTES = 64
+_MOST = 1 << 60
+
+
+class Progress(NamedTuple):
+    """How far a server is."""
+
+    version: Version
+    common: int  # count of the newest checkpoint that all servers had; 0: none.
+
+
+class ProgressFile:
+    """A file with the newest progress, which is written at each update.
+
+    It has two places, which are written in turn, each with a checksum: when the process
+    is killed in the middle of one, the other is whole.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        """Opens the file, or makes it.
+
+        Raises:
+          OSError: it cannot be opened.
+        """
+        self.damage = ""  # what is wrong with it.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o644)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        data = os.pread(self._descriptor, 2 * _SLOT_BYTES + 1, 0)
+        slots = [_decode(data[i * _SLOT_BYTES :][:_SLOT_BYTES]) for i in range(2)]
+        whole = [slot for slot in slots if slot is not None]
+        self.found = max(whole, default=Progress(Version(), 0))
+        self._next = 1 if slots[0] == self.found else 0
+        if data and not whole:
+            self.damage = f"its {len(data)} bytes do not have their checksum"
+        if not whole:
+            self.write(self.found)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._close()
+
+    def write(self, progress: Progress) -> None:
+        """Writes how far the server is; on a disk that is full, the file stays."""
+        self.found = progress
+        record = _RECORD.pack(*_fields(progress))
+        data = record + _CHECKSUM.pack(zlib.crc32(record))
+        with contextlib.suppress(OSError):
+            os.pwrite(
+                self._descriptor,
+                data.ljust(_SLOT_BYTES, b"\0"),
+                self._next * _SLOT_BYTES,
+            )
+            self._next ^= 1
+
+
+def _fields(progress: Progress) -> tuple[int, int, int]:
+    return progress.version.epoch, progress.version.count, progress.common
+
+
+def _decode(slot: bytes) -> Progress | None:
+    end = _RECORD.size + _CHECKSUM.size
+    if len(slot) != _SLOT_BYTES or any(slot[end:]):
+        return None
+    record = slot[: _RECORD.size]
+    if _CHECKSUM.unpack(slot[_RECORD.size : end]) != (zlib.crc32(record),):
+        return None
+    epoch, count, common = _RECORD.unpack(record)
+    if not all(0 <= x <= _MOST for x in (epoch, count, common)):
+        return None
+    return Progress(Version(epoch, count), common)

@@ -1,0 +1,58 @@
+"""Restoring: what do servers go back to, and what does an entry of the log settle?"""
+
+from collections.abc import Mapping, Sequence
+
+from jdp.parameter_server.messages import (
+    Apply,
+    Discard,
+    Entry,
+    Follow,
+    Restore,
+    Settled,
+    Version,
+)
+
+
+class NoCheckpointError(RuntimeError):
+    """There were checkpoints, and none is left that all servers have."""
+
+
+def find_common(own: Sequence[int], followers: Mapping[int, Follow]) -> int:
+    """Returns the count of the newest checkpoint that all servers have.
+
+    Args:
+      own: counts of the checkpoints of server 0. 0 stands for the parameters that
+        servers are given, which they may begin with where it is among them.
+      followers: of each other server, what it has said last.
+
+    Raises:
+      NoCheckpointError: there is none.
+    """
+    has = {0: tuple(own), **{i: f.checkpoints for i, f in sorted(followers.items())}}
+    common = set(own).intersection(*map(set, has.values()))
+    if common:
+        return max(common)
+    found = "; ".join(
+        f"server {i} has {', '.join(map(str, sorted(counts))) or 'none'}"
+        for i, counts in has.items()
+    )
+    raise NoCheckpointError(
+        "No checkpoint is left that all servers have, by number of updates (0: the "
+        f"parameters that it was given): {found}. The log says which were refused, and "
+        "why; they are kept as `refused-...`. Put a copy of `updates-...` back on the "
+        "servers that lack it, or give an empty `checkpoint_dir` to begin anew."
+    )
+
+
+def settle(version: Version, entry: Entry) -> tuple[Version, dict[bytes, Settled]]:
+    """Returns the version after an entry, and the pushes that it settles."""
+    match entry:
+        case Restore():
+            return entry.version, {}
+        case Apply():
+            version = Version(version.epoch, version.count + 1)
+            return version, {s: Settled(n, "applied", version) for s, n in entry.pushes}
+        case Discard():
+            found = Settled(entry.sequence, entry.outcome, version)
+            return version, {entry.session: found}
+    return version, {}

@@ -1,0 +1,319 @@
+"""Checkpoints that are damaged, missing, half written, or that no disk takes."""
+
+import errno
+import logging
+import os
+import shutil
+import struct
+import subprocess
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdp import parameter_server
+from jdp.parameter_server import checkpoint_files, checkpoints
+from jdp.parameter_server.checkpoints import Checkpoints
+from jdp.parameter_server.messages import Settled, Version
+from jdp.parameter_server.progress import Progress, ProgressFile
+from jdp.parameter_server.restoring import NoCheckpointError
+from tests.parameter_server.jobs import ThreadJob
+
+ARRAYS = [
+    np.arange(1000, dtype=np.float32).reshape(10, 100),
+    np.asarray(3, np.int32),
+    np.asarray(jnp.arange(5, dtype=jnp.bfloat16)),
+]
+SETTLED = {b"session": Settled(4, "applied", Version(1, 20))}
+
+
+def _made(folder, counts=(20, 40), num_servers=1):
+    made = Checkpoints(folder, 0, num_servers)
+    for count in counts:
+        assert made.save(Version(1, count), ARRAYS, SETTLED)
+        made.note(Version(1, count))
+    return made
+
+
+def _files(folder):
+    """All that a checkpoint consists of."""
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def _flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_what_is_written_is_read(tmp_path):
+    _made(tmp_path)
+    arrays, settled = Checkpoints(tmp_path, 0, 1).load(40)
+    assert settled == SETTLED
+    for found, array in zip(arrays, ARRAYS, strict=True):
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array)
+
+
+def test_a_bit_that_is_flipped_anywhere_is_found(tmp_path, caplog):
+    folder = tmp_path / "server-0-of-1"
+    _made(tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    rng = np.random.default_rng(0)
+    names = [p.relative_to(copy) for p in _files(copy / "updates-40")]
+    assert len(names) >= 3
+    for name in names:
+        shutil.rmtree(folder)
+        shutil.copytree(copy, folder)
+        _flip(folder / name, int(rng.integers(1 << 20)))
+        found = Checkpoints(tmp_path, 0, 1)
+        if name.name != "manifest":
+            assert found.load(40) is None
+            path = name.relative_to("updates-40/arrays")
+            assert f"file `{path}` does not have the checksum" in caplog.text
+        assert found.find_counts() == (20,) and found.load(20) is not None
+        assert f"the checkpoint of update 40, `{folder}/updates-40`:" in caplog.text
+        assert (folder / "refused-40").is_dir()
+        assert not (folder / "updates-40").exists()
+        caplog.clear()
+
+
+def test_another_array_of_the_same_shape_is_refused(tmp_path, caplog, monkeypatch):
+    made = _made(tmp_path)
+    folder = tmp_path / "server-0-of-1"
+    shutil.rmtree(folder / "updates-40/arrays")
+    changed = [ARRAYS[0] + np.float32(1), *ARRAYS[1:]]
+    checkpoint_files._save(folder / "updates-40/arrays", changed)
+    monkeypatch.setattr(checkpoint_files, "_check_files", lambda *_: None)
+    assert made.load(40) is None
+    assert "array 0, float32[10, 100], does not have the checksum" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (lambda p: shutil.rmtree(p / "arrays"), "` is missing"),
+        (lambda p: (p / "manifest").unlink(), "it has no manifest: it is part of a"),
+        (lambda p: [shutil.rmtree(p), p.mkdir()], "it has no manifest"),
+        (lambda p: [shutil.rmtree(p), p.write_bytes(b"x")], "cannot be read: Not a"),
+        (
+            lambda p: os.truncate(p / "manifest", 40),
+            "its manifest does not have the checksum it begins with",
+        ),
+        (
+            lambda p: [os.truncate(f, 0) for f in _files(p / "arrays")],
+            "has 0 bytes, and ",
+        ),
+        (
+            lambda p: [f.write_bytes(b"\xff" * 99) for f in _files(p / "arrays")],
+            "99 byt",
+        ),
+        (
+            lambda p: [shutil.rmtree(p), shutil.copytree(p.parent / "updates-20", p)],
+            "it is that of update 20",
+        ),
+    ],
+    ids="arrays-gone manifest-gone empty file manifest-cut cut garbage other".split(),
+)
+def test_a_torn_checkpoint_is_refused_and_the_one_before_is_there(
+    tmp_path, caplog, damage, message
+):
+    _made(tmp_path)
+    folder = tmp_path / "server-0-of-1"
+    damage(folder / "updates-40")
+    found = Checkpoints(tmp_path, 0, 1)
+    assert 40 not in found.find_counts() or found.load(40) is None
+    assert found.find_counts() == (20,) and found.load(20) is not None
+    assert "Server 0 refuses the checkpoint of update 40" in caplog.text
+    assert message in caplog.text
+
+
+def test_what_was_half_written_is_removed_and_what_is_no_checkpoint_stays(tmp_path):
+    _made(tmp_path)
+    folder = tmp_path / "server-0-of-1"
+    (folder / "half-60/arrays").mkdir(parents=True)
+    for name in ("updates-", "updates-x", "updates-060", "updates--1", "notes"):
+        (folder / name).mkdir()
+    assert Checkpoints(tmp_path, 0, 1).find_counts() == (20, 40)
+    names = {p.name for p in folder.iterdir()}
+    assert "half-60" not in names
+    assert {"updates-", "updates-x", "updates-060", "updates--1", "notes"} < names
+
+
+def test_the_given_parameters_count_until_all_servers_had_a_checkpoint(tmp_path):
+    made = _made(tmp_path / "two", (), num_servers=2)
+    assert made.find_counts() == (0,)
+    made.save(Version(1, 20), ARRAYS, {})
+    assert made.find_counts() == (0, 20)
+    made.keep(20)
+    assert made.find_counts() == (20,)
+    assert Checkpoints(tmp_path / "two", 0, 2).find_counts() == (20,)
+    alone = _made(tmp_path / "one", (20,))
+    assert alone.find_counts() == (20,)
+    shutil.rmtree(tmp_path / "one/server-0-of-1/updates-20")
+    assert Checkpoints(tmp_path / "one", 0, 1).find_counts() == ()
+
+
+def test_a_checkpoint_that_all_have_is_only_dropped_for_a_newer_one():
+    assert checkpoints.find_superfluous({1, 2, 3, 4, 5}, 5) == [1, 2]
+    assert checkpoints.find_superfluous({1, 2, 3, 4, 5, 6, 7}, 2) == [3, 4]
+    assert checkpoints.find_superfluous({1, 2}, 0) == []
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff" * 7 + b"\x7f" + b"\xff" * 8, b"", b"x" * 5000, struct.pack("<qq", 3, 9)],
+    ids=["garbage", "empty", "long", "an older jdp"],
+)
+def test_a_damaged_progress_file_is_named_and_epochs_never_go_back(
+    tmp_path, caplog, garbage
+):
+    _made(tmp_path)
+    (tmp_path / "server-0-of-1/progress").write_bytes(garbage)
+    found = Checkpoints(tmp_path, 0, 1)
+    if garbage:
+        assert "refuses the file `" in caplog.text and "progress`: its" in caplog.text
+        assert found.last > Version(1, 40) and found.last.count == 40
+        assert found.find_counts() == (20, 40)
+        assert Checkpoints(tmp_path, 0, 1).last == found.last
+
+
+def test_progress_survives_a_write_that_is_cut_in_the_middle(tmp_path):
+    path = tmp_path / "progress"
+    file = ProgressFile(path)
+    for count in range(1, 6):
+        file.write(Progress(Version(1, count), count // 2))
+        whole = path.read_bytes()
+        for slot in range(2):
+            torn = bytearray(whole)
+            torn[64 * slot + 9] ^= 0xFF
+            (tmp_path / "torn").write_bytes(torn)
+            found = ProgressFile(tmp_path / "torn").found.version.count
+            assert found in (count, count - 1)
+        assert ProgressFile(path).found == Progress(Version(1, count), count // 2)
+
+
+def test_a_full_disk_is_said_once_and_leaves_nothing(tmp_path, monkeypatch, caplog):
+    made = _made(tmp_path)
+    real, is_full = checkpoint_files._save, True
+
+    def save(path, arrays):
+        real(path, arrays)
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_files, "_save", save)
+    for count in (60, 80, 100):
+        assert not made.save(Version(1, count), ARRAYS, {})
+    folder = tmp_path / "server-0-of-1"
+    assert {p.name for p in folder.iterdir()} == {
+        "updates-20",
+        "updates-40",
+        "progress",
+    }
+    assert caplog.text.count("cannot write the checkpoint of update 60 to") == 1
+    assert (
+        "No space left on device. The job goes on; the newest checkpoint is that of "
+        in (caplog.text)
+    )
+    assert "of update 80" not in caplog.text
+    is_full = False
+    with caplog.at_level(logging.WARNING, "jdp"):
+        assert made.save(Version(1, 120), ARRAYS, {})
+    assert "writes checkpoints again" in caplog.text
+    assert made.find_counts() == (20, 40, 120)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_job_goes_on_with_a_disk_that_is_full(tmp_path, caplog):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this host does not let root mount a tmpfs")
+    rng = np.random.default_rng(0)
+    # Noise, which nothing makes smaller.
+    params = {"w": rng.normal(size=30_000).astype(np.float32)}
+    try:
+        with _job(tmp_path, disk, params, checkpoint_every=2) as job:
+            with job.worker() as worker:
+                for _ in range(12):
+                    worker.push({"w": np.ones(30_000, np.float32)})
+                    found = worker.pull()
+                assert worker.version == (1, 12)
+        assert not job.errors
+        names = {p.name for p in (disk / "server-0-of-1").iterdir()}
+        assert "progress" in names and not any("half" in n for n in names), names
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    chex.assert_trees_all_close(found["w"], params["w"] - 12, rtol=1e-4, atol=1e-5)
+    assert caplog.text.count("cannot write the checkpoint of update") == 1
+
+
+PARAMS = {"w": np.zeros((4, 3), np.float32), "b": np.zeros(5, np.float32)}
+ONES = {k: x + 1 for k, x in PARAMS.items()}
+
+
+def _job(tmp_path, disk, params=PARAMS, num_servers=1, **options):
+    return ThreadJob(
+        tmp_path,
+        params,
+        optax.sgd(1.0),
+        num_servers=num_servers,
+        mode=parameter_server.asynchronous(),
+        options=parameter_server.ServerOptions(checkpoint_dir=disk, **options),
+    )
+
+
+def _train(tmp_path, num_steps, num_servers=2):
+    """Returns the version and the parameters after some steps, from where it is."""
+    options = {"num_servers": num_servers, "checkpoint_every": 2}
+    with _job(tmp_path, tmp_path / "disk", **options) as job, job.worker() as worker:
+        for _ in range(num_steps):
+            worker.push(ONES)
+            worker.flush()
+        return worker.pull(), worker.version
+
+
+@pytest.mark.parametrize("victims", [[0], [1]], ids=str)
+def test_all_servers_go_back_further_where_one_has_a_damaged_checkpoint(
+    tmp_path, caplog, victims
+):
+    _train(tmp_path, 6)
+    for server in victims:
+        folder = tmp_path / f"disk/server-{server}-of-2/updates-6/arrays"
+        for path in _files(folder):
+            _flip(path, path.stat().st_size // 2)
+    params, version = _train(tmp_path, 1)
+    # One step after update 4, in all leaves: those of both servers.
+    chex.assert_trees_all_close(params, {k: -5 * x for k, x in ONES.items()})
+    assert version[1] == 5 and version[0] > 2
+    for server in range(2):
+        is_refused = f"Server {server} refuses the checkpoint of up" in caplog.text
+        assert is_refused == (server in victims)
+        assert f"Server {server} goes on from the checkpoint of update 4" in caplog.text
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_servers_without_a_common_checkpoint_do_not_begin_anew(
+    tmp_path, caplog, is_gone
+):
+    _train(tmp_path, 6)
+    folder = tmp_path / "disk/server-1-of-2"
+    if is_gone:  # As a disk that is not mounted.
+        shutil.rmtree(folder)
+    else:
+        for path in folder.glob("updates-*/manifest"):
+            _flip(path, 50)
+    with _job(tmp_path, tmp_path / "disk", num_servers=2) as job:
+        job.threads[0].join(20.0)
+    (error,) = job.errors
+    assert isinstance(error, NoCheckpointError)
+    assert f"server 0 has 2, 4, 6; server 1 has {0 if is_gone else 'none'}." in str(
+        error
+    )
+    names = {p.name for p in (tmp_path / "disk/server-0-of-2").iterdir()}
+    assert {"updates-2", "updates-4", "updates-6"} <= names, "nothing may be dropped"
