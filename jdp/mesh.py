@@ -186,6 +186,7 @@ def global_batch(world: World, local_batch: PyTree) -> PyTree:
       replicas on dimension 0.
 
     Raises:
+      TypeError: a leaf is no array.
       ValueError: a leaf has no dimension 0, is empty, does not divide among the
         replicas of this process, or is a global array with another sharding.
     """
@@ -203,7 +204,7 @@ def _is_split(world: World, leaf: Any) -> bool:
 
 def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Array:
     if not isinstance(leaf, jax.Array):
-        leaf = np.asarray(leaf)
+        leaf = _as_host_array(tree, index, leaf)
     elif not leaf.is_fully_addressable:
         if leaf.sharding.is_equivalent_to(world.split, leaf.ndim):
             return leaf
@@ -236,6 +237,17 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
     shards = jax.device_put(parts, list(world.local_devices))
     shape = (part * world.num_replicas, *leaf.shape[1:])
     return jax.make_array_from_single_device_arrays(shape, world.split, shards)
+
+
+def _as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
+    array = np.asarray(leaf)
+    if array.dtype.kind not in "biufcV":
+        raise TypeError(
+            f"{_describe(tree, index)} is a {type(leaf).__name__}, no array. Pass "
+            "pytrees of arrays. A class of one's own is taken apart once it is "
+            "registered with `jax.tree_util.register_dataclass`."
+        )
+    return array
 
 
 def _describe(tree: PyTree, index: int) -> str:

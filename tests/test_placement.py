@@ -1,0 +1,272 @@
+"""Each leaf of a state, at each call: in its place, alive, with memory of its own."""
+
+import dataclasses
+import gc
+import weakref
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdp
+from jdp import placement
+from tests import harness
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Nested:
+    first: object
+    second: object
+
+
+def _double(world, **options):
+    @jdp.data_parallel(world=world, **options)
+    def step(state, x):
+        def double(leaf):
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return leaf
+            return leaf * 2
+
+        return jax.tree.map(double, state), {"n": x.sum()}
+
+    return step
+
+
+X = np.ones((4, 2), np.float32)
+
+
+def _leaf(world, value=1.0, n=3):
+    return jdp.replicate(world, np.full(n, value, np.float32))
+
+
+# --- Memory that two leaves share ----------------------------------------------------
+
+
+def _same_memory(x):
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("alias", [lambda x: x, _same_memory], ids=["same", "view"])
+def test_an_array_may_be_two_leaves_of_a_donated_state(n, alias):
+    world = harness.local_world(n)
+    step = _double(world)
+    p = _leaf(world)
+    state, _ = step({"params": p, "ema": alias(p)}, X)
+    # Again once the state is known: a target network is set to the trained one.
+    for _ in range(2):
+        state["ema"] = alias(state["params"])
+        state, _ = step(state, X)
+    chex.assert_trees_all_equal(state, {k: np.full(3, 8.0, "f4") for k in state})
+    assert p.is_deleted()
+    with pytest.raises(RuntimeError, match=r"donated to an earlier .*`\['ema'\]`"):
+        step({"params": p, "ema": p}, X)
+
+
+def test_arrays_of_replicas_and_keys_may_be_aliases():
+    world = harness.local_world(2)
+    own = jdp.replicate(world, jdp.PerReplica(np.arange(2, dtype=np.float32))).value
+    key = jdp.replicate(world, jax.random.key(3))
+    state = {"a": jdp.PerReplica(own), "b": jdp.PerReplica(own), "k": key, "l": key}
+    state, _ = _double(world)(state, X)
+    for name in "ab":
+        assert np.asarray(state[name].value).tolist() == [0, 2]
+    for name in "kl":
+        data = jax.random.key_data(state[name])
+        assert data.tolist() == jax.random.key_data(jax.random.key(3)).tolist()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_batch_may_be_an_array_of_the_state(n):
+    world = harness.local_world(n)
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        return jax.tree.map(lambda s: s + 1, state), {"sum": jdp.average(x.sum())}
+
+    state = {"own": jdp.PerReplica(np.ones(n, np.float32)), "w": np.ones(2, "f4")}
+    state, _ = step(state, np.ones(n, np.float32))
+    for expected in (2, 3):
+        state, metrics = step(state, state["own"].value)
+        assert float(metrics["sum"]) == expected
+    if n == 1:
+        state, metrics = step(state, state["w"])
+        assert float(metrics["sum"]) == 8
+
+
+def test_a_step_that_returns_one_value_twice_can_go_on():
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(state, x):
+        return {"a": state["a"], "b": state["a"]}, {}
+
+    state = {"a": np.ones(3, np.float32), "b": np.zeros(3, np.float32)}
+    for _ in range(3):
+        state, _ = step(state, X)
+    assert np.asarray(state["b"]).tolist() == [1, 1, 1]
+
+
+def test_a_leaf_that_another_step_took_is_named():
+    world = harness.local_world(2)
+    both, one = _double(world), _double(world)
+    state, _ = both({"a": np.ones(9, np.float32), "b": np.ones(3, np.float32)}, X)
+    one({"b": state["b"]}, X)
+    with pytest.raises(RuntimeError, match=r"donated .*`\['b'\]` is gone"):
+        both(state, X)
+
+
+# --- Leaves that are not in their places ---------------------------------------------
+
+
+@pytest.mark.parametrize("donate_state", [True, False])
+def test_every_leaf_is_looked_at_in_every_call(donate_state):
+    world = harness.local_world(2)
+    step = _double(world, donate_state=donate_state)
+    split = jdp.global_batch(world, np.ones(2, np.float32))
+    elsewhere = jax.device_put(np.ones(2, np.float32), jax.devices()[3])
+    for swapped in (np.ones(2, np.float32), jnp.ones(2), split, elsewhere):
+        state, _ = step({"a": _leaf(world), "b": [np.ones(2, np.float32)]}, X)
+        state, _ = step(state, X)
+        state["b"][0] = swapped
+        state, _ = step(state, X)
+        assert jax.tree.map(lambda x: x.sharding, state) == {
+            "a": world.replicated,
+            "b": [world.replicated],
+        }
+        assert np.asarray(state["b"][0]).tolist() == [2, 2]
+        assert not isinstance(swapped, jax.Array) or not swapped.is_deleted()
+
+
+def test_leaves_are_recognised_in_any_container():
+    world = harness.local_world(2)
+    placer = placement.StatePlacer("step", donates=True)
+    tree = {
+        "b": Nested([np.ones(1, np.float32)], None),
+        "a": (np.ones(9, np.float32), {"c": np.ones(2, np.float32)}),
+        "key": jax.random.key(0),
+        "empty": {},
+    }
+    state = placer.place(world, tree)
+    assert not placer.is_known(state)
+    placer.note_returned(state)
+    assert placer.is_known(state)
+    rebuilt = jax.tree.map(lambda x: x, state)
+    assert placer.is_known({name: rebuilt[name] for name in state})
+    leaves, treedef = jax.tree.flatten(state)
+    for i in range(len(leaves)):
+        others = [*leaves]
+        others[i] = placer.place(world, np.ones(2, np.float32))
+        assert not placer.is_known(jax.tree.unflatten(treedef, others))
+    assert not placer.is_known({**state, "more": leaves[0]})
+    assert not placer.is_known({**state, "a": state["a"][0]})
+
+
+def test_a_state_that_is_dropped_is_freed():
+    world = harness.local_world(2)
+    step = _double(world)
+    state, _ = step({"a": np.ones(9, np.float32), "b": np.ones(3, np.float32)}, X)
+    references = [weakref.ref(x) for x in jax.tree.leaves(state)]
+    del state
+    gc.collect()
+    assert [ref() for ref in references] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "leaf,kind", [(jnp.tanh, "function|PjitFunction|custom_jvp"), ("relu", "str")]
+)
+def test_what_is_no_array_is_named(leaf, kind):
+    state = {"model": {"w": np.ones(2, np.float32), "activation": leaf}}
+    step = _double(harness.local_world(2))
+    message = rf"`\['model'\]\['activation'\]` is a ({kind}), not.*eqx.partition"
+    with pytest.raises(TypeError, match=message):
+        step(state, X)
+    with pytest.raises(TypeError, match=r"batch's leaf `\[0\]` is a (\w+), no array"):
+        step({}, leaf)
+
+
+# --- Several processes ----------------------------------------------------------------
+
+
+def _value(x):
+    return np.asarray(x.addressable_data(0)).tolist()
+
+
+def _place_in_two():
+    world = jdp.init(timeout_s=60)
+    index = world.process_index
+    own = np.arange(3, dtype=np.float32) + 10 * index
+
+    @jdp.data_parallel
+    def step(state, x):
+        loss, grads = jdp.value_and_grad(
+            lambda p, x: (x * p["backbone"] * p["head"]).mean()
+        )(state["p"], x)
+        p = jax.tree.map(lambda p, g: p - 0 * g, state["p"], grads)
+        return {**state, "p": p}, {"loss": loss}
+
+    def make(head):
+        backbone = jdp.replicate(world, np.ones(3, np.float32))
+        return {"p": {"backbone": backbone, "head": head}, "count": index}
+
+    x = np.ones((2, 3), np.float32)
+    found = {}
+    state, _ = step(make(own), x)
+    found["first"] = _value(state["p"]["head"]), _value(state["count"])
+    for name, head in {
+        "host": own + 1,
+        "device": jnp.asarray(own + 2),
+        "spread": jdp.global_batch(world, own + 3),
+    }.items():
+        state["p"]["head"] = head
+        if name == "spread":  # 6 values, 3 of each process.
+            state["p"]["backbone"] = jdp.replicate(world, np.ones(6, np.float32))
+            x = np.ones((2, 6), np.float32)
+        state, _ = step(state, x)
+        found[name] = _value(state["p"]["head"])
+    found["process 1"] = _value(jdp.replicate(world, own, process=1))
+    found["processes differ"], _ = harness.error_text(
+        lambda: jdp.replicate(world, own, process=index)
+    )
+    placed = jdp.replicate(world, own)
+    other = jdp.data_parallel(step.__wrapped__)
+    found["refused"], _ = harness.error_text(
+        lambda: other(make(own if index else placed), x[:, :3])
+    )
+    return found
+
+
+@pytest.mark.multiprocess
+def test_processes_get_the_leaves_of_process_0_one_by_one():
+    for found in harness.run_checked(_place_in_two, 2):
+        assert found["first"] == ([0, 1, 2], 0)
+        assert found["host"] == [1, 2, 3]
+        assert found["device"] == [2, 3, 4]
+        assert found["spread"] == [3, 4, 5, 13, 14, 15]
+        assert found["process 1"] == [10, 11, 12]
+        assert (
+            "`process` is 0 on process 0, is 1 on process 1"
+            in (found["processes differ"])
+        )
+        assert (
+            "`state['p']['head']` is on all replicas on process 0, is not yet on the "
+            "replicas on process 1. Put the same leaves" in found["refused"]
+        )
+
+
+def test_a_process_alone_with_a_new_leaf_names_it_in_time():
+    def run(world):
+        placer = placement.StatePlacer("step", donates=True)
+        state = {"head": np.ones(3, np.float32)}
+        placer._structures.add(jax.tree.structure(state))  # both have run it before.
+        if world.process_index == 1:
+            placer.place(world, state)
+
+    first, error = harness.run_threads(run, 2, timeout_s=1.0)
+    assert first is None
+    assert (
+        "Process 0 did not come to the placement of the state's leaf `['head']`, not "
+        "yet on the replicas, for the step `step`" in str(error)
+    )
