@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from jdp import progress
 from jdp.mesh import World
 
 
@@ -22,6 +23,15 @@ class Verdict(msgspec.Struct, frozen=True):
 
     body: bytes = b""
     error: str | None = None
+    culprit: int | None = None  # the process that is the reason for the error.
+
+
+class _Missing(Exception):
+    """A process did not come."""
+
+    def __init__(self, text: str, process: int):
+        super().__init__(text)
+        self.process = process
 
 
 Decide = Callable[[list[bytes]], bytes]
@@ -48,7 +58,8 @@ def meet(world: World, topic: str, body: bytes, decide: Decide) -> bytes:
     round_index = world.store.next_round()
     verdict = _meet(world, round_index, Record(topic, body), decide)
     if verdict.error is not None:
-        raise RuntimeError(verdict.error)
+        culprit = None if verdict.culprit == world.process_index else verdict.culprit
+        raise progress.blame(RuntimeError(verdict.error), culprit)
     return verdict.body
 
 
@@ -61,7 +72,9 @@ def report_failure(world: World, topic: str, error: BaseException) -> None:
     if world.is_main_process:
         world.store.set(
             _key(round_index, "verdict"),
-            msgspec.msgpack.encode(Verdict(error=f"In the {topic}, {text}")),
+            msgspec.msgpack.encode(
+                Verdict(error=f"In the {topic}, {text}", culprit=world.process_index)
+            ),
         )
     else:
         record = Record(topic, error=text)
@@ -81,10 +94,10 @@ def reporting(world: World, topic: str) -> Iterator[None]:
 
 def judge(records: Sequence[Record], decide: Decide) -> Verdict:
     """Decides on a full set of records, by process; pure."""
-    errors = [record.error for record in records if record.error is not None]
     topic = records[0].topic
-    if errors:
-        return Verdict(error=f"In the {topic}, {errors[0]}")
+    for process, record in enumerate(records):
+        if record.error is not None:
+            return Verdict(error=f"In the {topic}, {record.error}", culprit=process)
     for process, record in enumerate(records):
         if record.topic != topic:
             return Verdict(
@@ -105,8 +118,8 @@ def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Ver
         timeout_s = 1.2 * world.timeout_s + 5.0
         try:
             verdict = _wait(world, verdict_key, 0, record.topic, timeout_s)
-        except TimeoutError as error:
-            return Verdict(error=str(error))
+        except _Missing as error:
+            return Verdict(error=str(error), culprit=error.process)
         world.store.delete(own_key)
         return msgspec.msgpack.decode(verdict, type=Verdict)
     records = [record]
@@ -118,8 +131,8 @@ def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Ver
             found = _wait(world, key, process, record.topic, left_s)
             records.append(msgspec.msgpack.decode(found, type=Record))
         verdict = judge(records, decide)
-    except TimeoutError as error:
-        verdict = Verdict(error=str(error))
+    except _Missing as error:
+        verdict = Verdict(error=str(error), culprit=error.process)
     world.store.set(verdict_key, msgspec.msgpack.encode(verdict))
     if round_index > 0:  # Whoever is in this round has read the last one's verdict.
         world.store.delete(_key(round_index - 1, "verdict"))
@@ -131,11 +144,12 @@ def _wait(world: World, key: str, process: int, topic: str, timeout_s: float) ->
     try:
         return world.store.get(key, timeout_s=timeout_s)
     except TimeoutError:
-        raise TimeoutError(
+        raise _Missing(
             f"Process {process} did not come to the {topic} within "
             f"{world.timeout_s:g} s; "
             "it may have stopped, or be in another part of the program (a batch of "
-            "another size, one step more or less)."
+            "another size, one step more or less).",
+            process,
         ) from None
 
 

@@ -13,6 +13,7 @@ from jdp import (
     agreement,
     mesh,
     placement,
+    progress,
     recording,
     replica_step,
     replicas,
@@ -155,12 +156,16 @@ class DataParallelStep(Joinable):
     def __call__(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
         if self.join_context is None:
-            out = self._jit(None)(*self._place(state, batches))
-            self._placer.note_returned(out[0])
-            return out
+            return self._run(None, state, batches)
         self.join_context.notify(self)
         assert self._join_hook is not None
         return self._join_hook.run(state, batches, has_data=True)
+
+    @progress.counted
+    def _run(self, divide_by: Any, state: PyTree, batches: Any) -> Any:
+        out = self._jit(divide_by)(*self._place(state, batches))
+        self._placer.note_returned(out[0])
+        return out
 
     def join_hook(
         self,
@@ -360,9 +365,7 @@ class _StepJoinHook(JoinHook):
         """Runs the step; without data the replicas of this process do not count."""
         step = self._step
         amount = np.full(step.world.num_local_replicas, has_data, np.float32)
-        placed = step._place(state, (amount, *batches))
-        out = step._jit(self._divide_by)(*placed)
-        step._placer.note_returned(out[0])
+        out = step._run(self._divide_by, state, (amount, *batches))
         step.last_state = out[0]
         self._arguments = out[0], *batches
         return out

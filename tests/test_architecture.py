@@ -11,7 +11,7 @@ ROOT = pathlib.Path(jdp.__file__).parent
 
 # A unit (a root module or a package) may import only units in lines above its own.
 LAYERS = (
-    {"types", "compat"},
+    {"types", "compat", "progress"},
     {"mesh", "buckets"},
     {"weights", "join", "per_replica"},
     {"backward"},
@@ -37,7 +37,15 @@ LAYERS = (
     {"cli"},
 )
 HOST = {"runtime", "eager", "parameter_server"}
-HOST_MAY_USE = HOST | {"types", "compat", "mesh", "buckets", "join", "collectives"}
+HOST_MAY_USE = HOST | {
+    "types",
+    "compat",
+    "progress",
+    "mesh",
+    "buckets",
+    "join",
+    "collectives",
+}
 # What a worker pushes may go through a hook, which the servers run again.
 HOST_MAY_USE |= {"hooks"}
 

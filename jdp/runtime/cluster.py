@@ -13,7 +13,14 @@ import jax
 
 from jdp import compat, mesh
 from jdp.mesh import World
-from jdp.runtime import addresses, job_key, roll_call, roll_call_sockets
+from jdp.runtime import (
+    addresses,
+    job_key,
+    lifeline,
+    roll_call,
+    roll_call_sockets,
+    worker,
+)
 from jdp.runtime.environment import LaunchEnvironment
 from jdp.runtime.store import DistributedStore
 from jdp.types import AxisName, Device
@@ -125,6 +132,7 @@ def init(
         _check_same_options(_Initialized.options, options)
         return mesh.current_world()
     _check_options(options)
+    worker.report_init(has_joined=False)
     place = _find_place(options, os.environ)
     meeting = None
     if place is not None and place.num_processes > 1:
@@ -134,6 +142,9 @@ def init(
     world = _make_world(options, meeting)
     mesh.set_current_world(world)
     _Initialized.options = options
+    if meeting is not None:
+        lifeline.start(world, meeting.session_key)
+    worker.report_init(has_joined=True)
     return world
 
 

@@ -14,7 +14,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from jdp import progress
 from jdp.mesh import World
+from jdp.runtime import worker
 
 # Nothing is polled before the first notice: a `get` that times out leaves memory behind
 # in process 0 (see `DistributedStore.get`), and whoever leaves or closes sets the key.
@@ -117,11 +119,12 @@ class Watch:
         if self._notices:
             notice = find_departed(self.num_begun, self._notices)
             if notice is not None:
-                raise RuntimeError(
+                error = RuntimeError(
                     f"{self._describe(notice)}, and process "
                     f"{self._world.process_index} is about to begin iteration "
                     f"{self.num_begun} (counted from 0). {_WHAT_TO_DO}"
                 )
+                raise progress.blame(error, notice.process)
 
     def begin(self) -> None:
         """Counts the next iteration; call it before, not after. No store traffic.
@@ -213,6 +216,7 @@ class Watch:
             flush=True,
         )
         sys.stdout.flush()
+        worker.report_failure(1, culprit=notice.process)
         os._exit(1)
 
 

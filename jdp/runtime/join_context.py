@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from jdp import progress
 from jdp.join import Joinable
 from jdp.mesh import World
 from jdp.runtime.departures import Watch
@@ -286,10 +287,11 @@ class _Members:
         self.progress[process] = msgspec.msgpack.decode(value, type=Progress)
         reason = self.progress[process].reason
         if reason is not None:
-            raise RuntimeError(
+            error = RuntimeError(
                 f"Process {process} left the `jdp.Join` after "
                 f"{self.progress[process].num_begun} iterations, by {reason}"
             )
+            raise progress.blame(error, process)
 
     def leave(self, error: BaseException) -> None:
         """Tells the others that this process has failed."""

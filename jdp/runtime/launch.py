@@ -9,7 +9,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from jdp.runtime import environment, job_key, output, supervisor, worker
+from jdp.runtime import (
+    addresses,
+    environment,
+    job_key,
+    launcher_link,
+    output,
+    supervisor,
+    worker,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +129,44 @@ def launch(
         stdout_fd=stdout_fd,
         stderr_fd=stderr_fd,
     )
-    job = supervisor.Supervisor(launch_id, forwarder, grace_s=options.grace_s)
-    return job.run(worker_arguments(command), environs)
+    link = None
+    if options.num_nodes > 1:
+        link = _open_link(options, coordinator_address, key, forwarder)
+    try:
+        job = supervisor.Supervisor(
+            launch_id, forwarder, grace_s=options.grace_s, link=link
+        )
+        return job.run(worker_arguments(command), environs)
+    finally:
+        if link is not None:
+            link.close()
+
+
+def _open_link(
+    options: LaunchOptions,
+    coordinator_address: str,
+    key: bytes | None,
+    forwarder: output.Forwarder,
+) -> launcher_link.LauncherLink | None:
+    """Opens the link to the launchers of the other hosts, or says why there is none."""
+    if key is None:
+        why = "there is no `--key-file`, of which every host has a copy"
+    else:
+        try:
+            return launcher_link.LauncherLink(
+                options.node_rank,
+                options.num_nodes,
+                address=coordinator_address,
+                key=key,
+            )
+        except OSError as error:
+            port = launcher_link.find_port(addresses.split(coordinator_address)[1])
+            why = f"port {port} is not free here: {error.strerror}"
+    forwarder.print_line(
+        f"jdp launch: the launchers of the hosts are not linked, because {why}. A "
+        "failure on one host ends its processes there; the others notice by themselves."
+    )
+    return None
 
 
 def place_of(

@@ -55,6 +55,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     is_end: bool = False  # there is no iteration after these.
     error: str | None = None  # why not, where it is not the end of all inputs.
     is_read_error: bool = False  # those whose reading failed raise what they caught.
+    culprit: int | None = None  # the process that is the reason for the error.
 
     @property
     def is_final(self) -> bool:
@@ -188,7 +189,7 @@ def decide(
         for process, announcement in enumerate(announcements):
             if announcement.objection is not None:
                 text = f"Process {process} {announcement.objection}"
-                return state, Decision(error=text)
+                return state, Decision(error=text, culprit=process)
         state = replace(
             state,
             specs=(*state.specs, state.proposal),
@@ -203,10 +204,12 @@ def decide(
         limit, segments, proposal, error = _follow_specs(state, limit)
     state, sizes = _take(state, limit, segments)
     is_read_error = False
+    culprit = None
     if error is None and proposal is None:
-        error = _find_read_error(state)
+        culprit, error = _find_read_error(state)
         is_read_error = error is not None
-        error = error or _find_stuck_reader(state, announcements)
+        if error is None:
+            culprit, error = _find_stuck_reader(state, announcements)
     decision = Decision(
         sizes=sizes,
         specs=tuple((segment.start - start, segment.number) for segment in segments),
@@ -217,6 +220,7 @@ def decide(
         and state.num_decided == max(state.num_announced),
         error=error,
         is_read_error=is_read_error,
+        culprit=culprit,
     )
     return replace(state, proposal=proposal), decision
 
@@ -331,25 +335,25 @@ def _take(
     return state, tuple(decided)
 
 
-def _find_read_error(state: Coordinator) -> str | None:
+def _find_read_error(state: Coordinator) -> tuple[int | None, str | None]:
     for process, error in enumerate(state.errors):
         if error is not None and state.num_announced[process] == state.num_decided:
-            return (
+            return process, (
                 f"Process {process} could not read its batch {state.num_decided} "
                 f"(counted from 0): {error}"
             )
-    return None
+    return None, None
 
 
 def _find_stuck_reader(
     state: Coordinator, announcements: Sequence[Announcement]
-) -> str | None:
+) -> tuple[int | None, str | None]:
     for process, announcement in enumerate(announcements):
         if announcement.reading_s >= state.timeout_s:
-            return (
+            return process, (
                 f"Process {process} has not read its batch "
                 f"{state.num_announced[process]} (counted from 0) within "
                 f"{state.timeout_s:g} s. Look at what its loader waits for, or set "
                 "`timeout_s` of `jdp.init` higher."
             )
-    return None
+    return None, None

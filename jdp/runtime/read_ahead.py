@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdp import progress
 from jdp.mesh import World
 from jdp.runtime import batch_spec, lockstep
 from jdp.runtime.batch_spec import Batch, Spec
@@ -89,9 +90,10 @@ class ReadAhead:
             if not self._steps and self._final is None:
                 self._waiting_since_s = time.monotonic()
                 self._has_news.notify()
-                while not self._steps and self._final is None:
-                    watch.check()
-                    self._has_steps.wait(_CHECK_PERIOD_S)
+                with progress.waiting():
+                    while not self._steps and self._final is None:
+                        watch.check()
+                        self._has_steps.wait(_CHECK_PERIOD_S)
                 self._waiting_since_s = math.inf
             if not self._steps:
                 self._raise_final()
@@ -132,7 +134,10 @@ class ReadAhead:
             and member.num_announced == member.num_decided
         ):
             raise self._failure
-        raise RuntimeError(self._final.error)
+        culprit = self._final.culprit
+        if culprit == self._world.process_index:
+            culprit = None
+        raise progress.blame(RuntimeError(self._final.error), culprit)
 
     def _read_all(self) -> None:
         """Reads batches, until the end, an error or `stop`."""

@@ -72,7 +72,8 @@ class Rounds:
             return None
         missing = [p for p in range(1, self._world.process_count) if p not in found]
         if missing:
-            decision = Decision(error=self._describe_missing(missing, index))
+            text = self._describe_missing(missing, index)
+            decision = Decision(error=text, culprit=missing[0])
         else:
             others = (found[p] for p in range(1, self._world.process_count))
             decision = self._decide(
@@ -138,7 +139,8 @@ class Rounds:
             self.has_failed = True
             return Decision(
                 error="Process 0 has decided nothing about the next iterations for "
-                f"{timeout_s:g} s; it may have stopped, or not come to this loop."
+                f"{timeout_s:g} s; it may have stopped, or not come to this loop.",
+                culprit=0,
             )
         return msgspec.msgpack.decode(value, type=Decision)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jdp import progress
 from jdp.runtime import job_key
 
 _FORGED_PERIOD_S = 0.05  # how often a key is read again that a stranger has written.
@@ -75,7 +76,8 @@ class DistributedStore(_Own):
             left_s = max(0.0, deadline_s - time.monotonic())
             try:
                 timeout_ms = max(1, int(1000 * left_s))
-                signed = self._client.blocking_key_value_get_bytes(key, timeout_ms)
+                with progress.waiting():
+                    signed = self._client.blocking_key_value_get_bytes(key, timeout_ms)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise

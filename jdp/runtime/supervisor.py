@@ -1,7 +1,7 @@
 """Supervisor: when do the processes of a job end, and how are they ended?
 
-`observe` decides, without a clock or a process; `Supervisor` is the thin shell that
-starts the processes, forwards their output and does what `observe` says.
+`endings.observe` decides, without a clock or a process; `Supervisor` is the thin shell
+that starts the processes, forwards their output and does what `observe` says.
 """
 
 import contextlib
@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import psutil
 
-from jdp.runtime import environment, guard, output, worker
+from jdp.runtime import endings, environment, guard, launcher_link, output, worker
+from jdp.runtime.endings import Exit, StopState
 
 BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
 _TICK_S = 0.05
@@ -26,6 +27,7 @@ _TICK_S = 0.05
 # where another has said that its program raised.
 _SETTLE_S = 0.2
 _SETTLE_RAISED_S = 2.0
+_SETTLE_HOSTS_S = 0.6  # where other hosts may say what came before.
 _SCAN_PERIOD_S = 0.1
 # How long after SIGKILL a process may still be listed before it is given up.
 _KILL_TIMEOUT_S = 10.0
@@ -35,14 +37,6 @@ _DRAIN_IDLE_S = 0.5
 _DRAIN_S = 5.0
 _GUARD_TIMEOUT_S = 30.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Exit(NamedTuple):
-    """The end of one process."""
-
-    process_id: int
-    returncode: int  # As in `subprocess`: the negative signal where one killed it.
-    failed_at_s: float | None = None  # When its program raised, where it could say so.
 
 
 class Policy(Protocol):
@@ -78,88 +72,6 @@ class FirstFailurePolicy:
         return []
 
 
-class StopState(NamedTuple):
-    """How far the end of a job has come."""
-
-    exit_code: int = 0
-    cause: Exit | signal.Signals | None = None  # None: nothing went wrong so far.
-    kill_at_s: float | None = None  # None: nobody was told to end.
-    is_killed: bool = False
-
-
-def exit_code(returncode: int) -> int:
-    """Returns the exit code of a shell for a return code of `subprocess`."""
-    return returncode if returncode >= 0 else 128 - returncode
-
-
-def describe_exit(end: Exit) -> str:
-    """Says how a process ended, such as `process 1 failed with exit code 3`."""
-    if end.returncode == 0:
-        return f"process {end.process_id} ended"
-    if end.returncode > 0:
-        return f"process {end.process_id} failed with exit code {end.returncode}"
-    return f"process {end.process_id} was killed by {_signal_name(-end.returncode)}"
-
-
-def observe(
-    state: StopState,
-    exits: Sequence[Exit],
-    signals: Sequence[int],
-    *,
-    now_s: float,
-    grace_s: float,
-) -> tuple[StopState, signal.Signals | None]:
-    """Decides what the processes that still run are sent.
-
-    The first signal, or the first process that fails, starts the end of the job with
-    SIGTERM. SIGKILL follows after `grace_s`, or at the next signal. A process that ends
-    with 0 changes nothing.
-
-    Args:
-      state: what was decided before.
-      exits: processes that have ended since then.
-      signals: what the launcher was sent since then; SIGPIPE for a lost reader.
-      now_s: the time of a monotonic clock.
-      grace_s: from SIGTERM to SIGKILL.
-
-    Returns:
-      The new state, and the signal to send now.
-    """
-    failures = sorted((end for end in exits if end.returncode != 0), key=_failing_order)
-    pending = list(signals)
-    send = None
-    if state.cause is None and pending:
-        signum = signal.Signals(pending.pop(0))
-        state = StopState(128 + signum, signum, now_s + grace_s)
-        send = signal.SIGTERM
-    elif state.cause is None and failures:
-        code = exit_code(failures[0].returncode)
-        state = StopState(code, failures[0], now_s + grace_s)
-        send = signal.SIGTERM
-    if state.kill_at_s is None or state.is_killed:
-        return state, send
-    if pending or now_s >= state.kill_at_s:
-        return state._replace(is_killed=True, kill_at_s=now_s), signal.SIGKILL
-    return state, send
-
-
-def _as_it_said(end: Exit, failure: tuple[float, int] | None) -> Exit:
-    """Completes `end`; a program that failed may be aborted on its way out."""
-    if failure is None:
-        return end
-    failed_at_s, code = failure
-    return Exit(end.process_id, code, failed_at_s)
-
-
-def _failing_order(end: Exit) -> float:
-    # Peers raise because a process is gone, so whoever raised first comes before them,
-    # and whoever was killed without a word before everybody. But JAX aborts a process
-    # when the coordinator, process 0, is gone, whatever ended that.
-    if end.failed_at_s is not None:
-        return end.failed_at_s
-    return float("inf") if end.returncode == -signal.SIGABRT else float("-inf")
-
-
 class Supervisor:
     """Runs the processes of one job on this host, once."""
 
@@ -171,8 +83,11 @@ class Supervisor:
         grace_s: float,
         policy: Policy | None = None,
         pass_fds: Sequence[int] = (),
+        link: launcher_link.LauncherLink | None = None,
     ) -> None:
         """Takes what every process carries in its environment, and their output."""
+        self._link = link
+        self._ended_well: dict[int, float] = {}  # when, by process.
         self._pass_fds = tuple(pass_fds)
         self._policy = FirstFailurePolicy() if policy is None else policy
         self._arguments: Sequence[str] = ()
@@ -199,6 +114,8 @@ class Supervisor:
           0, or the exit code of what went wrong first.
         """
         self._arguments, self._environs = arguments, environs
+        if self._link is not None:
+            self._forwarder.watch(self._link.fd)
         with self._listening():
             try:
                 with self._guarded():
@@ -209,9 +126,9 @@ class Supervisor:
                     self._drain()
                     self._report()
             finally:
-                self._failures.close()
                 self._forwarder.close()
                 self._flush()
+                self._failures.close()
         return self._state.exit_code
 
     def _start(self, process_id: int) -> None:
@@ -244,11 +161,12 @@ class Supervisor:
                 del self._running[process_id]
                 self._take_end(Exit(process_id, process.returncode))
         self._end_superfluous()
+        self._hear_of_failures()
         signals = self._take_signals()
         if self._forwarder.is_broken and self._state.cause is None:
             signals.append(signal.SIGPIPE)
         now_s = time.monotonic()
-        self._state, send = observe(
+        self._state, send = endings.observe(
             self._state,
             self._release(now_s, is_urgent=bool(signals)),
             signals,
@@ -257,6 +175,43 @@ class Supervisor:
         )
         if send is not None:
             self._signal(send)
+            self._tell_cause()
+
+    def _hear_of_failures(self) -> None:
+        """Reads what processes say of themselves, and other hosts of theirs."""
+        now_s = time.monotonic()
+        failures = self._failures.read()
+        if self._link is not None:
+            for process_id, failure in failures.items():
+                self._link.say(endings.as_failed(process_id, failure))
+            for end in self._link.take():
+                self._hold(end)
+        waiting = self._failures.in_init & self._running.keys()
+        for process_id, ended_s in self._ended_well.items():
+            is_absent = process_id not in self._failures.joined
+            if waiting and is_absent and now_s - ended_s > _SETTLE_RAISED_S:
+                del self._ended_well[process_id]
+                self._hold(
+                    Exit(
+                        process_id,
+                        1,
+                        0.0,
+                        note=endings.describe_absence(process_id, waiting),
+                    )
+                )
+                return
+
+    def _tell_cause(self) -> None:
+        """Tells the other hosts why this one ends its processes."""
+        cause = self._state.cause
+        if self._link is None or cause is None:
+            return
+        if isinstance(cause, Exit):
+            self._link.say(cause)
+        else:
+            name = endings.signal_name(cause)
+            note = f"the launcher of node {self._link.node} was ended by {name}"
+            self._link.say(Exit(-1, 128 + cause, note=note))
 
     def _take_end(self, end: Exit) -> None:
         """Lets the policy say what the end of a process means."""
@@ -264,12 +219,18 @@ class Supervisor:
         if self._state.cause is None:
             verdict = self._policy.judge(end, self._running)
         if verdict == "count":
+            self._ended_well |= {end.process_id: time.monotonic()}
+            if end.returncode != 0:
+                del self._ended_well[end.process_id]
             self._hold(end)
             return
         then = "it is started again" if verdict == "restart" else "the others go on"
         if end.process_id not in self._told:
-            self._forwarder.print_line(f"jdp launch: {describe_exit(end)}; {then}.")
+            self._forwarder.print_line(
+                f"jdp launch: {endings.describe_exit(end)}; {then}."
+            )
         if verdict == "restart":
+            self._failures.forget(end.process_id)
             self._start(end.process_id)
 
     def _end_superfluous(self) -> None:
@@ -286,19 +247,30 @@ class Supervisor:
         if not self._held:
             self._held_since_s = time.monotonic()
         self._held.append(end)
+        if self._link is not None and self._state.cause is None:
+            failure = self._failures.read().get(end.process_id)
+            self._link.say(endings.as_it_said(end, failure))
 
     def _release(self, now_s: float, *, is_urgent: bool) -> list[Exit]:
         """Takes the ends that were held, once others had the time to come before."""
         if not self._held:
             return []
         failures = self._failures.read()
-        has_raised = not self._running.keys().isdisjoint(failures)
-        settle_s = _SETTLE_RAISED_S if has_raised else _SETTLE_S
+        blamed = {failure.culprit for failure in failures.values()}
+        has_raised = not self._running.keys().isdisjoint(failures.keys() | blamed)
+        settle_s = _SETTLE_S if self._link is None else _SETTLE_HOSTS_S
+        if has_raised:
+            settle_s = _SETTLE_RAISED_S
         has_settled = now_s - self._held_since_s >= settle_s or not self._running
         if not (has_settled or is_urgent or self._state.cause is not None):
             return []
         held, self._held = self._held, []
-        return [_as_it_said(end, failures.get(end.process_id)) for end in held]
+        said = {end.process_id: end for end in held if end.note or end.node is not None}
+        return [
+            said.get(end.process_id)
+            or endings.as_it_said(end, failures.get(end.process_id))
+            for end in held
+        ]
 
     def _is_given_up(self) -> bool:
         if not self._state.is_killed or self._state.kill_at_s is None:
@@ -358,10 +330,13 @@ class Supervisor:
         """Says what went wrong, and shows what the culprit wrote last."""
         cause = self._state.cause
         if isinstance(cause, Exit):
-            self._forwarder.print_line(f"jdp launch: {describe_exit(cause)}.")
-            self._forwarder.print_tail(cause.process_id)
+            self._forwarder.print_line(f"jdp launch: {endings.describe_exit(cause)}.")
+            if cause.process_id in self._environs:
+                self._forwarder.print_tail(cause.process_id)
         elif cause is not None:
-            self._forwarder.print_line(f"jdp launch: ended by {_signal_name(cause)}.")
+            self._forwarder.print_line(
+                f"jdp launch: ended by {endings.signal_name(cause)}."
+            )
 
     def _flush(self) -> None:
         """Waits for the readers of our output, as any program does.
@@ -471,10 +446,3 @@ def _group_of(process: psutil.Process) -> int | None:
         return os.getpgid(process.pid)
     except OSError:
         return None
-
-
-def _signal_name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"

@@ -11,6 +11,7 @@ a barrier for peers that hang in a collective with the process that failed.
 """
 
 import builtins
+import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -19,30 +20,66 @@ import struct
 import sys
 import time
 import types
+from typing import NamedTuple
 
+_MAX_REASON = 300  # characters.
 _FAILURE_FD = "JDP_FAILURE_FD"
-_FAILURE = struct.Struct("<idi")  # process id, seconds of the monotonic clock, code.
+# Kind, process id, seconds of the monotonic clock, code, culprit.
+_RECORD = struct.Struct("<cidii")
+_FAILED, _BEGAN, _JOINED = b"f", b"b", b"j"
+
+
+class Failure(NamedTuple):
+    """What a worker says of the end of its program.
+
+    Attributes:
+      at_s: when, on the monotonic clock of this host.
+      code: its exit code.
+      culprit: the process that is the reason; its own number if it is one itself.
+    """
+
+    at_s: float
+    code: int
+    culprit: int
 
 
 class FailurePipe:
-    """Where workers say when and how their program failed; read by their launcher."""
+    """Where workers say when and how their program failed; read by their launcher.
+
+    Attributes:
+      in_init: processes that are in `jdp.init` now.
+      joined: processes that have been in it and have come out.
+    """
 
     def __init__(self) -> None:
         """Opens the pipe."""
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         self.environ = {_FAILURE_FD: str(self.write_fd)}
-        self._failures: dict[int, tuple[float, int]] = {}
+        self._failures: dict[int, Failure] = {}
+        self.in_init: set[int] = set()
+        self.joined: set[int] = set()
 
-    def read(self) -> dict[int, tuple[float, int]]:
-        """Returns the seconds and the exit code of what has failed, by process id."""
-        try:
-            data = os.read(self._read_fd, 1 << 16)
-        except BlockingIOError:
-            data = b""
-        for process_id, failed_at_s, code in _FAILURE.iter_unpack(data):
-            self._failures[process_id] = failed_at_s, code
+    def read(self) -> dict[int, Failure]:
+        """Returns what has failed, by process id."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._read_fd, _RECORD.size * 1000):
+                data += chunk
+        # A record is less than `PIPE_BUF`: it is written whole or not at all.
+        for kind, process_id, at_s, code, culprit in _RECORD.iter_unpack(data):
+            if kind == _FAILED:
+                self._failures.setdefault(process_id, Failure(at_s, code, culprit))
+            elif kind == _BEGAN:
+                self.in_init.add(process_id)
+            elif kind == _JOINED:
+                self.in_init.discard(process_id)
+                self.joined.add(process_id)
         return self._failures
+
+    def forget(self, process_id: int) -> None:
+        """Forgets a process that is started again."""
+        self._failures.pop(process_id, None)
 
     def close(self) -> None:
         """Closes both ends."""
@@ -53,7 +90,9 @@ class FailurePipe:
 def main(argv: list[str]) -> None:
     """Runs the program named by `argv`: its kind, its target, its arguments."""
     kind, target, *arguments = argv
-    failure_fd = _take_failure_fd()
+    _Own.failure_fd = _take_failure_fd()
+    # What jdp imports under this name is this module, and knows the pipe.
+    sys.modules["jdp.runtime.worker"] = sys.modules["__main__"]
     program = types.ModuleType("__main__")
     program.__dict__["__builtins__"] = builtins
     # The interpreter itself keeps the module of this file alive.
@@ -67,11 +106,13 @@ def main(argv: list[str]) -> None:
     except SystemExit as error:
         code = _exit_code(error)
         if code != 0:
-            _report_failure(failure_fd, code)
+            report_failure(code)
+            _tell_others(f"exit code {code}")
         _exit_unless_zero(code)
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        _report_failure(failure_fd, code)
+        report_failure(code, culprit=_find_culprit(error))
+        _tell_others(describe_error(error))
         _print_exception(error)
         _exit_unless_zero(code)
 
@@ -85,14 +126,67 @@ def _take_failure_fd() -> int | None:
     return int(fd)
 
 
-def _report_failure(fd: int | None, code: int) -> None:
-    process_id = os.environ.get("JDP_PROCESS_ID")
-    if fd is None or process_id is None:
+class _Own:
+    """What this process has of its launcher; without one, nothing."""
+
+    failure_fd: int | None = None
+
+
+def report_failure(code: int, *, culprit: int | None = None) -> None:
+    """Tells the launcher that the program of this process has failed, now.
+
+    Args:
+      code: with which it will end.
+      culprit: the process that is the reason, where that is another one.
+    """
+    _write(_FAILED, code, culprit)
+
+
+def report_init(*, has_joined: bool) -> None:
+    """Tells the launcher that this process begins `jdp.init`, or has come out of it."""
+    _write(_JOINED if has_joined else _BEGAN)
+
+
+def _write(kind: bytes, code: int = 0, culprit: int | None = None) -> None:
+    process_id = os.environ.get("JDP_PROCESS_ID", "")
+    if _Own.failure_fd is None or not process_id.isdigit():
         return
+    own = int(process_id)
+    blamed = own if culprit is None else culprit
+    record = _RECORD.pack(kind, own, time.monotonic(), code, blamed)
+    with contextlib.suppress(OSError):  # The launcher is gone.
+        os.write(_Own.failure_fd, record)
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the class and the first line of an error, such as "ValueError: no"."""
     try:
-        os.write(fd, _FAILURE.pack(int(process_id), time.monotonic(), code))
-    except OSError:
-        pass  # The launcher is gone.
+        lines = str(error).splitlines() or [""]
+    except Exception:  # It is the user's class.
+        lines = [""]
+    name = type(error).__name__
+    return f"{name}: {lines[0]}"[:_MAX_REASON] if lines[0] else name
+
+
+def _find_culprit(error: BaseException) -> int | None:
+    """Returns the process that is the reason, where that is another one.
+
+    An error of jdp may name it. Any other error that is raised after another process
+    has failed or died follows from that, such as "connection reset by peer".
+    """
+    module = sys.modules.get("jdp.progress")
+    process = None if module is None else module.culprit_of(error)
+    if process is not None:
+        return process
+    module = sys.modules.get("jdp.runtime.lifeline")
+    return None if module is None else module.find_culprit()
+
+
+def _tell_others(reason: str) -> None:
+    """Tells the other processes of the job, if this one has joined it."""
+    module = sys.modules.get("jdp.runtime.lifeline")
+    if module is not None:
+        module.leave(reason)
 
 
 def _load_script(

@@ -2,19 +2,19 @@ import signal
 
 import pytest
 
-from jdp.runtime import supervisor
-from jdp.runtime.supervisor import Exit, StopState
+from jdp.runtime import endings
+from jdp.runtime.endings import Exit, StopState
 
 RUNNING = StopState()
 
 
 def observe(state, exits=(), signals=(), *, now_s=0.0):
-    return supervisor.observe(state, exits, signals, now_s=now_s, grace_s=5.0)
+    return endings.observe(state, exits, signals, now_s=now_s, grace_s=5.0)
 
 
 @pytest.mark.parametrize("returncode, code", [(0, 0), (3, 3), (-9, 137), (-15, 143)])
 def test_exit_code_is_that_of_a_shell(returncode, code):
-    assert supervisor.exit_code(returncode) == code
+    assert endings.exit_code(returncode) == code
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_exit_code_is_that_of_a_shell(returncode, code):
     ],
 )
 def test_describe_exit_says_who_and_why(returncode, text):
-    assert supervisor.describe_exit(Exit(1, returncode)) == text
+    assert endings.describe_exit(Exit(1, returncode)) == text
 
 
 def test_a_process_that_ends_with_0_changes_nothing():

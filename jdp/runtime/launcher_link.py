@@ -1,0 +1,112 @@
+"""Launcher link: how does one launcher hear what fails on the other hosts of the job?
+
+The launcher of node 0 listens one port above the coordinator; see `star`. Each tells
+the others of its first failures at once, so that all find the same culprit.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+
+import msgspec
+
+from jdp.runtime import addresses, star
+from jdp.runtime.endings import Exit
+
+_PURPOSE = "launchers"
+_MOST_SAID = 40  # `star` takes no more of one member.
+_logger = logging.getLogger("jdp")
+
+
+class LauncherLink:
+    """The link of one launcher to all others, from the start of its job to its end.
+
+    Attributes:
+      node: number of this host.
+      fd: can be read when `take` has something.
+    """
+
+    def __init__(self, node: int, num_nodes: int, *, address: str, key: bytes):
+        """Opens the link; the others are found as they come.
+
+        Args:
+          node: number of this host.
+          num_nodes: hosts of the job.
+          address: "host:port" of the coordinator of the job.
+          key: of the job, shape (32,).
+
+        Raises:
+          OSError: node 0 cannot listen there.
+        """
+        host, port = addresses.split(address)
+        place = host, find_port(port)
+        self.node = node
+        self._said: set[int] = set()
+        self._heard: list[Exit] = []
+        self._lock = threading.Lock()
+        listener = star.listen(*place) if node == 0 else None
+        self.fd, self._news_fd = os.pipe()
+        os.set_blocking(self._news_fd, False)
+        self._star = star.Star(
+            node,
+            num_nodes,
+            key=key,
+            purpose=_PURPOSE,
+            listener=listener,
+            address=None if node == 0 else place,
+            connect_timeout_s=float("inf"),
+            heard=self._hear,
+            lost=self._lose,
+        )
+
+    def say(self, end: Exit) -> None:
+        """Tells the others of a failure here; of each process once."""
+        if end.node is not None or end.process_id in self._said:
+            return
+        if end.returncode != 0 and len(self._said) < _MOST_SAID:
+            self._said.add(end.process_id)
+            self._star.say(msgspec.msgpack.encode(end))
+
+    def take(self) -> list[Exit]:
+        """Returns what was heard since the last call."""
+        with self._lock:
+            heard, self._heard = self._heard, []
+        return heard
+
+    def close(self) -> None:
+        """Leaves the others, which go on."""
+        self._star.close()
+        os.close(self.fd)
+        os.close(self._news_fd)
+
+    def _hear(self, node: int, body: bytes) -> None:
+        try:
+            end = msgspec.msgpack.decode(body, type=Exit)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            _logger.warning(
+                "The launcher of node %d has said what is no message.", node
+            )
+            return
+        # Clocks of hosts differ: what counts is when it is known here.
+        at_s = None if end.failed_at_s is None else time.monotonic()
+        self._add(end._replace(node=node, failed_at_s=at_s))
+
+    def _lose(self, node: int) -> None:
+        note = (
+            f"the launcher of node {node} is gone: it was killed, or its host or the "
+            "network failed"
+        )
+        self._add(Exit(-1, 1, node=node, note=note))
+
+    def _add(self, end: Exit) -> None:
+        with self._lock:
+            self._heard.append(end)
+        with contextlib.suppress(OSError):
+            os.write(self._news_fd, b"n")
+
+
+def find_port(coordinator_port: int) -> int:
+    """Returns the port of the link: one above the coordinator's, or below the last."""
+    return coordinator_port + (1 if coordinator_port < 65535 else -1)
