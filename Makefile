@@ -6,7 +6,7 @@ LATEST := .venv-latest
 PTX := .venv-ptx
 TODAY := $(shell date +%F)
 
-.PHONY: help demo test check test-latest test-kernels test-ptx gpu bench sweep soak two-hosts clean
+.PHONY: help demo test check test-latest test-kernels test-ptx gpu bench sweep soak two-hosts faults clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make sweep        every all-reduce at every size, beside the cost model"
 	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its wire, parameter servers"
 	@echo "make two-hosts    as root: train over two hosts, each with its own network and name"
+	@echo "make faults       every fault at every moment: is the right process blamed, and soon"
 	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/.examples
@@ -98,6 +99,9 @@ soak: $(VENV)/.test
 # As root, with iproute2: each host is a network namespace of its own.
 two-hosts: $(VENV)/.examples $(VENV)/.test
 	$(BIN)/python -m tests.two_hosts
+
+faults: $(VENV)/.test
+	$(BIN)/python -m tests.runtime.fault_table
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \

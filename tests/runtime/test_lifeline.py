@@ -1,0 +1,161 @@
+import os
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdp
+from jdp.progress import Snapshot
+from jdp.runtime import environment, launch, lifeline
+from jdp.runtime.lifeline import Gone
+from tests import harness
+
+BUSY = Snapshot({"step": 6}, None, None, 0.0)
+IN_STEP = Snapshot({"step": 6}, "step", None, 0.0)
+WAITS = Snapshot({}, None, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("has_ended", "now", "gone", "now_s", "culprit"),
+    [
+        # It ended after as many steps: a long step, or anything else, may go on.
+        (False, IN_STEP, [Gone(1, 10.0, {"step": 6})], 1e9, None),
+        (False, IN_STEP, [Gone(1, 10.0, {"step": 7})], 1e9, None),
+        (False, BUSY, [Gone(1, 10.0, {"step": 5})], 1e9, None),
+        # It will never come to this step.
+        (False, IN_STEP, [Gone(1, 10.0, {"step": 5})], 12.0, None),
+        (False, IN_STEP, [Gone(1, 10.0, {"step": 5})], 12.1, 1),
+        (False, IN_STEP, [Gone(1, 10.0, {"other": 9})], 12.1, 1),
+        (False, IN_STEP, [Gone(2, 9.0, {"step": 6}), Gone(1, 10.0, {})], 12.1, 1),
+        # The step began after it was known.
+        (False, IN_STEP._replace(since_s=11.0), [Gone(1, 1.0, {})], 12.9, None),
+        # A wait on the host is for all processes.
+        (False, WAITS, [Gone(1, 10.0, {"step": 9})], 12.1, 1),
+        # It died, and what it had begun is not known.
+        (False, IN_STEP, [Gone(1, 10.0)], 13.0, None),
+        (False, IN_STEP, [Gone(1, 10.0)], 14.1, 1),
+        (False, BUSY, [Gone(1, 10.0)], 1e9, None),
+        # It said that it failed.
+        (False, BUSY, [Gone(1, 10.0, {"step": 6}, "ValueError: no")], 15.0, None),
+        (False, BUSY, [Gone(1, 10.0, {"step": 6}, "ValueError: no")], 15.1, 1),
+        # At the end of the program, JAX waits for all.
+        (True, IN_STEP, [Gone(1, 10.0, {"step": 5})], 1e9, None),
+        (True, BUSY, [Gone(1, 10.0)], 12.1, 1),
+        (True, BUSY, [Gone(1, 10.0, {}, "ValueError: no")], 12.1, 1),
+    ],
+)
+def test_only_a_process_that_waits_in_vain_is_ended(
+    has_ended, now, gone, now_s, culprit
+):
+    verdict = lifeline.judge(0, has_ended, now, gone, now_s=now_s)
+    assert (verdict and verdict.culprit) == culprit
+
+
+def test_both_counts_and_the_remedy_are_named():
+    gone = [Gone(0, 0.0, {"step": 5})]
+    verdict = lifeline.judge(1, False, IN_STEP, gone, now_s=9.0)
+    assert verdict.text == (
+        "process 0 ended after 5 calls of the step `step`, and process 1 is in call 6 "
+        "of the step `step`. A step needs all processes. Give each the same number of "
+        "steps, or use `jdp.join_batches` or `jdp.Join` where they have different "
+        "amounts of data."
+    )
+
+
+def train(num_steps, after_s=0.0):
+    """Takes as many steps as `num_steps` has for this process."""
+    world = jdp.init(timeout_s=60)
+
+    @jdp.data_parallel
+    def step(w, x):
+        loss, grads = jdp.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))(w, x)
+        return w - 0.1 * grads, {"loss": loss}
+
+    w = jnp.zeros(4)
+    for _ in range(num_steps[world.process_index]):
+        w, _ = step(w, np.ones((2, 4), np.float32))
+    if world.process_index == 0:
+        time.sleep(after_s)
+    return float(w[0])
+
+
+@pytest.mark.multiprocess
+def test_an_end_that_is_early_is_told_to_all_and_blamed():
+    got = harness.run_processes(train, 2, (5, 6))
+    text = (
+        "process 0 ended after 5 calls of the step `step`, and process 1 is in call 6"
+    )
+    assert f"[0] jdp: {text}" in got.output
+    assert f"[1] jdp: {text}" in got.output
+    assert "jdp launch: process 0 failed with exit code 1." in got.output
+    assert got.exit_code == 1
+    assert got.seconds < 60
+
+
+@pytest.mark.multiprocess
+def test_after_as_many_steps_a_process_may_take_its_time():
+    after_s = lifeline._ENDED_GRACE_S + 2.0
+    got = harness.run_processes(train, 2, (3, 3), after_s, ends_as_usual=True)
+    assert got.exit_code == 0, got.output
+    assert "jdp:" not in got.output
+
+
+PROGRAM = """
+import os, signal, sys, time
+import jdp
+world = jdp.init(timeout_s=100)
+if world.process_index == PROCESS:
+    FAULT
+jdp.replicate(world, {"w": 1.0})
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fault", "process", "text"),
+    [
+        ("sys.exit(3)", 1, "process 1 ended after no step, and process 0 waits for it"),
+        ("raise ValueError('boom')", 1, "process 1 failed (ValueError: boom)"),
+        ("raise ValueError('boom')", 0, "process 0 failed (ValueError: boom)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "process 1 ended without a word"),
+        ("os._exit(3)", 0, "process 0 ended without a word"),
+    ],
+)
+def test_without_a_launcher_the_others_end_soon_and_name_it(fault, process, text):
+    place = {
+        environment.COORDINATOR_ADDRESS: f"127.0.0.1:{launch._free_port()}",
+        environment.NUM_PROCESSES: "2",
+        environment.NUM_LOCAL_PROCESSES: "2",
+        environment.NODE_RANK: "0",
+        "PYTHONPATH": str(harness.ROOT),
+        "JAX_PLATFORMS": "cpu",
+    }
+    program = PROGRAM.replace("PROCESS", str(process)).replace("FAULT", fault)
+    started = []
+    for i in range(2):
+        own = {environment.PROCESS_ID: str(i), environment.LOCAL_PROCESS_ID: str(i)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                env={**os.environ, **place, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        started[process].wait(60)
+        start_s = time.monotonic()
+        other = started[1 - process]
+        said, _ = other.communicate(timeout=60)
+        assert time.monotonic() - start_s < 10
+        assert other.returncode != 0
+        assert f"jdp: {text}" in said, said
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()

@@ -1,0 +1,193 @@
+import collections
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from jdp.runtime import star, star_codec
+from jdp.runtime.star_codec import Codec, Frame, Refused
+
+KEY = bytes(range(32))
+TIMEOUT_S = 20.0
+
+
+class Member:
+    """One member, and what it has heard."""
+
+    def __init__(self, number, count, place, *, key=KEY):
+        self.heard, self.lost = [], []
+        options = (
+            {"listener": place}
+            if number == 0
+            else {"address": place.getsockname()[:2], "connect_timeout_s": TIMEOUT_S}
+        )
+        self.star = star.Star(
+            number,
+            count,
+            key=key,
+            purpose="test",
+            heard=lambda member, body: self.heard.append((member, body)),
+            lost=self.lost.append,
+            **options,
+        )
+
+
+@pytest.fixture
+def members():
+    """Makes the members of a star; they are closed with the test."""
+    made = []
+    listener = star.listen("127.0.0.1", 0)
+
+    def make(number, count, **options):
+        made.append(Member(number, count, listener, **options))
+        return made[-1]
+
+    yield make
+    for member in reversed(made):
+        member.star.close()
+    listener.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "jdp-star-test" not in names
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came true"
+        time.sleep(0.01)
+
+
+def make_whole(members, count):
+    made = [members(i, count) for i in range(count)]
+    for member in made:
+        assert member.star.wait_until_whole(timeout_s=TIMEOUT_S)
+    return made
+
+
+def test_all_hear_what_one_says(members):
+    made = make_whole(members, 3)
+    for i, member in enumerate(made):
+        member.star.say(b"%d" % i)
+    for i, member in enumerate(made):
+        expected = collections.Counter((j, b"%d" % j) for j in range(3) if j != i)
+        wait_until(lambda m=member, e=expected: collections.Counter(m.heard) == e)
+
+
+def test_who_comes_later_hears_what_was_said_before(members):
+    first = members(0, 3)
+    second = members(1, 3)
+    assert second.star.wait_until_whole(timeout_s=TIMEOUT_S)
+    first.star.say(b"a")
+    second.star.say(b"b")
+    wait_until(lambda: first.heard)
+    third = members(2, 3)
+    wait_until(lambda: len(third.heard) == 2)
+    assert sorted(third.heard) == [(0, b"a"), (1, b"b")]
+
+
+def test_a_line_that_breaks_is_a_loss_and_a_goodbye_is_none(members):
+    made = make_whole(members, 4)
+    made[3].star.close()
+    for sock in list(made[1].star._lines):
+        sock.shutdown(socket.SHUT_RDWR)  # As the kernel does for a process that dies.
+    for i in (0, 2):
+        wait_until(lambda i=i: made[i].lost == [1])
+    made[0].star.close()
+    time.sleep(0.1)
+    assert made[2].lost == [1]
+
+
+def test_when_the_centre_dies_all_others_know(members):
+    made = make_whole(members, 3)
+    for sock in list(made[0].star._lines):
+        sock.shutdown(socket.SHUT_RDWR)
+    for i in (1, 2):
+        wait_until(lambda i=i: 0 in made[i].lost)
+
+
+def test_who_has_another_key_is_not_heard(members):
+    first = members(0, 2)
+    stranger = members(1, 2, key=secrets.token_bytes(32))
+    stranger.star.say(b"garbage")
+    wait_until(lambda: stranger.lost == [0])
+    assert (first.heard, first.lost) == ([], [])
+
+
+def test_strangers_keep_no_member_out(members):
+    first = members(0, 2)
+    place = first.star._listener.getsockname()
+    with contextlib.ExitStack() as stack:
+        for i in range(star._MAX_GUESTS + 20):
+            guest = stack.enter_context(socket.create_connection(place))
+            guest.send([b"", b"jdp-star-1\n", b"GET / HTTP/1.1\r\n\r\n"][i % 3])
+        second = members(1, 2)
+        assert second.star.wait_until_whole(timeout_s=TIMEOUT_S)
+        second.star.say(b"here")
+        wait_until(lambda: first.heard == [(1, b"here")])
+
+
+def make_pair(key=KEY, purpose="x"):
+    """Both ends of a line that have greeted each other."""
+    center, member = Codec(key, purpose, "center"), Codec(key, purpose, "member")
+    assert center.feed(member.greet()) == ([], b"")
+    assert member.feed(center.greet()) == ([], b"")
+    return center, member
+
+
+def test_frames_arrive_as_they_were_sent_in_any_pieces():
+    center, member = make_pair()
+    frames = [Frame("say", i, os.urandom(10 * i)) for i in range(20)]
+    data = b"".join(map(member.encode, frames))
+    found = []
+    for i in range(0, len(data), 7):
+        found += center.feed(data[i : i + 7])[0]
+    assert found == frames
+
+
+def test_frames_before_the_greeting_are_sent_after_it():
+    center = Codec(KEY, "x", "center")
+    member = Codec(KEY, "x", "member")
+    assert member.encode(Frame("hello", 1)) == b""
+    assert member.has_held
+    _, answer = member.feed(center.greet())
+    center.feed(member.greet())
+    assert center.feed(answer)[0] == [Frame("hello", 1)]
+
+
+@pytest.mark.parametrize("change", ["replay", "drop", "reflect", "flip", "session"])
+def test_a_changed_stream_is_refused(change):
+    center, member = make_pair()
+    first, second = (member.encode(Frame("say", 1, b"a")) for _ in range(2))
+    if change == "replay":
+        data = first + first
+    elif change == "drop":
+        data = second
+    elif change == "reflect":
+        data = center.encode(Frame("say", 0, b"a"))
+    elif change == "flip":
+        data = first[:-1] + bytes([first[-1] ^ 1])
+    else:
+        data = make_pair()[1].encode(Frame("say", 1, b"a"))
+    with pytest.raises(Refused, match="without the key"):
+        center.feed(data)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(strategies.binary(max_size=200), strategies.booleans())
+def test_garbage_is_refused_and_nothing_else(body, has_key):
+    center, member = make_pair()
+    if has_key:  # Of a holder of the key, that is.
+        center._session = session = bytes(32)
+        body = star_codec.job_key.sign(session, "member 0", body)
+        body = star_codec._LENGTH.pack(len(body)) + body
+    with contextlib.suppress(Refused):
+        center.feed(body)
+    with contextlib.suppress(Refused):
+        Codec(KEY, "x", "center").feed(body)
+    del member
