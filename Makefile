@@ -94,6 +94,7 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.eager.engine_soak
 	$(BIN)/python -m tests.runtime.transport_fuzz --messages 1000000
 	$(BIN)/python -m tests.runtime.roll_call_fuzz --messages 1000000
+	$(BIN)/python -m tests.wire_fuzz --messages 1000000
 	$(BIN)/python -m tests.parameter_server.soak
 
 # As root, with iproute2: each host is a network namespace of its own.

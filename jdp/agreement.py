@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from jdp import progress
+from jdp import progress, wire
 from jdp.mesh import World
 
 
@@ -121,7 +121,10 @@ def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Ver
         except _Missing as error:
             return Verdict(error=str(error), culprit=error.process)
         world.store.delete(own_key)
-        return msgspec.msgpack.decode(verdict, type=Verdict)
+        try:
+            return wire.decode(verdict, Verdict, what=_name(0, record.topic))
+        except wire.Malformed as error:
+            return Verdict(error=str(error))
     records = [record]
     deadline_s = time.monotonic() + world.timeout_s  # one for all of them.
     try:
@@ -129,10 +132,13 @@ def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Ver
             key = _key(round_index, str(process))
             left_s = max(0.0, deadline_s - time.monotonic())
             found = _wait(world, key, process, record.topic, left_s)
-            records.append(msgspec.msgpack.decode(found, type=Record))
+            what = _name(process, record.topic)
+            records.append(wire.decode(found, Record, what=what))
         verdict = judge(records, decide)
     except _Missing as error:
         verdict = Verdict(error=str(error), culprit=error.process)
+    except wire.Malformed as error:
+        verdict = Verdict(error=str(error))
     world.store.set(verdict_key, msgspec.msgpack.encode(verdict))
     if round_index > 0:  # Whoever is in this round has read the last one's verdict.
         world.store.delete(_key(round_index - 1, "verdict"))
@@ -143,14 +149,20 @@ def _wait(world: World, key: str, process: int, topic: str, timeout_s: float) ->
     assert world.store is not None
     try:
         return world.store.get(key, timeout_s=timeout_s)
-    except TimeoutError:
+    except TimeoutError as error:
+        # Such as a value there that no process of the job has signed.
+        why = f" {error}" if error.__cause__ is not None else ""
         raise _Missing(
             f"Process {process} did not come to the {topic} within "
             f"{world.timeout_s:g} s; "
             "it may have stopped, or be in another part of the program (a batch of "
-            "another size, one step more or less).",
+            f"another size, one step more or less).{why}",
             process,
         ) from None
+
+
+def _name(process: int, topic: str) -> str:
+    return f"The message of process {process} in the {topic}"
 
 
 def _key(round_index: int, name: str) -> str:

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(jdp.__file__).parent
 # A unit (a root module or a package) may import only units in lines above its own.
 LAYERS = (
     {"types", "compat", "progress"},
-    {"mesh", "buckets"},
+    {"mesh", "buckets", "wire"},
     {"weights", "join", "per_replica"},
     {"backward"},
     {"agreement", "sameness", "differences"},
@@ -43,6 +43,7 @@ HOST_MAY_USE = HOST | {
     "progress",
     "mesh",
     "buckets",
+    "wire",
     "join",
     "collectives",
 }

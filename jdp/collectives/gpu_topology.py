@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from jdp import agreement
+from jdp import agreement, wire
 from jdp.collectives.custom_choice import Topology
 from jdp.mesh import World
 
@@ -37,12 +37,12 @@ def find_topology(world: World) -> Topology:
     with agreement.reporting(world, topic):
         facts = find_facts(world)
     body = agreement.meet(world, topic, msgspec.msgpack.encode(facts), _collect)
-    return combine(msgspec.msgpack.decode(body, type=list[Facts]))
+    return combine(wire.decode(body, list[Facts], what="A list of GPUs"))
 
 
 def _collect(bodies: list[bytes]) -> bytes:
     return msgspec.msgpack.encode(
-        [msgspec.msgpack.decode(body, type=Facts) for body in bodies]
+        [wire.decode(body, Facts, what="A note of GPUs") for body in bodies]
     )
 
 

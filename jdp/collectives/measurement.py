@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jdp import agreement
+from jdp import agreement, wire
 from jdp.collectives import cost_model, shared_memory
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.cost_model import ALGORITHMS, Curve, Links
@@ -238,7 +238,7 @@ def fit_links(
         own = time_all_reduces(world, all_reduces, sizes, rounds=rounds)
     body = agreement.meet(world, topic, msgspec.msgpack.encode(own), lambda all: all[0])
     return make_links(
-        msgspec.msgpack.decode(body, type=list[Seconds]), world.num_replicas
+        wire.decode(body, list[Seconds], what="A list of times"), world.num_replicas
     )
 
 

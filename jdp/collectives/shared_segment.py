@@ -8,18 +8,22 @@ import ctypes
 import mmap
 import os
 import platform
+import re
 import secrets
+import stat
 import time
 from collections.abc import Sequence
 
 import msgspec
 
+from jdp import wire
 from jdp.mesh import World
 
 _FOLDER = "/dev/shm"
 _HEADER_BYTES = 4096
 _WORDS_A_LINE = 8  # counters of two processes never share a cache line of 64 bytes.
 _MAX_PROCESSES = 32
+_PATH = re.compile(r"/proc/([1-9][0-9]*)/fd/[0-9]+", re.ASCII)
 _BLAMED = _WORDS_A_LINE * _MAX_PROCESSES  # the word that says who is gone.
 _TOKEN = slice(_HEADER_BYTES - 16, _HEADER_BYTES)
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of Linux on x86-64.
@@ -187,7 +191,9 @@ def _map_together(
             # The first process waits for each in turn.
             timeout_s = 1.2 * world.timeout_s + 5.0
             found = world.store.get(f"{key}/verdict", timeout_s=timeout_s)
-            verdict = msgspec.msgpack.decode(found, type=_Verdict)
+            verdict = wire.decode(found, _Verdict, what=f"The verdict of `{key}`")
+            if verdict.error is None and len(verdict.peers) != len(processes):
+                raise wire.Malformed(f"The verdict of `{key}` leaves processes out.")
     except TimeoutError as error:
         raise RuntimeError(str(error)) from None
     finally:
@@ -204,7 +210,7 @@ def _collect(world: World, key: str, own: _Hello, processes: Sequence[int]) -> _
     try:
         for process in processes[1:]:
             hellos.append(_hear(world, f"{key}/opened/{process}", process))
-    except TimeoutError as error:
+    except (TimeoutError, wire.Malformed) as error:
         return _Verdict(error=str(error))
     for process, hello in zip(processes, hellos, strict=True):
         if hello.error is not None:
@@ -230,9 +236,16 @@ def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Hello]:
 def _open(
     size: int, own: Peer, offer: _Hello, first: int
 ) -> tuple[mmap.mmap | None, _Hello]:
+    found = _PATH.fullmatch(offer.path)
+    if found is None or int(found[1]) != offer.peer.pid:
+        return None, _Hello(own, error=f"{_refusal(first)} (its path is none).")
     try:
-        fd = os.open(offer.path, os.O_RDWR)
+        # On another host the same path may be anything: nothing is opened before it is
+        # known to be memory.
+        _check_is_ours(os.stat(offer.path), size)
+        fd = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            _check_is_ours(os.fstat(fd), size)
             mapped = _map(fd, size)
         finally:
             os.close(fd)
@@ -241,6 +254,17 @@ def _open(
     if mapped[_TOKEN] != offer.token:
         return None, _Hello(own, error=f"{_refusal(first)}.")
     return mapped, _Hello(own)
+
+
+def _check_is_ours(found: os.stat_result, size: int) -> None:
+    """Raises OSError unless it is what `_create` makes: its owner is trusted."""
+    is_memory = stat.S_ISREG(found.st_mode) and found.st_nlink == 0
+    if not is_memory or found.st_dev != os.stat(_FOLDER).st_dev:
+        raise OSError("it is no memory without a name")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError("it is not of this user alone")
+    if found.st_size != size:
+        raise OSError(f"it has {found.st_size:,} bytes, not {size:,}")
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
@@ -288,7 +312,8 @@ def _hear(world: World, key: str, process: int) -> _Hello:
             f"Process {process} did not come to make a shared segment within "
             f"{world.timeout_s:g} s."
         ) from None
-    return msgspec.msgpack.decode(found, type=_Hello)
+    what = f"The message of process {process} about a shared segment"
+    return wire.decode(found, _Hello, what=what)
 
 
 def _read_stat(pid: int) -> list[str] | None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from jdp import progress
+from jdp import progress, wire
 from jdp.join import Joinable
 from jdp.mesh import World
 from jdp.runtime.departures import Watch
@@ -284,7 +284,8 @@ class _Members:
                     *(self._own, self._world.timeout_s, process),
                 )
         self._num_heard[process] += 1
-        self.progress[process] = msgspec.msgpack.decode(value, type=Progress)
+        what = f"The progress of process {process}"
+        self.progress[process] = wire.decode(value, Progress, what=what)
         reason = self.progress[process].reason
         if reason is not None:
             error = RuntimeError(

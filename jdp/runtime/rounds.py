@@ -4,6 +4,7 @@ import time
 
 import msgspec
 
+from jdp import wire
 from jdp.mesh import World
 from jdp.runtime import lockstep
 from jdp.runtime.lockstep import Announcement, Decision
@@ -75,13 +76,14 @@ class Rounds:
             text = self._describe_missing(missing, index)
             decision = Decision(error=text, culprit=missing[0])
         else:
-            others = (found[p] for p in range(1, self._world.process_count))
-            decision = self._decide(
-                [
-                    announcement,
-                    *(msgspec.msgpack.decode(o, type=Announcement) for o in others),
+            try:
+                others = [
+                    wire.decode(found[p], Announcement, what=f"What process {p} says")
+                    for p in range(1, self._world.process_count)
                 ]
-            )
+                decision = self._decide([announcement, *others])
+            except wire.Malformed as error:
+                decision = Decision(error=str(error))
         store.set(f"{folder}/decision", msgspec.msgpack.encode(decision))
         if not missing:
             self._delete_old(index)
@@ -142,7 +144,7 @@ class Rounds:
                 f"{timeout_s:g} s; it may have stopped, or not come to this loop.",
                 culprit=0,
             )
-        return msgspec.msgpack.decode(value, type=Decision)
+        return wire.decode(value, Decision, what="The decision of process 0")
 
     def _delete_old(self, index: int) -> None:
         """Deletes what everybody has passed: whoever is in a round ended the last."""

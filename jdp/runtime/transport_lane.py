@@ -7,6 +7,7 @@ order they were sent, whichever way they came; what does not fit, or finds the o
 side's queue full, goes over ZeroMQ, which also says who is lost.
 """
 
+import re
 import secrets
 import socket
 import struct
@@ -15,6 +16,7 @@ import weakref
 
 import msgspec
 
+from jdp import wire
 from jdp.runtime import transport
 from jdp.runtime.transport import Event, Lost, Received
 from jdp.runtime.transport_zmq import ZmqLink
@@ -31,7 +33,14 @@ class _Offer(msgspec.Struct, frozen=True):
     token: bytes  # what a datagram of this peer has to begin with.
 
 
-_decode_offer = msgspec.msgpack.Decoder(_Offer).decode
+_ADDRESS = re.compile(rb"\0jdp-[0-9a-f]{32}")
+
+
+def _decode_offer(payload: bytes) -> _Offer:
+    offer = wire.decode(payload, _Offer, what="The offer of a lane")
+    if not _ADDRESS.fullmatch(offer.address) or len(offer.token) != _TOKEN_BYTES:
+        raise wire.Malformed("The offer of a lane has no address of a lane.")
+    return offer
 
 
 class LaneLink:
@@ -128,7 +137,7 @@ class LaneLink:
             if number == _OFFER:
                 self._offers[peer] = _decode_offer(payload)
                 return
-        except (struct.error, msgspec.MsgspecError):
+        except (struct.error, wire.Malformed):
             why = f"process {peer} sent what is not a numbered message"
             self._link.lose(peer, why, events)
             return

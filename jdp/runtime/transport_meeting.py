@@ -1,5 +1,6 @@
 """Transport's meeting: how hub and spokes find and trust each other, over the store."""
 
+import re
 import secrets
 import socket
 import sys
@@ -9,11 +10,18 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from jdp import wire
 from jdp.mesh import World
 from jdp.runtime import addresses
 from jdp.runtime.transport import VERSION, Link, LinkOptions, Lost
 from jdp.runtime.transport_lane import LaneLink
 from jdp.runtime.transport_zmq import ZmqLink
+
+_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
+_ENDPOINT = re.compile(
+    r"tcp://(\*|[0-9.]+|\[[0-9a-f:.]+\]):[0-9]{1,5}|ipc://@jdp-[0-9a-f]{32}(-[a-z]+)?",
+    re.ASCII,
+)
 
 
 class _Offer(msgspec.Struct, frozen=True):
@@ -82,7 +90,7 @@ def _open_spoke(
         hub_key = _hear_offer(world, key, 0, options, world.timeout_s).public_key
     except TimeoutError:
         raise RuntimeError(_describe_missing(world, [0])) from None
-    data, pulse = _hear(world, f"{key}/endpoints").endpoints
+    data, pulse = _check_endpoints(_hear(world, f"{key}/endpoints").endpoints)
     if data.startswith("tcp://*:"):
         address = addresses.bracket(find_addresses(world.host)[0])
         data, pulse = (e.replace("*", address, 1) for e in (data, pulse))
@@ -191,12 +199,15 @@ def _hear_offer(
     assert world.store is not None
     offer = world.store.get(f"{key}/offer/{process}", timeout_s=timeout_s)
     own = world.process_index
-    if offer[0] != VERSION:
+    version = offer[0] if offer else None
+    if version != VERSION:
         raise RuntimeError(
-            f"Process {process} speaks version {offer[0]} of the transport, process "
+            f"Process {process} speaks version {version} of the transport, process "
             f"{own} version {VERSION}. Install the same jdp everywhere."
         )
-    found = msgspec.msgpack.decode(offer[1:], type=_Offer)
+    found = wire.decode(offer[1:], _Offer, what=f"The offer of process {process}")
+    if not _KEY.fullmatch(found.public_key):
+        raise wire.Malformed(f"The offer of process {process} holds no key of CURVE.")
     if found.options != options:
         raise RuntimeError(
             "`options` of a link differ:\n"
@@ -204,6 +215,14 @@ def _hear_offer(
             "Give all processes the same."
         )
     return found
+
+
+def _check_endpoints(endpoints: tuple[str, str]) -> tuple[str, str]:
+    """Returns them if they are what `_listen` makes: nothing else is connected to."""
+    for endpoint in endpoints:
+        if not _ENDPOINT.fullmatch(endpoint):
+            raise wire.Malformed(f"Process 0 cannot listen at {endpoint[:200]!r}.")
+    return endpoints
 
 
 def _say(world: World, key: str, notice: _Notice) -> None:
@@ -222,7 +241,7 @@ def _hear(world: World, key: str) -> _Notice:
             f"Process 0 began to open a link and did not go on within {timeout_s:g} s. "
             "Look at its log."
         ) from None
-    notice = msgspec.msgpack.decode(found, type=_Notice)
+    notice = wire.decode(found, _Notice, what="The notice of process 0 about a link")
     if notice.error is not None:
         raise RuntimeError(notice.error)
     return notice

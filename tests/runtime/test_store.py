@@ -4,9 +4,9 @@ import time
 import pytest
 
 import jdp
-from jdp import mesh
-from jdp.runtime import store
-from tests import harness
+from jdp import agreement, compat, mesh
+from jdp.runtime import job_key, store
+from tests import harness, wire_fuzz
 
 
 def test_a_value_set_by_one_member_is_read_by_the_others():
@@ -103,3 +103,65 @@ def test_the_store_of_a_job_behaves_as_its_twin():
         assert round_index == 0
         if rank == 0:
             assert again.startswith("TimeoutError")
+
+
+# --- Strangers, who can reach the store of JAX -----------------------------------
+
+
+def _signed_store():
+    client = wire_fuzz.Client()
+    return store.DistributedStore(client, job_key.make()), client.values
+
+
+def test_what_a_stranger_wrote_counts_as_not_there_and_is_named(caplog):
+    ours, values = _signed_store()
+    ours.set("d/a", b"1")
+    values["d/b"] = b"forged"
+    values["d/c"] = values["d/a"]  # signed, but for another key.
+    assert ours.list_directory("d") == {"a": b"1"}
+    assert ours.try_get("d/b") is None and ours.try_get("d/c") is None
+    for key in ("d/b", "d/c"):
+        start_s = time.monotonic()
+        with pytest.raises(TimeoutError, match=f"`{key}` was not set by a process of"):
+            ours.get(key, timeout_s=0.2)
+        assert time.monotonic() - start_s < 5.0
+    said = [m for m in caplog.messages if "is not signed with the key" in m]
+    assert len(said) == 2  # once a key.
+
+
+def test_a_process_that_comes_later_than_a_stranger_is_heard():
+    ours, values = _signed_store()
+    values["k"] = b"forged"
+    thread = threading.Timer(0.2, lambda: ours.set("k", b"v", overwrite=True))
+    thread.start()
+    assert ours.get("k", timeout_s=10.0) == b"v"
+    thread.join()
+
+
+def _write_as_a_stranger():
+    """A process of the job whose store the others do not believe; it is no other key.
+
+    Round 0 is spoiled before anybody meets, round 1 goes on.
+    """
+    world = jdp.init(timeout_s=3.0)
+    client = compat.distributed_client()
+    if world.process_index == 1:
+        client.key_value_set_bytes("jdp/meet/0/verdict", b"forged", False)
+        client.key_value_set_bytes("jdp/meet/1/1", b"forged", False)
+        world.store.set("ready", b"")
+    world.store.get("ready", timeout_s=30.0)
+    met = agreement.meet(world, "first", b"x", b"".join)
+    if world.process_index == 1:
+        world.store.next_round()  # It stays away; only the forged value is there.
+        return met, "", 0.0
+    start_s = time.monotonic()
+    text, _ = harness.error_text(lambda: agreement.meet(world, "second", b"", b"".join))
+    return met, text, time.monotonic() - start_s
+
+
+@pytest.mark.multiprocess
+def test_strangers_in_the_store_of_a_job_are_written_over_or_named():
+    first, second = harness.run_checked(_write_as_a_stranger, 2)
+    assert first[0] == second[0] == b"xx"
+    assert "Process 1 did not come to the second within 3 s" in first[1]
+    assert "was not set by a process of this job" in first[1] and first[2] < 20.0
