@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdp import compat, per_replica, reduction, sameness, weights
@@ -127,6 +128,45 @@ def trace_step(
         _check_state(traced, found, spreads, options)
         differing = _check_metrics(found, spreads.metrics, world)
         return _make_program(traced, found, differing, world)
+
+
+def check_is_tracing(name: str, arguments: dict[str, PyTree]) -> None:
+    """Raises FloatingPointError if JAX calls a step to look for a NaN.
+
+    With `jax_debug_nans` or `jax_debug_infs` it does, on the arguments of the call, and
+    would run `shard_map` in itself without end.
+
+    Args:
+      name: of the step.
+      arguments: by name.
+    """
+    config = jax.config
+    is_searching = config.jax_debug_nans or config.jax_debug_infs
+    if not is_searching or config.jax_disable_jit:
+        return
+    leaves = jax.tree.leaves(arguments)
+    if not leaves or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return
+    before = [path for path, leaf in _with_paths(arguments) if _has_nonfinite(leaf)]
+    found = (
+        f"`{before[0]}` held one before the step."
+        if before
+        else "The arguments that are left, such as the batches, held none."
+    )
+    raise FloatingPointError(
+        f"The step `{name}` returned a NaN or an infinity, which `jax_debug_nans` or "
+        f"`jax_debug_infs` refuses. {found} To see where it arises, run the loss of "
+        "one replica without `jdp.data_parallel`, or print with `jax.debug.print`."
+    )
+
+
+def _has_nonfinite(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        return False
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return False
+    shards = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+    return any(not np.isfinite(x.astype(np.complex128)).all() for x in shards)
 
 
 class _Made(NamedTuple):

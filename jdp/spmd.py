@@ -296,6 +296,7 @@ class DataParallelStep(Joinable):
         world = self.world
         arguments = {"state": state}
         arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
+        replica_step.check_is_tracing(self.name, arguments)
         with agreement.reporting(world, self._topic):
             with recording.collect() as found:
                 program = self._shard(divide_by, state, batches)
