@@ -147,10 +147,12 @@ def local_gradients(
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, of this replica's own samples.
 
-    `jax.grad` of parameters that are the same on all replicas sums the gradient over
-    the replicas by itself, leaf by leaf, inside `shard_map`. This keeps it local, as
-    `sync_gradients` and `distributed_optimizer` want it. Gradients of several batches
-    may be added up before they are synchronised; that is torch's `no_sync`.
+    In a `shard_map` with `check_vma=True`, `jax.grad` of parameters that are the same
+    on all replicas sums the gradient over the replicas by itself, leaf by leaf. This
+    keeps it local everywhere, as `sync_gradients` and `distributed_optimizer` want it;
+    in a step of `jdp.data_parallel`, `jax.value_and_grad` does so too. Gradients of
+    several batches may be added up before they are synchronised; that is torch's
+    `no_sync`.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss, or with

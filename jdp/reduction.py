@@ -70,8 +70,9 @@ def average(
 ) -> PyTree:
     """Averages small values, such as metrics, over the replicas in one collective.
 
-    Integers and booleans are averaged in float32. A leaf that is known to be the same
-    on all replicas is returned as it is.
+    Integers and booleans are averaged in JAX's default float, which is float32, and
+    float64 with `jax_enable_x64`. Under a `shard_map` whose types track what varies, a
+    leaf that is the same on all replicas is returned as it is.
 
     Args:
       tree: pytree of arrays or numbers.
@@ -82,7 +83,8 @@ def average(
       axis_name: the axis, or axes, over which replicas lie.
 
     Returns:
-      A pytree of the same shapes, floating or complex, the same on all replicas.
+      A pytree of the same shapes, the same on all replicas; what was averaged is
+      floating or complex.
     """
     weighting = weights.resolve(weight, divide_by)
     return average_weighted(tree, axis_name, lambda: weighting)
@@ -95,7 +97,7 @@ def average_weighted(
     num_replicas = mesh.axis_size(axis_name)
     tracked = mesh.tracked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
-    leaves = [as_inexact(x) for x in leaves]
+    leaves = [jnp.asarray(x) for x in leaves]
     local = [
         i
         for i, x in enumerate(leaves)
@@ -106,6 +108,7 @@ def average_weighted(
     weighting = find_weighting()
     groups: dict[Any, list[int]] = {}
     for i in local:
+        leaves[i] = as_inexact(leaves[i])
         groups.setdefault(leaves[i].dtype, []).append(i)
     parts = [
         [cast_varying(leaves[i], axis_name) for i in group] for group in groups.values()
@@ -456,4 +459,4 @@ def check_are_local(
 def as_inexact(x: Any) -> jax.Array:
     """Returns a number or an array as one that can be averaged."""
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+    return x.astype(jnp.result_type(x.dtype, float))

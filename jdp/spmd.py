@@ -77,14 +77,21 @@ def data_parallel(
     of its arguments; JAX traces again for other shapes, and they compare again.
 
     Args:
-      step: the step of one replica. The state must come back with the same value on
-        every replica, but for its `jdp.PerReplica` parts. Metrics that differ between
-        replicas are averaged.
+      step: the step of one replica; `jax.grad` in it is that replica's own gradient,
+        as under `jax.pmap`. The state must come back with the same value on every
+        replica, but for its `jdp.PerReplica` parts. A metric that is the same on all
+        replicas comes back as it is; others are averaged, integers and booleans in
+        JAX's default float, but for those in a `jdp.PerReplica`, which come back with
+        a row for each replica.
       world: the replicas; by default, at the first call, what `jdp.init` made.
       donate_state: whether the memory of the state passed in is used for the new one.
         A donated state cannot be used again.
-      check_vma: whether JAX's types must prove that the new state is the same on all
-        replicas. False is for reductions that the types cannot follow.
+      check_vma: whether the program must show that the new state is the same on all
+        replicas. jdp follows its values from the batches to the new state, through
+        control flow; a reduction over the axis ends what differs. False is for a
+        reduction that the program does not show, such as an `all_reduce` of your own
+        of `lax.ppermute` or a callback: refused is then only what was never sent. The
+        name is that of the option of `jax.shard_map` that this stands for.
       static_graph: whether it is an error that another trace of the step, for other
         shapes, finds other used parameters or another order of their gradients. False
         logs the difference.
@@ -99,7 +106,11 @@ def data_parallel(
       RuntimeError: from a call: the processes do not have the same state or the same
         program; on every process, naming the difference.
       ValueError: from a call: a batch does not divide among the replicas, or the new
-        state differs between replicas; the leaf is named.
+        state differs between replicas; the leaf is named. Or a metric has a row per
+        sample. Or a reduction is in a `cond`, or in a `while` loop, that replicas
+        decide differently, so that some would wait for ever.
+      TypeError: from a call: a metric is no number, or one without a mean that
+        differs.
       RuntimeError: from a call: the state was donated before.
     """
 
