@@ -92,6 +92,7 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.lockstep_simulation --runs 10000
 	$(BIN)/python -m tests.collectives.shared_memory_soak
 	$(BIN)/python -m tests.eager.engine_soak
+	$(BIN)/python -m tests.eager.coordinator_simulation --decisions 1000000
 	$(BIN)/python -m tests.runtime.transport_fuzz --messages 1000000
 	$(BIN)/python -m tests.runtime.roll_call_fuzz --messages 1000000
 	$(BIN)/python -m tests.wire_fuzz --messages 1000000

@@ -1,5 +1,6 @@
 """Eager: collectives by name, agreed on before they run."""
 
+from jdp.eager.beginning import init
 from jdp.eager.calls import (
     all_gather,
     all_gather_async,
@@ -7,17 +8,22 @@ from jdp.eager.calls import (
     all_reduce_async,
     all_to_all,
     all_to_all_async,
-    barrier,
     broadcast,
     broadcast_async,
-    grouped_all_reduce,
-    grouped_all_reduce_async,
-    join,
     poll,
     reduce_scatter,
     reduce_scatter_async,
     synchronize,
 )
+from jdp.eager.grouped import (
+    grouped_all_gather,
+    grouped_all_gather_async,
+    grouped_all_reduce,
+    grouped_all_reduce_async,
+    grouped_reduce_scatter,
+    grouped_reduce_scatter_async,
+)
+from jdp.eager.meeting import barrier, join, join_async
 from jdp.eager.objects import (
     all_gather_object,
     broadcast_object,
@@ -34,8 +40,11 @@ from jdp.eager.process_set import (
 from jdp.eager.programs import submit, submit_async
 from jdp.eager.requests import Handle
 from jdp.eager.session import (
-    init,
+    cross_rank,
+    cross_size,
     is_initialized,
+    local_rank,
+    local_size,
     rank,
     shutdown,
     size,
@@ -61,12 +70,21 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
     "global_process_set",
+    "grouped_all_gather",
+    "grouped_all_gather_async",
     "grouped_all_reduce",
     "grouped_all_reduce_async",
+    "grouped_reduce_scatter",
+    "grouped_reduce_scatter_async",
     "init",
     "is_initialized",
     "join",
+    "join_async",
+    "local_rank",
+    "local_size",
     "poll",
     "rank",
     "reduce_scatter",

@@ -8,9 +8,6 @@ import jax
 import numpy as np
 
 from jdp.eager import gradients, requests, session
-from jdp.eager.entry import Entry
-from jdp.eager.flight_recorder import Record
-from jdp.eager.messages import Request, Spec, encode_spec
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.requests import Handle
 from jdp.types import PyTree
@@ -122,73 +119,6 @@ def all_reduce_async(
         prescale,
         postscale,
         compression,
-    )
-    return requests.submit_tree(options, name, tree)
-
-
-def grouped_all_reduce(
-    tree: PyTree,
-    *,
-    name: str | None = None,
-    op: Op = "average",
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    compression: jax.typing.DTypeLike | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> PyTree:
-    """Reduces arrays as `all_reduce`, all of them together or none.
-
-    Args:
-      tree: pytree of arrays; all are ready before any is reduced.
-      name: see `all_reduce`; the group has it too.
-      op: see `all_reduce`.
-      prescale: see `all_reduce`.
-      postscale: see `all_reduce`.
-      compression: see `all_reduce`.
-      process_set: see `all_reduce`.
-
-    Returns:
-      See `all_reduce`.
-
-    Raises:
-      RuntimeError: one of them has failed, and so none was reduced; see `synchronize`.
-    """
-    handle = grouped_all_reduce_async(
-        tree,
-        name=name,
-        op=op,
-        prescale=prescale,
-        postscale=postscale,
-        compression=compression,
-        process_set=process_set,
-    )
-    return handle.result()
-
-
-def grouped_all_reduce_async(
-    tree: PyTree,
-    *,
-    name: str | None = None,
-    op: Op = "average",
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    compression: jax.typing.DTypeLike | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begins `grouped_all_reduce`; the arrays must not change until it is done."""
-    set_id = process_set.process_set_id
-    name = session.next_name("group", set_id or 0) if name is None else name
-    options = requests.find_options(
-        session.current_engine(),
-        "all_reduce",
-        process_set,
-        op,
-        prescale,
-        postscale,
-        compression,
-        -1,
-        name,
-        len(jax.tree.leaves(tree)),
     )
     return requests.submit_tree(options, name, tree)
 
@@ -408,43 +338,6 @@ def all_to_all_async(
         return received, np.array(counts, np.int32)
 
     return Handle([entry], finish)
-
-
-def barrier(*, process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all processes of the set have come to it.
-
-    Args:
-      process_set: who takes part.
-
-    Raises:
-      RuntimeError: see `synchronize`.
-    """
-    engine = session.current_engine()
-    set_id = requests.find_set(engine, "barrier", process_set)
-    name = session.next_name("barrier", set_id)
-    request = Request(name, encode_spec(Spec("barrier")), set_id)
-    record = Record(name, "barrier", process_set=set_id)
-    entry = Entry(request, requests.started(record))
-    engine.submit([entry])
-    session.wait_for([entry])
-
-
-def join() -> int:
-    """Says that this process has no more data, and waits for the others.
-
-    Until all have called it, the others may go on with `all_reduce` and `barrier`; this
-    process stands in for them with what changes nothing.
-
-    Returns:
-      The last rank to join, the same on all processes.
-
-    Raises:
-      RuntimeError: see `synchronize`.
-    """
-    engine = session.current_engine()
-    entry = Entry(Request("join", b""), requests.started(Record("join", "join")))
-    engine.submit_join(entry)
-    return session.wait_for([entry])[0]
 
 
 def _waiting(begin: Callable[..., Handle]) -> Callable[..., Any]:

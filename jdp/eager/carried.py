@@ -4,7 +4,7 @@ A rank sends them with the bits that say that they are ready. Where all have don
 coordinator reduces them, and sends the result with the order to run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from jdp.collectives import shared_buffer
 from jdp.collectives.base import Op
 from jdp.eager.entry import Entry
-from jdp.eager.messages import Spec
+from jdp.eager.messages import Response, Spec, decode_spec
 
 # With more it is faster to let the processes exchange data by themselves: what comes
 # here is copied by each process on the way, and reduced by one.
@@ -55,6 +55,26 @@ def reduce(spec: Spec, given: Sequence[bytes]) -> bytes:
     out = np.empty_like(arrays[0])
     shared_buffer.reduce(arrays, op, out=out)
     return out.tobytes()
+
+
+def reduce_taken(
+    response: Response, taken: Mapping[int, list[bytes]], specs: Mapping[int, bytes]
+) -> bytes:
+    """Reduces the tensors of a response; b"" where a rank has not sent one.
+
+    Args:
+      response: of slots.
+      taken: by slot, the tensors that came with its bits, by rank.
+      specs: of those slots.
+    """
+    slots = response.slots
+    if not taken or not slots or not all([slot in taken for slot in slots]):
+        return b""
+    parts = taken[slots[0]]
+    if len(slots) > 1:
+        by_rank = zip(*[taken[slot] for slot in slots], strict=True)
+        parts = [b"".join(tensors) for tensors in by_rank]
+    return reduce(decode_spec(specs[slots[0]]), parts)
 
 
 def split_average(spec: Spec, dtype: np.dtype, count: int) -> tuple[Op, float]:

@@ -7,41 +7,33 @@ name and everything that was said of it. A rank that submits it again sends the 
 of the slot, as a bit; the bit sets of all ranks, combined by AND, are what is ready.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from jdp.eager import carried, fusion, groups, mismatch
+from jdp.eager import carried, checks, fusion, groups, late, mismatch
 from jdp.eager.fusion import Item
 from jdp.eager.groups import Groups, Ready
+from jdp.eager.hits import Hits
+from jdp.eager.late import Stall
 from jdp.eager.messages import (
     UNNAMED,
     Batch,
+    Doubt,
     FromRank,
+    ProtocolError,
     Request,
     Response,
+    Spec,
     decode_spec,
 )
+from jdp.eager.names import Names
 from jdp.eager.slots import Cached, SlotTable, bits
 
-_NOT_WITH_JOIN = ("all_gather", "broadcast", "all_to_all", "reduce_scatter", "submit")
 _NEVER_CACHED = ("barrier", "add_process_set", "remove_process_set")
 _MAX_WARM = 64  # ready sets whose responses are kept.
-
-
-class ProtocolError(Exception):
-    """A rank said what it must not; the message names it."""
-
-
-class Stall(NamedTuple):
-    """A name that some ranks have submitted, and others not; or a part of a group."""
-
-    process_set: int
-    name: str
-    missing: tuple[int, ...]
-    waited_s: float
+JOIN = (-1, "join")  # what stands for `join` where names are asked for.
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,20 +48,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     fusion_bytes: int = 128 << 20
     cache_capacity: int = 1024
     fuse_groups: bool = True
-
-
-class _Entry:
-    """A name that is not ready everywhere."""
-
-    __slots__ = ("first", "spec", "arrived", "odd", "locals", "since_s")
-
-    def __init__(self, first: int, spec: bytes, now_s: float):
-        self.first = first  # the rank that came first.
-        self.spec = spec
-        self.arrived = 0  # a bit for each rank.
-        self.odd: dict[int, bytes] = {}  # by rank, specs that differ from the first.
-        self.locals: dict[int, tuple[int, ...]] = {}
-        self.since_s = now_s
 
 
 class _Warm(NamedTuple):
@@ -87,72 +65,79 @@ class Coordinator:
         self.size = size
         self.options = options
         self.num_batches = 0  # sent to all ranks.
-        self._members: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
-        self._full: dict[int, int] = {0: (1 << size) - 1}
-        self._tables: dict[int, dict[str, _Entry]] = {0: {}}
-        self._ready: list[tuple[int, str]] = []
+        self._names = Names(size)
         self._groups = Groups()
-        self._joined = 0  # a bit for each rank.
         self._last_joined = -1
         self._stop = ""
         self._is_asked = False  # to stop.
+        self._closing = ""  # which rank wants to shut down.
+        self._has_called = False  # for what ranks still have.
+        self._last = 0  # ranks that have nothing more to say, as bits.
         self._seen = [0] * size
         self._slots = SlotTable(options.cache_capacity)
-        self._hits = [0] * size  # bits: submitted, and not ready everywhere.
-        self._hit_since_s: dict[int, float] = {}
-        self._data: list[dict[int, bytes]] = [{} for _ in range(size)]  # by slot.
+        self._hits = Hits(size)
+        self._refused: list[Response] = []  # of process sets that are gone.
         self._warm: dict[tuple[int, int], _Warm] = {}  # by process set and slots.
 
     def add_process_set(self, set_id: int, ranks: Sequence[int]) -> None:
         """Lets `ranks`, ascending, have operations of their own."""
-        assert set_id not in self._members
-        self._members[set_id] = tuple(ranks)
-        self._full[set_id] = sum(1 << rank for rank in ranks)
-        self._tables[set_id] = {}
+        self._names.add_set(set_id, ranks)
         self._slots.of_set[set_id] = 0
 
     def _add_free_set(self, ranks: Sequence[int]) -> int:
-        set_id = next(i for i in itertools.count() if i not in self._members)
-        self.add_process_set(set_id, ranks)
+        set_id = self._names.add_free_set(ranks, num_seen=min(self._seen))
+        self._slots.of_set[set_id] = 0
         return set_id
 
-    def _remove_process_set(self, set_id: int) -> None:
-        """Forgets a set; its number may become that of another one."""
+    def _remove_process_set(self, set_id: int) -> Iterator[Ready]:
+        """Forgets a set; returns what some ranks waited for in it, as errors."""
+        waiting = {}
         for slot in bits(self._slots.of_set[set_id]):
-            self._retire(slot)
-        for known in (self._members, self._full, self._tables, self._slots.of_set):
-            del known[set_id]
-        self._groups.forget(set_id)
+            cached, ranks = self._retire(slot)
+            if ranks:
+                waiting[cached.name] = cached.spec
+        waiting |= self._names.remove_set(set_id, num_batches=self.num_batches)
+        waiting |= self._groups.forget(set_id)
+        del self._slots.of_set[set_id]
+        for name, spec in waiting.items():
+            yield Ready(set_id, name, spec, (), error=_describe_removed(set_id, name))
 
     def receive(self, rank: int, message: FromRank, *, now_s: float) -> None:
         """Takes what one rank says.
 
         Raises:
-          ProtocolError: it submits a name twice, or for a set it is not in, or a slot
-            that does not exist.
+          ProtocolError: it is nothing that a rank says, such as a name for the second
+            time, or a slot that does not exist. The coordinator is to be stopped.
         """
+        if not self._seen[rank] <= message.seen <= self.num_batches:
+            raise ProtocolError(
+                f"rank {rank} has got {message.seen} batches of {self.num_batches}, "
+                f"and {self._seen[rank]} before"
+            )
         self._seen[rank] = message.seen
-        hits = int.from_bytes(message.hits, "little")
-        if hits:
-            self._receive_hits(rank, hits, now_s)
-        if message.data:
-            self._data[rank].update(zip(bits(hits), message.data, strict=True))
+        if (message.requests or message.hits) and self._names.joined >> rank & 1:
+            raise ProtocolError(f"rank {rank} has joined, and submits more")
+        if message.hits:
+            self._receive_hits(rank, message, now_s)
+        elif message.data:
+            raise ProtocolError(f"rank {rank} has sent tensors of no slot")
         for request in message.requests:
             self._add(rank, request, now_s)
-        if message.joined and not self._joined >> rank & 1:
+        if message.joined:
             self._join(rank)
         if message.failure:
             self.stop(message.failure)
-        if message.leaves and not self._stop:
-            self._stop = f"rank {rank} has shut the engine down"
-            self._is_asked = True
+        if message.leaves:
+            self._closing = self._closing or f"rank {rank} has shut the engine down"
+        if message.leaves or message.is_last:
+            self._last |= 1 << rank
 
     def tune(self, *, fusion_bytes: int, cache_enabled: bool) -> None:
         """Goes by other options from the next batch on."""
         self.options = msgspec.structs.replace(self.options, fusion_bytes=fusion_bytes)
         self._slots.capacity = self.options.cache_capacity if cache_enabled else 0
         if not cache_enabled:
-            for slot in bits(self._slots.live & ~self._pending()):
+            for slot in bits(self._slots.live & ~self._in_use()):
                 self._retire(slot)
         self._warm.clear()
 
@@ -160,107 +145,130 @@ class Coordinator:
         """Ends the engine on all ranks with the next batch; the first reason counts."""
         self._stop = self._stop or why
 
-    def _receive_hits(self, rank: int, hits: int, now_s: float) -> None:
-        if hits & self._hits[rank]:
-            slot = next(bits(hits & self._hits[rank]))
+    def _receive_hits(self, rank: int, message: FromRank, now_s: float) -> None:
+        if len(message.hits) > self.options.cache_capacity // 8 + 1:
+            raise ProtocolError(
+                f"rank {rank} has sent {len(message.hits)} bytes of bits"
+            )
+        hits = int.from_bytes(message.hits, "little")
+        data = self._match_data(rank, hits, message) if message.data else ()
+        if hits & self._hits.of_rank[rank]:
+            slot = next(bits(hits & self._hits.of_rank[rank]))
             raise ProtocolError(f"rank {rank} has submitted slot {slot} twice")
         for slot in bits(hits & ~self._slots.live):
-            # It was taken back while the bit was on its way.
+            # It was taken back while the bit was on its way: what it stood for counts,
+            # and its tensor does not, which the slot's next owner would get.
             cached = self._slots.find_retired(slot)
             if cached is None:
                 raise ProtocolError(f"rank {rank} has submitted the empty slot {slot}")
             self._add(rank, self._request_of(cached, rank), now_s)
             hits ^= 1 << slot
-        self._hits[rank] |= hits
+        if len(self._slots.of_set) > 1 or self._groups.held:
+            self._check_hits(rank, hits)
+        self._hits.add(rank, hits, data)
+
+    def _match_data(
+        self, rank: int, hits: int, message: FromRank
+    ) -> list[tuple[int, bytes]]:
+        """Returns the tensors of a message, by slot that is still what it was."""
+        if message.requests or len(message.data) != hits.bit_count():
+            raise ProtocolError(
+                f"rank {rank} has sent {len(message.data)} tensors of "
+                f"{hits.bit_count()} slots"
+            )
+        matched = []
+        for slot, tensor in zip(bits(hits), message.data, strict=True):
+            if not self._slots.live >> slot & 1:
+                continue
+            cached = self._slots.get(slot)
+            if len(tensor) != cached.carried_bytes:
+                raise ProtocolError(
+                    f"rank {rank} has sent {len(tensor)} bytes of {cached.name!r}"
+                )
+            matched.append((slot, tensor))
+        return matched
+
+    def _check_hits(self, rank: int, hits: int) -> None:
+        """Checks that a rank may submit slots that stand for something."""
+        for set_id, slots in self._slots.of_set.items():
+            if hits & slots:
+                self._names.check_member(rank, set_id)
+        held = hits & self._groups.slots()
+        if held:
+            name = self._slots.get(next(bits(held))).name
+            raise ProtocolError(f"rank {rank} has submitted {name!r} twice")
 
     def _request_of(self, cached: Cached, rank: int) -> Request:
         local: tuple[int, ...] = ()
-        if cached.locals and cached.process_set in self._members:
-            local = cached.locals[self._members[cached.process_set].index(rank)]
+        members = self._names.members.get(cached.process_set, ())
+        if cached.locals and rank in members:
+            local = cached.locals[members.index(rank)]
         return Request(cached.name, cached.spec, cached.process_set, local)
 
     def _add(self, rank: int, request: Request, now_s: float) -> None:
         """Notes that a name is ready on one rank."""
-        name, spec, set_id = request.name, request.spec, request.process_set
-        table = self._tables.get(set_id)
-        if table is None or not self._full[set_id] >> rank & 1:
-            raise ProtocolError(f"rank {rank} is not in process set {set_id}")
+        name, set_id = request.name, request.process_set
+        if self._names.was_removed(set_id, seen=self._seen[rank]):
+            error = _describe_removed(set_id, name)
+            refused = Response((name,), (request.spec,), set_id, error=error)
+            self._refused.append(refused)
+            return
+        self._names.check_member(rank, set_id)
+        if self._groups.held and self._groups.is_held(set_id, name):
+            raise ProtocolError(f"rank {rank} has submitted {name!r} twice")
         slot = self._slots.find(set_id, name)
         if slot is not None:
             self._take_back(slot, now_s)
-        entry = table.get(name)
-        if entry is None:
-            entry = table[name] = _Entry(rank, spec, now_s)
-        elif entry.spec != spec:
-            entry.odd[rank] = spec
-        bit = 1 << rank
-        if entry.arrived & bit:
-            raise ProtocolError(f"rank {rank} has submitted {name!r} twice")
-        entry.arrived |= bit
-        if request.local:
-            entry.locals[rank] = request.local
-        if entry.arrived | self._joined & self._full[set_id] == self._full[set_id]:
-            self._ready.append((set_id, name))
+        self._names.add(rank, request, now_s)
 
     def _join(self, rank: int) -> None:
-        self._joined |= 1 << rank
+        if self._names.joined >> rank & 1:
+            raise ProtocolError(f"rank {rank} has joined twice")
         self._last_joined = rank
-        for set_id, table in self._tables.items():
-            full = self._full[set_id]
-            if not full >> rank & 1:
-                continue
-            joined = self._joined & full
-            waiting = {name for set_, name in self._ready if set_ == set_id}
-            for name, entry in table.items():
-                if entry.arrived | joined == full and name not in waiting:
-                    self._ready.append((set_id, name))
+        self._names.join(rank)
 
     def decide(self, *, now_s: float) -> Batch | None:
         """Returns what all ranks do next, or None if there is nothing."""
-        responses: list[Response] = []
-        for set_id, slots in self._take_hits():
-            responses += self._respond_to_hits(set_id, slots, now_s)
-        data = ()
-        if responses and any(self._data):
-            data = tuple([self._reduce_data(response) for response in responses])
-        if self._ready:
-            responses += self._respond_to_all(self._take_ready(), now_s)
+        responses, self._refused = self._refused, []
+        data = [b""] * len(responses)
+        for set_id, slots in self._hits.find_ready(self._names, self._slots.of_set):
+            taken = self._hits.take(self._names.members[set_id], slots)
+            # Before others are given slots, for which these may have to make room.
+            specs = {slot: self._slots.get(slot).spec for slot in taken}
+            found = self._respond_to_hits(set_id, slots, now_s)
+            responses += found
+            data += [carried.reduce_taken(each, taken, specs) for each in found]
+        if self._names.has_ready:
+            found = self._respond_to_all(self._take_ready(), now_s)
+            responses += found
+            data += [b""] * len(found)
         last_joined = -1
-        if self._joined == self._full[0]:
-            last_joined, self._joined = self._last_joined, 0
+        if self._names.joined == self._names.full[0]:
+            last_joined, self._names.joined = self._last_joined, 0
+        if self._closing and self._last == self._names.full[0] and not self._stop:
+            self._stop, self._is_asked = self._closing, True
+        is_call = bool(self._closing) and not self._has_called
+        self._has_called |= is_call
         evicted = self._slots.take_evicted()
-        if not (responses or evicted or last_joined >= 0 or self._stop):
+        if not (responses or evicted or last_joined >= 0 or self._stop or is_call):
             return None
         batch = Batch(
             tuple(responses),
-            data if any(data) else (),
+            tuple(data) if any(data) else (),
             evicted,
             last_joined,
             self._stop,
             self._is_asked,
+            closing=self._closing if is_call else "",
         )
         self.num_batches += 1
         return batch
-
-    def _take_hits(self) -> Iterator[tuple[int, int]]:
-        """Takes the slots whose bits all ranks have sent, as a bit set by set."""
-        for set_id, slots in self._slots.of_set.items():
-            if self._full[set_id] & ~self._joined == 0:
-                continue
-            ready = slots
-            for rank in self._members[set_id]:
-                if not self._joined >> rank & 1:
-                    ready &= self._hits[rank]
-            if ready:
-                for rank in self._members[set_id]:
-                    self._hits[rank] &= ~ready
-                yield set_id, ready
 
     def _respond_to_hits(
         self, set_id: int, slots: int, now_s: float
     ) -> Sequence[Response]:
         """Makes the responses of slots; the same ones come over and over."""
-        is_plain = not self._joined and not self._groups.held
+        is_plain = not self._names.joined and not self._groups.held
         warm = self._warm.get((set_id, slots)) if is_plain else None
         if warm is not None:
             self._slots.touch(warm.keys)
@@ -287,18 +295,6 @@ class Coordinator:
             self._warm[set_id, slots] = _Warm(keys, tuple(responses))
         return responses
 
-    def _reduce_data(self, response: Response) -> bytes:
-        """Reduces the tensors of a response, where all ranks have sent theirs."""
-        members = self._members[response.process_set]
-        given = [
-            [self._data[rank].pop(slot, None) for slot in response.slots]
-            for rank in members
-        ]
-        if response.error or any(part is None for parts in given for part in parts):
-            return b""
-        spec = decode_spec(self._slots.get(response.slots[0]).spec)
-        return carried.reduce(spec, [b"".join(parts) for parts in given])  # pyright: ignore
-
     def _respond_to_all(self, ready: Iterable[Ready], now_s: float) -> list[Response]:
         complete = self._groups.complete(ready, now_s=now_s)
         responses = [
@@ -315,33 +311,37 @@ class Coordinator:
 
     def _take_ready(self) -> Iterator[Ready]:
         """Takes the names that every rank has submitted; checks them."""
-        for set_id, name in self._ready:
-            if set_id not in self._tables:
-                continue  # The set was removed just now.
-            entry = self._tables[set_id].pop(name)
+        for set_id, name, entry in self._names.take_ready():
             error = self._why_not_joined(set_id, name, entry.spec)
             if entry.odd:
                 specs = {entry.first: entry.spec} | entry.odd
                 decoded = {rank: decode_spec(spec) for rank, spec in specs.items()}
                 error = mismatch.explain(name, decoded) or error
-            error = error or mismatch.find_fault(name, decode_spec(entry.spec)) or ""
+            spec = decode_spec(entry.spec)
+            error = error or self._find_fault(name, spec)
             locals_: tuple[tuple[int, ...], ...] = ()
-            kind = decode_spec(entry.spec).kind
-            if kind == "add_process_set" and not error:
-                locals_ = ((self._add_free_set(decode_spec(entry.spec).shape),),)
-            if kind == "remove_process_set" and not error:
-                self._remove_process_set(*decode_spec(entry.spec).shape)
+            if spec.kind == "add_process_set" and not error:
+                locals_ = ((self._add_free_set(spec.shape),),)
+            if spec.kind == "remove_process_set" and not error:
+                yield from self._remove_process_set(*spec.shape)
             if entry.locals:
-                members = self._members[set_id]
+                members = self._names.members[set_id]
                 locals_ = tuple(entry.locals.get(rank, ()) for rank in members)
             yield Ready(set_id, name, entry.spec, locals_, error=error)
-        self._ready = []
+
+    def _find_fault(self, name: str, spec: Spec) -> str:
+        """Returns why what all ranks agree on cannot be done; "" if it can."""
+        if spec.kind == "remove_process_set":
+            (set_id,) = spec.shape
+            if set_id not in self._names.members:
+                return f"{name!r}: there is no process set {set_id}."
+        return mismatch.find_fault(name, spec) or ""
 
     def _why_not_joined(self, set_id: int, name: str, spec: bytes) -> str:
         """Why a name cannot run since ranks have joined; "" if it can."""
-        joined = self._joined & self._full[set_id]
+        joined = self._names.joined & self._names.full[set_id]
         kind = decode_spec(spec).kind
-        if not joined or kind not in _NOT_WITH_JOIN:
+        if not joined or kind not in checks.NOT_WITH_JOIN:
             return ""
         return (
             f"{kind} of {name!r} is not supported after a rank has joined; joined: "
@@ -376,37 +376,31 @@ class Coordinator:
         key = fusion.key_of(ready.process_set, spec)
         item = Item(key, fusion.num_bytes_of(spec, ready.locals))
         facts = ready.process_set, ready.name, ready.spec, ready.locals
-        cached = Cached(*facts, item, bool(spec.group))
+        is_small = carried.is_small(spec, item.num_bytes)
+        carried_bytes = item.num_bytes if is_small else -1
+        cached = Cached(*facts, item, bool(spec.group), carried_bytes)
         slot = self._slots.give(cached, num_seen=min(self._seen))
         if slot < 0:
-            in_use = self._pending()
-            in_use |= self._groups.slots()
-            oldest = self._slots.find_oldest(in_use)
+            oldest = self._slots.find_oldest(self._in_use())
             if oldest is not None:  # This one goes without; the next one has room.
                 self._retire(oldest)
         return slot
 
     def _take_back(self, slot: int, now_s: float) -> None:
         """Takes a slot back; who has sent its bit has submitted the name."""
-        cached = self._retire(slot)
-        for rank in self._members[cached.process_set]:
-            if self._hits[rank] >> slot & 1:
-                self._hits[rank] ^= 1 << slot
-                self._add(rank, self._request_of(cached, rank), now_s)
+        cached, ranks = self._retire(slot)
+        for rank in ranks:
+            self._names.add(rank, self._request_of(cached, rank), now_s)
 
-    def _retire(self, slot: int) -> Cached:
-        self._hit_since_s.pop(slot, None)
-        for data in self._data:
-            data.pop(slot, None)
+    def _retire(self, slot: int) -> tuple[Cached, list[int]]:
+        """Returns what a slot stood for, and the ranks that had sent its bit."""
         self._warm.clear()
-        return self._slots.retire(slot, num_batches=self.num_batches)
+        ranks = self._hits.drop(slot)
+        return self._slots.retire(slot, num_batches=self.num_batches), ranks
 
-    def _pending(self) -> int:
-        """The slots whose bit some rank has sent."""
-        pending = 0
-        for hits in self._hits:
-            pending |= hits
-        return pending
+    def _in_use(self) -> int:
+        """The slots that must not be taken back now, as a bit set."""
+        return self._hits.pending() | self._groups.slots()
 
     # Who is late
 
@@ -419,41 +413,48 @@ class Coordinator:
     @property
     def has_waiting(self) -> bool:
         """Whether some ranks wait for others."""
-        return any(self._tables.values()) or any(self._hits) or bool(self._groups.held)
+        has_names = any(self._names.tables.values())
+        return has_names or any(self._hits.of_rank) or bool(self._groups.held)
+
+    def find_unknown(self, rank: int, doubts: Iterable[Doubt]) -> tuple[Doubt, ...]:
+        """Returns which names, and `JOIN`, the coordinator does not wait for.
+
+        What it has decided of them, it has decided before this call.
+
+        Args:
+          rank: of the process that waits for them.
+          doubts: the names.
+        """
+        return tuple(each for each in doubts if not self._is_awaited(rank, each[:2]))
+
+    def _is_awaited(self, rank: int, key: tuple[int, str]) -> bool:
+        if key == JOIN:
+            return bool(self._names.joined >> rank & 1)
+        slot = self._slots.find(*key)
+        return (
+            self._names.is_awaited(rank, *key)
+            or slot is not None
+            and bool(self._hits.of_rank[rank] >> slot & 1)
+            or self._groups.is_held(*key)
+        )
 
     def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:
         """Returns the names that some ranks wait for longer than `after_s` seconds.
 
         Of cached names the wait is counted from the first call that found them.
         """
-        stalls = []
-        for set_id, table in self._tables.items():
-            full = self._full[set_id] & ~self._joined
-            for name, entry in table.items():
-                waited_s = now_s - entry.since_s
-                missing = full & ~entry.arrived
-                if missing and waited_s >= after_s:
-                    ranks = tuple(bits(missing))
-                    stalls.append(Stall(set_id, name, ranks, waited_s))
-        for (set_id, group), held in self._groups.held.items():
-            if now_s - held.since_s >= after_s:
-                waited_s = now_s - held.since_s
-                names = ", ".join(each.name for each in held.ready)
-                text = f"group {group!r}, of which only {names} came"
-                stalls.append(Stall(set_id, text, (), waited_s))
-        pending = self._pending()
-        for slot in list(self._hit_since_s):
-            if not pending >> slot & 1:
-                del self._hit_since_s[slot]
-        for slot in bits(pending):
-            waited_s = now_s - self._hit_since_s.setdefault(slot, now_s)
-            if waited_s < after_s:
-                continue
-            cached = self._slots.get(slot)
-            missing = tuple(
-                rank
-                for rank in self._members[cached.process_set]
-                if not (self._hits[rank] >> slot | self._joined >> rank) & 1
-            )
-            stalls.append(Stall(cached.process_set, cached.name, missing, waited_s))
-        return stalls
+        return late.find_stalls(
+            self._names,
+            self._groups,
+            self._hits,
+            self._slots,
+            now_s=now_s,
+            after_s=after_s,
+        )
+
+
+def _describe_removed(set_id: int, name: str) -> str:
+    return (
+        f"{name!r} was not ready on all ranks of process set {set_id} when that was "
+        "removed."
+    )

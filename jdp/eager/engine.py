@@ -5,7 +5,6 @@ runs what the coordinator says, in its order, which is the same on all processes
 """
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -14,19 +13,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from jdp.eager import autotune, carried, stall, startup
-from jdp.eager.autotune import Autotuner
-from jdp.eager.controller import Coordinator, ProtocolError
+from jdp.eager import carried, checks, lost, messages, stall, startup
 from jdp.eager.entry import Completion, Entry
 from jdp.eager.executor import Executor
 from jdp.eager.flight_recorder import FlightRecorder
-from jdp.eager.messages import Batch, FromRank, Response
+from jdp.eager.lead import Lead
+from jdp.eager.messages import (
+    Batch,
+    Doubt,
+    FromRank,
+    ProtocolError,
+    Response,
+)
 from jdp.eager.options import EagerOptions
 from jdp.eager.response_cache import ResponseCache
-from jdp.eager.stall import Inspector
-from jdp.eager.timeline import Timeline, rank_path
 from jdp.mesh import World
 from jdp.runtime import transport
 from jdp.runtime.transport import LinkOptions, Received
@@ -35,9 +35,7 @@ from jdp.runtime.transport import LinkOptions, Received
 _BURST_PERIOD_S = 50e-6
 _MAX_HELD_CYCLES = 10
 _logger = logging.getLogger("jdp")
-_encode = msgspec.msgpack.Encoder().encode
-_decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
-_decode_batch = msgspec.msgpack.Decoder(Batch).decode
+_IDLE_PERIOD_S = 1.0  # after which a timeline writes what it has.
 
 
 class Engine:
@@ -49,6 +47,7 @@ class Engine:
         Raises:
           RuntimeError: a process did not come, or has other options; on every process.
         """
+        self.world = world
         self.options = options
         self.rank = world.process_index
         self.size = world.process_count
@@ -60,23 +59,17 @@ class Engine:
             options=LinkOptions(heartbeat_timeout_s=options.timeout_s),
         )
         self._completion = Completion()
-        self._coordinator: Coordinator | None = None
-        self._autotuner: Autotuner | None = None
+        self.lead: Lead | None = None  # on process 0.
         try:
-            self._early = startup.compare_options(self._link, world, options)
+            self.nodes, self._early = startup.meet(self._link, world, options)
             if self.rank == 0:
-                self._coordinator = startup.make_coordinator(self.size, options)
-            if self.rank == 0 and options.autotune:
-                is_grouped = len(world.axis_names) == 2
-                self._autotuner = autotune.make_autotuner(
-                    options, can_be_hierarchical=is_grouped
-                )
+                self.lead = Lead(world, options, self._link, self._apply)
             wake = self._link.wake
             self.executor = Executor(
                 world, options, self._completion, key=key, on_failure=wake
             )
             if options.timeline:
-                self.start_timeline(
+                self.executor.start_timeline(
                     options.timeline, mark_cycles=options.timeline_mark_cycles
                 )
         except BaseException:  # The others hear that this process is gone.
@@ -94,10 +87,12 @@ class Engine:
         # What calls have found out of their arguments; see `requests.find_options`.
         self.known_options: dict[Any, Any] = {}
         self.why_dead = ""  # why nothing goes on; "" while it does.
+        self._refusal = ""  # why nothing can be submitted; "" while it can.
         # What callers and the thread share; the lock is for what follows it.
         self._is_waiting = False  # the thread, for news.
         self._is_awaited = False  # something that is in the queue.
         self._wants_to_leave = False
+        self._says_last = False
         self._asks = False
         self._who_waits = ""  # what the coordinator last said of names that wait.
         self._lock = threading.Lock()
@@ -108,8 +103,7 @@ class Engine:
         self._says_joined = False
         # Of the thread alone.
         self._order = 0
-        self._moved: list[tuple[tuple[str, ...], int]] = []  # names and bytes.
-        self._inspector = Inspector(options, now_s=time.monotonic())
+        self._watch = lost.Watch()
         self._thread = threading.Thread(target=self._run, name="jdp-eager", daemon=True)
         self._thread.start()
 
@@ -120,12 +114,12 @@ class Engine:
 
         Raises:
           ValueError: a name is in use.
-          RuntimeError: the engine has ended.
+          RuntimeError: the engine has ended, or this process has joined.
         """
         pending, add = self._pending, self._recorder.add
         with self._lock:
-            if self.why_dead:
-                raise RuntimeError(self.why_dead)
+            if self._refusal:
+                raise RuntimeError(self._refusal)
             for i, entry in enumerate(entries):
                 if entry.key in pending:
                     for earlier in entries[:i]:
@@ -152,14 +146,18 @@ class Engine:
           RuntimeError: it has said so before, or the engine has ended.
         """
         with self._lock:
-            if self.why_dead:
-                raise RuntimeError(self.why_dead)
             if self._join_entry is not None:
                 raise RuntimeError(
                     "`join` was called again before all processes had joined."
                 )
+            if self._refusal:
+                raise RuntimeError(self._refusal)
             self._join_entry = entry
             self._says_joined = True
+            self._refusal = (
+                "This process has called `join`, and has no more data until all "
+                "processes have. Wait for it before another operation."
+            )
             self._recorder.add(entry.record)
         self._notify()
 
@@ -181,23 +179,20 @@ class Engine:
             )
             return self._who_waits or "The coordinator did not answer."
 
-    @property
-    def is_tuned(self) -> bool:
-        """Whether this is the coordinator, and has found what it goes by for good."""
-        return self._autotuner is not None and self._autotuner.is_done
-
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
         """Begins a trace; nothing happens if one is under way."""
-        if self.executor.timeline is None:
-            self.executor.timeline = Timeline(
-                rank_path(path, self.rank), rank=self.rank, mark_cycles=mark_cycles
-            )
+        self.executor.start_timeline(path, mark_cycles=mark_cycles)
+        self._notify()  # A thread that sleeps would not write it.
 
     def stop_timeline(self) -> None:
         """Ends the trace and closes its file."""
-        timeline, self.executor.timeline = self.executor.timeline, None
-        if timeline is not None:
-            timeline.close()
+        self.executor.stop_timeline()
+
+    def finish_own(self, *, timeout_s: float) -> None:
+        """Waits until what this process has submitted is done, or the engine ends."""
+        with self._lock:
+            entries = list(self._pending.values())
+        self.wait(entries, timeout_s)
 
     def shutdown(self, *, timeout_s: float) -> None:
         """Ends the engine on all processes; returns once it has ended here."""
@@ -228,11 +223,11 @@ class Engine:
         """Says what is new here, hears what is new elsewhere, and runs it."""
         if self.executor.failure:
             raise RuntimeError(self.executor.failure)
-        if self._queue and not self._is_awaited:
+        if self._queue and not (self._is_awaited or self._refusal):
             self._hold_back()
         self._say()
-        if self._coordinator is not None:
-            self._decide()
+        if self.lead is not None:
+            self.lead.decide(is_over=lambda: bool(self.why_dead))
         timeline = self.executor.timeline
         if timeline is not None:
             timeline.mark_cycle(time.perf_counter())
@@ -242,9 +237,8 @@ class Engine:
             return
         self._is_waiting = True
         # What came since `_say` found `_is_waiting` False, and did not wake.
-        is_idle = not (
-            self._queue or self._says_joined or self._wants_to_leave or self._asks
-        )
+        flags = (self._says_joined, self._wants_to_leave, self._says_last, self._asks)
+        is_idle = not (self._queue or any(flags))
         self._hear(self._longest_wait_s() if is_idle else 0.0)
         self._is_waiting = False
 
@@ -273,9 +267,13 @@ class Engine:
         return False
 
     def _longest_wait_s(self) -> float | None:
-        coordinator = self._coordinator
-        can_be_late = coordinator is not None and coordinator.has_waiting
-        return stall.LOOK_PERIOD_S if can_be_late else None
+        """How long to sleep; longer where nothing is to be looked after."""
+        if self.lead is not None and self.lead.has_waiting:
+            return stall.LOOK_PERIOD_S
+        if self.executor.timeline is not None:
+            return _IDLE_PERIOD_S
+        is_waiting = self._pending or self._join_entry is not None
+        return lost.PERIOD_S if is_waiting else None
 
     def _say(self) -> None:
         """Tells the coordinator what has become ready here."""
@@ -283,9 +281,12 @@ class Engine:
             entries, self._queue = self._queue, []
             self._is_awaited = False
             joined, self._says_joined = self._says_joined, False
+            is_last, self._says_last = self._says_last, False
         leaves, asks = self._wants_to_leave, self._asks
         self._asks = False
-        if not (entries or joined or leaves or asks):
+        is_due = self._watch.is_due() and (self._pending or self._join_entry)
+        doubts = self._find_doubts() if is_due else ()
+        if not (entries or joined or leaves or asks or is_last or doubts):
             return
         find, full, hits, slots = self._cache.find, [], 0, []
         for entry in entries:
@@ -309,13 +310,23 @@ class Engine:
             joined,
             leaves,
             asks=asks,
+            is_last=is_last,
+            doubts=doubts,
         )
-        if self._coordinator is not None:
-            self._receive(0, message)
+        if self.lead is not None:
+            self.lead.receive(0, message, timeline=self.executor.timeline)
         else:
-            self._link.send(0, _encode(message))
+            self._link.send(0, messages.encode(message))
         if leaves:
             self._wants_to_leave = False
+
+    def _find_doubts(self) -> tuple[Doubt, ...]:
+        """Returns the names to ask the coordinator about; see `lost`."""
+        with self._lock:
+            unsaid = set(map(id, self._queue))
+            said = [each for each in self._pending.values() if id(each) not in unsaid]
+            join = None if self._says_joined else self._join_entry
+        return self._watch.ask(said, join)
 
     def _hear(self, timeout_s: float | None) -> bool:
         events = self._early or self._link.wait(timeout_s)
@@ -323,106 +334,78 @@ class Engine:
         for event in events:
             if isinstance(event, Received):
                 try:
-                    if self._coordinator is not None:
-                        self._receive(event.peer, _decode_from_rank(event.payload))
-                    else:
-                        self._apply(_decode_batch(event.payload))
+                    self._take(event)
                     continue
-                except msgspec.MsgspecError as error:
+                except ProtocolError as error:
                     why = f"process {event.peer} sent what no engine sends: {error}"
             else:
                 why = event.why
-            if self._coordinator is not None:
-                self._coordinator.stop(why)
+            if self.lead is not None:
+                self.lead.stop(why)
             else:
-                self._fail(why)
+                self._fail(why, tell=isinstance(event, Received))
         return bool(events)
 
-    # The coordinator
-
-    def _receive(self, rank: int, message: FromRank) -> None:
-        assert self._coordinator is not None
-        now_s = time.monotonic()
-        timeline = self.executor.timeline
-        if timeline is not None:
-            for name in self._coordinator.names_of(message):
-                timeline.add_instant(name, f"rank {rank} is ready", time.perf_counter())
-        try:
-            self._coordinator.receive(rank, message, now_s=now_s)
-        except ProtocolError as error:
-            self._coordinator.stop(str(error))
-        if message.asks:
-            stalls = self._coordinator.find_stalls(now_s=now_s, after_s=0.0)
-            self._send_to_all(Batch(who_waits=stall.describe(stalls)))
-
-    def _decide(self) -> None:
-        assert self._coordinator is not None
-        now_s = time.monotonic()
-        self._inspector.look(self._coordinator, now_s=now_s)
-        while not self.why_dead:
-            batch = self._coordinator.decide(now_s=now_s)
-            if batch is None:
-                break
-            self._send_to_all(batch)
-            if self._autotuner is not None and not self._autotuner.is_done:
-                self._tune(self._autotuner)
-
-    def _send_to_all(self, batch: Batch) -> None:
-        payload = _encode(batch)
-        for peer in range(1, self.size):
-            self._link.send(peer, payload)
-        self._apply(batch)
-
-    def _tune(self, autotuner: Autotuner) -> None:
-        """Lets the autotuner see what has run, and tells all what it wants to try."""
-        moved, self._moved = self._moved, []
-        tuned = autotuner.observe(
-            sum(num_bytes for _, num_bytes in moved),
-            now_s=time.perf_counter(),
-            names=[name for names, _ in moved for name in names],
-        )
-        if tuned is not None and self._coordinator is not None:
-            self._coordinator.tune(
-                fusion_bytes=tuned.fusion_bytes, cache_enabled=tuned.cache_enabled
-            )
-            self._send_to_all(Batch(tuned=tuned))
+    def _take(self, event: Received) -> None:
+        if self.lead is None:
+            self._apply(messages.decode_batch(event.payload))
+        else:
+            message = messages.decode_from_rank(event.payload)
+            timeline = self.executor.timeline
+            self.lead.receive(event.peer, message, timeline=timeline)
 
     # What was decided
 
     def _apply(self, batch: Batch) -> None:
-        if batch.who_waits:
-            with self._completion.changed:
-                self._who_waits = batch.who_waits
-                self._completion.changed.notify_all()
-            return
-        if batch.tuned is not None:
-            self.cycle_time_s = batch.tuned.cycle_time_s
-            self.executor.switch_hierarchical(
-                all_reduce=batch.tuned.hierarchical_all_reduce,
-                all_gather=batch.tuned.hierarchical_all_gather,
-            )
+        checks.check_batch(batch, size=self.size)
+        if batch.who_waits or batch.tuned is not None or batch.unknown:
+            self._apply_note(batch)
             return
         agreed_s = time.perf_counter()
-        data = batch.data or itertools.repeat(b"")
-        for response, carried_ in zip(self._cache.apply(batch), data, strict=False):
+        whole = self._cache.apply(batch)
+        data = batch.data or itertools.repeat(b"", len(whole))
+        for response, carried_ in zip(whole, data, strict=True):
             self._execute(response, carried_, agreed_s)
         if batch.last_joined >= 0:
-            entry, self._join_entry = self._join_entry, None
-            if entry is not None:
-                finish = self._completion.finish
-                self.executor.run_in_order(
-                    functools.partial(finish, [entry], [batch.last_joined])
-                )
+            self._finish_join(batch.last_joined)
+        if batch.closing:
+            with self._lock:
+                self._refusal = self._refusal or batch.closing
+                self._says_last = True
         if batch.stop:
             if batch.is_asked:
                 self.executor.drain(self.options.timeout_s)
             self._fail(batch.stop)
 
+    def _apply_note(self, batch: Batch) -> None:
+        """Takes what is no decision."""
+        tuned = batch.tuned
+        if batch.who_waits:
+            with self._completion.changed:
+                self._who_waits = batch.who_waits
+                self._completion.changed.notify_all()
+        elif tuned is not None:
+            self.cycle_time_s = tuned.cycle_time_s
+            self.executor.switch_hierarchical(
+                all_reduce=tuned.hierarchical_all_reduce,
+                all_gather=tuned.hierarchical_all_gather,
+            )
+        else:
+            join = self._join_entry
+            entry = lost.find_lost(batch.unknown, self._pending, join)
+            if entry is not None:
+                self._fail(lost.describe(self.rank, entry), tell=True)
+
+    def _finish_join(self, last_joined: int) -> None:
+        with self._lock:
+            entry, self._join_entry = self._join_entry, None
+            self._refusal = self.why_dead
+        if entry is not None:
+            self.executor.finish_in_order([entry], [last_joined])
+
     def _execute(self, response: Response, data: bytes, agreed_s: float) -> None:
         set_id = response.process_set
         order, self._order = self._order, self._order + 1
-        if set_id not in self.executor.sets:
-            return  # Of others.
         pop = self._pending.pop
         entries = [pop((set_id, name), None) for name in response.names]
         for entry in entries:
@@ -432,9 +415,23 @@ class Engine:
         if response.error:
             self._completion.fail(entries, RuntimeError(response.error))
             return
-        self.executor.execute(response, entries, data)
-        if self._autotuner is not None:
-            self._moved.append((response.names, self.executor.num_bytes(response)))
+        state = self.executor.sets.get(set_id)
+        if state is None:
+            return  # Of others.
+        try:
+            checks.check_entries(
+                response,
+                entries,
+                has_joined=self._join_entry is not None,
+                place=state.members.place,
+            )
+            self.executor.execute(response, entries, data)
+        except ProtocolError as error:
+            self._completion.fail(entries, RuntimeError(str(error)))
+            raise
+        if self.lead is not None and self.lead.is_tuning:
+            num_bytes = self.executor.num_bytes(response)
+            self.lead.note_moved(response.names, num_bytes)
 
     def _refuse(self, entry: Entry) -> None:
         request = entry.request
@@ -451,7 +448,7 @@ class Engine:
         with self._lock:
             if self.why_dead:
                 return
-            self.why_dead = why
+            self.why_dead = self._refusal = why
             entries = list(self._pending.values())
             self._pending.clear()
             self._queue = []
@@ -473,8 +470,9 @@ class Engine:
     def _tell(self, why: str) -> None:
         """Lets the other processes know, if they can be reached."""
         with contextlib.suppress(RuntimeError):  # The link is closed already.
-            if self._coordinator is None:
-                self._link.send(0, _encode(FromRank(failure=why)))
+            if self.lead is None:
+                message = FromRank(self._cache.num_seen, failure=why)
+                self._link.send(0, messages.encode(message))
                 return
             for peer in range(1, self.size):
-                self._link.send(peer, _encode(Batch(stop=why)))
+                self._link.send(peer, messages.encode(Batch(stop=why)))

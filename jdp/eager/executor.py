@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdp.eager import execution, fusion, messages
+from jdp.eager import checks, execution, fusion, messages
 from jdp.eager.carried import Carried
 from jdp.eager.entry import Completion, Entry
 from jdp.eager.execution import Job, Scratch
-from jdp.eager.messages import Response, Spec
+from jdp.eager.messages import ProtocolError, Response, Spec
 from jdp.eager.ops import registry
 from jdp.eager.ops.base import Implementation, Members, Task
 from jdp.eager.ops.shared_memory import SharedMemory
 from jdp.eager.ops.xla import Hierarchical
 from jdp.eager.options import EagerOptions
-from jdp.eager.timeline import Timeline
+from jdp.eager.timeline import Timeline, rank_path
 from jdp.mesh import World
 
 _MAX_PREPARED = 64
@@ -103,24 +103,33 @@ class Executor:
           response: what all members of the set do.
           entries: by name, what this process has submitted; None once it has joined.
           data: the result, where it came with the response.
+
+        Raises:
+          ProtocolError: the response makes no sense for its process set.
         """
         prepared = self._prepare(response)
-        kind = prepared.task.kind
+        task = prepared.task
+        kind = task.kind
+        if data and (
+            len(data) != task.num_bytes or kind != "all_reduce" or task.op == "adasum"
+        ):
+            raise ProtocolError(
+                f"{response.names[0]!r}, {kind}, came with {len(data)} bytes of result"
+            )
         if kind == "barrier":
             self._completion.finish(entries, [None])
         elif kind == "submit":
-            (entry,) = entries
-            assert entry is not None
-            self._enqueue(functools.partial(self._run_program, entry))
+            self._enqueue(functools.partial(self._run_program, entries), entries)
         elif kind in ("add_process_set", "remove_process_set"):
-            self.run_in_order(functools.partial(self._change_sets, prepared, entries))
+            self._run_in_order(
+                functools.partial(self._change_sets, prepared, entries), entries
+            )
         elif (prepared.implementation.is_bounded or data) and not self._num_queued:
             self._run_job(prepared, entries, data, self._scratch)
         else:
             scratch = self._queued_scratch
-            self._enqueue(
-                functools.partial(self._run_job, prepared, entries, data, scratch)
-            )
+            fn = functools.partial(self._run_job, prepared, entries, data, scratch)
+            self._enqueue(fn, entries)
 
     def num_bytes(self, response: Response) -> int:
         """Returns how many bytes a response moves."""
@@ -133,12 +142,39 @@ class Executor:
                 implementation.switch(all_reduce=all_reduce, all_gather=all_gather)
         self._prepared.clear()
 
-    def run_in_order(self, fn: Callable[[], None]) -> None:
+    def finish_in_order(
+        self, entries: Sequence[Entry | None], values: Sequence[Any]
+    ) -> None:
+        """Gives entries their values now, or after what is still to run."""
+
+        def finish() -> None:
+            self._completion.finish(entries, values)
+            self._running.pop(id(entries), None)
+
+        self._run_in_order(finish, entries)
+
+    def _run_in_order(
+        self, fn: Callable[[], None], entries: Sequence[Entry | None]
+    ) -> None:
         """Calls `fn` now, or after what the second thread still has to run."""
         if self._num_queued:
-            self._enqueue(fn)
+            self._enqueue(fn, entries)
         else:
             fn()
+
+    def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
+        """Begins a trace; nothing happens if one is under way."""
+        if self.timeline is None:
+            rank = self._world.process_index
+            self.timeline = Timeline(
+                rank_path(path, rank), rank=rank, mark_cycles=mark_cycles
+            )
+
+    def stop_timeline(self) -> None:
+        """Ends the trace and closes its file."""
+        timeline, self.timeline = self.timeline, None
+        if timeline is not None:
+            timeline.close()
 
     def drain(self, timeout_s: float) -> None:
         """Waits until the second thread has nothing left to run."""
@@ -153,7 +189,8 @@ class Executor:
         if not self._num_queued:  # Else it may still use them.
             for state in self.sets.values():
                 _close(state)
-        running = [entry for entries in self._running.values() for entry in entries]
+        # The other thread may still take some of them away.
+        running = [entry for some in list(self._running.values()) for entry in some]
         return [entry for entry in running if entry is not None]
 
     def _prepare(self, response: Response) -> _Prepared:
@@ -167,6 +204,8 @@ class Executor:
         is_on_device = spec.device != "cpu"
         task = Task(spec.kind, spec.op, dtype, num_bytes, is_on_device)
         state = self.sets[response.process_set]
+        size = self._world.process_count
+        checks.check_places(response, specs, state.members.ranks, size=size)
         implementation = registry.pick(state.implementations, task)
         prepared = _Prepared(response, specs, task, state, implementation)
         if len(self._prepared) == _MAX_PREPARED:
@@ -219,10 +258,10 @@ class Executor:
             self._completion.finish(entries, values)
         del self._running[id(entries)]
 
-    def _run_program(self, entry: Entry) -> None:
+    def _run_program(self, entries: Sequence[Entry | None]) -> None:
         """Runs a submitted program; what it raises is for its caller."""
-        assert entry.run is not None
-        self._running[id(entry)] = [entry]
+        (entry,) = entries
+        assert entry is not None and entry.run is not None
         entry.record.started_s = time.perf_counter()
         value, failure = None, None
         try:
@@ -236,7 +275,7 @@ class Executor:
             self._completion.finish([entry], [value])
         else:
             self._completion.fail([entry], failure)
-        del self._running[id(entry)]
+        del self._running[id(entries)]
 
     # Process sets
 
@@ -246,15 +285,19 @@ class Executor:
         (spec,) = prepared.specs
         if spec.kind == "add_process_set":
             ((set_id,),) = prepared.response.locals[0]
+            if set_id in self.known_sets:
+                raise ProtocolError(f"process set {set_id} is added twice")
             self._add_set(set_id, spec.shape)
         else:
             (set_id,) = spec.shape
-            del self.known_sets[set_id]
+            if self.known_sets.pop(set_id, None) is None:
+                raise ProtocolError(f"process set {set_id} is removed, and is none")
             state = self.sets.pop(set_id, None)
             self._prepared.clear()
             if state is not None:
                 _close(state)
         self._completion.finish(entries, [set_id])
+        self._running.pop(id(entries), None)
 
     def _add_set(self, set_id: int, ranks: tuple[int, ...]) -> None:
         self._num_sets_made += 1
@@ -269,7 +312,9 @@ class Executor:
 
     # The second thread
 
-    def _enqueue(self, fn: Callable[[], None]) -> None:
+    def _enqueue(self, fn: Callable[[], None], entries: Sequence[Entry | None]) -> None:
+        """Lets the second thread call `fn`, which finishes `entries`."""
+        self._running[id(entries)] = entries  # Until then, for `close`.
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(

@@ -61,9 +61,21 @@ class Groups:
             complete += [one._replace(error=error) for one in held]
         return complete
 
-    def forget(self, set_id: int) -> None:
-        """Drops what is held of a process set."""
-        self.held = {key: held for key, held in self.held.items() if key[0] != set_id}
+    def forget(self, set_id: int) -> dict[str, bytes]:
+        """Drops what is held of a process set; returns names, with their specs."""
+        gone = {key: held for key, held in self.held.items() if key[0] == set_id}
+        for key in gone:
+            del self.held[key]
+        return {each.name: each.spec for held in gone.values() for each in held.ready}
+
+    def is_held(self, set_id: int, name: str) -> bool:
+        """Whether a name is ready everywhere, and waits for the rest of its group."""
+        return any(
+            each.name == name
+            for key, held in self.held.items()
+            if key[0] == set_id
+            for each in held.ready
+        )
 
     def slots(self) -> int:
         """Returns the slots of what is held, as a bit set."""

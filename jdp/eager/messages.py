@@ -1,9 +1,16 @@
-"""Messages: what processes and the coordinator of the eager engine say."""
+"""Messages: what processes and the coordinator of the eager engine say.
+
+What comes from another process is checked before anything else sees it, also where it
+holds the key of the job: in form by the functions at the end, in sense by `checks`.
+"""
 
 import functools
-from typing import Literal
+import math
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import msgspec
+import numpy as np
 
 from jdp.eager.autotune import Tunable
 
@@ -19,8 +26,27 @@ Kind = Literal[
     "remove_process_set",
 ]
 
+# A process set, a name, and which submission of it this is on its rank.
+Doubt = tuple[int, str, int]
 # What names begin with that nobody gave: they are counted, and never come again.
 UNNAMED = "unnamed "
+# The shape of a scalar in kinds whose first dimension may differ: `()` is that of rows
+# of one number.
+SCALAR = (-1,)
+OPS = {
+    "all_reduce": ("average", "sum", "min", "max", "product", "adasum"),
+    "reduce_scatter": ("average", "sum"),
+}
+# Of these kinds the first dimension may differ between ranks.
+HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
+_OF_TENSORS = ("all_reduce", "all_gather", "broadcast", "all_to_all", "reduce_scatter")
+_MAX_TENSOR_BYTES = 1 << 48  # more than a machine has.
+_MAX_DIMS = 64  # of numpy.
+_MAX_SPEC_BYTES = 1 << 17  # encoded; the ranks of a process set are the longest.
+
+
+class ProtocolError(Exception):
+    """A process said what no engine says; the message names what."""
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +102,9 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
       leaves: the rank shuts down.
       failure: why the rank cannot go on, and with it none can; "" if it can.
       asks: the rank wants to know who waits for whom.
+      is_last: the answer to `Batch.closing`: the rank submits nothing after this.
+      doubts: process sets and names that the rank has submitted before, and waits for,
+        each with a number that is the rank's own. See `Batch.unknown`.
     """
 
     seen: int = 0
@@ -86,6 +115,8 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
     leaves: bool = False
     failure: str = ""
     asks: bool = False
+    is_last: bool = False
+    doubts: tuple[Doubt, ...] = ()
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
@@ -116,15 +147,22 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
       responses: to be executed in this order.
       data: by response, its reduced tensors, one after the other, where all ranks have
-        sent theirs; b"" where they have not. Empty if none has any.
+        sent theirs; b"" where they have not. Empty if none has any, else as long as
+        `responses`.
       evicted: slots of the cache that no longer stand for their name.
       last_joined: the last rank to join, once all have; -1 otherwise.
       stop: why the engine ends on all ranks; "" if it does not.
       is_asked: whether it ends since a rank has shut it down; what was agreed before
         is executed first.
       who_waits: the answer to `FromRank.asks`.
-      tuned: what all ranks go by from here on. A batch with this or the one above has
-        nothing else, and does not count.
+      tuned: what all ranks go by from here on.
+      unknown: for one rank alone: those of its `FromRank.doubts` that the coordinator
+        does not wait for. What it had decided of them was sent before.
+      closing: which rank wants to shut down; "" if none does. All say what they still
+        have, and that it is the last.
+
+    A batch with one of `who_waits`, `tuned` and `unknown` has nothing else, and does
+    not count.
     """
 
     responses: tuple[Response, ...] = ()
@@ -135,14 +173,123 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     is_asked: bool = False
     who_waits: str = ""
     tuned: Tunable | None = None
+    unknown: tuple[Doubt, ...] = ()
+    closing: str = ""
+
+
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+_batch = msgspec.msgpack.Decoder(Batch)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_from_rank(payload: bytes) -> FromRank:
+    """Decodes what a rank says.
+
+    Raises:
+      ProtocolError: it is nothing that an engine says.
+    """
+    return decode_as(_from_rank, payload)
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Decodes what the coordinator says.
+
+    Raises:
+      ProtocolError: it is nothing that a coordinator says.
+    """
+    return decode_as(_batch, payload)
+
+
+def decode_as(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
+    """Decodes with `decoder`.
+
+    Raises:
+      ProtocolError: it is not of the decoder's type, or not MessagePack.
+    """
+    try:
+        return decoder.decode(payload)
+    # Text that is not UTF-8 is a ValueError; there are numbers of more than 64 bits,
+    # and lists in lists in lists.
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise ProtocolError(str(error)) from None
 
 
 @functools.lru_cache(maxsize=4096)
 def decode_spec(encoded: bytes) -> Spec:
-    """Decodes a spec; the same few come over and over."""
-    return msgspec.msgpack.decode(encoded, type=Spec)
+    """Decodes a spec; the same few come over and over.
+
+    Raises:
+      ProtocolError: it is none, or one that no engine makes.
+    """
+    if len(encoded) > _MAX_SPEC_BYTES:
+        raise ProtocolError(f"a request is described in {len(encoded):,} bytes")
+    spec = decode_as(_spec, encoded)
+    fault = _find_fault(spec)
+    if fault:
+        raise ProtocolError(f"a request of {spec.kind} has {fault}")
+    return spec
+
+
+_spec = msgspec.msgpack.Decoder(Spec)
 
 
 def encode_spec(spec: Spec) -> bytes:
     """Encodes a spec; like specs give like bytes."""
-    return msgspec.msgpack.encode(spec)
+    return encode(spec)
+
+
+def _find_fault(spec: Spec) -> str:
+    """Returns what is senseless in a spec, whatever other ranks have; "" if nothing."""
+    if spec.kind in _OF_TENSORS:
+        fault = _find_tensor_fault(spec)
+        if fault:
+            return fault
+    elif spec.dtype or spec.group:
+        return f"dtype {spec.dtype!r} and group {spec.group!r}"
+    elif spec.kind == "add_process_set":
+        ranks = spec.shape
+        if not ranks or ranks[0] < 0 or list(ranks) != sorted(set(ranks)):
+            return f"ranks {_short(ranks)}"
+    elif spec.kind == "remove_process_set":
+        if len(spec.shape) != 1 or spec.shape[0] < 1:
+            return f"process set {_short(spec.shape)}"
+    elif spec.shape:
+        return f"shape {_short(spec.shape)}"
+    if spec.op not in OPS.get(spec.kind, ("",)):
+        return f"the reduction {spec.op!r}"
+    if not (math.isfinite(spec.prescale) and math.isfinite(spec.postscale)):
+        return f"factors {spec.prescale:g} and {spec.postscale:g}"
+    if (spec.root < 0) != (spec.kind != "broadcast") or spec.root < -1:
+        return f"root {spec.root}"
+    if spec.group_size < 0 or bool(spec.group) != bool(spec.group_size):
+        return f"group {spec.group!r} of {spec.group_size}"
+    return ""
+
+
+def _find_tensor_fault(spec: Spec) -> str:
+    if not _is_dtype(spec.dtype):
+        return f"dtype {spec.dtype!r}"
+    if spec.shape == SCALAR and spec.kind in HAS_LOCAL_FIRST:
+        return ""
+    is_too_many = len(spec.shape) >= _MAX_DIMS or min(spec.shape, default=0) < 0
+    if is_too_many or max(spec.shape, default=0) > _MAX_TENSOR_BYTES:
+        return f"shape {_short(spec.shape)}"
+    num_bytes = math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
+    if num_bytes > _MAX_TENSOR_BYTES:
+        return f"shape {_short(spec.shape)}"
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _is_dtype(name: str) -> bool:
+    """Whether this is the name of a dtype of numbers or bools."""
+    try:
+        dtype = jnp.dtype(name)
+    except (TypeError, ValueError):
+        return False
+    is_number = dtype.kind in "iufcb" or jnp.issubdtype(dtype, np.number)
+    return dtype.name == name and is_number
+
+
+def _short(values: tuple[int, ...]) -> str:
+    return f"{values[:8]}{' and more' if values[8:] else ''}"

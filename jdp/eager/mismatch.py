@@ -2,11 +2,7 @@
 
 from collections.abc import Mapping
 
-from jdp.eager.messages import Spec
-
-_HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
-# The shape of a scalar in these kinds: `()` is that of rows of one number.
-SCALAR = (-1,)
+from jdp.eager.messages import HAS_LOCAL_FIRST, SCALAR, Spec
 
 
 def explain(name: str, specs: Mapping[int, Spec]) -> str | None:
@@ -37,7 +33,7 @@ def explain(name: str, specs: Mapping[int, Spec]) -> str | None:
 def find_fault(name: str, spec: Spec) -> str | None:
     """Returns why what all ranks agree on cannot be done, or None."""
     is_scalar = spec.shape == (() if spec.kind == "reduce_scatter" else SCALAR)
-    if is_scalar and spec.kind in (*_HAS_LOCAL_FIRST, "reduce_scatter"):
+    if is_scalar and spec.kind in (*HAS_LOCAL_FIRST, "reduce_scatter"):
         return f"{spec.kind} of {name!r}: a scalar has no first dimension."
     return None
 
@@ -72,7 +68,7 @@ def _shape(spec: Spec) -> str:
     if spec.shape == SCALAR:
         return "[]"
     dims = [str(d) for d in spec.shape]
-    if spec.kind in _HAS_LOCAL_FIRST:
+    if spec.kind in HAS_LOCAL_FIRST:
         dims.insert(0, "any")
     return f"[{', '.join(dims)}]"
 

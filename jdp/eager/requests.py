@@ -16,18 +16,19 @@ from jdp.eager import carried, session
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
-from jdp.eager.messages import Kind, Request, Spec, encode_spec
-from jdp.eager.mismatch import SCALAR
+from jdp.eager.messages import (
+    HAS_LOCAL_FIRST,
+    OPS,
+    SCALAR,
+    Kind,
+    Request,
+    Spec,
+    encode_spec,
+)
 from jdp.eager.process_set import ProcessSet
 from jdp.types import Device, PyTree
 
 _MAX_KNOWN = 1 << 12  # options that are kept, and encoded requests of each.
-_OPS = {
-    "all_reduce": ("average", "sum", "min", "max", "product", "adasum"),
-    "reduce_scatter": ("average", "sum"),
-}
-# Of these kinds the first dimension may differ between ranks.
-_HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
 
 
 class Handle:
@@ -113,7 +114,7 @@ def find_options(engine: Engine, *facts: Any) -> CallOptions:
 
 def _make_options(engine: Engine, facts: Facts) -> CallOptions:
     set_id = find_set(engine, facts.kind, facts.process_set)
-    allowed = _OPS.get(facts.kind, ("",))
+    allowed = OPS.get(facts.kind, ("",))
     if facts.op not in allowed:
         raise ValueError(
             f"`op` of {facts.kind} must be one of {', '.join(allowed)}, got "
@@ -312,7 +313,7 @@ def _make_request(
     options: CallOptions, name: str, array: Any, local: tuple[int, ...]
 ) -> tuple[Request, bool]:
     facts, dtype, shape = options.facts, array.dtype, tuple(array.shape)
-    if facts.kind in _OPS and dtype.kind == "b":
+    if facts.kind in OPS and dtype.kind == "b":
         raise TypeError(
             f"`{name}`: bools cannot be reduced; cast them to uint8, for example."
         )
@@ -322,7 +323,7 @@ def _make_request(
         raise TypeError(f"`{name}` must be floating for `op='adasum'`, got {dtype}.")
     if options.wire is not None and _is_wider(dtype, options.wire):
         dtype = options.wire
-    if facts.kind in _HAS_LOCAL_FIRST:
+    if facts.kind in HAS_LOCAL_FIRST:
         local = local or shape[:1]
         shape = shape[1:] if shape else SCALAR  # It is refused on all ranks.
     spec = Spec(

@@ -1,8 +1,10 @@
 """Response cache: what one rank knows of the coordinator's slots."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jdp.eager.messages import Batch, Request, Response
+from jdp.eager import checks
+from jdp.eager.messages import Batch, ProtocolError, Request, Response
 
 _MAX_WHOLE = 64
 
@@ -45,42 +47,73 @@ class ResponseCache:
 
         Returns:
           The responses, with all that is left out of those that are cached.
+
+        Raises:
+          ProtocolError: a response makes no sense, or is of a slot that stands for
+            nothing.
         """
         self.num_seen += 1
-        whole = [self._expand(response) for response in batch.responses]
-        if batch.evicted:
+        evicted = batch.evicted
+        whole = [self._expand(response, evicted) for response in batch.responses]
+        if evicted:
             self._whole.clear()
-        for slot in batch.evicted:
-            gone = self._slots.pop(slot)
+        for slot in evicted:
+            gone = self._slots.pop(slot, None)
+            if gone is None:
+                raise ProtocolError(f"the empty slot {slot} is taken back")
             key = (gone.process_set, gone.name)
-            if self._slot_of.get(key) == slot:
+            if self._slot_of[key] == slot:
                 del self._slot_of[key]
         return whole
 
-    def _expand(self, response: Response) -> Response:
+    def _expand(self, response: Response, evicted: Sequence[int]) -> Response:
+        if not response.names and not response.error:
+            whole = self._whole.get(response.slots)
+            if whole is not None and whole.process_set == response.process_set:
+                return whole
+            return self._recall(response.slots, response.process_set)
+        checks.check_response(response)
         if response.error:
             return response
-        if not response.names:
-            whole = self._whole.get(response.slots)
-            if whole is not None:
-                return whole
-            known = [self._slots[slot] for slot in response.slots]
-            locals_ = tuple(each.locals for each in known)
-            if len(self._whole) == _MAX_WHOLE:
-                self._whole.clear()
-            whole = self._whole[response.slots] = Response(
-                tuple(each.name for each in known),
-                tuple(each.spec for each in known),
-                response.process_set,
-                locals_ if any(locals_) else (),
-                response.slots,
-            )
-            return whole
         for i, slot in enumerate(response.slots):
-            if slot < 0:
-                continue
-            locals_ = response.locals[i] if response.locals else ()
-            name, set_id = response.names[i], response.process_set
-            self._slots[slot] = _Slot(set_id, name, response.specs[i], locals_)
-            self._slot_of[set_id, name] = slot
+            if slot >= 0:
+                locals_ = response.locals[i] if response.locals else ()
+                name, set_id = response.names[i], response.process_set
+                self._fill(
+                    slot, _Slot(set_id, name, response.specs[i], locals_), evicted
+                )
         return response
+
+    def _recall(self, slots: tuple[int, ...], set_id: int) -> Response:
+        """Returns the response of slots alone."""
+        known = []
+        for slot in slots:
+            one = self._slots.get(slot)
+            if one is None or one.process_set != set_id:
+                raise ProtocolError(f"slot {slot} of process set {set_id} is empty")
+            known.append(one)
+        locals_ = tuple(each.locals for each in known)
+        whole = Response(
+            tuple(each.name for each in known),
+            tuple(each.spec for each in known),
+            set_id,
+            locals_ if any(locals_) else (),
+            slots,
+        )
+        checks.check_response(whole)
+        if len(self._whole) == _MAX_WHOLE:
+            self._whole.clear()
+        self._whole[slots] = whole
+        return whole
+
+    def _fill(self, slot: int, given: _Slot, evicted: Sequence[int]) -> None:
+        """Notes what a slot stands for; it may be said again."""
+        key = (given.process_set, given.name)
+        before = self._slot_of.get(key, slot)
+        if self._slots.get(slot, given) != given or (
+            # A name may get another slot with the batch that takes the old one back.
+            before != slot and before not in evicted
+        ):
+            raise ProtocolError(f"slot {slot} is given to {given.name!r}, and is taken")
+        self._slots[slot] = given
+        self._slot_of[key] = slot

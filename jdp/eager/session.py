@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,23 +24,33 @@ class _Session:
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
 
 
-def init(world: World | None = None, options: EagerOptions | None = None) -> None:
-    """Starts the eager engine; every process of the world calls it once.
-
-    Args:
-      world: the processes; by default what `jdp.init` made.
-      options: the same on all processes; None: from the variables `JDP_EAGER_...`.
+def start(world: World | None, options: EagerOptions | None) -> Engine:
+    """Starts the engine, or returns the one that runs; see `jdp.eager.init`.
 
     Raises:
-      RuntimeError: there is no world, the engine runs already, a process did not come
-        within `world.timeout_s`, or has other options; the last two on every process.
+      RuntimeError: one runs with another world or other options; see also there.
     """
-    if _Session.engine is not None and not _Session.engine.why_dead:
-        raise RuntimeError("`jdp.eager.init` was called before; call `shutdown` first.")
+    engine = _Session.engine
+    if engine is not None and not engine.why_dead:
+        for name, given, has in (
+            ("world", world, engine.world),
+            ("options", options, engine.options),
+        ):
+            if given is not None and given != has:
+                raise RuntimeError(
+                    f"`jdp.eager.init` was called before, with other `{name}`:\n"
+                    f"  before: {has}\n  now: {given}\n"
+                    "Call `jdp.eager.shutdown` first."
+                )
+        return engine
     world = mesh.current_world() if world is None else world
     options = EagerOptions.from_environ() if options is None else options
     _Session.counts.clear()
-    _Session.engine = Engine(world, options)
+    engine = _Session.engine = Engine(world, options)
+    # The last to be registered runs first: before what the engine stands on is closed.
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+    return engine
 
 
 def shutdown() -> None:
@@ -55,7 +66,16 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether the engine runs."""
+    """Whether this process has called `init`, and not `shutdown` after it.
+
+    True also where the engine has ended since another process shut it down or is gone;
+    calls raise RuntimeError then, and `init` starts a new one.
+    """
+    return _Session.engine is not None
+
+
+def is_running() -> bool:
+    """Whether the engine runs, and has not ended by itself."""
     return _Session.engine is not None and not _Session.engine.why_dead
 
 
@@ -92,6 +112,41 @@ def rank() -> int:
 def size() -> int:
     """Returns the number of processes."""
     return current_engine().size
+
+
+def local_rank() -> int:
+    """Returns the number of this process among those of its host."""
+    engine = current_engine()
+    return _local_ranks(engine.nodes)[engine.rank]
+
+
+def local_size() -> int:
+    """Returns the number of processes of this host."""
+    engine = current_engine()
+    return engine.nodes.count(engine.nodes[engine.rank])
+
+
+def cross_rank() -> int:
+    """Returns the number of this process among those of its `local_rank`, one a host.
+
+    Where all hosts have as many processes it is the number of the host, in the order
+    of the first rank of each.
+    """
+    engine = current_engine()
+    locals_ = _local_ranks(engine.nodes)
+    return locals_[: engine.rank].count(locals_[engine.rank])
+
+
+def cross_size() -> int:
+    """Returns the number of processes with the `local_rank` of this one, one a host."""
+    engine = current_engine()
+    locals_ = _local_ranks(engine.nodes)
+    return locals_.count(locals_[engine.rank])
+
+
+def _local_ranks(nodes: Sequence[str]) -> list[int]:
+    """Returns by rank its number on its host."""
+    return [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
 
 
 def next_name(kind: str, set_id: int) -> str:
@@ -149,9 +204,12 @@ def stop_timeline() -> None:
 
 
 def _leave() -> None:
+    """Shuts down at the end of a program that has not done so."""
     engine = _Session.engine
-    if engine is not None and not engine.why_dead:
-        engine.shutdown(timeout_s=_EXIT_TIMEOUT_S)
-
-
-atexit.register(_leave)
+    if engine is None or engine.why_dead:
+        return
+    # The others may be a moment late with what this process has submitted. One that
+    # ends with an exception will not go on with them.
+    if not hasattr(sys, "last_value"):
+        engine.finish_own(timeout_s=_EXIT_TIMEOUT_S)
+    engine.shutdown(timeout_s=_EXIT_TIMEOUT_S)

@@ -21,6 +21,7 @@ class Cached(NamedTuple):
     locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
     item: Item  # what it is fused by.
     is_grouped: bool  # whether it runs with others, or not at all.
+    carried_bytes: int  # of a tensor that may come with the bit; -1: it may not.
 
 
 class SlotTable:

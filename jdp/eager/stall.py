@@ -4,7 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jdp.eager.controller import Coordinator, Stall
+from jdp.eager.controller import Coordinator
+from jdp.eager.late import Stall
 from jdp.eager.options import EagerOptions
 
 LOOK_PERIOD_S = 1.0  # how often the coordinator looks who is late.

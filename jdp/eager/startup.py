@@ -1,13 +1,16 @@
-"""Startup: do all processes go by the same options? And what process 0 makes."""
+"""Startup: do all processes go by the same options, and which share a host?"""
 
 import dataclasses
+import pathlib
+import platform
 import time
 from typing import Any
 
 import msgspec
 
-from jdp.eager import controller
+from jdp.eager import controller, messages
 from jdp.eager.controller import Coordinator
+from jdp.eager.messages import ProtocolError
 from jdp.eager.options import EagerOptions
 from jdp.mesh import World
 from jdp.runtime.transport import Event, Link, Lost
@@ -16,34 +19,85 @@ from jdp.runtime.transport import Event, Link, Lost
 _OWN = {"timeline", "flight_recorder_capacity", "flight_recorder_dir", "autotune_log"}
 
 
-def compare_options(link: Link, world: World, options: EagerOptions) -> list[Event]:
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    """The first message of a process."""
+
+    options: dict[str, bool | int | float | str]
+    node: str
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of process 0: why the engine does not start, and all nodes."""
+
+    error: str
+    nodes: tuple[str, ...]
+
+
+_hello = msgspec.msgpack.Decoder(_Hello)
+_answer = msgspec.msgpack.Decoder(_Answer)
+
+
+def meet(
+    link: Link, world: World, options: EagerOptions
+) -> tuple[tuple[str, ...], list[Event]]:
     """Compares the options of all processes with those of process 0.
 
     Every process calls it, first of all that use the link.
 
     Returns:
-      What came early, of what follows.
+      By process a text that is the same for those of one host; and what came early, of
+      what follows.
 
     Raises:
-      RuntimeError: they differ, or a process is lost or late; on every process.
+      RuntimeError: they differ, or a process is lost or late, or says something else;
+        on every process.
     """
-    if world.process_count == 1:
-        return []
     own = {k: v for k, v in dataclasses.asdict(options).items() if k not in _OWN}
-    encode = msgspec.msgpack.encode
+    size = world.process_count
+    if size == 1:
+        return (_node(),), []
     if world.process_index > 0:
-        link.send(0, encode(own))
+        link.send(0, messages.encode(_Hello(own, _node())))
         found, early = _collect(link, 1, world.timeout_s)
-        error = msgspec.msgpack.decode(found[0], type=str)
+        answer = _decode(_answer, 0, found[0])
+        if not answer.error and len(answer.nodes) != size:
+            raise RuntimeError(f"{_SENT.format(0)}: {len(answer.nodes)} nodes.")
     else:
-        found, early = _collect(link, world.process_count - 1, world.timeout_s)
-        theirs = {peer: msgspec.msgpack.decode(found[peer]) for peer in sorted(found)}
-        error = _find_difference(own, theirs)
+        found, early = _collect(link, size - 1, world.timeout_s)
+        nodes, error = [_node()], ""
+        for peer in range(1, size):
+            try:
+                hello = _decode(_hello, peer, found[peer])
+            except RuntimeError as fault:
+                error = error or str(fault)
+                continue
+            nodes.append(hello.node)
+            error = error or _find_difference(own, peer, hello.options)
+        answer = _Answer(error, tuple(nodes))
         for peer in found:
-            link.send(peer, encode(error))
-    if error:
-        raise RuntimeError(error)
-    return early
+            link.send(peer, messages.encode(answer))
+    if answer.error:
+        raise RuntimeError(answer.error)
+    return answer.nodes, early
+
+
+_SENT = "While the eager engine started, process {} sent what no engine sends"
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], peer: int, payload: bytes) -> Any:
+    try:
+        return messages.decode_as(decoder, payload)
+    except ProtocolError as error:
+        raise RuntimeError(f"{_SENT.format(peer)}: {error}.") from None
+
+
+def _node() -> str:
+    """Names this host; the boot id tells apart hosts of one name."""
+    try:
+        boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot_id = ""
+    return f"{platform.node()} {boot_id}"
 
 
 def make_coordinator(size: int, options: EagerOptions) -> Coordinator:
@@ -58,14 +112,13 @@ def make_coordinator(size: int, options: EagerOptions) -> Coordinator:
     )
 
 
-def _find_difference(own: dict[str, Any], theirs: dict[int, dict[str, Any]]) -> str:
-    for peer, other in theirs.items():
-        for name, value in own.items():
-            if other.get(name) != value:
-                return (
-                    f"`{name}` is {value!r} on process 0 and {other.get(name)!r} on "
-                    f"process {peer}; the options must be the same on all processes."
-                )
+def _find_difference(own: dict[str, Any], peer: int, other: dict[str, Any]) -> str:
+    for name, value in own.items():
+        if other.get(name) != value:
+            return (
+                f"`{name}` is {value!r} on process 0 and {other.get(name)!r} on "
+                f"process {peer}; the options must be the same on all processes."
+            )
     return ""
 
 

@@ -55,6 +55,7 @@ class LaneLink:
         self._socket.setblocking(False)
         self._socket.bind(self._address)
         self._end = weakref.finalize(self, self._socket.close)
+        self._end.atexit = False  # Links are closed at exit, and wake until then.
         self._buffer = bytearray(_TOKEN_BYTES + _NUMBER.size + _MOST_BYTES)
         self._offers: dict[int, _Offer] = {}  # by peer: where to send.
         self._tokens = {secrets.token_bytes(_TOKEN_BYTES): p for p in self._peers}

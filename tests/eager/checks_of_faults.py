@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jdp import eager
-from jdp.eager import EagerOptions
+from jdp.eager import EagerOptions, session
 from jdp.mesh import World
 from tests.eager.checks import Process
 
@@ -102,7 +102,12 @@ def without_an_engine_calls_say_what_to_do(me: Process, folder: pathlib.Path):
             me.expect([eager.is_initialized(), eager.rank()], [True, me.rank])
             me.expect([eager.size(), eager.global_process_set.size()], [me.size] * 2)
             me.expect_it_works()
-            me.expect_error(RuntimeError, ["was called before"], eager.init)
+            eager.init()  # Nothing happens, where it is the same.
+            me.expect_error(
+                RuntimeError,
+                ["was called before, with other `options`", "shutdown"],
+                lambda: eager.init(options=EagerOptions(cycle_time_s=0.5)),
+            )
             eager.barrier()  # The first to leave ends the engine of all.
         me.expect(eager.is_initialized(), False)
         for call in calls.values():
@@ -126,7 +131,8 @@ def one_that_shuts_down_ends_the_others(me: Process, folder: pathlib.Path):
             me.expect(eager.synchronize(done), x * me.size, "what all have submitted")
             me.expect_error(RuntimeError, words, lambda: eager.synchronize(waiting))
             me.expect_error(RuntimeError, words, lambda: eager.all_reduce(x))
-            me.expect(eager.is_initialized(), False)
+            me.expect(eager.is_initialized(), True, "until its own shutdown")
+    me.expect(eager.is_initialized(), False)
     with _engine(me):
         me.expect_it_works()
 
@@ -184,7 +190,7 @@ def a_rank_that_is_too_late_ends_the_engine_everywhere(
             )
             me.expect(1.5 < time.monotonic() - start_s < 20.0, True, "seconds")
         else:
-            _wait_until(lambda: not eager.is_initialized())
+            _wait_until(lambda: not session.is_running())
         me.expect_error(RuntimeError, words, lambda: eager.all_reduce(x, name="next"))
         me.expect_error(RuntimeError, words, eager.join)
         if me.rank == 0:

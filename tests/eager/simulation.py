@@ -41,7 +41,7 @@ class Job:
         self.num_full = 0  # requests that were sent with their name.
         self.now_s = 0.0
 
-    def submit(self, rank, *requests, joined=False, leaves=False):
+    def submit(self, rank, *requests, **flags):
         """One message of a rank, with all that became ready there."""
         cache, full, hits = self.caches[rank], [], 0
         for request in requests:
@@ -53,7 +53,7 @@ class Job:
                 hits |= 1 << slot
         self.num_full += len(full)
         bits = hits.to_bytes((hits.bit_length() + 7) // 8, "little")
-        message = FromRank(cache.num_seen, tuple(full), bits, (), joined, leaves)
+        message = FromRank(cache.num_seen, tuple(full), bits, **flags)
         self.to_coordinator[rank].append(message)
 
     def deliver(self, rank):

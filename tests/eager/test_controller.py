@@ -73,7 +73,10 @@ def test_a_warm_step_sends_no_names():
             {"dtype": "int32"},
             "data types of 'a': rank 0 has float32, but rank 1 has",
         ),
-        ({"kind": "broadcast"}, "operations of 'a': rank 0 has all_reduce, but rank 1"),
+        (
+            {"kind": "broadcast", "op": "", "root": 0},
+            "operations of 'a': rank 0 has all_reduce, but rank 1",
+        ),
         (
             {"shape": (5,)},
             "shapes of 'a': rank 0 has [4], but rank 1 has [5]",
@@ -84,7 +87,6 @@ def test_a_warm_step_sends_no_names():
             {"op": "min"},
             "operations of 'a': rank 0 has sum, but rank 1 has min",
         ),
-        ({"root": 3}, "root ranks of 'a': rank 0 has -1, but rank 1 has 3"),
         ({"device": "gpu"}, "devices of 'a': rank 0 has cpu, but rank 1 has gpu"),
         ({"group": "g", "group_size": 2}, "groups of 'a': rank 0 has none, but rank 1"),
         ({"fingerprint": "f"}, "programs of 'a'"),
@@ -104,6 +106,15 @@ def test_what_differs_is_an_error_on_every_rank_and_nothing_else(changes, text):
         job.submit(rank, all_reduce("a"))  # The engine goes on.
     job.settle()
     assert job.executed[2][-1] == (0, ("a",), "")
+
+
+def test_roots_that_differ_are_an_error():
+    job = Job(3)
+    for rank in range(3):
+        changes = {"kind": "broadcast", "op": "", "root": rank // 2}
+        job.submit(rank, all_reduce("a", **changes))
+    job.settle()
+    assert "root ranks of 'a': rank 0 has 0, but rank 2 has 1" in job.executed[1][0][2]
 
 
 def test_first_dimensions_of_a_gather_may_differ_and_all_are_told():
@@ -355,9 +366,16 @@ def test_who_is_missing_is_named_also_for_cached_names():
 
 def test_one_that_leaves_ends_all():
     job = Job(2)
-    job.submit(1, leaves=True)
+    why = "rank 1 has shut the engine down"
+    job.submit(1, all_reduce("a"), leaves=True)
     job.deliver(1)
-    assert job.decide().stop == "rank 1 has shut the engine down"
+    assert job.decide().closing == why
+    # What the other one has submitted meanwhile runs first.
+    job.submit(0, all_reduce("a"), is_last=True)
+    job.deliver(0)
+    batch = job.decide()
+    assert [r.names for r in batch.responses] == [("a",)]
+    assert batch.stop == why and batch.is_asked
 
 
 # --- All orders ---------------------------------------------------------------------

@@ -195,7 +195,7 @@ def _tune(path):
         assert total[0] == world.process_count
     eager.barrier()
     engine = session.current_engine()
-    is_done = engine.is_tuned
+    is_done = engine.lead is not None and engine.lead.is_tuned
     eager.shutdown()
     return engine.cycle_time_s, is_done
 

@@ -8,8 +8,13 @@ import pytest
 
 from jdp import eager
 from jdp.eager import engine as engine_module
-from jdp.eager import requests
+from jdp.eager import lost, requests
+from jdp.eager.controller import Coordinator
 from jdp.eager.engine import Engine
+from jdp.eager.entry import Entry
+from jdp.eager.flight_recorder import Record
+from jdp.eager.messages import Request, Response, Spec, encode_spec
+from jdp.eager.response_cache import ResponseCache
 from jdp.runtime import transport
 from tests import harness
 
@@ -153,3 +158,140 @@ def test_a_loop_of_submissions_is_held_back_until_it_ends(
         assert num_jobs == [1] * _SIZE
     else:  # One that never stops is heard as well.
         assert min(num_jobs) > 1
+
+
+_NOTHING = Response(("nothing",), (b"",), 99, error="in place of what is lost")
+
+
+def _lose_response(monkeypatch):
+    """Rank 1 drops what it hears of "y", which comes with the result."""
+    apply = ResponseCache.apply
+
+    def drop(cache, batch):
+        responses = apply(cache, batch)
+        is_right = not batch.data or threading.current_thread() not in engine_threads
+        return responses if is_right else [_NOTHING] * len(responses)
+
+    engine_threads = set()
+    monkeypatch.setattr(ResponseCache, "apply", drop)
+    return engine_threads
+
+
+def _lose_request(monkeypatch):
+    """The coordinator forgets that rank 1 has submitted "y"."""
+    add = Coordinator._add
+
+    def forget(coordinator, rank, request, now_s):
+        if (rank, request.name) != (1, "y"):
+            add(coordinator, rank, request, now_s)
+
+    monkeypatch.setattr(Coordinator, "_add", forget)
+    return set()
+
+
+@pytest.mark.parametrize("lose", [_lose_response, _lose_request])
+def test_a_name_that_is_lost_is_found_and_raised_on_all(links, monkeypatch, lose):
+    monkeypatch.setattr(lost, "PERIOD_S", 0.3)
+    engine_threads = lose(monkeypatch)
+    begun = threading.Barrier(_SIZE)
+
+    def run(engine):
+        if engine.rank == 1:
+            engine_threads.add(engine._thread)
+        begun.wait()  # "y" gets a slot, so that its tensor travels with the bit.
+        x = _reduce(engine, "y" if lose is _lose_response else "x")
+        started_s = time.monotonic()
+        found = [_reduce(engine, "y"), _reduce(engine, "z")]
+        return x, found, time.monotonic() - started_s
+
+    for rank, (x, found, seconds) in enumerate(_run(run)):
+        assert x == [3.0] * 3 and seconds < 10.0
+        texts = [text for text in found if isinstance(text, str)]
+        assert texts, rank  # Others may have done "y".
+        for text in texts:
+            assert "rank 1: 'y' was submitted" in text and "It is lost" in text
+
+
+def test_names_that_wait_for_long_are_not_taken_for_lost(links, monkeypatch):
+    monkeypatch.setattr(lost, "PERIOD_S", 0.05)
+
+    def run(engine):
+        for number in range(3):
+            if engine.rank == number:
+                time.sleep(0.4)
+            assert _reduce(engine, f"new {number}") == [3.0] * 3
+            assert _reduce(engine, "x") == [3.0] * 3  # from the cache.
+        return ""
+
+    assert _run(run) == [""] * _SIZE
+
+
+def test_what_still_waits_behind_a_program_hears_that_the_engine_ends(links):
+    is_over, has_begun = threading.Event(), threading.Barrier(_SIZE + 1)
+
+    def hang():
+        has_begun.wait(20.0)
+        is_over.wait(20.0)
+
+    def run(engine):
+        entries = []
+        for name in ("hangs", "is behind it"):
+            request = Request(name, encode_spec(Spec("submit", fingerprint="same")))
+            entries.append(Entry(request, Record(name, "submit"), None, hang))
+        options = requests.find_options(
+            engine, "all_reduce", eager.global_process_set, "sum"
+        )
+        entries.append(requests.make_entry(options, "x", np.ones(3, np.float32)))
+        for entry in entries:
+            engine.submit([entry])
+        if engine.rank == 0:
+            has_begun.wait(20.0)
+            time.sleep(0.2)
+            links[2].close()
+        found = []
+        for entry in entries:
+            engine.wait([entry], 10.0)
+            found.append(str(entry.error))
+        is_over.wait(5.0)
+        return found
+
+    results = _run(run)
+    is_over.set()
+    for rank in (0, 1):
+        assert ["process 2 has closed its link" in text for text in results[rank]] == [
+            True
+        ] * 3
+
+
+def test_after_join_nothing_can_be_submitted(links):
+    def run(engine):
+        _reduce(engine, "x")
+        entry = Entry(Request("join", b""), Record("join", "join"))
+        engine.submit_join(entry)
+        if engine.rank == 0:
+            assert "has called `join`" in _reduce(engine, "y")
+        assert engine.wait([entry], 20.0) and entry.value in range(_SIZE)
+        return _reduce(engine, "y")
+
+    assert _run(run) == [[3.0] * 3] * _SIZE
+
+
+def test_what_was_submitted_before_another_one_leaves_runs(links):
+    def run(engine):
+        _reduce(engine, "x")
+        facts = ("all_reduce", eager.global_process_set, "sum")
+        options = requests.find_options(engine, *facts)
+        entry = requests.make_entry(options, "y", np.full(3, 1, np.float32))
+        both_have.wait()
+        if engine.rank == 1:  # Its message may be the last.
+            engine.submit([entry])
+            engine.shutdown(timeout_s=10.0)
+        else:
+            engine.submit([entry])
+        engine.wait([entry], 10.0)
+        return str(entry.error) if entry.error else entry.value.tolist()
+
+    both_have = threading.Barrier(_SIZE)
+    for value in _run(run):
+        # All have, or one was later than the end; never a part.
+        assert value == [3.0] * 3 or "rank 1 has shut the engine down" in value

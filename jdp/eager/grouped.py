@@ -1,0 +1,175 @@
+"""Grouped: collectives of trees whose leaves run all together, or not at all."""
+
+from typing import Any
+
+import jax
+
+from jdp.eager import requests, session
+from jdp.eager.calls import Op
+from jdp.eager.messages import Kind
+from jdp.eager.process_set import ProcessSet, global_process_set
+from jdp.eager.requests import Handle
+from jdp.types import PyTree
+
+
+def grouped_all_reduce(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: jax.typing.DTypeLike | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> PyTree:
+    """Reduces arrays as `all_reduce`, all of them together or none.
+
+    Args:
+      tree: pytree of arrays; all are ready before any is reduced.
+      name: see `all_reduce`; the group has it too.
+      op: see `all_reduce`.
+      prescale: see `all_reduce`.
+      postscale: see `all_reduce`.
+      compression: see `all_reduce`.
+      process_set: see `all_reduce`.
+
+    Returns:
+      See `all_reduce`.
+
+    Raises:
+      RuntimeError: one of them has failed, and so none was reduced; see `synchronize`.
+    """
+    handle = grouped_all_reduce_async(
+        tree,
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        compression=compression,
+        process_set=process_set,
+    )
+    return handle.result()
+
+
+def grouped_all_reduce_async(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: jax.typing.DTypeLike | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `grouped_all_reduce`; the arrays must not change until it is done."""
+    return _submit(
+        "all_reduce",
+        tree,
+        name,
+        process_set,
+        op,
+        prescale,
+        postscale,
+        compression,
+    )
+
+
+def grouped_all_gather(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> PyTree:
+    """Gathers arrays as `all_gather`, all of them together or none.
+
+    Args:
+      tree: pytree of arrays, shape (n, ...); all are ready before any is gathered.
+      name: see `all_reduce`; the group has it too.
+      process_set: see `all_reduce`.
+
+    Returns:
+      See `all_gather`.
+
+    Raises:
+      RuntimeError: one of them has failed, and so none was gathered; see `all_gather`.
+    """
+    return grouped_all_gather_async(tree, name=name, process_set=process_set).result()
+
+
+def grouped_all_gather_async(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `grouped_all_gather`; the arrays must not change until it is done."""
+    return _submit("all_gather", tree, name, process_set, "", 1.0, 1.0, None)
+
+
+def grouped_reduce_scatter(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> PyTree:
+    """Reduces arrays as `reduce_scatter`, all of them together or none.
+
+    Args:
+      tree: pytree of arrays, shape (n, ...); all are ready before any is reduced.
+      name: see `all_reduce`; the group has it too.
+      op: "average" or "sum".
+      prescale: see `all_reduce`.
+      postscale: see `all_reduce`.
+      process_set: see `all_reduce`.
+
+    Returns:
+      See `reduce_scatter`.
+
+    Raises:
+      RuntimeError: one of them has failed, and so none was reduced; see
+        `reduce_scatter`.
+    """
+    handle = grouped_reduce_scatter_async(
+        tree,
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        process_set=process_set,
+    )
+    return handle.result()
+
+
+def grouped_reduce_scatter_async(
+    tree: PyTree,
+    *,
+    name: str | None = None,
+    op: Op = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins `grouped_reduce_scatter`; the arrays must not change until it is done."""
+    return _submit(
+        "reduce_scatter", tree, name, process_set, op, prescale, postscale, None
+    )
+
+
+def _submit(
+    kind: Kind,
+    tree: PyTree,
+    name: str | None,
+    process_set: ProcessSet,
+    *factors: Any,
+) -> Handle:
+    """Submits a group; `factors` are the rest of `requests.Facts`, up to the root."""
+    set_id = process_set.process_set_id
+    name = session.next_name("group", set_id or 0) if name is None else name
+    num_leaves = len(jax.tree.leaves(tree))
+    options = requests.find_options(
+        session.current_engine(), kind, process_set, *factors, -1, name, num_leaves
+    )
+    return requests.submit_tree(options, name, tree)

@@ -1,0 +1,61 @@
+"""Meeting: calls without arrays, with which processes wait for each other."""
+
+from typing import Any
+
+from jdp.eager import requests, session
+from jdp.eager.entry import Entry
+from jdp.eager.flight_recorder import Record
+from jdp.eager.messages import Request, Spec, encode_spec
+from jdp.eager.process_set import ProcessSet, global_process_set
+from jdp.eager.requests import Handle
+
+
+def barrier(
+    *, timeout_s: float | None = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Waits until all processes of the set have come to it.
+
+    Args:
+      timeout_s: longest wait, in seconds; None: until they have, or the engine ends.
+      process_set: who takes part.
+
+    Raises:
+      TimeoutError: they have not come in time; the ranks that are missing are named.
+        This process has come all the same: the next call is for the next barrier.
+      RuntimeError: see `synchronize`.
+    """
+    engine = session.current_engine()
+    set_id = requests.find_set(engine, "barrier", process_set)
+    name = session.next_name("barrier", set_id)
+    request = Request(name, encode_spec(Spec("barrier")), set_id)
+    record = Record(name, "barrier", process_set=set_id)
+    entry = Entry(request, requests.started(record))
+    engine.submit([entry])
+    session.wait_for([entry], timeout_s)
+
+
+def join() -> int:
+    """Says that this process has no more data, and waits for the others.
+
+    Until all have called it, the others may go on with `all_reduce` and `barrier`; this
+    process stands in for them with what changes nothing, and can begin nothing else.
+
+    Returns:
+      The last rank to join, the same on all processes.
+
+    Raises:
+      RuntimeError: see `synchronize`.
+    """
+    return join_async().result()
+
+
+def join_async() -> Handle:
+    """Begins `join`; until it is done this process can begin nothing else."""
+    engine = session.current_engine()
+    entry = Entry(Request("join", b""), requests.started(Record("join", "join")))
+    engine.submit_join(entry)
+    return Handle([entry], _only)
+
+
+def _only(values: list[Any]) -> Any:
+    return values[0]

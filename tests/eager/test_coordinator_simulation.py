@@ -1,0 +1,95 @@
+"""The coordinator's sums, whatever is late; see `coordinator_simulation`."""
+
+import pytest
+
+from jdp.eager.controller import Coordinator
+from jdp.eager.hits import Hits
+from jdp.eager.response_cache import ResponseCache
+from jdp.eager.slots import bits
+from tests.eager import coordinator_simulation
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_sum_is_right_and_no_name_is_lost(seed):
+    done, sums = coordinator_simulation.simulate(1500, seed, per_job=500)
+    assert done >= 1500 and sums > 100
+
+
+def _keep_data_of_retired_slots(monkeypatch):
+    """Tensors are kept by slot, whatever that stands for by now."""
+    monkeypatch.setattr(
+        Coordinator,
+        "_match_data",
+        lambda self, rank, hits, message: zip(bits(hits), message.data, strict=True),
+    )
+
+
+def _keep_data_of_slots_taken_back(monkeypatch):
+    drop = Hits.drop
+
+    def keep(self, slot):
+        kept = [data.get(slot) for data in self._data]
+        ranks = drop(self, slot)
+        for data, tensor in zip(self._data, kept, strict=True):
+            if tensor is not None:
+                data[slot] = tensor
+        return ranks
+
+    monkeypatch.setattr(Hits, "drop", keep)
+
+
+def _keep_data_that_one_rank_did_not_send(monkeypatch):
+    """What is reduced otherwise leaves tensors behind."""
+    take = Hits.take
+
+    def keep(self, ranks, ready):
+        before = [dict(data) for data in self._data]
+        taken = take(self, ranks, ready)
+        for data, kept in zip(self._data, before, strict=True):
+            data |= {s: kept[s] for s in bits(ready) if s in kept and s not in taken}
+        return taken
+
+    monkeypatch.setattr(Hits, "take", keep)
+
+
+def _drop_responses_after_the_carried(monkeypatch):
+    apply = ResponseCache.apply
+
+    def drop(self, batch):
+        whole = apply(self, batch)
+        num = max((i for i, data in enumerate(batch.data) if data), default=-1) + 1
+        return whole[:num] if num else whole
+
+    monkeypatch.setattr(ResponseCache, "apply", drop)
+
+
+def _reuse_slots_at_once(monkeypatch):
+    """Bits of the last owner count for the next one."""
+    give = coordinator_simulation.Coordinator._give_slot
+
+    def hurry(self, ready):
+        seen, self._seen = self._seen, [1 << 40]
+        try:
+            return give(self, ready)
+        finally:
+            self._seen = seen
+
+    monkeypatch.setattr(Coordinator, "_give_slot", hurry)
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        _keep_data_of_retired_slots,
+        _keep_data_of_slots_taken_back,
+        _keep_data_that_one_rank_did_not_send,
+        _drop_responses_after_the_carried,
+        _reuse_slots_at_once,
+    ],
+)
+def test_the_simulation_finds_a_coordinator_that_is_wrong(monkeypatch, defect):
+    defect(monkeypatch)
+    # By its sums alone.
+    monkeypatch.setattr(Hits, "slots_with_data", lambda self, rank: set())
+    with pytest.raises(coordinator_simulation.Wrong):
+        coordinator_simulation.simulate(30_000, 9, per_job=500)

@@ -1,0 +1,35 @@
+"""Programs that end without `eager.shutdown`."""
+
+import re
+
+import pytest
+
+from tests import harness
+from tests.eager import checks_of_ends
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_one_that_ends_lets_run_what_all_submit_and_the_rest_is_named(num_processes):
+    outcome = harness.run_processes(
+        checks_of_ends.run, num_processes, "ends", 0, ends_as_usual=True
+    )
+    assert outcome.exit_code == 0, outcome.output
+    last = num_processes - 1
+    heard = re.findall(r"RANK (\d) HEARD (.*)", outcome.output)
+    assert sorted(int(rank) for rank, _ in heard) == list(range(last)), outcome.output
+    for _, text in heard:
+        assert f"rank {last} has shut the engine down" in text
+
+
+def test_one_that_raises_is_named_at_once():
+    outcome = harness.run_processes(
+        checks_of_ends.run, 3, "raises", -1, ends_as_usual=True, grace_s=5.0
+    )
+    assert outcome.exit_code == 1 and "KeyError: 'from the program'" in outcome.output
+    heard = dict(re.findall(r"RANK (\d) HEARD (.*)", outcome.output))
+    # JAX may end process 1 when its coordinator, process 0, has ended.
+    assert "0" in heard, outcome.output
+    for text in heard.values():
+        assert re.search("rank 2 has shut the engine down|process 2 has ended", text)
