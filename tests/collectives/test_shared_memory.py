@@ -3,6 +3,7 @@
 import errno
 import functools
 import os
+import pathlib
 import signal
 import time
 
@@ -103,6 +104,63 @@ def test_memory_of_another_is_refused_by_all(monkeypatch):
     )
     for text in found:
         assert "Process 1 cannot open the shared memory of process 0" in text
+
+
+def _foreign(kind, size, folder):
+    """Returns a path that a stranger could offer, and what keeps it open."""
+    if kind == "path":
+        return "/etc/passwd", None
+    if kind == "traversal":
+        return f"/proc/{os.getpid()}/fd/../../self/mem", None
+    if kind == "pipe":
+        fd, other = os.pipe()
+        return f"/proc/{os.getpid()}/fd/{fd}", (fd, other)
+    if kind == "device":
+        fd = os.open("/dev/zero", os.O_RDWR)
+    elif kind == "file with a name":
+        fd = os.open(folder / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    elif kind == "file of another file system":
+        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+    else:
+        mode = 0o666 if kind == "open to others" else 0o600
+        fd = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE, mode)
+        os.fchmod(fd, mode)
+        size += kind == "longer"
+    if kind != "device":
+        os.ftruncate(fd, size)
+    return f"/proc/{os.getpid()}/fd/{fd}", (fd,)
+
+
+FOREIGN = ["path", "traversal", "pipe", "device", "file with a name"]
+FOREIGN += ["file of another file system", "open to others", "longer"]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_nothing_but_own_memory_is_mapped(kind, tmp_path):
+    if kind == "file of another file system":
+        tmp_path = pathlib.Path.home()  # /tmp may be of the same kind as /dev/shm.
+    path, held = _foreign(kind, 8192, tmp_path)
+    peer = shared_segment.Peer(os.getpid(), "1")
+    offer = shared_segment._Hello(peer, path, bytes(16))
+    try:
+        mapped, hello = shared_segment._open(8192, peer, offer, 0)
+    finally:
+        for fd in held or ():
+            os.close(fd)
+    assert mapped is None
+    assert "cannot open the shared memory of process 0" in hello.error
+
+
+def test_the_path_of_another_process_than_the_sender_is_not_opened():
+    fd = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE, 0o600)
+    os.ftruncate(fd, 8192)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    own = shared_segment.Peer(os.getpid(), "1")
+    for peer, is_mapped in ((own, True), (shared_segment.Peer(1, "1"), False)):
+        offer = shared_segment._Hello(peer, path, bytes(16))
+        mapped, hello = shared_segment._open(8192, own, offer, 0)
+        assert (mapped is not None) == (hello.error is None) == is_mapped
+    os.close(fd)
 
 
 def test_nothing_has_a_name():
