@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from jdp.runtime import environment, job_key, launch
+from jdp.runtime import addresses, environment, job_key, launch
 
 # What has to be installed besides jax, and what may be, as in pyproject.toml.
 REQUIRED = ("numpy", "optax", "msgspec", "psutil", "pyzmq", "rich", "scipy", "typer")
@@ -127,6 +128,7 @@ def find_host() -> list[Finding]:
         Finding("system", f"{platform.system()} {platform.release()}"),
         Finding("CPUs", f"{cpus} of {os.cpu_count()}, {platform.machine()}"),
         Finding("memory", f"{_mib(memory.available)} of {_mib(memory.total)} free"),
+        Finding("own name", describe_own_name(platform.node())),
     ]
     try:
         shared = os.statvfs("/dev/shm")
@@ -136,6 +138,24 @@ def find_host() -> list[Finding]:
     free = shared.f_bavail * shared.f_frsize
     total = shared.f_blocks * shared.f_frsize
     return [*found, Finding("/dev/shm", f"{_mib(free)} of {_mib(total)} free")]
+
+
+def describe_own_name(name: str) -> str:
+    """Returns which addresses the name of this host has here, and what that means."""
+    advice = (
+        "Other hosts cannot reach that. jdp offers them the address at which a process "
+        "reaches the coordinator; what looks up the own name, as JAX does without "
+        f"jdp, needs a line in /etc/hosts with the address of {name} that they use."
+    )
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return f"{name}, which has no address here ({error.strerror}). {advice}"
+    hosts = list(dict.fromkeys(str(info[4][0]) for info in found))
+    text = f"{name}, {', '.join(hosts)}"
+    if all(addresses.is_loopback(host) for host in hosts):
+        return f"{text}: the loopback interface. {advice}"
+    return text
 
 
 def _is_linux() -> bool:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import platform
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -176,3 +177,30 @@ def test_the_secret_of_a_job_is_not_shown(text, is_broken):
     _, (found,) = doctor.check_environ({"JDP_JOB_KEY": text})
     assert found.is_broken == is_broken
     assert text not in found.value.replace("a secret", "")
+
+
+def _resolve_to(*hosts):
+    def getaddrinfo(name, port, **_):
+        if not hosts:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, 1, 6, "", (host, 0)) for host in hosts]
+
+    return getaddrinfo
+
+
+@pytest.mark.parametrize(
+    "hosts,expected",
+    [
+        (["10.0.0.7"], "hosta, 10.0.0.7"),
+        (["127.0.1.1", "10.0.0.7"], "hosta, 127.0.1.1, 10.0.0.7"),
+        (["127.0.1.1"], "hosta, 127.0.1.1: the loopback interface. Other hosts cannot"),
+        ([], "hosta, which has no address here (Name or service not known). Other"),
+    ],
+)
+def test_a_host_whose_own_name_is_a_loopback_address_is_found(
+    monkeypatch, hosts, expected
+):
+    monkeypatch.setattr(socket, "getaddrinfo", _resolve_to(*hosts))
+    text = doctor.describe_own_name("hosta")
+    assert text.startswith(expected)
+    assert ("/etc/hosts" in text) == (expected.endswith(("cannot", "Other")))
