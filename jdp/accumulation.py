@@ -2,16 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdp import (
+    arguments,
     buckets,
     compat,
+    differentiation,
     grad_sync,
     gradient_noise,
     reduction,
@@ -19,7 +22,7 @@ from jdp import (
     weights,
 )
 from jdp.buckets import BucketPlan
-from jdp.grad_sync import Local
+from jdp.differentiation import Local
 from jdp.hooks.base import CommHook
 from jdp.reduction import Packing
 from jdp.types import AllReduce, AxisName, PyTree
@@ -30,8 +33,10 @@ def accumulate_gradients(
     loss_fn: Callable[..., Any],
     num_micro_batches: int,
     *,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     find_unused: bool = False,
+    allow_int: bool = False,
     dtype: Any = None,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
@@ -55,10 +60,12 @@ def accumulate_gradients(
       loss_fn: `loss_fn(params, *batches, **kwargs)` returns the mean loss over its
         samples, or with `has_aux` a pair of it and a pytree of metrics.
       num_micro_batches: how many; at least 1.
+      argnums: see `value_and_grad`; the other positional arguments are batches.
       has_aux: whether `loss_fn` returns a pair. Metrics are averaged as the loss is,
         integers and booleans in float32; they stay local.
       find_unused: whether to return which parameters any micro-batch used, on any
         replica.
+      allow_int: see `value_and_grad`.
       dtype: floating dtype of the sums, of the reduction and of the gradients that
         are returned, such as float32 for bfloat16 parameters; None keeps that of each
         parameter. Complex parameters keep theirs.
@@ -93,7 +100,8 @@ def accumulate_gradients(
         raise TypeError(f"`dtype` must be a floating dtype, got {jnp.dtype(dtype)}.")
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
-    def wrapped(params: PyTree, *batches: PyTree, **kwargs: Any) -> Any:
+    def wrapped(*args: PyTree, **kwargs: Any) -> Any:
+        of_params, params, batches = arguments.pick(loss_fn, argnums, args)
         num_samples = _num_samples(batches, num_micro_batches)
         of_samples = _check_weight(weight, num_samples)
         own_total = None if of_samples is None else of_samples.sum()
@@ -107,8 +115,8 @@ def accumulate_gradients(
             if of_samples is not None:
                 amount = of_samples.sum() / (1 if of_all else _divisor(own_total))
                 objective = weights.resolve(amount, "weight")
-            local = grad_sync.differentiate(
-                loss_fn,
+            local = differentiation.differentiate(
+                of_params,
                 params,
                 batch,
                 kwargs,
@@ -116,8 +124,9 @@ def accumulate_gradients(
                 has_aux,
                 find_unused,
                 objective,
+                allow_int=allow_int,
             )
-            grad_sync.check_is_local(local, "accumulate_gradients")
+            differentiation.check_is_local(local, "accumulate_gradients")
             traced.append(_without_arrays(local))
             weigh = functools.partial(_weigh, share, of_samples, own_total)
             weigh_grads = weigh
@@ -126,9 +135,8 @@ def accumulate_gradients(
                 weigh_grads = functools.partial(
                     weights.zero_unless, objective.amount > 0
                 )
-            sums = jax.tree.map(
-                lambda s, g: s + weigh_grads(g.astype(s.dtype)), sums, local.grads
-            )
+            add = functools.partial(_add, weigh_grads)
+            sums = jax.tree.map(add, sums, local.grads)
             metrics = jax.tree.map(reduction.as_inexact, (local.loss, local.aux))
             decided = [
                 x if of_samples is None else x & (of_samples.sum() > 0)
@@ -154,7 +162,7 @@ def accumulate_gradients(
         local = Local(
             loss,
             aux,
-            sums,
+            jax.tree.map(_without_integers, sums),
             usage_flags.with_decided(traced[-1].used, decided),
             dataclasses.replace(facts, timeline=facts.timeline.at_the_end()),
             is_weighed=of_all and traced[-1].is_weighed,
@@ -167,6 +175,19 @@ def accumulate_gradients(
         )
 
     return wrapped
+
+
+def _add(weigh: Callable[..., jax.Array], total: jax.Array, grad: Any) -> jax.Array:
+    if grad.dtype == jax.dtypes.float0:  # of an integer; `_without_integers` makes it.
+        return total
+    return total + weigh(grad.astype(total.dtype))
+
+
+def _without_integers(total: jax.Array) -> Any:
+    """Puts the gradient of an integer in the place of its sum."""
+    if jnp.issubdtype(total.dtype, jnp.inexact):
+        return total
+    return np.zeros(total.shape, jax.dtypes.float0)
 
 
 def _without_arrays(local: Local) -> Local:

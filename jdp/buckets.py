@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import compat
 from jdp.types import PyTree
 
 # The defaults of torch's DistributedDataParallel (reducer.hpp): a small first bucket,
@@ -121,9 +122,11 @@ def plan_buckets(
 ) -> BucketPlan:
     """Assigns the leaves of `tree`, taken in `order`, to buckets.
 
-    Leaves of different dtypes never share a bucket. A bucket is closed once it has
-    reached its size, so it may be larger than that by one leaf. The first bucket of
-    each dtype is closed at `first_bucket_bytes`, the others at `bucket_bytes`. This is
+    Leaves of different dtypes never share a bucket, nor do leaves that JAX's types take
+    to vary over different mesh axes, such as a model axis beside that of the replicas.
+    A bucket is closed once it has reached its size, so it may be larger than that by
+    one leaf. The first bucket of each dtype is closed at `first_bucket_bytes`, the
+    others at `bucket_bytes`. This is
     the assignment of torch's `_compute_bucket_assignment_by_size`; the buckets come in
     the order in which their last leaves come in `order`.
 
@@ -157,7 +160,8 @@ def plan_buckets(
             f"`order` must hold each of the {num_leaves} leaf indices exactly once, "
             f"got {list(order)}."
         )
-    buckets = _assign(specs, order, first_bucket_bytes, bucket_bytes)
+    kinds = [(s.dtype, _axes_of(x)) for s, x in zip(specs, leaves, strict=True)]
+    buckets = _assign(specs, kinds, order, first_bucket_bytes, bucket_bytes)
     return BucketPlan(treedef, specs, buckets)
 
 
@@ -169,6 +173,28 @@ def default_plan(grads: PyTree, order: Sequence[int] | None = None) -> BucketPla
     if jax.default_backend() == "cpu":
         return plan_buckets(grads, first_bucket_bytes=DEFAULT_BUCKET_BYTES, order=order)
     return plan_buckets(grads, order=order)
+
+
+def fit_plan(
+    plan: BucketPlan | None, grads: PyTree, order: Sequence[int] | None = None
+) -> BucketPlan:
+    """Returns the plan that is used for `grads`: `plan`, or `default_plan`.
+
+    Buckets of a plan that was made elsewhere are cut into leaves that vary over the
+    same mesh axes: packed together, all would be taken to vary over all of them.
+    """
+    if plan is None:
+        return default_plan(grads, order)
+    axes = [_axes_of(x) for x in jax.tree.leaves(grads)]
+    if len(set(axes)) <= 1 or len(axes) != len(plan.leaves):
+        return plan
+    cut = []
+    for bucket in plan.buckets:
+        groups: dict[frozenset[str], list[int]] = {}
+        for i in bucket:
+            groups.setdefault(axes[i], []).append(i)
+        cut += map(tuple, groups.values())
+    return dataclasses.replace(plan, buckets=tuple(cut))
 
 
 def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:
@@ -292,28 +318,36 @@ def first_difference(a: list[str], b: list[str], a_name: str, b_name: str) -> st
 
 def _assign(
     specs: Sequence[LeafSpec],
+    kinds: Sequence[Hashable],
     order: Sequence[int],
     first_bucket_bytes: int,
     bucket_bytes: int,
 ) -> tuple[tuple[int, ...], ...]:
+    """Fills buckets of each kind; leaves of different kinds never share one."""
     closed: list[list[int]] = []
-    open_buckets: dict[np.dtype, list[int]] = {}
-    open_bytes: dict[np.dtype, int] = {}
-    limits: dict[np.dtype, int] = {}
+    open_buckets: dict[Hashable, list[int]] = {}
+    open_bytes: dict[Hashable, int] = {}
+    limits: dict[Hashable, int] = {}
     for i in order:
-        dtype = specs[i].dtype
-        if dtype == jax.dtypes.float0:
+        kind = kinds[i]
+        if specs[i].dtype == jax.dtypes.float0:
             continue
-        bucket = open_buckets.setdefault(dtype, [])
+        bucket = open_buckets.setdefault(kind, [])
         bucket.append(i)
-        open_bytes[dtype] = open_bytes.get(dtype, 0) + specs[i].num_bytes
-        if open_bytes[dtype] >= limits.get(dtype, first_bucket_bytes):
-            closed.append(open_buckets.pop(dtype))
-            open_bytes[dtype] = 0
-            limits[dtype] = bucket_bytes
+        open_bytes[kind] = open_bytes.get(kind, 0) + specs[i].num_bytes
+        if open_bytes[kind] >= limits.get(kind, first_bucket_bytes):
+            closed.append(open_buckets.pop(kind))
+            open_bytes[kind] = 0
+            limits[kind] = bucket_bytes
     closed.extend(open_buckets.values())
     position = {i: p for p, i in enumerate(order)}
     return tuple(map(tuple, sorted(closed, key=lambda bucket: position[bucket[-1]])))
+
+
+def _axes_of(leaf: object) -> frozenset[str]:
+    """The mesh axes over which a leaf may differ, by its type."""
+    is_array = isinstance(leaf, jax.Array)
+    return compat.varying_axes(leaf) if is_array else frozenset()
 
 
 @functools.lru_cache(maxsize=1024)

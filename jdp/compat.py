@@ -59,6 +59,15 @@ def cast_varying(x: Any, axis_names: Sequence[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def cast_alike(xs: Sequence[jax.Array], axis_names: Sequence[str]) -> list[jax.Array]:
+    """Casts arrays to ones that may differ over the same axes: all of theirs, and more.
+
+    A primitive that is bound by itself wants that of its operands.
+    """
+    names = sorted(frozenset(axis_names).union(*map(varying_axes, xs)))
+    return [cast_varying(x, names) for x in xs]
+
+
 def order_after(
     xs: Sequence[jax.Array], earlier: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from jdp import (
+    arguments,
     buckets,
     compression,
     gradient_noise,
-    layer_sync,
     mesh,
     recording,
     reduction,
     usage_flags,
     weights,
 )
-from jdp.backward.loss import LossProgram, trace_loss
 from jdp.buckets import BucketPlan
 from jdp.compression import Means
+from jdp.differentiation import Local, check_is_local, differentiate
 from jdp.gradient_noise import GradientNorms
 from jdp.hooks.base import CommHook
 from jdp.recording import LossFacts, Synchronization
@@ -122,7 +122,7 @@ def sync_weighted(
 
     With `samples`, float32 (), how many this replica has, norms are found.
     """
-    plan = buckets.default_plan(grads) if options.plan is None else options.plan
+    plan = buckets.fit_plan(options.plan, grads)
     options = options._replace(plan=plan)
     decided = usage_flags.find_decided(used, grads)
     riders = [usage_flags.as_rider(decided, _first_dtype(plan))] if decided else []
@@ -140,9 +140,11 @@ def sync_weighted(
 
 def local_gradients(
     loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
     *,
     has_aux: bool = False,
     find_unused: bool = False,
+    allow_int: bool = False,
     axis_name: AxisName = "data",
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, of this replica's own samples.
@@ -157,8 +159,10 @@ def local_gradients(
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss, or with
         `has_aux` a pair of it and anything else.
+      argnums: see `value_and_grad`.
       has_aux: whether `loss_fn` returns a pair.
       find_unused: whether to return which parameters this replica used.
+      allow_int: see `value_and_grad`.
       axis_name: the axis, or axes, over which replicas lie.
 
     Returns:
@@ -168,9 +172,17 @@ def local_gradients(
       TypeError and ValueError for parameters and losses that have no gradient.
     """
 
-    def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        of_params, params, rest = arguments.pick(loss_fn, argnums, args)
         local = differentiate(
-            loss_fn, params, args, kwargs, axis_name, has_aux, find_unused
+            of_params,
+            params,
+            rest,
+            kwargs,
+            axis_name,
+            has_aux,
+            find_unused,
+            allow_int=allow_int,
         )
         check_is_local(local, "local_gradients")
         return arranged(local.loss, local.aux, local.grads, local.used, has_aux)
@@ -180,9 +192,11 @@ def local_gradients(
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
     *,
     has_aux: bool = False,
     find_unused: bool = False,
+    allow_int: bool = False,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
@@ -213,10 +227,15 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss over this
         replica's samples, or with `has_aux` a pair of it and anything else.
+      argnums: which positional argument holds the parameters, as in
+        `jax.value_and_grad`; of several a tuple, and then parameters, gradients and
+        what was used are tuples too.
       has_aux: whether `loss_fn` returns a pair; the second part stays local.
       find_unused: whether to return which parameters were used on any replica, as
         `jdp.skip_unused` wants it. A replica without data uses none of what control
         flow decides.
+      allow_int: whether parameters may hold integers, booleans and PRNG keys, whose
+        gradients are zeros of dtype float0, as in `jax.value_and_grad`.
       weight: see `sync_gradients`. In a step of `jdp.data_parallel` its metrics are
         averaged with it too.
       divide_by: see `sync_gradients`. It concerns the gradients; the loss is the mean
@@ -244,10 +263,19 @@ def value_and_grad(
     """
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
-    def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        of_params, params, rest = arguments.pick(loss_fn, argnums, args)
         weighting = weights.resolve(weight, divide_by)
         local = differentiate(
-            loss_fn, params, args, kwargs, axis_name, has_aux, find_unused, weighting
+            of_params,
+            params,
+            rest,
+            kwargs,
+            axis_name,
+            has_aux,
+            find_unused,
+            weighting,
+            allow_int=allow_int,
         )
         samples = (
             gradient_noise.count_samples(weight, weighting) if find_norms else None
@@ -255,80 +283,6 @@ def value_and_grad(
         return sync_local(local, options, weighting, has_aux, hook_state, samples)
 
     return wrapped
-
-
-class Local(NamedTuple):
-    """What one replica has after its backward pass."""
-
-    loss: jax.Array
-    aux: PyTree
-    grads: PyTree
-    used: PyTree | None  # with `find_unused`.
-    facts: LossFacts
-    is_weighed: bool = False  # whether gradients are times what the replica counts.
-
-
-def differentiate(
-    loss_fn: Callable[..., Any],
-    params: PyTree,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    axis_name: AxisName,
-    has_aux: bool,
-    find_unused: bool,
-    weighting: Weighting | None = None,
-) -> Local:
-    """Traces the loss once, and runs it forwards and backwards."""
-    mesh.axis_size(axis_name)
-    own = reduction.cast_varying(params, axis_name)
-    program = trace_loss(loss_fn, own, args, kwargs, has_aux=has_aux)
-    layer_sync.check_markers(program, axis_name, weighting)
-    if program.synced_in_backward and mesh.tracked_axes(axis_name):
-        # What is reduced in the backward pass comes out the same on all replicas, so
-        # that by JAX's types it must go in the same on all replicas.
-        own = _only_cast_others(params, own, program.synced_in_backward)
-        program = trace_loss(loss_fn, own, args, kwargs, has_aux=has_aux)
-
-    def run(params: PyTree) -> tuple[jax.Array, Any]:
-        if find_unused:
-            loss, aux, used = program.evaluate_marked(params)
-        else:
-            loss, aux, used = *program.evaluate(params), None
-        # A loss that `loss_fn` averaged over the replicas itself counts on each.
-        loss = reduction.cast_varying(loss, axis_name)
-        objective = loss
-        if is_weighed:
-            assert weighting is not None
-            objective = weights.weigh(loss, weighting)
-        return objective, (loss, aux, used)
-
-    # To multiply the loss costs nothing, to multiply all gradients a fifth of a step on
-    # CPU. What is reduced in the backward pass is weighed there.
-    is_weighed = (
-        weighting is not None
-        and weighting.divide_by == "weight"
-        and not reduction.is_alone(axis_name)
-        and not program.markers
-        # Through statistics of all samples, a loss reaches other replicas' gradients.
-        and (program.is_scalable or bool(program.synced_batch_norms))
-    )
-    (_, (loss, aux, used)), grads = jax.value_and_grad(run, has_aux=True)(own)
-    facts = facts_of(program)
-    recording.add_loss(facts)
-    return Local(loss, aux, grads, used, facts, is_weighed)
-
-
-def facts_of(program: LossProgram) -> LossFacts:
-    """Returns what the program of a loss tells."""
-    return LossFacts(
-        tuple(program.paths),
-        program.timeline,
-        program.never_used,
-        program.undecided,
-        program.synced_in_backward,
-        program.batch_norms,
-        program.synced_batch_norms,
-    )
 
 
 def sync_local(
@@ -346,10 +300,10 @@ def sync_local(
     Returns:
       What `value_and_grad` returns.
     """
-    if options.plan is None:
-        # A state knows no order but that of the parameters.
-        order = None if hook_state is not None else local.facts.timeline.order()
-        options = options._replace(plan=buckets.default_plan(local.grads, order))
+    # A state knows no order but that of the parameters.
+    order = None if hook_state is not None else local.facts.timeline.order()
+    plan = buckets.fit_plan(options.plan, local.grads, order)
+    options = options._replace(plan=plan)
     used = local.used
     decided = usage_flags.find_decided(used, local.grads)
     riders = [local.loss]
@@ -392,17 +346,6 @@ def arranged(
     """Returns loss and gradients as `value_and_grad` does."""
     out = ((loss, aux) if has_aux else loss), grads
     return out if used is None else (out, used)
-
-
-def check_is_local(local: Local, name: str) -> None:
-    """Raises ValueError if the backward pass reduced gradients already."""
-    facts = local.facts
-    if facts.synced_in_backward:
-        raise ValueError(
-            f"`{name}` keeps gradients local, but the loss reduces that of "
-            f"`{facts.paths[facts.synced_in_backward[0]]}` in the backward pass "
-            "(`jdp.sync_in_backward`). Use `jdp.value_and_grad`, or leave that out."
-        )
 
 
 def _find_norms(
@@ -457,14 +400,6 @@ def _record(
             loss=facts,
             is_weighed_late=is_weighed_late,
         )
-    )
-
-
-def _only_cast_others(params: PyTree, cast: PyTree, kept: Sequence[int]) -> PyTree:
-    leaves, treedef = jax.tree.flatten(params)
-    others = jax.tree.leaves(cast)
-    return jax.tree.unflatten(
-        treedef, [x if i in kept else others[i] for i, x in enumerate(leaves)]
     )
 
 

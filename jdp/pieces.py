@@ -253,7 +253,8 @@ class _Evaluation:
             operands = [x.data if isinstance(x, _Partial) else x for x in values]
         else:
             return None
-        operands = [base.cast_varying(x, self._layout.axis_name) for x in operands]
+        names = mesh.tracked_axes(self._layout.axis_name)
+        operands = compat.cast_alike(operands, sorted(names))
         (out,) = compat.bind_equation(eqn, operands)
         return [_Partial(out, "sum")]
 
@@ -280,7 +281,8 @@ class _Evaluation:
         else:
             low, x, high = operands
             operands = [low, jnp.broadcast_to(x, row), high]
-        operands = [base.cast_varying(x, self._layout.axis_name) for x in operands]
+        names = mesh.tracked_axes(self._layout.axis_name)
+        operands = compat.cast_alike(operands, sorted(names))
         return [Piece(out, shape) for out in compat.bind_equation(eqn, operands)]
 
     def _reduction(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:

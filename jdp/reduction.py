@@ -109,7 +109,8 @@ def average_weighted(
     groups: dict[Any, list[int]] = {}
     for i in local:
         leaves[i] = as_inexact(leaves[i])
-        groups.setdefault(leaves[i].dtype, []).append(i)
+        kind = leaves[i].dtype, compat.varying_axes(leaves[i])
+        groups.setdefault(kind, []).append(i)
     parts = [
         [cast_varying(leaves[i], axis_name) for i in group] for group in groups.values()
     ]
@@ -161,13 +162,15 @@ def mean_over_replicas(
     keep = weighting is None or is_weighed
     groups = [[leaves[i] for i in bucket] for bucket in bucketed]
     groups = groups if keep else [_weigh(group, weighting) for group in groups]
-    seats = [_seat(groups, rider) for rider in _weigh(riders, weighting)]
+    own = _weigh(cast_varying(list(riders), axis_name), weighting)
+    seats = [_seat(groups, rider) for rider in own]
     sums, total = _sum_groups(groups, num_replicas, options, weighting)
     by_world = weighting is not None and weighting.divide_by == "world"
     divisor = num_replicas if by_world else total
     synced = list(leaves)  # keeps the leaves that are in no bucket.
-    for bucket, group in zip(bucketed, sums, strict=False):
-        for i, x in zip(bucket, group.arrays, strict=False):
+    # What rides comes after the gradients: in groups of its own, and within a group.
+    for bucket, group in zip(bucketed, sums[: len(bucketed)], strict=True):
+        for i, x in zip(bucket, group.arrays[: len(bucket)], strict=True):
             synced[i] = _divide(x, group.is_mean, divisor, leaves[i].dtype)
     means = [
         _divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
@@ -187,7 +190,8 @@ def mean_of_riders(
     num_replicas = mesh.axis_size(options.axis_name)
     weighting = _cast_varying_amount(weighting, options.axis_name)
     groups: list[list[jax.Array]] = []
-    seats = [_seat(groups, rider) for rider in _weigh(riders, weighting)]
+    own = _weigh(cast_varying(list(riders), options.axis_name), weighting)
+    seats = [_seat(groups, rider) for rider in own]
     if not groups and weighting is not None:  # The total travels alone.
         groups = [[cast_varying(jnp.zeros(0), options.axis_name)]]
     flat = options._replace(packing="flat")
@@ -206,13 +210,18 @@ def remaining_buckets(plan: BucketPlan, done: Collection[int]) -> list[tuple[int
 
 
 def _seat(groups: list[list[jax.Array]], rider: jax.Array) -> tuple[int, int]:
-    """Appends `rider` to the first group of its dtype; returns where it sits."""
+    """Appends `rider` to the first group of its dtype and its mesh axes."""
     for g, group in enumerate(groups):
-        if group[0].dtype == rider.dtype:
+        if group[0].dtype == rider.dtype and _vary_alike(group[0], rider):
             group.append(rider)
             return g, len(group) - 1
     groups.append([rider])
     return len(groups) - 1, 0
+
+
+def _vary_alike(a: jax.Array, b: jax.Array) -> bool:
+    # Packed together, both would be taken to differ where one of them may.
+    return compat.varying_axes(a) == compat.varying_axes(b)
 
 
 def _alone(
@@ -277,22 +286,27 @@ def _sum_groups(
             return None if _is_divided_before(group[0]) else 1.0 / num_replicas
 
         return _reduce(groups, options, None, find_scale), num_replicas
-    first, *others = groups
-    total = weights.encode(weighting.amount, first[0].dtype, options.axis_name)
-    by_world = weighting.divide_by == "world"
+    amount, by_world = weighting.amount, weighting.divide_by == "world"
+    # The total rides in the first group that it fits in, or in one of its own.
+    fitting = [g for g, group in enumerate(groups) if _vary_alike(group[0], amount)]
+    seat = fitting[0] if fitting else len(groups)
+    groups = [*groups] if fitting else [*groups, []]
+    dtype = groups[seat][0].dtype if fitting else jnp.float32
+    groups[seat] = [*groups[seat], weights.encode(amount, dtype, options.axis_name)]
 
     def find_inverse(
         _: list[jax.Array], reduced: list[_Reduced]
     ) -> jax.typing.ArrayLike | None:
         # By the world, gradients and what rides with them have two divisors.
-        if not reduced or by_world:
+        if len(reduced) <= seat or by_world:
             return None
-        total = weights.decode(reduced[0].arrays[-1])
+        total = weights.decode(reduced[seat].arrays[-1])
         return weights.divide(jnp.ones(()), total, jnp.float32)
 
     has_data = weighting.amount > 0
-    sums = _reduce([[*first, total], *others], options, has_data, find_inverse)
-    return sums, weights.decode(sums[0].arrays.pop())
+    sums = _reduce(groups, options, has_data, find_inverse)
+    total = weights.decode(sums[seat].arrays.pop())
+    return sums if fitting else sums[:seat], total
 
 
 def _reduce(

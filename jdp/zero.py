@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdp import buckets, compression, per_replica, pieces, reduction, weights
+from jdp import buckets, compat, compression, per_replica, pieces, reduction, weights
 from jdp.buckets import BucketPlan
 from jdp.collectives import base, xla
 from jdp.collectives.base import Halves
@@ -232,7 +232,7 @@ def _scatter(
     layout: Layout,
 ) -> tuple[PyTree, jax.Array | int, PyTree]:
     """Averages gradients; returns this replica's pieces, and how much all count."""
-    plan = buckets.default_plan(grads) if options.plan is None else options.plan
+    plan = buckets.fit_plan(options.plan, grads)
     options = options._replace(plan=plan)
     if options.hook is not None or reduction.is_alone(options.axis_name):
         means = compression.mean_over_replicas(
@@ -255,10 +255,11 @@ def _scatter(
 
 
 def _gather_all(own: list[Piece], layout: Layout, halves: Halves) -> list[jax.Array]:
-    """Puts pieces together, in one collective a dtype."""
+    """Puts pieces together, in one collective a dtype and set of mesh axes."""
     groups: dict[Any, list[int]] = {}
     for i, piece in enumerate(own):
-        groups.setdefault(piece.data.dtype, []).append(i)
+        kind = piece.data.dtype, compat.varying_axes(piece.data)
+        groups.setdefault(kind, []).append(i)
     wholes: list[Any] = [None] * len(own)
     for members in groups.values():
         found = pieces.gather([own[i] for i in members], layout, halves)

@@ -12,9 +12,9 @@ from jdp import eager, parameter_server
 from tests import harness
 
 SIGNATURES = {
-    "accumulate_gradients": "(loss_fn, num_micro_batches, *, has_aux, find_unused, "
-    "dtype, weight, divide_by, axis_name, plan, packing, all_reduce, hook, hook_state, "
-    "find_norms)",
+    "accumulate_gradients": "(loss_fn, num_micro_batches, *, argnums, has_aux, "
+    "find_unused, allow_int, dtype, weight, divide_by, axis_name, plan, packing, "
+    "all_reduce, hook, hook_state, find_norms)",
     "average": "(tree, *, weight, divide_by, axis_name)",
     "broadcast_from": "(tree, source, *, axis_name)",
     "check_replicas": "(tree, *, world)",
@@ -32,7 +32,8 @@ SIGNATURES = {
     "init": "(*, coordinator_address, num_processes, process_id, local_device_ids, "
     "num_cpu_devices, axis_name, num_nodes, timeout_s)",
     "join_batches": "(batches, *, world, prefetch, like)",
-    "local_gradients": "(loss_fn, *, has_aux, find_unused, axis_name)",
+    "local_gradients": "(loss_fn, argnums, *, has_aux, find_unused, allow_int, "
+    "axis_name)",
     "local_sgd": "(tx, *, period, warmup_steps, axis_name, world)",
     "noise_scale": "(*, decay)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
@@ -47,7 +48,8 @@ SIGNATURES = {
     "all_reduce)",
     "unflatten_buckets": "(plan, buffers)",
     "used_parameters": "(loss_fn, params, *args)",
-    "value_and_grad": "(loss_fn, *, has_aux, find_unused, weight, divide_by, "
+    "value_and_grad": "(loss_fn, argnums, *, has_aux, find_unused, allow_int, weight, "
+    "divide_by, "
     "axis_name, plan, packing, all_reduce, hook, hook_state, find_norms)",
     "zero1": "(tx, *, divide_by, axis_name, plan, halves, hook, world)",
 }

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(jdp.__file__).parent
 # A unit (a root module or a package) may import only units in lines above its own.
 LAYERS = (
     {"types", "compat", "progress"},
+    {"arguments"},
     {"mesh", "buckets", "wire"},
     {"weights", "join", "per_replica"},
     {"backward"},
@@ -21,7 +22,8 @@ LAYERS = (
     {"reduction"},
     {"compression", "buffer_sync"},
     {"recording", "layer_sync", "gradient_noise", "usage_flags"},
-    {"grad_sync", "local_training"},
+    {"differentiation", "local_training"},
+    {"grad_sync"},
     {"outer_steps"},
     {"accumulation", "replicas"},
     {"pieces"},

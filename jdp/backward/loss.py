@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jdp import buckets, compat
 from jdp.backward import order, usage
 from jdp.backward.evaluation import ProgramRunner
-from jdp.backward.flow import FlowAnalysis, Sets, open_jaxpr
+from jdp.backward.flow import FlowAnalysis, Sets, is_differentiable, open_jaxpr
 from jdp.backward.injection import InjectionAnalysis
 from jdp.backward.order import Timeline
 from jdp.backward.usage import MarkedEvaluation, Marks
@@ -41,7 +41,11 @@ class LossProgram:
     @functools.cached_property
     def never_used(self) -> tuple[int, ...]:
         """The leaves that can never receive a gradient."""
-        return tuple(i for i in self._indices if not self.used.may >> i & 1)
+        return tuple(
+            i
+            for i, v in enumerate(self.jaxpr.jaxpr.invars)
+            if not self.used.may >> i & 1 and is_differentiable(v)
+        )
 
     @functools.cached_property
     def undecided(self) -> tuple[int, ...]:
@@ -153,7 +157,10 @@ class LossProgram:
         found, *_ = analysis.propagate(self.jaxpr.jaxpr, inputs)
         if analysis.has_references:
             # A value may go through memory, where no equation shows it.
-            everything = (1 << len(inputs)) - 1
+            invars = self.jaxpr.jaxpr.invars
+            everything = sum(
+                1 << i for i in self._indices if is_differentiable(invars[i])
+            )
             return Sets(everything, everything)
         injected = InjectionAnalysis(analysis).collect(self.jaxpr.jaxpr, inputs, live=1)
         return Sets(found.must | injected.must, found.may | injected.may)
@@ -173,18 +180,21 @@ def trace_loss(
     kwargs: dict[str, Any] | None = None,
     *,
     has_aux: bool = False,
+    allow_int: bool = False,
 ) -> LossProgram:
     """Traces `loss_fn(params, *args, **kwargs)`.
 
     Only the parameters become inputs of the program; the rest is closed over, so that
-    arguments that are no arrays stay what they are.
+    arguments that are no arrays stay what they are. With `allow_int`, parameters may
+    be integers and PRNG keys, which are never used.
 
     Raises:
       TypeError: a parameter or the loss is of a type that has no gradient, or
         `loss_fn` does not return what `has_aux` says.
       ValueError: the loss is not a scalar.
     """
-    _check_are_parameters(params)
+    if not allow_int:
+        _check_are_parameters(params)
     leaves, treedef = jax.tree.flatten(params)
     rest: list[Callable[[list[Any]], PyTree]] = []
 
@@ -338,8 +348,8 @@ def _check_are_parameters(params: PyTree) -> None:
             what = f"{dtype}, which has no gradient"
         raise TypeError(
             f"The parameter `{path}` is {what}. Parameters are floating or complex "
-            "arrays; pass the rest as a further argument of the loss, or close over "
-            "it."
+            "arrays; pass the rest as a further argument of the loss, close over it, "
+            "or pass `allow_int=True`."
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import rich.console
 import typer
 
-from jdp import buckets, compression, description, grad_sync, reduction
+from jdp import buckets, compression, description, differentiation, reduction
 from jdp.backward import loss as backward_loss
 from jdp.cli import hook_option, plan_cluster
 from jdp.hooks import CommHook
@@ -170,7 +170,7 @@ def _describe(
         program = backward_loss.trace_abstractly(loss_fn, values[0], tuple(values[1:]))
     except (TypeError, ValueError) as error:
         raise _refused(f"{target}: {error}") from None
-    facts = grad_sync.facts_of(program)
+    facts = differentiation.facts_of(program)
     sizes = {
         name: int(mib * _MIB)
         for name, mib in {

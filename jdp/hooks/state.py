@@ -1,8 +1,11 @@
 """State: the state of a hook before the first step, of all replicas."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdp import buckets, per_replica
 from jdp.buckets import BucketAval, BucketPlan
@@ -27,7 +30,7 @@ def init_state(
     Args:
       hook: the hook.
       grads: pytree like the gradients, which is one like the parameters; values are not
-        read.
+        read. Integers and PRNG keys stand for gradients of dtype float0.
       plan: which gradients travel together, the same as that of the step; None:
         `jdp.plan_buckets(grads)`, as the step has it without a plan.
       axis_name: the axis, or axes, over which replicas lie.
@@ -39,11 +42,19 @@ def init_state(
     Raises:
       RuntimeError: outside of a step, without a world.
     """
-    plan = buckets.default_plan(grads) if plan is None else plan
+    plan = buckets.fit_plan(plan, jax.tree.map(_gradient_of, grads))
     avals = avals_of(plan)
     return per_replica.init_on_replicas(
         lambda: hook.init(avals), axis_name=axis_name, world=world
     )
+
+
+def _gradient_of(leaf: Any) -> Any:
+    """A gradient may stand for itself, a parameter for its gradient."""
+    dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return leaf
+    return np.zeros(jnp.shape(leaf), jax.dtypes.float0)
 
 
 def avals_of(
