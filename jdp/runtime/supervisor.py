@@ -88,6 +88,7 @@ class Supervisor:
         """Takes what every process carries in its environment, and their output."""
         self._link = link
         self._ended_well: dict[int, float] = {}  # when, by process.
+        self._absent: set[int] = set()  # that have ended before others met them.
         self._pass_fds = tuple(pass_fds)
         self._policy = FirstFailurePolicy() if policy is None else policy
         self._arguments: Sequence[str] = ()
@@ -187,19 +188,13 @@ class Supervisor:
             for end in self._link.take():
                 self._hold(end)
         waiting = self._failures.in_init & self._running.keys()
-        for process_id, ended_s in self._ended_well.items():
-            is_absent = process_id not in self._failures.joined
+        waiting -= self._failures.ended.keys()
+        for process_id, ended_s in (self._failures.ended | self._ended_well).items():
+            is_absent = process_id not in self._failures.joined | self._absent
             if waiting and is_absent and now_s - ended_s > _SETTLE_RAISED_S:
-                del self._ended_well[process_id]
-                self._hold(
-                    Exit(
-                        process_id,
-                        1,
-                        0.0,
-                        note=endings.describe_absence(process_id, waiting),
-                    )
-                )
-                return
+                self._absent.add(process_id)
+                note = endings.describe_absence(process_id, waiting)
+                self._hold(Exit(process_id, 1, 0.0, note=note))
 
     def _tell_cause(self) -> None:
         """Tells the other hosts why this one ends its processes."""
@@ -219,9 +214,8 @@ class Supervisor:
         if self._state.cause is None:
             verdict = self._policy.judge(end, self._running)
         if verdict == "count":
-            self._ended_well |= {end.process_id: time.monotonic()}
-            if end.returncode != 0:
-                del self._ended_well[end.process_id]
+            if end.returncode == 0:
+                self._ended_well[end.process_id] = time.monotonic()
             self._hold(end)
             return
         then = "it is started again" if verdict == "restart" else "the others go on"

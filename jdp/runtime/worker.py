@@ -23,10 +23,11 @@ import types
 from typing import NamedTuple
 
 _MAX_REASON = 300  # characters.
+_CULPRIT_FIRST_S = 1.0
 _FAILURE_FD = "JDP_FAILURE_FD"
 # Kind, process id, seconds of the monotonic clock, code, culprit.
 _RECORD = struct.Struct("<cidii")
-_FAILED, _BEGAN, _JOINED = b"f", b"b", b"j"
+_FAILED, _BEGAN, _JOINED, _ENDED = b"f", b"b", b"j", b"e"
 
 
 class Failure(NamedTuple):
@@ -49,6 +50,8 @@ class FailurePipe:
     Attributes:
       in_init: processes that are in `jdp.init` now.
       joined: processes that have been in it and have come out.
+      ended: when the program of a process ended without a failure; JAX may hold the
+        process itself.
     """
 
     def __init__(self) -> None:
@@ -59,6 +62,7 @@ class FailurePipe:
         self._failures: dict[int, Failure] = {}
         self.in_init: set[int] = set()
         self.joined: set[int] = set()
+        self.ended: dict[int, float] = {}
 
     def read(self) -> dict[int, Failure]:
         """Returns what has failed, by process id."""
@@ -75,6 +79,8 @@ class FailurePipe:
             elif kind == _JOINED:
                 self.in_init.discard(process_id)
                 self.joined.add(process_id)
+            elif kind == _ENDED:
+                self.ended[process_id] = at_s
         return self._failures
 
     def forget(self, process_id: int) -> None:
@@ -103,17 +109,24 @@ def main(argv: list[str]) -> None:
         else:
             code = _load_script(program, target, arguments)
         exec(code, program.__dict__)
+        _write(_ENDED)
     except SystemExit as error:
         code = _exit_code(error)
-        if code != 0:
+        if code == 0:
+            _write(_ENDED)
+        else:
             report_failure(code)
             _tell_others(f"exit code {code}")
         _exit_unless_zero(code)
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        report_failure(code, culprit=_find_culprit(error))
+        culprit = _find_culprit(error)
+        report_failure(code, culprit=culprit)
         _tell_others(describe_error(error))
         _print_exception(error)
+        if culprit is not None:
+            # JAX aborts all when process 0 ends; the culprit gets to say what it has.
+            time.sleep(_CULPRIT_FIRST_S)
         _exit_unless_zero(code)
 
 

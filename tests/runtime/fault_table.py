@@ -39,18 +39,22 @@ def check(
 ) -> str | None:
     """Runs one cell in a job of its own; returns what is wrong with it."""
     arguments = [fault, when, str(process)] + ["join"] * is_joined
-    job = subprocess.run(
-        [
-            *(sys.executable, "-m", "jdp.cli.main", "launch", "-n", str(num_processes)),
-            *("--grace-s", "2", str(PROGRAM), *arguments),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    try:
+        job = subprocess.run(
+            [
+                *(sys.executable, "-m", "jdp.cli.main", "launch"),
+                *("-n", str(num_processes), "--grace-s", "2", str(PROGRAM)),
+                *arguments,
+            ],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    except subprocess.TimeoutExpired as error:
+        return f"it did not end:\n{(error.stdout or b'')[-2000:]!r}"
     end_s = time.time()
     text = job.stdout + job.stderr
     begun = re.search(r"fault \w+ at \w+ ([\d.]+)", text)

@@ -1,0 +1,171 @@
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jdp.runtime import launcher_link
+from jdp.runtime.endings import Exit
+from tests import harness
+
+KEY = bytes(range(32))
+TIMEOUT_S = 30.0
+
+
+def find_port():
+    """Returns a port that is free, and the next one too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def wait_for(link, count=1):
+    deadline_s = time.monotonic() + TIMEOUT_S
+    found = []
+    while len(found) < count:
+        assert time.monotonic() < deadline_s, found
+        found += link.take()
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def links():
+    address = f"127.0.0.1:{find_port()}"
+    made = [
+        launcher_link.LauncherLink(i, 3, address=address, key=KEY) for i in range(3)
+    ]
+    for link in made:
+        assert link._star.wait_until_whole(timeout_s=TIMEOUT_S)
+    yield made
+    for link in made:
+        link.close()
+
+
+def test_all_launchers_hear_of_a_failure_with_its_host(links):
+    links[1].say(Exit(3, 7, failed_at_s=1.0))
+    links[1].say(Exit(3, 7, failed_at_s=1.0))
+    before_s = time.monotonic()
+    for link in (links[0], links[2]):
+        (end,) = wait_for(link)
+        assert end[:2] == (3, 7) and end.node == 1
+        assert before_s - 1.0 < end.failed_at_s <= time.monotonic()
+    links[0].say(end)  # What came from another host is not sent on.
+    links[1].say(Exit(2, 0))
+    links[0].say(Exit(0, -signal.SIGKILL))
+    assert wait_for(links[1]) == [Exit(0, -signal.SIGKILL, node=0)]
+
+
+def test_a_launcher_that_is_gone_is_told_of_and_one_that_leaves_is_not(links):
+    links.pop().close()
+    for sock in list(links[1]._star._lines):
+        sock.shutdown(socket.SHUT_RDWR)
+    (end,) = wait_for(links[0])
+    assert (end.process_id, end.node) == (-1, 1)
+    assert "the launcher of node 1 is gone" in end.note
+
+
+PROGRAM = """
+import os, sys, time
+print("ready", flush=True)
+if os.environ["JDP_PROCESS_ID"] == "CULPRIT":
+    time.sleep(0.5)
+    FAULT
+time.sleep(100)
+"""
+
+
+def start(tmp_path, node, port, *options):
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jdp.cli.main", "launch", "-n", "1"),
+            *("--nodes", "2", "--node-rank", str(node), "--grace-s", "1"),
+            *("--coordinator", f"127.0.0.1:{port}", *options, "program.py"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(harness.ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    """Starts two launchers, each for a host of its own; only the machine is one."""
+    (tmp_path / "key").write_text("k" * 64)
+    os.chmod(tmp_path / "key", 0o600)
+    started = []
+
+    def make(program, *options):
+        (tmp_path / "program.py").write_text(program)
+        port = find_port()
+        for node in range(2):
+            started.append(start(tmp_path, node, port, *options))
+        return started
+
+    yield make
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fault", "text", "code"),
+    [
+        ("sys.exit(3)", "failed with exit code 3", 3),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 137),
+    ],
+)
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_failure_before_the_first_step_is_named_on_all_hosts(
+    two_hosts, fault, text, code, process
+):
+    program = PROGRAM.replace("CULPRIT", str(process)).replace("FAULT", fault)
+    launchers = two_hosts(program, "--key-file", "key")
+    said = [launcher.communicate(timeout=60)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [code, code]
+    assert f"jdp launch: process {process} {text}." in said[process]
+    assert (
+        f"jdp launch: process {process} on node {process} {text}."
+        in (said[1 - process])
+    )
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_that_is_killed_ends_the_other(two_hosts):
+    launchers = two_hosts(PROGRAM, "--key-file", "key")
+    for launcher in launchers:
+        assert launcher.stdout.readline().endswith("ready\n")
+    time.sleep(0.5)  # For the link.
+    launchers[0].kill()
+    start_s = time.monotonic()
+    _, said = launchers[1].communicate(timeout=60)
+    assert time.monotonic() - start_s < 10
+    assert launchers[1].returncode == 1
+    assert "jdp launch: the launcher of node 0 is gone" in said
+
+
+@pytest.mark.multiprocess
+def test_without_a_key_one_line_says_that_there_is_no_link(two_hosts):
+    launchers = two_hosts("print('ready')")
+    for launcher in launchers:
+        _, said = launcher.communicate(timeout=60)
+        assert launcher.returncode == 0
+        assert re.fullmatch(
+            r"jdp launch: the launchers of the hosts are not linked, because there is "
+            r"no `--key-file`.*\n",
+            said,
+        )
