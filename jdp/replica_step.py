@@ -130,14 +130,14 @@ def trace_step(
         return _make_program(traced, found, differing, world)
 
 
-def check_is_tracing(name: str, arguments: dict[str, PyTree]) -> None:
+def check_is_tracing(step: str, arguments: dict[str, PyTree]) -> None:
     """Raises FloatingPointError if JAX calls a step to look for a NaN.
 
     With `jax_debug_nans` or `jax_debug_infs` it does, on the arguments of the call, and
     would run `shard_map` in itself without end.
 
     Args:
-      name: of the step.
+      step: its name.
       arguments: by name.
     """
     config = jax.config
@@ -147,14 +147,19 @@ def check_is_tracing(name: str, arguments: dict[str, PyTree]) -> None:
     leaves = jax.tree.leaves(arguments)
     if not leaves or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return
-    before = [path for path, leaf in _with_paths(arguments) if _has_nonfinite(leaf)]
+    before = [
+        name + path.removeprefix("(root)")
+        for name, tree in arguments.items()
+        for path, leaf in _with_paths(tree)
+        if _has_nonfinite(leaf)
+    ]
     found = (
         f"`{before[0]}` held one before the step."
         if before
         else "The arguments that are left, such as the batches, held none."
     )
     raise FloatingPointError(
-        f"The step `{name}` returned a NaN or an infinity, which `jax_debug_nans` or "
+        f"The step `{step}` returned a NaN or an infinity, which `jax_debug_nans` or "
         f"`jax_debug_infs` refuses. {found} To see where it arises, run the loss of "
         "one replica without `jdp.data_parallel`, or print with `jax.debug.print`."
     )

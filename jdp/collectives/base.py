@@ -192,10 +192,11 @@ def cast_varying(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Declares that `x` is the same on all replicas, where JAX tracks that by type.
+    """Declares that `x` is the same on all replicas: to JAX's types, and to jdp.
 
     No data moves. `lax.pcast` does not go this way, as JAX cannot prove it; it is on
-    the caller. The derivative is that of the copy which replica 0 holds.
+    the caller. Where JAX tracks that by type, the derivative is that of the copy which
+    replica 0 holds.
     """
     return compat.declare_replicated(x, mesh.as_axis_names(axis_name))
 

@@ -122,7 +122,7 @@ class SharedMemoryAllReduce:
                     x.fill(0)
             self._open(world, axis_name).reduce_in_place(flat, op, call, pieces)
 
-        return _bind(
+        reduced = _bind(
             run,
             f"all-reduce {op} {dtype}{sizes}",
             [*arrays, *([] if has_data is None else [has_data])],
@@ -130,6 +130,7 @@ class SharedMemoryAllReduce:
             _other_axes(arrays[0], axis_name),
             num_in_place=len(arrays),
         )
+        return [base.replicated(x, axis_name) for x in reduced]
 
     def reduce_scatter(
         self,
@@ -230,13 +231,14 @@ class SharedMemoryAllReduce:
             given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
             self._open(world, axis_name).all_gather(given, call, outs, steps)
 
-        return _bind(
+        gathered = _bind(
             run,
             f"all-gather {parts[0].dtype}{[x.size for x in parts]}",
             parts,
             [jax.ShapeDtypeStruct((len(ranks), x.size), x.dtype) for x in parts],
             _other_axes(parts[0], axis_name),
         )
+        return [base.replicated(x, axis_name) for x in gathered]
 
     @property
     def halves(self) -> Halves:
