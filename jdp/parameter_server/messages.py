@@ -305,7 +305,8 @@ def decode(frame: memoryview | bytes, decoder: msgspec.msgpack.Decoder):
         raise MessageError("sent what is too short for a message")
     if frame[1] == REFUSED:
         text = bytes(frame[2 : 2 + 4 * _MOST_REFUSAL]).decode(errors="replace")
-        raise RefusedError(text[:_MOST_REFUSAL])
+        lines = text[:_MOST_REFUSAL].split("\n")
+        raise RefusedError("\n".join(map(decoding.printable, lines)))
     if frame[0] != VERSION:
         raise MessageError(
             f"speaks version {frame[0]} of the parameter server's protocol, and this "

@@ -1,7 +1,9 @@
 """Batch specs: what must be equal on all processes, and how a batch is padded to it."""
 
+import math
 import re
 import sys
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +12,14 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jdp.runtime import decoding
 from jdp.types import PyTree
+
+_KEY = "key<"
+_KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+_MOST_SHOWN = 200  # characters of what another process says.
+_MOST_ELEMENTS = 1 << 48
+_MOST_DEPTH = 100  # of nodes in nodes.
 
 Signature = tuple[Any, tuple[Any, ...]]  # the treedef; per leaf dtype, trailing shape.
 
@@ -65,7 +74,7 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
             raise ValueError(
                 f"The leaf `{path}` of batch {index} (counted from 0) {problem}."
             )
-    kinds = tuple((leaf.dtype, leaf.shape[1:]) for leaf in leaves)
+    kinds = tuple((_dtype_of(leaf), leaf.shape[1:]) for leaf in leaves)
     return Batch(tree, leaves, (treedef, kinds), leaves[0].shape[0])
 
 
@@ -74,10 +83,14 @@ def make_spec(signature: Signature) -> Spec:
     treedef, kinds = signature
     paths = _leaf_paths(treedef)
     leaves = [
-        LeafSpec(path, str(jnp.dtype(dtype)), tuple(shape))
+        LeafSpec(path, _name_of(dtype), tuple(shape))
         for path, (dtype, shape) in zip(paths, kinds, strict=True)
     ]
     return Spec(_as_text(treedef), _encode_treedef(treedef), tuple(leaves))
+
+
+def _name_of(dtype: Any) -> str:
+    return dtype if isinstance(dtype, str) else str(jnp.dtype(dtype))
 
 
 def find_treedef(spec: Spec, candidates: Sequence[Any]) -> Any | None:
@@ -91,11 +104,59 @@ def find_treedef(spec: Spec, candidates: Sequence[Any]) -> Any | None:
     for treedef in candidates:
         if _as_text(treedef) == spec.structure:
             return treedef
-    return None if spec.nodes is None else _decode_treedef(spec.nodes)
+    found = None if spec.nodes is None else _decode_treedef(spec.nodes)
+    if found is None or found.num_leaves != len(spec.leaves):
+        return None
+    return found
+
+
+def find_fault(spec: Spec) -> str | None:
+    """Returns why no process has such batches, as "with a leaf ..."; or None."""
+    if not spec.leaves:
+        return "without leaves"
+    for leaf in spec.leaves:
+        path = leaf.path[:_MOST_SHOWN]
+        if not _is_dtype(leaf.dtype):
+            return f"with a leaf `{path}` of dtype {leaf.dtype[:_MOST_SHOWN]!r}"
+        # One sample fits into the memory of no host.
+        if min(leaf.shape, default=0) < 0 or math.prod(leaf.shape) >= _MOST_ELEMENTS:
+            return f"with a leaf `{path}` of a shape that none has"
+    return None
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        if _key_impl_of(name) is not None:
+            return True
+        dtype = jnp.dtype(name)
+    # jax and numpy raise errors of many classes for text that names no dtype.
+    except (TypeError, ValueError, AttributeError, SyntaxError, KeyError):
+        return False
+    return str(dtype) == name and _is_numeric(dtype)
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return dtype.kind in "biufc" or jnp.issubdtype(dtype, np.number)
+
+
+def _key_impl_of(name: str) -> str | None:
+    """Returns the implementation of keys that a leaf's dtype names; None: no keys."""
+    if not name.startswith(_KEY) or not name.endswith(">"):
+        return None
+    impl = name[len(_KEY) : -1]
+    return impl if impl in _KEY_IMPLS else None
+
+
+def _dtype_of(leaf: Any) -> Any:
+    """Returns a dtype of numpy, or text for an array of keys."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return f"{_KEY}{jax.random.key_impl(leaf)}>"
+    return leaf.dtype
 
 
 def describe_difference(first: Spec, second: Spec, names: tuple[str, str]) -> str:
     """Says in which leaf two specs differ, or that their structures do."""
+    # Where one has more leaves, it is the structure that differs.
     for a, b in zip(first.leaves, second.leaves, strict=False):
         if a != b and a.path == b.path:
             shapes = [f"{x.dtype}(samples{''.join(f', {n}' for n in x.shape)})"
@@ -110,11 +171,19 @@ def describe_difference(first: Spec, second: Spec, names: tuple[str, str]) -> st
     )
 
 
-def make_zeros(spec: Spec, num_samples: int) -> list[np.ndarray]:
-    """Makes the leaves of a batch that is nothing but padding; read-only."""
+def make_zeros(spec: Spec, num_samples: int) -> list[Any]:
+    """Makes the leaves of a batch that is nothing but padding; read-only.
+
+    Of PRNG keys, those whose data is 0: they are keys as any other.
+    """
     leaves = []
     for leaf in spec.leaves:
-        zeros = np.zeros((num_samples, *leaf.shape), jnp.dtype(leaf.dtype))
+        shape = (num_samples, *leaf.shape)
+        if (impl := _key_impl_of(leaf.dtype)) is not None:
+            data = np.zeros((*shape, *_key_shape(impl)), np.uint32)
+            leaves.append(jax.random.wrap_key_data(data, impl=impl))
+            continue
+        zeros = np.zeros(shape, jnp.dtype(leaf.dtype))
         zeros.setflags(write=False)
         leaves.append(zeros)
     return leaves
@@ -125,18 +194,31 @@ def pad_batch(batch: Batch, num_samples: int) -> PyTree:
     if batch.num_samples == num_samples:
         return batch.tree
     padded = []
-    for leaf in map(np.asarray, batch.leaves):
-        whole = np.zeros((num_samples, *leaf.shape[1:]), leaf.dtype)
-        whole[: len(leaf)] = leaf
-        padded.append(whole)
+    for leaf in batch.leaves:
+        is_key = isinstance(_dtype_of(leaf), str)
+        values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        whole = np.zeros((num_samples, *values.shape[1:]), values.dtype)
+        whole[: len(values)] = values
+        if is_key:
+            impl = jax.random.key_impl(leaf)
+            padded.append(jax.random.wrap_key_data(whole, impl=impl))
+        else:
+            padded.append(whole)
     return jax.tree.unflatten(batch.signature[0], padded)
 
 
+def _key_shape(impl: str) -> tuple[int, ...]:
+    """Returns the shape of the data of one key."""
+    make = lambda: jax.random.key_data(jax.random.key(0, impl=impl))  # noqa: E731
+    return jax.eval_shape(make).shape
+
+
 def _find_problem(leaf: Any, first: Any) -> str | None:
-    dtype = leaf.dtype
-    if not isinstance(dtype, np.dtype) or not (
-        dtype.kind in "biufc" or jnp.issubdtype(dtype, np.number)
-    ):
+    dtype = _dtype_of(leaf)
+    if isinstance(dtype, str):
+        if _key_impl_of(dtype) is None:
+            return f"has keys of {dtype}, which another process cannot make"
+    elif not isinstance(dtype, np.dtype) or not _is_numeric(dtype):
         return f"has dtype {dtype}, which is not numeric; encode it, or leave it out"
     if leaf.ndim == 0:
         return (
@@ -176,10 +258,12 @@ def _encode_treedef(treedef: Any) -> bytes | None:
 
 
 def _decode_treedef(nodes: bytes) -> Any | None:
-    """Returns the treedef, or None where a namedtuple is not known here."""
+    """Returns the treedef; None where a namedtuple is not known here, or it is none."""
     try:
-        return jax.tree.structure(_decode_node(msgspec.json.decode(nodes)))
-    except _UnknownNodeError:
+        found = decoding.decode(msgspec.json.decode, nodes)
+        return jax.tree.structure(_decode_node(found))
+    # Keys of one dict that cannot be sorted are a ValueError or TypeError of JAX's.
+    except (_UnknownNodeError, ValueError, TypeError):
         return None
 
 
@@ -204,24 +288,29 @@ def _encode_node(treedef: Any) -> Any:
     raise _UnknownNodeError
 
 
-def _decode_node(node: Any) -> Any:
+def _decode_node(node: Any, depth: int = 0) -> Any:
+    if depth > _MOST_DEPTH:
+        raise _UnknownNodeError
     match node:
         case "*":
             return 0
         case None:
             return None
         case ["list", *children]:
-            return [_decode_node(child) for child in children]
+            return [_decode_node(child, depth + 1) for child in children]
         case ["tuple", *children]:
-            return tuple(_decode_node(child) for child in children)
-        case ["dict", keys, *children]:
+            return tuple(_decode_node(child, depth + 1) for child in children)
+        case ["dict", list(keys), *children]:
+            if not all(type(key) in (str, int) for key in keys):
+                raise _UnknownNodeError
             return {
-                key: _decode_node(child)
+                key: _decode_node(child, depth + 1)
                 for key, child in zip(keys, children, strict=True)
             }
-        case ["namedtuple", module, qualname, *children]:
+        case ["namedtuple", str(module), str(qualname), *children]:
             kind = _find_namedtuple(module, qualname, len(children))
-            return kind(*map(_decode_node, children))
+            # Not by its own `__new__`, which may be anybody's.
+            return tuple.__new__(kind, [_decode_node(c, depth + 1) for c in children])
     raise _UnknownNodeError
 
 
@@ -229,11 +318,14 @@ def _find_namedtuple(module: str, qualname: str, num_fields: int) -> Any:
     """Finds a namedtuple among what is imported already; nothing else is called."""
     found: Any = sys.modules.get(module)
     for name in qualname.split("."):
-        found = getattr(found, name, None)
+        # Not `getattr`: some modules import others then.
+        is_open = isinstance(found, types.ModuleType | type)
+        found = vars(found).get(name) if is_open else None
     if (
         isinstance(found, type)
         and issubclass(found, tuple)
-        and len(getattr(found, "_fields", ())) == num_fields
+        and isinstance(getattr(found, "_fields", None), tuple)
+        and len(found._fields) == num_fields
         and isinstance(getattr(found, "_field_defaults", None), dict)
     ):
         return found

@@ -18,7 +18,7 @@ import jax
 
 from jdp import progress
 from jdp.mesh import World
-from jdp.runtime import batch_spec, lockstep
+from jdp.runtime import batch_spec, lockstep, lockstep_checks
 from jdp.runtime.batch_spec import Batch, Spec
 from jdp.runtime.departures import Watch
 from jdp.runtime.lockstep import Announcement, Decision
@@ -250,6 +250,16 @@ class ReadAhead:
 
     def _receive(self, decision: Decision) -> None:
         with self._lock:
+            is_agreed = self._proposal is not None and decision.error is None
+            fault = lockstep_checks.find_decision_fault(
+                decision,
+                num_specs=len(self.specs) + is_agreed,
+                spec=self._spec,
+                num_processes=self._world.process_count,
+            )
+            if fault is not None:
+                self._rounds.has_failed = True
+                decision = Decision(error=fault, culprit=0)
             self._member = lockstep.receive(self._member, decision)
             if self._proposal is not None and decision.error is None:
                 self.specs.append(self._proposal)

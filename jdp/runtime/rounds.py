@@ -6,7 +6,7 @@ import msgspec
 
 from jdp import wire
 from jdp.mesh import World
-from jdp.runtime import lockstep
+from jdp.runtime import lockstep, lockstep_checks
 from jdp.runtime.lockstep import Announcement, Decision
 
 # A blocking get wakes at once, but cannot be interrupted, and one that times out leaves
@@ -59,6 +59,17 @@ class Rounds:
                 store.retire(directory)
             self._retired = []
 
+    def _judge(self, announcements: list[Announcement]) -> Decision:
+        """Decides, unless a process says what makes no sense."""
+        assert self._coordinator is not None
+        for process, announcement in enumerate(announcements):
+            fault = lockstep_checks.find_announcement_fault(
+                self._coordinator, process, announcement
+            )
+            if fault is not None:
+                return Decision(error=fault, culprit=process)
+        return self._decide(announcements)
+
     def _decide(self, announcements: list[Announcement]) -> Decision:
         assert self._coordinator is not None
         self._coordinator, decision = lockstep.decide(self._coordinator, announcements)
@@ -81,7 +92,7 @@ class Rounds:
                     wire.decode(found[p], Announcement, what=f"What process {p} says")
                     for p in range(1, self._world.process_count)
                 ]
-                decision = self._decide([announcement, *others])
+                decision = self._judge([announcement, *others])
             except wire.Malformed as error:
                 decision = Decision(error=str(error))
         store.set(f"{folder}/decision", msgspec.msgpack.encode(decision))
@@ -104,7 +115,8 @@ class Rounds:
             missing = [p for p in range(1, count) if p not in found]
             if len(missing) > 1:
                 listed = store.list_directory(folder)
-                found = {int(name): value for name, value in listed.items()}
+                names = {str(p): p for p in missing}
+                found |= {names[n]: v for n, v in listed.items() if n in names}
                 missing = [p for p in missing if p not in found]
             if missing and now_s - start_s < _FIRST_WAIT_S:
                 key, wait_s = f"{folder}/{missing[-1]}", min(left_s, _FIRST_WAIT_S)
