@@ -98,6 +98,7 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.wire_fuzz --messages 1000000
 	$(BIN)/python -m tests.parameter_server.soak
 	$(BIN)/python -m tests.parameter_server.fuzz --messages 1000000
+	$(BIN)/python -m tests.runtime.lockstep_fuzz --messages 1000000
 
 # As root, with iproute2: each host is a network namespace of its own.
 two-hosts: $(VENV)/.examples $(VENV)/.test

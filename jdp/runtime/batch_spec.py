@@ -181,7 +181,7 @@ def make_zeros(spec: Spec, num_samples: int) -> list[Any]:
         shape = (num_samples, *leaf.shape)
         if (impl := _key_impl_of(leaf.dtype)) is not None:
             data = np.zeros((*shape, *_key_shape(impl)), np.uint32)
-            leaves.append(jax.random.wrap_key_data(data, impl=impl))
+            leaves.append(jax.random.wrap_key_data(jnp.asarray(data), impl=impl))
             continue
         zeros = np.zeros(shape, jnp.dtype(leaf.dtype))
         zeros.setflags(write=False)
@@ -201,7 +201,7 @@ def pad_batch(batch: Batch, num_samples: int) -> PyTree:
         whole[: len(values)] = values
         if is_key:
             impl = jax.random.key_impl(leaf)
-            padded.append(jax.random.wrap_key_data(whole, impl=impl))
+            padded.append(jax.random.wrap_key_data(jnp.asarray(whole), impl=impl))
         else:
             padded.append(whole)
     return jax.tree.unflatten(batch.signature[0], padded)
@@ -324,8 +324,8 @@ def _find_namedtuple(module: str, qualname: str, num_fields: int) -> Any:
     if (
         isinstance(found, type)
         and issubclass(found, tuple)
-        and isinstance(getattr(found, "_fields", None), tuple)
-        and len(found._fields) == num_fields
+        and isinstance(fields := getattr(found, "_fields", None), tuple)
+        and len(fields) == num_fields
         and isinstance(getattr(found, "_field_defaults", None), dict)
     ):
         return found

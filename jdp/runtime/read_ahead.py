@@ -250,7 +250,10 @@ class ReadAhead:
 
     def _receive(self, decision: Decision) -> None:
         with self._lock:
-            is_agreed = self._proposal is not None and decision.error is None
+            # Agreed on, unless the error is an objection: then there is nothing else.
+            is_agreed = self._proposal is not None and (
+                decision.error is None or bool(decision.sizes)
+            )
             fault = lockstep_checks.find_decision_fault(
                 decision,
                 num_specs=len(self.specs) + is_agreed,
@@ -261,7 +264,8 @@ class ReadAhead:
                 self._rounds.has_failed = True
                 decision = Decision(error=fault, culprit=0)
             self._member = lockstep.receive(self._member, decision)
-            if self._proposal is not None and decision.error is None:
+            if is_agreed and fault is None:
+                assert self._proposal is not None
                 self.specs.append(self._proposal)
             changes = dict(decision.specs)
             for i, size in enumerate(decision.sizes):

@@ -45,8 +45,8 @@ def join_batches(
     a message if they wait for that process in a collective for `world.timeout_s`.
 
     Args:
-      batches: this process' batches, which may be none: pytrees of numeric arrays,
-        shape (n, ...), with the same n in all leaves of a batch. The structure, dtypes
+      batches: this process' batches, which may be none: pytrees of numeric arrays or
+        arrays of PRNG keys, shape (n, ...), with the same n in all leaves of a batch. The structure, dtypes
         and trailing shapes must be the same on all processes at each iteration.
       world: the replicas.
       prefetch: how many batches are read ahead, at least 1. Processes agree about once

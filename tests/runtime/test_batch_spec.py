@@ -61,6 +61,15 @@ def test_other_structures_do_not_travel(tree):
         b'["namedtuple","tests.runtime.test_batch_spec","Pair","*"]',
         b'["namedtuple","builtins","tuple"]',
         b'["set","*"]',
+        b'["namedtuple","sys","path"]',
+        b'["namedtuple",1,2,"*"]',
+        b'["dict",["a"]]',
+        b'["dict",[["a"]],"*"]',
+        b'["dict",["a",1],"*","*"]',
+        b'["list",' * 300 + b'"*"' + b"]" * 300,
+        b"[" * 100_000,
+        b'"\xff"',
+        b"",
     ],
 )
 def test_nothing_but_namedtuples_is_looked_up(nodes):
@@ -120,3 +129,42 @@ def test_differences_name_the_leaf_or_the_structures():
         "the structure is PyTreeDef({'a': *}) on process 0 and PyTreeDef([*]) on "
         "process 2"
     )
+
+
+def test_keys_of_random_numbers_are_padded_as_keys():
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
+    batch = batch_spec.inspect_batch({"key": keys, "x": X}, 0)
+    spec = batch_spec.make_spec(batch.signature)
+    assert [leaf.dtype for leaf in spec.leaves] == ["key<rbg>", "float32"]
+    assert batch_spec.find_fault(spec) is None
+    padded = batch_spec.pad_batch(batch, 5)["key"]
+    assert padded.shape == (5,) and padded.dtype == keys.dtype
+    assert (padded[:3] == keys).all()
+    zeros, _ = batch_spec.make_zeros(spec, 5)
+    assert (padded[3:] == zeros[3:]).all() and zeros.dtype == keys.dtype
+    jax.random.normal(zeros[0])
+
+
+@pytest.mark.parametrize(
+    "leaves,message",
+    [
+        ([], "without leaves"),
+        ([("a", "O", ())], "with a leaf `a` of dtype 'O'"),
+        ([("a", "datetime64[s]", ())], "of dtype 'datetime64"),
+        ([("a", "key<mine>", ())], "of dtype 'key<mine>'"),
+        ([("a", "f4", ())], "of dtype 'f4'"),
+        ([("a", "x" * 10_000, ())], "of dtype 'xxx"),
+        ([("a", "float32", (-1,))], "of a shape that none has"),
+        ([("a", "float32", (1 << 40, 1 << 40))], "of a shape that none has"),
+    ],
+)
+def test_a_spec_that_no_batch_has_is_named(leaves, message):
+    leaves = tuple(batch_spec.LeafSpec(*leaf) for leaf in leaves)
+    fault = batch_spec.find_fault(batch_spec.Spec("PyTreeDef(*)", None, leaves))
+    assert message in fault and len(fault) < 1000
+
+
+def test_a_structure_with_other_leaves_than_the_spec_is_not_known():
+    spec = _spec({"a": X})
+    wrong = batch_spec.Spec(spec.structure, b'["list","*","*"]', spec.leaves)
+    assert batch_spec.find_treedef(wrong, []) is None

@@ -1,5 +1,7 @@
 """The protocol without threads or clocks: any schedule, then many processes."""
 
+import random
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from jdp.runtime import lockstep
 from jdp.runtime.batch_spec import LeafSpec, Spec
+from tests.runtime import lockstep_fuzz
 from tests.runtime import lockstep_simulation as simulation
 from tests.runtime.lockstep_simulation import Job, Simulation
 
@@ -321,3 +324,9 @@ def test_the_simulation_finds_a_mark_that_shrinks():
         return msgspec.structs.replace(state, marks=(1,) * len(state.marks)), decision
 
     assert simulation.run_many(10, 8, decide=forget_the_mark)[2]
+
+
+@pytest.mark.parametrize("name", lockstep_fuzz.FUZZES)
+def test_what_no_process_says_is_named_and_not_gone_by(name):
+    num_good = lockstep_fuzz.FUZZES[name](random.Random(2), 3000)
+    assert 0 < num_good < 3000

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import gc
+import re
 import threading
 import time
 import weakref
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -583,3 +585,98 @@ def test_a_grain_data_set_is_an_iterable_like_any_other():
         last = [1.0] * (2 + process) + [0.0] * (2 - process)
         assert weights == [[1.0] * 4, [1.0] * 4, last]
         assert sorted(seen) == list(range(10 + process))
+
+
+def test_an_error_of_a_later_batch_leaves_those_before_it_to_who_has_none():
+    def fn(world):
+        own = [] if world.process_index == 2 else _batches(0, 4)
+        if world.process_index == 1:
+            own[2]["x"] = own[2]["x"].astype(np.float16)
+        return _collect(join_batches(own, world=world))
+
+    for count, error in _run_threads(fn, 3):
+        assert count == 2 and "The batches of iteration 2" in str(error), error
+
+
+def test_batches_have_keys_of_random_numbers_and_a_step_takes_them():
+    keys = jax.random.split(jax.random.key(0), (3, 4))
+    world = harness.local_world(2)
+    batches = [{"key": k, "x": np.ones((len(k), 2), np.float32)} for k in keys]
+    batches[-1] = jax.tree.map(lambda leaf: leaf[:3], batches[-1])
+
+    @jdp.data_parallel(world=world)
+    def step(state, batch):
+        noise = jax.vmap(jax.random.normal)(batch["key"])
+        return state, noise.mean()
+
+    seen = []
+    for batch, _weight in join_batches(batches, world=world):
+        assert batch["key"].shape == (4,) and batch["x"].shape == (4, 2)
+        _, mean = step(jnp.zeros(()), batch)
+        seen.append(float(mean))
+    padding = jax.random.wrap_key_data(np.zeros((1, 2), np.uint32))
+    last = jnp.concatenate([keys[2][:3], padding])
+    expected = [
+        float(jax.vmap(jax.random.normal)(k).mean()) for k in (keys[0], keys[1], last)
+    ]
+    np.testing.assert_allclose(seen, expected, rtol=1e-5)
+
+
+def test_a_process_without_batches_gets_keys():
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def fn(world):
+        batches = [keys] if world.process_index == 0 else []
+        return [batch for batch, _ in join_batches(batches, world=world)]
+
+    (first,), (second,) = _run_threads(fn, 2)
+    assert (first == keys).all()
+    assert second.dtype == keys.dtype and second.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "said,message",
+    [
+        ([[4], []], "Process 1 announces batches without their structure"),
+        ([[-4], []], "Process 1 announces a batch with a number of samples that none"),
+        ([[], [], False, "error"], "Process 1 announces an error and no end"),
+        ([[], [], False, None, None, float("nan")], "Process 1 announces a time that"),
+        ([[4], [[0, ["x", None, [["a", "O", []]]]]]], "with a leaf `a` of dtype 'O'"),
+        ([[4], [[7, ["x", None, []]]]], "announces the structure of a batch|batches w"),
+        ([b"\xff"], "What process 1 says is malformed"),
+    ],
+)
+def test_an_announcement_that_makes_no_sense_is_named_on_all_processes(said, message):
+    def fn(world):
+        if world.process_index == 1:
+            world.store.set("jdp/join/0/0/0/1", msgspec.msgpack.encode(said))
+            decision = world.store.get("jdp/join/0/0/0/decision", timeout_s=5.0)
+            raise RuntimeError(str(msgspec.msgpack.decode(decision)))
+        list(join_batches(_batches(0, 3), world=world))
+
+    for error in _run_threads(fn, 2):
+        assert re.search(message, str(error)), error
+
+
+@pytest.mark.parametrize(
+    "said,message",
+    [
+        ([[4]], "Process 0 decided on batches without their structure"),
+        ([[4], [[0, 3]]], "Process 0 decided on a structure that was not agreed on"),
+        ([[0], [[0, 0]]], "decided on a number of samples that no batch can have"),
+        ([[], [], ["x", None, [["a", "O", []]]]], "decided on a batch with a leaf `a`"),
+        ([[], [], None, False, "why", False, 7], "process 7 as the culprit"),
+        ([b"\xff"], "The decision of process 0 is malformed"),
+    ],
+)
+def test_a_decision_that_makes_no_sense_is_named(said, message):
+    def fn(world):
+        if world.process_index == 0:
+            world.store.get("jdp/join/0/0/0/1", timeout_s=5.0)
+            data = msgspec.msgpack.encode(said)
+            world.store.set("jdp/join/0/0/0/decision", data)
+            return None
+        list(join_batches(_batches(0, 3), world=world))
+
+    _, error = _run_threads(fn, 2)
+    assert re.search(message, str(error)), error
