@@ -46,8 +46,9 @@ def join_batches(
 
     Args:
       batches: this process' batches, which may be none: pytrees of numeric arrays or
-        arrays of PRNG keys, shape (n, ...), with the same n in all leaves of a batch. The structure, dtypes
-        and trailing shapes must be the same on all processes at each iteration.
+        arrays of PRNG keys, shape (n, ...), with the same n in all leaves of a batch.
+        The structure, dtypes and trailing shapes must be the same on all processes at
+        each iteration. Keys are padded with keys whose data is 0.
       world: the replicas.
       prefetch: how many batches are read ahead, at least 1. Processes agree about once
         in `3 * prefetch / 4` iterations: more makes fewer messages.
