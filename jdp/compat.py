@@ -18,6 +18,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
+from jax._src.lax import lax as lax_internal
 from jax._src.lib import _jax
 from jax._src.random import prng
 from jax._src.state import types as state_types
@@ -37,6 +38,11 @@ def buffer_addresses(x: Any) -> frozenset[int]:
     if isinstance(x, prng.PRNGKeyArray):
         x = jax.random.key_data(x)
     return frozenset(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
+
+
+def as_weak(x: Any) -> Any:
+    """Returns an array that gives way to the dtype of others, as a Python number."""
+    return lax_internal._convert_element_type(x, weak_type=True)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Description: what a step sends, in which order, and when each bucket is ready."""
 
 import dataclasses
+import io
 import json
 from typing import TYPE_CHECKING
 
@@ -83,10 +84,11 @@ class Description:
         # Not at the top: importing jdp stays free of rich.
         from rich.console import Console
 
-        console = Console(width=120, no_color=True, highlight=False)
-        with console.capture() as text:
-            console.print(self)
-        return text.get()
+        # To a file, and as in a terminal: in a notebook rich would show it by itself.
+        text = io.StringIO()
+        options = {"no_color": True, "highlight": False, "force_jupyter": False}
+        Console(file=text, width=120, **options).print(self)
+        return text.getvalue()
 
     def __rich__(self) -> "Group":
         """What `rich.print` shows: a table for each synchronisation."""
@@ -98,7 +100,9 @@ class Description:
         return Group(*[_table(title, made) for made in self.synchronizations])
 
 
-def describe(step: DataParallelStep, state: PyTree, *batches: PyTree) -> Description:
+def describe(
+    step: DataParallelStep, state: PyTree, /, *batches: PyTree, **named: PyTree
+) -> Description:
     """Describes what a step of `jdp.data_parallel` sends.
 
     The step is traced, not run; nothing is sent, and each process may call it alone.
@@ -108,6 +112,7 @@ def describe(step: DataParallelStep, state: PyTree, *batches: PyTree) -> Descrip
       state: a state as the step takes it, or `jax.ShapeDtypeStruct`s.
       *batches: batches as the step takes them, or `jax.ShapeDtypeStruct`s with the
         shapes of this process' samples.
+      **named: arguments by name.
 
     Returns:
       The buckets in the order sent, with the parameters in them, bytes, and the share
@@ -122,7 +127,7 @@ def describe(step: DataParallelStep, state: PyTree, *batches: PyTree) -> Descrip
             "`step` must be what `jdp.data_parallel` returned, got "
             f"{type(step).__name__}. For a loss function there is `jdp plan`."
         )
-    found = step.trace(state, *batches)
+    found = step.trace(state, *batches, **named)
     return make_description(step.name, step.world.num_replicas, found.synchronizations)
 
 
@@ -205,8 +210,9 @@ def _table(title: str, made: SynchronizationDescription) -> "Table":
 
 
 def _caption(made: SynchronizationDescription) -> str:
+    noun = "bucket" if len(made.buckets) == 1 else "buckets"
     lines = [
-        f"{len(made.buckets)} buckets, packing {made.packing}, algorithm "
+        f"{len(made.buckets)} {noun}, packing {made.packing}, algorithm "
         f"{made.algorithm}, hook {made.hook or 'none'}; one replica sends "
         f"{made.wire_bytes:,} bytes a step."
     ]

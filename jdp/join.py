@@ -10,6 +10,7 @@ from jdp.types import Device
 class JoinContext(Protocol):
     """What a `Joinable` knows of the `jdp.Join` that it is in."""
 
+    is_enabled: bool  # False: every process has as many iterations.
     last_joiner: int | None  # index of a process; known once all have joined.
 
     def notify(self, joinable: "Joinable") -> None:

@@ -13,6 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import compat
 from jdp.types import AxisName, Device, PyTree, Store
 
+SCALAR_ADVICE = (
+    "a batch is split on its first dimension. Put what is not per sample into the "
+    "state, or name the argument in `replicated_argnames`."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -215,10 +220,7 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
         )
     num_parts = world.num_local_replicas
     if leaf.ndim == 0:
-        raise ValueError(
-            f"{_describe(tree, index)} is a scalar; a batch is split on its first "
-            "dimension. Put what is not per sample into the state."
-        )
+        raise ValueError(f"{_describe(tree, index)} is a scalar; {SCALAR_ADVICE}")
     num_samples = leaf.shape[0]
     if num_samples == 0:
         raise ValueError(

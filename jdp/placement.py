@@ -100,6 +100,7 @@ class StatePlacer:
         self._returned = HeldLeaves()
         self._passed = HeldLeaves()  # only filled if states are not donated.
         self._structures: set[Any] = set()
+        self.may_share = False  # whether a batch may be an array of the state.
         # Shapes of the leaves with which an argument may share memory.
         self._shapes: frozenset[tuple[int, ...]] = frozenset()
 
@@ -115,8 +116,8 @@ class StatePlacer:
             _Donations.count += 1
         self._returned.hold(state)
 
-    def note_traced(self) -> None:
-        """Notes that a step may return another structure than before."""
+    def note_other_program(self) -> None:
+        """Notes that the step may return another structure than before."""
         self._returned.forget_layout()
 
     def needs_others(self, world: World, state: PyTree) -> bool:
@@ -167,8 +168,9 @@ class StatePlacer:
         leaves, treedef = jax.tree.flatten(state)
         if self._donates:
             leaves = _copy_aliases(leaves)
-        may_share = any(per_replica.are_own(state)) or world.num_replicas == 1
-        self._shapes = frozenset(x.shape for x in leaves if may_share)
+        has_own = any(per_replica.are_own(state))
+        self.may_share = self._donates and (has_own or world.num_replicas == 1)
+        self._shapes = frozenset(x.shape for x in leaves if self._donates)
         state = jax.tree.unflatten(treedef, leaves)
         if not self._donates:
             self._passed.hold(state)
@@ -176,8 +178,6 @@ class StatePlacer:
 
     def part_from(self, state: PyTree, arguments: PyTree) -> PyTree:
         """Copies arrays of `arguments` that share memory with a state to be donated."""
-        if not self._shapes or not self._donates:
-            return arguments
         leaves, treedef = jax.tree.flatten(arguments)
         if not any(x.shape in self._shapes for x in leaves):
             return arguments
@@ -201,6 +201,17 @@ class StatePlacer:
             f"placement of the state's leaf `{path}`{more}, not yet on the replicas, "
             f"for the step `{self._name}`"
         )
+
+
+def state_avals(world: World, state: PyTree) -> PyTree:
+    """Returns shapes, dtypes and shardings of a state that is in its place."""
+    leaves, treedef = jax.tree.flatten(state)
+    avals = []
+    for leaf, is_own in zip(leaves, per_replica.are_own(state), strict=True):
+        aval = jax.eval_shape(lambda x: x, leaf)
+        sharding = world.split if is_own else world.replicated
+        avals.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
+    return jax.tree.unflatten(treedef, avals)
 
 
 def check_is_array(leaf: Any, name: str) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdp import compat, per_replica, reduction, sameness, weights
+from jdp import compat, per_replica, reduction, sameness, step_arguments, weights
 from jdp.backward import flow
 from jdp.mesh import World
 from jdp.sameness import Spread
@@ -114,7 +114,10 @@ def trace_step(
     mapped = jax.shard_map(
         run,
         mesh=world.mesh,
-        in_specs=(per_replica.specs(state, world.axis_names), *[split] * len(batches)),
+        in_specs=(
+            per_replica.specs(state, world.axis_names),
+            *step_arguments.specs(batches, world.axis_names),
+        ),
         out_specs=(PartitionSpec(), split, split),
         check_vma=False,
     )
@@ -216,14 +219,15 @@ def _run_on_replica(
     with weights.replica(ambient) as replica:
         out = step(state, *batches)
     if not isinstance(out, tuple) or len(out) != 2:
+        got = f"{len(out)} values" if type(out) is tuple else type(out).__name__
         raise TypeError(
-            "The step must return a pair `(state, metrics)`, got "
-            f"{type(out).__name__}. Return `(state, {{}})` where there are no metrics."
+            f"The step must return a pair `(state, metrics)`, got {got}. Return "
+            "`(state, {})` where there are no metrics."
         )
     state, metrics = out
     for path, leaf in _with_paths(metrics):
         _check_is_array(path, leaf)
-    counts = frozenset(x.shape[0] for x in jax.tree.leaves(batches))
+    counts = frozenset(x.shape[0] for x in step_arguments.split_leaves(batches))
     return _Made(state, metrics, replica, counts)
 
 

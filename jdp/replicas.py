@@ -203,6 +203,32 @@ def place_own_rows(world: World, tree: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def place_own_value(world: World, leaf: Any, name: str) -> jax.Array:
+    """Puts what this process has on each of its replicas; sends nothing.
+
+    Args:
+      world: the replicas.
+      leaf: array or number; an array on all replicas is returned as it is.
+      name: of the leaf, for errors.
+
+    Raises:
+      ValueError: it is spread over devices of several processes.
+    """
+    if is_replicated(world, leaf):
+        return leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{name} is spread over devices of several processes ({leaf.sharding}). "
+            "Pass a host array, a local one, or one that all replicas hold."
+        )
+    value: Any = leaf
+    if not isinstance(leaf, jax.Array):
+        value = np.array(leaf)  # a copy: the caller may go on writing to the array.
+    elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(leaf)
+    return _place(world, value, like=leaf)
+
+
 def copy_from(world: World, tree: PyTree, *, process: int) -> PyTree:
     """Gives all replicas what one process has of a replicated tree.
 
@@ -387,7 +413,7 @@ def _copy_out(world: World, leaf: Any) -> jax.Array:
     return jax.device_put(leaf, world.replicated, may_alias=False)
 
 
-def _place(world: World, value: np.ndarray, *, like: Any) -> jax.Array:
+def _place(world: World, value: np.ndarray | jax.Array, *, like: Any) -> jax.Array:
     shards = jax.device_put(
         [value] * world.num_local_replicas, list(world.local_devices)
     )

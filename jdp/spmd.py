@@ -1,29 +1,34 @@
 """SPMD: a train step of one replica becomes the step of all of them."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
 from typing import Any, overload
 
 import jax
-import numpy as np
 
 from jdp import (
     agreement,
     mesh,
+    methods,
     placement,
     progress,
     recording,
     replica_step,
     replicas,
+    step_arguments,
     weights,
 )
 from jdp.collectives import dispatch
 from jdp.join import Joinable, JoinHook
 from jdp.mesh import World
+from jdp.placement import StatePlacer
 from jdp.recording import Recording
 from jdp.replica_step import Program, Step
+from jdp.step_arguments import CallBinder, Names
+from jdp.step_join import StepJoinHook
 from jdp.types import PyTree
 from jdp.weights import DivideBy
 
@@ -39,6 +44,8 @@ def data_parallel(
     /,
     *,
     world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
     donate_state: bool = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
@@ -50,6 +57,8 @@ def data_parallel(
     /,
     *,
     world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
     donate_state: bool = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
@@ -60,6 +69,8 @@ def data_parallel(
     /,
     *,
     world: World | None = None,
+    static_argnames: Names = None,
+    replicated_argnames: Names = None,
     donate_state: bool = True,
     check_vma: bool = True,
     static_graph: bool = False,
@@ -67,10 +78,19 @@ def data_parallel(
 ) -> Any:
     """Turns the step of one replica into a compiled step of all replicas.
 
-    `step(state, *batches) -> (state, metrics)` is written for one replica: it sees
-    that replica's samples, and averages gradients over the axis `world.axis_name` with
-    `jdp.value_and_grad`, `jdp.sync_gradients` or `jdp.distributed_optimizer`. Also a
-    decorator, with and without arguments.
+    `step(state, *batches, **more) -> (state, metrics)` is written for one replica: it
+    sees that replica's samples, and averages gradients over the axis
+    `world.axis_name` with `jdp.value_and_grad`, `jdp.sync_gradients` or
+    `jdp.distributed_optimizer`. Also a decorator, with and without arguments, and of
+    methods: `self` then belongs to the program, which is compiled once for each object,
+    and its attributes are read when the step is traced.
+
+    Arguments are batches, by position or by name, but for those named here:
+
+        @jdp.data_parallel(static_argnames="train", replicated_argnames=("rate", "key"))
+        def step(state, x, *, rate, key, train=True): ...
+
+        state, metrics = step(state, x, rate=schedule(i), key=jax.random.key(i))
 
     Every process calls the returned step, the same number of times. Before a program
     runs for the first time, the processes compare it and the paths, shapes and dtypes
@@ -84,6 +104,14 @@ def data_parallel(
         JAX's default float, but for those in a `jdp.PerReplica`, which come back with
         a row for each replica.
       world: the replicas; by default, at the first call, what `jdp.init` made.
+      static_argnames: names of arguments that belong to the program, as of `jax.jit`:
+        flags and other values with a hash, the same on every process. Another value
+        compiles another program.
+      replicated_argnames: names of arguments that are the same on all replicas and
+        change from call to call: a learning rate, a PRNG key, the parameters of a
+        teacher. Pytrees of arrays and numbers, of any shape. Of several processes all
+        get the values of process 0, in one small collective; in a `jdp.Join` those of
+        the first process that still has data.
       donate_state: whether the memory of the state passed in is used for the new one.
         A donated state cannot be used again.
       check_vma: whether the program must show that the new state is the same on all
@@ -98,11 +126,13 @@ def data_parallel(
       compiler_options: options of XLA for this step, over jdp's own.
 
     Returns:
-      A callable `(state, *batches) -> (state, metrics)`. The state may be anything
-      that `jdp.replicate` takes; every batch is a pytree of host arrays with the
-      samples of this process, or what `jdp.global_batch` returned.
+      A callable `(state, *batches, **more) -> (state, metrics)`. The state may be
+      anything that `jdp.replicate` takes; every batch is a pytree of host arrays with
+      the samples of this process, or what `jdp.global_batch` returned.
 
     Raises:
+      ValueError: a name is no parameter of the step.
+      TypeError: from a call: the step takes no such argument, or a leaf is no array.
       RuntimeError: from a call: the processes do not have the same state or the same
         program; on every process, naming the difference.
       ValueError: from a call: a batch does not divide among the replicas, or the new
@@ -114,17 +144,31 @@ def data_parallel(
       RuntimeError: from a call: the state was donated before.
     """
 
-    def wrap(step: Step) -> DataParallelStep:
-        return DataParallelStep(
-            step,
-            world=world,
-            donate_state=donate_state,
-            check_vma=check_vma,
-            static_graph=static_graph,
-            compiler_options=compiler_options or {},
-        )
+    options = _Options(
+        world=world,
+        static_argnames=static_argnames,
+        replicated_argnames=replicated_argnames,
+        donate_state=donate_state,
+        check_vma=check_vma,
+        static_graph=static_graph,
+        compiler_options=compiler_options or {},
+    )
+    if step is None:
+        return lambda step: DataParallelStep(step, options)
+    return DataParallelStep(step, options)
 
-    return wrap if step is None else wrap(step)
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The options of `data_parallel`."""
+
+    world: World | None
+    static_argnames: Names
+    replicated_argnames: Names
+    donate_state: bool
+    check_vma: bool
+    static_graph: bool
+    compiler_options: dict[str, Any]
 
 
 class DataParallelStep(Joinable):
@@ -137,44 +181,65 @@ class DataParallelStep(Joinable):
     with the result, and what it alone may hold of the state goes on being updated.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        *,
-        world: World | None,
-        donate_state: bool,
-        check_vma: bool,
-        static_graph: bool,
-        compiler_options: dict[str, Any],
-    ):
+    def __init__(self, step: Step, options: _Options):
         """Use `data_parallel`."""
+        self._is_static = isinstance(step, staticmethod)
+        self._is_of_class = isinstance(step, classmethod)
+        if isinstance(step, staticmethod | classmethod):
+            step = step.__func__
         functools.update_wrapper(self, step)
         self._step = step
+        self._options = options
         self.name = getattr(step, "__name__", "step")
         self._topic = f"first call of the step `{self.name}`"
-        self._world = world
-        self._donate_state = donate_state
-        self._check_vma = check_vma
-        self._static_graph = static_graph
-        self._compiler_options = compiler_options
+        self._binder = CallBinder(
+            step,
+            self.name,
+            static_argnames=options.static_argnames,
+            replicated_argnames=options.replicated_argnames,
+        )
         self._recording: Recording | None = None  # of the last trace.
         self._is_compared = False
-        self._placer = placement.StatePlacer(self.name, donates=donate_state)
+        self._placer = StatePlacer(self.name, donates=options.donate_state)
         self._jitted: dict[DivideBy | None, Any] = {}
-        self._join_hook: _StepJoinHook | None = None  # of the `jdp.Join` it is in.
+        self._join_hook: StepJoinHook | None = None  # of the `jdp.Join` it is in.
         self.last_state: PyTree | None = None
+        self._core = self  # of a bound step the one without the object.
+        self._bound = methods.PerObject(
+            lambda owner: DataParallelStep(methods.bind_weakly(step, owner), options),
+            _BoundStep,
+            what=f"The step `{self.name}`",
+        )
 
-    def __call__(self, state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
+    def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
+        """Returns the step of an object, for a step that is a method."""
+        of = owner if self._is_of_class else instance
+        return self if of is None or self._is_static else self._bound.of(of)
+
+    def __call__(
+        self, state: PyTree, /, *batches: PyTree, **named: PyTree
+    ) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
-        if self.join_context is None:
-            return self._run(None, state, batches)
-        self.join_context.notify(self)
-        assert self._join_hook is not None
-        return self._join_hook.run(state, batches, has_data=True)
+        if named or self._binder.has_names:
+            batches = self._binder.bind(batches, named)
+        context = self.join_context
+        if context is not None and context.is_enabled:
+            context.notify(self)
+            assert self._join_hook is not None
+            return self._join_hook.run(state, batches, has_data=True)
+        out = self.run(None, state, batches)
+        if context is not None:
+            self.last_state = out[0]
+        return out
 
     @progress.counted
-    def _run(self, divide_by: Any, state: PyTree, batches: Any) -> Any:
+    def run(
+        self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
+    ) -> tuple[PyTree, PyTree]:
+        """Runs one step; with a divisor the first batch says who has data."""
         out = self._jit(divide_by)(*self._place(state, batches))
+        if step_arguments.has_static(batches):
+            self._placer.note_other_program()
         self._placer.note_returned(out[0])
         return out
 
@@ -189,7 +254,8 @@ class DataParallelStep(Joinable):
 
         `last_state` is then what the last call in the `jdp.Join` returned, whoever
         made it; after it that of the last joiner, of several the process with the
-        highest index, bit for bit the same on all.
+        highest index, bit for bit the same on all. Where no process calls the step, it
+        is the state of `example`, or of the `jdp.Join` before.
 
         Args:
           divide_by: see `jdp.sync_gradients`. Each replica with data counts the same,
@@ -200,8 +266,15 @@ class DataParallelStep(Joinable):
           **kwargs: ignored; of other joinables.
         """
         weights.check_divide_by(divide_by)
-        self._join_hook = _StepJoinHook(self, divide_by, example)
-        self.last_state = None
+        if example is not None:
+            example = example[0], *self._binder.bind(example[1:], {})
+            self.last_state = example[0]
+        elif any(
+            isinstance(x, jax.Array) and x.is_deleted()
+            for x in jax.tree.leaves(self.last_state)
+        ):
+            self.last_state = None
+        self._join_hook = StepJoinHook(self._core, divide_by, example)
         return self._join_hook
 
     @property
@@ -209,14 +282,21 @@ class DataParallelStep(Joinable):
         """See `jdp.Joinable`."""
         return self.world
 
-    def lower(self, state: PyTree, *batches: PyTree) -> jax.stages.Lowered:
-        """Lowers the step for arguments of a call, to look at the program.
+    def lower(
+        self, state: PyTree, /, *batches: PyTree, **named: PyTree
+    ) -> jax.stages.Lowered:
+        """Lowers the step for arguments like these, to look at the program.
 
-        Every process calls it, as it would call the step.
+        Every process calls it, as it would call the step. Values are not read.
+
+        Args:
+          state: see `trace`.
+          *batches: see `trace`.
+          **named: see `trace`.
         """
-        return self._jit(None).lower(*self._place(state, batches))
+        return self._jit(None).lower(*self._avals(state, batches, named))
 
-    def fingerprint(self, state: PyTree, *batches: PyTree) -> str:
+    def fingerprint(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> str:
         """Returns the text of the program for arguments like these.
 
         Values are not read, nothing runs, and no other process is asked. Processes
@@ -225,12 +305,13 @@ class DataParallelStep(Joinable):
         Args:
           state: see `trace`.
           *batches: see `trace`.
+          **named: see `trace`.
         """
         with dispatch.without_measuring():
-            avals = jax.tree.map(_aval, state), self._global_avals(batches)
-            return str(self._shard(None, *avals))
+            state, *arguments = self._avals(state, batches, named)
+            return str(self._shard(None, state, tuple(arguments)))
 
-    def trace(self, state: PyTree, *batches: PyTree) -> Recording:
+    def trace(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> Recording:
         """Traces the step for arguments like these, to see what it synchronises.
 
         Values are not read, nothing runs, and no other process is asked.
@@ -238,28 +319,27 @@ class DataParallelStep(Joinable):
         Args:
           state: pytree of arrays or `jax.ShapeDtypeStruct`s.
           *batches: the same, with the samples of this process.
+          **named: arguments by name.
         """
         with recording.collect() as found, dispatch.without_measuring():
-            avals = jax.tree.map(_aval, state), self._global_avals(batches)
-            self._shard(None, *avals)
+            state, *arguments = self._avals(state, batches, named)
+            self._shard(None, state, tuple(arguments))
         return found
 
-    def _global_avals(self, batches: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Shapes and dtypes of batches of all processes together."""
-        count = self.world.process_count
-
-        def global_aval(leaf: Any) -> jax.ShapeDtypeStruct:
-            if isinstance(leaf, jax.Array) and leaf.sharding == self.world.split:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            aval = _aval(leaf)
-            return aval.update(shape=(aval.shape[0] * count, *aval.shape[1:]))
-
-        return jax.tree.map(global_aval, batches)
+    def _avals(
+        self, state: PyTree, batches: tuple[PyTree, ...], named: dict[str, PyTree]
+    ) -> tuple[PyTree, ...]:
+        """Shapes, dtypes and shardings of the arguments of all processes together."""
+        arguments = self._binder.bind(batches, named)
+        return (
+            placement.state_avals(self.world, state),
+            *step_arguments.global_avals(self.world, arguments),
+        )
 
     @functools.cached_property
     def world(self) -> World:
         """The replicas that the step runs on."""
-        return self._world or mesh.current_world()
+        return self._options.world or mesh.current_world()
 
     def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
         world = self.world
@@ -267,10 +347,12 @@ class DataParallelStep(Joinable):
             # The other processes may be about to compare theirs with ours.
             is_awaited = not self._is_compared
             with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
-                batches = mesh.global_batch(world, batches)
+                batches = self._binder.place(world, batches)
         else:
             state, batches = self._place_anew(state, batches)
-        return state, *self._placer.part_from(state, batches)
+        if self._placer.may_share or step_arguments.is_call(batches):
+            batches = self._placer.part_from(state, batches)
+        return state, *batches
 
     def _place_anew(
         self, state: PyTree, batches: tuple[PyTree, ...]
@@ -280,7 +362,7 @@ class DataParallelStep(Joinable):
         is_awaited = not self._is_compared or placer.needs_others(world, state)
         with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
             placer.check(state)
-            batches = mesh.global_batch(world, batches)
+            batches = self._binder.place(world, batches)
         return placer.place(world, state), batches
 
     def _jit(self, divide_by: DivideBy | None) -> Any:
@@ -288,15 +370,18 @@ class DataParallelStep(Joinable):
         if divide_by in self._jitted:
             return self._jitted[divide_by]
 
+        core = self._core  # What is compiled keeps no object alive.
+
         def step(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
-            self._placer.note_traced()
-            return self._trace(divide_by, state, *batches)
+            core._placer.note_other_program()
+            return core._trace(divide_by, state, *batches)
 
         step.__name__ = self.name  # of the compiled program, in profiles and dumps.
         self._jitted[divide_by] = jax.jit(
             step,
-            donate_argnums=(0,) if self._donate_state else (),
-            compiler_options=_default_compiler_options() | self._compiler_options,
+            donate_argnums=(0,) if self._options.donate_state else (),
+            compiler_options=_default_compiler_options()
+            | self._options.compiler_options,
         )
         return self._jitted[divide_by]
 
@@ -305,8 +390,7 @@ class DataParallelStep(Joinable):
     ) -> tuple[PyTree, PyTree]:
         """Runs when JAX traces; compares the program before it can be compiled."""
         world = self.world
-        arguments = {"state": state}
-        arguments |= {f"batch[{i}]": batch for i, batch in enumerate(batches)}
+        arguments = {"state": state, **step_arguments.by_name(batches)}
         replica_step.check_is_tracing(self.name, arguments)
         with agreement.reporting(world, self._topic):
             with recording.collect() as found:
@@ -328,7 +412,7 @@ class DataParallelStep(Joinable):
         else:
             difference = recording.graph_difference(before, found)
             text = f"The step `{self.name}` was traced again, and {difference}."
-            if difference is not None and self._static_graph:
+            if difference is not None and self._options.static_graph:
                 raise ValueError(
                     f"{text} With `static_graph=True` every trace must find the same; "
                     "leave it out if the difference is meant."
@@ -340,12 +424,9 @@ class DataParallelStep(Joinable):
     def _shard(
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
     ) -> Program:
-        options = replica_step.Options(self.world, divide_by, self._check_vma)
-        return replica_step.trace_step(self._step, options, state, batches)
-
-
-def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda x: x, leaf)
+        options = replica_step.Options(self.world, divide_by, self._options.check_vma)
+        step = functools.partial(step_arguments.run, self._step, self.world)
+        return replica_step.trace_step(step, options, state, batches)
 
 
 def _default_compiler_options() -> dict[str, Any]:
@@ -358,59 +439,14 @@ def _default_compiler_options() -> dict[str, Any]:
     return {}
 
 
-class _StepJoinHook(JoinHook):
-    """Runs a step in a `jdp.Join`, also for a process that has joined."""
+class _BoundStep(DataParallelStep):
+    """The step of one object: what it knows is the step's, and it holds the object."""
 
-    def __init__(
-        self,
-        step: DataParallelStep,
-        divide_by: DivideBy,
-        example: tuple[PyTree, ...] | None,
-    ):
-        self._step = step
-        self._divide_by: DivideBy = divide_by
-        self._arguments = example  # of the last call; the state is that it returned.
+    __slots__ = ("__self__",)
 
-    def run(
-        self, state: PyTree, batches: tuple[PyTree, ...], *, has_data: bool
-    ) -> tuple[PyTree, PyTree]:
-        """Runs the step; without data the replicas of this process do not count."""
-        step = self._step
-        amount = np.full(step.world.num_local_replicas, has_data, np.float32)
-        out = step._run(self._divide_by, state, (amount, *batches))
-        step.last_state = out[0]
-        self._arguments = out[0], *batches
-        return out
+    def __init__(self, core: DataParallelStep, owner: Any):
+        self.__dict__ = core.__dict__
+        self.__self__ = owner
 
-    def main_hook(self) -> None:
-        """Runs the step on zeros."""
-        if self._arguments is None:
-            raise RuntimeError(
-                f"This process has not called the step `{self._step.name}` in the "
-                "`jdp.Join`, so it knows no state and no shapes to stand in with. Pass "
-                "`example=(state, *batches)` to `jdp.Join`, or use `jdp.join_batches`."
-            )
-        state, *batches = self._arguments
-        zeros = jax.tree.map(functools.partial(_zeros_of, self._step.world), batches)
-        self.run(state, tuple(zeros), has_data=False)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Gives all processes the state of the last joiner."""
-        step = self._step
-        context = step.join_context
-        assert context is not None and context.last_joiner is not None
-        self._arguments = None  # Nothing but `last_state` is kept alive.
-        # Nobody has called the step, or all have run it.
-        if step.last_state is not None:
-            step.last_state = replicas.copy_from(
-                step.world, step.last_state, process=context.last_joiner
-            )
-
-
-def _zeros_of(world: World, leaf: Any) -> np.ndarray:
-    """Zeros in the shape of this process' part of a batch."""
-    aval = _aval(leaf)
-    if isinstance(leaf, jax.Array) and leaf.sharding == world.split:
-        part = aval.shape[0] // world.num_replicas * world.num_local_replicas
-        return np.zeros((part, *aval.shape[1:]), aval.dtype)
-    return np.zeros(aval.shape, aval.dtype)
+    def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
+        return self

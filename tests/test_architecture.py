@@ -13,7 +13,7 @@ ROOT = pathlib.Path(jdp.__file__).parent
 LAYERS = (
     {"types", "compat", "progress"},
     {"arguments"},
-    {"mesh", "buckets", "wire"},
+    {"mesh", "buckets", "wire", "methods"},
     {"weights", "join", "per_replica"},
     {"backward"},
     {"agreement", "sameness", "differences"},
@@ -29,7 +29,8 @@ LAYERS = (
     {"pieces"},
     {"optimizer", "zero"},
     {"resharding", "placement"},
-    {"replica_step"},
+    {"step_arguments"},
+    {"replica_step", "step_join"},
     {"spmd"},
     {"batch_norm"},
     {"flax_linen", "flax_nnx"},

@@ -92,7 +92,8 @@ class Join:
         Args:
           joinables: at least one, all of one world. Their hooks run in this order; the
             first alone has to notify the context.
-          enable: False makes it do nothing, for inputs that are known to be even.
+          enable: False makes it do nothing but note `last_state`, for inputs that are
+            known to be even.
           throw_on_early_termination: whether all processes raise RuntimeError as soon
             as one has no more input and others do. Then each iteration waits for all
             processes on the host.
@@ -105,7 +106,7 @@ class Join:
         if not self._joinables:
             raise ValueError("`joinables` is empty; a `Join` requires at least one.")
         self._world = _common_world(self._joinables)
-        self._is_enabled = enable
+        self.is_enabled = enable
         self._throws = throw_on_early_termination
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._members: _Members | None = None
@@ -137,8 +138,6 @@ class Join:
 
     def __enter__(self) -> "Join":
         """Begins; every process comes here."""
-        if not self._is_enabled:
-            return self
         for joinable in self._joinables:
             if joinable.join_context is not None:
                 raise RuntimeError(
@@ -146,7 +145,8 @@ class Join:
                 )
         for joinable in self._joinables:
             joinable.join_context = self
-        self._members = _Members(self._world, posts_always=self._throws)
+        if self.is_enabled:
+            self._members = _Members(self._world, posts_always=self._throws)
         return self
 
     def __exit__(
@@ -157,14 +157,15 @@ class Join:
     ) -> None:
         """Joins: stands in for the iterations of others, then ends with all."""
         members = self._members
-        if members is None:
-            return
         try:
+            if members is None:
+                return
             if error is None:
                 self._join(members)
             else:
                 members.leave(error)
         except BaseException as failure:
+            assert members is not None
             members.leave(failure)
             raise
         finally:
