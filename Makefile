@@ -19,7 +19,7 @@ help:
 	@echo "make gpu          on a GPU: exact sums of every kernel, times, steps"
 	@echo "make bench        a step beside what it is compared to"
 	@echo "make sweep        every all-reduce at every size, beside the cost model"
-	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its wire, parameter servers"
+	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its coordinator and its wire, parameter servers"
 	@echo "make two-hosts    as root: train over two hosts, each with its own network and name"
 	@echo "make faults       every fault at every moment: is the right process blamed, and soon"
 	@echo "make clean        remove the virtual environments and caches"
@@ -93,6 +93,7 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.collectives.shared_memory_soak
 	$(BIN)/python -m tests.eager.engine_soak
 	$(BIN)/python -m tests.eager.coordinator_simulation --decisions 1000000
+	$(BIN)/python -m tests.eager.eager_fuzz --messages 1000000
 	$(BIN)/python -m tests.runtime.transport_fuzz --messages 1000000
 	$(BIN)/python -m tests.runtime.roll_call_fuzz --messages 1000000
 	$(BIN)/python -m tests.wire_fuzz --messages 1000000

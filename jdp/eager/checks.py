@@ -19,6 +19,7 @@ from jdp.eager.messages import (
     Spec,
     decode_spec,
 )
+from jdp.eager.ops.base import Task
 
 NOT_WITH_JOIN = ("all_gather", "broadcast", "all_to_all", "reduce_scatter", "submit")
 _MAX_ROWS = 1 << 48
@@ -141,6 +142,19 @@ def check_entries(
             raise ProtocolError(
                 f"{response.names[i]!r} is to run with other rows than were submitted"
             )
+
+
+def check_data(response: Response, data: bytes, task: Task) -> None:
+    """Checks the result that came with a response; b"" if none did.
+
+    Raises:
+      ProtocolError: it cannot be one.
+    """
+    is_right = task.kind == "all_reduce" and task.op != "adasum"
+    if data and not (is_right and len(data) == task.num_bytes):
+        raise ProtocolError(
+            f"{response.names[0]!r}, {task.kind}, came with {len(data)} bytes of result"
+        )
 
 
 def check_batch(batch: Batch, *, size: int) -> None:

@@ -163,6 +163,8 @@ class Coordinator:
                 raise ProtocolError(f"rank {rank} has submitted the empty slot {slot}")
             self._add(rank, self._request_of(cached, rank), now_s)
             hits ^= 1 << slot
+        if hits & ~self._slots.live:  # The name had another slot by now.
+            raise ProtocolError(f"rank {rank} has submitted a name by two slots")
         if len(self._slots.of_set) > 1 or self._groups.held:
             self._check_hits(rank, hits)
         self._hits.add(rank, hits, data)

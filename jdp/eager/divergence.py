@@ -330,7 +330,8 @@ def _match(a: Dump, b: Dump, shared: set[int]) -> _Matched:
     if _later_without_records(a, b):
         open_a = {}  # The one of a name that comes next may be dropped.
     for key in open_a.keys() & open_b.keys():
-        # One name waits once at a time, so it is the next one on both.
+        # One name waits once at a time, so it is the next one on both; what one of
+        # them has more is missing on the other.
         pairs += zip(open_a[key], open_b[key], strict=False)
     pairs.sort(key=lambda pair: pair[0].number)
     in_a, in_b = {p[0].number for p in pairs}, {p[1].number for p in pairs}

@@ -415,17 +415,11 @@ class Engine:
         if response.error:
             self._completion.fail(entries, RuntimeError(response.error))
             return
-        state = self.executor.sets.get(set_id)
-        if state is None:
+        if set_id not in self.executor.sets:
             return  # Of others.
+        has_joined = self._join_entry is not None
         try:
-            checks.check_entries(
-                response,
-                entries,
-                has_joined=self._join_entry is not None,
-                place=state.members.place,
-            )
-            self.executor.execute(response, entries, data)
+            self.executor.execute(response, entries, data, has_joined=has_joined)
         except ProtocolError as error:
             self._completion.fail(entries, RuntimeError(str(error)))
             raise

@@ -95,14 +95,20 @@ class Executor:
         self._add_set(0, tuple(range(world.process_count)))
 
     def execute(
-        self, response: Response, entries: Sequence[Entry | None], data: bytes = b""
+        self,
+        response: Response,
+        entries: Sequence[Entry | None],
+        data: bytes,
+        *,
+        has_joined: bool,
     ) -> None:
         """Runs one response, now or after what is under way.
 
         Args:
           response: what all members of the set do.
           entries: by name, what this process has submitted; None once it has joined.
-          data: the result, where it came with the response.
+          data: the result, where it came with the response; b"" where not.
+          has_joined: whether this process has no more data.
 
         Raises:
           ProtocolError: the response makes no sense for its process set.
@@ -110,12 +116,9 @@ class Executor:
         prepared = self._prepare(response)
         task = prepared.task
         kind = task.kind
-        if data and (
-            len(data) != task.num_bytes or kind != "all_reduce" or task.op == "adasum"
-        ):
-            raise ProtocolError(
-                f"{response.names[0]!r}, {kind}, came with {len(data)} bytes of result"
-            )
+        place = prepared.state.members.place
+        checks.check_entries(response, entries, has_joined=has_joined, place=place)
+        checks.check_data(response, data, task)
         if kind == "barrier":
             self._completion.finish(entries, [None])
         elif kind == "submit":

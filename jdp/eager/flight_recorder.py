@@ -220,14 +220,22 @@ def read_dump(path: str | os.PathLike[str]) -> Dump:
       OSError: the file cannot be read; it has the path.
       ValueError: it is not a dump, or one of another version.
     """
-    data = pathlib.Path(path).read_bytes()
+    return decode_dump(pathlib.Path(path).read_bytes(), os.fspath(path))
+
+
+def decode_dump(data: bytes, path: str) -> Dump:
+    """Decodes a dump; `path` is what errors call it.
+
+    Raises:
+      ValueError: see `read_dump`.
+    """
     try:
         header = msgspec.json.decode(data, type=_Header)
         if header.format != _FORMAT:
             raise ValueError(f"its `format` is {header.format!r}")
         if header.version == VERSION:
             return msgspec.json.decode(data, type=Dump)
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not a flight record: {error}.") from None
     raise ValueError(
         f"{path} is a flight record of version {header.version}, and this jdp reads "

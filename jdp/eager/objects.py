@@ -3,74 +3,14 @@
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 
 from jdp import buckets
 from jdp.eager import calls, session
+from jdp.eager.encoding import decode, encode
+from jdp.eager.messages import ProtocolError
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.types import PyTree
-
-_ARRAY = 1  # extension code of an array in MessagePack.
-
-
-class _Array(msgspec.Struct, frozen=True, array_like=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-def encode(value: Any) -> bytes:
-    """Encodes a value as MessagePack, never as code; arrays with dtype and shape.
-
-    Raises:
-      TypeError: it holds something that is neither data nor an array, or data that
-        MessagePack has no place for.
-    """
-    try:
-        return msgspec.msgpack.encode(value, enc_hook=_encode_array)
-    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
-        # An int of more than 64 bits, a list that holds itself, half a surrogate.
-        raise TypeError(f"A value cannot be sent: {error}.") from error
-
-
-def decode(data: bytes | memoryview) -> Any:
-    """Decodes what `encode` made; tuples come back as lists."""
-    return msgspec.msgpack.decode(data, ext_hook=_decode_array)
-
-
-def _encode_array(value: Any) -> msgspec.msgpack.Ext:
-    if not isinstance(value, np.ndarray | np.generic | jax.Array):
-        raise TypeError(
-            f"A {type(value).__name__} cannot be sent: only None, bools, numbers, "
-            "strings, bytes, lists, tuples, sets, dicts, dataclasses, msgspec structs "
-            "and arrays can."
-        )
-    if isinstance(value, jax.Array) and not (
-        value.is_fully_addressable or value.is_fully_replicated
-    ):
-        raise TypeError("An array that is split over the processes cannot be sent.")
-    array = np.asarray(value)
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    name = _find_name(array.dtype)
-    packed = _Array(name, array.shape, array.tobytes())
-    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(packed))
-
-
-def _find_name(dtype: np.dtype) -> str:
-    """A text of which numpy makes this dtype; of bfloat16, say, `str` is none."""
-    name = dtype.str if dtype.kind in "SU" else dtype.name
-    if dtype.hasobject or dtype.kind == "V" and dtype.type is np.void:
-        raise TypeError(f"An array of {dtype} cannot be sent.")
-    return name
-
-
-def _decode_array(code: int, data: memoryview) -> np.ndarray:
-    if code != _ARRAY:
-        raise ValueError(f"Extension {code} of MessagePack is none of jdp's.")
-    packed = msgspec.msgpack.decode(data, type=_Array)
-    array = np.frombuffer(packed.data, np.dtype(packed.dtype))
-    return array.reshape(packed.shape).copy()
 
 
 def broadcast_object(
@@ -83,8 +23,8 @@ def broadcast_object(
     """Gives all processes a value of one of them.
 
     Args:
-      value: None, bools, numbers, strings, bytes, lists, dicts, arrays and so on; of
-        other processes than the root it is not read.
+      value: None, bools, numbers, strings, bytes, lists, dicts, sets, arrays and so
+        on; of other processes than the root it is not read.
       root: rank of the process whose value it is.
       name: see `all_reduce`.
       process_set: who takes part.
@@ -119,8 +59,19 @@ def broadcast_object(
     if error is not None:
         raise error
     if found < 0:
-        raise TypeError(f"rank {root}: {buffer.tobytes().decode()}")
-    return decode(buffer.tobytes())
+        raise TypeError(f"rank {root}: {_text(buffer)}")
+    return _decode(root, buffer)
+
+
+def _decode(rank: int, data: np.ndarray) -> Any:
+    try:
+        return decode(data.tobytes())
+    except ProtocolError as error:
+        raise RuntimeError(f"rank {rank} sent what is no value: {error}.") from None
+
+
+def _text(data: np.ndarray) -> str:
+    return data.tobytes().decode(errors="replace")
 
 
 def _try_encode(value: Any) -> tuple[bytes, TypeError | None]:
@@ -165,8 +116,9 @@ def all_gather_object(
     parts = np.split(whole, np.cumsum(np.abs(lengths))[:-1])
     for rank, size, part in zip(process_set.ranks, lengths, parts, strict=True):
         if size < 0:
-            raise TypeError(f"rank {rank}: {part.tobytes().decode()}")
-    return [decode(part.tobytes()) for part in parts]
+            raise TypeError(f"rank {rank}: {_text(part)}")
+    by_rank = zip(process_set.ranks, parts, strict=True)
+    return [_decode(rank, part) for rank, part in by_rank]
 
 
 def broadcast_parameters(
@@ -252,6 +204,7 @@ def _as_before(value: Any, given: Any) -> Any:
 
 
 def _explain(a: int, ours: list[Any], b: int, theirs: list[Any]) -> str:
+    # One list may be the beginning of the other, which the end of this says.
     for mine, other in zip(ours, theirs, strict=False):
         if mine != other:
             return (
