@@ -15,6 +15,7 @@ from jdp import compat, mesh
 from jdp.mesh import World
 from jdp.runtime import (
     addresses,
+    coordination,
     job_key,
     lifeline,
     roll_call,
@@ -38,6 +39,7 @@ class Place:
     local_device_ids: Sequence[int] | None = None
     num_cpu_devices: int | None = None
     node: str | None = None  # equal within a host; None: found out by itself.
+    is_one_launch: bool = False  # whether one launcher has started all processes.
 
     def __post_init__(self) -> None:
         """Checks what one process can check alone."""
@@ -134,12 +136,16 @@ def init(
     _check_options(options)
     worker.report_init(has_joined=False)
     place = _find_place(options, os.environ)
-    meeting = None
     if place is not None and place.num_processes > 1:
-        meeting = _join(place, options)
+        is_host = place.is_one_launch and place.process_id == 0
+        with coordination.make_path(is_one_launch=is_host) as path:
+            meeting = _join(place, options, path)
+            # It needs all processes: then all are connected.
+            world = _make_world(options, meeting)
     else:
+        meeting = None
         _choose_devices(place, options)
-    world = _make_world(options, meeting)
+        world = _make_world(options, meeting)
     mesh.set_current_world(world)
     _Initialized.options = options
     if meeting is not None:
@@ -207,6 +213,7 @@ def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> Place
         local_device_ids=device_ids,
         num_cpu_devices=launched.devices_per_process,
         node=f"node {launched.node_rank}",
+        is_one_launch=launched.num_local_processes == launched.num_processes,
     )
 
 
@@ -226,7 +233,7 @@ def _detected_place(options: _InitOptions) -> Place | None:
     )
 
 
-def _join(place: Place, options: _InitOptions) -> roll_call_sockets.Meeting:
+def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.Meeting:
     """Meets the other processes, and starts `jax.distributed`."""
     if compat.backend_is_initialized():
         raise RuntimeError(
@@ -238,7 +245,7 @@ def _join(place: Place, options: _InitOptions) -> roll_call_sockets.Meeting:
     address = place.coordinator_address
     key = job_key.from_environ(os.environ)
     meeting = roll_call_sockets.call_roll(
-        hello, address, timeout_s=options.timeout_s, key=key
+        hello, address, timeout_s=options.timeout_s, key=key, path=path
     )
     is_outside = not addresses.is_loopback(meeting.host)
     if key is None and is_outside and place.process_id == 0:
@@ -249,40 +256,13 @@ def _join(place: Place, options: _InitOptions) -> roll_call_sockets.Meeting:
             job_key.VARIABLE,
         )
     _choose_devices(place, options)
-    port = addresses.split(address)[1]
-    if "%" not in meeting.host:  # gRPC takes no zone.
-        address = addresses.join(meeting.host, port)
-    jax.distributed.initialize(
-        address,
-        place.num_processes,
-        place.process_id,
-        cluster_detection_method="deactivate",
-        initialization_timeout=max(1, int(options.timeout_s)),
-        coordinator_bind_address=_bind_address(place, meeting, port),
+    coordination.start(
+        place.process_id, place.num_processes, address, meeting, options.timeout_s
     )
     # Else it offers the address of the host's own name, which is 127.0.1.1 on Debian.
     compat.offer_gloo_address(meeting.own_host)
     _leave_at_once_on_failure()
     return meeting
-
-
-def _bind_address(
-    place: Place, meeting: roll_call_sockets.Meeting, port: int
-) -> str | None:
-    """Returns where JAX's coordination service listens; None: on all interfaces.
-
-    It asks for no key. So it listens only where the processes of this job came from.
-    """
-    if place.process_id == 0 and meeting.bind_host and "%" not in meeting.bind_host:
-        return addresses.join(meeting.bind_host, port)
-    if place.process_id == 0:
-        _logger.warning(
-            "Processes reach the coordinator at several addresses of this host, so "
-            "that JAX's port %d listens on all interfaces. It asks for no key: see "
-            "docs/security.md.",
-            port,
-        )
-    return None
 
 
 def _make_world(

@@ -61,6 +61,7 @@ class Verdict(msgspec.Struct, frozen=True):
     nodes: list[str] = []  # of each process, by process id.
     host: str = ""  # an address of process 0, as its peers on other hosts reach it.
     session: str = ""  # makes the key of this run; 32 hexadecimal digits.
+    path: str = ""  # of a Unix socket, if JAX's coordination service is to be there.
 
 
 class RollCall(NamedTuple):
@@ -229,7 +230,7 @@ def decode_verdict(
         if not verdict.error.replace("\n", "").isprintable():
             raise Refused("its error is no text")
         return verdict
-    _check_texts(verdict.host, verdict.session, *verdict.nodes)
+    _check_texts(verdict.host, verdict.session, verdict.path, *verdict.nodes)
     if len(verdict.nodes) != own.num_processes or not verdict.host:
         raise Refused("it does not name the node of each process")
     return verdict

@@ -36,10 +36,16 @@ class Meeting(NamedTuple):
     own_host: str  # numeric address of this process, as the others reach it.
     bind_host: str  # process 0: where to listen for the others; "": everywhere.
     session_key: bytes  # of this run, shape (32,), the same everywhere.
+    path: str = ""  # of the Unix socket that process 0 offers to the others.
 
 
 def call_roll(
-    own: Hello, address: str, *, timeout_s: float, key: bytes | None = None
+    own: Hello,
+    address: str,
+    *,
+    timeout_s: float,
+    key: bytes | None = None,
+    path: str = "",
 ) -> Meeting:
     """Meets the other processes at `address`; every process calls it once.
 
@@ -49,6 +55,7 @@ def call_roll(
         address stands in brackets.
       timeout_s: how long to wait for the others, in seconds.
       key: of the job, the same everywhere; None where it has none.
+      path: that process 0 is to tell the others.
 
     Raises:
       RuntimeError: a process is missing, came twice, does not fit or has another key;
@@ -56,7 +63,7 @@ def call_roll(
         could be told.
     """
     if own.process_id == 0:
-        verdict, meeting = _Host(own, address, timeout_s, key).serve()
+        verdict, meeting = _Host(own, address, timeout_s, key, path).serve()
     else:
         verdict, meeting = _Caller(own, address, timeout_s, key).attend()
     if verdict.error is not None:
@@ -80,8 +87,11 @@ class _Guest:
 class _Host:
     """Process 0: hears all, and tells them how it ended."""
 
-    def __init__(self, own: Hello, address: str, timeout_s: float, key: bytes | None):
+    def __init__(
+        self, own: Hello, address: str, timeout_s: float, key: bytes | None, path: str
+    ):
         self._own, self._address, self._key = own, address, key
+        self._path = path
         self._deadline_s = time.monotonic() + timeout_s
         self._roll = roll_call.open_roll(own, deadline_s=self._deadline_s)
         self._guests: dict[socket.socket, _Guest] = {}  # in the order they came.
@@ -107,7 +117,8 @@ class _Host:
             self._tell(verdict)
         session_key = roll_call.session_key(self._key, verdict.session)
         host = verdict.host
-        return verdict, Meeting(verdict.nodes, host, host, bind_host, session_key)
+        found = Meeting(verdict.nodes, host, host, bind_host, session_key, verdict.path)
+        return verdict, found
 
     def _judge(self) -> Verdict | None:
         verdict = roll_call.judge(self._roll, now_s=time.monotonic())
@@ -235,8 +246,9 @@ class _Host:
         host, serves_all = addresses.choose_host(reached)
         if verdict.error is None:
             session = roll_call.make_challenge(None).nonce
-            host_of = {"host": host, "session": session}
-            verdict = Verdict(nodes=verdict.nodes, **host_of)
+            verdict = Verdict(
+                nodes=verdict.nodes, host=host, session=session, path=self._path
+            )
         return verdict, host if serves_all else ""
 
     def _tell(self, verdict: Verdict) -> None:
@@ -314,7 +326,8 @@ class _Caller:
             # The others come from other hosts, and find this one at that address.
             host = own_host = verdict.host
         session_key = roll_call.session_key(self._key, verdict.session)
-        return verdict, Meeting(verdict.nodes, host, own_host, "", session_key)
+        found = Meeting(verdict.nodes, host, own_host, "", session_key, verdict.path)
+        return verdict, found
 
     def _read_line(
         self, line: socket.socket, most_bytes: int, *, timeout_s: float

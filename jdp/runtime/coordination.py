@@ -1,0 +1,124 @@
+"""Coordination: where does JAX's coordination service listen, which asks for no key?
+
+Where one launcher has started all processes, on a Unix socket in a folder that only
+this user can enter; its name goes once all are connected. Elsewhere only at the address
+at which the processes came to the roll call.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import jax
+
+from jdp.runtime import addresses
+from jdp.runtime.roll_call_sockets import Meeting
+
+_PREFIX = "jdp-"
+_NAME = "coordination"
+_PATH = re.compile(rf"/[^\0\n]*/{_PREFIX}[a-z0-9_]+/{_NAME}", re.ASCII)
+_MOST_BYTES = 100  # Linux takes 107 of a Unix socket's path.
+_logger = logging.getLogger("jdp")
+
+
+@contextlib.contextmanager
+def make_path(*, is_one_launch: bool) -> Iterator[str]:
+    """Yields the path of a Unix socket for process 0; its folder goes afterwards.
+
+    Args:
+      is_one_launch: whether one launcher has started all processes, so that they see
+        the same files; else, and where Unix sockets do not serve, the path is "".
+    """
+    if not is_one_launch or sys.platform != "linux":
+        yield ""
+        return
+    try:
+        folder = tempfile.mkdtemp(prefix=_PREFIX)  # Of this user alone.
+    except OSError:
+        yield ""
+        return
+    try:
+        path = os.path.join(os.path.abspath(folder), _NAME)
+        is_right = len(os.fsencode(path)) <= _MOST_BYTES and _PATH.fullmatch(path)
+        yield path if is_right else ""
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(
+    process_id: int,
+    num_processes: int,
+    address: str,
+    meeting: Meeting,
+    timeout_s: float,
+) -> None:
+    """Starts `jax.distributed`; all processes do, after the roll call.
+
+    Args:
+      process_id: number of this process.
+      num_processes: of the job.
+      address: "host:port" of the coordinator, at which the roll call was.
+      meeting: how it ended.
+      timeout_s: how long to wait for the others, in seconds.
+
+    Raises:
+      RuntimeError: the path that process 0 told is none of this user.
+    """
+    port = addresses.split(address)[1]
+    if meeting.path:
+        if process_id != 0:
+            _check_path(meeting.path)
+        address = bind_address = f"unix:{meeting.path}"
+    else:
+        bind_address = _bind_address(process_id, meeting, port)
+        if "%" not in meeting.host:  # gRPC takes no zone.
+            address = addresses.join(meeting.host, port)
+    jax.distributed.initialize(
+        address,
+        num_processes,
+        process_id,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(1, int(timeout_s)),
+        coordinator_bind_address=bind_address,
+    )
+
+
+def _check_path(path: str) -> None:
+    """Raises RuntimeError unless it lies in a folder of this user alone."""
+    found = None
+    if _PATH.fullmatch(path):
+        with contextlib.suppress(OSError):
+            found = os.lstat(os.path.dirname(path))
+    is_ours = (
+        found is not None
+        and stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & 0o077
+    )
+    if not is_ours:
+        raise RuntimeError(
+            f"Process 0 offers {path!r} for JAX's coordination service. It is not in "
+            "a folder of this user alone. All processes of a `jdp launch` must see the "
+            "same files; start them elsewhere with one launch for each host."
+        )
+
+
+def _bind_address(process_id: int, meeting: Meeting, port: int) -> str | None:
+    """Returns where process 0 listens; None: on all interfaces, or not process 0."""
+    if process_id != 0:
+        return None
+    if meeting.bind_host and "%" not in meeting.bind_host:
+        return addresses.join(meeting.bind_host, port)
+    _logger.warning(
+        "Processes reach the coordinator at several addresses of this host, so that "
+        "JAX's port %d listens on all interfaces. It asks for no key: see "
+        "docs/security.md.",
+        port,
+    )
+    return None
