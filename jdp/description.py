@@ -86,8 +86,10 @@ class Description:
 
         # To a file, and as in a terminal: in a notebook rich would show it by itself.
         text = io.StringIO()
-        options = {"no_color": True, "highlight": False, "force_jupyter": False}
-        Console(file=text, width=120, **options).print(self)
+        console = Console(
+            file=text, width=120, no_color=True, highlight=False, force_jupyter=False
+        )
+        console.print(self)
         return text.getvalue()
 
     def __rich__(self) -> "Group":

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jdp import buckets, compat, per_replica, replicas
@@ -306,7 +307,7 @@ def _copy_aliases(leaves: list[Any]) -> list[Any]:
 
 def _copy(x: jax.Array) -> jax.Array:
     """Copies an array shard by shard: no program of several processes is needed."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _copy(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     shards = [shard.data.copy() for shard in x.addressable_shards]

@@ -445,7 +445,7 @@ class _BoundStep(DataParallelStep):
     __slots__ = ("__self__",)
 
     def __init__(self, core: DataParallelStep, owner: Any):
-        self.__dict__ = core.__dict__
+        object.__setattr__(self, "__dict__", core.__dict__)
         self.__self__ = owner
 
     def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":

@@ -21,7 +21,7 @@ class JoinedStep(Protocol):
     join_context: JoinContext | None
 
     @property
-    def world(self) -> World:
+    def join_world(self) -> World:
         """The replicas that the step runs on."""
         ...
 
@@ -52,7 +52,7 @@ class StepJoinHook(JoinHook):
     ) -> tuple[PyTree, PyTree]:
         """Runs the step; without data the replicas of this process do not count."""
         step = self._step
-        amount = np.full(step.world.num_local_replicas, has_data, np.float32)
+        amount = np.full(step.join_world.num_local_replicas, has_data, np.float32)
         out = step.run(self._divide_by, state, (amount, *batches))
         step.last_state = out[0]
         self._has_run = True
@@ -68,7 +68,7 @@ class StepJoinHook(JoinHook):
                 "`example=(state, *batches)` to `jdp.Join`, or use `jdp.join_batches`."
             )
         state, *batches = self._arguments
-        make_zeros = functools.partial(_zeros_of, self._step.world)
+        make_zeros = functools.partial(_zeros_of, self._step.join_world)
         zeros = step_arguments.map_batches(make_zeros, tuple(batches))
         self.run(state, zeros, has_data=False)
 
@@ -80,7 +80,7 @@ class StepJoinHook(JoinHook):
         self._arguments = None  # Nothing but `last_state` is kept alive.
         if self._has_run:
             step.last_state = replicas.copy_from(
-                step.world, step.last_state, process=context.last_joiner
+                step.join_world, step.last_state, process=context.last_joiner
             )
 
 

@@ -20,9 +20,9 @@ SIGNATURES = {
     "check_replicas": "(tree, *, world)",
     "check_same_program": "(fn, *args, world)",
     "copy_per_replica": "(tree, *, axis_name, world)",
-    "data_parallel": "(step, /, *, world, donate_state, check_vma, static_graph, "
-    "compiler_options)",
-    "describe": "(step, state, *batches)",
+    "data_parallel": "(step, /, *, world, static_argnames, replicated_argnames, "
+    "donate_state, check_vma, static_graph, compiler_options)",
+    "describe": "(step, state, /, *batches, **named)",
     "diloco": "(tx, *, period, outer, num_fragments, delay, mixing, axis_name, world)",
     "distributed_optimizer": "(tx, *, divide_by, axis_name, plan, packing, all_reduce, "
     "hook, world)",
@@ -37,7 +37,7 @@ SIGNATURES = {
     "local_sgd": "(tx, *, period, warmup_steps, axis_name, world)",
     "noise_scale": "(*, decay)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
-    "replicate": "(world, tree)",
+    "replicate": "(world, tree, *, process)",
     "reshard": "(saved, *, like)",
     "saved_like": "(state, *, num_replicas)",
     "skip_unused": "(tx)",
