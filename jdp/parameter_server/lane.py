@@ -11,12 +11,13 @@ import mmap
 import os
 import re
 import secrets
+import stat
 
 from jdp.parameter_server.messages import LaneOffer
 
 _TOKEN_BYTES = 16
 _HEADER_BYTES = 4096
-_PATH = re.compile(r"/proc/\d+/fd/\d+")
+_PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
@@ -77,13 +78,16 @@ def open_lane(offer: LaneOffer, *, least_bytes: int) -> Lane | None:
     if num_bytes < least_bytes or not _PATH.fullmatch(offer.path):
         return None
     try:
+        # Looked at first: to open a device may already do something.
+        if not _is_ours(os.stat(offer.path), size):
+            return None
         descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         # On another host the path may be anything. Without the seal its owner could cut
         # it off, and whoever touches it then is killed.
-        if os.fstat(descriptor).st_size != size:
+        if not _is_ours(os.fstat(descriptor), size):
             return None
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             return None
@@ -95,3 +99,9 @@ def open_lane(offer: LaneOffer, *, least_bytes: int) -> Lane | None:
     if mapped[:_TOKEN_BYTES] != offer.token:
         return None
     return Lane(mapped, num_bytes)
+
+
+def _is_ours(found: os.stat_result, size: int) -> bool:
+    """Whether it is memory or a file of this user, of the right size."""
+    is_file = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return is_file and found.st_size == size

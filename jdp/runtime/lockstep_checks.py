@@ -39,6 +39,8 @@ def _find_announcement_fault(
         return "announces a batch with a number of samples that none can have"
     if state.has_ended[process] and (sizes or not announcement.has_ended):
         return "announces batches after its last one"
+    if state.has_ended[process] and announcement.error != state.errors[process]:
+        return "announces another end than before"
     if announcement.error is not None and not announcement.has_ended:
         return "announces an error and no end"
     is_first = state.num_announced[process] == 0

@@ -1,6 +1,7 @@
 """What does not belong together, or comes from strangers."""
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -148,7 +149,7 @@ def test_who_sends_too_much_is_cut_off(job):
     assert _still_works(job)
 
 
-def test_a_lane_must_be_what_it_says(tmp_path):
+def test_a_lane_must_be_what_it_says(tmp_path, monkeypatch):
     made = lane.make_lane(1000)
     assert made is not None
     own, file = made
@@ -169,10 +170,16 @@ def test_a_lane_must_be_what_it_says(tmp_path):
             LaneOffer("/etc/passwd", offer.token, 1000),
             LaneOffer("/proc/1/fd/../../../etc/passwd", offer.token, 1000),
             LaneOffer("/proc/999999999/fd/1", offer.token, 1000),
+            LaneOffer(offer.path.replace("1", "\u0661"), offer.token, 1000),
+            LaneOffer(offer.path + "\0", offer.token, 1000),
+            LaneOffer(offer.path, offer.token, -1),
             LaneOffer(path, bytes(16), 1000),
         ):
             assert lane.open_lane(wrong, least_bytes=1) is None
     assert lane.open_lane(offer, least_bytes=1001) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)  # as memory of another user.
+        assert lane.open_lane(offer, least_bytes=1000) is None
     file.close()
     assert lane.open_lane(offer, least_bytes=1000) is None
 
