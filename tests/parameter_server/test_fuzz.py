@@ -35,6 +35,15 @@ def test_bombs_are_no_messages(data):
             messages.decode(head + data, decoder)
 
 
+def _is_sense(frame, is_server):
+    """Whether a worker comes, or a server says that it begins anew."""
+    try:
+        found = messages.decode(frame, messages.to_server)
+    except (messages.MessageError, messages.RefusedError):
+        return False
+    return isinstance(found, Hello) or (is_server and isinstance(found, Follow))
+
+
 def _attack(job, is_over):
     """Sends what a server with two sorts of keys may hear, without an end."""
     found = keys.read_keys(job.key_file)
@@ -47,12 +56,11 @@ def _attack(job, is_over):
     while not is_over.is_set():
         for line in lines:
             for server in range(len(job.addresses)):
-                tags = [t for t in fuzz.TO_SERVER if t != "Hello"]
-                if line is lines[1]:
-                    tags.remove("Follow")
-                payload = rng.choice([None, b"", bytes(7)])
-                line.send(server, fuzz.draw_frame(rng, tags), payload)
-                num_sent += 1
+                frame = fuzz.draw_frame(rng, fuzz.TO_SERVER)
+                if not _is_sense(frame, is_server=line is lines[1]):
+                    payload = rng.choice([None, b"", bytes(7)])
+                    line.send(server, frame, payload)
+                    num_sent += 1
             line.poll(0.001)
             line.receive()
     for line in lines:
