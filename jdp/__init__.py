@@ -17,7 +17,7 @@ from jdp.outer_steps import diloco
 from jdp.per_replica import PerReplica, copy_per_replica
 from jdp.reduction import average
 from jdp.replicas import check_replicas, check_same_program, replicate
-from jdp.resharding import reshard, saved_like
+from jdp.resharding import consolidate, reshard, saved_like, spread
 from jdp.runtime.cluster import init
 from jdp.runtime.join_context import Join
 from jdp.runtime.uneven_batches import join_batches
@@ -42,6 +42,7 @@ __all__ = [
     "broadcast_from",
     "check_replicas",
     "check_same_program",
+    "consolidate",
     "copy_per_replica",
     "data_parallel",
     "describe",
@@ -60,6 +61,7 @@ __all__ = [
     "reshard",
     "saved_like",
     "skip_unused",
+    "spread",
     "sync_buffers",
     "sync_gradients",
     "sync_in_backward",

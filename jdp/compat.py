@@ -149,6 +149,41 @@ ad.deflinear2(_replicated_p, _replicated_transpose)
 batching.primitive_batchers[_replicated_p] = _replicated_batch
 
 
+def expect_same(x: jax.Array, axis_names: Sequence[str], message: str) -> jax.Array:
+    """Returns `x`, which must be the same over `axis_names`; no data moves.
+
+    Where JAX tracks by type what may differ, this finds out at once. Elsewhere the
+    equation stays in the program for an analysis of it, which raises `message`.
+
+    Args:
+      x: any array.
+      axis_names: bound names of axes.
+      message: of the ValueError, where `x` may differ.
+
+    Raises:
+      ValueError: `x` may differ.
+    """
+    if varying_axes(x) & frozenset(axis_names):
+        raise ValueError(message)
+    if varying_axes(lax.axis_index(tuple(axis_names))):
+        return x
+    return expect_same_p.bind(x, axes=tuple(axis_names), message=message)
+
+
+expect_same_p = Primitive("jdp_expect_same")
+expect_same_p.def_impl(lambda x, *, axes, message: x)
+expect_same_p.def_abstract_eval(lambda aval, *, axes, message: aval)
+mlir.register_lowering(expect_same_p, lambda ctx, x, *, axes, message: [x])
+ad.primitive_jvps[expect_same_p] = lambda xs, dots, **params: (
+    expect_same_p.bind(*xs, **params),
+    dots[0],
+)
+batching.primitive_batchers[expect_same_p] = lambda xs, dims, **params: (
+    expect_same_p.bind(*xs, **params),
+    dims[0],
+)
+
+
 def only_for(x: jax.Array, platform: str, message: str) -> jax.Array:
     """Returns `x`; a program that holds it compiles for `platform` alone.
 

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import buckets, grad_sync, reduction, usage_flags, weights
+from jdp import (
+    buckets,
+    grad_sync,
+    reduction,
+    update_arguments,
+    usage_flags,
+    weights,
+)
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.buckets import BucketPlan
 from jdp.grad_sync import Packing
@@ -66,6 +73,8 @@ def distributed_optimizer(
         weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
+        update_arguments.check_shapes(updates, params)
+        extra_args = update_arguments.check_extra(extra_args, axis_name)
         weighting = weights.resolve(weight, divide_by)
         inner_state, hook_state = state, None
         if isinstance(state, HookedState):
@@ -180,6 +189,7 @@ def skip_unused(
     ) -> tuple[PyTree, SkipUnusedState]:
         flags = _check_used(used, updates)
         _check_structures(updates, state, params)
+        _check_no_functions(extra_args)
         leaves, treedef = jax.tree.flatten(updates if params is None else params)
         key = treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         if key not in slots:
@@ -336,6 +346,17 @@ def _check_used(used: PyTree | None, updates: PyTree) -> list[Any]:
             "and call `update(grads, state, params, used=used)`."
         )
     return usage_flags.check_used(used, updates)
+
+
+def _check_no_functions(extra_args: dict[str, Any]) -> None:
+    for name, value in extra_args.items():
+        if any(callable(x) for x in jax.tree.leaves(value)):
+            raise ValueError(
+                "`skip_unused` runs its optimizer on one parameter at a time, but the "
+                f"extra argument `{name}` is a function of all of them. Put what needs "
+                "it, such as a line search, in front of `skip_unused` or behind it in "
+                "an `optax.chain`."
+            )
 
 
 def _check_structures(

@@ -1,8 +1,7 @@
 """Per replica: the parts of a train state of which every replica has its own."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,7 @@ from jdp.mesh import World
 from jdp.types import AxisName, PyTree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PerReplica:
+class PerReplica(NamedTuple):
     """A part of a train state that differs between the replicas.
 
     What the optimizer state of a shard is, or a replica's own rounding errors. Inside

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jdp import compat, mesh
+from jdp import compat, mesh, partials
 from jdp.collectives import base, xla
 from jdp.collectives.base import Halves
+from jdp.partials import Partial
 from jdp.types import AxisName, PyTree
 
 _logger = logging.getLogger("jdp")
@@ -42,6 +44,11 @@ _ELEMENTWISE = frozenset(
 _RESHAPES = frozenset(
     {"reshape", "squeeze", "expand_dims", "reshard", "sharding_constraint"}
 )
+_REDUCTIONS: dict[str, partials.Op] = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+}
 _INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -61,14 +68,6 @@ class Piece(NamedTuple):
     # neither copies nor computes twice what keeps its shape from there to the result.
     data: jax.Array
     shape: tuple[int, ...]  # of the whole.
-
-
-class _Partial(NamedTuple):
-    """What has been found of this replica's pieces, to be combined with the others'."""
-
-    data: jax.Array
-    op: str  # "sum", "max" or "min".
-    dtype: Any = None  # of the result, where it is bool.
 
 
 class Layout(NamedTuple):
@@ -205,40 +204,63 @@ class _Evaluation:
                 self._known.update(zip(equation.outputs, found, strict=True))
                 continue
             left.append(equation)
-            for key, value in zip(equation.inputs, values, strict=True):
-                if isinstance(value, _Partial):
+            for key in self._missing(equation, values):
+                if isinstance(self._known[key], Partial):
                     wanted.append(key)
-                elif isinstance(value, Piece) and not any(
-                    isinstance(v, _Partial) for v in values
-                ):
+                else:
                     whole.append((key, equation.eqn))
         self._combine(wanted)
         self._gather(whole)
         return left
 
+    def _missing(self, equation: _Equation, values: list[Any]) -> list[Any]:
+        """Returns keys of what an equation wants of other replicas, first of all."""
+        keys = equation.inputs
+        pairs = list(zip(keys, values, strict=True))
+        found = [key for key, x in pairs if isinstance(x, Partial)]
+        if found:
+            return found
+        if equation.eqn.primitive.name == "cond" and isinstance(values[0], Piece):
+            return keys[:1]
+        found = [key for key, x in pairs if isinstance(x, Piece)]
+        if self._is_elementwise(equation.eqn):
+            # Scalars beside arrays. One replica alone has the piece of a scalar.
+            shapes = {x.shape for x in values}
+            if len(shapes) > 1:
+                return [k for k in found if self._known[k].shape == ()] or found
+        return found
+
     def _local(self, eqn: Any, values: list[Any]) -> list[Any] | None:
         """Runs an equation; returns None if it wants something of other replicas."""
         name = eqn.primitive.name
-        if any(isinstance(x, _Partial) for x in values):
+        if any(isinstance(x, Partial) for x in values):
             return self._linear(name, eqn, values)
         if not any(isinstance(x, Piece) for x in values):
             return compat.bind_equation(eqn, values)
         if name == "cond":
             return self._cond(eqn, values)
-        if name in _ELEMENTWISE:
+        if self._is_elementwise(eqn):
             return self._elementwise(eqn, values)
         if name in _RESHAPES:
             (piece,) = values
             return [Piece(piece.data, eqn.outvars[0].aval.shape)]
         return self._reduction(name, eqn, values)
 
+    def _is_elementwise(self, eqn: Any) -> bool:
+        if eqn.primitive.name == "bitcast_convert_type":
+            # To another width, it adds a dimension or takes one away.
+            return eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+        return eqn.primitive.name in _ELEMENTWISE
+
     def _linear(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
         """Sums of partial sums are partial sums, and so are multiples of one."""
-        are_partial = [isinstance(x, _Partial) for x in values]
-        partials = [x for x in values if isinstance(x, _Partial)]
+        are_partial = [isinstance(x, Partial) for x in values]
+        parts = [x for x in values if isinstance(x, Partial)]
         if any(isinstance(x, Piece) for x in values) or any(
-            x.op != "sum" for x in partials
+            x.op != "sum" or x.dtype is not None for x in parts
         ):
+            return None
+        if eqn.outvars[0].aval.size != 1:  # To send it would take longer.
             return None
         if name in ("add", "add_any", "sub", "neg", *_RESHAPES):
             # What is whole is added on one replica.
@@ -247,21 +269,28 @@ class _Evaluation:
                 x.data if is_partial else jnp.where(is_first, x, jnp.zeros_like(x))
                 for x, is_partial in zip(values, are_partial, strict=True)
             ]
-        elif (name == "mul" and len(partials) == 1) or (
-            name == "div" and are_partial == [True, False]
-        ):
-            operands = [x.data if isinstance(x, _Partial) else x for x in values]
+        elif (
+            (name == "mul" and len(parts) == 1)
+            or (name == "div" and are_partial == [True, False])
+        ) and self._is_plain(eqn.invars[1 - are_partial.index(True)]):
+            operands = [x.data if isinstance(x, Partial) else x for x in values]
         else:
             return None
         names = mesh.tracked_axes(self._layout.axis_name)
         operands = compat.cast_alike(operands, sorted(names))
         (out,) = compat.bind_equation(eqn, operands)
-        return [_Partial(out, "sum")]
+        return [Partial(out, "sum")]
+
+    def _is_plain(self, atom: Any) -> bool:
+        """Whether it is a number that makes no NaN of a partial sum of zero."""
+        return _is_literal(atom) and bool(np.isfinite(atom.val)) and atom.val != 0
 
     def _elementwise(self, eqn: Any, values: list[Any]) -> list[Any] | None:
         shape = next(x.shape for x in values if isinstance(x, Piece))
-        if any(x.shape not in (shape, ()) for x in values):
-            return None  # Dimensions of length 1 stand for all of another array's.
+        if any(
+            x.shape != shape and (isinstance(x, Piece) or x.shape != ()) for x in values
+        ):
+            return None
         operands = []
         for x in values:
             if isinstance(x, Piece):
@@ -294,20 +323,15 @@ class _Evaluation:
                 [Piece(values[0].data.astype(jnp.int32), values[0].shape)],
             )
             return found and [found[0]._replace(dtype=jnp.bool_)]
-        if name in ("reduce_sum", "reduce_max", "reduce_min"):
+        op = _REDUCTIONS.get(name)
+        if op is not None:
             (piece,) = values
             left = [d for i, d in enumerate(piece.shape) if i not in eqn.params["axes"]]
-            if math.prod(left) != 1:
+            dtype = piece.data.dtype
+            if math.prod(left) != 1 or (op != "sum" and not partials.is_ordered(dtype)):
                 return None
-            op = name.removeprefix("reduce_")
-            if op == "sum":
-                found = self._layout.mask(piece, 0).sum(dtype=piece.data.dtype)
-            else:
-                limits = _limits(piece.data.dtype)
-                fill = limits[0] if op == "max" else limits[1]
-                data = self._layout.mask(piece, fill)
-                found = data.max() if op == "max" else data.min()
-            return [_Partial(found.reshape(left), op)]
+            data = self._layout.mask(piece, partials.neutral(dtype, op))
+            return [partials.reduce_elements(data, op, left)]
         if name == "dot_general":
             a, b = values
             (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -316,8 +340,10 @@ class _Evaluation:
                 (_, others), _ = eqn.params["dimension_numbers"]
                 if tuple(contracted) == tuple(others):
                     dtype = eqn.outvars[0].aval.dtype
-                    products = Piece(a.data.astype(dtype) * b.data, a.shape)
-                    return [_Partial(self._layout.mask(products, 0).sum(), "sum")]
+                    wide = base.accumulator(dtype, "sum")
+                    products = a.data.astype(wide) * b.data.astype(wide)
+                    products = self._layout.mask(Piece(products, a.shape), 0)
+                    return [Partial(products.sum().astype(dtype), "sum")]
         return None
 
     def _cond(self, eqn: Any, values: list[Any]) -> list[Any] | None:
@@ -372,21 +398,11 @@ class _Evaluation:
 
     def _combine(self, keys: Sequence[Any]) -> None:
         """Combines what replicas have found, in a collective an operation and dtype."""
-        groups: dict[Any, list[Any]] = {}
-        for key in dict.fromkeys(keys):
-            value = self._known[key]
-            if isinstance(value, _Partial):
-                groups.setdefault((value.op, value.data.dtype), []).append(key)
-        reductions = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
-        for (op, _), members in groups.items():
-            partials = [self._known[key].data for key in members]
-            stacked = jnp.stack([x.reshape(()) for x in partials])
-            stacked = base.cast_varying(stacked, self._layout.axis_name)
-            total = reductions[op](stacked, self._layout.axis_name)
-            for key, x, found in zip(members, partials, total, strict=True):
-                dtype = self._known[key].dtype
-                found = found if dtype is None else found.astype(dtype)
-                self._known[key] = found.reshape(x.shape)
+        keys = [k for k in dict.fromkeys(keys) if isinstance(self._known[k], Partial)]
+        found = partials.combine(
+            [self._known[key] for key in keys], self._layout.axis_name
+        )
+        self._known.update(zip(keys, found, strict=True))
 
     def _gather(self, wanted: Sequence[tuple[Any, Any]]) -> None:
         """Puts pieces together on all replicas, in a collective a dtype."""
@@ -456,13 +472,3 @@ def _cut_up(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
 
 def _is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
-
-
-def _limits(dtype: Any) -> tuple[Any, Any]:
-    """The least and the largest value of a dtype."""
-    if dtype == jnp.bool_:
-        return False, True
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return info.min, info.max
-    return -jnp.inf, jnp.inf

@@ -1,13 +1,15 @@
-"""Resharding: a state that was saved on another number of replicas."""
+"""Resharding: a state on another number of replicas, or as plain optax has it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp import buckets
+from jdp import buckets, pieces, zero
 from jdp.per_replica import PerReplica
 from jdp.types import PyTree
 from jdp.zero import ZeroState
@@ -110,6 +112,117 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
     return new
 
 
+def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
+    """Puts the pieces of `jdp.zero1` together to the state of plain optax.
+
+    Every process calls it. All arrays come to all devices: for as long as they are
+    kept, `zero1` saves no memory. The state of a hook is left out.
+
+        plain = jdp.consolidate(opt, like=jax.eval_shape(tx.init, params))
+        params = optax.contrib.schedule_free_eval_params(plain, params)
+
+    Args:
+      state: a `ZeroState`, on any number of replicas, or a pytree that holds some; of
+        `jax.Array`s, or of host arrays as a checkpoint returns them.
+      like: the same of the optimizer without `zero1`, in the same places; values are
+        not read.
+
+    Returns:
+      A tree like `like`, every `jax.Array` of it replicated over the mesh of `state`.
+
+    Raises:
+      ValueError: `like` is of other parameters or another optimizer; the array is
+        named.
+    """
+
+    def visit(node: Any, plain: Any) -> Any:
+        if not isinstance(node, ZeroState):
+            return node
+        names, leaves = _names_in(plain, node), jax.tree.leaves(plain)
+        pairs = zip(node.own_names, node.own.value, strict=True)
+        shapes = {k: x.shape for k, x in zip(names, leaves, strict=True)}
+        found = dict(zip(node.shared_names, node.shared, strict=True))
+        found |= {name: _join(rows, shapes[name]) for name, rows in pairs}
+        return jax.tree.unflatten(
+            jax.tree.structure(plain), [found[name] for name in names]
+        )
+
+    return jax.tree.map(visit, state, like, is_leaf=_is_zero)
+
+
+def spread(whole: PyTree, *, like: PyTree) -> PyTree:
+    """Cuts a state of plain optax into the pieces of `jdp.zero1`.
+
+    The inverse of `consolidate`, on any number of replicas. Every process calls it with
+    the whole state; nothing is sent.
+
+    Args:
+      whole: state of the optimizer without `zero1`: host arrays, or `jax.Array`s that
+        are local or replicated.
+      like: a new `ZeroState` of the replicas that are here, or a pytree that holds
+        some; where its arrays lie is kept, and so is the state of hooks.
+
+    Returns:
+      The values of `whole` in the form of `like`.
+
+    Raises:
+      ValueError: `whole` is of other parameters or another optimizer; the array is
+        named.
+    """
+
+    def visit(node: Any, plain: Any) -> Any:
+        if not isinstance(node, ZeroState):
+            return plain
+        values = dict(zip(_names_in(plain, node), jax.tree.leaves(plain), strict=True))
+        shared = [
+            _place(_host(values[name], name, x), x)
+            for name, x in zip(node.shared_names, node.shared, strict=True)
+        ]
+        own = []
+        for name, x in zip(node.own_names, node.own.value, strict=True):
+            value = _host(values[name], name, x).reshape(-1)
+            flat = np.zeros(math.prod(x.shape), x.dtype)
+            flat[: value.size] = value
+            own.append(_place(flat.reshape(x.shape), x))
+        return node._replace(shared=shared, own=PerReplica(own))
+
+    return jax.tree.map(visit, like, whole, is_leaf=_is_zero)
+
+
+def _is_zero(node: Any) -> bool:
+    return isinstance(node, ZeroState)
+
+
+def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
+    """Names the arrays of a plain state, which must be those of a `ZeroState`."""
+    names = zero.array_names(plain)
+    known = {*state.shared_names, *state.own_names}
+    if set(names) == known:
+        return names
+    missing, extra = sorted(known - {*names}), sorted({*names} - known)
+    raise ValueError(
+        "The state of plain optax is not that of the `ZeroState`, by path and shape: "
+        + (f"it has no `{missing[0]}`" if missing else f"it has `{extra[0]}` as well")
+        + ". Make it with `init` of the same optimizer, without `zero1`, for the same "
+        "parameters."
+    )
+
+
+def _join(rows: Any, shape: tuple[int, ...]) -> Any:
+    if not isinstance(rows, jax.Array):
+        return pieces.restore(np.asarray(rows), shape)
+    sharding = NamedSharding(rows.sharding.mesh, PartitionSpec())
+    join = jax.jit(pieces.restore, static_argnums=1, out_shardings=sharding)
+    return join(rows, shape)
+
+
+def _host(value: Any, name: str, like: Any) -> np.ndarray:
+    value = np.asarray(value)
+    if value.dtype != like.dtype:
+        raise ValueError(f"`{name}` is {value.dtype}, but {like.dtype} here.")
+    return value
+
+
 def _map(
     tree: PyTree,
     of_shared: Callable[[Any], Any],
@@ -123,11 +236,11 @@ def _map(
             return jax.tree.map(of_row, node)
         if not isinstance(node, ZeroState):
             return of_shared(node)
-        sizes = [int(np.prod(s)) for s in node.shapes if s is not None]
+        sizes = [math.prod(shape) for shape in zero.own_shapes(node)]
         shared = [of_shared(x) for x in node.shared]
         own = [of_piece(x, n) for x, n in zip(node.own.value, sizes, strict=True)]
         hook = _map(node.hook, of_shared, of_piece, of_row)
-        return ZeroState(shared, PerReplica(own), hook, node.treedef, node.shapes)
+        return node._replace(shared=shared, own=PerReplica(own), hook=hook)
 
     def is_special(node: Any) -> bool:
         return isinstance(node, PerReplica | ZeroState)

@@ -1,13 +1,23 @@
 """Zero: optimizer state that is shared out among the replicas (ZeRO, stage 1)."""
 
-import dataclasses
-from typing import Any
+import json
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdp import buckets, compat, compression, per_replica, pieces, reduction, weights
+from jdp import (
+    buckets,
+    compat,
+    compression,
+    per_replica,
+    pieces,
+    reduction,
+    update_arguments,
+    usage_flags,
+    weights,
+)
 from jdp.buckets import BucketPlan
 from jdp.collectives import base, xla
 from jdp.collectives.base import Halves
@@ -20,28 +30,25 @@ from jdp.types import AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ZeroState:
-    """State of `zero1`: this replica's pieces of the state of the inner optimizer.
+class ZeroState(NamedTuple):
+    """State of `zero1`: this replica's pieces of the state of the inner optimizer."""
 
-    Attributes:
-      shared: by leaf of the inner state, those that every replica has whole.
-      own: by leaf, those of which a replica has a piece, shape (ceil(size /
-        num_replicas),): arrays in the shape of a parameter.
-      hook: state of the hook; None without one.
-      treedef: structure of the inner state.
-      shapes: by leaf of the inner state the shape of the whole array, or None where
-        it is shared.
-    """
-
-    shared: list[Any]
+    shared: list[jax.Array]  # arrays of the inner state that every replica has whole.
+    # A list of arrays in the shape of a parameter, of which a replica has a piece:
+    # shape (ceil(size / n),), of n replicas.
     own: PerReplica
-    hook: Any
-    treedef: Any = dataclasses.field(metadata={"static": True})
-    shapes: tuple[tuple[int, ...] | None, ...] = dataclasses.field(
-        metadata={"static": True}
-    )
+    hook: Any  # state of the hook; None without one.
+    # Path in the inner state and shape of the whole, as in `[0].mu['w'] [5, 16]`.
+    shared_names: tuple[str, ...]
+    own_names: tuple[str, ...]
+
+
+# Names are no arrays. A named tuple all the same: `flax.serialization` knows it.
+jax.tree_util.register_dataclass(
+    ZeroState,
+    data_fields=["shared", "own", "hook"],
+    meta_fields=["shared_names", "own_names"],
+)
 
 
 def zero1(
@@ -117,67 +124,116 @@ def zero1(
         state: Any,
         params: PyTree | None = None,
         *,
+        used: PyTree | None = None,
         weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        if params is None:
-            raise ValueError(
-                "`params` is missing: the optimizer of `zero1` steps on its own piece "
-                "of them. Call `update(grads, state, params)`."
-            )
+        _check_arguments(updates, state, params)
         layout = pieces.find_layout(axis_name)
-        avals = jax.tree.map(_aval, (updates, params, extra_args))
-        whole_state = jax.eval_shape(inner.init, avals[1])
-        _check_state(state, whole_state, layout)
+        extra_args = update_arguments.check_extra(extra_args, axis_name)
         weighting = weights.resolve(weight, divide_by)
         weights.note(weighting)
-        grads, total, hook_state = _scatter(
-            updates, state.hook, options, weighting, halves, layout
+        scattered = _scatter(
+            updates, used, state.hook, options, weighting, halves, layout
         )
+        if used is not None:
+            extra_args["used"] = scattered.used
+        extra, merge = update_arguments.split_arrays(extra_args)
+        avals = jax.tree.map(_aval, (updates, params, extra))
+        whole_state = jax.eval_shape(inner.init, params)
+        names = _names(whole_state, params)
+        before = _leaves_of(state, names, whole_state, layout)
         cut = jax.tree.map(layout.cut, params)
-        args = (grads, _pieces_of(state), cut, extra_args)
+        args = (scattered.grads, before, cut, extra)
+        treedef = jax.tree.structure(whole_state)
 
-        def step(grads: PyTree, state: PyTree, params: PyTree, extra: Any) -> Any:
-            return inner.update(grads, state, params, **extra)
+        def step(grads: PyTree, leaves: Any, params: PyTree, extra: Any) -> Any:
+            state = jax.tree.unflatten(treedef, leaves)
+            out, new = inner.update(grads, state, params, **merge(extra))
+            found = jax.tree.leaves(new)
+            if len(found) != len(leaves):
+                buckets.check_same_structure(
+                    new, "The state that the optimizer returns", state, _OF_INIT
+                )
+            return out, found
 
         out, new = pieces.run(
-            step, args, (avals[0], whole_state, avals[1], avals[2]), layout
+            step, args, (avals[0], jax.tree.leaves(whole_state), *avals[1:]), layout
         )
-        own = _as_pieces(jax.tree.leaves(out, is_leaf=_is_piece), layout)
-        leaves = _in_kinds(new, state, layout)
+        steps, treedef_out = jax.tree.flatten(out, is_leaf=_is_piece)
+        own = _as_pieces(steps, layout)
+        leaves = _in_kinds(new, names, layout)
         if weighting is not None:  # Without any data nothing happens.
-            own, leaves = _unless_empty(jnp.greater(total, 0), own, leaves, state)
-        treedef = jax.tree.structure(updates)
-        updates = jax.tree.unflatten(treedef, _gather_all(own, layout, halves))
-        return updates, dataclasses.replace(
-            state,
-            shared=[x for x, s in zip(leaves, state.shapes, strict=True) if s is None],
-            own=PerReplica(
-                [x for x, s in zip(leaves, state.shapes, strict=True) if s is not None]
-            ),
-            hook=hook_state,
-        )
+            has_data = jnp.greater(scattered.total, 0)
+            own, leaves = _unless_empty(has_data, own, leaves, before)
+        updates = jax.tree.unflatten(treedef_out, _gather_all(own, layout, halves))
+        return updates, _make_state(names, leaves, scattered.hook_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+_OF_INIT = "that of its `init`, which `zero1` cuts into pieces"
+
+
+class _Name(NamedTuple):
+    """One array of the inner state."""
+
+    path: str
+    shape: tuple[int, ...]  # of the whole.
+    is_cut: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.path} {list(self.shape)}"
+
+
+def array_names(state: PyTree) -> list[str]:
+    """Names the arrays of an inner state, as a `ZeroState` does."""
+    return [name.key for name in _names(state, ())]
+
+
+def _names(state: PyTree, params: PyTree) -> list[_Name]:
+    """Names the arrays of an inner state, and says which of them are cut."""
+    of_params = {jnp.shape(x) for x in jax.tree.leaves(params)} - {()}
+    # `flax.nnx.Optimizer` calls `init` with variables and `update` with their values.
+    paths = [path.removesuffix(".value") for path in buckets.leaf_paths(state)]
+    return [
+        _Name(path, jnp.shape(x), jnp.shape(x) in of_params and not _is_key(x))
+        for path, x in zip(paths, jax.tree.leaves(state), strict=True)
+    ]
 
 
 def _cut_state(
     state: PyTree, params: PyTree, hook_state: PyTree, layout: Layout
 ) -> ZeroState:
-    leaves, treedef = jax.tree.flatten(state)
-    of_params = {jnp.shape(x) for x in jax.tree.leaves(params)} - {()}
-    shapes = tuple(
-        jnp.shape(x) if jnp.shape(x) in of_params and not _is_key(x) else None
-        for x in leaves
-    )
-    shared, own = [], []
-    for x, shape in zip(leaves, shapes, strict=True):
+    names = _names(state, params)
+    leaves = []
+    for name, x in zip(names, jax.tree.leaves(state), strict=True):
         x = jnp.asarray(x)
-        if shape is None:
-            shared.append(jnp.array(x, dtype=x.dtype))
+        if name.is_cut:
+            data = layout.cut(x).data[0]
+            leaves.append(base.cast_varying(data, layout.axis_name))
         else:
-            own.append(base.cast_varying(layout.cut(x).data[0], layout.axis_name))
-    return ZeroState(shared, PerReplica(own), hook_state, treedef, shapes)
+            leaves.append(jnp.array(x, dtype=x.dtype))
+    return _make_state(names, leaves, hook_state)
+
+
+def _make_state(
+    names: list[_Name], leaves: list[jax.Array], hook_state: PyTree
+) -> ZeroState:
+    pairs = list(zip(names, leaves, strict=True))
+    return ZeroState(
+        [x for name, x in pairs if not name.is_cut],
+        PerReplica([x for name, x in pairs if name.is_cut]),
+        hook_state,
+        tuple(name.key for name in names if not name.is_cut),
+        tuple(name.key for name in names if name.is_cut),
+    )
+
+
+def own_shapes(state: ZeroState) -> list[tuple[int, ...]]:
+    """Returns the shapes of the whole arrays of which a state has pieces."""
+    return [tuple(json.loads(name[name.rindex("[") :])) for name in state.own_names]
 
 
 def _is_key(x: Any) -> bool:
@@ -192,30 +248,58 @@ def _aval(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def _pieces_of(state: ZeroState) -> PyTree:
-    """The inner state, in which the leaves are pieces or shared."""
-    shared, own = iter(state.shared), iter(state.own.value)
-    leaves = [
-        next(shared) if shape is None else Piece(next(own)[None], shape)
-        for shape in state.shapes
-    ]
-    return jax.tree.unflatten(state.treedef, leaves)
+def _leaves_of(
+    state: ZeroState, names: list[_Name], whole: PyTree, layout: Layout
+) -> list[Any]:
+    """The arrays of the inner state: pieces, or shared.
+
+    Raises:
+      ValueError: the state is of other parameters; the array is named.
+    """
+    own = dict(zip(state.own_names, state.own.value, strict=True))
+    shared = dict(zip(state.shared_names, state.shared, strict=True))
+    expected = [name.key for name in names]
+    if {*own, *shared} != {*expected}:
+        missing = [key for key in expected if key not in own and key not in shared]
+        extra = [key for key in (*shared, *own) if key not in expected]
+        lines = [f"\n  missing: `{key}`" for key in missing[:3]]
+        lines += [f"\n  too much: `{key}`" for key in extra[:3]]
+        raise ValueError(
+            "The state of `zero1` was not made for these parameters, by path and "
+            f"shape of the whole arrays:{''.join(lines)}\n"
+            "Call `init` again when parameters are added, removed or reshaped."
+        )
+    leaves = []
+    for name, aval in zip(names, jax.tree.leaves(whole), strict=True):
+        if not name.is_cut:
+            leaves.append(jnp.asarray(shared[name.key]))
+            continue
+        data = own[name.key]
+        width = layout.width(aval.shape)
+        if data.shape != (width,):
+            raise ValueError(
+                f"The state of `zero1` does not fit: `{name.key}` is in pieces of "
+                f"{list(data.shape)}, but of {[width]} on {layout.num_replicas} "
+                "replicas. Bring a state to other replicas with `jdp.reshard`."
+            )
+        leaves.append(Piece(data[None], aval.shape))
+    return leaves
 
 
-def _in_kinds(new: PyTree, state: ZeroState, layout: Layout) -> list[jax.Array]:
+def _in_kinds(leaves: list[Any], names: list[_Name], layout: Layout) -> list[jax.Array]:
     """The leaves of a new inner state, as pieces or shared as they were."""
-    leaves = jax.tree.leaves(new, is_leaf=_is_piece)
+    leaves = list(leaves)
     stray = [
         i
-        for i, (x, shape) in enumerate(zip(leaves, state.shapes, strict=True))
-        if shape is None and _is_piece(x)
+        for i, (x, name) in enumerate(zip(leaves, names, strict=True))
+        if not name.is_cut and _is_piece(x)
     ]
     wholes = _gather_all([leaves[i] for i in stray], layout, xla.PSUM)
     for i, x in zip(stray, wholes, strict=True):
         leaves[i] = x
     return [
-        x if shape is None else _as_pieces([x], layout)[0].data[0]
-        for x, shape in zip(leaves, state.shapes, strict=True)
+        _as_pieces([x], layout)[0].data[0] if name.is_cut else x
+        for x, name in zip(leaves, names, strict=True)
     ]
 
 
@@ -223,35 +307,56 @@ def _as_pieces(leaves: list[Any], layout: Layout) -> list[Piece]:
     return [x if _is_piece(x) else layout.cut(x) for x in leaves]
 
 
+class _Scattered(NamedTuple):
+    """What a replica has after the reduction."""
+
+    grads: PyTree  # of `Piece`s.
+    used: PyTree | None  # by any replica.
+    total: jax.Array | int  # how much all replicas count together.
+    hook_state: PyTree
+
+
 def _scatter(
     grads: PyTree,
+    used: PyTree | None,
     hook_state: PyTree,
     options: reduction.Options,
     weighting: Weighting | None,
     halves: Halves,
     layout: Layout,
-) -> tuple[PyTree, jax.Array | int, PyTree]:
-    """Averages gradients; returns this replica's pieces, and how much all count."""
+) -> _Scattered:
+    """Averages gradients, of which a replica gets its pieces; unites what was used."""
     plan = buckets.fit_plan(options.plan, grads)
     options = options._replace(plan=plan)
+    decided = usage_flags.find_decided(used, grads)
+    riders = [usage_flags.as_rider(decided, jnp.float32)] if decided else []
     if options.hook is not None or reduction.is_alone(options.axis_name):
         means = compression.mean_over_replicas(
-            grads, options, hook_state=hook_state, weighting=weighting
+            grads,
+            options,
+            hook_state=hook_state,
+            weighting=weighting,
+            riders=riders,
         )
-        pieces_ = jax.tree.map(layout.cut, means.grads)
-        return pieces_, means.total, means.hook_state
+        if decided:
+            used = usage_flags.from_rider(used, means.riders[0])
+        found = jax.tree.map(layout.cut, means.grads)
+        return _Scattered(found, used, means.total, means.hook_state)
     leaves = reduction.check_are_local(grads, plan, (), options.axis_name)
-    found: list[Any] = list(leaves)
+    pieces_: list[Any] = list(leaves)
     total: jax.Array | int = layout.num_replicas
-    if weighting is not None:
-        _, total = reduction.mean_of_riders([], options, weighting)
+    if weighting is not None or decided:
+        flags, total = reduction.mean_of_riders(riders, options, weighting)
+        if decided:
+            used = usage_flags.from_rider(used, flags[0])
     share = compression.find_share(weighting, False, total, options)
     for bucket in plan.buckets:
         rows = [layout.rows(compression.scale(leaves[i], share)) for i in bucket]
         parts = pieces.scatter(rows, layout, halves)
         for i, part in zip(bucket, parts, strict=True):
-            found[i] = Piece(part, jnp.shape(leaves[i]))
-    return jax.tree.unflatten(plan.treedef, found), total, hook_state
+            pieces_[i] = Piece(part, jnp.shape(leaves[i]))
+    tree = jax.tree.unflatten(plan.treedef, pieces_)
+    return _Scattered(tree, used, total, hook_state)
 
 
 def _gather_all(own: list[Piece], layout: Layout, halves: Halves) -> list[jax.Array]:
@@ -269,41 +374,28 @@ def _gather_all(own: list[Piece], layout: Layout, halves: Halves) -> list[jax.Ar
 
 
 def _unless_empty(
-    has_data: jax.Array, own: list[Piece], leaves: list[jax.Array], state: ZeroState
+    has_data: jax.Array, own: list[Piece], leaves: list[jax.Array], before: list[Any]
 ) -> tuple[list[Piece], list[jax.Array]]:
     """Updates of -0.0 and the old state where no replica has data."""
     own = [
         Piece(jnp.where(has_data, x.data, jnp.asarray(-0.0, x.data.dtype)), x.shape)
         for x in own
     ]
-    shared, mine = iter(state.shared), iter(state.own.value)
-    before = [next(shared if shape is None else mine) for shape in state.shapes]
+    olds = [x.data[0] if _is_piece(x) else x for x in before]
     return own, [
-        jnp.where(has_data, new, old) for new, old in zip(leaves, before, strict=True)
+        jnp.where(has_data, new, old) for new, old in zip(leaves, olds, strict=True)
     ]
 
 
-def _check_state(state: Any, expected: PyTree, layout: Layout) -> None:
+def _check_arguments(grads: PyTree, state: Any, params: PyTree | None) -> None:
+    if params is None:
+        raise ValueError(
+            "`params` is missing: the optimizer of `zero1` steps on its own piece "
+            "of them. Call `update(grads, state, params)`."
+        )
     if not isinstance(state, ZeroState):
         raise TypeError(
             "The state of `zero1` must be what its `init` made, got "
             f"{type(state).__name__}."
         )
-    if jax.tree.structure(expected) != state.treedef:
-        found = jax.tree.unflatten(state.treedef, state.shapes)
-        buckets.check_same_structure(found, "The state", expected, "that of `zero1`")
-    own = iter(state.own.value)
-    paths = buckets.leaf_paths(expected)
-    leaves = jax.tree.leaves(expected)
-    for path, aval, shape in zip(paths, leaves, state.shapes, strict=True):
-        if shape is None:
-            continue
-        width = next(own).shape
-        if shape != aval.shape or width != (layout.width(shape),):
-            raise ValueError(
-                f"The state of `zero1` does not fit: `{path}` was made for "
-                f"{list(shape)} in pieces of {list(width)}, but is "
-                f"{list(aval.shape)} in pieces of {[layout.width(aval.shape)]} on "
-                f"{layout.num_replicas} replicas. Bring a state to other replicas with "
-                "`jdp.reshard`."
-            )
+    update_arguments.check_shapes(grads, params)

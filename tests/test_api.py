@@ -19,6 +19,7 @@ SIGNATURES = {
     "broadcast_from": "(tree, source, *, axis_name)",
     "check_replicas": "(tree, *, world)",
     "check_same_program": "(fn, *args, world)",
+    "consolidate": "(state, *, like)",
     "copy_per_replica": "(tree, *, axis_name, world)",
     "data_parallel": "(step, /, *, world, static_argnames, replicated_argnames, "
     "donate_state, check_vma, static_graph, compiler_options)",
@@ -41,6 +42,7 @@ SIGNATURES = {
     "reshard": "(saved, *, like)",
     "saved_like": "(state, *, num_replicas)",
     "skip_unused": "(tx)",
+    "spread": "(whole, *, like)",
     "sync_buffers": "(buffers, *, policy, source, axis_name)",
     "sync_gradients": "(grads, *, used, weight, divide_by, axis_name, plan, packing, "
     "all_reduce, hook, hook_state, find_norms)",

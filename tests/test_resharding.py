@@ -115,3 +115,105 @@ def test_integers_of_replicas_are_not_averaged():
     ]
     with pytest.raises(TypeError, match="cannot be averaged for 3 others"):
         jdp.reshard(saved, like=PerReplica(np.zeros(3, int)))
+
+
+def _trained(tx, n, params=PARAMS):
+    world = harness.local_world(n)
+    wrapped = jdp.zero1(tx, world=world)
+
+    @jdp.data_parallel(world=world, donate_state=False)
+    def step(state, batch):
+        _, grads = jdp.local_gradients(harness.oracle_loss)(state[0], batch)
+        updates, opt = wrapped.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt), {}
+
+    state = params, wrapped.init(params)
+    for batch in BATCHES[:2]:
+        state, _ = step(state, batch)
+    return state
+
+
+def _plain_state(tx, batches):
+    params, state = PARAMS, tx.init(PARAMS)
+    grad_fn = harness.jit_fast(jax.grad(harness.oracle_loss))
+    for batch in batches:
+        updates, state = tx.update(grad_fn(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return state
+
+
+CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 2)])
+def test_consolidated_it_is_that_of_plain_optax_and_spread_what_it_was(before, after):
+    expected = _plain_state(CHAIN, BATCHES[:2])
+    _, opt = _trained(CHAIN, before)
+    like = jax.eval_shape(CHAIN.init, PARAMS)
+    whole = jdp.consolidate({"opt": opt}, like={"opt": like})["opt"]
+    assert jax.tree.structure(whole) == jax.tree.structure(like)
+    for a, b in zip(*map(jax.tree.leaves, (whole, expected)), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
+    # Of host arrays, as a checkpoint returns them.
+    again = jdp.consolidate(jax.tree.map(np.asarray, opt), like=like)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    new = jdp.zero1(CHAIN, world=harness.local_world(after)).init(PARAMS)
+    found = jdp.spread(whole, like=new)
+    assert jax.tree.map(lambda x: (x.shape, x.sharding), found) == jax.tree.map(
+        lambda x: (x.shape, x.sharding), new
+    )
+    back = jdp.consolidate(found, like=like)
+    jax.tree.map(np.testing.assert_array_equal, back, whole)
+
+
+@pytest.mark.parametrize(
+    ("tx", "params", "message"),
+    [
+        (optax.sgd(0.1), PARAMS, r"it has no `\[0\].count \[\]`"),
+        (
+            optax.adam(0.1),
+            {**PARAMS, "w0": np.zeros((16, 5), np.float32)},
+            r"it has no `\[0\].mu\['w0'\] \[5, 16\]`",
+        ),
+        (optax.adam(0.1), {**PARAMS, "x": np.zeros(2)}, r"it has `.*\['x'\] \[2\]`"),
+    ],
+    ids=["optimizer", "reshaped", "added"],
+)
+def test_a_plain_state_of_something_else_is_named(tx, params, message):
+    state = jdp.zero1(optax.adam(0.1), world=harness.local_world(2)).init(PARAMS)
+    plain = tx.init(params)
+    with pytest.raises(ValueError, match=message):
+        jdp.consolidate(state, like=plain)
+    with pytest.raises(ValueError, match=message):
+        jdp.spread(plain, like=state)
+
+
+def _consolidate_in_processes():
+    world = jdp.init()
+    tx = optax.adam(0.01)
+    wrapped = jdp.zero1(tx)
+    params = jdp.replicate(world, PARAMS)
+
+    @jdp.data_parallel
+    def step(state, batch):
+        _, grads = jdp.local_gradients(harness.oracle_loss)(state[0], batch)
+        updates, opt = wrapped.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt), {}
+
+    rank, batch = world.process_index, BATCHES[0]
+    mine = jax.tree.map(lambda x: np.split(x, 2)[rank], batch)
+    state, _ = step((params, wrapped.init(params)), mine)
+    whole = jdp.consolidate(state[1], like=jax.eval_shape(tx.init, PARAMS))
+    again = jdp.spread(whole, like=wrapped.init(params))
+    for a, b in zip(*map(jax.tree.leaves, (again, state[1])), strict=True):
+        np.testing.assert_array_equal(a.addressable_data(0), b.addressable_data(0))
+    return jax.tree.map(np.asarray, jax.tree.leaves(whole))
+
+
+@pytest.mark.multiprocess
+def test_processes_consolidate_and_spread():
+    expected = _plain_state(optax.adam(0.01), BATCHES[:1])
+    for found in harness.run_checked(_consolidate_in_processes, 2):
+        for a, b in zip(found, jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)

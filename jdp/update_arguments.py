@@ -1,0 +1,81 @@
+"""Update arguments: what an optimizer is given beside the gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp import buckets, compat, mesh
+from jdp.types import AxisName, PyTree
+
+
+def check_shapes(grads: PyTree, params: PyTree | None) -> None:
+    """Raises ValueError where a gradient has another shape than its parameter.
+
+    Where the structures differ, as for `optax.lookahead`, nothing is compared.
+    """
+    if params is None or jax.tree.structure(grads) != jax.tree.structure(params):
+        return
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
+    for i, (grad, param) in enumerate(pairs):
+        if jnp.shape(grad) == jnp.shape(param):
+            continue
+        path = buckets.leaf_paths(grads)[i]
+        raise ValueError(
+            f"The gradient `{path}` has shape {list(jnp.shape(grad))}, but its "
+            f"parameter has {list(jnp.shape(param))}. A mean over the replicas would "
+            "mix gradients of single samples, which "
+            "`optax.contrib.differentially_private_aggregate` and `dpsgd` are to see "
+            "one by one: run that part on each replica's own samples, with a key of "
+            "its own, and wrap the optimizer that takes the result."
+        )
+
+
+def check_extra(extra_args: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
+    """Returns extra arguments of `update`, whose arrays must be the same on all.
+
+    Raises:
+      ValueError: an array may differ between the replicas; it is named.
+    """
+    names = mesh.as_axis_names(axis_name)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(extra_args)
+    leaves = []
+    for path, leaf in flat:
+        if isinstance(leaf, jax.core.Tracer):
+            name = jax.tree_util.keystr(path[:1], simple=True)
+            rest = jax.tree_util.keystr(path[1:])
+            leaf = compat.expect_same(
+                leaf,
+                names,
+                f"The extra argument `{name}{rest}` of `update` may differ between "
+                f"the replicas of {axis_name!r}, so that they would take different "
+                "steps. Average it first, with `jdp.average(...)` or, for gradients, "
+                "`jdp.sync_gradients`.",
+            )
+        leaves.append(leaf)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def split_arrays(
+    tree: PyTree,
+) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
+    """Tells the arrays in a tree from functions, flags and numbers of Python.
+
+    Returns:
+      The arrays, and a function that puts others in their place.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+
+    def merge(arrays: list[Any]) -> PyTree:
+        left = iter(arrays)
+        found = [
+            next(left) if is_one else x
+            for x, is_one in zip(leaves, is_array, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, found)
+
+    arrays = [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
+    return arrays, merge
