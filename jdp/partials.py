@@ -61,9 +61,9 @@ def neutral(dtype: Any, op: Op) -> Any:
 def combine(partials: Sequence[Partial], axis_name: AxisName) -> list[jax.Array]:
     """Combines what replicas have found, in a collective an operation and dtype.
 
-    A maximum of floats is one of integers in the same order. What becomes of NaN and of
-    the sign of zero in an all-reduce of floats differs by backend; here NaN stays NaN,
-    and 0.0 is more than -0.0, as in the reduction of a whole array.
+    A maximum of floats is one of integers in the same order. What becomes of NaN in an
+    all-reduce of floats differs by backend; here NaN stays NaN, as in the reduction of
+    a whole array.
 
     Returns:
       By partial the reduction of all, the same on all replicas.
@@ -104,6 +104,8 @@ def _encode(x: jax.Array, op: Op) -> jax.Array:
         keys = jnp.where(bits < 0, bits ^ jnp.iinfo(kind).max, bits)
         limits = jnp.iinfo(kind)
         return jnp.where(jnp.isnan(x), limits.max if op == "max" else limits.min, keys)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.int32)
     if jnp.iinfo(x.dtype).bits < 32:
         is_signed = jnp.issubdtype(x.dtype, jnp.signedinteger)
         return x.astype(jnp.int32 if is_signed else jnp.uint32)

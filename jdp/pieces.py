@@ -11,7 +11,6 @@ collective for all that the next wave needs of them.
 """
 
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -22,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import compat, mesh, partials
+from jdp import compat, layout, mesh, partials
 from jdp.collectives import base, xla
-from jdp.collectives.base import Halves
+from jdp.layout import Layout, Piece
 from jdp.partials import Partial
-from jdp.types import AxisName, PyTree
+from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
 
@@ -61,58 +60,8 @@ _INLINED = {
 }
 
 
-class Piece(NamedTuple):
-    """What a replica has of an array."""
-
-    # Shape (1, ceil(size / num_replicas)): a state is handed to a step in rows, and XLA
-    # neither copies nor computes twice what keeps its shape from there to the result.
-    data: jax.Array
-    shape: tuple[int, ...]  # of the whole.
-
-
-class Layout(NamedTuple):
-    """The replicas that have the pieces, as one of them sees them."""
-
-    axis_name: AxisName
-    num_replicas: int
-    rank: jax.Array  # int32 ().
-
-    def cut(self, x: jax.Array) -> Piece:
-        """Returns this replica's piece of an array."""
-        return Piece(lax.dynamic_slice_in_dim(self.rows(x), self.rank, 1), x.shape)
-
-    def rows(self, x: jax.Array) -> jax.Array:
-        """Cuts an array into the pieces of all replicas: shape (num_replicas, k)."""
-        return base.pad(jnp.ravel(x), self.num_replicas).reshape(self.num_replicas, -1)
-
-    def width(self, shape: Sequence[int]) -> int:
-        """Elements of a piece of an array."""
-        return -(-math.prod(shape) // self.num_replicas)
-
-    def mask(self, piece: Piece, fill: Any) -> jax.Array:
-        """Returns the data of a piece with `fill` where the whole has ended."""
-        size = math.prod(piece.shape)
-        if size % self.num_replicas == 0:
-            return piece.data
-        position = self.rank * piece.data.size + jnp.arange(piece.data.size)
-        return jnp.where(
-            position < size, piece.data, jnp.asarray(fill, piece.data.dtype)
-        )
-
-
-def find_layout(axis_name: AxisName) -> Layout:
-    """Returns the replicas of an axis, while tracing."""
-    group = base.find_group(axis_name)
-    return Layout(axis_name, group.size, group.rank)
-
-
-def restore(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Puts the pieces of all replicas, shape (num_replicas, k), together."""
-    return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-
 def run(
-    fn: Callable[..., PyTree], args: PyTree, avals: PyTree, layout: Layout
+    fn: Callable[..., PyTree], args: PyTree, avals: PyTree, place: Layout
 ) -> PyTree:
     """Runs `fn(*args)`, of which some leaves are pieces.
 
@@ -120,15 +69,27 @@ def run(
       fn: a function of whole arrays.
       args: its arguments; a leaf is a `Piece`, or an array that is the same on all.
       avals: the same of the whole arrays.
-      layout: who has the pieces.
+      place: which replica has which piece.
 
     Returns:
       What `fn` returns; a leaf is a `Piece`, or an array that is the same on all.
+
+    Raises:
+      ValueError: pieces meet an array that `fn` closes over, and which may differ
+        between the replicas.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
     values = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Piece))
-    out = _Evaluation(layout).run(closed, values)
+    evaluation = _Evaluation(place)
+    out = evaluation.run(closed, values)
     return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+
+_DIFFERS = (
+    "A function that the optimizer of `zero1` calls, such as a `value_fn`, closes over "
+    "an array that may differ between the replicas, such as their own samples, so that "
+    "they would take different steps. Average what it returns, with `jdp.average(...)`."
+)
 
 
 class _Equation(NamedTuple):
@@ -140,21 +101,27 @@ class _Equation(NamedTuple):
 class _Evaluation:
     """One run of a program."""
 
-    def __init__(self, layout: Layout):
-        self._layout = layout
+    def __init__(self, place: Layout):
+        self._layout = place
         self._known: dict[Any, Any] = {}  # by key.
         self._equations: list[_Equation] = []
+        # Keys of what `fn` closes over, and of what is made of that alone. A replica
+        # may reduce its own samples there, but pieces must not meet them.
+        self._foreign: set[Any] = set()
 
-    def run(self, closed: Any, args: Sequence[Any]) -> list[Any]:
-        """Returns the results: pieces or arrays."""
+    def run(
+        self, closed: Any, args: Sequence[Any], foreign: Sequence[int] = ()
+    ) -> list[Any]:
+        """Returns the results: pieces or arrays; `foreign` are indices of `args`."""
         keys = [("argument", i) for i in range(len(args))]
+        self._foreign.update(keys[i] for i in foreign)
         self._known.update(zip(keys, args, strict=True))
         outputs = self._inline(closed.jaxpr, closed.consts, keys)
         waiting = self._equations
         while waiting:
             waiting = self._wave(waiting)
         self._combine([key for key in outputs if not _is_literal(key)])
-        return [self._read(key) for key in outputs]
+        return [self._same(key, self._read(key)) for key in outputs]
 
     def _inline(self, jaxpr: Any, consts: Sequence[Any], args: list[Any]) -> list[Any]:
         """Lists the equations of a jaxpr; returns the keys of its results."""
@@ -163,6 +130,8 @@ class _Evaluation:
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             names[var] = (scope, var)
             self._known[names[var]] = const
+            if isinstance(const, jax.core.Tracer):
+                self._foreign.add(names[var])
         names.update(zip(jaxpr.invars, args, strict=True))
 
         def key(atom: Any) -> Any:
@@ -199,7 +168,9 @@ class _Evaluation:
                 left.append(equation)
                 continue
             values = [self._read(key) for key in equation.inputs]
-            found = self._local(equation.eqn, values)
+            found = None
+            if not self._is_apart(equation, values):
+                found = self._local(equation, self._checked(equation, values))
             if found is not None:
                 self._known.update(zip(equation.outputs, found, strict=True))
                 continue
@@ -212,6 +183,39 @@ class _Evaluation:
         self._combine(wanted)
         self._gather(whole)
         return left
+
+    def _is_apart(self, equation: _Equation, values: list[Any]) -> bool:
+        """Whether pieces meet a whole array that may be of a replica's own samples.
+
+        Then all is done on whole arrays, and what comes of it may be averaged.
+        """
+        if equation.eqn.primitive.name == "cond":
+            return False  # Its branches look at what enters them.
+        if not any(isinstance(x, Piece) for x in values):
+            return False
+        pairs = zip(equation.inputs, values, strict=True)
+        return any(self._is_foreign(k) and math.prod(x.shape) != 1 for k, x in pairs)
+
+    def _checked(self, equation: _Equation, values: list[Any]) -> list[Any]:
+        """Sees to it that numbers that pieces meet are the same on all replicas."""
+        keys = equation.inputs
+        if not any(self._is_foreign(key) for key in keys):
+            return values
+        if not any(isinstance(x, Piece | Partial) for x in values):
+            self._foreign.update(equation.outputs)
+            return values
+        count = 1 if equation.eqn.primitive.name == "cond" else len(values)
+        pairs = zip(keys[:count], values[:count], strict=True)
+        return [self._same(key, x) for key, x in pairs] + values[count:]
+
+    def _is_foreign(self, key: Any) -> bool:
+        return not _is_literal(key) and key in self._foreign
+
+    def _same(self, key: Any, x: Any) -> Any:
+        if not self._is_foreign(key) or isinstance(x, Piece):
+            return x
+        names = mesh.as_axis_names(self._layout.axis_name)
+        return compat.expect_same(x, names, _DIFFERS)
 
     def _missing(self, equation: _Equation, values: list[Any]) -> list[Any]:
         """Returns keys of what an equation wants of other replicas, first of all."""
@@ -230,15 +234,17 @@ class _Evaluation:
                 return [k for k in found if self._known[k].shape == ()] or found
         return found
 
-    def _local(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+    def _local(self, equation: _Equation, values: list[Any]) -> list[Any] | None:
         """Runs an equation; returns None if it wants something of other replicas."""
+        eqn = equation.eqn
         name = eqn.primitive.name
         if any(isinstance(x, Partial) for x in values):
             return self._linear(name, eqn, values)
         if not any(isinstance(x, Piece) for x in values):
             return compat.bind_equation(eqn, values)
         if name == "cond":
-            return self._cond(eqn, values)
+            foreign = [self._is_foreign(key) for key in equation.inputs[1:]]
+            return self._cond(eqn, values, foreign)
         if self._is_elementwise(eqn):
             return self._elementwise(eqn, values)
         if name in _RESHAPES:
@@ -346,13 +352,16 @@ class _Evaluation:
                     return [Partial(products.sum().astype(dtype), "sum")]
         return None
 
-    def _cond(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+    def _cond(
+        self, eqn: Any, values: list[Any], foreign: list[bool]
+    ) -> list[Any] | None:
         """A branch that all replicas take alike."""
         index, *operands = values
         if isinstance(index, Piece):
             return None
         shapes = [x.shape if isinstance(x, Piece) else None for x in operands]
         arrays = [x.data if isinstance(x, Piece) else x for x in operands]
+        closed_over = [i for i, is_foreign in enumerate(foreign) if is_foreign]
         # A result is in pieces where it is so on either branch.
         kinds: list[list[bool]] = []
 
@@ -361,7 +370,7 @@ class _Evaluation:
                 x if shape is None else Piece(x, shape)
                 for x, shape in zip(arrays, shapes, strict=True)
             ]
-            out = _Evaluation(self._layout).run(branch, given)
+            out = _Evaluation(self._layout).run(branch, given, closed_over)
             kinds.append([isinstance(x, Piece) for x in out])
             if split is None:
                 return [x.data if isinstance(x, Piece) else x for x in out]
@@ -418,56 +427,8 @@ class _Evaluation:
                 groups.setdefault(value.data.dtype, []).append(key)
         for members in groups.values():
             pieces = [self._known[key] for key in members]
-            wholes = gather(pieces, self._layout, xla.PSUM)
+            wholes = layout.gather(pieces, self._layout, xla.PSUM)
             self._known.update(zip(members, wholes, strict=True))
-
-
-def scatter(
-    rows: Sequence[jax.Array], layout: Layout, halves: Halves
-) -> list[jax.Array]:
-    """Averages the rows of all replicas, of which each gets its own.
-
-    Args:
-      rows: of one dtype, shape (num_replicas, k) each; see `Layout.rows`.
-      layout: who gets which.
-      halves: of the all-reduce that does it.
-
-    Returns:
-      Shape (1, k) each.
-    """
-    axis_name = layout.axis_name
-    if halves.scatter_rows is not None and layout.num_replicas > 1:
-        parts = halves.scatter_rows(rows, axis_name, op="mean")
-    else:
-        packed = jnp.concatenate(rows, axis=1).reshape(-1)
-        part = halves.reduce_scatter(packed, axis_name, op="mean")
-        parts = _cut_up(part, [row.shape[1] for row in rows])
-    return [part[None] for part in parts]
-
-
-def gather(pieces: Sequence[Piece], layout: Layout, halves: Halves) -> list[jax.Array]:
-    """Puts pieces of one dtype together on all replicas, in one collective."""
-    axis_name = layout.axis_name
-    if pieces[0].data.dtype == jnp.bool_:
-        as_bytes = [p._replace(data=p.data.astype(jnp.uint8)) for p in pieces]
-        return [x.astype(jnp.bool_) for x in gather(as_bytes, layout, halves)]
-    parts = [base.cast_varying(piece.data[0], axis_name) for piece in pieces]
-    if halves.gather_rows is not None and layout.num_replicas > 1:
-        rows = halves.gather_rows(parts, axis_name)
-    else:
-        whole = halves.all_gather(jnp.concatenate(parts), axis_name)
-        whole = whole.reshape(layout.num_replicas, -1)
-        rows = _cut_up(whole, [part.size for part in parts])
-    return [restore(x, p.shape) for x, p in zip(rows, pieces, strict=True)]
-
-
-def _cut_up(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-    """Cuts the last dimension."""
-    ends = list(itertools.accumulate(widths))
-    return [
-        lax.slice_in_dim(x, end - width, end, axis=-1)
-        for width, end in zip(widths, ends, strict=True)
-    ]
 
 
 def _is_literal(atom: Any) -> bool:

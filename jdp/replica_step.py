@@ -275,6 +275,12 @@ def _check_state(
             " Pass `check_vma=False` if it is equal for a reason that the program does "
             "not show, such as an all-reduce of your own."
         )
+    if ".acc_grads" in paths[first]:
+        hint += (
+            " `optax.MultiSteps` goes inside, where it adds up averaged gradients: "
+            "`jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, and so with "
+            "`jdp.zero1`."
+        )
     raise ValueError(
         f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
         "it depends on a replica's own samples"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp import buckets, pieces, zero
+from jdp import buckets, layout, zero
 from jdp.per_replica import PerReplica
 from jdp.types import PyTree
 from jdp.zero import ZeroState
@@ -210,9 +210,9 @@ def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
 
 def _join(rows: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(rows, jax.Array):
-        return pieces.restore(np.asarray(rows), shape)
+        return layout.restore(np.asarray(rows), shape)
     sharding = NamedSharding(rows.sharding.mesh, PartitionSpec())
-    join = jax.jit(pieces.restore, static_argnums=1, out_shardings=sharding)
+    join = jax.jit(layout.restore, static_argnums=1, out_shardings=sharding)
     return join(rows, shape)
 
 

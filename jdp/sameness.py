@@ -215,6 +215,13 @@ class _Analysis:
         """Follows what keeps its operands apart."""
         return entering, entering
 
+    def expected(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows what must be the same, and refuses it if it cannot be."""
+        axes = self.mask(_axes_of(eqn))
+        if self.spread(entering[0] & (axes | axes << len(self._names))).is_local:
+            raise ValueError(eqn.params["message"])
+        return entering, entering
+
     def axis_index(self, eqn: Any, entering: list[int]) -> Any:
         """Follows the number of a replica."""
         return [self.mask(_axes_of(eqn))], entering
@@ -379,12 +386,19 @@ class _Analysis:
         names = [n for n in self._names if n in axes]
         is_loop = eqn.primitive.name == "while"
         what = "end" if is_loop else "choose"
+        caller = compat.library_caller(found.eqn)
+        hint = ""
+        if caller in ("zero1", "distributed_optimizer"):
+            hint = (
+                " A wrapper that looks at gradients goes inside, where they are those "
+                f"of all: `jdp.{caller}(optax.apply_if_finite(...))`."
+            )
         raise ValueError(
             f"{_describe(found.eqn)} is in {place}{_line(eqn)} that replicas of "
             f"{'/'.join(names)} {what} by themselves; some would wait for the others "
             "for ever. Let a value decide that all replicas share, such as "
             f"`lax.pmax(condition, {'/'.join(names)!r})` or a `jdp.average`, or apply "
-            f"it outside of the `{eqn.primitive.name}`."
+            f"it outside of the `{eqn.primitive.name}`.{hint}"
         )
 
 
@@ -394,6 +408,7 @@ def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any
         "axis_index": analysis.axis_index,
         "cond": analysis.cond,
         "get": analysis.reading,
+        "jdp_expect_same": analysis.expected,
         "run_state": analysis.run_state,
         "scan": analysis.scan,
         "while": analysis.while_loop,

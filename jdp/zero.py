@@ -18,14 +18,15 @@ from jdp import (
     usage_flags,
     weights,
 )
+from jdp import layout as layouts
 from jdp.buckets import BucketPlan
 from jdp.collectives import base, xla
 from jdp.collectives.base import Halves
 from jdp.hooks.base import CommHook
 from jdp.hooks.state import init_state
+from jdp.layout import Layout, Piece
 from jdp.mesh import World
 from jdp.per_replica import PerReplica
-from jdp.pieces import Layout, Piece
 from jdp.types import AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
 
@@ -108,7 +109,7 @@ def zero1(
 
     def init(params: PyTree) -> Any:
         def init_here(params: PyTree) -> ZeroState:
-            layout = pieces.find_layout(axis_name)
+            layout = layouts.find_layout(axis_name)
             state = inner.init(params)
             hook_state = None
             if hook is not None:
@@ -129,7 +130,7 @@ def zero1(
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         _check_arguments(updates, state, params)
-        layout = pieces.find_layout(axis_name)
+        layout = layouts.find_layout(axis_name)
         extra_args = update_arguments.check_extra(extra_args, axis_name)
         weighting = weights.resolve(weight, divide_by)
         weights.note(weighting)
@@ -352,7 +353,7 @@ def _scatter(
     share = compression.find_share(weighting, False, total, options)
     for bucket in plan.buckets:
         rows = [layout.rows(compression.scale(leaves[i], share)) for i in bucket]
-        parts = pieces.scatter(rows, layout, halves)
+        parts = layouts.scatter(rows, layout, halves)
         for i, part in zip(bucket, parts, strict=True):
             pieces_[i] = Piece(part, jnp.shape(leaves[i]))
     tree = jax.tree.unflatten(plan.treedef, pieces_)
@@ -367,7 +368,7 @@ def _gather_all(own: list[Piece], layout: Layout, halves: Halves) -> list[jax.Ar
         groups.setdefault(kind, []).append(i)
     wholes: list[Any] = [None] * len(own)
     for members in groups.values():
-        found = pieces.gather([own[i] for i in members], layout, halves)
+        found = layouts.gather([own[i] for i in members], layout, halves)
         for i, x in zip(members, found, strict=True):
             wholes[i] = x
     return wholes

@@ -26,7 +26,7 @@ LAYERS = (
     {"grad_sync"},
     {"outer_steps"},
     {"accumulation", "replicas"},
-    {"partials", "update_arguments"},
+    {"layout", "partials", "update_arguments"},
     {"pieces"},
     {"optimizer", "zero"},
     {"resharding", "placement"},

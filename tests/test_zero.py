@@ -365,6 +365,71 @@ def test_extra_arguments_may_be_functions_flags_and_means(wrapper):
     np.testing.assert_allclose(_update_with(make_extra, wrapper), np.full(4, -4.0))
 
 
+def test_a_function_of_a_replicas_own_samples_is_refused_unless_it_averages():
+    world = harness.local_world(2)
+    search = optax.scale_by_backtracking_linesearch(3)
+    tx = jdp.zero1(optax.chain(optax.sgd(0.1), search), world=world)
+
+    def loss_fn(params, x):
+        return ((x * params["w"]) ** 2).mean()
+
+    def train(value_fn_of):
+        @jdp.data_parallel(world=world)
+        def step(state, x):
+            loss, grads = jdp.local_gradients(loss_fn)(state[0], x)
+            updates, opt = tx.update(
+                grads,
+                state[1],
+                state[0],
+                value=jdp.average(loss),
+                grad=jdp.sync_gradients(grads),
+                value_fn=value_fn_of(x),
+            )
+            return (optax.apply_updates(state[0], updates), opt), {}
+
+        params = {"w": np.ones(3, np.float32)}
+        x = np.arange(6, dtype=np.float32).reshape(2, 3)
+        return step((params, tx.init(params)), x)[0][0]["w"]
+
+    with pytest.raises(ValueError, match="such as a `value_fn`, closes over"):
+        train(lambda x: lambda params: loss_fn(params, x))
+    found = np.asarray(train(lambda x: lambda params: jdp.average(loss_fn(params, x))))
+    grads = (np.arange(6).reshape(2, 3) ** 2).mean(0) * 2 / 3
+    step_size = (1 - found) / (0.1 * grads + (grads == 0))
+    assert step_size[1] == pytest.approx(step_size[2], rel=1e-4) and step_size[1] > 0
+
+
+WRONG_ORDERS = {
+    "steps": lambda tx: optax.MultiSteps(tx, 2),
+    "if finite": lambda tx: optax.apply_if_finite(tx, 3),
+}
+
+
+@pytest.mark.parametrize("order", WRONG_ORDERS)
+@pytest.mark.parametrize("wrapper", [jdp.zero1, jdp.distributed_optimizer])
+def test_what_looks_at_gradients_goes_inside(wrapper, order):
+    world = harness.local_world(2)
+    tx = WRONG_ORDERS[order](wrapper(optax.adam(0.1), world=world))
+    with pytest.raises(ValueError, match="goes inside, where"):
+        _train(tx, world)
+
+
+OUTSIDE = {
+    "chain": lambda tx: optax.chain(tx, optax.clip(0.01)),
+    "injected": lambda tx: optax.inject_hyperparams(lambda k: tx)(k=1),
+    "labels": lambda tx: optax.partition({"matrix": tx, "vector": tx}, _labels),
+    "free of schedules": lambda tx: optax.contrib.schedule_free(tx, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_other_wrappers_go_around_too(name):
+    world, inner = harness.local_world(2), optax.adam(0.01)
+    expected, _ = harness.train_alone(PARAMS, BATCHES, OUTSIDE[name](inner))
+    found, *_ = _train(OUTSIDE[name](jdp.zero1(inner, world=world)), world)
+    _expect(found, expected)
+
+
 def test_the_state_of_flax_nnx():
     world = harness.local_world(2)
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
