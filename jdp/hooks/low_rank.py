@@ -25,28 +25,25 @@ class _Matrix(NamedTuple):
     rank: int
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PowerSGDState:
-    """What PowerSGD keeps from step to step.
+class PowerSGDState(NamedTuple):
+    """What PowerSGD keeps from step to step."""
 
-    Attributes:
-      step: number of steps taken, int32 ().
-      key: draws the factors that are not kept; None with `warm_start`.
-      factors: by bucket and matrix the last Q, shape (num_columns, rank), the same on
-        all replicas.
-      residuals: by bucket what was not sent, shape (n,), or (0,) where all is sent;
-        None without error feedback.
-      leaf_shapes: by bucket the shapes of its leaves.
-    """
-
-    step: jax.Array
-    key: jax.Array | None
+    step: jax.Array  # number of steps taken, int32 ().
+    # By bucket and matrix the last Q, shape (num_columns, rank), the same on all
+    # replicas; none without `warm_start`.
     factors: list[list[jax.Array]]
+    # By bucket what was not sent, shape (n,), or (0,) where all is sent; None without
+    # error feedback.
     residuals: PerReplica | None
-    leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...] = dataclasses.field(
-        metadata={"static": True}
-    )
+    leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # by bucket, of its leaves.
+
+
+# Shapes are no arrays. A named tuple all the same: `flax.serialization` knows it.
+jax.tree_util.register_dataclass(
+    PowerSGDState,
+    data_fields=["step", "factors", "residuals"],
+    meta_fields=["leaf_shapes"],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +121,6 @@ def power_sgd(
         ]
         return PowerSGDState(
             jnp.zeros((), jnp.int32),
-            None if warm_start else key,
             [_draw(key, k, found) for k, found in enumerate(matrices)]
             if warm_start
             else [],
@@ -146,7 +142,7 @@ def power_sgd(
         else:
             is_late = state.step >= start_step
             sums, state = all_reduce.switch(is_late, compressed, plain)
-        return sums, dataclasses.replace(state, step=state.step + 1)
+        return sums, state._replace(step=state.step + 1)
 
     return CommHook(init, apply, f"power_sgd({rank})")
 
@@ -201,6 +197,7 @@ def _apply(
     all_reduce: HookAllReduce,
     options: _Options,
 ) -> tuple[list[jax.Array], PowerSGDState]:
+    key = jax.random.key(options.seed)
     sums, factors, residuals = [], [], []
     for k, bucket in enumerate(buckets):
         matrices = _matrices(bucket.dtype, state.leaf_shapes[k], options)
@@ -210,19 +207,18 @@ def _apply(
             factors.append([])
             residuals.append(residual)
             continue
-        if state.key is None:
+        if options.warm_start:
             drawn = state.factors[k]
         else:
-            drawn = _draw(jax.random.fold_in(state.key, state.step), k, matrices)
+            drawn = _draw(jax.random.fold_in(key, state.step), k, matrices)
         total, mine, kept = _send(
             bucket, residual, drawn, matrices, state.leaf_shapes[k], all_reduce, options
         )
         sums.append(total)
         factors.append(mine)
         residuals.append(kept)
-    return sums, dataclasses.replace(
-        state,
-        factors=factors if state.key is None else [],
+    return sums, state._replace(
+        factors=factors if options.warm_start else [],
         residuals=None if state.residuals is None else PerReplica(residuals),
     )
 
