@@ -45,7 +45,7 @@ def _noise_scale():
     def step(state, batch):
         grad_fn = jdp.value_and_grad(harness.oracle_loss, find_norms=True)
         _, norms = grad_fn(PARAMS, batch)
-        return scale.update(norms, state), {}
+        return scale.update(norms, state)[1], {}
 
     return scale.init(), step
 
