@@ -236,7 +236,7 @@ def _find_layout(node: Any) -> _Layout:
     kind = type(node)
     if kind is dict:
         children = [*node.values()]
-    elif kind is list or isinstance(node, tuple):
+    elif kind is list or (isinstance(node, tuple) and _is_plain(node)):
         children = [*node]
     else:
         return _OPAQUE
@@ -246,6 +246,12 @@ def _find_layout(node: Any) -> _Layout:
     )
     indices = [i for i in range(len(children)) if is_leaf[i]]
     return _Layout(kind, len(children), inner, lambda xs: [xs[i] for i in indices])
+
+
+def _is_plain(node: tuple[Any, ...]) -> bool:
+    """Whether JAX takes all fields of a tuple for children: of some, not the names."""
+    found = jax.tree_util.default_registry.flatten_one_level(node)
+    return found is not None and len([*found[0]]) == len(node)
 
 
 def _collect(node: Any, layout: _Layout, found: list[Any]) -> bool:
