@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import mesh, per_replica, reduction, weights
+from jdp import mesh, per_replica, reduction, usage_flags, weights
 from jdp.mesh import World
 from jdp.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
@@ -31,6 +31,7 @@ class LocalUpdate(Protocol):
         /,
         *,
         weight: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
     ) -> Any:
         """Returns the next state.
 
@@ -40,6 +41,9 @@ class LocalUpdate(Protocol):
           weight: how many samples the gradients are of; None: as many as those of the
             other replicas. A replica without any does not step, and what a replica has
             seen since the last average is what it counts by in the next.
+          **extra_args: of `update` of the replica's optimizer, such as `value=` for
+            `optax.contrib.reduce_on_plateau`, or `used=` for `jdp.skip_unused`: this
+            replica's own.
         """
         ...
 
@@ -122,6 +126,7 @@ def local_sgd(
         /,
         *,
         weight: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
     ) -> LocalSGDState:
         amount = find_amount(weight, axis_name)
         step = state.step + 1
@@ -139,7 +144,10 @@ def local_sgd(
             # The mean is a step for those without data, too.
             anywhere = lax.psum(amount, names) > 0
             counts = jnp.where(later > 0, amount, anywhere.astype(jnp.float32))
-        params, inner = step_apart(tx, grads, state.params, state.inner, counts)
+        extra_args = _united(extra_args, later <= 0, names, bool(warmup_steps))
+        params, inner = step_apart(
+            tx, grads, state.params, state.inner, counts, extra_args
+        )
         seen = state.seen.value + amount
         is_done = jnp.bool_(False)  # by an average over more replicas.
         for k in reversed(range(len(periods))):
@@ -185,9 +193,11 @@ def step_apart(
     params: PerReplica,
     inner: PerReplica,
     amount: jax.Array,
+    extra_args: dict[str, Any],
 ) -> tuple[PyTree, PerReplica]:
     """Takes the step of this replica; none without data, whatever the gradients."""
-    updates, new_inner = tx.update(grads, inner.value, params.value)
+    tx = optax.with_extra_args_support(tx)
+    updates, new_inner = tx.update(grads, inner.value, params.value, **extra_args)
     new_params = optax.apply_updates(params.value, updates)
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -197,6 +207,33 @@ def step_apart(
         jax.tree.map(choose, new_params, params.value),
         PerReplica(jax.tree.map(choose, new_inner, inner.value)),
     )
+
+
+def _united(
+    extra_args: dict[str, Any],
+    is_plain: jax.Array,
+    names: tuple[str, ...],
+    has_warmup: bool,
+) -> dict[str, Any]:
+    """Extra arguments in which, in a plain step, `used` says what any replica used."""
+    used = extra_args.get("used")
+    if used is None or not has_warmup:
+        return extra_args
+    leaves, treedef = jax.tree.flatten(used)
+    decided = [i for i, x in enumerate(leaves) if not usage_flags.is_static(x)]
+    if not decided:
+        return extra_args
+    own = jnp.stack([leaves[i] for i in decided]).astype(jnp.int32)
+    own = reduction.cast_varying(own, names)
+
+    def unite(own: jax.Array) -> jax.Array:
+        return reduction.cast_varying(lax.pmax(own, names), names)
+
+    for i, flag in zip(
+        decided, lax.cond(is_plain, unite, lambda own: own, own) > 0, strict=True
+    ):
+        leaves[i] = flag
+    return {**extra_args, "used": jax.tree.unflatten(treedef, leaves)}
 
 
 def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:

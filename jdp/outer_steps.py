@@ -128,6 +128,7 @@ def diloco(
         /,
         *,
         weight: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
     ) -> DiLoCoState:
         amount = local_training.find_amount(weight, axis_name)
         fragments = cut_fragments(jax.tree.leaves(state.outer_params), num_fragments)
@@ -135,7 +136,7 @@ def diloco(
         if delay:
             state, averages = _send(state, fragments, options)
         params, inner = local_training.step_apart(
-            tx, grads, state.params, state.inner, amount
+            tx, grads, state.params, state.inner, amount, extra_args
         )
         state = state._replace(
             params=PerReplica(params),

@@ -127,6 +127,50 @@ def test_within_a_node_more_often_than_across():
         _expect(found.params.value, expected.params)
 
 
+def _scaled_by_value():
+    def update(grads, state, params=None, *, value, is_reversed=False, **_):
+        sign = 1 if is_reversed else -1
+        return jax.tree.map(lambda g: sign * value * g, grads), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
+def test_each_replica_gets_its_own_extra_arguments(kind):
+    world = harness.local_world(2)
+    local = getattr(jdp, kind)(_scaled_by_value(), period=4, world=world)
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        grads = jax.tree.map(jnp.ones_like, state.params.value)
+        return local.update(grads, state, value=x[0], is_reversed=True), {}
+
+    start = {"w": np.zeros(3, np.float32)}
+    state, _ = step(local.init(start), np.array([1.0, 5.0], np.float32))
+    np.testing.assert_array_equal(state.params.value["w"], [[1.0] * 3, [5.0] * 3])
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1])
+def test_a_parameter_that_one_replica_used_is_stepped_on_there(warmup_steps):
+    """But with averaged gradients on all, so that they stay the same."""
+    world = harness.local_world(2)
+    tx = jdp.skip_unused(optax.sgd(1.0, momentum=0.9))
+    local = jdp.local_sgd(tx, period=9, warmup_steps=warmup_steps, world=world)
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        used = {"w": x[0] > 0, "v": True}
+        grads = {"w": jnp.full(3, jnp.maximum(x[0], 0)), "v": jnp.ones(2)}
+        return local.update(grads, state, used=used), {}
+
+    start = {"w": np.zeros(3, np.float32), "v": np.zeros(2, np.float32)}
+    state, _ = step(local.init(start), np.array([4.0, -1.0], np.float32))
+    expected = [-2.0, -2.0] if warmup_steps else [-4.0, 0.0]
+    np.testing.assert_array_equal(state.params.value["w"][:, 0], expected)
+    momentum = state.inner.value.leaf_states["['w']"][0].trace[:, 0]
+    np.testing.assert_array_equal(momentum, np.negative(expected))
+
+
 def test_a_replica_counts_by_what_it_has_seen():
     tx, world = optax.sgd(0.1), harness.local_world(N)
     weights = [[1, 1, 0, 2], [1, 0, 0, 2], [3, 1, 0, 2]]
