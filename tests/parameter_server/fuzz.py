@@ -116,6 +116,7 @@ def draw_message(rng, tags):
     session, number = draw_session(rng), rng.choice([0, 1, 2, 3, 1, 2, 1 << 59])
     version = draw_version(rng)
     held = [[draw_session(rng), rng.randrange(4)] for _ in range(rng.randrange(3))]
+    outcomes = ["applied", "late", "rejected"] * 9 + _TEXTS
     tag = rng.choice(tags if rng.random() < 0.95 else TAGS)
     is_it = rng.random() < 0.5
     found = [tag]
@@ -138,15 +139,15 @@ def draw_message(rng, tags):
         case "Pong" | "Keep":
             found += [number]
         case "Settled":
-            found += [number, rng.choice(_TEXTS), version]
+            found += [number, rng.choice(outcomes), version]
         case "Discard":
-            found += [session, number, rng.choice(_TEXTS)]
+            found += [session, number, rng.choice(outcomes)]
         case "Params":
             found += [number, version, is_it]
         case "Failed":
             found += [rng.choice(_TEXTS)]
         case "Apply":
-            found += [held, [rng.choice(_FLOATS) for _ in held], number]
+            found += [held, [rng.choice([1.0] * 30 + _FLOATS) for _ in held], number]
         case "Restore":
             found += [version]
         case "Follow":
