@@ -1,5 +1,6 @@
 """Differentiation: the loss of one replica, run forwards and backwards."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def differentiate(
     )
     grad_fn = jax.value_and_grad(run, has_aux=True, allow_int=allow_int)
     (_, (loss, aux, used)), grads = grad_fn(own)
-    facts = facts_of(program)
+    facts = dataclasses.replace(facts_of(program), finds_unused=find_unused)
     recording.add_loss(facts)
     return Local(loss, aux, grads, used, facts, is_weighed)
 

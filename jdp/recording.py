@@ -22,6 +22,7 @@ class LossFacts:
     synced_in_backward: tuple[int, ...]
     batch_norms: tuple[str, ...]  # scopes of Flax's own; "" where there is none.
     synced_batch_norms: tuple[str, ...]  # the same of those of jdp.
+    finds_unused: bool = False  # whether the caller asked what was used.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,12 @@ class Recording:
 
     def distinct_losses(self) -> list[LossFacts]:
         """The losses, once each; that of micro-batches of two sizes is traced twice."""
-        return list({_graph(facts): facts for facts in self.losses}.values())
+        found: dict[Hashable, LossFacts] = {}
+        for facts in self.losses:
+            # What was used is known of a loss if one of its calls asks for it.
+            if facts.finds_unused or _graph(facts) not in found:
+                found[_graph(facts)] = facts
+        return list(found.values())
 
 
 _current: contextvars.ContextVar[Recording | None] = contextvars.ContextVar(
@@ -75,6 +81,7 @@ def add_loss(facts: LossFacts) -> None:
         found.losses.append(facts)
     else:
         warn_of_never_used(facts)
+        warn_of_undecided(facts)
 
 
 def add_synchronization(made: Synchronization) -> None:
@@ -96,6 +103,21 @@ def warn_of_never_used(facts: LossFacts) -> None:
         f"{len(paths)} of {len(facts.paths)} parameters can never receive a gradient: "
         f"{_listed(paths)}. The loss does not depend on them, or `stop_gradient` is "
         "between. If that is meant, keep them out of the parameters.",
+        stacklevel=2,
+    )
+
+
+def warn_of_undecided(facts: LossFacts) -> None:
+    """Warns, by path, of parameters that control flow may leave out, unasked."""
+    if facts.finds_unused or not facts.undecided:
+        return
+    paths = [facts.paths[i] for i in facts.undecided]
+    warnings.warn(
+        f"{len(paths)} of {len(facts.paths)} parameters may be left out of a step by "
+        f"control flow: {_listed(paths)}. Their gradient is zero then, and an "
+        "optimizer with momentum or weight decay moves them all the same. Pass "
+        "`find_unused=True`, and wrap the optimizer in `jdp.skip_unused`, or ignore "
+        "this warning if that is meant.",
         stacklevel=2,
     )
 

@@ -109,7 +109,7 @@ def average_weighted(
     groups: dict[Any, list[int]] = {}
     for i in local:
         leaves[i] = as_inexact(leaves[i])
-        kind = leaves[i].dtype, compat.varying_axes(leaves[i])
+        kind = leaves[i].dtype, compat.varying_axes(leaves[i]) - tracked
         groups.setdefault(kind, []).append(i)
     parts = [
         [cast_varying(leaves[i], axis_name) for i in group] for group in groups.values()

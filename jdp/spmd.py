@@ -406,6 +406,7 @@ class DataParallelStep(Joinable):
         if before is None:
             for facts in found.distinct_losses() if is_main else ():
                 recording.warn_of_never_used(facts)
+                recording.warn_of_undecided(facts)
             if is_main and any(made.divide_by for made in found.synchronizations):
                 recording.warn_of_batch_norms(found.losses)
                 recording.warn_of_late_weights(found.synchronizations, found.losses)

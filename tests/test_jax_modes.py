@@ -23,7 +23,10 @@ PARAMS = {
 }
 X = np.linspace(0, 1, 2 * N * 3 * 8, dtype=np.float32).reshape(2 * N * 3, 8)
 BATCH = {"x": X, "weight": np.ones(len(X), np.float32)}
-pytestmark = pytest.mark.filterwarnings("ignore:.*can never receive a gradient")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*can never receive a gradient"),
+    pytest.mark.filterwarnings("ignore:.*may be left out of a step"),
+]
 
 
 def loss_fn(params, batch):
@@ -215,6 +218,7 @@ PARTS = {
     "none": lambda: _hook(jdp.hooks.none()),
     "cast": lambda: _hook(jdp.hooks.cast(jnp.bfloat16)),
     "int8": lambda: _hook(jdp.hooks.int8()),
+    "rows": lambda: _hook(jdp.hooks.rows(2)),
     "top_k": lambda: _hook(jdp.hooks.top_k(0.25)),
     "power_sgd": lambda: _hook(jdp.hooks.power_sgd(1, start_step=1)),
     "chain": lambda: _hook(

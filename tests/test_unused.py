@@ -1,5 +1,8 @@
 """Parameters that a step did not use, on some replicas or on all."""
 
+import re
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -306,6 +309,7 @@ def _compiled(find_unused):
     return step.lower(_deep_params(), np.ones((16, 32), np.float32)).compile()
 
 
+@pytest.mark.filterwarnings("ignore:.*may be left out of a step")
 def test_the_model_is_run_once_loops_included():
     plain, found = _compiled(False), _compiled(True)
     flops = [c.cost_analysis()["flops"] for c in (plain, found)]
@@ -317,6 +321,7 @@ def test_the_model_is_run_once_loops_included():
     assert dots[0] == dots[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*may be left out of a step")
 def test_no_collective_is_added():
     counts = [_compiled(f).as_text().count(" all-reduce(") for f in (False, True)]
     assert counts == [1, 1]
@@ -335,6 +340,62 @@ def test_a_static_mask_changes_nothing_in_the_program():
         return step.lower(harness.oracle_params(), batch).as_text()
 
     assert step(True) == step(False)
+
+
+# --- Left out at times ------------------------------------------------------------
+
+
+def _branch_loss(params, x):
+    return lax.cond(
+        x.sum() > 0, lambda: x @ params["a"], lambda: x @ params["b"]
+    ).mean()
+
+
+def _branch_params():
+    return {name: np.ones((3, 2), np.float32) for name in "ab"}
+
+
+LEFT_OUT = r"2 of 2 parameters may be left out of a step by control flow: `\['a'\]`, "
+
+
+def _take(call, params, x):
+    """Takes gradients with one of the functions that do; none is asked what is used."""
+    if call == "accumulate_gradients":
+        return jdp.accumulate_gradients(_branch_loss, 2)(params, x)[1]
+    if call == "both":  # one of two uses asks.
+        jdp.value_and_grad(_branch_loss, find_unused=True)(params, x)
+    return getattr(jdp, "value_and_grad" if call == "both" else call)(_branch_loss)(
+        params, x
+    )[1]
+
+
+@pytest.mark.parametrize(
+    "call", ["value_and_grad", "local_gradients", "accumulate_gradients", "both"]
+)
+def test_what_control_flow_may_leave_out_is_named_once(call):
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(params, x):
+        grads = _take(call, params, x)
+        return params, {"norm": sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))}
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        params = _branch_params()
+        for size in (4, 4, 8):  # the last one is traced again.
+            params, _ = step(params, np.ones((size, 3), np.float32))
+    texts = [str(w.message) for w in found]
+    assert len(texts) == (0 if call == "both" else 1), texts
+    assert all(re.match(LEFT_OUT, text) for text in texts)
+
+
+def test_outside_of_a_step_it_is_named_too():
+    with pytest.warns(UserWarning, match=LEFT_OUT):
+        jax.shard_map(
+            jdp.value_and_grad(_branch_loss),
+            mesh=harness.local_world(2).mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec(),
+        )(_branch_params(), np.ones((4, 3), np.float32))
 
 
 # --- Never used -------------------------------------------------------------------

@@ -19,7 +19,10 @@ from tests.backward import test_usage
 QUICK = [Phase.explicit, Phase.reuse, Phase.generate]  # to shrink compiles often.
 RATE = 0.25  # of an injected gradient.
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*can never receive a gradient")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*can never receive a gradient"),
+    pytest.mark.filterwarnings("ignore:.*may be left out of a step"),
+]
 
 
 def _rule(backward, *, residuals=lambda h, g, x: x, **options):
