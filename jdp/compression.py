@@ -1,13 +1,14 @@
 """Compression: the mean over the replicas, through a communication hook."""
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdp import buckets, mesh, reduction, weights
-from jdp.buckets import BucketAval, BucketPlan
+from jdp.buckets import BucketAval, BucketPlan, LeafSpec
 from jdp.hooks import base
 from jdp.hooks.base import CommHook, Wire
 from jdp.hooks.state import avals_of
@@ -73,8 +74,9 @@ def mean_over_replicas(
         for bucket, aval in zip(bucketed, avals, strict=True)
     ]
     wire = Wire(options.axis_name, options.all_reduce)
-    sums, state = hook.apply(packed, hook_state, wire)
-    _check_sums(hook, sums, avals)
+    sums, state = _check_result(
+        hook, hook.apply(packed, hook_state, wire), avals, hook_state
+    )
     synced = list(leaves)
     for bucket, buffer in zip(bucketed, sums, strict=True):
         mean = buffer / wire.num_replicas
@@ -166,13 +168,71 @@ def _check_state(
     return hook_state
 
 
-def _check_sums(
-    hook: CommHook, sums: Sequence[jax.Array], avals: Sequence[BucketAval]
-) -> None:
-    found = [(tuple(x.shape), x.dtype) for x in sums]
-    expected = [(tuple(a.shape), a.dtype) for a in avals]
+def _check_result(
+    hook: CommHook, out: Any, avals: Sequence[BucketAval], before: PyTree
+) -> tuple[list[jax.Array], PyTree]:
+    """Returns the buckets and the state that a hook has returned.
+
+    Raises:
+      TypeError: they are no pair of a list of arrays and a state.
+      ValueError: buckets or state have other shapes, dtypes or another structure.
+    """
+    if not isinstance(out, tuple) or len(out) != 2:
+        found = f"a tuple of {len(out)}" if isinstance(out, tuple) else _name_of(out)
+        raise TypeError(
+            f"The hook `{hook.name}` must return a pair `(buckets, state)`, got "
+            f"{found}. Return `(sums, state)` from `apply`, also without a state."
+        )
+    sums, state = out
+    if not isinstance(sums, list | tuple):
+        raise TypeError(
+            f"The hook `{hook.name}` must return a list of {len(avals)} buckets, as it "
+            f"was given, and a state; instead of the list it returned {_name_of(sums)}."
+        )
+    stray = [x for x in sums if not isinstance(x, jax.Array | np.ndarray)]
+    if stray:
+        raise TypeError(
+            f"The hook `{hook.name}` must return buckets that are arrays, got "
+            f"{_name_of(stray[0])} among them."
+        )
+    sums = [jnp.asarray(x) for x in sums]
+    expected = [str(LeafSpec(tuple(a.shape), a.dtype)) for a in avals]
+    found = [str(LeafSpec(tuple(x.shape), x.dtype)) for x in sums]
     if found != expected:
         raise ValueError(
             f"The hook `{hook.name}` must return buckets of the shapes and dtypes that "
             f"it was given.\n  given:    {expected}\n  returned: {found}"
         )
+    _check_same_state(hook, before, state)
+    return sums, state
+
+
+def _check_same_state(hook: CommHook, before: PyTree, after: PyTree) -> None:
+    kinds = [
+        {
+            path: (jnp.shape(x), x.dtype if hasattr(x, "dtype") else type(x))
+            for path, x in zip(
+                buckets.leaf_paths(tree), jax.tree.leaves(tree), strict=True
+            )
+        }
+        for tree in (before, after)
+    ]
+    if kinds[0] == kinds[1] and jax.tree.structure(before) == jax.tree.structure(after):
+        return
+    paths = [p for p in kinds[0] | kinds[1] if kinds[0].get(p) != kinds[1].get(p)]
+    given, returned = (
+        f"`{paths[0]}` of {_kind(k.get(paths[0]))}" if paths else jax.tree.structure(t)
+        for k, t in zip(kinds, (before, after), strict=True)
+    )
+    raise ValueError(
+        f"The hook `{hook.name}` must return a state like the one that it was given.\n"
+        f"  given:    {given}\n  returned: {returned}"
+    )
+
+
+def _kind(found: tuple[Any, Any] | None) -> str:
+    return "nothing" if found is None else f"{found[1]}{list(found[0])}"
+
+
+def _name_of(x: Any) -> str:
+    return "None" if x is None else f"a {type(x).__name__}"

@@ -13,11 +13,12 @@ _MAKERS: dict[str, tuple[Callable[..., CommHook], Callable[[str], object] | None
     "cast": (hooks.cast, jnp.dtype),
     "int8": (hooks.int8, None),
     "power_sgd": (hooks.power_sgd, int),
+    "rows": (hooks.rows, int),
     "top_k": (hooks.top_k, float),
 }
 HELP = (
-    "A communication hook: none, cast:DTYPE, int8, power_sgd:RANK, top_k:FRACTION, or "
-    "several with + between, each for what the one before it sends."
+    "A communication hook: none, cast:DTYPE, int8, power_sgd:RANK, rows:MAX_ROWS, "
+    "top_k:FRACTION, or several with + between, each for what the one before it sends."
 )
 
 

@@ -17,6 +17,7 @@ from jdp.hooks.casting import cast, none
 from jdp.hooks.chaining import chain
 from jdp.hooks.low_rank import PowerSGDState, power_sgd
 from jdp.hooks.quantization import int8
+from jdp.hooks.row_selection import RowsState, rows
 from jdp.hooks.sparsification import top_k
 from jdp.hooks.state import init_state
 
@@ -25,11 +26,13 @@ __all__ = [
     "ErrorFeedbackState",
     "HookAllReduce",
     "PowerSGDState",
+    "RowsState",
     "cast",
     "chain",
     "init_state",
     "int8",
     "none",
     "power_sgd",
+    "rows",
     "top_k",
 ]

@@ -18,8 +18,8 @@ def chain(*hooks: CommHook) -> CommHook:
 
     `chain(power_sgd(4), cast(jnp.bfloat16))` sends the thin factors in bfloat16;
     `chain(cast(jnp.float16), power_sgd(4))` is torch's `fp16_compress_wrapper`. Errors
-    add up. `int8` and `top_k` do not sum what they send, so only one of them fits, at
-    the end.
+    add up. `int8`, `top_k` and `rows` do not sum what they send, so only one of them
+    fits, at the end.
 
     Args:
       *hooks: at least one.
@@ -134,5 +134,5 @@ def _sent(hook: CommHook, avals: Sequence[BucketAval]) -> list[BucketAval]:
 def _not_the_last() -> ValueError:
     return ValueError(
         "`chain`: a hook that is not the last does not sum what it sends, so the next "
-        "one cannot compress it. Put `int8` or `top_k` at the end."
+        "one cannot compress it. Put `int8`, `top_k` or `rows` at the end."
     )

@@ -23,6 +23,8 @@ HOOKS = {
     "int8": hooks.int8(),
     "int8 in small chunks": hooks.int8(chunk_size=7),
     "top_k": hooks.top_k(0.1),
+    "rows": hooks.rows(2),
+    "rows in bfloat16": hooks.chain(hooks.cast(jnp.bfloat16), hooks.rows(30)),
     "power_sgd": hooks.power_sgd(2),
     "power_sgd without extras": hooks.power_sgd(
         1, warm_start=False, error_feedback=False
@@ -376,6 +378,8 @@ def test_all_reduces_of_the_collectives_sum_what_hooks_send():
         (lambda: hooks.power_sgd(1, start_step=-1), ValueError, "`start_step`"),
         (lambda: hooks.int8(chunk_size=0), ValueError, "`chunk_size`"),
         (lambda: hooks.cast("int8"), TypeError, "`dtype` must be a floating dtype"),
+        (lambda: hooks.rows(0), ValueError, "`max_rows` must be at least 1, got 0"),
+        (lambda: hooks.rows(0.5), TypeError, "`max_rows` must be an integer"),
         (lambda: hooks.chain(), ValueError, "`chain` needs at least one hook"),
     ],
 )
@@ -384,8 +388,8 @@ def test_options_out_of_range_are_named(make, kind, message):
         make()
 
 
-@pytest.mark.parametrize("first", [hooks.int8(), hooks.top_k(0.5)])
+@pytest.mark.parametrize("first", [hooks.int8(), hooks.top_k(0.5), hooks.rows(1)])
 def test_what_does_not_sum_belongs_at_the_end_of_a_chain(first):
     hook = hooks.chain(first, hooks.cast(jnp.bfloat16))
-    with pytest.raises(ValueError, match="Put `int8` or `top_k` at the end"):
+    with pytest.raises(ValueError, match="Put `int8`, `top_k` or `rows` at the end"):
         hook.init(_plan().bucket_avals())

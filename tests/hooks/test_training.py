@@ -1,6 +1,8 @@
 """Training with hooks: every entry takes them, and they leave the rest as it is."""
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,11 @@ import jdp
 from jdp import hooks, per_replica
 from tests import harness
 
-STATELESS = {"int8": hooks.int8(), "cast": hooks.cast(jnp.bfloat16)}
+STATELESS = {
+    "int8": hooks.int8(),
+    "cast": hooks.cast(jnp.bfloat16),
+    "rows": hooks.rows(1),
+}
 STATEFUL = {
     "top_k": hooks.top_k(0.2),
     "power_sgd": hooks.power_sgd(2, min_compression_rate=1),
@@ -329,12 +335,75 @@ def test_what_does_not_fit_is_named(make, kind, message):
         make()
 
 
-def test_a_hook_that_returns_other_shapes_is_named():
+class _Kept(NamedTuple):
+    seen: jax.Array
+
+
+NONSENSE = {
+    "nothing": (
+        lambda xs, s: None,
+        TypeError,
+        "a pair `\\(buckets, state\\)`, got None",
+    ),
+    "sums alone": (lambda xs, s: xs, TypeError, "got a list"),
+    "a dict": (lambda xs, s: {"sums": xs, "state": s}, TypeError, "got a dict"),
+    "three": (lambda xs, s: (xs, s, 0), TypeError, "got a tuple of 3"),
+    "an array": (lambda xs, s: (xs[0], s), TypeError, "instead of the list it"),
+    "no sums": (lambda xs, s: (None, s), TypeError, "instead of the list.* None"),
+    "sums by name": (lambda xs, s: ({"0": xs[0]}, s), TypeError, "returned a dict"),
+    "None among them": (lambda xs, s: ([None], s), TypeError, "arrays, got None"),
+    "a number": (lambda xs, s: ([1.0], s), TypeError, "arrays, got a float"),
+    "too many": (lambda xs, s: (xs * 2, s), ValueError, "returned: .*, 'float32"),
+    "too few": (lambda xs, s: ([], s), ValueError, r"returned: \[\]"),
+    "cut": (lambda xs, s: ([xs[0][:3]], s), ValueError, r"returned: .*float32\[3\]"),
+    "another dtype": (
+        lambda xs, s: ([xs[0].astype(jnp.bfloat16)], s),
+        ValueError,
+        r"returned: .*bfloat16",
+    ),
+    "no state": (lambda xs, s: (xs, None), ValueError, r"seen` of nothing"),
+    "a list as state": (
+        lambda xs, s: (xs, [s.seen]),
+        ValueError,
+        "a state like the one",
+    ),
+    "a longer state": (
+        lambda xs, s: (xs, _Kept(jnp.zeros(4))),
+        ValueError,
+        r"given: .*`.seen` of float32\[\]\n.*`.seen` of float32\[4\]",
+    ),
+    "a state of another dtype": (
+        lambda xs, s: (xs, _Kept(s.seen.astype(jnp.int32))),
+        ValueError,
+        r"returned: `.seen` of int32\[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+@pytest.mark.parametrize("call", ["sync_gradients", "zero1"])
+def test_a_hook_that_returns_nonsense_is_named(case, call):
+    returned, kind, message = NONSENSE[case]
     hook = hooks.CommHook(
-        lambda avals: (), lambda xs, s, all_reduce: ([xs[0][:3]], s), "cut"
+        lambda avals: _Kept(jnp.zeros(())),
+        lambda xs, s, all_reduce: returned([all_reduce(x) for x in xs], s),
+        "mine",
     )
-    with pytest.raises(ValueError, match="hook `cut` must return buckets"):
-        _sync(hook, None)
+    world = harness.local_world(2)
+    if call == "sync_gradients":
+        state = hooks.init_state(hook, PARAMS, world=world)
+        run = functools.partial(_sync, hook, state)
+    else:
+        tx = jdp.zero1(optax.sgd(0.1), hook=hook, world=world)
+
+        @jdp.data_parallel(world=world)
+        def step(state, batch):
+            grads = jax.tree.map(lambda x: x * batch.sum(), PARAMS)
+            return tx.update(grads, state, PARAMS)[1], {}
+
+        run = functools.partial(step, tx.init(PARAMS), np.ones(2, np.float32))
+    with pytest.raises(kind, match=f"(?s)hook `mine` must return.*{message}"):
+        run()
 
 
 def test_reducing_in_the_backward_pass_leaves_no_place_for_a_state():

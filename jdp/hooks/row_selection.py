@@ -1,0 +1,151 @@
+"""Row selection: of the gradient of a table only the rows that are not zero travel."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdp import buckets as packing
+from jdp.buckets import BucketAval
+from jdp.hooks.base import CommHook, HookAllReduce, is_real
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowsState:
+    """No arrays: what `rows` knows of the buckets.
+
+    Attributes:
+      leaf_shapes: by bucket the shapes of its leaves.
+    """
+
+    leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
+
+
+def rows(max_rows: int) -> CommHook:
+    """Returns the hook that sends the rows of tables which are not zero, exactly.
+
+    For embeddings: the gradient of a table, (r, c), has as many rows that are not zero
+    as the replica's samples have distinct tokens. Each replica sends `max_rows` rows
+    and their indices, and adds up those of all, in the order of the replicas: the
+    result is the sum that an all-reduce takes, in another order. In a step in which
+    any replica has more such rows in a table, the bucket of that table travels whole.
+
+    Args:
+      max_rows: how many rows of each table a replica sends at most, such as the number
+        of tokens in its batch.
+
+    Returns:
+      The hook; nothing has to be kept of its state. Leaves other than tables of two
+      dimensions and of real floats travel as they are, and so do tables that would
+      not become smaller: of n replicas, those with n * max_rows * (c + 1) numbers, at
+      4 bytes, not below the 2 * r * c of an all-reduce.
+
+    Raises:
+      TypeError: `max_rows` is no integer.
+      ValueError: `max_rows` is below 1.
+    """
+    try:
+        max_rows = operator.index(max_rows)
+    except TypeError:
+        raise TypeError(f"`max_rows` must be an integer, got {max_rows!r}.") from None
+    if max_rows < 1:
+        raise ValueError(f"`max_rows` must be at least 1, got {max_rows}.")
+
+    def init(avals: Sequence[BucketAval]) -> RowsState:
+        return RowsState(tuple(aval.leaf_shapes for aval in avals))
+
+    def apply(
+        buckets: list[jax.Array], state: RowsState, all_reduce: HookAllReduce
+    ) -> tuple[list[jax.Array], RowsState]:
+        pairs = zip(buckets, state.leaf_shapes, strict=True)
+        sums = [_sum(x, shapes, max_rows, all_reduce) for x, shapes in pairs]
+        return sums, state
+
+    return CommHook(init, apply, f"rows({max_rows})")
+
+
+def _sum(
+    bucket: jax.Array,
+    leaf_shapes: Sequence[tuple[int, ...]],
+    max_rows: int,
+    all_reduce: HookAllReduce,
+) -> jax.Array:
+    """Sums one bucket over the replicas."""
+    num_replicas = all_reduce.num_replicas
+    places = [
+        i
+        for i, shape in enumerate(leaf_shapes)
+        if is_real(bucket.dtype)
+        and _is_smaller(shape, bucket.dtype.itemsize, max_rows, num_replicas)
+    ]
+    if not places:
+        return all_reduce(bucket)
+    leaves = packing.unpack(bucket, leaf_shapes)
+    is_nonzero = [jnp.any(leaves[i] != 0, axis=1) for i in places]  # NaN is not zero.
+    is_too_many = [jnp.sum(found) > max_rows for found in is_nonzero]
+    is_any = jnp.any(jnp.stack(is_too_many)).astype(jnp.float32).reshape(1)
+    is_sparse = all_reduce(is_any)[0] == 0
+
+    def sparse() -> jax.Array:
+        sums = list(leaves)
+        others = [i for i in range(len(leaves)) if i not in places]
+        if others:
+            total = all_reduce(packing.pack([leaves[i] for i in others]))
+            parts = packing.unpack(total, [leaves[i].shape for i in others])
+            for i, part in zip(others, parts, strict=True):
+                sums[i] = part
+        tables = [leaves[i] for i in places]
+        found = _sum_rows_of(tables, is_nonzero, max_rows, all_reduce)
+        for i, table in zip(places, found, strict=True):
+            sums[i] = table
+        return packing.pack(sums)
+
+    return all_reduce.switch(is_sparse, sparse, lambda: all_reduce(bucket))
+
+
+def _sum_rows_of(
+    tables: list[jax.Array],
+    is_nonzero: list[jax.Array],
+    max_rows: int,
+    all_reduce: HookAllReduce,
+) -> list[jax.Array]:
+    """Sums tables of which no replica has more than `max_rows` rows, in two gathers."""
+    indices = [
+        # The last index plus one stands for no row.
+        jnp.nonzero(found, size=max_rows, fill_value=len(found))[0].astype(jnp.int32)
+        for found in is_nonzero
+    ]
+    sent = [
+        x.at[at].get(mode="fill", fill_value=0)
+        for x, at in zip(tables, indices, strict=True)
+    ]
+    values_of_all = all_reduce.gather(packing.pack(sent))
+    indices_of_all = all_reduce.gather(packing.pack(indices))
+    sums = []
+    for table in tables:
+        wide: Any = jnp.promote_types(table.dtype, jnp.float32)
+        sums.append(jnp.zeros_like(values_of_all, wide, shape=table.shape))
+    # One replica after the other, so that all of them round the same.
+    for values, places in zip(values_of_all, indices_of_all, strict=True):
+        parts = packing.unpack(values, [x.shape for x in sent])
+        ats = packing.unpack(places, [at.shape for at in indices])
+        for k, (part, at) in enumerate(zip(parts, ats, strict=True)):
+            sums[k] = sums[k].at[at].add(part.astype(sums[k].dtype), mode="drop")
+    return [x.astype(t.dtype) for x, t in zip(sums, tables, strict=True)]
+
+
+def _is_smaller(
+    shape: tuple[int, ...], itemsize: int, max_rows: int, num_replicas: int
+) -> bool:
+    """Whether the rows and indices of all are fewer bytes than an all-reduce sends."""
+    if len(shape) != 2:
+        return False
+    num_rows, num_columns = shape
+    sparse = num_replicas * max_rows * (num_columns * itemsize + 4)
+    return sparse < 2 * num_rows * num_columns * itemsize
