@@ -4,10 +4,8 @@ import pytest
 
 from tests import two_hosts
 
-pytestmark = [pytest.mark.multiprocess]
 
-
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def _can_be_made():
     if why := two_hosts.why_not():
         pytest.skip(why)
@@ -19,6 +17,17 @@ def _texts(outcomes):
     return "\n".join(outcome.output for outcome in outcomes)
 
 
+def test_a_machine_that_cannot_have_two_hosts_says_why(monkeypatch):
+    find = two_hosts.why_not.__wrapped__
+    monkeypatch.setattr(two_hosts.os, "geteuid", lambda: 1000)
+    assert "need root" in find()
+    monkeypatch.setattr(two_hosts.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(two_hosts.shutil, "which", lambda tool: None)
+    assert "the tool `ip`, which is not installed" in find()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("_can_be_made")
 @pytest.mark.parametrize(
     "kind,per_host,coordinator,is_keyed",
     [
@@ -44,6 +53,8 @@ def test_every_way_to_train_spans_hosts(
     assert ("has no key" in text) != is_keyed
 
 
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("_can_be_made")
 def test_parameter_servers_span_hosts(tmp_path):
     with two_hosts.make("debian") as hosts:
         commands = two_hosts.serve_commands(1, two_hosts.write_key(tmp_path))
