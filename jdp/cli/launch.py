@@ -1,11 +1,11 @@
 """`jdp launch`: the processes of a job, from one command line."""
 
-import sys
+import os
 from typing import Annotated
 
 import typer
 
-from jdp.runtime import job_key
+from jdp.runtime import job_key, output
 from jdp.runtime import launch as launching
 
 # What follows the script belongs to the script, also what looks like our options.
@@ -112,6 +112,7 @@ def launch(
     --servers and --workers, a worker that is killed does not, a server that is killed
     is started again, and the servers end when all workers have.
     """
+    output.open_missing()
     if not command:
         raise typer.BadParameter(
             "say what to run: `jdp launch -n 2 train.py` or "
@@ -129,7 +130,7 @@ def launch(
             "'--json' goes with '--servers' and '--workers', and without '--table'."
         )
     if is_table is None:
-        is_table = sys.stderr.isatty()
+        is_table = os.isatty(2)
     try:
         if has_roles:
             program = _command(is_module, target, arguments)

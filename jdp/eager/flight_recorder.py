@@ -19,6 +19,7 @@ import msgspec
 _logger = logging.getLogger("jdp")
 _FORMAT = "jdp flight record"
 VERSION = 1  # of dumps.
+_MOST_FILES = 10  # of one rank that `dump_into` leaves in a folder.
 
 
 class Record(msgspec.Struct, omit_defaults=True, gc=False):
@@ -159,6 +160,8 @@ class FlightRecorder:
     def dump_into(self, folder: str, reason: str) -> None:
         """Writes the records to a file of this process, and logs where it is.
 
+        The ten newest files of this rank stay in the folder, older ones go.
+
         Args:
           folder: for the file; "": that of the system for temporary files.
           reason: why.
@@ -170,12 +173,25 @@ class FlightRecorder:
         except OSError as error:
             _logger.warning("The flight recorder cannot be written: %s", error)
         else:
+            self._drop_oldest(path.parent)
             _logger.warning(
                 "Rank %d wrote its last requests to %s; compare two ranks with "
                 "`jdp timeline diff`.",
                 self._rank,
                 path,
             )
+
+    def _drop_oldest(self, folder: pathlib.Path) -> None:
+        """Keeps the newest files of this rank and this user."""
+        found = []
+        for path in folder.glob(f"jdp_flight_*.rank{self._rank}.json"):
+            with contextlib.suppress(OSError):  # Another job removes its own.
+                status = path.lstat()
+                if status.st_uid == os.geteuid():
+                    found.append((status.st_mtime_ns, path))
+        for _, path in sorted(found)[:-_MOST_FILES]:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def dump(self, path: str | os.PathLike[str], reason: str) -> None:
         """Writes the records to a file, in one piece or not at all.

@@ -126,12 +126,34 @@ def make_keys(path: str | os.PathLike[str]) -> None:
     Raises:
       FileExistsError: there is such a file; keys are not overwritten.
     """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(_encode_new())
+
+
+def open_new_keys() -> int:
+    """Opens new keys that no file system has; nothing of them outlives the processes.
+
+    Returns:
+      A descriptor, which the caller closes. Where N is its number, also in a child
+      that inherits it, `read_keys` reads /proc/self/fd/N.
+
+    Raises:
+      OSError: this system has no such files; only Linux has.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError("there is no memfd_create")
+    descriptor = os.memfd_create("jdp keys")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, _encode_new())
+    return descriptor
+
+
+def _encode_new() -> bytes:
     import zmq
 
     pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(Keys(*pairs)))
+    return msgspec.json.encode(Keys(*pairs))
 
 
 def read_keys(path: str) -> Keys:

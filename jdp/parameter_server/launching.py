@@ -170,19 +170,17 @@ def launch_roles(
         base[keys.REPORT] = options.report
     with contextlib.ExitStack() as stack:
         key_file = options.key_file
+        pass_fds: list[int] = []
         if not key_file:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            key_file = os.path.join(folder, "keys")
-            keys.make_keys(key_file)
+            key_file, pass_fds = _make_key_file(stack)
         addresses = options.addresses or _free_addresses(options.num_servers)
         places = options.find_places(addresses, os.path.abspath(key_file))
         forwarder = output.Forwarder(
             num_processes=len(places), stdout_fd=stdout_fd, stderr_fd=stderr_fd
         )
-        pass_fds = []
         if forwarder.stderr.is_terminal:
             pass_fds.append(stack.enter_context(_display(forwarder)))
-            base[keys.DISPLAY_FD] = str(pass_fds[0])
+            base[keys.DISPLAY_FD] = str(pass_fds[-1])
         environs = {
             i: {**base, **place.to_environ(), environment.LAUNCH_ID: launch_id}
             for i, place in enumerate(places)
@@ -196,6 +194,23 @@ def launch_roles(
             pass_fds=pass_fds,
         )
         return job.run(launch.worker_arguments(command), environs)
+
+
+def _make_key_file(stack: contextlib.ExitStack) -> tuple[str, list[int]]:
+    """Makes keys that are gone with the job, however it ends.
+
+    Returns:
+      Their path in each process of the job, and the descriptors that it inherits.
+    """
+    try:
+        descriptor = keys.open_new_keys()
+    except OSError:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        path = os.path.join(folder, "keys")
+        keys.make_keys(path)
+        return path, []
+    stack.callback(os.close, descriptor)
+    return f"/proc/self/fd/{descriptor}", [descriptor]
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """Output: how do the lines of many processes share one terminal or one file?
 
 Every process writes into pipes or pseudo-terminals of its own. `Forwarder` reads them
-and writes to `Screen`s, one for each place our own stdout and stderr lead to. What a
-screen shows is decided by pure functions over bytes; nothing is decoded.
+and writes to `Screen`s, one for each place our own stdout and stderr lead to.
 """
 
 import collections
@@ -11,13 +10,14 @@ import fcntl
 import functools
 import os
 import re
-import select
 import selectors
 import struct
 import termios
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+
+from jdp.runtime import screen as screens
+from jdp.runtime.screen import Screen
 
 TAIL_LINES = 20
 _TAIL_LINE_BYTES = 2000
@@ -25,189 +25,28 @@ _READ_BYTES = 1 << 16
 # How long an unfinished line may wait for its end before a terminal shows it.
 _PARTIAL_DELAY_S = 0.05
 _PARTIAL_BYTES = 4096
-_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94, 91, 31)
-_RESET = b"\x1b[0m"
-_DEFAULT_NUM_ROWS = 24  # of a terminal that does not say.
-_ERASE_LINE = b"\r\x1b[K"
-_ERASE_LINE_ABOVE = b"\x1b[A\x1b[2K"
-# An unfinished line is erased and drawn again, so it must stay on one row.
-_NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
-_END = re.compile(rb"\r\n|\r|\n")
-# A process that turns colours off one by one, never all, would carry them for ever.
-_MAX_STYLES = 8
 # Moves to other rows, and erasures that reach our prefix: on a terminal that is shared,
 # a process owns one line. Displays of many lines come out one below the other.
 _MOVE = re.compile(rb"\x1b\[(?:[0-9;]*[ABEFHJf]|[12]K)")
-_HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+# A line without an end is shown as far as it goes after so long, or so much.
+_HOLD_S = 1.0
+_HOLD_BYTES = 1 << 16
 _ESCAPE = re.compile(rb"\x1b\[[0-9;:?]*[A-Za-z]")
-_STYLE = re.compile(rb"\x1b\[([0-9;:]*)m")
 
 
-class PlainState(NamedTuple):
-    """What stands on the current line of a file or a pipe."""
+def open_missing() -> None:
+    """Opens what of stdin, stdout and stderr is closed, as by `>&-` in a shell.
 
-    open_owner: int | None = None  # Whose text ended in a carriage return there.
-
-
-class TerminalState(NamedTuple):
-    """The unfinished lines; the last one is on the bottom row, below the footer."""
-
-    unfinished: tuple[tuple[int, bytes], ...] = ()  # (owner, text).
-    footer: tuple[bytes, ...] = ()  # lines that stay below what comes.
-
-
-def prefix(process_id: int, *, num_processes: int, is_colored: bool) -> bytes:
-    """Returns what stands before every line of a process, such as `[3] `."""
-    width = len(str(num_processes - 1)) + 3
-    text = f"[{process_id}]".ljust(width).encode()
-    if not is_colored:
-        return text
-    color = _COLORS[process_id % len(_COLORS)]
-    return b"\x1b[0;%dm%s%s" % (color, text, _RESET)
-
-
-def split_segments(chunk: bytes) -> tuple[list[bytes], bytes]:
-    r"""Splits `chunk` behind each `\n`, `\r\n` and lone `\r`.
-
-    Returns:
-      The segments with their ends, and the rest that has no end yet. Together they are
-      `chunk`.
+    Otherwise the next file that is opened would be taken for it.
     """
-    segments, start = [], 0
-    for end in _END.finditer(chunk):
-        segments.append(chunk[start : end.end()])
-        start = end.end()
-    return segments, chunk[start:]
-
-
-def carry_style(style: bytes, text: bytes) -> bytes:
-    """Returns the colours that are still on after `text`, `style` being on before."""
-    active: list[bytes] = []
-    for match in _STYLE.finditer(style + text):
-        if not match[1].strip(b"0"):
-            active.clear()
-        else:
-            active.append(match[0])
-    return b"".join(active[-_MAX_STYLES:])
-
-
-def render_plain(
-    state: PlainState, owner: int, prefix: bytes, segment: bytes
-) -> tuple[PlainState, bytes]:
-    r"""Places one segment of `split_segments` in a file or a pipe.
-
-    A line that ended in `\r` is open: what follows from the same owner replaces it,
-    anything else goes to a line of its own.
-    """
-    close = b"\n" if state.open_owner not in (None, owner) else b""
-    if segment == b"\r":
-        return state, b""
-    if segment == b"\r\n":  # As if the two had been read one by one.
-        segment = b"\n"
-    if segment == b"\n" and state.open_owner == owner:
-        return PlainState(), segment
-    is_open = not segment.endswith(b"\n")
-    return PlainState(owner if is_open else None), close + prefix + segment
-
-
-def render_terminal(
-    state: TerminalState,
-    owner: int,
-    lines: Sequence[bytes],
-    unfinished: bytes,
-    footer: Sequence[bytes] | None = None,
-) -> tuple[TerminalState, bytes]:
-    """Places whole lines of one owner above the footer and the unfinished lines of all.
-
-    Args:
-      state: the unfinished lines until now.
-      owner: whose lines these are.
-      lines: with their prefixes, without their ends.
-      unfinished: the new unfinished line of `owner`, with its prefix; empty for none.
-      footer: the new footer, line by line; None: it stays.
-
-    Returns:
-      The new state, and the bytes that take the terminal there.
-    """
-    out = [_ERASE_LINE] if state.unfinished else []
-    out += [_ERASE_LINE_ABOVE] * len(state.footer)
-    out += [line + b"\n" for line in lines]
-    footer = state.footer if footer is None else tuple(footer)
-    out += [_NO_WRAP + line + _WRAP + b"\n" for line in footer]
-    kept = tuple(item for item in state.unfinished if item[0] != owner)
-    if unfinished:
-        kept += ((owner, unfinished),)
-    if kept:
-        out.append(_NO_WRAP + kept[-1][1] + _WRAP)
-    return TerminalState(kept, footer), b"".join(out)
-
-
-class Screen:
-    """One place to write to; stdout and stderr share it where they lead to one place.
-
-    Attributes:
-      is_terminal: whether unfinished lines can be drawn again.
-      backlog: bytes that its reader has not taken yet.
-      is_broken: whether its reader has gone; what is written then is dropped.
-    """
-
-    def __init__(self, fd: int) -> None:
-        """Takes an open descriptor, which stays the caller's."""
-        self.is_terminal = os.isatty(fd) and os.environ.get("TERM") != "dumb"
-        self.backlog = bytearray()
-        self.is_broken = False
-        self.fd = fd
-        self._plain = PlainState()
-        self._terminal = TerminalState()
-        self._may_hide_cursor = False
-
-    def write(self, owner: int, prefix: bytes, segment: bytes) -> None:
-        """Adds one segment of a file or pipe to the backlog."""
-        self._plain, out = render_plain(self._plain, owner, prefix, segment)
-        self.backlog += out
-
-    def draw(self, owner: int, lines: Sequence[bytes], unfinished: bytes) -> None:
-        """Adds lines of a terminal to the backlog."""
-        self._terminal, out = render_terminal(self._terminal, owner, lines, unfinished)
-        self._may_hide_cursor |= _HIDE_CURSOR in out
-        self.backlog += out
-
-    def draw_footer(self, lines: Sequence[bytes]) -> None:
-        """Shows lines below all others of a terminal, in place of those before."""
-        num_rows = os.get_terminal_size(self.fd).lines or _DEFAULT_NUM_ROWS
-        kept = lines[: max(0, num_rows - 2)]  # What has scrolled off stays there.
-        self._terminal, out = render_terminal(self._terminal, -1, [], b"", kept)
-        self.backlog += out
-
-    def close(self) -> None:
-        """Leaves the place as it was found, also by processes that were killed."""
-        self.close_line()
-        if self._may_hide_cursor:
-            self.backlog += _SHOW_CURSOR
-
-    def close_line(self, owner: int | None = None) -> None:
-        """Ends the line that `owner`, by default anybody, left open."""
-        if self._plain.open_owner is not None:
-            if owner in (None, self._plain.open_owner):
-                self._plain = PlainState()
-                self.backlog += b"\n"
-
-    def flush(self, *, timeout_s: float) -> None:
-        """Writes the backlog as far as its reader takes it within `timeout_s`."""
-        while self.backlog and not self.is_broken:
-            if not select.select([], [self.fd], [], timeout_s)[1]:
-                return
-            try:
-                # A ready pipe takes this many bytes without blocking.
-                num_bytes = os.write(self.fd, self.backlog[: select.PIPE_BUF])
-            except BlockingIOError:
-                return
-            except OSError:
-                self.is_broken = True
-            else:
-                del self.backlog[:num_bytes]
-        if self.is_broken:
-            self.backlog.clear()
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            null_fd = os.open(os.devnull, os.O_RDWR)
+            if null_fd != fd:
+                os.dup2(null_fd, fd)
+                os.close(null_fd)
 
 
 @dataclasses.dataclass(eq=False)
@@ -223,16 +62,28 @@ class _Stream:
     replaced: bytes = b""  # What stood before the last `\r`, nothing having followed.
     style: bytes = b""
     is_changed: bool = False  # Its unfinished line was not drawn yet.
+    num_held: int = 0  # bytes of `pieces`.
+    held_since_s: float = 0.0
+    shown: bytes = b""  # the start of a line that was shown before it ended.
 
     def take(self, chunk: bytes) -> list[bytes]:
         """Adds `chunk` and returns the segments that it completes."""
-        segments, rest = split_segments(chunk)
+        segments, rest = screens.split_segments(chunk)
         if segments:
-            segments[0] = b"".join([*self.pieces, segments[0]])
-            self.pieces.clear()
+            segments[0] = self.let_go() + segments[0]
         if rest:
+            if not self.pieces:
+                self.held_since_s = time.monotonic()
             self.pieces.append(rest)
+            self.num_held += len(rest)
         return segments
+
+    def let_go(self) -> bytes:
+        """Takes what has no end yet."""
+        held = b"".join(self.pieces)
+        self.pieces.clear()
+        self.num_held = 0
+        return held
 
 
 class Forwarder:
@@ -249,6 +100,7 @@ class Forwarder:
         self._streams: list[_Stream] = []
         self._tails: dict[int, collections.deque[bytes]] = {}
         self._partial_due_s: float | None = None
+        self._told: set[Screen] = set()  # whose disk errors were told.
 
     @property
     def is_open(self) -> bool:
@@ -307,10 +159,15 @@ class Forwarder:
         has_read = False
         for key, _ in self._selector.select(self._wait_s(timeout_s)):
             has_read |= key.data()
-        if self._partial_due_s is not None:
-            if time.monotonic() >= self._partial_due_s:
-                self._draw_unfinished()
+        now_s = time.monotonic()
+        if self._partial_due_s is not None and now_s >= self._partial_due_s:
+            self._draw_unfinished()
+        for stream in self._streams:
+            if stream.pieces and not stream.screen.is_terminal:
+                if now_s - stream.held_since_s >= _HOLD_S:
+                    self._show_held(stream)
         self.flush(timeout_s=0.0)
+        self._tell_disk_errors()
         return has_read
 
     def flush(self, *, timeout_s: float) -> None:
@@ -334,14 +191,14 @@ class Forwarder:
             if lines
             else "jdp launch: it was silent."
         )
-        start = prefix(
+        start = screens.prefix(
             process_id,
             num_processes=self._num_processes,
             is_colored=self._is_colored(self.stderr),
         )
         for line in lines:
             if self.stderr.is_terminal:
-                self.stderr.draw(-1, [start + line + _RESET], b"")
+                self.stderr.draw(-1, [start + line + screens.RESET], b"")
             else:
                 self.stderr.write(-1, start, line + b"\n")
 
@@ -370,7 +227,7 @@ class Forwarder:
             process_id=process_id,
             fd=read_fd,
             screen=screen,
-            prefix=prefix(
+            prefix=screens.prefix(
                 process_id,
                 num_processes=self._num_processes,
                 is_colored=self._is_colored(screen),
@@ -390,17 +247,40 @@ class Forwarder:
             self._end(stream)
             return False
         self._show(stream, stream.take(chunk))
+        if stream.num_held >= _HOLD_BYTES:
+            if stream.screen.is_terminal:
+                self._show(stream, stream.take(b"\n"))
+            else:
+                self._show_held(stream)
         return True
+
+    def _show_held(self, stream: _Stream) -> None:
+        """Shows what has no end yet, in a file or a pipe; the line goes on."""
+        held = stream.let_go()
+        stream.screen.write(stream.owner, stream.prefix, held)
+        stream.shown = (stream.shown + held)[:_TAIL_LINE_BYTES]
+
+    def _tell_disk_errors(self) -> None:
+        """Says once what could not be written, where it can be said."""
+        for screen in {self.stdout, self.stderr} - self._told:
+            if screen.disk_error is not None:
+                self._told.add(screen)
+                name = "stdout" if screen is self.stdout else "stderr"
+                self.print_line(
+                    f"jdp launch: {name} cannot be written ({screen.disk_error}); the "
+                    "job goes on, and output is lost while that lasts."
+                )
 
     def _show(self, stream: _Stream, segments: list[bytes]) -> None:
         lines = []
         for segment in segments:
             if not stream.screen.is_terminal:
                 stream.screen.write(stream.owner, stream.prefix, segment)
-            text = segment.rstrip(b"\r\n") or stream.replaced
+            text = stream.shown + segment.rstrip(b"\r\n") or stream.replaced
+            stream.shown = b""
             if segment.endswith(b"\n"):
                 lines.append(self._styled(stream, text))
-                stream.style = carry_style(stream.style, text)
+                stream.style = screens.carry_style(stream.style, text)
                 self._tails[stream.process_id].append(text[:_TAIL_LINE_BYTES])
             stream.replaced = b"" if segment.endswith(b"\n") else text
         if not stream.screen.is_terminal:
@@ -414,7 +294,7 @@ class Forwarder:
     def _styled(self, stream: _Stream, text: bytes) -> bytes:
         """Puts the prefix before `text`, and keeps its colours out of other lines."""
         text = _MOVE.sub(b"", text)
-        end = _RESET if carry_style(stream.style, text) else b""
+        end = screens.RESET if screens.carry_style(stream.style, text) else b""
         return stream.prefix + stream.style + text + end
 
     def _draw_unfinished(self) -> None:
@@ -434,7 +314,7 @@ class Forwarder:
         if is_terminal and not _ESCAPE.sub(b"", b"".join(stream.pieces)):
             stream.pieces.clear()  # Such as the cursor that a progress bar gives back.
             stream.screen.draw(stream.owner, [], b"")
-        if stream.pieces or (is_terminal and stream.replaced):
+        if stream.pieces or stream.shown or (is_terminal and stream.replaced):
             self._show(stream, stream.take(b"\n"))
         stream.screen.close_line(stream.owner)
 
@@ -444,7 +324,9 @@ class Forwarder:
         return min(timeout_s, max(self._partial_due_s - time.monotonic(), 0.0))
 
     def _prefix_width(self) -> int:
-        return len(prefix(0, num_processes=self._num_processes, is_colored=False))
+        return len(
+            screens.prefix(0, num_processes=self._num_processes, is_colored=False)
+        )
 
     def _is_colored(self, screen: Screen) -> bool:
         return screen.is_terminal and not os.environ.get("NO_COLOR")

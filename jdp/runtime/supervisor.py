@@ -6,10 +6,8 @@ that starts the processes, forwards their output and does what `observe` says.
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ from typing import Literal, Protocol
 
 import psutil
 
-from jdp.runtime import endings, environment, guard, launcher_link, output, worker
+from jdp.runtime import endings, guard, guarding, launcher_link, output, worker
 from jdp.runtime.endings import Exit, StopState
 
 BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
@@ -35,7 +33,7 @@ _KILL_TIMEOUT_S = 10.0
 # after that only if a process outside the job holds it; it gets this long.
 _DRAIN_IDLE_S = 0.5
 _DRAIN_S = 5.0
-_GUARD_TIMEOUT_S = 30.0
+_MOST_GUARDS = 5
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -103,6 +101,8 @@ class Supervisor:
         self._held: list[Exit] = []  # not yet observed.
         self._held_since_s = 0.0
         self._failures = worker.FailurePipe()
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._num_guards = 1
 
     def run(
         self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]
@@ -161,6 +161,7 @@ class Supervisor:
             if process.poll() is not None:
                 del self._running[process_id]
                 self._take_end(Exit(process_id, process.returncode))
+        self._check_guard()
         self._end_superfluous()
         self._hear_of_failures()
         signals = self._take_signals()
@@ -354,37 +355,43 @@ class Supervisor:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Holds the pipe whose end tells the guard that nobody else ends the job."""
-        environ = dict(os.environ)
-        # The guard of a job inside a job must outlive the processes of the outer one.
-        environ.pop(environment.LAUNCH_ID, None)
-        environ["PYTHONPATH"] = os.path.dirname(os.path.dirname(psutil.__file__))
-        with subprocess.Popen(
-            # -S: `site` may import anything. -P: no module of this folder is meant.
-            [sys.executable, "-S", "-P", guard.__file__, self._launch_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            env=environ,
-            start_new_session=True,
-        ) as process:
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                _wait_until_ready(process.stdout.fileno())
-                process.stdout.close()
-                yield
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(guard.DONE)
-            finally:
-                # After an error, the guard ends the job as if we had been killed.
-                process.stdin.close()
+        try:
+            self._guard = guarding.start(self._launch_id)
+            yield
+            assert self._guard is not None and self._guard.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.stdin.write(guard.DONE)
+        finally:
+            # After an error, the guard ends the job as if we had been killed.
+            ended, self._guard = self._guard, None
+            if ended is not None:
+                assert ended.stdin is not None
+                ended.stdin.close()
                 try:
-                    process.wait(_GUARD_TIMEOUT_S)
+                    ended.wait(guarding.TIMEOUT_S)
                 except subprocess.TimeoutExpired:
-                    process.kill()
-                for worker in self._running.values():
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        worker.wait(_TICK_S)
+                    ended.kill()
+                    ended.wait()
+            for worker in self._running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(_TICK_S)
+
+    def _check_guard(self) -> None:
+        """Starts the guard again if it was killed; the job does not depend on it."""
+        if self._guard is None or self._guard.poll() is None:
+            return
+        code = endings.describe_exit(Exit(0, self._guard.returncode))
+        what = code.removeprefix("process 0 ")
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._num_guards += 1
+        self._guard = None
+        then = "there is none any more; kill -9 of this launcher would leave processes"
+        if self._num_guards < _MOST_GUARDS:
+            with contextlib.suppress(OSError, RuntimeError):
+                self._guard = guarding.start(self._launch_id)
+                then = "another one was started"
+        self._forwarder.print_line(f"jdp launch: the guard {what}; {then}.")
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -413,26 +420,6 @@ class Supervisor:
             signal.set_wakeup_fd(old_fd)
             os.close(wake_fd)
             os.close(write_fd)
-
-
-def _wait_until_ready(fd: int) -> None:
-    """Waits for the first words of the guard.
-
-    Raises:
-      RuntimeError: it ended or kept silent instead.
-    """
-    deadline_s = time.monotonic() + _GUARD_TIMEOUT_S
-    said = b""
-    while not said.endswith(guard.READY):
-        wait_s = max(deadline_s - time.monotonic(), 0.0)
-        chunk = os.read(fd, 4096) if select.select([fd], [], [], wait_s)[0] else b""
-        if not chunk:
-            raise RuntimeError(
-                f"The guard process did not start within {_GUARD_TIMEOUT_S:g} s; "
-                "no worker was started. It wrote:\n"
-                f"{said.decode(errors='replace') or 'nothing'}"
-            )
-        said += chunk
 
 
 def _group_of(process: psutil.Process) -> int | None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import jdp
-from jdp.runtime import environment, launch, supervisor
+from jdp.runtime import environment, guarding, launch, supervisor
 
 ROOT = os.path.dirname(os.path.dirname(jdp.__file__))
 TIMEOUT_S = 20.0
@@ -88,6 +88,11 @@ def job(tmp_path):
     return run
 
 
+def hear_interrupts():
+    # `nohup` and a shell's `&` have these tests ignore SIGINT, and so all they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def cli(tmp_path):
     """Starts `jdp` as a process of its own, in the folder of the test."""
@@ -104,7 +109,7 @@ def cli(tmp_path):
             stdout=stdout,
             stderr=options.pop("stderr", subprocess.PIPE),
             text=True,
-            **options,
+            **{"preexec_fn": hear_interrupts} | options,
         )
         started.append(process)
         return process
@@ -554,7 +559,7 @@ def test_an_error_in_the_launcher_ends_the_processes(job, monkeypatch):
 @pytest.mark.multiprocess
 def test_a_guard_that_cannot_start_is_an_error(job, monkeypatch, tmp_path):
     (tmp_path / "guard.py").write_text("raise SystemExit('no psutil')")
-    monkeypatch.setattr(supervisor.guard, "__file__", str(tmp_path / "guard.py"))
+    monkeypatch.setattr(guarding.guard, "__file__", str(tmp_path / "guard.py"))
     with pytest.raises(RuntimeError, match="no worker was started.*\n.*no psutil"):
         job("print('never')")
     assert (tmp_path / "out").read_text() == ""
@@ -746,3 +751,56 @@ def test_on_a_terminal_processes_have_terminals_and_colors(cli, monkeypatch):
         assert start + b"\x1b[31mred\x1b[0m\r\n" in shown
     assert times[b"20%"] - times[b"10%"] > 0.3
     assert shown.endswith(b"\r\x1b[K\x1b[0;36m[0] \x1b[0m20%\r\n")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("closing", ["<&-", ">&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_descriptors_of_the_launcher_are_no_error(tmp_path, closing):
+    (tmp_path / "program.py").write_text(
+        "import os; os.write(1, b'x'); open('ran', 'w')"
+    )
+    command = f'"{sys.executable}" -m jdp.cli.main launch -n 1 program.py {closing}'
+    process = subprocess.run(
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.multiprocess
+def test_a_guard_that_is_killed_is_started_again(cli):
+    process = cli("launch", "-n", "1", "program.py", program=SLEEP)
+    read_lines(process, 1)
+    guards = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if "guard.py" in " ".join(child.cmdline())
+    ]
+    (guard,) = guards
+    guard.kill()
+    assert process.stderr.readline() == (
+        "jdp launch: the guard was killed by SIGKILL; another one was started.\n"
+    )
+    process.kill()  # The new one does its work.
+    wait_until(lambda: not find_marked(os.environ["JDP_TEST_MARK"]))
+
+
+@pytest.mark.multiprocess
+def test_an_interrupt_that_is_ignored_at_the_start_stays_ignored(cli):
+    def ignore():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    process = cli(
+        *("launch", "-n", "1", "program.py"),
+        program="import time\nprint('ready')\ntime.sleep(1)\nprint('done')",
+        preexec_fn=ignore,
+    )
+    read_lines(process, 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, out, err) == (0, "[0] done\n", "")

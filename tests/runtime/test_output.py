@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdp.runtime import output
+from jdp.runtime import screen as screens
 
 TEXTS = st.lists(st.sampled_from([b"\r", b"\n", b"\r\n", b"ab", b"\xff", b" "]))
 
@@ -86,7 +87,7 @@ def show(data):
 @given(TEXTS)
 def test_segments_have_one_end_each_and_lose_nothing(texts):
     chunk = b"".join(texts)
-    segments, rest = output.split_segments(chunk)
+    segments, rest = screens.split_segments(chunk)
     assert b"".join(segments) + rest == chunk
     assert all(re.fullmatch(rb"[^\r\n]*(\r|\n|\r\n)", item) for item in segments)
     assert not re.search(rb"[\r\n]", rest)
@@ -94,13 +95,13 @@ def test_segments_have_one_end_each_and_lose_nothing(texts):
 
 @pytest.mark.parametrize("num_processes, first", [(1, b"[3] "), (11, b"[3]  ")])
 def test_prefixes_of_a_job_have_one_width(num_processes, first):
-    start = output.prefix(3, num_processes=num_processes, is_colored=False)
+    start = screens.prefix(3, num_processes=num_processes, is_colored=False)
     assert start == first
 
 
 def test_processes_have_different_colors():
     starts = {
-        output.prefix(i, num_processes=10, is_colored=True).split(b"[%d]" % i)[0]
+        screens.prefix(i, num_processes=10, is_colored=True).split(b"[%d]" % i)[0]
         for i in range(10)
     }
     assert len(starts) == 10
@@ -200,7 +201,7 @@ def test_colors_of_a_process_pass_untouched(pipes):
     ],
 )
 def test_carry_style_keeps_what_was_not_reset(text, expected):
-    assert output.carry_style(b"", text) == expected
+    assert screens.carry_style(b"", text) == expected
 
 
 def test_the_tail_holds_the_last_lines(pipes):
@@ -263,7 +264,7 @@ def test_a_terminal_shows_bars_below_and_lines_above(terminal):
     assert b"\x1b[0m\x1b[31mstill\x1b[0m\n" in shown
     shown = b""
     write(1, b"plain\n", expected=["[1] plain", ""])
-    assert shown == output.prefix(1, num_processes=2, is_colored=True) + b"plain\n"
+    assert shown == screens.prefix(1, num_processes=2, is_colored=True) + b"plain\n"
     for fd in sum(fds, ()):
         os.close(fd)
     while forwarder.is_open:
@@ -272,7 +273,7 @@ def test_a_terminal_shows_bars_below_and_lines_above(terminal):
 
 
 def test_a_footer_stays_below_lines_and_above_the_unfinished_one():
-    state = output.TerminalState()
+    state = screens.TerminalState()
     shown = b""
     for lines, unfinished, footer, expected in (
         ([b"a"], b"", None, ["a", ""]),
@@ -282,14 +283,14 @@ def test_a_footer_stays_below_lines_and_above_the_unfinished_one():
         ([b"e"], b"", None, ["a", "b", "c", "d", "e", "3", ""]),
         ([], b"", [], ["a", "b", "c", "d", "e", ""]),
     ):
-        state, out = output.render_terminal(state, 0, lines, unfinished, footer)
+        state, out = screens.render_terminal(state, 0, lines, unfinished, footer)
         shown += out
         assert show(shown) == expected
 
 
 def test_a_footer_is_no_higher_than_the_terminal(terminal):
     _, slave_fd = terminal
-    screen = output.Screen(slave_fd)
+    screen = screens.Screen(slave_fd)
     screen.draw_footer([b"%d" % i for i in range(20)])
     assert show(bytes(screen.backlog)) == [*map(str, range(8)), ""]
 
@@ -306,7 +307,7 @@ def test_a_hidden_cursor_comes_back(terminal):
         os.close(fd)
     forwarder.close()
     forwarder.flush(timeout_s=1.0)
-    expected = output.prefix(0, num_processes=1, is_colored=True)
+    expected = screens.prefix(0, num_processes=1, is_colored=True)
     expected += b"\x1b[?25lbar\r\n\x1b[?25h"
     shown = b""
     while len(shown) < len(expected):  # A read may end anywhere.
@@ -385,3 +386,72 @@ def test_a_reader_that_has_gone_is_noticed():
     os.close(err_fd)
     forwarder.close()
     os.close(write_fd)
+
+
+def test_text_without_an_end_is_shown_in_a_file_and_goes_on(tmp_path):
+    forwarder, paths = make_file_forwarder(tmp_path)
+    first, second = (os.fdopen(forwarder.open_streams(i)[0], "wb", 0) for i in (0, 1))
+    forwarder_closes = [first, second]
+    first.write(b"...")
+    pump_until(forwarder, lambda: b"[0] ..." in paths[0].read_bytes())
+    first.write(b"..")
+    pump_until(forwarder, lambda: b"[0] ....." in paths[0].read_bytes())
+    second.write(b"other\n")
+    pump_until(forwarder, lambda: b"other" in paths[0].read_bytes())
+    first.write(b". done\n")
+    pump_until(forwarder, lambda: b"done" in paths[0].read_bytes())
+    assert paths[0].read_bytes() == b"[0] .....\n[1] other\n[0] . done\n"
+    for file in forwarder_closes:
+        file.close()
+    forwarder.close()
+
+
+def test_a_line_that_never_ends_takes_no_memory(tmp_path):
+    forwarder, paths = make_file_forwarder(tmp_path)
+    writer = os.fdopen(forwarder.open_streams(0)[0], "wb", 0)
+    for _ in range(64):
+        writer.write(b"x" * (1 << 15))
+        forwarder.pump(timeout_s=1.0)
+        held = sum(len(p) for s in forwarder._streams for p in s.pieces)
+        assert held <= output._HOLD_BYTES
+    writer.write(b"\n")
+    writer.close()
+    pump_until(forwarder, lambda: paths[0].read_bytes().endswith(b"\n"))
+    assert paths[0].read_bytes() == b"[0] " + b"x" * (1 << 21) + b"\n"
+    forwarder.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
+def test_a_full_disk_is_told_once_and_the_job_goes_on(tmp_path):
+    full_fd = os.open("/dev/full", os.O_WRONLY)
+    with open(tmp_path / "err", "wb") as err:
+        forwarder = output.Forwarder(
+            num_processes=1, stdout_fd=full_fd, stderr_fd=err.fileno()
+        )
+        writer = os.fdopen(forwarder.open_streams(0)[0], "wb", 0)
+        for _ in range(3):
+            writer.write(b"lost\n")
+            forwarder.pump(timeout_s=1.0)
+        assert not forwarder.is_broken and not forwarder.has_backlog
+        writer.close()
+        forwarder.flush(timeout_s=0.1)
+        forwarder.close()
+    os.close(full_fd)
+    assert (tmp_path / "err").read_text() == (
+        "jdp launch: stdout cannot be written (No space left on device); the job goes "
+        "on, and output is lost while that lasts.\n"
+    )
+
+
+def make_file_forwarder(tmp_path):
+    paths = [tmp_path / "out", tmp_path / "err"]
+    fds = [os.open(path, os.O_WRONLY | os.O_CREAT) for path in paths]
+    forwarder = output.Forwarder(num_processes=2, stdout_fd=fds[0], stderr_fd=fds[1])
+    return forwarder, paths
+
+
+def pump_until(forwarder, condition):
+    deadline_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came true"
+        forwarder.pump(timeout_s=0.05)
