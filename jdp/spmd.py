@@ -220,6 +220,8 @@ class DataParallelStep(Joinable):
         self, state: PyTree, /, *batches: PyTree, **named: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
+        if isinstance(state, type):  # `classmethod(step)`, from Python 3.13 on.
+            return self.__get__(state)(*batches, **named)
         if named or self._binder.has_names:
             batches = self._binder.bind(batches, named)
         context = self.join_context

@@ -119,7 +119,8 @@ class CallBinder:
             bound = self._signature.bind(None, *batches, **named)
         except TypeError as error:
             raise TypeError(
-                f"The step `{self._name}{self._signature}` {error}."
+                f"The step `{self._name}{self._signature}` cannot be called with these "
+                f"arguments: {error}."
             ) from None
         values, positional = self._name_values(bound)
         kinds: tuple[dict[str, Any], ...] = ({}, {}, {})

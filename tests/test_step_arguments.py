@@ -65,7 +65,7 @@ def test_a_step_without_named_options_takes_batches_by_name(options):
         (
             (X,),
             {"rat": 1.0},
-            r"`step\(state, x, rate=1.0, \*, train=True\)` got an une",
+            r"`step\(state, x, rate=1.0, \*, train=True\)` .*: got an une",
         ),
         ((), {}, "missing a required argument: 'x'"),
         ((X,), {"x": X}, "multiple values for argument 'x'"),
