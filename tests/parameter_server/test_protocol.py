@@ -5,9 +5,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from jdp.parameter_server import modes
-from jdp.parameter_server.messages import Apply
+from jdp.parameter_server.lead_options import LeadOptions
+from jdp.parameter_server.messages import Apply, Follow, MessageError
+from jdp.parameter_server.protocol import Lead
 from tests.parameter_server.simulation import Job
 
 MODES = [
@@ -100,3 +103,21 @@ def test_an_entry_is_sent_until_the_other_server_has_it():
     assert follower.replica.receive(first) == []
     lead.lead.follow(follower.status())
     assert lead.lead.find_log(1) is None and lead.lead.has_all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"server": 2}, {"server": 7}, {"next_index": 9}, {"epoch": 1 << 50}],
+    ids=str,
+)
+def test_a_server_that_is_where_it_cannot_be_is_refused(change):
+    lead = Lead(LeadOptions(mode=modes.asynchronous(), num_servers=2), b"lead")
+    lead.begin((0,), 0)
+    lead.follow(Follow(1, b"i", b"", 0, 0, (0,), ()))
+    (restore,) = lead.decide(now_s=0.0)
+    lead.restored({})
+    status = Follow(1, b"i", b"lead", restore.version.epoch, 1, (0,), ())
+    with pytest.raises(MessageError, match="where it cannot be"):
+        lead.follow(structs.replace(status, **change))
+    lead.follow(status)
+    assert lead.has_all()
