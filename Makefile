@@ -97,6 +97,7 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.transport_fuzz --messages 1000000
 	$(BIN)/python -m tests.runtime.roll_call_fuzz --messages 1000000
 	$(BIN)/python -m tests.wire_fuzz --messages 1000000
+	$(BIN)/python -m tests.sameness_soak --programs 1000
 	$(BIN)/python -m tests.parameter_server.soak
 	$(BIN)/python -m tests.parameter_server.fuzz --messages 1000000
 	$(BIN)/python -m tests.runtime.lockstep_fuzz --messages 1000000

@@ -233,10 +233,11 @@ def _run_on_replica(
 
 def _check_is_array(path: str, leaf: Any) -> None:
     """Raises TypeError for a metric that no program can return."""
-    dtype = getattr(leaf, "dtype", None)
-    if isinstance(leaf, bool | int | float | complex) or isinstance(leaf, jax.Array):
+    if isinstance(leaf, bool | int | float | complex | jax.Array):
         return
-    if dtype is not None and dtype.kind in "biufcV":
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV":
+        return  # "V" is bfloat16, and what is narrower.
+    if hasattr(leaf, "__jax_array__"):
         return
     raise TypeError(
         f"The metric `{path}` is {leaf!r}, of type {type(leaf).__name__}. Metrics are "

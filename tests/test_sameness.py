@@ -35,7 +35,7 @@ def _found_in(tree):
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Found))
 
 
-def _trace(fn, axis_name="data"):
+def follow(fn, axis_name="data"):
     world = harness.local_world(N, axis_name, 2 if axis_name == BOTH else 1)
     split = P(world.axis_names)
     state = jnp.arange(3.0)
@@ -200,14 +200,14 @@ DIFFERS = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_the_same_is_known_to_be(name):
-    for found in _found_in(_trace(SAME[name])):
+    for found in _found_in(follow(SAME[name])):
         assert not found.spread.axes and not found.spread.is_local
         assert found.is_same
 
 
 @pytest.mark.parametrize("name", DIFFERS)
 def test_what_differs_is_known_to(name):
-    found = _trace(DIFFERS[name])
+    found = follow(DIFFERS[name])
     assert found.spread.axes == {"data"}
     assert not found.is_same
 
@@ -225,12 +225,12 @@ def test_what_was_sent_is_told_from_what_was_not():
         "beside a sum": lambda w, x: x + lax.psum(x, "data"),
         "axis_index": DIFFERS["axis_index"],
     }
-    found = _trace(lambda w, x: {k: fn(w, x) for k, fn in (sent | local).items()})
+    found = follow(lambda w, x: {k: fn(w, x) for k, fn in (sent | local).items()})
     assert {name for name, x in found.items() if x.spread.is_local} == {*local}
 
 
 def test_axes_are_told_apart():
-    found = _trace(
+    found = follow(
         lambda w, x: {
             "": lax.psum(x, BOTH),
             "one by one": lax.pmean(lax.psum(x, "node"), "data"),
@@ -256,7 +256,7 @@ def test_axes_are_told_apart():
     _assert_true(found)
 
 
-def _random_program(rng, depth=3):
+def random_program(rng, depth=3):
     """A program of random operations on a list of values of shape (3,)."""
 
     def run(w, x):
@@ -302,8 +302,8 @@ def _random_value(rng, values, depth):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_programs_differ_no_more_than_is_said(seed):
-    found = _trace(_random_program(np.random.default_rng(seed)))
+def testrandom_programs_differ_no_more_than_is_said(seed):
+    found = follow(random_program(np.random.default_rng(seed)))
     assert {bool(x.spread.axes) for x in found} == {True, False}
     _assert_true(found)
 
@@ -313,7 +313,7 @@ def test_random_programs_differ_no_more_than_is_said(seed):
 
 def _refused(fn, axis_name="data"):
     with pytest.raises(ValueError, match="some would wait for the others") as raised:
-        _trace(fn, axis_name)
+        follow(fn, axis_name)
     return str(raised.value)
 
 
@@ -368,7 +368,7 @@ def test_what_all_replicas_decide_alike_may_reduce():
             lambda c: c[1] < 3, lambda c: (_mean(c[0]), c[1] + 1), (y, 0)
         )
 
-    _assert_true(_trace(run))
+    _assert_true(follow(run))
 
 
 def test_a_branch_that_nodes_choose_may_reduce_within_a_node():
@@ -377,7 +377,7 @@ def test_a_branch_that_nodes_choose_may_reduce_within_a_node():
             lax.axis_index("node") == 0, lambda: lax.psum(x, axis), lambda: x
         )
 
-    found = _trace(run("data"), BOTH)
+    found = follow(run("data"), BOTH)
     assert found.spread.axes == {"node", "data"}
     assert "replicas of node choose" in _refused(run("node"), BOTH)
     assert "replicas of node choose" in _refused(run(BOTH), BOTH)
@@ -392,7 +392,7 @@ def test_printing_in_a_branch_of_its_own_is_no_reduction():
             or w
         )
 
-    _assert_true(_trace(run))
+    _assert_true(follow(run))
 
 
 def test_a_program_is_followed_in_linear_time():
