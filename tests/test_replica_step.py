@@ -513,13 +513,23 @@ def test_in_a_join_metrics_are_those_of_the_replicas_with_data():
 # --- Looking for NaN -----------------------------------------------------------------
 
 
-def test_a_step_leaves_the_search_for_nan_on():
+def _loss_in_a_branch(params, x):
+    return lax.cond(~(x.sum() > 1e9), lambda: _loss(params, x), lambda: 0.0)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_step_leaves_the_search_for_nan_on(find_unused):
+    loss_fn = _loss_in_a_branch if find_unused else _loss
+    grad_fn = jdp.value_and_grad(loss_fn, find_unused=find_unused)
+
+    def find_grads(p, x):
+        out = grad_fn(p, x)
+        return out[0][1] if find_unused else out[1]
+
     bad = X.copy()
     bad[0, 0] = np.nan
     with jax.debug_nans(True):
-        step = _data_parallel(
-            lambda p, b: (_sgd(p, jdp.value_and_grad(_loss)(p, b["x"])[1]), {})
-        )
+        step = _data_parallel(lambda p, b: (_sgd(p, find_grads(p, b["x"])), {}))
         state, _ = step(PARAMS, {"x": X})
         step(state, {"x": X})
         with pytest.raises(FloatingPointError, match=r"`batch\[0\]\['x'\]` held one"):

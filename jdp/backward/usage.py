@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Literal
 
 from jdp import compat
 from jdp.backward import flow, injection
@@ -275,7 +275,9 @@ class MarkedEvaluation:
 
         def condition(carry: Any) -> jax.Array:
             operands = [*cond_consts, *carry[0]]
-            return jaxpr_as_fun(eqn.params["cond_jaxpr"])(*operands)[0]
+            # Not `jaxpr_as_fun`, which leaves `jax_debug_nans` switched off.
+            test, consts = flow.open_jaxpr(eqn.params["cond_jaxpr"])
+            return jax.core.eval_jaxpr(test, consts, *operands)[0]
 
         def body(carry: Any) -> Any:
             carries, arrays = carry
