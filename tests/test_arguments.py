@@ -16,6 +16,8 @@ W = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 B = np.float32([0.5, -0.5])
 X = np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*may be left out of a step")
+
 
 def loss_fn(w, x, b, *, power=2):
     return jnp.mean(jnp.tanh(x @ w["w"] + b[None]) ** power)
