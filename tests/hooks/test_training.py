@@ -1,6 +1,5 @@
 """Training with hooks: every entry takes them, and they leave the rest as it is."""
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -459,7 +458,7 @@ def _train_as_torch(world, name):
             q.shape: q for q in (case[f"qinit.{name}.draw0.param{i}"] for i in (0, 2))
         }
         factors = [[first[q.shape] for q in bucket] for bucket in kept.factors]
-        kept = jdp.replicate(world, dataclasses.replace(kept, factors=factors))
+        kept = jdp.replicate(world, kept._replace(factors=factors))
 
     @jdp.data_parallel
     def step(state, x, y):
