@@ -164,6 +164,22 @@ def test_leaves_are_recognised_in_any_container():
     assert not placer.is_known({**state, "a": state["a"][0]})
 
 
+def test_a_state_that_goes_round_is_looked_at_once(monkeypatch):
+    looks = []
+    monkeypatch.setattr(
+        placement.StatePlacer, "check", lambda self, state: looks.append(state)
+    )
+    for donate_state in (True, False):
+        step = _double(harness.local_world(2), donate_state=donate_state)
+        state = {"a": np.ones(9, np.float32), "b": [np.ones(3, np.float32)]}
+        for _ in range(3):
+            state, _ = step(state, X)
+            state = jax.tree.map(lambda x: x, state)
+        step(state, X)
+    step(state, X)  # It was not donated.
+    assert len(looks) == 2
+
+
 def test_a_state_that_is_dropped_is_freed():
     world = harness.local_world(2)
     step = _double(world)
