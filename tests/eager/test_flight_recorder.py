@@ -1,6 +1,7 @@
 """The flight recorder: what it keeps, and what it writes."""
 
 import json
+import os
 import sys
 import threading
 
@@ -180,3 +181,19 @@ def test_a_dump_that_is_not_there_keeps_its_error(tmp_path):
 def test_the_capacity_is_at_least_one():
     with pytest.raises(ValueError, match="`capacity` must be at least 1, got 0"):
         FlightRecorder(rank=0, size=2, capacity=0)
+
+
+def test_the_ten_newest_files_of_a_rank_are_kept(tmp_path):
+    for i in range(14):
+        old = tmp_path / f"jdp_flight_{i}.rank1.json"
+        old.write_text("{}")
+        os.utime(old, (i, i))
+    others = [tmp_path / "jdp_flight_1.rank0.json", tmp_path / "notes.json"]
+    for path in others:
+        path.write_text("{}")
+        os.utime(path, (0, 0))
+    flight_recorder.FlightRecorder(rank=1, size=2).dump_into(str(tmp_path), "a test")
+    left = {path.name for path in tmp_path.glob("jdp_flight_*.rank1.json")}
+    new = f"jdp_flight_{os.getpid()}.rank1.json"
+    assert left == {new} | {f"jdp_flight_{i}.rank1.json" for i in range(5, 14)}
+    assert all(path.exists() for path in others)

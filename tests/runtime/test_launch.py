@@ -804,3 +804,25 @@ def test_an_interrupt_that_is_ignored_at_the_start_stays_ignored(cli):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out, err) == (0, "[0] done\n", "")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("after_s", [0.5, 1.5])
+def test_an_interrupt_while_the_launcher_starts_is_not_lost(tmp_path, after_s):
+    (tmp_path / "program.py").write_text("import time; time.sleep(60)")
+    command = "import jdp_command; print('on', flush=True); jdp_command.main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "launch", "-n", "1", "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ROOT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=hear_interrupts,
+    )
+    assert process.stdout.readline() == "on\n"
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert "Traceback" not in out
