@@ -166,8 +166,9 @@ class SharedBuffer:
                         slots[own, rank, at] = rows[i][rank, where]
                 self._meet(segment, call)
                 for i, where, at in runs:
-                    theirs = [slots[rank, own, at] for rank in self._others()]
-                    reduce([rows[i][own, where], *theirs], op, out=outs[i][where])
+                    parts = [slots[rank, own, at] for rank in range(count)]
+                    parts[own] = rows[i][own, where]
+                    reduce(parts, op, out=outs[i][where])
                 segment.arrive_and_wait()
 
     def all_gather(
@@ -272,14 +273,17 @@ class SharedBuffer:
                 reduce([slot[at] for slot in slots], op, out=arrays[i][where])
             return
         *slots, result = self._large[:, :num_bytes].view(dtype)
-        mine = slots.pop(own)
         for i, where, at in piece.others:
-            mine[at] = arrays[i][where]
+            slots[own][at] = arrays[i][where]
         self._meet(segment, call)
         for i, where, at in piece.own:
             part = arrays[i][where]
-            reduce([part, *(slot[at] for slot in slots)], op, out=part)
-            result[at] = part
+            # In the order of the ranks, as everywhere: then sums are the same, bit by
+            # bit, whatever size the arrays have. So `part` may not be the first.
+            parts = [slot[at] for slot in slots]
+            parts[own] = part
+            reduce(parts, op, out=result[at])
+            part[...] = result[at]
         segment.arrive_and_wait()
         for i, where, at in piece.others:
             arrays[i][where] = result[at]

@@ -137,6 +137,47 @@ def one_that_shuts_down_ends_the_others(me: Process, folder: pathlib.Path):
         me.expect_it_works()
 
 
+def process_sets_may_be_there_from_the_start(me: Process, folder: pathlib.Path):
+    pair, alone = eager.ProcessSet([0, 2]), eager.ProcessSet([1])
+    eager.init(me.world, EagerOptions(), process_sets=[pair, alone])
+    me.expect([pair.process_set_id, alone.process_set_id], [1, 2])
+    if pair.included():
+        found = eager.all_reduce(np.ones(2), op="sum", name="x", process_set=pair)
+        me.expect(found, np.full(2, 2.0))
+    again = eager.ProcessSet([2, 0])
+    eager.init(process_sets=[again, [0, 1]])
+    me.expect(again.process_set_id, 1, "the one that is there")
+    me.expect([eager.local_rank(), eager.local_size()], [me.rank, me.size])
+    me.expect([eager.cross_rank(), eager.cross_size()], [0, 1], "on one host")
+    eager.shutdown()
+    for wrong in ([[0, 1], [1, 0]], [range(me.size)], [[0, me.size]]):
+        me.expect_error(
+            ValueError,
+            ["anks" if wrong[0][-1] == me.size else "duplicate process set"],
+            lambda w=wrong: eager.init(me.world, process_sets=w),
+        )
+        me.expect(eager.is_initialized(), False, "it does not run")
+    with _engine(me):
+        me.expect_it_works()
+
+
+def a_barrier_may_give_up(me: Process, folder: pathlib.Path):
+    last, told = me.size - 1, folder / "gave up"
+    with _engine(me):
+        if me.rank != last:
+            me.expect_error(
+                TimeoutError,
+                ["barrier", "not done within 0.2 s", f"{last}: ["],
+                lambda: eager.barrier(timeout_s=0.2),
+            )
+            told.with_suffix(f".{me.rank}").touch()
+        else:
+            _wait_until(lambda: len(list(folder.glob("gave up.*"))) == last)
+            eager.barrier(timeout_s=20.0)  # The others have come to this one.
+        eager.barrier(timeout_s=20.0)
+        me.expect_it_works()
+
+
 # Ranks that are late
 
 
@@ -306,9 +347,24 @@ def a_timeline_can_be_started_and_stopped_while_it_runs(
         me.expect_it_works()
 
 
+def an_idle_engine_writes_its_timeline(me: Process, folder: pathlib.Path):
+    path = folder / "idle.json"
+    with _engine(me):
+        eager.all_reduce(np.ones(3), name="before")
+        time.sleep(0.2)  # The engine sleeps.
+        eager.start_timeline(str(path))
+        eager.all_reduce(np.ones(3), name="once")
+        mine = path.with_name(f"idle.rank{me.rank}.json")
+        _wait_until(lambda: '"once"' in mine.read_text())
+        eager.barrier()
+
+
 CHECKS = (
     without_an_engine_calls_say_what_to_do,
     one_that_shuts_down_ends_the_others,
+    process_sets_may_be_there_from_the_start,
+    a_barrier_may_give_up,
+    an_idle_engine_writes_its_timeline,
     a_late_rank_is_named_with_what_it_is_waited_for,
     without_stall_checks_nothing_is_said,
     a_rank_that_is_too_late_ends_the_engine_everywhere,

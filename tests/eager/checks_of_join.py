@@ -1,5 +1,7 @@
 """Checks of join: ranks that have no more data, and what the others get."""
 
+import time
+
 import numpy as np
 
 from jdp import eager
@@ -107,6 +109,33 @@ def what_moves_data_is_refused_once_a_rank_has_joined(me: Process):
         me.expect(call(x, name=me.name(kind)), expected, f"{kind} afterwards")
 
 
+def a_join_in_the_background_leaves_the_process_free(me: Process):
+    last = me.size - 1
+    for _ in range(2):
+        eager.barrier()
+        if me.rank != last:
+            handle = eager.join_async()
+            me.expect(eager.poll(handle), False, "the last one has not joined")
+            me.expect_error(
+                TimeoutError,
+                ["join: not done"],
+                lambda h=handle: eager.synchronize(h, timeout_s=0.05),
+            )
+            me.expect_error(
+                RuntimeError, ["has called `join`"], lambda: eager.all_reduce(1.0)
+            )
+            me.expect_error(
+                RuntimeError, ["before all processes had joined"], eager.join_async
+            )
+        else:
+            x = np.ones(2)
+            found = eager.all_reduce(x, op="sum", name=me.name("alone"))
+            me.expect(found, x, "the others count as zeros")
+            time.sleep(0.5)
+            handle = eager.join_async()
+        me.expect(eager.synchronize(handle), last)
+
+
 def all_may_join_at_once_and_again(me: Process):
     for _ in range(3):
         last = eager.join()
@@ -121,5 +150,6 @@ CHECKS = (
     who_has_joined_changes_no_minimum_maximum_or_product,
     a_group_is_reduced_without_who_has_joined,
     what_moves_data_is_refused_once_a_rank_has_joined,
+    a_join_in_the_background_leaves_the_process_free,
     all_may_join_at_once_and_again,
 )

@@ -272,6 +272,43 @@ def rows_of_jax_are_scattered_as_such(me: Process):
         me.expect(found, checks.as_jax(_part(me, combine(sum, trees))))
 
 
+def groups_of_rows_come_together_or_not_at_all(me: Process):
+    x = np.full((me.rank + 1, 2), me.rank, np.float32)
+    y = np.arange(2 * me.size, dtype=np.int32)
+    begin = {
+        "gather": lambda tree, name: eager.grouped_all_gather_async(tree, name=name),
+        "scatter": lambda tree, name: eager.grouped_reduce_scatter_async(
+            tree, op="sum", name=name
+        ),
+    }
+    for call in begin.values():
+        name = me.name("group")
+        if me.rank == 0:
+            handle = call({"y": y, "z": y}, name)
+            eager.barrier()
+            me.expect(eager.poll(handle), False, "the others have not come")
+        else:
+            eager.barrier()
+            handle = call({"y": y, "z": y}, name)
+        eager.synchronize(handle)
+    found = eager.grouped_all_gather({"x": x, "y": y}, name=me.name("gathered"))
+    expected = [np.full((rank + 1, 2), rank, np.float32) for rank in me.ranks]
+    me.expect(found["x"], np.concatenate(expected))
+    me.expect(found["y"], np.concatenate([y] * me.size))
+    found = eager.grouped_reduce_scatter([y, x[:1]], op="sum", name=me.name("sums"))
+    me.expect(found[0], (y * me.size)[2 * me.rank : 2 * me.rank + 2])
+    total = np.full((1, 2), sum(me.ranks), np.float32)
+    me.expect(found[1], total if me.rank == 0 else total[:0], "one row")
+    # What one of the group cannot do, none does.
+    for call in begin.values():
+        bad = call({"a": y, "b": np.ones(me.rank + 2 if me.rank else 2, "i1")}, "bad")
+        if call is begin["gather"]:
+            eager.synchronize(bad)  # Rows may differ.
+            bad = call({"a": y, "b": np.ones((2, me.rank + 1))}, "bad too")
+        me.expect_error(RuntimeError, ["Mismatched"], bad.result)
+    me.expect_it_works()
+
+
 GATHERS = (
     equal_arrays_are_concatenated_in_the_order_of_ranks,
     arrays_of_different_lengths_are_concatenated,
@@ -285,6 +322,7 @@ CHECKS = GATHERS + (
     arrays_of_jax_are_broadcast_as_such,
     rows_go_where_the_splits_say,
     without_splits_all_get_the_same,
+    groups_of_rows_come_together_or_not_at_all,
     splits_may_be_zero_and_rows_may_stay,
     rows_of_jax_are_exchanged_as_such,
     each_rank_gets_its_rows_of_the_sum,

@@ -71,6 +71,21 @@ def arrays_in_objects_keep_dtype_and_shape(me: Process):
     me.expect(found, expected)
 
 
+def sets_in_objects_come_back_as_sets(me: Process):
+    value = {"a": {me.rank, 7, (1, "x")}, "b": [frozenset({2}), set()]}
+    found = eager.all_gather_object(value)
+    expected = [
+        {"a": {rank, 7, (1, "x")}, "b": [frozenset({2}), set()]} for rank in me.ranks
+    ]
+    me.expect_equal(found, expected)
+    me.expect_equal(type(found[0]["b"][0]), frozenset)
+    me.expect_error(
+        TypeError,
+        ["A set that is sent may hold", "nothing else"],
+        lambda: eager.broadcast_object({np.float32(1)}),
+    )
+
+
 def what_cannot_be_sent_is_an_error_on_all_ranks(me: Process):
     loop: list = []
     loop.append(loop)
@@ -151,6 +166,7 @@ CHECKS = (
     an_object_of_every_root_arrives,
     objects_of_all_come_in_the_order_of_ranks,
     arrays_in_objects_keep_dtype_and_shape,
+    sets_in_objects_come_back_as_sets,
     what_cannot_be_sent_is_an_error_on_all_ranks,
     parameters_of_the_root_arrive_with_their_types,
     the_state_of_every_optimizer_arrives,

@@ -356,6 +356,44 @@ def what_carries_the_data_is_what_was_asked_for(me: Process):
     me.expect_equal([each["fused"] for each in facts], [fused] * 3, "fused")
 
 
+def values_do_not_depend_on_what_carried_them(me: Process):
+    # Sums in the order of the ranks, of numbers of which XLA on CPU flushes some.
+    for dtype in (np.float32, np.float64, np.float16, jax.numpy.bfloat16):
+        dtype = np.dtype(dtype)
+        tiny = float(jax.numpy.finfo(dtype).smallest_subnormal)
+        for size in (5, 3000, 50_000):  # With the agreement, in one stage, in two.
+            rng = np.random.default_rng(size)
+            each = [rng.normal(size=size).astype(dtype) for _ in me.ranks]
+            for rank, x in enumerate(each):
+                x[: size // 2] = ((rank + 1) * tiny * 3, -0.0)[size == 5]
+            for op in ("sum", "average", "product", "max"):
+                expected = _in_order(each, op)
+                name = me.name(f"{op} {dtype} {size}")
+                for number in range(1 + 2 * (size == 5)):
+                    found = eager.all_reduce(each[me.rank], op=op, name=name)
+                    same = found.tobytes() == expected.tobytes()
+                    me.expect(same, True, f"{name}, time {number}")
+            found = eager.reduce_scatter(each[me.rank], op="sum", name=me.name("part"))
+            part = np.array_split(_in_order(each, "sum"), me.size)[me.rank]
+            me.expect(found.tobytes() == part.tobytes(), True, f"part {dtype} {size}")
+            found = eager.all_gather(each[me.rank], name=me.name("all"))
+            same = found.tobytes() == np.concatenate(each).tobytes()
+            me.expect(same, True, f"gathered {dtype} {size}")
+
+
+def _in_order(each: list[np.ndarray], op: str) -> np.ndarray:
+    """The reduction rank by rank, in float32 or wider."""
+    dtype = each[0].dtype
+    wide = dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
+    ufunc = {"product": np.multiply, "max": np.maximum}.get(op, np.add)
+    total = each[0].astype(wide)
+    for x in each[1:]:
+        total = ufunc(total, x.astype(wide))
+    if op == "average":
+        total = total / wide.type(len(each))
+    return total.astype(dtype)
+
+
 # Adasum is for powers of two of ranks.
 
 
@@ -397,6 +435,18 @@ def adasum_of_orthogonal_tensors_is_the_sum_and_of_parallel_ones_the_mean(me: Pr
             me.expect(bool(is_near), True, f"parallel {dtype} {size}: {found}")
 
 
+def adasum_keeps_subnormal_numbers(me: Process):
+    for dtype in FLOATS:
+        dtype = np.dtype(dtype)
+        tiny = float(jax.numpy.finfo(dtype).smallest_subnormal)
+        x = (np.array([4.0, -8.0, 0.0]) * tiny).astype(dtype)
+        found = eager.all_reduce(x, op="adasum", name=me.name(f"same {dtype}"))
+        me.expect(found, x, f"of the same on all, {dtype}")
+        x = (np.eye(me.size) * 4 * tiny).astype(dtype)
+        found = eager.all_reduce(x[me.rank], op="adasum", name=me.name(f"eye {dtype}"))
+        me.expect(found, x.sum(0, dtype=dtype), f"orthogonal, {dtype}")
+
+
 def adasum_combines_each_tensor_by_itself_and_scales(me: Process):
     rng = np.random.default_rng(3)
     each = [
@@ -423,7 +473,9 @@ def _adasum(level: list[np.ndarray]) -> np.ndarray:
     return level[0]
 
 
+EXACT_CHECKS = (values_do_not_depend_on_what_carried_them,)
 ADASUM_CHECKS = (
+    adasum_keeps_subnormal_numbers,
     adasum_has_the_numbers_of_horovod,
     adasum_of_orthogonal_tensors_is_the_sum_and_of_parallel_ones_the_mean,
     adasum_combines_each_tensor_by_itself_and_scales,

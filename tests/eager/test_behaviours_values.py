@@ -12,7 +12,9 @@ from tests.eager import checks, checks_of_join, checks_of_moves, checks_of_reduc
 # The first test of each job waits for all of it.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
+EXACT_CHECKS = checks_of_reductions.EXACT_CHECKS
 CHECKS = checks_of_reductions.CHECKS + checks_of_moves.CHECKS + checks_of_join.CHECKS
+CHECKS += EXACT_CHECKS
 ODD_CHECKS = (
     checks_of_reductions.an_average_is_the_sum_divided_and_of_integers_cut_off,
     checks_of_reductions.factors_multiply_with_that_of_the_average,
@@ -59,7 +61,7 @@ def _checks(size: int, configuration: str):
     if configuration == "hierarchical":  # It takes nothing else.
         return checks_of_reductions.CHECKS + checks_of_moves.GATHERS
     if configuration == "gloo" and size == 3:  # What depends on the number of ranks.
-        return ODD_CHECKS + checks_of_join.CHECKS
+        return ODD_CHECKS + EXACT_CHECKS + checks_of_join.CHECKS
     # Adasum is XLA's in every configuration.
     has_adasum = size != 3 and configuration == "shared_memory"
     return CHECKS + (ADASUM_CHECKS if has_adasum else ())

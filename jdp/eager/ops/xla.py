@@ -1,4 +1,9 @@
-"""XLA: programs that communicate, over NCCL, ICI or gloo."""
+"""XLA: programs that communicate, over NCCL, ICI or gloo.
+
+Arrays on the host are only moved by them, as bits, and reduced by numpy in the order of
+the ranks. So the result is what shared memory gives, bit by bit: XLA on CPU adds in
+another order, and takes subnormal numbers for zero.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,12 +16,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import collectives
-from jdp.collectives import xla
+from jdp.collectives import shared_buffer, xla
 from jdp.collectives.base import Op
+from jdp.eager.ops import host_adasum
 from jdp.eager.ops.base import Array, Members, Task
 from jdp.types import AxisName, Device
 
 _AXIS = "member"
+# Of what all members have together: up to that, to gather all of it costs less than to
+# start a second program.
+_GATHERED_BYTES = 256 << 10
 
 
 class Xla:
@@ -27,6 +36,7 @@ class Xla:
     """
 
     is_bounded = False
+    _is_exact = True  # whether arrays on the host are reduced there.
 
     def __init__(self, members: Members):
         """Makes it; nothing is compiled yet."""
@@ -58,6 +68,9 @@ class Xla:
     def all_reduce(self, arrays: list[Array], op: Op) -> list[Array]:
         """See `Implementation`."""
         sizes = [x.size for x in arrays]
+        if self._is_exact and isinstance(arrays[0], np.ndarray):
+            whole = self._reduce_on_host(np.concatenate(arrays), op)
+            return np.split(whole, np.cumsum(sizes)[:-1])
         packed = _pack(arrays, _round_up(sum(sizes)))
         out = self._run(("all_reduce", op), packed, self._make_all_reduce(op))
         ends = np.cumsum(sizes).tolist()
@@ -65,6 +78,8 @@ class Xla:
 
     def adaptive_sum(self, array: Array) -> Array:
         """See `Implementation`."""
+        if isinstance(array, np.ndarray):
+            return self._combine_on_host(array)
 
         def combine(x: jax.Array) -> jax.Array:
             return collectives.adasum(x, self._axis_name)
@@ -74,19 +89,28 @@ class Xla:
 
     def all_gather(self, part: Array) -> Array:
         """See `Implementation`."""
-        size, dtype = _round_up(part.size), np.dtype(part.dtype)
-        if dtype.kind == "b":  # They are no numbers to the collectives.
+        dtype = np.dtype(part.dtype)
+        if isinstance(part, np.ndarray):
+            part = _as_bits(part)
+        elif dtype.kind == "b":  # They are no numbers to the collectives.
             part = _as_integers(part)
+        size = _round_up(part.size)
         out = self._run(
             ("all_gather",),
             _pack([part], size),
             lambda x: xla.psum_all_gather(x, self._axis_name),
         )
-        return _from_integers(out, dtype).reshape(-1, size)[:, : part.size]
+        out = out.reshape(-1, size)[:, : part.size]
+        if isinstance(out, np.ndarray):
+            return np.ascontiguousarray(out).view(dtype)
+        return _from_integers(out, dtype)
 
     def reduce_scatter(self, parts: Array, op: Op) -> Array:
         """See `Implementation`."""
         size = parts.shape[1]
+        if isinstance(parts, np.ndarray):
+            rows = np.ascontiguousarray(self.all_to_all(_as_bits(parts)))
+            return _reduce_rows(rows.view(parts.dtype), op)
         padded = _pad_columns(parts, _round_up(size))
         out = self._run(
             ("reduce_scatter", op),
@@ -123,6 +147,34 @@ class Xla:
             array = _as_integers(array)
         out = self._run(kind, _pack([array], _round_up(array.size)), send)
         return _from_integers(out[: array.size], dtype)
+
+    def _reduce_on_host(self, array: np.ndarray, op: Op) -> np.ndarray:
+        """Reduces shape (m,), all of it or a part on each member."""
+        count, size = self._members.size, array.size
+        if count * array.nbytes <= _GATHERED_BYTES:
+            return _reduce_rows(self.all_gather(array), op)
+        width = -(-size // count)
+        parts = np.pad(array, (0, count * width - size)).reshape(count, width)
+        mine = self.reduce_scatter(parts, op)
+        return self.all_gather(mine).reshape(-1)[:size]
+
+    def _combine_on_host(self, array: np.ndarray) -> np.ndarray:
+        """Combines with the members at distance 1, 2, 4 and so on."""
+        place, size = self._members.place, self._members.size
+        distance = 1
+        while distance < size:
+            pairs = [(i, i ^ distance) for i in range(size)]
+
+            def swap(x: jax.Array, pairs: list[tuple[int, int]] = pairs) -> jax.Array:
+                return lax.ppermute(x, self._axis_name, pairs)
+
+            packed = _pack([_as_bits(array)], _round_up(array.size))
+            other = self._run(("swap", distance), packed, swap, varies=True)
+            other = other[: array.size].view(array.dtype)
+            both = (other, array) if place & distance else (array, other)
+            array = host_adasum.combine(*both)
+            distance *= 2
+        return array
 
     def _make_all_reduce(self, op: Op) -> Callable[[jax.Array], jax.Array]:
         return lambda x: xla.psum_all_reduce(x, self._axis_name, op=op)
@@ -163,6 +215,8 @@ class Xla:
 
 class Hierarchical(Xla):
     """Reduces within each node first, so that less crosses between nodes."""
+
+    _is_exact = False  # It adds in another order by its nature.
 
     def __init__(self, members: Members, *, all_reduce: bool, all_gather: bool):
         """Makes it.
@@ -257,6 +311,19 @@ def _pad_columns(parts: Array, width: int) -> Array:
 
 def _as_integers(array: Array) -> Array:
     return array.view(np.uint8 if array.dtype.itemsize == 1 else np.uint32)
+
+
+def _as_bits(array: np.ndarray) -> np.ndarray:
+    """Unsigned integers; of complex numbers of 16 bytes twice as many."""
+    bits = np.dtype(_UNSIGNED[min(array.dtype.itemsize, 8)])
+    return np.ascontiguousarray(array).view(bits)
+
+
+def _reduce_rows(rows: np.ndarray, op: Op) -> np.ndarray:
+    """Reduces shape (n, m), of which row i came from member i."""
+    out = np.empty(rows.shape[1], rows.dtype)
+    shared_buffer.reduce(list(rows), op, out=out)
+    return out
 
 
 def _from_integers(array: Array, dtype: np.dtype) -> Array:
