@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jdp.eager import objects
+from jdp.eager.messages import ProtocolError
 
 
 @dataclasses.dataclass
@@ -37,6 +38,9 @@ LOOP.append(LOOP)
         b"\x00\xff",
         [],
         [1, [2.0, "x"]],
+        {1, "x", (2, (3.0, None)), frozenset({b"y"})},
+        frozenset({1.5}),
+        [set(), {"nested": [{1}, frozenset()]}],
         {"a": 1, 2: "b", None: [3], 1.5: True, (1, 2): 0},
         datetime.datetime(2020, 1, 2, tzinfo=datetime.UTC),
     ],
@@ -47,11 +51,11 @@ def test_values_come_back(value):
 
 
 def test_what_comes_back_as_something_simpler():
-    value = {"tuple": (1, (2,)), "set": {3}, "dataclass": Point(1, 2.0)}
+    value = {"tuple": (1, (2,)), "dataclass": Point(1, 2.0), "both": Point({3}, 4)}
     assert objects.decode(objects.encode(value)) == {
         "tuple": [1, [2]],
-        "set": [3],
         "dataclass": {"x": 1, "y": 2.0},
+        "both": {"x": {3}, "y": 4},
     }
 
 
@@ -103,5 +107,7 @@ def test_what_cannot_be_sent_is_a_type_error(value, text):
 
 def test_an_unknown_extension_is_refused():
     data = msgspec.msgpack.encode(msgspec.msgpack.Ext(5, b"x"))
-    with pytest.raises(ValueError, match="Extension 5 of MessagePack is none of jdp's"):
+    with pytest.raises(
+        ProtocolError, match="extension 5 of MessagePack is none of jdp's"
+    ):
         objects.decode(data)
