@@ -1,16 +1,47 @@
-"""Wire: are the bytes of another process the message that they should be?
+"""Wire: are the bytes of another process, or of a file, the message they should be?
 
 Also a process of the job may be wrong: another version of jdp, or a broken one. So
-whatever comes in is decoded here, and nothing but `Malformed` comes of it.
+whatever comes in is decoded here, and raises one kind of error.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
+
+_MOST_SHOWN = 500  # characters of foreign text in a message or a log.
+
+
+class DecodeError(ValueError):
+    """The bytes are not of the type that is expected here."""
 
 
 class Malformed(RuntimeError):
     """Bytes are not the message that is due; the text says which, and why."""
+
+
+def decode_with(decoder: Callable[[Any], T], data: bytes | memoryview) -> T:
+    """Returns `decoder(data)`, where `decoder` is a function of msgspec.
+
+    msgspec raises its own `DecodeError` for most bytes, UnicodeDecodeError for text
+    that is not UTF-8, RecursionError for what is nested too deeply, and MemoryError.
+    All mean one thing where the bytes come from outside of this process.
+
+    Args:
+      decoder: such as `msgspec.msgpack.Decoder(Message).decode`.
+      data: whatever has come.
+
+    Raises:
+      DecodeError: for any `data` that `decoder` refuses.
+    """
+    try:
+        return decoder(data)
+    # Those of msgspec, UnicodeDecodeError and OverflowError among them.
+    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as err:
+        text = f"{type(err).__name__}: {printable(str(err))}"
+    raise DecodeError(text)
 
 
 def decode(data: bytes, kind: Any, *, what: str) -> Any:
@@ -25,14 +56,22 @@ def decode(data: bytes, kind: Any, *, what: str) -> Any:
       Malformed: `data` holds something else.
     """
     try:
-        return msgspec.msgpack.decode(data, type=kind)
-    # ValueError: bad UTF-8 and bad lengths; RecursionError: nested too deeply.
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Malformed(_describe(data, what, error)) from None
+        return decode_with(msgspec.msgpack.Decoder(kind).decode, data)
+    except DecodeError as error:
+        raise Malformed(
+            f"{what} is malformed, {len(data):,} bytes ({printable(str(error))}). "
+            "Install the same jdp in every process."
+        ) from None
 
 
-def _describe(data: bytes, what: str, error: Any) -> str:
-    return (
-        f"{what} is malformed, {len(data):,} bytes ({type(error).__name__}: "
-        f"{str(error)[:200]}). Install the same jdp in every process."
-    )
+def printable(text: str, *, most: int = _MOST_SHOWN) -> str:
+    """Returns foreign text as one line that a log or a terminal can show.
+
+    Args:
+      text: whatever a peer has sent.
+      most: characters that are shown; the rest is cut off.
+    """
+    shown = text if len(text) <= most else text[:most] + "..."
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)

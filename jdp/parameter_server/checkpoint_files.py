@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from jdp import wire
 from jdp.parameter_server import messages
 from jdp.parameter_server.messages import Settled, Version
-from jdp.runtime import decoding
 
 _FORMAT = 1
 _ARRAYS, _MANIFEST = "arrays", "manifest"
@@ -127,8 +127,8 @@ def read_manifest(folder: pathlib.Path, *, place: tuple[int, int]) -> Manifest:
     if digest != _digest(text).encode():
         raise CheckpointError("its manifest does not have the checksum it begins with")
     try:
-        manifest = decoding.decode(_manifest.decode, text)
-    except decoding.DecodeError as error:
+        manifest = wire.decode_with(_manifest.decode, text)
+    except wire.DecodeError as error:
         raise CheckpointError(f"its manifest is none: {error}") from None
     if manifest.format != _FORMAT:
         raise CheckpointError(
@@ -165,8 +165,8 @@ def read(
                 "checksum that it was written with"
             )
     try:
-        return arrays, decoding.decode(_table.decode, manifest.settled)
-    except decoding.DecodeError as error:
+        return arrays, wire.decode_with(_table.decode, manifest.settled)
+    except wire.DecodeError as error:
         raise CheckpointError(f"its table of pushes is none: {error}") from None
 
 
@@ -245,7 +245,7 @@ def _save(path: pathlib.Path, arrays: Sequence[np.ndarray]) -> None:
         raise
     # Tensorstore has no class of its own for what went wrong on a disk.
     except (ValueError, RuntimeError) as error:
-        raise OSError(decoding.printable(str(error))) from error
+        raise OSError(wire.printable(str(error))) from error
 
 
 def _restore(path: pathlib.Path) -> list[np.ndarray]:
@@ -257,7 +257,7 @@ def _restore(path: pathlib.Path) -> list[np.ndarray]:
     # Damaged files come out of orbax, tensorstore, zstandard and JSON as errors of any
     # class; there is no list of them.
     except Exception as error:
-        text = decoding.printable(f"{type(error).__name__}: {error}", most=200)
+        text = wire.printable(f"{type(error).__name__}: {error}", most=200)
         raise CheckpointError(f"its arrays cannot be read: {text}") from None
 
 

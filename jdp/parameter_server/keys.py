@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jdp.runtime import decoding
+from jdp import wire
 
 ROLE = "JDP_PARAMETER_SERVER_ROLE"
 INDEX = "JDP_PARAMETER_SERVER_INDEX"
@@ -177,9 +177,9 @@ def read_keys(path: str) -> Keys:
             "hosts."
         ) from None
     try:
-        found = decoding.decode(_decode_keys, data)
+        found = wire.decode_with(_decode_keys, data)
         _check_keys(found)
-    except decoding.DecodeError as error:
+    except wire.DecodeError as error:
         raise RuntimeError(
             f"`key_file` {path!r} has no keys: {error}. Write it anew with "
             "`jdp.parameter_server.make_keys(path)`."
@@ -201,9 +201,7 @@ def _check_keys(found: Keys) -> None:
         except (ValueError, zmq.ZMQError):
             is_pair = False
         if not is_pair:
-            raise decoding.DecodeError(
-                f"`{role}_public` and `{role}_secret` are no pair"
-            )
+            raise wire.DecodeError(f"`{role}_public` and `{role}_secret` are no pair")
 
 
 def check_address(address: str) -> None:

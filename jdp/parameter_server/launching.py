@@ -9,9 +9,10 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
+from jdp import wire
 from jdp.parameter_server import keys, metrics
 from jdp.parameter_server.keys import Place
-from jdp.runtime import decoding, environment, launch, output, supervisor
+from jdp.runtime import environment, launch, output, supervisor
 from jdp.runtime.supervisor import Exit
 
 
@@ -223,7 +224,7 @@ def _display(forwarder: output.Forwarder) -> Iterator[int]:
     def draw(data: bytes) -> None:
         try:
             line = metrics.decode_line(data)
-        except decoding.DecodeError:  # A program wrote to what is the server's.
+        except wire.DecodeError:  # A program wrote to what is the server's.
             return
         num_columns = os.get_terminal_size(screen.fd).columns or 80
         screen.draw_footer(metrics.render_table(line, num_columns=num_columns))

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from jdp.runtime import decoding
+from jdp import wire
 
 VERSION = 2
 MESSAGE, REFUSED = range(2)  # the second byte.
@@ -306,13 +306,13 @@ def decode(frame: memoryview | bytes, decoder: msgspec.msgpack.Decoder):
     if frame[1] == REFUSED:
         text = bytes(frame[2 : 2 + 4 * _MOST_REFUSAL]).decode(errors="replace")
         lines = text[:_MOST_REFUSAL].split("\n")
-        raise RefusedError("\n".join(map(decoding.printable, lines)))
+        raise RefusedError("\n".join(map(wire.printable, lines)))
     if frame[0] != VERSION:
         raise MessageError(
             f"speaks version {frame[0]} of the parameter server's protocol, and this "
             f"process version {VERSION}; install the same jdp everywhere"
         )
     try:
-        return decoding.decode(decoder.decode, frame[2:])
-    except decoding.DecodeError as error:
+        return wire.decode_with(decoder.decode, frame[2:])
+    except wire.DecodeError as error:
         raise MessageError(f"sent what is no message: {error}") from None

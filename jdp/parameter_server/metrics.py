@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Protocol, TypedDict
 import msgspec
 from msgspec import Meta
 
+from jdp import wire
 from jdp.parameter_server import keys
-from jdp.runtime import decoding
 
 Report = Literal["", "table", "json"]
 _Count = Annotated[int, Meta(ge=0, le=1 << 60)]
@@ -108,9 +108,9 @@ def decode_line(data: bytes) -> Line:
     """Returns what a server has sent to the launcher.
 
     Raises:
-      decoding.DecodeError: it is no line of a report.
+      wire.DecodeError: it is no line of a report.
     """
-    return decoding.decode(_decode_line, data)
+    return wire.decode_with(_decode_line, data)
 
 
 class Reporter(Protocol):

@@ -3,7 +3,7 @@
 import logging
 import time
 
-from jdp.runtime import decoding
+from jdp import wire
 
 _LOG_PERIOD_S = 5.0
 _logger = logging.getLogger("jdp")
@@ -38,7 +38,7 @@ class Refusals:
             "the last one, it %s.",
             self._who,
             self.count - self._num_logged,
-            decoding.printable(reason),
+            wire.printable(reason),
         )
         self._num_logged = self.count
         self._quiet_until_s = now_s + _LOG_PERIOD_S

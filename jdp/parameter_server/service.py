@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jdp import wire
 from jdp.parameter_server import admission, lane, messages, metrics, shards
 from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Keys, Place
@@ -44,7 +45,6 @@ from jdp.parameter_server.saving import Saver
 from jdp.parameter_server.shards import Shards
 from jdp.parameter_server.sockets import ClientSockets, Message, ServerSocket
 from jdp.parameter_server.updates import Updater
-from jdp.runtime import decoding
 
 _TICK_S = 0.1
 _STATUS_PERIOD_S = 0.2  # of what servers tell each other again, lest it was lost.
@@ -296,7 +296,7 @@ class Service:
         if text := admission.find_objection(
             hello, self._admission, self._lead_version()
         ):
-            text = decoding.printable(text, most=2000)
+            text = wire.printable(text, most=2000)
             _logger.warning("Worker %d is refused: %s", hello.worker, text)
             self._socket.send(route, messages.encode_refusal(text))
             return

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp.runtime import decoding
+from jdp import wire
 from jdp.types import PyTree
 
 _KEY = "key<"
@@ -260,7 +260,7 @@ def _encode_treedef(treedef: Any) -> bytes | None:
 def _decode_treedef(nodes: bytes) -> Any | None:
     """Returns the treedef; None where a namedtuple is not known here, or it is none."""
     try:
-        found = decoding.decode(msgspec.json.decode, nodes)
+        found = wire.decode_with(msgspec.json.decode, nodes)
         return jax.tree.structure(_decode_node(found))
     # Keys of one dict that cannot be sorted are a ValueError or TypeError of JAX's.
     except (_UnknownNodeError, ValueError, TypeError):

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import optax
 
-from jdp import parameter_server
+from jdp import parameter_server, wire
 from jdp.parameter_server import (
     checkpoint_files,
     keys,
@@ -46,7 +46,6 @@ from jdp.parameter_server.protocol import Lead
 from jdp.parameter_server.replica import Replica
 from jdp.parameter_server.restoring import NoCheckpointError
 from jdp.parameter_server.sockets import Message
-from jdp.runtime import decoding
 from tests.runtime.transport_fuzz import mutate
 
 PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}
@@ -212,7 +211,7 @@ def _fuzz_json(rng, num_messages, sample, decode):
             data = mutate(rng, sample)
         try:
             decode(data)
-        except decoding.DecodeError:
+        except wire.DecodeError:
             continue
         num_good += 1
     return num_good
@@ -222,7 +221,7 @@ def fuzz_keys(rng, num_messages):
     """The file of keys."""
 
     def decode(data):
-        keys._check_keys(decoding.decode(keys._decode_keys, data))
+        keys._check_keys(wire.decode_with(keys._decode_keys, data))
 
     pairs = [key.decode() for _ in range(2) for key in _curve_pair()]
     sample = msgspec.json.encode(keys.Keys(*pairs))
@@ -267,8 +266,8 @@ def fuzz_manifest(rng, num_messages):
     )
 
     def decode(data):
-        found = decoding.decode(checkpoint_files._manifest.decode, data)
-        decoding.decode(checkpoint_files._table.decode, found.settled)
+        found = wire.decode_with(checkpoint_files._manifest.decode, data)
+        wire.decode_with(checkpoint_files._table.decode, found.settled)
 
     return _fuzz_json(rng, num_messages, msgspec.json.encode(manifest), decode)
 

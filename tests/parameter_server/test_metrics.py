@@ -9,10 +9,9 @@ import optax
 import pytest
 import rich.console
 
-from jdp import parameter_server
+from jdp import parameter_server, wire
 from jdp.parameter_server import metrics, shards
 from jdp.parameter_server.metrics import Metrics
-from jdp.runtime import decoding
 
 
 def _line():
@@ -69,9 +68,9 @@ def test_a_report_is_a_line_of_json_or_a_table(capsys):
 def test_what_is_no_line_of_a_report_is_not_drawn(change):
     line = metrics.decode_line(json.dumps(_line()).encode())
     assert line == _line() and metrics.render_table(line, num_columns=60)
-    with pytest.raises(decoding.DecodeError):
+    with pytest.raises(wire.DecodeError):
         metrics.decode_line(json.dumps({**_line(), **change}).encode())
-    with pytest.raises(decoding.DecodeError):
+    with pytest.raises(wire.DecodeError):
         metrics.decode_line(b'"\xff')
 
 
