@@ -240,6 +240,12 @@ def frames_of(eqn: Any) -> list[tuple[str, str]]:
     return [(f.file_name, f.function_name) for f in found.frames] if found else []
 
 
+def searches_for_nan() -> bool:
+    """Returns whether JAX runs a compiled function again, plainly, to find a NaN."""
+    is_on = config.debug_nans.value or config.debug_infs.value
+    return bool(is_on and not config.disable_jit.value)
+
+
 def user_line(eqn: Any) -> str | None:
     """Returns file and line that made an equation, outside of installed packages."""
     found = eqn.source_info.traceback

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -143,9 +144,7 @@ def check_is_tracing(step: str, arguments: dict[str, PyTree]) -> None:
       step: its name.
       arguments: by name.
     """
-    config = jax.config
-    is_searching = config.jax_debug_nans or config.jax_debug_infs
-    if not is_searching or config.jax_disable_jit:
+    if not compat.searches_for_nan():
         return
     leaves = jax.tree.leaves(arguments)
     if not leaves or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
