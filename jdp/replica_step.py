@@ -105,7 +105,7 @@ def trace_step(
 
     def run(state: PyTree, *batches: PyTree) -> Any:
         found = _run_on_replica(step, options, per_replica.enter(state), batches)
-        made.append(found)
+        made.append(_without_arrays(found))
         shared, own = per_replica.split_leaves(per_replica.leave(found.state))
         weighting = found.replica.noted
         amounts = [] if weighting is None else [weighting.amount]
@@ -188,6 +188,17 @@ class _Made(NamedTuple):
     def num_shared(self) -> int:
         """Leaves of the state that all replicas share."""
         return per_replica.are_own(self.state).count(False)
+
+
+def _without_arrays(found: _Made) -> _Made:
+    """What outlives the trace of the step, which must hold none of its arrays."""
+    state, metrics = jax.tree.map(_as_aval, (found.state, found.metrics))
+    replica = found.replica.without_arrays()
+    return found._replace(state=state, metrics=metrics, replica=replica)
+
+
+def _as_aval(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
 
 
 class _Spreads(NamedTuple):
@@ -306,7 +317,7 @@ def _check_metrics(found: _Made, spreads: Sequence[Spread], world: World) -> lis
         differing.append(bool(spread.axes) and not is_own)
         if not differing[-1]:
             continue
-        shape, dtype = jnp.shape(leaf), jnp.asarray(leaf).dtype
+        shape, dtype = jnp.shape(leaf), _dtype_of(leaf)
         if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
             raise TypeError(
                 f"The metric `{path}` differs between the replicas and is {dtype}, "
@@ -324,6 +335,10 @@ def _check_metrics(found: _Made, spreads: Sequence[Spread], world: World) -> lis
     return differing
 
 
+def _dtype_of(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
+
+
 def _inexact_if_weighed(found: _Made) -> list[bool]:
     """What the weight of a single replica concerns: 0 makes zeros of it."""
     is_weighed = found.replica.noted is not None
@@ -331,7 +346,7 @@ def _inexact_if_weighed(found: _Made) -> list[bool]:
         jax.tree.leaves(found.metrics), per_replica.are_own(found.metrics), strict=True
     )
     return [
-        is_weighed and not own and jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
+        is_weighed and not own and jnp.issubdtype(_dtype_of(x), jnp.inexact)
         for x, own in pairs
     ]
 

@@ -24,6 +24,13 @@ class Weighting(NamedTuple):
     divide_by: DivideBy
 
 
+def _as_aval(weighting: Weighting | None) -> Weighting | None:
+    if weighting is None:
+        return None
+    x = weighting.amount
+    return weighting._replace(amount=jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+
 class Replica:
     """What is known of the weights while the step of one replica is traced."""
 
@@ -40,6 +47,14 @@ class Replica:
             self._last = weighting
         else:
             self._is_out_of_reach = True
+
+    def without_arrays(self) -> "Replica":
+        """What it knows, for when the trace has ended: an amount is a shape."""
+        copy = Replica(_as_aval(self.ambient))
+        copy._trace = None
+        copy._last = _as_aval(self._last)
+        copy._is_out_of_reach = self._is_out_of_reach
+        return copy
 
     @property
     def noted(self) -> Weighting | None:
