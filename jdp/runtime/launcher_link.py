@@ -12,11 +12,13 @@ import time
 
 import msgspec
 
+from jdp import wire
 from jdp.runtime import addresses, star
 from jdp.runtime.endings import Exit
 
 _PURPOSE = "launchers"
 _MOST_SAID = 40  # `star` takes no more of one member.
+_DECODER = msgspec.msgpack.Decoder(Exit)
 _logger = logging.getLogger("jdp")
 
 
@@ -83,8 +85,8 @@ class LauncherLink:
 
     def _hear(self, node: int, body: bytes) -> None:
         try:
-            end = msgspec.msgpack.decode(body, type=Exit)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            end = wire.decode_with(_DECODER.decode, body)
+        except wire.DecodeError:
             _logger.warning(
                 "The launcher of node %d has said what is no message.", node
             )

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jdp import progress
+from jdp import progress, wire
 from jdp.mesh import World
 from jdp.progress import Snapshot
 from jdp.runtime import environment, star, worker
@@ -55,6 +55,9 @@ class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
 
     culprit: int
     text: str
+
+
+_DECODER = msgspec.msgpack.Decoder(Left | Stuck)
 
 
 class Gone(NamedTuple):
@@ -225,8 +228,8 @@ class _Lifeline:
     def _heard(self, process: int, body: bytes) -> None:
         now_s = time.monotonic()
         try:
-            message = msgspec.msgpack.decode(body, type=Left | Stuck)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            message = wire.decode_with(_DECODER.decode, body)
+        except wire.DecodeError:
             _logger.warning("Process %d has said what is no message.", process)
             return
         if isinstance(message, Left):

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from jdp import wire
 from jdp.runtime import job_key
 
 _MAGIC = b"jdp-star-1\n"
@@ -29,6 +30,9 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     kind: Literal["hello", "say", "lost", "bye"]
     member: int  # whom it is from, or who is lost.
     body: bytes = b""
+
+
+_DECODER = msgspec.msgpack.Decoder(Frame)
 
 
 class Codec:
@@ -125,8 +129,8 @@ class Codec:
                 self._session, f"{other} {self._num_received}", sealed
             )
             self._num_received += 1
-            return msgspec.msgpack.decode(body, type=Frame)
+            return wire.decode_with(_DECODER.decode, body)
         except job_key.Refused:
             raise Refused("it was made without the key of this job") from None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except wire.DecodeError as error:
             raise Refused(f"a frame that says nothing: {error}") from None
