@@ -264,12 +264,20 @@ def test_what_still_waits_behind_a_program_hears_that_the_engine_ends(links):
 
 
 def test_after_join_nothing_can_be_submitted(links):
+    has_tried = threading.Barrier(_SIZE)
+
     def run(engine):
         _reduce(engine, "x")
         entry = Entry(Request("join", b""), Record("join", "join"))
+        if engine.rank != 0:
+            has_tried.wait(20.0)
         engine.submit_join(entry)
         if engine.rank == 0:
             assert "has called `join`" in _reduce(engine, "y")
+            with pytest.raises(RuntimeError, match="before all processes had joined"):
+                engine.submit_join(entry)
+            assert not engine.wait([entry], 0.05)
+            has_tried.wait(20.0)
         assert engine.wait([entry], 20.0) and entry.value in range(_SIZE)
         return _reduce(engine, "y")
 
