@@ -438,6 +438,8 @@ class Coordinator:
             or slot is not None
             and bool(self._hits.of_rank[rank] >> slot & 1)
             or self._groups.is_held(*key)
+            # Decided, and not said yet.
+            or any(key == (each.process_set, *each.names) for each in self._refused)
         )
 
     def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:

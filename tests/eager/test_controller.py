@@ -364,6 +364,22 @@ def test_who_is_missing_is_named_also_for_cached_names():
     assert {stall.name for stall in find(now_s=99.0, after_s=60.0)} == {"new"}
 
 
+def test_what_is_refused_is_not_taken_for_lost_before_it_is_said():
+    job = Job(2, sets={1: (0, 1)})
+    remove = Request("r", encode_spec(Spec("remove_process_set", shape=(1,))))
+    for rank in range(2):
+        job.submit(rank, remove)
+        job.deliver(rank)
+    job.decide()
+    job.submit(0, all_reduce("late", process_set=1))  # It has not heard of it.
+    job.deliver(0)
+    doubts = ((1, "late", 7), (1, "never said", 8))
+    assert job.coordinator.find_unknown(0, doubts) == doubts[1:]
+    (response,) = job.decide().responses
+    assert response.names == ("late",) and "was removed" in response.error
+    assert job.coordinator.find_unknown(0, doubts) == doubts
+
+
 def test_one_that_leaves_ends_all():
     job = Job(2)
     why = "rank 1 has shut the engine down"
