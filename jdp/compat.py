@@ -19,7 +19,7 @@ from jax._src import (
     xla_bridge,
 )
 from jax._src.lax import lax as lax_internal
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.random import prng
 from jax._src.state import types as state_types
 from jax.extend.core import Primitive

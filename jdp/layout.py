@@ -3,15 +3,18 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdp.collectives import base
 from jdp.collectives.base import Halves
 from jdp.types import AxisName
+
+ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 
 
 class Piece(NamedTuple):
@@ -59,7 +62,7 @@ def find_layout(axis_name: AxisName) -> Layout:
     return Layout(axis_name, group.size, group.rank)
 
 
-def restore(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def restore(rows: ArrayT, shape: tuple[int, ...]) -> ArrayT:
     """Puts the pieces of all replicas, shape (num_replicas, k), together."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
 

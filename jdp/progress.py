@@ -141,6 +141,6 @@ def _is_done() -> bool:
     if not isinstance(result, jax.Array):
         return True
     try:
-        return result.is_ready()
+        return result.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError:  # It was donated, or the step failed.
         return True

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdp import agreement, buckets, differences, per_replica
+from jdp import agreement, buckets, differences, per_replica, wire
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -105,7 +105,7 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
         blocks[block] if world.process_index in (0, process) else b"",
         lambda bodies: msgspec.msgpack.encode([bodies[0], bodies[process]]),
     )
-    ours, theirs = msgspec.msgpack.decode(found, type=list[bytes])
+    ours, theirs = wire.decode(found, list[bytes], what="What two processes hold")
     raise RuntimeError(
         f"`{buckets.leaf_paths(tree)[leaf]}` differs between the replicas: "
         + differences.explain_first_element(
@@ -321,7 +321,10 @@ def _first_difference(
     """Finds the lowest index at which a process' digests are not those of process 0."""
 
     def decide(bodies: list[bytes]) -> bytes:
-        lists = [msgspec.msgpack.decode(body, type=list[bytes]) for body in bodies]
+        lists = [
+            wire.decode(body, list[bytes], what=f"The digests of process {process}")
+            for process, body in enumerate(bodies)
+        ]
         differences = [
             Difference(process, index)
             for process, theirs in enumerate(lists)
@@ -333,7 +336,7 @@ def _first_difference(
 
     body = msgspec.msgpack.encode(list(digests))
     found = agreement.meet(world, topic, body, decide)
-    return msgspec.msgpack.decode(found, type=Difference)
+    return wire.decode(found, Difference, what="The difference that process 0 found")
 
 
 def _explain(
@@ -352,7 +355,9 @@ def _explain(
 
     def decide(bodies: list[bytes]) -> bytes:
         ours, theirs = (
-            msgspec.msgpack.decode(bodies[p], type=differences.Details)
+            wire.decode(
+                bodies[p], differences.Details, what=f"The details of process {p}"
+            )
             for p in (0, process)
         )
         return explain(ours, theirs, process).encode()

@@ -211,6 +211,7 @@ def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
 def _join(rows: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(rows, jax.Array):
         return layout.restore(np.asarray(rows), shape)
+    assert isinstance(rows.sharding, NamedSharding)
     sharding = NamedSharding(rows.sharding.mesh, PartitionSpec())
     join = jax.jit(layout.restore, static_argnums=1, out_shardings=sharding)
     return join(rows, shape)

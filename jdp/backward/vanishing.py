@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -78,7 +80,7 @@ def _of_value(value: Any) -> int | None:
 
 
 def _is_number(value: jax.Array) -> bool:
-    return not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
 def _of_equation(eqn: Any, entering: list[int | None]) -> list[int | None]:

@@ -58,7 +58,7 @@ def reduce(spec: Spec, given: Sequence[bytes]) -> bytes:
 
 
 def reduce_taken(
-    response: Response, taken: Mapping[int, list[bytes]], specs: Mapping[int, bytes]
+    response: Response, taken: Mapping[int, Sequence[bytes]], specs: Mapping[int, bytes]
 ) -> bytes:
     """Reduces the tensors of a response; b"" where a rank has not sent one.
 
@@ -67,7 +67,7 @@ def reduce_taken(
       taken: by slot, the tensors that came with its bits, by rank.
       specs: of those slots.
     """
-    slots = response.slots
+    slots = list(response.slots)
     if not taken or not slots or not all([slot in taken for slot in slots]):
         return b""
     parts = taken[slots[0]]

@@ -140,7 +140,7 @@ def _decode_extension(code: int, data: memoryview) -> Any:
 
 
 def _decode_array(data: memoryview) -> np.ndarray:
-    packed = messages.decode_as(_array, data)
+    packed = messages.decode_as(_array, bytes(data))
     if not _DTYPE.fullmatch(packed.dtype):
         raise ProtocolError(f"{packed.dtype!r} is no dtype")
     dtype = np.dtype(packed.dtype)

@@ -63,8 +63,9 @@ def find_lost(
       pending: what has not been decided now, by process set and name.
       join: the same, of `join`.
     """
-    for *key, number in unknown:
-        entry = join if tuple(key) == JOIN else pending.get((key[0], key[1]))
+    for process_set, name, number in unknown:
+        key = process_set, name
+        entry = join if key == JOIN else pending.get(key)
         # A name may have come again after it was decided.
         if entry is not None and entry.record.number == number:
             return entry

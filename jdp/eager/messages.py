@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jdp import wire
 from jdp.eager.autotune import Tunable
 
 Kind = Literal[
@@ -207,10 +208,8 @@ def decode_as(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
       ProtocolError: it is not of the decoder's type, or not MessagePack.
     """
     try:
-        return decoder.decode(payload)
-    # Text that is not UTF-8 is a ValueError; there are numbers of more than 64 bits,
-    # and lists in lists in lists.
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        return wire.decode_with(decoder.decode, payload)
+    except wire.DecodeError as error:
         raise ProtocolError(str(error)) from None
 
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from jdp import progress
+from jdp import progress, wire
 from jdp.mesh import World
 from jdp.runtime import worker
 
@@ -190,9 +190,12 @@ class Watch:
             now_s = time.monotonic()
             known = {notice.process for notice, _ in self._notices} | {own}
             new = [
-                Arrived(msgspec.msgpack.decode(value, type=Notice), now_s)
+                Arrived(
+                    wire.decode(value, Notice, what=f"The notice of process {process}"),
+                    now_s,
+                )
                 for process, value in found.items()
-                if int(process) not in known
+                if process.isdecimal() and int(process) not in known
             ]
             self._notices += tuple(new)
             timeout_s = self._world.timeout_s

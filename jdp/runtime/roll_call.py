@@ -13,12 +13,15 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import jax
 import msgspec
 
+from jdp import wire
 from jdp.runtime import job_key
+
+T = TypeVar("T")
 
 PROTOCOL = "jdp-roll-call-2"
 MOST_HELLO_BYTES = 1 << 14
@@ -264,11 +267,11 @@ def _verify(key: bytes | None, context: str, line: bytes) -> bytes:
         raise Refused("it does not prove the key of this job") from None
 
 
-def _decode(line: bytes, kind: type) -> "Challenge | Hello | Verdict":
+def _decode(line: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(line, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Refused(f"it is no {kind.__name__}: {type(error).__name__}") from None
+        return wire.decode_with(msgspec.json.Decoder(kind).decode, line)
+    except wire.DecodeError as error:
+        raise Refused(f"it is no {kind.__name__}: {error}") from None
 
 
 def _check_texts(*texts: str) -> None:

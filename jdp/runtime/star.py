@@ -363,7 +363,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     if not addresses.is_loopback(host) and any(
-        addresses.is_loopback(address[0]) for *_, address in found
+        addresses.is_loopback(str(address[0])) for *_, address in found
     ):
         # Debian's default: the name of this host is 127.0.1.1 here alone.
         passive = socket.AI_PASSIVE
