@@ -62,7 +62,7 @@ class ResponseCache:
             if gone is None:
                 raise ProtocolError(f"the empty slot {slot} is taken back")
             key = (gone.process_set, gone.name)
-            if self._slot_of[key] == slot:
+            if self._slot_of.get(key) == slot:  # Both slots may go at once.
                 del self._slot_of[key]
         return whole
 

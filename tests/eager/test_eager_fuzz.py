@@ -5,7 +5,8 @@ import random
 import pytest
 
 from jdp.eager import checks, messages
-from jdp.eager.messages import ProtocolError
+from jdp.eager.messages import Batch, ProtocolError, Response, Spec
+from jdp.eager.response_cache import ResponseCache
 from tests.eager import eager_fuzz
 
 
@@ -40,3 +41,11 @@ def test_bytes_that_are_no_message_are_refused(payload):
     ):
         with pytest.raises(ProtocolError):
             decode(payload)
+
+
+def test_a_name_may_lose_its_old_slot_and_its_new_one_at_once():
+    cache = ResponseCache()
+    spec = messages.encode_spec(Spec("all_reduce", "float32", (1,), op="sum"))
+    cache.apply(Batch((Response(("a",), (spec,), 0, (), (0,)),)))
+    cache.apply(Batch((Response(("a",), (spec,), 0, (), (1,)),), (), (1, 0)))
+    assert cache.find(messages.Request("a", spec), 0) is None
