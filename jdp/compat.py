@@ -15,6 +15,7 @@ from jax._src import (
     config,
     core,
     distributed,
+    effects,
     source_info_util,
     xla_bridge,
 )
@@ -232,6 +233,23 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     with inside_equation(eqn):
         results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def is_mutable(x: Any) -> bool:
+    """Whether `x` is a mutable array, as `jax.new_ref` makes them."""
+    return isinstance(x, core.Ref | core.Tracer) and isinstance(
+        core.typeof(x), state_types.AbstractRef
+    )
+
+
+def has_ordered_effect(eqn: Any) -> bool:
+    """Whether an equation reads or writes a mutable array, or has its turn otherwise.
+
+    Such equations run in the order of the program, whatever data they need.
+    """
+    return any(
+        isinstance(atom.aval, state_types.AbstractRef) for atom in eqn.invars
+    ) or any(effects.ordered_effects.contains(effect) for effect in eqn.effects)
 
 
 def frames_of(eqn: Any) -> list[tuple[str, str]]:

@@ -7,7 +7,8 @@ pieces are gathered, and every replica runs it on the whole: the numbers are tho
 the whole program in any case.
 
 Equations are run in waves: all that need nothing from other replicas, then one
-collective for all that the next wave needs of them.
+collective for all that the next wave needs of them. Reads and writes of mutable arrays,
+and other effects in order, stay in the order of the program.
 """
 
 import functools
@@ -162,11 +163,14 @@ class _Evaluation:
     def _wave(self, waiting: list[_Equation]) -> list[_Equation]:
         """Runs what can be run here; returns the rest, for which others were asked."""
         left, wanted, whole = [], [], []
+        is_held = False  # An effect waits, so that those after it wait, too.
         for equation in waiting:
-            if any(
+            is_in_order = compat.has_ordered_effect(equation.eqn)
+            if (is_in_order and is_held) or any(
                 not _is_literal(k) and k not in self._known for k in equation.inputs
             ):
                 left.append(equation)
+                is_held |= is_in_order
                 continue
             values = [self._read(key) for key in equation.inputs]
             found = None
@@ -176,6 +180,7 @@ class _Evaluation:
                 self._known.update(zip(equation.outputs, found, strict=True))
                 continue
             left.append(equation)
+            is_held |= is_in_order
             for key in self._missing(equation, values):
                 if isinstance(self._known[key], Partial):
                     wanted.append(key)
@@ -204,6 +209,10 @@ class _Evaluation:
             return values
         if not any(isinstance(x, Piece | Partial) for x in values):
             self._foreign.update(equation.outputs)
+            # What is written may be read later.
+            self._foreign.update(
+                key for key, x in zip(keys, values, strict=True) if compat.is_mutable(x)
+            )
             return values
         count = 1 if equation.eqn.primitive.name == "cond" else len(values)
         pairs = zip(keys[:count], values[:count], strict=True)
@@ -213,7 +222,7 @@ class _Evaluation:
         return not _is_literal(key) and key in self._foreign
 
     def _same(self, key: Any, x: Any) -> Any:
-        if not self._is_foreign(key) or isinstance(x, Piece):
+        if not self._is_foreign(key) or isinstance(x, Piece) or compat.is_mutable(x):
             return x
         names = mesh.as_axis_names(self._layout.axis_name)
         return compat.expect_same(x, names, _DIFFERS)
@@ -358,7 +367,7 @@ class _Evaluation:
     ) -> list[Any] | None:
         """A branch that all replicas take alike."""
         index, *operands = values
-        if isinstance(index, Piece):
+        if isinstance(index, Piece) or any(compat.is_mutable(x) for x in operands):
             return None
         shapes = [x.shape if isinstance(x, Piece) else None for x in operands]
         arrays = [x.data if isinstance(x, Piece) else x for x in operands]
