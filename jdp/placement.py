@@ -39,10 +39,15 @@ class HeldLeaves:
         self._layout: _Layout | None = None
         self.num_donations = 0  # of all steps, when the arrays were held.
 
-    def hold(self, tree: PyTree) -> None:
-        """Holds the leaves of `tree`, all of them arrays, in place of the last."""
+    def hold(self, tree: PyTree) -> bool:
+        """Holds the leaves of `tree`, all of them arrays, in place of the last.
+
+        Returns:
+          Whether the tree is laid out in another way than the last, or may be.
+        """
         layout, leaves = self._layout, []
-        if layout is None or not _collect(tree, layout, leaves):
+        is_other = layout is None or not _collect(tree, layout, leaves)
+        if is_other:
             self._layout = layout = _find_layout(tree)
             leaves = []
             _collect(tree, layout, leaves)
@@ -54,6 +59,7 @@ class HeldLeaves:
                 leaves.pop(self._index), lambda _: leaves.clear()
             )
         self._others = leaves
+        return is_other
 
     def forget_layout(self) -> None:
         """Expects that the next tree may have another structure."""
@@ -101,9 +107,12 @@ class StatePlacer:
         self._returned = HeldLeaves()
         self._passed = HeldLeaves()  # only filled if states are not donated.
         self._structures: set[Any] = set()
-        self.may_share = False  # whether a batch may be an array of the state.
-        # Shapes of the leaves with which an argument may share memory.
-        self._shapes: frozenset[tuple[int, ...]] = frozenset()
+        # Whether a batch may be an array of a state, of any that there was: a program
+        # may return one with other leaves.
+        self.may_share = False
+        # Sizes in bytes of arguments that may share memory with a leaf: its own, and
+        # where one of the two is in parts those. A key and its data differ in shape.
+        self._sizes: set[int] = set()
 
     def is_known(self, state: PyTree) -> bool:
         """Whether all leaves of `state` were looked at before, and are alive."""
@@ -111,11 +120,12 @@ class StatePlacer:
             return True
         return not self._donates and self._passed.are_leaves_of(state)
 
-    def note_returned(self, state: PyTree) -> None:
+    def note_returned(self, world: World, state: PyTree) -> None:
         """Notes what a step returned: distinct arrays, all in their places."""
         if self._donates:
             _Donations.count += 1
-        self._returned.hold(state)
+        if self._returned.hold(state):
+            self._note_shared(world, state)
 
     def note_other_program(self) -> None:
         """Notes that the step may return another structure than before."""
@@ -169,10 +179,8 @@ class StatePlacer:
         leaves, treedef = jax.tree.flatten(state)
         if self._donates:
             leaves = _copy_aliases(leaves)
-        has_own = any(per_replica.are_own(state))
-        self.may_share = self._donates and (has_own or world.num_replicas == 1)
-        self._shapes = frozenset(x.shape for x in leaves if self._donates)
         state = jax.tree.unflatten(treedef, leaves)
+        self._note_shared(world, state)
         if not self._donates:
             self._passed.hold(state)
         return state
@@ -180,7 +188,7 @@ class StatePlacer:
     def part_from(self, state: PyTree, arguments: PyTree) -> PyTree:
         """Copies arrays of `arguments` that share memory with a state to be donated."""
         leaves, treedef = jax.tree.flatten(arguments)
-        if not any(x.shape in self._shapes for x in leaves):
+        if not any(x.size * x.dtype.itemsize in self._sizes for x in leaves):
             return arguments
         taken = {a for x in jax.tree.leaves(state) for a in compat.buffer_addresses(x)}
         leaves = [
@@ -188,6 +196,16 @@ class StatePlacer:
             for x in leaves
         ]
         return jax.tree.unflatten(treedef, leaves)
+
+    def _note_shared(self, world: World, state: PyTree) -> None:
+        """Notes with which arguments a state that is to be donated may share memory."""
+        if not self._donates:
+            return
+        self.may_share |= world.num_replicas == 1 or any(per_replica.are_own(state))
+        n = world.num_replicas
+        for x in jax.tree.leaves(state):
+            num_bytes = x.size * x.dtype.itemsize
+            self._sizes |= {num_bytes, num_bytes // n, num_bytes * n}
 
     def _is_new_structure(self, state: PyTree) -> bool:
         return jax.tree.structure(state) not in self._structures

@@ -242,7 +242,7 @@ class DataParallelStep(Joinable):
         out = self._jit(divide_by)(*self._place(state, batches))
         if step_arguments.has_static(batches):
             self._placer.note_other_program()
-        self._placer.note_returned(out[0])
+        self._placer.note_returned(self.world, out[0])
         return out
 
     def join_hook(

@@ -98,6 +98,56 @@ def test_a_batch_may_be_an_array_of_the_state(n):
         assert float(metrics["sum"]) == 8
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_batch_may_be_an_array_that_the_state_had_not_at_first(n):
+    world = harness.local_world(n)
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        total = state["own"].value + x[0] if "own" in state else x[0]
+        state = {"w": state["w"] + 1, "own": jdp.PerReplica(total)}
+        return state, {"sum": jdp.average(x.sum())}
+
+    state, _ = step({"w": np.ones(2, np.float32)}, np.ones((n, 3), np.float32))
+    for expected in (3, 6):
+        state, metrics = step(state, state["own"].value)
+        assert float(metrics["sum"]) == expected
+    # The program of other shapes is known, and returns to them.
+    other = {"w": state["w"], "own": jdp.PerReplica(np.ones((n, 5), np.float32))}
+    step(other, np.ones((n, 5), np.float32))
+    state, _ = step({"w": np.ones(2, np.float32)}, np.ones((n, 3), np.float32))
+    for expected in (3, 6):
+        state, metrics = step(state, state["own"].value)
+        assert float(metrics["sum"]) == expected
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_argument_may_have_memory_of_the_state_in_another_shape(n):
+    world = harness.local_world(n)
+
+    @jdp.data_parallel(world=world, replicated_argnames="more")
+    def step(state, x, *, more):
+        total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(more))
+        return {**state, "w": state["w"] + 1}, {"sum": total}
+
+    own = np.ones((n, 3), np.float32)
+    state = {
+        "w": np.ones(3, "f4"),
+        "key": jax.random.key(5),
+        "own": jdp.PerReplica(own),
+    }
+    state, _ = step(state, X, more=0.0)
+    for _ in range(2):
+        more = {
+            "key": jax.random.key_data(state["key"]),
+            "row": state["own"].value.addressable_shards[0].data,
+            "w": state["w"].addressable_shards[0].data,
+        }
+        expected = sum(float(np.sum(leaf)) for leaf in jax.tree.leaves(more))
+        state, metrics = step(state, X, more=more)
+        assert float(metrics["sum"]) == expected
+
+
 def test_a_step_that_returns_one_value_twice_can_go_on():
     @jdp.data_parallel(world=harness.local_world(2))
     def step(state, x):
@@ -151,7 +201,7 @@ def test_leaves_are_recognised_in_any_container():
     }
     state = placer.place(world, tree)
     assert not placer.is_known(state)
-    placer.note_returned(state)
+    placer.note_returned(world, state)
     assert placer.is_known(state)
     rebuilt = jax.tree.map(lambda x: x, state)
     assert placer.is_known({name: rebuilt[name] for name in state})
