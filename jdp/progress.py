@@ -66,6 +66,9 @@ def culprit_of(error: BaseException) -> int | None:
 def counted(run: Run) -> Run:
     """Counts the calls of a method that runs a step of all processes.
 
+    A call that raises does not count: the others wait for this process in a program
+    that it has not begun, or in which it has failed.
+
     Args:
       run: method of an object with a `name` and a `world`; it returns a pair of
         pytrees, of which the second is the one that the caller rather keeps.
@@ -76,11 +79,17 @@ def counted(run: Run) -> Run:
         if self.world.process_count == 1:
             return run(self, *arguments)
         _begin_step(self.name)
-        out = None
+        out, has_run = None, False
         try:
             out = run(self, *arguments)
+            has_run = True
             return out
+        except FloatingPointError:  # Found in what the program had computed.
+            has_run = True
+            raise
         finally:
+            if not has_run:
+                _take_back(self.name)
             _end_step(out)
 
     return call
@@ -119,6 +128,12 @@ def _begin_step(name: str) -> None:
     _Own.result = None
     _Own.begun_s = time.monotonic()
     _Own.is_inside = True
+
+
+def _take_back(name: str) -> None:
+    _Own.steps[name] -= 1
+    if not _Own.steps[name]:
+        del _Own.steps[name]
 
 
 def _end_step(out: tuple[Any, Any] | None) -> None:

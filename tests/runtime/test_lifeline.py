@@ -2,12 +2,14 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdp
+from jdp import progress
 from jdp.progress import Snapshot
 from jdp.runtime import environment, launch, lifeline
 from jdp.runtime.lifeline import Gone
@@ -93,6 +95,59 @@ def test_an_end_that_is_early_is_told_to_all_and_blamed():
     assert "jdp launch: process 0 failed with exit code 1." in got.output
     assert got.exit_code == 1
     assert got.seconds < 60
+
+
+def train_until_refused():
+    """The third call is refused in process 1, which takes that for the end of data."""
+    world = jdp.init(timeout_s=60)
+
+    @jdp.data_parallel
+    def step(w, x):
+        return w + jdp.average(x.mean()), {}
+
+    w = np.zeros(2, np.float32)
+    for n in (2, 2, 2 - 2 * world.process_index):
+        try:
+            w, _ = step(w, np.ones(n, np.float32))
+        except ValueError as error:
+            assert "has no samples" in str(error)
+    return np.asarray(w).tolist()
+
+
+@pytest.mark.multiprocess
+def test_a_call_that_was_refused_does_not_count():
+    got = harness.run_processes(train_until_refused, 2)
+    text = (
+        "process 1 ended after 2 calls of the step `step`, and process 0 is in call 3"
+    )
+    assert f"[0] jdp: {text}" in got.output
+    assert got.exit_code == 1
+    assert got.seconds < 60
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, FloatingPointError])
+def test_a_call_counts_if_its_program_has_run(monkeypatch, error):
+    monkeypatch.setattr(progress, "_Own", type("_Own", (progress._Own,), {"steps": {}}))
+
+    class Step:
+        name = "step"
+        world = types.SimpleNamespace(process_count=2)
+
+        @progress.counted
+        def run(self, error=None):
+            if error is not None:
+                raise error("no")
+            return {}, {}
+
+    step = Step()
+    step.run()
+    with pytest.raises(error):
+        step.run(error)
+    is_counted = error is FloatingPointError  # of `jax_debug_nans`.
+    assert progress.snapshot().steps == {"step": 1 + is_counted}
+    step.run()
+    assert progress.snapshot().steps == {"step": 2 + is_counted}
+    assert progress.snapshot().step is None
 
 
 @pytest.mark.multiprocess
