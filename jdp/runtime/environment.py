@@ -12,6 +12,7 @@ NODE_RANK = "JDP_NODE_RANK"
 DEVICES_PER_PROCESS = "JDP_DEVICES_PER_PROCESS"
 LAUNCH_ID = "JDP_LAUNCH_ID"  # The same for all that one launcher started.
 JOB_KEY = "JDP_JOB_KEY"  # The secret of the job; see `job_key`.
+JOB_ID = "JDP_JOB_ID"  # Any text that tells it from other jobs with the same key.
 _REQUIRED = (
     COORDINATOR_ADDRESS,
     NUM_PROCESSES,

@@ -11,12 +11,14 @@ import secrets
 import stat
 from collections.abc import Mapping
 
-from jdp.runtime import environment
+from jdp import wire
+from jdp.runtime import addresses, environment
 
 VARIABLE = environment.JOB_KEY  # 64 hexadecimal digits.
 KEY_BYTES = 32
 CODE_BYTES = 32  # of HMAC-SHA256; they stand before what is signed.
 _MOST_FILE_BYTES = 1 << 16
+_MOST_NAME = 400  # characters of the name of a job.
 _FILE_CONTEXT = "jdp job key 1"
 
 
@@ -59,6 +61,23 @@ def verify(key: bytes, context: str, signed: bytes) -> bytes:
 def derive(key: bytes, context: str) -> bytes:
     """Returns a key of its own for one use, shape (32,)."""
     return _code(key, context, b"")
+
+
+def name_job(address: str, environ: Mapping[str, str]) -> str:
+    """Names a job, the same in all its processes, apart from others with its key.
+
+    Without the name, a stranger could lead a process of one job to process 0 of
+    another one that has the same key, by copying bytes.
+
+    Args:
+      address: "host:port" of the coordinator, as every process was given it.
+      environ: may have `JDP_JOB_ID`, any text.
+    """
+    host, port = addresses.split(address)
+    place = addresses.join(host.lower(), port)
+    job_id = environ.get(environment.JOB_ID, "")
+    name = f"{place} {job_id}" if job_id else place
+    return wire.printable(name, most=_MOST_NAME)
 
 
 def to_environ(key: bytes) -> dict[str, str]:

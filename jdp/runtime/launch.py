@@ -131,7 +131,7 @@ def launch(
     )
     link = None
     if options.num_nodes > 1:
-        link = _open_link(options, coordinator_address, key, forwarder)
+        link = _open_link(options, coordinator_address, key, forwarder, base)
     try:
         job = supervisor.Supervisor(
             launch_id, forwarder, grace_s=options.grace_s, link=link
@@ -147,6 +147,7 @@ def _open_link(
     coordinator_address: str,
     key: bytes | None,
     forwarder: output.Forwarder,
+    environ: Mapping[str, str],
 ) -> launcher_link.LauncherLink | None:
     """Opens the link to the launchers of the other hosts, or says why there is none."""
     if key is None:
@@ -158,6 +159,7 @@ def _open_link(
                 options.num_nodes,
                 address=coordinator_address,
                 key=key,
+                job=job_key.name_job(coordinator_address, environ),
             )
         except OSError as error:
             port = launcher_link.find_port(addresses.split(coordinator_address)[1])

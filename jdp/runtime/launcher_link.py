@@ -30,7 +30,9 @@ class LauncherLink:
       fd: can be read when `take` has something.
     """
 
-    def __init__(self, node: int, num_nodes: int, *, address: str, key: bytes):
+    def __init__(
+        self, node: int, num_nodes: int, *, address: str, key: bytes, job: str = ""
+    ):
         """Opens the link; the others are found as they come.
 
         Args:
@@ -38,6 +40,7 @@ class LauncherLink:
           num_nodes: hosts of the job.
           address: "host:port" of the coordinator of the job.
           key: of the job, shape (32,).
+          job: name of the job, which tells it from others with this key.
 
         Raises:
           OSError: node 0 cannot listen there.
@@ -55,7 +58,7 @@ class LauncherLink:
             node,
             num_nodes,
             key=key,
-            purpose=_PURPOSE,
+            purpose=f"{_PURPOSE} {num_nodes} {job}".rstrip(),
             listener=listener,
             address=None if node == 0 else place,
             connect_timeout_s=float("inf"),

@@ -5,8 +5,8 @@ a process is missing, or two claim one id. So the processes first meet at the sa
 address, see `roll_call_sockets`, and each gets an exception that says what is wrong.
 
 A line each: process 0 challenges whatever connects, a process says hello, process 0
-says how it ended. Hello and verdict are signed with the key of the job, for this
-challenge and this process only; a job without a key signs with zeros.
+says how it ended. Hello and verdict are signed with the key of the job, for this job,
+challenge and process only; a job without a key signs with zeros.
 """
 
 import os
@@ -23,7 +23,7 @@ from jdp.runtime import job_key
 
 T = TypeVar("T")
 
-PROTOCOL = "jdp-roll-call-2"
+PROTOCOL = "jdp-roll-call-3"
 MOST_HELLO_BYTES = 1 << 14
 MOST_CHALLENGE_BYTES = 1 << 10
 _NO_KEY = bytes(job_key.KEY_BYTES)  # signs where a job has no key.
@@ -42,6 +42,7 @@ class Challenge(msgspec.Struct, frozen=True):
     protocol: _Text
     nonce: _Hex
     key_id: _Text  # equal where the keys are; "" where there is none.
+    job: _Text = ""  # see `job_key.name_job`; several jobs may have one key.
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -153,9 +154,9 @@ def make_hello(process_id: int, num_processes: int, *, node: str | None) -> Hell
     )
 
 
-def make_challenge(key: bytes | None) -> Challenge:
-    """Returns a new challenge of process 0, which has this key of the job."""
-    return Challenge(PROTOCOL, uuid.uuid4().hex, key_id(key))
+def make_challenge(key: bytes | None, job: str = "") -> Challenge:
+    """Returns a new challenge of process 0, which has this key, of this job."""
+    return Challenge(PROTOCOL, uuid.uuid4().hex, key_id(key), job)
 
 
 def key_id(key: bytes | None) -> str:
@@ -184,7 +185,7 @@ def decode_challenge(line: bytes) -> Challenge:
       Refused: the line is no challenge.
     """
     challenge = _decode(line, Challenge)
-    _check_texts(challenge.protocol, challenge.key_id)
+    _check_texts(challenge.protocol, challenge.key_id, challenge.job)
     if challenge.protocol != PROTOCOL:
         raise Refused(f"it speaks {challenge.protocol}, not {PROTOCOL}")
     return challenge
@@ -240,11 +241,11 @@ def decode_verdict(
 
 
 def _hello_context(challenge: Challenge) -> str:
-    return f"roll call hello {challenge.nonce}"
+    return f"roll call hello {challenge.nonce} {challenge.job}"
 
 
 def _verdict_context(challenge: Challenge, instance: str) -> str:
-    return f"roll call verdict {challenge.nonce} {instance}"
+    return f"roll call verdict {challenge.nonce} {instance} {challenge.job}"
 
 
 def _sign(key: bytes | None, context: str, body: bytes) -> bytes:

@@ -7,13 +7,16 @@ client of `jax.distributed`, at the same address, is such a stranger.)
 
 import errno
 import logging
+import os
 import platform
 import selectors
 import socket
 import time
 from typing import NamedTuple
 
-from jdp.runtime import addresses, roll_call
+import msgspec
+
+from jdp.runtime import addresses, job_key, roll_call
 from jdp.runtime.roll_call import Challenge, Hello, Refused, Verdict
 
 _TELL_TIMEOUT_S = 5.0
@@ -91,6 +94,7 @@ class _Host:
         self, own: Hello, address: str, timeout_s: float, key: bytes | None, path: str
     ):
         self._own, self._address, self._key = own, address, key
+        self._job = job_key.name_job(address, os.environ)
         self._path = path
         self._deadline_s = time.monotonic() + timeout_s
         self._roll = roll_call.open_roll(own, deadline_s=self._deadline_s)
@@ -169,7 +173,7 @@ class _Host:
         try:
             line.setblocking(False)
             where = addresses.unmap(str(line.getpeername()[0]))
-            challenge = roll_call.make_challenge(self._key)
+            challenge = roll_call.make_challenge(self._key, self._job)
             line.send(roll_call.encode_challenge(challenge))  # Fits into any queue.
         except OSError:
             line.close()
@@ -274,6 +278,7 @@ class _Caller:
 
     def __init__(self, own: Hello, address: str, timeout_s: float, key: bytes | None):
         self._own, self._address, self._key = own, address, key
+        self._job = job_key.name_job(address, os.environ)
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._has_warned = False
@@ -314,9 +319,19 @@ class _Caller:
         except Refused as error:
             raise Refused(f"something else than jdp answers there: {error}") from None
         line.settimeout(max(0.001, self._left_s()))
+        theirs = challenge.job
+        # Signed for the own job: process 0 of another one refuses it, though a
+        # stranger may have changed what the challenge says.
+        challenge = msgspec.structs.replace(challenge, job=self._job)
         line.sendall(roll_call.encode_hello(self._own, challenge, self._key))
         if challenge.key_id != roll_call.key_id(self._key):
             raise Refused(_describe_keys(challenge.key_id, self._key))
+        if theirs != self._job:
+            raise Refused(
+                f"it is of the job {theirs!r}, and this process of the job "
+                f"{self._job!r}; the address of the coordinator and `JDP_JOB_ID` must "
+                "be the same in all processes of a job"
+            )
         most_bytes = (1 << 14) + 600 * self._own.num_processes
         said = self._read_line(line, most_bytes, timeout_s=self._left_s())
         verdict = roll_call.decode_verdict(said, challenge, self._own, self._key)

@@ -131,6 +131,8 @@ class Codec:
             self._num_received += 1
             return wire.decode_with(_DECODER.decode, body)
         except job_key.Refused:
-            raise Refused("it was made without the key of this job") from None
+            raise Refused(
+                "it was made without the key of this job, or for another job with it"
+            ) from None
         except wire.DecodeError as error:
             raise Refused(f"a frame that says nothing: {error}") from None

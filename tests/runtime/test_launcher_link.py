@@ -169,3 +169,14 @@ def test_without_a_key_one_line_says_that_there_is_no_link(two_hosts):
             r"no `--key-file`.*\n",
             said,
         )
+
+
+def test_launchers_of_two_jobs_with_one_key_do_not_meet():
+    address = f"127.0.0.1:{find_port()}"
+    args = dict(address=address, key=KEY)
+    made = [launcher_link.LauncherLink(i, 2, job=f"j{i}", **args) for i in range(2)]
+    assert not made[1]._star.wait_until_whole(timeout_s=1.0)
+    made[1].say(Exit(0, 1))
+    assert not made[0]._star.wait_until_whole(timeout_s=0.2) and not made[0].take()
+    for link in made:
+        link.close()

@@ -132,7 +132,7 @@ BODIES = {
     "bad UTF-8": b'{"protocol":"\xff\xfe"}',
     "nested": b'{"x":' + b"[" * 7000 + b"]" * 7000 + b"}",
     "surrogate": b'{"protocol":"\\ud800"}',
-    "huge": b'{"protocol":"jdp-roll-call-2","process_id":' + b"9" * 5000 + b"}",
+    "huge": b'{"protocol":"jdp-roll-call-3","process_id":' + b"9" * 5000 + b"}",
     "negative": msgspec.json.encode(_hello(-1)),
     "beyond its own number": msgspec.json.encode(_hello(3)),
     "escape": msgspec.json.encode(_hello(1, host="a\x1b[2J")),

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import select
 import socket
 import threading
 import time
@@ -254,7 +255,7 @@ def test_a_coordinator_without_the_key_is_not_believed():
                 while True:
                     line, _ = server.accept()
                     with line:
-                        real = roll_call.make_challenge(KEY)
+                        real = roll_call.make_challenge(KEY, address)
                         line.sendall(roll_call.encode_challenge(real))
                         line.recv(4096)
                         verdict = roll_call.Verdict(error="Go home.")
@@ -377,3 +378,62 @@ def test_a_process_whose_connection_broke_may_come_again(is_restarted):
             time.sleep(0.1)
             meeting = call_roll(hello, address, timeout_s=20.0, key=KEY)
     assert found[0] == meeting.nodes == ["n0", "n1", "n2"]
+
+
+class _Relay:
+    """A stranger without the key, who copies bytes from one address to another."""
+
+    def __init__(self, to, changes=()):
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self._to = addresses.split(to)
+        self._changes = changes
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = self._server.accept()
+                threading.Thread(target=self._pass, args=[caller], daemon=True).start()
+
+    def _pass(self, caller):
+        with caller, contextlib.suppress(OSError):
+            with socket.create_connection(self._to, timeout=5.0) as host:
+                ends = [caller, host]
+                while True:
+                    for end in select.select(ends, [], [], 5.0)[0]:
+                        data = end.recv(65536)
+                        if not data:
+                            return
+                        for old, new in self._changes:
+                            data = data.replace(old, new)
+                        ends[end is caller].sendall(data)
+
+    def close(self):
+        self._server.close()
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_process_of_one_job_is_not_led_into_another_one_with_its_key(is_renamed):
+    theirs = _address()
+    relay = _Relay(theirs)
+    if is_renamed:  # The stranger also gives the other job the name of this one.
+        relay._changes = [(theirs.encode(), relay.address.encode())]
+    with _started([0], theirs, KEY, timeout_s=3.0) as found:
+        (text,) = _call(_hellos(1), relay.address, timeout_s=1.5)
+    if not is_renamed:
+        assert f"it is of the job '{theirs}'" in text and relay.address in text
+    assert "3 processes did not come" in found[0] or "prove the key" in found[0]
+    relay.close()
+    assert "had no answer from the coordinator" in text
+
+
+def test_a_job_id_tells_apart_jobs_at_one_address(monkeypatch):
+    address = _address()
+    monkeypatch.setenv("JDP_JOB_ID", "first")
+    with _started([0], address, KEY, timeout_s=3.0) as found:
+        with _dial(address):
+            monkeypatch.setenv("JDP_JOB_ID", "second")
+        (text,) = _call(_hellos(1), address, timeout_s=1.5)
+    assert f"of the job '{address} first'" in text and f"'{address} second'" in text
+    assert "prove the key of this job" in found[0]
