@@ -83,7 +83,7 @@ def _refusal(decode, *args):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", KEYS, ids=["no key", "key"])
 def test_decoding_inverts_encoding(key):
     challenge = roll_call.make_challenge(key)
     line = roll_call.encode_challenge(challenge)
@@ -106,8 +106,8 @@ def test_keys_are_told_apart_and_not_shown():
     assert len(ids) == 3 and first.hex() not in "".join(ids)
 
 
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("theirs", [None, job_key.make()])
+@pytest.mark.parametrize("key", KEYS, ids=["no key", "key"])
+@pytest.mark.parametrize("theirs", [None, job_key.make()], ids=["no key", "other"])
 def test_a_line_of_another_key_challenge_or_process_is_refused(key, theirs):
     challenge, other = (roll_call.make_challenge(key) for _ in range(2))
     expected = "it does not prove the key of this job"
@@ -143,7 +143,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", KEYS, ids=["no key", "key"])
 def test_nonsense_is_refused_from_holders_of_the_key_too(key, body):
     challenge = roll_call.make_challenge(key)
     _refusal(roll_call.decode_hello, body + b"\n", challenge, key)

@@ -197,7 +197,7 @@ def _started(process_ids, address, key, timeout_s=20.0):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
 def test_strangers_are_dropped_and_the_roll_call_goes_on(key, caplog):
     address = _address()
     nodes = ["n0", "n1", "n2"]
