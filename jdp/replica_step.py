@@ -15,7 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdp import compat, per_replica, reduction, sameness, step_arguments, weights
+from jdp import (
+    compat,
+    per_replica,
+    reduction,
+    sameness,
+    sources,
+    step_arguments,
+    weights,
+)
 from jdp.backward import flow
 from jdp.mesh import World
 from jdp.sameness import Spread
@@ -279,9 +287,9 @@ def _check_state(
     body, _ = compat.sharded_program(flow.open_jaxpr(traced)[0])
     first, others = refused[0], len(refused) - 1
     also = f", and so may {others} more" if others else ""
-    axis_name = options.world.axis_name
+    spread = spreads.shared[first]
     hint = ""
-    if options.is_proven and not spreads.shared[first].is_local:
+    if options.is_proven and not spread.is_local:
         hint = (
             " Pass `check_vma=False` if it is equal for a reason that the program does "
             "not show, such as an all-reduce of your own."
@@ -294,11 +302,36 @@ def _check_state(
         )
     raise ValueError(
         f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
-        "it depends on a replica's own samples"
-        f"{sameness.line_of_output(body, first)}. Average gradients: "
-        "`jdp.value_and_grad` in place of `jax.value_and_grad` or "
-        f"`nnx.value_and_grad`, `jdp.sync_gradients`, or `lax.pmean(grads, "
-        f"{axis_name!r})`. Hold what is to differ in a `jdp.PerReplica`.{hint}"
+        f"{_explain_spread(spread, body, first, options.world)} Hold what is to differ "
+        f"in a `jdp.PerReplica`.{hint}"
+    )
+
+
+def _explain_spread(spread: Spread, body: Any, output: int, world: World) -> str:
+    """Why an output of a replica's program differs, and what to do about it."""
+    external = sources.find_external(body) if spread.is_external else None
+    if external is not None:
+        return (
+            f"it depends on what `{external.primitive.name}`"
+            f"{sameness.line_of(external)} returns, which each replica calls by "
+            "itself. Call it outside of the step and pass the value as an argument "
+            "(`replicated_argnames`), or give all replicas that of one: "
+            f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
+        )
+    text = "it depends on a replica's own samples"
+    line = sameness.line_of_output(body, output)
+    over = [name for name in world.axis_names if name in spread.axes]
+    if len(over) < len(world.axis_names):
+        axes = " and ".join(f"`{name}`" for name in over)
+        return (
+            f"{text}{line}, and is averaged over some axes of the world only, not over "
+            f"{axes}. Pass `axis_name={world.axis_names}` to what averages, such as "
+            "`jdp.value_and_grad`."
+        )
+    return (
+        f"{text}{line}. Average gradients: `jdp.value_and_grad` in place of "
+        "`jax.value_and_grad` or `nnx.value_and_grad`, `jdp.sync_gradients`, or "
+        f"`lax.pmean(grads, {world.axis_name!r})`."
     )
 
 

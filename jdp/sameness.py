@@ -5,8 +5,10 @@ programs, such as a loop that begins with zeros, and change what `jax.grad` mean
 the program is traced without them, and this follows its values instead.
 
 A value is a Python integer, a pair of bits for each axis: whether it may differ over
-the axis, and, if so, whether something was sent along the axis to make it. What comes
-of several values is their union, bit by bit. Loops are followed until nothing changes.
+the axis, and, if so, whether something was sent along the axis to make it. One more
+bit tells that something outside of the program has a part in it (`jdp.sources`). What
+comes of several values is their union, bit by bit. Loops are followed until nothing
+changes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jdp import compat
+from jdp import compat, sources
 from jdp.backward import flow
 
 # They leave the same value on all replicas of their axes.
@@ -53,20 +55,6 @@ _PUBLIC_NAMES = {
     "psum_invariant": "psum",
     "reduce_scatter": "psum_scatter",
 }
-# Code of others: it may send what it is given.
-_OPAQUE = frozenset(
-    {
-        "buffer_callback",
-        "custom_partitioning",
-        "ffi_call",
-        "io_callback",
-        "mosaic_gpu_p",
-        "pallas_call",
-        "pure_callback",
-        "tpu_custom_call",
-        "triton_kernel_call",
-    }
-)
 # Primitives that run one jaxpr on their own operands.
 _CALLS = (
     flow.CALLS
@@ -84,6 +72,8 @@ class Spread(NamedTuple):
     # Whether along one of these axes nothing was sent to make it, so that it differs
     # for sure, or depends on nothing that does.
     is_local: bool
+    # Whether something outside of the program has a part in it; see `jdp.sources`.
+    is_external: bool = False
 
 
 def find_spreads(
@@ -117,8 +107,14 @@ def line_of_output(jaxpr: Any, index: int) -> str:
     var = jaxpr.outvars[index]
     for eqn in reversed(jaxpr.eqns):
         if any(out is var for out in eqn.outvars):
-            return _line(eqn)
+            return line_of(eqn)
     return ""
+
+
+def line_of(eqn: Any) -> str:
+    """Returns where the user's source makes an equation: " (file.py:12)", or ""."""
+    line = compat.user_line(eqn)
+    return "" if line is None else f" ({line})"
 
 
 class _Followed(NamedTuple):
@@ -142,6 +138,8 @@ class _Analysis:
         self._names = tuple(axis_names)
         self._bits = {name: 1 << i for i, name in enumerate(self._names)}
         self._all = (1 << len(self._names)) - 1
+        # A callback may return what it heard from other replicas.
+        self._external = self._as_sent(self._all) | 1 << 2 * len(self._names)
         self._refuse_divided = refuse_divided
         # By the ids of jaxprs, which are kept so that these stay taken.
         self._followed: dict[tuple[int, tuple[int, ...]], tuple[Any, _Followed]] = {}
@@ -160,7 +158,8 @@ class _Analysis:
         """Reads a value."""
         axes = x & self._all
         names = frozenset(n for n, bit in self._bits.items() if axes & bit)
-        return Spread(names, bool(axes & ~self._sent(x)))
+        is_external = bool(axes and x >> 2 * len(self._names))
+        return Spread(names, bool(axes & ~self._sent(x)), is_external)
 
     def follow(self, jaxpr: Any, entering: tuple[int, ...]) -> _Followed:
         """Carries values through a jaxpr, open or closed."""
@@ -190,7 +189,7 @@ class _Analysis:
 
     def plain(self, eqn: Any, entering: list[int]) -> Any:
         """Follows what is not known better: all operands reach all results."""
-        found = 0
+        found = self._source(eqn)
         for x in entering:
             found |= x
         for inner in jaxprs_in_params(eqn.params):
@@ -222,17 +221,13 @@ class _Analysis:
             raise ValueError(eqn.params["message"])
         return entering, entering
 
-    def axis_index(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows the number of a replica."""
-        return [self.mask(_axes_of(eqn))], entering
-
     def uniting(self, eqn: Any, entering: list[int]) -> Any:
         """Follows a reduction, or a gathering, over some of the axes."""
         if _has_groups(eqn):
             return self.moving(eqn, entering)
         axes = self.mask(_axes_of(eqn))
         kept = ~(axes | axes << len(self._names))
-        leaving = [x & kept for x in entering]
+        leaving = [x & kept if x & kept & self._all else 0 for x in entering]
         if len(leaving) != len(eqn.outvars):
             return self.plain(eqn, leaving)
         return leaving, entering
@@ -344,13 +339,18 @@ class _Analysis:
     def _as_sent(self, x: int) -> int:
         return x | (x & self._all) << len(self._names)
 
+    def _source(self, eqn: Any) -> int:
+        """How an equation's results differ by themselves, whatever enters it."""
+        if eqn.primitive.name == "axis_index":
+            return self.mask(_axes_of(eqn))
+        return self._external if sources.is_external(eqn) else 0
+
     def _sources_in(self, jaxpr: Any) -> int:
         """The axes over which a jaxpr differs by itself, whatever enters it."""
         if id(jaxpr) not in self._sources:
             found = 0
             for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
-                if eqn.primitive.name == "axis_index":
-                    found |= self.mask(_axes_of(eqn))
+                found |= self._source(eqn)
                 for inner in jaxprs_in_params(eqn.params):
                     found |= self._sources_in(inner)
             self._sources[id(jaxpr)] = jaxpr, found
@@ -365,7 +365,7 @@ class _Analysis:
                 if name in _UNITING or name in _MOVING:
                     mask = self.mask(_axes_of(eqn))
                     found += [_Met(eqn, mask)] if mask else []
-                elif name in _OPAQUE and _is_of_collective(eqn):
+                elif name in sources.OPAQUE and sources.is_of_collective(eqn):
                     found.append(_Met(eqn, self._all))
                 for inner in jaxprs_in_params(eqn.params):
                     found += self._collectives_in(inner)
@@ -394,7 +394,7 @@ class _Analysis:
                 f"of all: `jdp.{caller}(optax.apply_if_finite(...))`."
             )
         raise ValueError(
-            f"{_describe(found.eqn)} is in {place}{_line(eqn)} that replicas of "
+            f"{_describe(found.eqn)} is in {place}{line_of(eqn)} that replicas of "
             f"{'/'.join(names)} {what} by themselves; some would wait for the others "
             "for ever. Let a value decide that all replicas share, such as "
             f"`lax.pmax(condition, {'/'.join(names)!r})` or a `jdp.average`, or apply "
@@ -405,7 +405,6 @@ class _Analysis:
 def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any]]:
     """Rules by the name of a primitive: (equation, entering) -> (leaving, after)."""
     rules: dict[str, Callable[[Any, list[int]], Any]] = {
-        "axis_index": analysis.axis_index,
         "cond": analysis.cond,
         "get": analysis.reading,
         "jdp_expect_same": analysis.expected,
@@ -415,7 +414,7 @@ def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any
     }
     rules |= dict.fromkeys(_CALLS, analysis.call)
     rules |= dict.fromkeys(_ELEMENT_BY_ELEMENT, analysis.one_by_one)
-    rules |= dict.fromkeys(_OPAQUE, analysis.opaque)
+    rules |= dict.fromkeys(sources.OPAQUE, analysis.opaque)
     for names, rule in ((_UNITING, analysis.uniting), (_MOVING, analysis.moving)):
         rules |= dict.fromkeys(names, rule)
         rules |= {f"{name}_start": rule for name in names}
@@ -454,20 +453,11 @@ def _has_groups(eqn: Any) -> bool:
     return groups is not None and len(groups) > 1
 
 
-def _is_of_collective(eqn: Any) -> bool:
-    return any("jdp/collectives/" in file for file, _ in compat.frames_of(eqn))
-
-
 def _describe(eqn: Any) -> str:
     """The name of a collective, and of the function of jdp that called it."""
     name = _PUBLIC_NAMES.get(_stem(eqn), _stem(eqn))
     caller = compat.library_caller(eqn)
     if caller is None:
         return f"`lax.{name}`"
-    is_own = name.startswith("jdp") or name in _OPAQUE
+    is_own = name.startswith("jdp") or name in sources.OPAQUE
     return f"`jdp.{caller}`" if is_own else f"`jdp.{caller}` (`lax.{name}`)"
-
-
-def _line(eqn: Any) -> str:
-    line = compat.user_line(eqn)
-    return "" if line is None else f" ({line})"

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(jdp.__file__).parent
 # A unit (a root module or a package) may import only units in lines above its own.
 LAYERS = (
     {"types", "compat", "progress"},
-    {"arguments"},
+    {"arguments", "sources"},
     {"mesh", "buckets", "wire", "methods"},
     {"weights", "join", "per_replica"},
     {"backward"},

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
+from jax.experimental import io_callback
 
 import jdp
 from tests import harness
@@ -195,6 +196,52 @@ def test_a_step_that_forgets_to_average_is_refused_by_path(way, check_vma):
     assert "check_vma" not in text
 
 
+EXTERNAL = {
+    "io_callback": lambda: io_callback(lambda: np.float32(1), jnp.float32(0)),
+    "pure_callback": lambda: jax.pure_callback(lambda: np.float32(1), jnp.float32(0)),
+    "rng_uniform": lambda: lax.rng_uniform(0.0, 1.0, ()),
+}
+
+
+@either
+@pytest.mark.parametrize("name", EXTERNAL)
+def test_what_hosts_return_is_refused_by_path_and_line(name, check_vma):
+    def run(rate, x):
+        return (rate + EXTERNAL[name](), {})
+
+    step = _data_parallel(run, 2, check_vma=check_vma)
+    if not check_vma:  # It may be an all-reduce of the user's own.
+        step(np.float32(0), X)
+        return
+    with pytest.raises(ValueError, match=r"leaf `\(root\)` may differ") as raised:
+        step(np.float32(0), X)
+    text = str(raised.value)
+    assert f"it depends on what `{name}` (test_replica_step.py:" in text
+    assert "`replicated_argnames`" in text and "jdp.broadcast_from(x, 0" in text
+    assert "Pass `check_vma=False`" in text
+
+
+def test_what_one_replica_heard_from_its_host_may_go_to_all():
+    def run(state, x):
+        heard = io_callback(lambda: np.float32(7), jnp.float32(0))
+        return jdp.broadcast_from(heard, 0), {}
+
+    assert _data_parallel(run, 2)(np.float32(0), X)[0] == 7
+
+
+def test_an_axis_of_the_world_that_was_left_out_is_named():
+    step = _data_parallel(_by_gradients(_second_of_pair), axis_name=BOTH)
+    with pytest.raises(ValueError, match="over some axes of the world only") as raised:
+        step(PARAMS, X)
+    text = str(raised.value)
+    assert "not over `node`. Pass `axis_name=('node', 'data')`" in text
+    assert "lax.pmean(grads" not in text
+
+
+def _second_of_pair(params, x):
+    return jdp.value_and_grad(_loss)(params, x)[1]
+
+
 @either
 def test_what_was_sent_some_other_way_passes_unchecked_alone(check_vma):
     def exchange(params, x):
@@ -312,6 +359,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.* may be left out of a step by control flow")
 @pytest.mark.parametrize(
     ("name", "axis_name"),
     [

@@ -1,6 +1,8 @@
 """What `jdp.sameness` says, against what replicas do."""
 
+import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -9,7 +11,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.experimental import io_callback
+from jax._src import effects
+from jax.experimental import buffer_callback, io_callback
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 import jdp
@@ -94,8 +99,26 @@ def _mean(x):
     return lax.pmean(x, "data")
 
 
+def _count():
+    """A function of the host that returns another number each time."""
+    counter = itertools.count()
+    return lambda *_: np.float32(next(counter))
+
+
+def _fill(context, out, *given):
+    np.asarray(out)[...] = next(_FILLED)
+
+
+_FILLED = itertools.count()
+_SCALAR = jax.ShapeDtypeStruct((), "float32")
+
+
 def _host_sum(w, x):
     return io_callback(lambda v: v.sum(), jax.ShapeDtypeStruct((), "float32"), x)
+
+
+def _double(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2
 
 
 SAME = {
@@ -144,6 +167,27 @@ SAME = {
     "tree": lambda w, x: jdp.collectives.reduce_broadcast_all_reduce(x.ravel(), "data"),
     "broadcast": lambda w, x: jdp.broadcast_from(x, 2),
     "sorted": lambda w, x: lax.sort((_mean(x), _mean(x))),
+    # By JAX's contract a function of its operands.
+    "pure_callback": lambda w, x: jax.pure_callback(np.sin, w, w),
+    "pure_callback of a mean": lambda w, x: jax.pure_callback(
+        lambda v: v.sum(), _SCALAR, _mean(x)
+    ),
+    "buffer_callback": lambda w, x: buffer_callback.buffer_callback(
+        lambda context, out, v: np.copyto(np.asarray(out), np.asarray(v)), w
+    )(w),
+    "callback, reduced": lambda w, x: _mean(io_callback(_count(), _SCALAR)),
+    "callback of one": lambda w, x: jdp.broadcast_from(
+        io_callback(_count(), _SCALAR), 1
+    ),
+    "printing": lambda w, x: jax.debug.print("") or jax.debug.callback(_count()) or w,
+    "ffi": lambda w, x: jnp.linalg.qr(jnp.eye(3) + w)[0],
+    "pallas_call": lambda w, x: pl.pallas_call(
+        _double, out_shape=jax.ShapeDtypeStruct((3,), "float32"), interpret=True
+    )(w),
+    "rbg": lambda w, x: jax.random.normal(jax.random.key(7, impl="rbg"), (3,)),
+    "unsafe_rbg": lambda w, x: jax.random.normal(
+        jax.random.split(jax.random.key(7, impl="unsafe_rbg"))[1], (3,)
+    ),
 }
 DIFFERS = {
     "batch": lambda w, x: x,
@@ -192,6 +236,31 @@ DIFFERS = {
     "an index of its own": lambda w, x: w[x[0, 0].astype(int) % 3],
     "linear algebra": lambda w, x: jnp.linalg.solve(jnp.eye(3) * 9 + x[0], w),
     "callback": _host_sum,
+    "io_callback": lambda w, x: io_callback(_count(), _SCALAR),
+    "io_callback of what is shared": lambda w, x: io_callback(_count(), _SCALAR, w),
+    "pure_callback of nothing": lambda w, x: jax.pure_callback(_count(), _SCALAR),
+    "pure_callback of its own": lambda w, x: jax.pure_callback(np.sin, x, x),
+    "buffer_callback": lambda w, x: buffer_callback.buffer_callback(
+        _fill, _SCALAR, has_side_effect=True
+    )(w),
+    "buffer_callback of nothing": lambda w, x: buffer_callback.buffer_callback(
+        _fill, _SCALAR
+    )(),
+    "callback in a jit": lambda w, x: jax.jit(
+        lambda: w * io_callback(_count(), _SCALAR)
+    )(),
+    "callback in a scan": lambda w, x: lax.scan(
+        lambda c, _: (c + io_callback(_count(), _SCALAR), None), w, None, length=2
+    )[0],
+    "callback in a linear solve": lambda w, x: lax.custom_linear_solve(
+        lambda v: v * 2,
+        w,
+        lambda _, y: y / 2 + jax.pure_callback(_count(), _SCALAR),
+    ),
+    "a cond that a callback decides": lambda w, x: lax.cond(
+        io_callback(_count(), _SCALAR) % 2 > 0, lambda: w, lambda: w + 1
+    ),
+    "rng_uniform": lambda w, x: lax.rng_uniform(0.0, w[2], (3,)),
     "random": lambda w, x: jax.random.normal(
         jax.random.fold_in(jax.random.key(0), lax.axis_index("data")), (3,)
     ),
@@ -217,6 +286,8 @@ def test_what_was_sent_is_told_from_what_was_not():
         "ppermute": DIFFERS["ppermute"],
         "added up": lambda w, x: x + lax.ppermute(x, "data", [(0, 1)]),
         "callback": _host_sum,
+        "callback of nothing": DIFFERS["pure_callback of nothing"],
+        "rng_uniform": DIFFERS["rng_uniform"],
         "scattered": DIFFERS["psum_scatter"],
         "groups": DIFFERS["groups"],
     }
@@ -227,6 +298,20 @@ def test_what_was_sent_is_told_from_what_was_not():
     }
     found = follow(lambda w, x: {k: fn(w, x) for k, fn in (sent | local).items()})
     assert {name for name, x in found.items() if x.spread.is_local} == {*local}
+    external = {name for name, x in found.items() if x.spread.is_external}
+    assert external == {"callback", "callback of nothing", "rng_uniform"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Effect(effects.Effect):
+    """Of a primitive that JAX does not have, such as one that talks over MPI."""
+
+
+def test_what_declares_an_effect_may_read_anything():
+    primitive = Primitive("read_sensor")
+    primitive.def_effectful_abstract_eval(lambda x: (x, {_Effect()}))
+    spread = _follow_only(lambda w, x: primitive.bind(w))
+    assert spread.axes == {"data"} and spread.is_external and not spread.is_local
 
 
 def test_axes_are_told_apart():
@@ -358,6 +443,22 @@ def test_a_reduction_that_some_replicas_do_not_reach_is_refused(name, place):
     assert "test_sameness.py:" in text
     word = "choose" if place in ("cond", "nested") else "end"
     assert f"that replicas of data {word} by themselves" in text
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda: io_callback(lambda: np.bool_(True), jax.ShapeDtypeStruct((), bool)),
+        lambda: jax.pure_callback(
+            lambda: np.bool_(True), jax.ShapeDtypeStruct((), bool)
+        ),
+        lambda: lax.rng_uniform(0.0, 1.0, ()) > 0.5,
+    ],
+)
+def test_what_hosts_and_devices_decide_may_not_reduce(decide):
+    text = _refused(lambda w, x: lax.cond(decide(), _mean, jnp.sin, x))
+    assert "`lax.psum` is in a branch" in text and "lax.pmax(condition" in text
+    follow(lambda w, x: lax.cond(lax.pmax(decide(), "data"), _mean, jnp.sin, x))
 
 
 def test_what_all_replicas_decide_alike_may_reduce():

@@ -1,0 +1,71 @@
+"""Sources: which equations give each replica a value of its own, whatever enters them.
+
+The number of a replica is one. So is what a host callback returns, since each replica
+calls it by itself, and what a device keeps between calls, such as a generator's state.
+"""
+
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+from jdp import compat
+
+# Code of others: it may send what it is given.
+OPAQUE = frozenset(
+    {
+        "buffer_callback",
+        "call_tf",
+        "custom_partitioning",
+        "ffi_call",
+        "io_callback",
+        "mosaic_gpu_p",
+        "pallas_call",
+        "pure_callback",
+        "tpu_custom_call",
+        "triton_kernel_call",
+    }
+)
+# It draws from a state that the device keeps. `lax.empty`, which returns memory as it
+# was found, is not here: `jnp.empty` is made of it, and programs fill what it returns.
+_STATEFUL = frozenset({"rng_uniform"})
+# They run a function of the host, which may look at anything.
+_CALLBACKS = frozenset({"buffer_callback", "io_callback", "pure_callback"})
+
+
+def is_external(eqn: Any) -> bool:
+    """Returns whether what an equation returns is more than a function of its operands.
+
+    By JAX's contract the function of a `pure_callback` is one of its operands; without
+    operands it would be a constant, and nothing says that all hosts have the same. Code
+    that declares an effect may read anything. jdp's own collectives are followed as the
+    reductions that they are.
+    """
+    name = eqn.primitive.name
+    if not eqn.outvars:
+        return False
+    if name in _STATEFUL or (name in _CALLBACKS and not eqn.invars):
+        return True
+    return (
+        compat.has_outside_effect(eqn)
+        and next(iter(jaxprs_in_params(eqn.params)), None) is None
+        and not is_of_collective(eqn)
+    )
+
+
+def is_of_collective(eqn: Any) -> bool:
+    """Returns whether a collective of jdp made an equation."""
+    return any("jdp/collectives/" in file for file, _ in compat.frames_of(eqn))
+
+
+def find_external(jaxpr: Any) -> Any | None:
+    """Returns the first equation, at any depth, that `is_external`."""
+    found, seen, todo = None, set(), [jaxpr]
+    while todo and found is None:
+        body = todo.pop()
+        body = getattr(body, "jaxpr", body)
+        if id(body) not in seen:
+            seen.add(id(body))
+            found = next((eqn for eqn in body.eqns if is_external(eqn)), None)
+            inner = [j for eqn in body.eqns for j in jaxprs_in_params(eqn.params)]
+            todo += reversed(inner)
+    return found
