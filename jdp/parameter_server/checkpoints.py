@@ -1,5 +1,6 @@
 """Checkpoints: what a server writes down, and what it finds after it was killed."""
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -19,6 +20,7 @@ _NUM_KEPT = 3
 _FOLDER = re.compile(r"updates-(0|[1-9][0-9]{0,17})")
 # More epochs than there can have been since the last checkpoint.
 _LOST_EPOCHS = 1000
+_ATTENDANCE = "attendance"
 _logger = logging.getLogger("jdp")
 
 
@@ -93,6 +95,25 @@ class Checkpoints:
     def note(self, version: Version) -> None:
         """Notes how far the server is; costs some microseconds."""
         self._write_progress(version, self._progress.found.common)
+
+    def read_attendance(self) -> bytes:
+        """Returns what `note_attendance` has written; b"" for nothing."""
+        try:
+            return (self._folder / _ATTENDANCE).read_bytes()
+        except OSError:
+            return b""
+
+    def note_attendance(self, data: bytes) -> None:
+        """Writes down which workers have come and left; b"" removes it."""
+        path = self._folder / _ATTENDANCE
+        half = self._folder / f"half-{_ATTENDANCE}"
+        # A disk that is full is named where a checkpoint is written.
+        with contextlib.suppress(OSError):
+            if not data:
+                path.unlink(missing_ok=True)
+                return
+            half.write_bytes(data)
+            half.rename(path)
 
     def save(
         self,

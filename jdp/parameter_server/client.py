@@ -7,7 +7,9 @@ from msgspec import structs
 from jdp.parameter_server.messages import (
     Ended,
     Failed,
+    Farewell,
     Hello,
+    Leave,
     Outcome,
     Params,
     Ping,
@@ -27,6 +29,11 @@ _FIRST_RETRY_S = 1.0  # of a pull without an answer; doubles.
 _MOST_RETRY_S = 8.0
 _PINGS_A_LEASE = 8
 _LONGEST_PING_S = 1.0
+_OVER = (
+    "The job is over: all other workers have left. This one came too late, or it was "
+    "silent for longer than `lease_s`, and the servers have waited `start_timeout_s` "
+    "for it to come back."
+)
 _MOST_TEXT = 10_000  # characters of why a server has failed.
 
 
@@ -36,6 +43,7 @@ class _Peer:
 
     is_welcome: bool = False
     heard_s: float | None = None  # when it said something last.
+    has_ended: bool = False  # because it was told to; it said so last.
     send_s: float = 0.0  # when to say hello, or to ping.
 
 
@@ -76,6 +84,7 @@ class Client:
         self.failure = ""
         self.counts: dict[Outcome, int] = {"applied": 0, "late": 0, "rejected": 0}
         self.sequence = 0
+        self.is_leaving = False  # until server 0 has answered the goodbye.
         self._peers = [_Peer() for _ in hellos]
         self._pushing: _Pushing | None = None
         self._pulling: _Pulling | None = None
@@ -103,6 +112,10 @@ class Client:
             for i, peer in enumerate(self._peers)
             if peer.heard_s is None or peer.heard_s < since_s
         ]
+
+    def has_ended(self, server: int) -> bool:
+        """Whether a server has said that it was told to end, and nothing since."""
+        return self._peers[server].has_ended
 
     def push(
         self,
@@ -137,16 +150,28 @@ class Client:
         self._pulling = _Pulling(after, 0, 0.0)
         return self._ask(now_s)
 
+    def leave(self) -> list[tuple[int, ToServer]]:
+        """Says goodbye; it is said until server 0 has heard it."""
+        self.is_leaving = True
+        self._peers[0].send_s = 0.0
+        leave = Leave(self.session)
+        return [(i, leave) for i in range(1, len(self._peers))]
+
     def receive(
         self, server: int, message: ToWorker, *, now_s: float
     ) -> list[tuple[int, ToServer]]:
         """A server said something; returns what to say to that."""
         peer = self._peers[server]
-        peer.heard_s = now_s
+        peer.heard_s, peer.has_ended = now_s, False
         match message:
-            case Who() | Ended():
-                peer.is_welcome = False
-                peer.send_s = now_s if isinstance(message, Who) else peer.send_s
+            case Farewell():
+                self.is_leaving = False
+            case Who():
+                peer.is_welcome, peer.send_s = False, now_s
+            case Ended():
+                peer.is_welcome, peer.has_ended = False, True
+                if message.is_over:
+                    self.failure = _OVER
             case Welcome():
                 return self._enter(server, message, now_s)
             case Pong():
@@ -162,6 +187,12 @@ class Client:
     def tick(self, *, now_s: float) -> list[tuple[int, ToServer]]:
         """Returns what is to be said since time has passed."""
         sent: list[tuple[int, ToServer]] = []
+        if self.is_leaving:
+            peer = self._peers[0]
+            if now_s >= peer.send_s:
+                peer.send_s = now_s + _HELLO_PERIOD_S
+                sent.append((0, Leave(self.session)))
+            return sent
         for i, peer in enumerate(self._peers):
             if now_s < peer.send_s:
                 continue
@@ -176,6 +207,11 @@ class Client:
         if pulling is not None and now_s >= pulling.retry_at_s:
             sent += self._ask(now_s)
         return sent
+
+    @property
+    def lease_s(self) -> float:
+        """How long the servers bear silence; infinite before the first welcome."""
+        return float("inf") if self.welcome is None else self.welcome.lease_s
 
     @property
     def ping_period_s(self) -> float:

@@ -13,7 +13,6 @@ from jdp.parameter_server.client import Client
 from jdp.parameter_server.keys import Keys
 from jdp.parameter_server.lane import Lane
 from jdp.parameter_server.messages import (
-    Leave,
     Outcome,
     Params,
     Push,
@@ -25,6 +24,8 @@ from jdp.parameter_server.sockets import ClientSockets, Message
 
 _TICK_S = 0.05
 _JOIN_TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S = 3.0  # for the answer to a goodbye.
+_HEARD_S = 3.0  # a server that has said nothing for so long may be gone.
 
 
 class Connection:
@@ -67,7 +68,9 @@ class Connection:
         self._pulled: dict[int, Any] = {}  # by server, of the pull.
         self._has_asked = False  # for parameters that nobody has taken.
         self._failure = ""
+        self._longest_gap_s = 0.0  # between two ticks of the thread.
         self._is_closing = False
+        self._leave_end_s = 0.0
         self._started_s = time.monotonic()
         self._thread = threading.Thread(
             target=self._run, name="jdp parameter-server worker", daemon=True
@@ -134,8 +137,11 @@ class Connection:
         with self._changed:
             if self._is_closing:
                 return
-            leave = Leave(self._client.session)
-            self._outbox += [(i, leave) for i in range(len(self._addresses))]
+            self._outbox += self._client.leave()
+            # Not of a server that has been silent: it may never come back.
+            is_heard = not self._client.find_silent(since_s=time.monotonic() - _HEARD_S)
+            wait_s = _LEAVE_TIMEOUT_S if is_heard and not self._failure else 0.0
+            self._leave_end_s = time.monotonic() + wait_s
             self._is_closing = True
         self._sockets.wake()
         self._thread.join(_JOIN_TIMEOUT_S)
@@ -173,17 +179,36 @@ class Connection:
         if now_s - self._started_s <= self._timeout_s:
             return
         silent = self._client.find_silent(since_s=now_s - self._timeout_s)
-        if silent:
-            found = ", ".join(f"{i} at {self._addresses[i]}" for i in silent)
+        if not silent:
+            return
+        names = {i: f"{i} at {self._addresses[i]}" for i in silent}
+        if told := [names[i] for i in silent if self._client.has_ended(i)]:
             raise RuntimeError(
-                f"Servers that have not answered for {self._timeout_s:g} s: {found}. "
-                "Look at their logs, whether the address is right and can be reached "
-                "from here, and whether their key file is that of this worker."
+                f"Servers that were told to end (SIGTERM, or `Server.stop`): "
+                f"{', '.join(told)}. They wrote a checkpoint, if they have a "
+                f"`checkpoint_dir`, and were not started again within "
+                f"{self._timeout_s:g} s. Start the job again to go on from there."
             )
+        stood = ""
+        if self._longest_gap_s > self._client.lease_s:
+            stood = (
+                f" This worker itself stood still for {self._longest_gap_s:.1f} s, "
+                f"longer than `lease_s`: the job may have ended without it."
+            )
+        raise RuntimeError(
+            f"Servers that have not answered for {self._timeout_s:g} s: "
+            f"{', '.join(names.values())}. Look at their logs, whether the address is "
+            "right and can be reached from here, and whether their key file is that of "
+            f"this worker.{stood}"
+        )
 
     def _run(self) -> None:
+        last_s = time.monotonic()
         try:
-            while not self._is_closing or self._outbox:
+            while not self._is_closing or self._outbox or self._is_leaving():
+                now_s = time.monotonic()
+                self._longest_gap_s = max(self._longest_gap_s, now_s - last_s)
+                last_s = now_s
                 with self._changed:
                     outbox, self._outbox = self._outbox, []
                     outbox += self._client.tick(now_s=time.monotonic())
@@ -197,6 +222,10 @@ class Connection:
                 self._changed.notify_all()
         finally:
             self._sockets.close()
+
+    def _is_leaving(self) -> bool:
+        """Whether the goodbye was not heard yet, and is still said."""
+        return self._client.is_leaving and time.monotonic() < self._leave_end_s
 
     def _send(self, outbox: list[tuple[int, ToServer]]) -> None:
         for server, message in outbox:

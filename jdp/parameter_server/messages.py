@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from jdp import wire
 
-VERSION = 2
+VERSION = 3
 MESSAGE, REFUSED = range(2)  # the second byte.
 
 Outcome = Literal["applied", "late", "rejected"]
@@ -164,6 +164,10 @@ class Params(msgspec.Struct, frozen=True, array_like=True, tag=True):
     is_in_lane: bool
 
 
+class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The server has heard that a worker leaves."""
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The server cannot go on."""
 
@@ -171,7 +175,13 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The server ends since it was told to; it may come back."""
+    """The server ends.
+
+    Attributes:
+      is_over: whether the job is; False: it was told to end, and may come back.
+    """
+
+    is_over: bool = False
 
 
 class Apply(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -267,7 +277,7 @@ class Log(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ToServer = Hello | Ping | Push | Pull | Leave | Follow
-ToWorker = Welcome | Who | Pong | Settled | Params | Failed | Ended
+ToWorker = Welcome | Who | Pong | Settled | Params | Farewell | Failed | Ended
 ToFollower = Log
 
 _encoder = msgspec.msgpack.Encoder()

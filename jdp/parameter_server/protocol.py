@@ -13,6 +13,7 @@ whose first entry says so, with a higher epoch.
 import dataclasses
 import logging
 
+from jdp.parameter_server.attendance import Attendance, Gathering
 from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.messages import (
     Apply,
@@ -82,10 +83,8 @@ class Lead:
         self._round: dict[bytes, Push] = {}  # of `sync`: what came for this version.
         self._ready: list[bytes] = []  # sessions whose push all servers have.
         self._settled: dict[bytes, Settled] = {}
-        self._joined: set[bytes] = set()  # all sessions there ever were.
-        self._has_left = False  # whether a worker has, on purpose.
-        self._start_s: float | None = None  # when the first worker of an epoch came.
-        self._has_started = False
+        self.attendance = Attendance(options)
+        self._gathering = Gathering(options)
         self._log: list[Entry] = []
         self._first_index = 0  # of what `_log` still has.
         self._num_returned = 0  # entries of the log that `decide` has returned.
@@ -135,10 +134,13 @@ class Lead:
             self._wants_save = True
         self._find_ready()
 
-    def join(self, session: bytes, worker: int, *, now_s: float) -> bool:
+    def join(
+        self, session: bytes, worker: int, *, now_s: float, has_seen: bool = False
+    ) -> bool:
         """A worker says hello, maybe again; returns whether it may come in."""
-        if not self.is_running:
+        if not self.is_running or self.is_over:
             return False
+        self.attendance.come(worker, session, has_seen=has_seen)
         if session in self._members:
             self.hear(session, now_s=now_s)
             return True
@@ -147,9 +149,7 @@ class Lead:
         self._members[session] = _Member(
             worker, lease_end_s, clock, self._first_index + len(self._log)
         )
-        self._joined.add(session)
-        if self._start_s is None:
-            self._start_s = now_s
+        self._gathering.begin(now_s=now_s)
         return True
 
     def hear(self, session: bytes, *, now_s: float) -> bool:
@@ -162,8 +162,9 @@ class Lead:
 
     def leave(self, session: bytes) -> None:
         """A worker goes on purpose."""
-        if session in self._members:
-            self._has_left = True
+        member = self._members.get(session)
+        self.attendance.leave(session, None if member is None else member.worker)
+        if member is not None:
             self._remove(session)
 
     def push(self, push: Push) -> None:
@@ -208,6 +209,8 @@ class Lead:
         """
         if not self.is_running:
             return self._restore()
+        if self.is_over:
+            return self._take()
         self._keep()
         self._end_leases(now_s)
         if isinstance(self.options.mode, Sync):
@@ -218,14 +221,14 @@ class Lead:
                 pass
         self._hand_out()
         self._save_if_due()
-        if self._is_over():
-            self._append(Stop())
+        is_empty = not self._members
+        if self.attendance.is_over(is_empty=is_empty, now_s=now_s):
+            self._end()
         return self._take()
 
     def restored(self, settled: dict[bytes, Settled]) -> None:
         """A `Restore` was executed; `settled` is what the checkpoint has of pushes."""
         self._settled = dict(settled)
-        self._joined.update(settled)
 
     def find_log(self, server: int) -> Log | None:
         """Returns what another server has not executed yet; None if there is nothing.
@@ -271,7 +274,7 @@ class Lead:
         self._members.clear()
         self._round.clear()
         self._ready.clear()
-        self._start_s, self._has_started = None, False
+        self._gathering = Gathering(self.options)
 
     def _save_if_due(self) -> None:
         """Lets all write a checkpoint, unless they have not written the last ones.
@@ -366,24 +369,10 @@ class Lead:
                 self._append(Forget(push.session))
 
     def _may_start(self, now_s: float) -> bool:
-        """Whether the workers are there, or were waited for long enough."""
-        if not self._has_started and self._start_s is not None:
-            # After a restore the workers are there and come back soon, or never.
-            is_first = self.version == Version(1, 0)
-            options = self.options
-            wait_s = options.start_timeout_s if is_first else options.lease_s
-            num_missing = (options.num_workers or 1) - len(self._members)
-            self._has_started = num_missing <= 0
-            if num_missing > 0 and now_s >= self._start_s + wait_s:
-                self._has_started = True
-                _logger.warning(
-                    "%d of %d workers have not come within %g s; the others go on "
-                    "without them.",
-                    num_missing,
-                    options.num_workers,
-                    wait_s,
-                )
-        return self._has_started
+        here = {m.worker for m in self._members.values()}
+        # After a restore the workers are there and come back soon, or never.
+        is_first = self.version == Version(1, 0)
+        return self._gathering.is_over(len(here), is_first=is_first, now_s=now_s)
 
     def _apply_one(self) -> bool:
         """Settles one push, unless all that are here have to wait."""
@@ -438,11 +427,16 @@ class Lead:
                 member.pull = None
                 self._append(Hand(session, pull.pull))
 
-    def _is_over(self) -> bool:
-        num_workers = self.options.num_workers
-        if num_workers is None or not self._has_left or self._members:
-            return False
-        return len(self._joined) >= num_workers and self._log[-1:] != [Stop()]
+    @property
+    def is_over(self) -> bool:
+        """Whether the log ends: all workers have left."""
+        return self._log[-1:] == [Stop()]
+
+    def _end(self) -> None:
+        """Ends the log, with a checkpoint of what was trained."""
+        if self._saved != self.version:
+            self._append(Save())
+        self._append(Stop())
 
     def _append(self, entry: Entry) -> None:
         """Adds to the log, and goes by it."""

@@ -36,6 +36,15 @@ class Saver:
         if self._checkpoints is not None:
             self._checkpoints.keep(count)
 
+    def read_attendance(self) -> bytes:
+        """Returns what `note_attendance` was given before this process began."""
+        return b"" if self._checkpoints is None else self._checkpoints.read_attendance()
+
+    def note_attendance(self, data: bytes) -> None:
+        """Writes down which workers have come and left; b"": that the job is over."""
+        if self._checkpoints is not None:
+            self._checkpoints.note_attendance(data)
+
     def has_saved(self, version: Version) -> bool:
         """Whether there is nothing left to write up to this version."""
         return self._checkpoints is None or self.asked >= version

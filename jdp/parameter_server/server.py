@@ -19,6 +19,7 @@ from jdp.parameter_server.keys import Place
 from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.metrics import Report
 from jdp.parameter_server.modes import Mode
+from jdp.runtime import environment
 from jdp.types import Device, PyTree
 
 
@@ -161,6 +162,7 @@ class Server:
                 start_timeout_s=options.start_timeout_s,
                 checkpoint_every=options.checkpoint_every,
                 nonfinite=options.nonfinite,
+                launch=os.environ.get(environment.LAUNCH_ID, ""),
             ),
             service.ServiceOptions(
                 hook_name="" if hook is None else hook.name,

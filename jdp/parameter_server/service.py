@@ -12,12 +12,11 @@ from jdp import wire
 from jdp.parameter_server import admission, lane, messages, metrics, shards
 from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Keys, Place
-from jdp.parameter_server.lane import Lane
 from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.messages import (
     Apply,
     Ended,
-    Failed,
+    Farewell,
     Follow,
     Forget,
     Hand,
@@ -42,6 +41,7 @@ from jdp.parameter_server.protocol import Lead
 from jdp.parameter_server.refusals import Refusals
 from jdp.parameter_server.replica import Part, Replica
 from jdp.parameter_server.saving import Saver
+from jdp.parameter_server.sessions import Session, Sessions
 from jdp.parameter_server.shards import Shards
 from jdp.parameter_server.sockets import ClientSockets, Message, ServerSocket
 from jdp.parameter_server.updates import Updater
@@ -50,8 +50,7 @@ _TICK_S = 0.1
 _STATUS_PERIOD_S = 0.2  # of what servers tell each other again, lest it was lost.
 _REPORT_PERIOD_S = 1.0
 _STOP_TIMEOUT_S = 3.0  # less than what `jdp launch` gives from SIGTERM to SIGKILL.
-_FAREWELL_S = 0.5
-_MOST_SESSIONS = 4096  # as many as a replica remembers.
+_END_TIMEOUT_S = 30.0  # for the last checkpoints of the others.
 _logger = logging.getLogger("jdp")
 
 
@@ -72,15 +71,6 @@ class ServiceOptions:
     hook_name: str
     report: metrics.Report
     keys: Keys
-
-
-@dataclasses.dataclass
-class _Session:
-    """A worker that has said hello."""
-
-    route: bytes
-    worker: int
-    lane: Lane | None
 
 
 class Service:
@@ -110,18 +100,19 @@ class Service:
         )
         self._incarnation = secrets.token_bytes(8)
         self._replica = Replica()
-        self._sessions: dict[bytes, _Session] = {}
+        self._sessions = Sessions(parts.socket)
         self._metrics = metrics.Metrics()
         self._packed: tuple[Version, np.ndarray] | None = None
         self._must_save = Version()
         self._status_at_s = self._report_at_s = 0.0
-        self._stop_at_s: float | None = None
-        self._is_told = self._is_over = False
+        self._stop_at_s = float("inf")
+        self._is_told = self._is_ending = self._is_over = False
         self._lead: Lead | None = None
         self._upstream: ClientSockets | None = None
         self._followers: dict[int, bytes] = {}  # routes.
         if place.index == 0:
             self._lead = Lead(lead_options, self._incarnation)
+            self._lead.attendance.load(self._saver.read_attendance())
             self._note_checkpoints()
         else:
             self._upstream = ClientSockets(
@@ -162,11 +153,11 @@ class Service:
                     reporter.show(self.summarize())
             if reporter is not None:
                 reporter.show(self.summarize())
-            self._tell_all(Ended())
+            self._sessions.tell_all(Ended(self._is_over))
+            if self._is_over:
+                self._saver.note_attendance(b"")
         except BaseException as error:
-            self._tell_all(Failed(f"Server {self._index} has failed: {error}"))
-            # A worker forgets what it has not read when the connection ends.
-            time.sleep(_FAREWELL_S)
+            self._sessions.tell_failure(f"Server {self._index} has failed: {error}")
             raise
         finally:
             if reporter is not None:
@@ -177,22 +168,18 @@ class Service:
         """Whether it is the end; at SIGTERM, once there is a checkpoint."""
         now_s = time.monotonic()
         lead = self._lead
+        has_all = lead is None or lead.has_all()
         if self._is_over:
-            if lead is None or lead.has_all():
-                return True
-            self._stop_at_s = self._stop_at_s or now_s + _STOP_TIMEOUT_S
-        if self._is_told and self._stop_at_s is None:
-            self._stop_at_s = now_s + _STOP_TIMEOUT_S
+            self._stop_at_s = min(self._stop_at_s, now_s + _END_TIMEOUT_S)
+        if self._is_told and not self._is_ending:
+            self._is_ending = True
+            self._stop_at_s = min(self._stop_at_s, now_s + _STOP_TIMEOUT_S)
             self._status_at_s = 0.0
             self._must_save = self._replica.version
             if lead is not None:
                 lead.save()
-        if self._stop_at_s is None:
-            return False
-        has_saved = self._saver.has_saved(self._must_save)
-        if self._is_told and has_saved and (lead is None or lead.has_all()):
-            return True
-        return now_s >= self._stop_at_s
+        has_saved = self._is_ending and self._saver.has_saved(self._must_save)
+        return has_all and (self._is_over or has_saved) or now_s >= self._stop_at_s
 
     def _close(self) -> None:
         self._socket.close()
@@ -222,12 +209,17 @@ class Service:
             self._followers[found.server] = route
         elif isinstance(found, Hello):
             self._welcome(route, found)
+        elif isinstance(found, Leave) and self._lead is not None:
+            # Of a worker that was left out too: it will not come back.
+            self._lead.leave(found.session)
+            self._note_attendance(self._lead)
+            self._socket.send(route, messages.encode(Farewell()))
         elif (session := self._find_session(found.session, route)) is not None:
             self._serve(session, found, message.payload)
         else:
             self._socket.send(route, messages.encode(Who()))
 
-    def _find_session(self, name: bytes, route: bytes) -> _Session | None:
+    def _find_session(self, name: bytes, route: bytes) -> Session | None:
         session = self._sessions.get(name)
         if session is None:
             return None
@@ -239,7 +231,7 @@ class Service:
 
     def _serve(
         self,
-        session: _Session,
+        session: Session,
         message: Ping | Push | Pull | Leave,
         payload: memoryview | None,
     ) -> None:
@@ -251,20 +243,18 @@ class Service:
                 self._take(session, message, payload)
             case Pull() if self._lead is not None:
                 self._lead.pull(message)
-            case Leave() if self._lead is not None:
-                self._lead.leave(message.session)
 
-    def _answer(self, session: _Session, ping: Ping) -> None:
+    def _answer(self, session: Session, ping: Ping) -> None:
         """Says what became of a push, or asks for it again."""
         settled = self._replica.settled.get(ping.session)
         wants = 0
         if ping.push and self._replica.wants(ping.session, ping.push):
             wants = ping.push
         elif ping.push and settled is not None and settled.sequence == ping.push:
-            self._send(session, settled)
-        self._send(session, Pong(wants))
+            self._sessions.send(session, settled)
+        self._sessions.send(session, Pong(wants))
 
-    def _take(self, session: _Session, push: Push, payload: memoryview | None) -> None:
+    def _take(self, session: Session, push: Push, payload: memoryview | None) -> None:
         """Takes this server's part of a push."""
         layout = self._shard.layout
         if push.is_compressed:
@@ -300,27 +290,25 @@ class Service:
             _logger.warning("Worker %d is refused: %s", hello.worker, text)
             self._socket.send(route, messages.encode_refusal(text))
             return
-        if self._replica.version.epoch == 0:
-            return  # Not before it is known which checkpoint counts; it says it again.
-        now_s = time.monotonic()
-        lead = self._lead
-        if lead is not None:
-            if not lead.join(hello.session, hello.worker, now_s=now_s):
-                return
+        if self._is_over:
+            self._socket.send(route, messages.encode(Ended(True)))
+            return
+        if self._replica.version.epoch == 0 or not self._join(hello):
+            # Not before it is known which checkpoint counts; it says it again.
+            self._sessions.note_outside(route)
+            return
         known = self._sessions.get(hello.session)
-        if known is None and len(self._sessions) >= _MOST_SESSIONS:
-            raise MessageError(f"is one worker more than {_MOST_SESSIONS}")
         if known is None:
             _logger.info("Worker %d has come.", hello.worker)
             shared = None
             if hello.lane is not None:
                 least = self._shard.layout.num_bytes
                 shared = lane.open_lane(hello.lane, least_bytes=least)
-            known = _Session(route, hello.worker, shared)
-            self._sessions[hello.session] = known
+            known = Session(route, hello.worker, shared)
         known.route = route
+        self._sessions.add(hello.session, known)
         mode = self._lead_options.mode
-        self._send(
+        self._sessions.send(
             known,
             Welcome(
                 self._replica.version,
@@ -329,6 +317,17 @@ class Service:
                 self._lead_options.lease_s,
                 known.lane is not None,
             ),
+        )
+
+    def _join(self, hello: Hello) -> bool:
+        """Whether server 0 lets a worker in."""
+        if self._lead is None:
+            return True
+        return self._lead.join(
+            hello.session,
+            hello.worker,
+            now_s=time.monotonic(),
+            has_seen=hello.known.epoch > 0,
         )
 
     def _lead_version(self) -> Version:
@@ -382,6 +381,11 @@ class Service:
                 if log is not None:
                     self._socket.send(route, messages.encode(log))
         self._execute(entries)
+        self._note_attendance(lead)
+
+    def _note_attendance(self, lead: Lead) -> None:
+        if lead.attendance.has_changed:
+            self._saver.note_attendance(lead.attendance.encode())
 
     def _execute(self, entries: list[messages.Entry]) -> None:
         for entry in entries:
@@ -391,6 +395,7 @@ class Service:
                 case Apply():
                     self._apply(entry, done.parts)
                 case Restore():
+                    self._is_over = False
                     if not self._restore(entry.version, before):
                         return
                 case Save():
@@ -398,14 +403,14 @@ class Service:
                 case Keep():
                     self._saver.keep(entry.count)
                 case Forget():
-                    self._sessions.pop(entry.session, None)
+                    self._sessions.remove(entry.session)
                 case Hand():
                     self._hand(entry)
                 case Stop():
                     self._is_over = True
             for name, settled in done.settled.items():
                 if (session := self._sessions.get(name)) is not None:
-                    self._send(session, settled)
+                    self._sessions.send(session, settled)
 
     def _apply(self, entry: Apply, parts: list[Part]) -> None:
         self._updater.apply(
@@ -432,13 +437,15 @@ class Service:
         self._metrics.num_pulled_bytes += layout.num_bytes
         if session.lane is not None:
             self._updater.copy_into(layout.views(session.lane.pulled))
-            self._send(session, Params(entry.pull, version, True))
+            self._sessions.send(session, Params(entry.pull, version, True))
             return
         if self._packed is None or self._packed[0] != version:
             packed = np.zeros(layout.num_bytes, np.uint8)
             self._updater.copy_into(layout.views(packed))
             self._packed = version, packed
-        self._send(session, Params(entry.pull, version, False), self._packed[1])
+        self._sessions.send(
+            session, Params(entry.pull, version, False), self._packed[1]
+        )
 
     def _save(self) -> None:
         self._saver.save(self._replica.version, self._replica.settled)
@@ -469,10 +476,3 @@ class Service:
     def _note_checkpoints(self) -> None:
         if self._lead is not None:
             self._lead.begin(self._saver.find_counts(), self._saver.find_epoch())
-
-    def _send(self, session: _Session, message: Any, payload: Any = None) -> None:
-        self._socket.send(session.route, messages.encode(message), payload)
-
-    def _tell_all(self, message: Any) -> None:
-        for session in self._sessions.values():
-            self._send(session, message)

@@ -7,6 +7,8 @@ from jdp.parameter_server.client import Client
 from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.messages import (
     Apply,
+    Ended,
+    Farewell,
     Follow,
     Hand,
     Hello,
@@ -20,6 +22,7 @@ from jdp.parameter_server.messages import (
     Restore,
     Save,
     Settled,
+    Stop,
     Version,
     Welcome,
     Who,
@@ -37,6 +40,7 @@ class SimulatedServer:
         self.damaged = set()  # counts of what is not what was written.
         self.common = 0  # the newest count that all are known to have had.
         self.epoch_on_disk = 0
+        self.attendance_on_disk = b""
         self.start()
 
     def start(self):
@@ -44,14 +48,20 @@ class SimulatedServer:
         self.replica = Replica()
         self.params = ()
         self.sessions = set()
+        self.is_over = False
         self.lead = None
         if self.index == 0:
             self.lead = Lead(self.job.options, self.incarnation)
+            self.lead.attendance.load(self.attendance_on_disk)
             self.note_checkpoints()
 
     def note_checkpoints(self):
         if self.lead:
             self.lead.begin(tuple(self.disk), self.epoch_on_disk)
+
+    def note_attendance(self):
+        if self.lead.attendance.has_changed:
+            self.attendance_on_disk = self.lead.attendance.encode()
 
     def drop(self, counts):
         for count in list(counts):
@@ -81,13 +91,26 @@ class SimulatedServer:
         """A message of a worker."""
         job, session = self.job, message.session
         if isinstance(message, Hello):
+            if self.is_over:
+                self.reply(session, Ended(True))
+                return
             if self.replica.version.epoch == 0:
                 return
-            if self.lead and not self.lead.join(session, 0, now_s=job.now_s):
+            if self.lead and not self.lead.join(
+                session,
+                message.worker,
+                now_s=job.now_s,
+                has_seen=message.known.epoch > 0,
+            ):
                 return
             self.sessions.add(session)
             mode = job.options.mode
             self.reply(session, Welcome(self.replica.version, str(mode), True, 5, True))
+            return
+        if isinstance(message, Leave) and self.lead:
+            self.lead.leave(session)
+            self.note_attendance()
+            self.reply(session, Farewell())
             return
         if session not in self.sessions:
             self.reply(session, Who())
@@ -109,9 +132,6 @@ class SimulatedServer:
                     self.lead.push(message)
             case Pull():
                 self.lead.pull(message)
-            case Leave():
-                if self.lead:
-                    self.lead.leave(session)
 
     def status(self):
         r = self.replica
@@ -133,6 +153,7 @@ class SimulatedServer:
         for entry in entries:
             before = self.replica.version
             done = self.replica.execute(entry)
+            self.is_over = isinstance(entry, Stop)
             assert self.replica.version >= before
             match entry:
                 case Apply():
@@ -190,6 +211,7 @@ class SimulatedWorker:
         self.client = Client(hellos)
         self.seen = Version()
         self.parts = {}
+        self.has_left = False
         self.pulled = None
         self.num_done = 0
 
@@ -214,6 +236,11 @@ class SimulatedWorker:
                     version, weight=1.0, is_finite=is_finite, is_compressed=False
                 )
             )
+
+    def leave(self):
+        """Says goodbye, and is gone once that was heard."""
+        self.has_left = True
+        self.send(self.client.leave())
 
     def hear(self, server, message):
         client = self.client
@@ -294,6 +321,7 @@ class Job:
                 lead.replica.lead = lead.incarnation
                 lead.replica.next_index = 0
         lead.execute(entries)
+        lead.note_attendance()
         self.after_decision(entries)
 
     def note_round(self, lead, entry):
@@ -356,8 +384,10 @@ class Job:
             else:
                 self.deliver(key)
         worker = rng.choice(self.workers)
-        worker.act()
-        worker.send(worker.client.tick(now_s=self.now_s))
+        if not worker.has_left:
+            worker.act()
+        if not worker.has_left or worker.client.is_leaving:
+            worker.send(worker.client.tick(now_s=self.now_s))
         if rng.random() < 0.3:
             self.exchange_logs()
         self.decide()
@@ -365,8 +395,9 @@ class Job:
             self.kill_server(rng.randrange(self.num_servers))
         if rng.random() < bad:
             self.damage_checkpoint()
-        if rng.random() < bad / 4:
-            self.kill_worker(rng.randrange(len(self.workers)))
+        victim = rng.randrange(len(self.workers))
+        if rng.random() < bad / 4 and not self.workers[victim].has_left:
+            self.kill_worker(victim)
 
     def run(self, num_steps, **how):
         for _ in range(num_steps):

@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from jdp.parameter_server import modes
+from jdp.parameter_server.attendance import Gathering
 from jdp.parameter_server.lead_options import LeadOptions
-from jdp.parameter_server.messages import Apply, Follow, MessageError
+from jdp.parameter_server.messages import (
+    Apply,
+    Follow,
+    MessageError,
+    Push,
+    Settled,
+    Stop,
+    Version,
+)
 from jdp.parameter_server.protocol import Lead
 from tests.parameter_server.simulation import Job
 
@@ -67,6 +76,143 @@ def test_whatever_happens_nothing_is_applied_twice_and_versions_never_go_back(
             break
     else:
         raise AssertionError("a worker hangs")
+
+
+class EndingJob(Job):
+    """Workers leave one after the other, at any moment."""
+
+    def after_decision(self, entries):
+        if not any(isinstance(entry, Stop) for entry in entries):
+            return
+        assert all(w.has_left for w in self.workers), "a worker was left behind"
+        server = self.servers[0]
+        count = server.replica.version.count
+        assert count in server.disk or not count, "no checkpoint at the end"
+
+
+@pytest.mark.parametrize("mode", MODES[:3], ids=str)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    num_servers=st.integers(1, 3),
+    num_workers=st.integers(1, 4),
+    checkpoint_every=st.sampled_from([0, 5]),
+)
+def test_a_job_is_over_when_all_workers_have_left_and_not_before(
+    mode, seed, num_servers, num_workers, checkpoint_every
+):
+    job = EndingJob(
+        random.Random(seed),
+        mode,
+        num_servers=num_servers,
+        num_workers=num_workers,
+        checkpoint_every=checkpoint_every,
+        lease_s=5.0,
+        start_timeout_s=30.0,
+        launch="one",
+    )
+    has_come = set()
+    while not all(w.has_left for w in job.workers):
+        job.run(10)
+        has_come |= {w.index for w in job.workers if w.client.is_welcome}
+        for worker in job.workers:
+            # All have come: there is a job that can be over.
+            if len(has_come) == num_workers and job.rng.random() < 0.1:
+                if worker.client.is_welcome and not worker.has_left:
+                    worker.leave()
+    # All servers may still die, and messages be lost.
+    job.run(200)
+    job.now_s += 40.0
+    for _ in range(300):
+        job.run(10, is_kind=True)
+        job.now_s += 1.0
+        if all(server.is_over for server in job.servers):
+            return
+    raise AssertionError("servers serve for ever")
+
+
+def _lead(num_workers, **options):
+    options = LeadOptions(
+        mode=modes.asynchronous(), num_workers=num_workers, lease_s=5.0, **options
+    )
+    lead = Lead(options, b"lead")
+    lead.begin((0,), 0)
+    lead.decide(now_s=0.0)
+    lead.restored({})
+    return lead
+
+
+def _is_over(lead, now_s):
+    return any(isinstance(e, Stop) for e in lead.decide(now_s=now_s))
+
+
+def test_sessions_of_one_worker_are_one_worker():
+    lead = _lead(2)
+    for session in (b"a", b"b", b"c"):
+        lead.join(session, 0, now_s=0.0)
+        lead.leave(session)
+    lead.restored({b"d": Settled(1, "applied", Version(1, 1))})
+    assert not _is_over(lead, 1000.0)
+    lead.join(b"e", 1, now_s=1000.0)
+    assert not _is_over(lead, 1001.0)
+    lead.leave(b"e")
+    assert _is_over(lead, 1002.0)
+
+
+def test_a_first_round_waits_for_different_workers():
+    options = LeadOptions(mode=modes.sync(), num_workers=2, start_timeout_s=60.0)
+    gathering = Gathering(options)
+    lead = Lead(options, b"lead")
+    lead.begin((0,), 0)
+    (restore,) = lead.decide(now_s=0.0)
+    lead.restored({})
+    for session in (b"a", b"b"):
+        lead.join(session, 0, now_s=0.0)
+    push = Push(b"b", 1, restore.version, 1.0, True, False, False)
+    lead.push(push)
+    assert not any(isinstance(e, Apply) for e in lead.decide(now_s=1.0))
+    gathering.begin(now_s=0.0)
+    assert not gathering.is_over(1, is_first=True, now_s=59.0)
+    assert gathering.is_over(2, is_first=True, now_s=59.0)
+
+
+def test_a_silent_worker_is_waited_for_and_the_job_ends_without_it():
+    lead = _lead(2, start_timeout_s=60.0)
+    lead.join(b"a", 0, now_s=0.0)
+    lead.join(b"b", 1, now_s=0.0)
+    lead.leave(b"a")
+    assert not _is_over(lead, 6.0)  # It is left out.
+    assert lead.num_members == 0
+    assert not _is_over(lead, 65.0)
+    assert lead.join(b"b", 1, now_s=65.5), "it takes part again"
+    assert not _is_over(lead, 71.0)
+    assert _is_over(lead, 131.5)
+    assert not lead.join(b"b", 1, now_s=132.0)
+
+
+@pytest.mark.parametrize("launch", ["", "one", "another"])
+def test_an_attendance_outlives_server_0_and_does_not_reach_another_run(launch):
+    first = _lead(2, launch="one" if launch else "")
+    first.join(b"a", 0, now_s=0.0)
+    first.join(b"b", 1, now_s=0.0)
+    first.leave(b"a")
+    data = first.attendance.encode()
+    second = _lead(2, launch=launch)
+    second.attendance.load(data)
+    # Worker 1 has seen the servers that are gone: this is their job.
+    session = b"y" if launch == "another" else b"b"
+    second.join(session, 1, now_s=0.0)
+    second.leave(session)
+    assert _is_over(second, 1.0) == (launch != "another")
+    # Nobody that was there: another run, of which one worker has come.
+    third = _lead(2, launch="third")
+    third.attendance.load(data)
+    third.join(b"x", 1, now_s=0.0)
+    third.leave(b"x")
+    assert not _is_over(third, 1000.0)
+    fourth = _lead(2)
+    fourth.attendance.load(data[:-2])
+    fourth.attendance.load(b"")
 
 
 def test_all_servers_go_back_to_the_newest_checkpoint_that_all_have():

@@ -1,0 +1,157 @@
+"""Attendance: which workers have come, may they begin, and is the job over?
+
+Workers are counted by their number: one that is started again has another session, and
+is the same worker.
+"""
+
+import logging
+
+import msgspec
+
+from jdp import wire
+from jdp.parameter_server.lead_options import LeadOptions
+from jdp.parameter_server.messages import Identity, Number
+
+_MOST_WORKERS = 1 << 16
+_logger = logging.getLogger("jdp")
+
+
+class Record(msgspec.Struct, frozen=True):
+    """The part of an attendance that outlives server 0.
+
+    Attributes:
+      launch: of the launcher that started the server; "" for none.
+      came: session of each worker that has come, the last one.
+      left: workers that have said goodbye.
+    """
+
+    launch: str
+    came: dict[Number, Identity]
+    left: tuple[Number, ...]
+
+
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+class Attendance:
+    """Workers that have come and left; without clocks and files.
+
+    The job is over when `num_workers` workers have come, at least one has said goodbye,
+    and none is here. Workers that have gone without a goodbye are waited for.
+    """
+
+    def __init__(self, options: LeadOptions):
+        """Begins with no worker."""
+        self.has_changed = False  # since `encode`.
+        self._num_workers = options.num_workers
+        self._wait_s, self._launch = options.start_timeout_s, options.launch
+        self._came: dict[int, bytes] = {}
+        self._left: set[int] = set()
+        self._earlier: Record | None = None
+        self._empty_since_s: float | None = None
+
+    def load(self, data: bytes) -> None:
+        """Takes what server 0 had written before it was killed.
+
+        It counts at once where one launcher has started both, else as soon as a worker
+        is met that was there: what is written may be of a run that nobody goes on with.
+        """
+        try:
+            record = wire.decode_with(_decoder.decode, data)
+        except wire.DecodeError:
+            return
+        self._earlier = record
+        if record.launch and record.launch == self._launch:
+            self._go_on()
+
+    def encode(self) -> bytes:
+        """Returns what `load` takes."""
+        self.has_changed = False
+        left = tuple(sorted(self._left))
+        return msgspec.msgpack.encode(Record(self._launch, self._came, left))
+
+    def come(self, worker: int, session: bytes, *, has_seen: bool) -> None:
+        """A worker is here; `has_seen`: it had parameters of these servers before."""
+        self._empty_since_s = None
+        earlier = self._earlier
+        if earlier is not None and (has_seen or earlier.came.get(worker) == session):
+            self._go_on()
+        if self._came.get(worker) == session and worker not in self._left:
+            return
+        if worker in self._came or len(self._came) < _MOST_WORKERS:
+            self._came[worker] = session
+            self._left.discard(worker)
+            self.has_changed = True
+
+    def leave(self, session: bytes, worker: int | None = None) -> None:
+        """A worker says goodbye; None: it is not known which one has this session."""
+        earlier = self._earlier
+        if earlier is not None and session in earlier.came.values():
+            self._go_on()
+        found = [w for w, known in self._came.items() if known == session]
+        for each in found if worker is None else [worker]:
+            if each in self._came and each not in self._left:
+                self._left.add(each)
+                self.has_changed = True
+
+    def is_over(self, *, is_empty: bool, now_s: float) -> bool:
+        """Whether all workers have left; `is_empty`: none is here."""
+        if not is_empty:
+            self._empty_since_s = None
+            return False
+        if self._empty_since_s is None:
+            self._empty_since_s = now_s
+        if self._num_workers is None or not self._left:
+            return False
+        if len(self._came) < self._num_workers:
+            return False
+        absent = self._came.keys() - self._left
+        return not absent or now_s >= self._empty_since_s + self._wait_s
+
+    def _go_on(self) -> None:
+        """Goes on with what was written."""
+        earlier, self._earlier = self._earlier, None
+        assert earlier is not None
+        self._left |= set(earlier.left) - self._came.keys()
+        self._came = {**earlier.came, **self._came}
+        self.has_changed = True
+
+
+class Gathering:
+    """Whether workers are there, or were waited for long enough; in an epoch."""
+
+    def __init__(self, options: LeadOptions):
+        """Begins without any."""
+        self._options = options
+        self._start_s: float | None = None  # when the first one came.
+        self._is_over = False
+
+    def begin(self, *, now_s: float) -> None:
+        """A worker has come."""
+        if self._start_s is None:
+            self._start_s = now_s
+
+    def is_over(self, num_here: int, *, is_first: bool, now_s: float) -> bool:
+        """Whether those that are here may go on.
+
+        Args:
+          num_here: different workers.
+          is_first: whether there was no update and no death of a server yet.
+          now_s: the time.
+        """
+        if self._is_over or self._start_s is None:
+            return self._is_over
+        options = self._options
+        wait_s = options.start_timeout_s if is_first else options.lease_s
+        num_missing = (options.num_workers or 1) - num_here
+        self._is_over = num_missing <= 0
+        if num_missing > 0 and now_s >= self._start_s + wait_s:
+            self._is_over = True
+            _logger.warning(
+                "%d of %d workers have not come within %g s; the others go on "
+                "without them.",
+                num_missing,
+                options.num_workers,
+                wait_s,
+            )
+        return self._is_over

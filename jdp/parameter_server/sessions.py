@@ -1,0 +1,89 @@
+"""Sessions: the workers of one server, and how each is reached."""
+
+import dataclasses
+import time
+from typing import Any
+
+from jdp.parameter_server import messages
+from jdp.parameter_server.lane import Lane
+from jdp.parameter_server.messages import Failed
+from jdp.parameter_server.sockets import ServerSocket
+
+MOST_SESSIONS = 4096  # as many as a replica remembers.
+_FAREWELL_S = 0.5
+_TICK_S = 0.1
+
+
+@dataclasses.dataclass
+class Session:
+    """A worker that has said hello."""
+
+    route: bytes
+    worker: int
+    lane: Lane | None
+
+
+class Sessions:
+    """Those that take part, and where others are that hear how it ends."""
+
+    def __init__(self, socket: ServerSocket):
+        """Begins without any."""
+        self._socket = socket
+        self._of_name: dict[bytes, Session] = {}
+        self._outside: dict[bytes, None] = {}  # routes: not let in, or left out.
+
+    def __len__(self) -> int:
+        """Returns the number of those that take part."""
+        return len(self._of_name)
+
+    def get(self, name: bytes) -> Session | None:
+        """Returns one that takes part."""
+        return self._of_name.get(name)
+
+    def add(self, name: bytes, session: Session) -> None:
+        """Lets one take part.
+
+        Raises:
+          MessageError: there are too many.
+        """
+        if name not in self._of_name and len(self._of_name) >= MOST_SESSIONS:
+            raise messages.MessageError(f"is one worker more than {MOST_SESSIONS}")
+        self._of_name[name] = session
+        self._outside.pop(session.route, None)
+
+    def remove(self, name: bytes) -> None:
+        """Leaves one out, if it takes part."""
+        if (session := self._of_name.pop(name, None)) is not None:
+            self.note_outside(session.route)
+
+    def clear(self) -> None:
+        """Leaves all out, until they say hello again."""
+        for name in list(self._of_name):
+            self.remove(name)
+
+    def note_outside(self, route: bytes) -> None:
+        """Remembers where one is that does not take part."""
+        self._outside[route] = None
+        if len(self._outside) > MOST_SESSIONS:
+            del self._outside[next(iter(self._outside))]
+
+    def send(self, session: Session, message: Any, payload: Any = None) -> None:
+        """Sends to one that takes part."""
+        self._socket.send(session.route, messages.encode(message), payload)
+
+    def tell_all(self, message: Any) -> None:
+        """Sends to all, also to those outside."""
+        routes = [session.route for session in self._of_name.values()]
+        for route in dict.fromkeys([*routes, *self._outside]):
+            self._socket.send(route, messages.encode(message))
+
+    def tell_failure(self, text: str) -> None:
+        """Tells all why the server fails, also those that ask within a moment."""
+        self.tell_all(Failed(text))
+        # A worker forgets what it has not read when the connection ends.
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < deadline_s:
+            self._socket.poll(_TICK_S)
+            for message in self._socket.receive():
+                assert isinstance(message.source, bytes)
+                self._socket.send(message.source, messages.encode(Failed(text)))
