@@ -53,6 +53,8 @@ HOST_MAY_USE = HOST | {
 }
 # What a worker pushes may go through a hook, which the servers run again.
 HOST_MAY_USE |= {"hooks"}
+# Whether an optimizer mixes leaves that lie on several servers.
+HOST_MAY_USE |= {"backward"}
 
 
 def _rank(unit):

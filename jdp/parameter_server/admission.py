@@ -14,6 +14,7 @@ class Admission:
     num_servers: int
     leaves: list[tuple[str, str]]  # path, and dtype and shape as text.
     hook_name: str
+    has_checkpoints: bool  # whether there is a `checkpoint_dir`.
 
 
 def find_objection(hello: Hello, own: Admission, version: Version) -> str:
@@ -41,9 +42,12 @@ def find_objection(hello: Hello, own: Admission, version: Version) -> str:
             f"`compression` is {hello.compression!r} on {who} and {own.hook_name!r} on "
             "the servers. Give both the same hook."
         )
-    if version.epoch and hello.known > version:
+    known = hello.known
+    # Without checkpoints, another epoch begins with the parameters that were given.
+    is_lost = known.count and known.epoch != version.epoch and not own.has_checkpoints
+    if version.epoch and (known > version or is_lost):
         return (
-            f"The servers have version {version}, and {who} has seen {hello.known}: "
+            f"The servers have version {version}, and {who} has seen {known}: "
             "they began anew without a checkpoint. Start the workers anew, and give a "
             "`checkpoint_dir`."
         )

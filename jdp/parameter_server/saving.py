@@ -18,6 +18,11 @@ class Saver:
         # The newest version that was to be written, whether or not it could be.
         self.asked = Version()
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there is a folder for them."""
+        return self._checkpoints is not None
+
     def find_counts(self) -> tuple[int, ...]:
         """Returns the counts of the versions that this server can begin with."""
         return (0,) if self._checkpoints is None else self._checkpoints.find_counts()

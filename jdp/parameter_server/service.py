@@ -97,6 +97,7 @@ class Service:
             len(place.addresses),
             shards.describe_leaves(plan.plan),
             options.hook_name,
+            parts.saver.has_checkpoints,
         )
         self._incarnation = secrets.token_bytes(8)
         self._replica = Replica()
@@ -283,9 +284,8 @@ class Service:
 
     def _welcome(self, route: bytes, hello: Hello) -> None:
         """A worker comes, or comes back."""
-        if text := admission.find_objection(
-            hello, self._admission, self._lead_version()
-        ):
+        version = Version() if self._lead is None else self._lead.version
+        if text := admission.find_objection(hello, self._admission, version):
             text = wire.printable(text, most=2000)
             _logger.warning("Worker %d is refused: %s", hello.worker, text)
             self._socket.send(route, messages.encode_refusal(text))
@@ -329,9 +329,6 @@ class Service:
             now_s=time.monotonic(),
             has_seen=hello.known.epoch > 0,
         )
-
-    def _lead_version(self) -> Version:
-        return Version() if self._lead is None else self._lead.version
 
     def _follow(self) -> None:
         """Hears server 0, and tells it where this one is."""

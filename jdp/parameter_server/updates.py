@@ -9,12 +9,10 @@ import numpy as np
 import optax
 
 from jdp import buckets
+from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.parameter_server import shards
 from jdp.parameter_server.shards import Shards
 from jdp.types import Device, PyTree
-
-_PROBE_WIDTH = 2  # most elements of a dimension, where a probe is enough.
-_PROBE_STEPS = 2
 
 
 class _State(NamedTuple):
@@ -163,45 +161,60 @@ class Updater:
 def check_is_by_leaf(
     tx: optax.GradientTransformation, params: PyTree, plan: Shards
 ) -> None:
-    """Raises ValueError if `tx` needs all gradients where servers have some each.
+    """Raises ValueError if `tx` mixes leaves where servers have some each.
 
-    It is tried on small arrays: what it makes of a leaf must not depend on leaves of
-    other servers, as it does with `optax.clip_by_global_norm`.
+    It follows the program of `tx`, over any number of steps; no value is looked at, so
+    what mixes leaves only for some gradients, as `optax.clip_by_global_norm` does, is
+    found too.
     """
     if len(plan.of_server) == 1:
         return
-    rng = np.random.default_rng(0)
-    tx = optax.with_extra_args_support(tx)
+    found = _find_mixed(optax.with_extra_args_support(tx), params)
+    if found is not None:
+        paths = plan.plan.leaf_paths()
+        first, second = (paths[i] for i in found)
+        raise ValueError(
+            f"The optimizer mixes leaves: `{first}` and `{second}`, for example, and "
+            f"each of the {len(plan.of_server)} servers has only some of them. Clip by "
+            "norm before `Worker.push`, take an optimizer that updates each leaf by "
+            "itself, or start one server."
+        )
 
-    def small(x: Any) -> jax.Array:
-        shape = tuple(min(n, _PROBE_WIDTH) for n in np.shape(x))
-        return jnp.asarray(rng.normal(size=shape), jnp.result_type(x))
 
-    tree = jax.tree.map(small, params)
-    # Gradients of very different size: as large as what is clipped, and as small.
-    leaves = jax.tree.leaves(tree)
-    scales = [10.0 ** (3 * (i % 3) - 3) for i in range(len(leaves))]
-    grads = jax.tree.unflatten(
-        jax.tree.structure(tree), [s * x for s, x in zip(scales, leaves, strict=True)]
+def _find_mixed(
+    tx: optax.GradientTransformationExtraArgs, params: PyTree
+) -> tuple[int, int] | None:
+    """Returns two leaves that meet in an update or in a part of the state, if any."""
+    avals = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params
     )
+    own = [Sets(1 << i, 1 << i) for i in range(len(jax.tree.leaves(avals)))]
 
-    def run(tree: PyTree, grads: PyTree) -> PyTree:
-        updates, state = grads, tx.init(tree)
-        for _ in range(_PROBE_STEPS):
-            updates, state = tx.update(grads, state, tree, staleness=jnp.int32(1))
-        return updates
+    def step(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        return tx.update(grads, state, params, staleness=jnp.int32(1))
 
-    whole = jax.tree.leaves(run(tree, grads))
-    for server, shard in enumerate(plan.of_server):
-        parts = run(plan.find_parts(tree, server), plan.find_parts(grads, server))
-        for i, x in zip(sorted(shard.leaves), jax.tree.leaves(parts), strict=True):
-            if not np.allclose(x, whole[i], rtol=1e-3, equal_nan=True):
-                raise ValueError(
-                    f"The optimizer looks at more than one leaf at a time: its update "
-                    f"of `{plan.plan.leaf_paths()[i]}` depends on parameters that "
-                    f"other servers have. With {len(plan.of_server)} servers, clip by "
-                    "norm before `Worker.push`, or start one server."
-                )
+    init = jax.make_jaxpr(tx.init)(avals)
+    state_avals = jax.eval_shape(tx.init, avals)
+    update = jax.make_jaxpr(step)(avals, avals, state_avals)
+    flow = FlowAnalysis(by_value=True)
+    state = flow.propagate(init.jaxpr, own)
+    while True:
+        found = flow.propagate(update.jaxpr, [*own, *own, *state])
+        updates, after = found[: len(own)], found[len(own) :]
+        # The state of the next step; it depends on no less than this one.
+        after = [
+            Sets(a.must | b.must, a.may | b.may)
+            for a, b in zip(state, after, strict=True)
+        ]
+        mixed = [s.may | o.may for s, o in zip(updates, own, strict=True)]
+        mixed += [s.may for s in after]
+        for bits in mixed:
+            if bits.bit_count() > 1:
+                first, second = [i for i in range(len(own)) if bits >> i & 1][:2]
+                return first, second
+        if after == state:
+            return None
+        state = after
 
 
 def _mean(column: Sequence[jax.Array], weights: jax.Array) -> jax.Array:

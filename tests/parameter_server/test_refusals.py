@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from jdp import hooks, parameter_server
-from jdp.parameter_server import keys, lane, messages, shards, updates
-from jdp.parameter_server.messages import LaneOffer, Ping, Pong
+from jdp.parameter_server import admission, keys, lane, messages, shards, updates
+from jdp.parameter_server.messages import Hello, LaneOffer, Ping, Pong, Version
 from jdp.parameter_server.sockets import ClientSockets
 from tests.parameter_server.jobs import ThreadJob, free_addresses, wait_for
 from tests.runtime import strangers
@@ -55,6 +55,20 @@ def test_another_model_is_refused_with_the_path_and_both_values(job, params, mes
     with pytest.raises(RuntimeError, match=message):
         job.worker(7, params=params)
     assert _still_works(job)
+
+
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+@pytest.mark.parametrize("known", [(1, 80), (1, 0), (2, 3), (0, 0), (3, 0)], ids=str)
+def test_a_worker_is_refused_where_the_servers_have_lost_what_it_has_seen(
+    known, has_checkpoints
+):
+    known, version = Version(*known), Version(2, 10)
+    hello = Hello(b"s", 0, 0, 2, [], "", known, None)
+    own = admission.Admission(0, 2, [], "", has_checkpoints)
+    text = admission.find_objection(hello, own, version)
+    # With checkpoints, update 80 was said to be lost, and training goes on.
+    is_lost = known > version or (known == Version(1, 80) and not has_checkpoints)
+    assert is_lost == ("they began anew without a checkpoint" in text)
 
 
 def test_another_hook_is_refused(job):
@@ -228,6 +242,16 @@ def test_a_server_without_memory_at_its_start_says_so(tmp_path, monkeypatch):
     assert "The server has failed: Server 0 is out of memory" in heard[0]
 
 
+def _one_leaf_scales_the_next_step():
+    """One leaf reaches the state, and from there all others, a step later."""
+
+    def update(updates, state, params=None):
+        first = jax.tree.leaves(updates)[0].sum()
+        return jax.tree.map(lambda x: x * state, updates), first
+
+    return optax.GradientTransformation(lambda params: jax.numpy.ones(()), update)
+
+
 @pytest.mark.parametrize(
     "tx,is_by_leaf",
     [
@@ -235,9 +259,21 @@ def test_a_server_without_memory_at_its_start_says_so(tmp_path, monkeypatch):
         (optax.chain(optax.clip(1.0), optax.lamb(1e-3)), True),
         (optax.masked(optax.sgd(0.1), lambda p: jax.tree.map(lambda _: True, p)), True),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), False),
+        # No gradient is as large as that; two leaves of one size.
+        (optax.chain(optax.clip_by_global_norm(1e30), optax.sgd(0.1)), False),
+        (optax.apply_if_finite(optax.sgd(0.1), 3), False),
+        (optax.scale_by_lbfgs(), False),
+        (optax.contrib.dadapt_adamw(1.0), False),
+        (optax.contrib.prodigy(1.0), False),
+        (optax.contrib.mechanize(optax.sgd(0.1)), False),
+        (_one_leaf_scales_the_next_step(), False),
+        (optax.inject_hyperparams(optax.adam)(1e-3), True),
+        (optax.adafactor(1e-3), True),
+        (optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), True),
         (parameter_server.scale_by_staleness(optax.adam(1e-3)), True),
     ],
-    ids=["adamw", "lamb", "masked", "global norm", "staleness"],
+    ids="adamw lamb masked global-norm large-norm if-finite lbfgs dadapt prodigy "
+    "mechanize next-step injected adafactor multi-steps staleness".split(),
 )
 def test_an_optimizer_that_needs_all_leaves_is_refused_for_several_servers(
     tx, is_by_leaf
@@ -247,7 +283,8 @@ def test_an_optimizer_that_needs_all_leaves_is_refused_for_several_servers(
     if is_by_leaf:
         updates.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
         return
-    with pytest.raises(ValueError, match="depends on parameters that other servers"):
+    text = r"mixes leaves: `\['w\d'\]` and `\['w\d'\]`, for example, and each of the 2"
+    with pytest.raises(ValueError, match=text):
         updates.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
 
 
