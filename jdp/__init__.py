@@ -14,8 +14,9 @@ from jdp.local_training import LocalTraining, local_sgd
 from jdp.mesh import World, global_batch
 from jdp.optimizer import distributed_optimizer, skip_unused
 from jdp.outer_steps import diloco
-from jdp.per_replica import PerReplica, copy_per_replica
+from jdp.per_replica import PerReplica
 from jdp.reduction import average
+from jdp.replica_state import copy_per_replica
 from jdp.replicas import check_replicas, check_same_program, replicate
 from jdp.resharding import consolidate, reshard, saved_like, spread
 from jdp.runtime.cluster import init

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import mesh, per_replica, reduction, usage_flags, weights
+from jdp import mesh, reduction, replica_state, usage_flags, weights
 from jdp.mesh import World
 from jdp.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
@@ -116,7 +116,7 @@ def local_sgd(
             seen = PerReplica(no_samples(len(periods), axis_name))
             return LocalSGDState(own, inner, seen, jnp.zeros((), jnp.int32))
 
-        return per_replica.init_on_replicas(
+        return replica_state.init_on_replicas(
             init_here, params, axis_name=axis_name, world=world
         )
 

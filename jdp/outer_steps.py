@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdp import buckets, local_training, mesh, per_replica, reduction
+from jdp import buckets, local_training, mesh, reduction, replica_state
 from jdp.local_training import LocalTraining
 from jdp.mesh import World
 from jdp.per_replica import PerReplica
@@ -118,7 +118,7 @@ def diloco(
                 jnp.zeros((), jnp.int32),
             )
 
-        return per_replica.init_on_replicas(
+        return replica_state.init_on_replicas(
             init_here, params, axis_name=axis_name, world=world
         )
 

@@ -1,30 +1,18 @@
 """Replicas: is the state, and is the program, the same in every process?"""
 
-import hashlib
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdp import agreement, buckets, differences, per_replica, wire
+from jdp import agreement, buckets, comparison, differences, per_replica
 from jdp.mesh import World
 from jdp.types import PyTree
 
-_BLOCK_BYTES = 1 << 16  # check_replicas narrows a difference down to one block.
 _BROADCAST_WORDS = 1 << 24  # 64 MiB of 32-bit words at a time.
-_MAX_DETAIL_BYTES = 1 << 21  # a key-value store is no place for more.
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """Where process `process` differs from process 0; nowhere if it is -1."""
-
-    process: int = -1
-    index: int = -1
 
 
 def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> None:
@@ -46,26 +34,7 @@ def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> N
     with agreement.reporting(world, topic):
         jaxpr = jax.make_jaxpr(fn)(*args)
     named = {f"args[{i}]": arg for i, arg in enumerate(args)}
-    compare_programs(world, jaxpr, named, topic=topic)
-
-
-def compare_programs(
-    world: World, jaxpr: Any, arguments: dict[str, PyTree], *, topic: str
-) -> None:
-    """Compares one traced program between the processes; see `check_same_program`.
-
-    Args:
-      world: the processes.
-      jaxpr: the program; only its text counts.
-      arguments: the trees that go into it, by the name that an error gives them.
-      topic: what the processes are doing, for errors.
-    """
-    if world.store is None:
-        return
-    text = str(jaxpr)  # JAX prints no addresses of functions.
-    _compare(
-        world, topic, _describe_leaves(arguments), text, differences.explain_programs
-    )
+    comparison.compare_programs(world, jaxpr, named, topic=topic)
 
 
 def check_replicas(tree: PyTree, *, world: World) -> None:
@@ -83,35 +52,7 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
         first element, and both values. Or a process did not come in time.
       ValueError: a leaf is split over the replicas.
     """
-    topic = "comparison of replicas"
-    compare_programs(world, "", {"tree": tree}, topic=topic)
-    with agreement.reporting(world, topic):
-        are_own = per_replica.are_own(tree)
-        arrays = [
-            np.empty(0) if are_own[i] else _local_copy(tree, i, x)
-            for i, x in enumerate(jax.tree.leaves(tree))
-        ]
-    difference = _first_difference(world, topic, [_digest(_bytes(x)) for x in arrays])
-    if difference.process < 0:
-        return
-    process, leaf = difference.process, difference.index
-    data = _bytes(arrays[leaf])
-    blocks = [data[i : i + _BLOCK_BYTES] for i in range(0, len(data), _BLOCK_BYTES)]
-    difference = _first_difference(world, topic, [_digest(b) for b in blocks], process)
-    block = difference.index
-    found = agreement.meet(
-        world,
-        topic,
-        blocks[block] if world.process_index in (0, process) else b"",
-        lambda bodies: msgspec.msgpack.encode([bodies[0], bodies[process]]),
-    )
-    ours, theirs = wire.decode(found, list[bytes], what="What two processes hold")
-    raise RuntimeError(
-        f"`{buckets.leaf_paths(tree)[leaf]}` differs between the replicas: "
-        + differences.explain_first_element(
-            arrays[leaf], block * _BLOCK_BYTES, ours, theirs, process
-        )
-    )
+    comparison.compare_values(world, tree, name="tree", topic="comparison of replicas")
 
 
 def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
@@ -171,13 +112,15 @@ def place(
         ]
     if world.store is not None:
         # Which leaves are to be sent is part of what must agree.
-        described = _describe_leaves({name: tree})
+        described = comparison.describe_leaves({name: tree})
         lines = [
             f"`{path}` {place}"
             for (path, _), place in zip(described, places, strict=True)
         ]
         text = "\n".join([f"`process` is {process}", *lines])
-        _compare(world, topic, described, text, differences.explain_places)
+        comparison.compare_described(
+            world, topic, described, text, differences.explain_places
+        )
     spread = [i for i, place in enumerate(places) if place == _SPREAD]
     todo = [i for i, place in enumerate(places) if place == _ELSEWHERE]
     for i in spread:
@@ -292,122 +235,11 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
             f"of a step its first dimension must be {world.num_replicas}, one row for "
             f"each replica, got shape {jnp.shape(leaf)}."
         )
-    rows = _host_copy(leaf)
+    rows = comparison.host_copy(leaf)
     placed = jax.make_array_from_callback(
         rows.shape, world.split, lambda where: rows[where]
     )
     return _as_keys(placed, like=leaf)
-
-
-def _compare(
-    world: World,
-    topic: str,
-    leaves: list[tuple[str, str]],
-    text: str,
-    explain_text: Callable[[differences.Details, differences.Details, int], str],
-) -> None:
-    """Compares leaves and a text; raises on every process with what differs."""
-    digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
-    difference = _first_difference(world, topic, digests)
-    if difference.process >= 0:
-        explain = differences.explain_leaves if difference.index == 0 else explain_text
-        process = difference.process
-        raise RuntimeError(_explain(world, topic, process, leaves, text, explain))
-
-
-def _first_difference(
-    world: World, topic: str, digests: Sequence[bytes], only: int | None = None
-) -> Difference:
-    """Finds the lowest index at which a process' digests are not those of process 0."""
-
-    def decide(bodies: list[bytes]) -> bytes:
-        lists = [
-            wire.decode(body, list[bytes], what=f"The digests of process {process}")
-            for process, body in enumerate(bodies)
-        ]
-        differences = [
-            Difference(process, index)
-            for process, theirs in enumerate(lists)
-            for index, (a, b) in enumerate(zip(lists[0], theirs, strict=True))
-            if a != b and only in (None, process)
-        ]
-        first = min(differences, key=lambda d: (d.index, d.process), default=None)
-        return msgspec.msgpack.encode(first or Difference())
-
-    body = msgspec.msgpack.encode(list(digests))
-    found = agreement.meet(world, topic, body, decide)
-    return wire.decode(found, Difference, what="The difference that process 0 found")
-
-
-def _explain(
-    world: World,
-    topic: str,
-    process: int,
-    leaves: list[tuple[str, str]],
-    text: str,
-    explain: Callable[[differences.Details, differences.Details, int], str],
-) -> str:
-    """Says in words how `process` differs from process 0."""
-    details = differences.Details(leaves, zlib.compress(text.encode(), level=1))
-    body = msgspec.msgpack.encode(details)
-    if len(body) > _MAX_DETAIL_BYTES:
-        body = msgspec.msgpack.encode(differences.Details(leaves[:10_000], b""))
-
-    def decide(bodies: list[bytes]) -> bytes:
-        ours, theirs = (
-            wire.decode(
-                bodies[p], differences.Details, what=f"The details of process {p}"
-            )
-            for p in (0, process)
-        )
-        return explain(ours, theirs, process).encode()
-
-    mine = body if world.process_index in (0, process) else b""
-    return agreement.meet(world, topic, mine, decide).decode()
-
-
-def _describe_leaves(arguments: dict[str, PyTree]) -> list[tuple[str, str]]:
-    described = []
-    for name, tree in arguments.items():
-        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        for path, leaf in flat:
-            aval = jax.typeof(leaf) if not hasattr(leaf, "shape") else leaf
-            shape = ",".join(map(str, aval.shape))
-            path_text = f"{name}{jax.tree_util.keystr(path)}"
-            described.append((path_text, f"{aval.dtype}[{shape}]"))
-    return described
-
-
-def _local_copy(tree: PyTree, index: int, leaf: Any) -> np.ndarray:
-    """Copies a leaf to the host; its copies on the local devices must be equal."""
-    if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)
-    path = buckets.leaf_paths(tree)[index]
-    if not leaf.is_fully_replicated:
-        raise ValueError(
-            f"`{path}` is split over the replicas ({leaf.sharding}); only what every "
-            "replica holds whole can be compared."
-        )
-    first, *others = (shard.data for shard in leaf.addressable_shards)
-    value = _host_copy(first)
-    for other in others:
-        copy = _host_copy(other)
-        if _bytes(copy) != _bytes(value):
-            raise RuntimeError(
-                f"`{path}` differs between replicas of one process, on devices "
-                f"{first.device} and {other.device}."
-            )
-    return value
-
-
-def _host_copy(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        return np.asarray(leaf)
-    value = np.asarray(leaf)
-    dtype = value.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return value.astype(jax.dtypes.canonicalize_dtype(dtype), copy=False)
 
 
 def _copy_out(world: World, leaf: Any) -> jax.Array:
@@ -415,7 +247,10 @@ def _copy_out(world: World, leaf: Any) -> jax.Array:
     # copies; a step that donates its state would take that away from the caller.
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf.copy(), world.replicated)
-    return jax.device_put(leaf, world.replicated, may_alias=False)
+    # A copy: the caller may go on writing to the array, and `device_put` keeps its
+    # memory on CPU, whatever `may_alias` says.
+    value = np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+    return jax.device_put(value, world.replicated)
 
 
 def _place(world: World, value: np.ndarray | jax.Array, *, like: Any) -> jax.Array:
@@ -437,8 +272,8 @@ def _as_keys(placed: jax.Array, *, like: Any) -> jax.Array:
 
 def _send(world: World, leaves: list[Any], todo: Sequence[int], process: int) -> None:
     """Puts in the place of the leaves `todo` what `process` has there."""
-    copies = [_host_copy(leaves[i]) for i in todo]
-    sent = _broadcast(world, b"".join(_bytes(x) for x in copies), process)
+    copies = [comparison.host_copy(leaves[i]) for i in todo]
+    sent = _broadcast(world, b"".join(comparison.as_bytes(x) for x in copies), process)
     start = 0
     for i, like in zip(todo, copies, strict=True):
         value = np.frombuffer(sent, like.dtype, like.size, offset=start)
@@ -463,12 +298,4 @@ def _broadcast(world: World, data: bytes, process: int) -> bytes:
         shape = (world.num_replicas, chunk.size)
         x = jax.make_array_from_single_device_arrays(shape, world.split, shards)
         received.append(np.asarray(total(x).addressable_data(0)))
-    return b"".join(map(_bytes, received))[: len(data)]
-
-
-def _bytes(x: np.ndarray) -> bytes:
-    return np.ascontiguousarray(x).tobytes()
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return b"".join(map(comparison.as_bytes, received))[: len(data)]

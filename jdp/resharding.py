@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp import buckets, layout, zero
+from jdp import buckets, comparison, layout, mesh, zero
 from jdp.per_replica import PerReplica
 from jdp.types import PyTree
 from jdp.zero import ZeroState
@@ -47,7 +47,8 @@ def saved_like(state: PyTree, *, num_replicas: int) -> PyTree:
 def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
     """Brings a state to another number of replicas.
 
-    Every process calls it with the whole of what was saved. Pieces of `jdp.zero1` are
+    Every process calls it with the whole of what was saved; the processes compare the
+    values, and the arrays that they hand in are copied. Pieces of `jdp.zero1` are
     cut anew, bit for bit. Of what else replicas had for themselves, such as what hooks
     have not sent, each gets the mean: what they send together stays the same in the
     mean over the replicas.
@@ -61,8 +62,10 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
 
     Raises:
       ValueError: `saved` is not one of these parameters; the leaf is named.
+      RuntimeError: the processes have other values; on every process, naming the leaf.
       TypeError: a replica's own array of integers or keys would have to be averaged.
     """
+    _compare_values(saved, like, name="saved", topic="resharding of a state")
     paths = buckets.leaf_paths(saved)
     if paths != buckets.leaf_paths(like):
         buckets.check_same_structure(saved, "What was saved", like, "`like`")
@@ -115,8 +118,9 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
 def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
     """Puts the pieces of `jdp.zero1` together to the state of plain optax.
 
-    Every process calls it. All arrays come to all devices: for as long as they are
-    kept, `zero1` saves no memory. The state of a hook is left out.
+    Every process calls it, with states of the same paths and shapes. All arrays come to
+    all devices: for as long as they are kept, `zero1` saves no memory. The state of a
+    hook is left out.
 
         plain = jdp.consolidate(opt, like=jax.eval_shape(tx.init, params))
         params = optax.contrib.schedule_free_eval_params(plain, params)
@@ -133,7 +137,13 @@ def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
     Raises:
       ValueError: `like` is of other parameters or another optimizer; the array is
         named.
+      RuntimeError: the processes have states of other paths or shapes, or one of them
+        does not call it; on every process, naming the first difference.
     """
+    world = _world_of(state)
+    if world is not None:
+        trees = {"state": state, "like": like}
+        comparison.compare_programs(world, "", trees, topic="gathering of a state")
 
     def visit(node: Any, plain: Any) -> Any:
         if not isinstance(node, ZeroState):
@@ -154,7 +164,7 @@ def spread(whole: PyTree, *, like: PyTree) -> PyTree:
     """Cuts a state of plain optax into the pieces of `jdp.zero1`.
 
     The inverse of `consolidate`, on any number of replicas. Every process calls it with
-    the whole state; nothing is sent.
+    the whole state; the processes compare the values, and host arrays are copied.
 
     Args:
       whole: state of the optimizer without `zero1`: host arrays, or `jax.Array`s that
@@ -168,7 +178,9 @@ def spread(whole: PyTree, *, like: PyTree) -> PyTree:
     Raises:
       ValueError: `whole` is of other parameters or another optimizer; the array is
         named.
+      RuntimeError: the processes have other values; on every process, naming the array.
     """
+    _compare_values(whole, like, name="whole", topic="cutting of a state")
 
     def visit(node: Any, plain: Any) -> Any:
         if not isinstance(node, ZeroState):
@@ -187,6 +199,30 @@ def spread(whole: PyTree, *, like: PyTree) -> PyTree:
         return node._replace(shared=shared, own=PerReplica(own))
 
     return jax.tree.map(visit, like, whole, is_leaf=_is_zero)
+
+
+def _world_of(state: PyTree) -> mesh.World | None:
+    """Returns the world if arrays of a state lie in several of its processes."""
+    world = mesh.find_current_world()
+    is_far = any(
+        isinstance(x, jax.Array) and not x.is_fully_addressable
+        for x in jax.tree.leaves(state)
+    )
+    return world if is_far and world is not None and world.store else None
+
+
+def _compare_values(tree: PyTree, like: PyTree, *, name: str, topic: str) -> None:
+    """Compares what all processes hand in to become arrays of all of them."""
+    world = _world_of(like)
+    if world is None:
+        return
+
+    def is_own(node: Any) -> bool:
+        return isinstance(node, PerReplica)
+
+    # The rows of all replicas are here, and are compared like the rest.
+    tree = jax.tree.map(lambda x: x.value if is_own(x) else x, tree, is_leaf=is_own)
+    comparison.compare_values(world, tree, name=name, topic=topic)
 
 
 def _is_zero(node: Any) -> bool:
@@ -251,9 +287,12 @@ def _map(
 
 def _place(value: np.ndarray, like: Any) -> jax.Array:
     sharding = like.sharding if isinstance(like, jax.Array) else None
+    # Copies: the caller may go on writing to the array.
     if sharding is None:
-        return jnp.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda i: value[i])
+        return jnp.array(value)
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda i: np.array(value[i])
+    )
 
 
 def _misfit(path: str, saved: Any, here: Any) -> ValueError:

@@ -11,13 +11,13 @@ import jax
 
 from jdp import (
     agreement,
+    comparison,
     mesh,
     methods,
     placement,
     progress,
     recording,
     replica_step,
-    replicas,
     step_arguments,
     weights,
 )
@@ -398,7 +398,7 @@ class DataParallelStep(Joinable):
             with recording.collect() as found:
                 program = self._shard(divide_by, state, batches)
             self._check_graph(found)
-        replicas.compare_programs(world, program, arguments, topic=self._topic)
+        comparison.compare_programs(world, program, arguments, topic=self._topic)
         self._is_compared = True
         return program.run(state, batches)
 

@@ -11,9 +11,9 @@ from jdp import (
     buckets,
     compat,
     compression,
-    per_replica,
     pieces,
     reduction,
+    replica_state,
     update_arguments,
     usage_flags,
     weights,
@@ -116,7 +116,7 @@ def zero1(
                 hook_state = init_state(hook, params, plan=plan, axis_name=axis_name)
             return _cut_state(state, params, hook_state, layout)
 
-        return per_replica.init_on_replicas(
+        return replica_state.init_on_replicas(
             init_here, params, axis_name=axis_name, world=world
         )
 

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
 import jdp
-from jdp import per_replica
+from jdp import replica_state
 from jdp.per_replica import PerReplica
 from tests import harness
 
@@ -101,7 +102,7 @@ def test_init_on_replicas_runs_on_each():
         return {"own": PerReplica(x * rank), "shared": x}
 
     world = harness.local_world(4)
-    made = per_replica.init_on_replicas(
+    made = replica_state.init_on_replicas(
         init, np.ones(3, np.float32), axis_name="data", world=world
     )
     expected = np.broadcast_to(np.arange(4.0)[:, None], (4, 3))
@@ -111,7 +112,7 @@ def test_init_on_replicas_runs_on_each():
     with pytest.raises(
         ValueError, match="`axis_name='batch'` is not that of the world"
     ):
-        per_replica.init_on_replicas(init, 1.0, axis_name="batch", world=world)
+        replica_state.init_on_replicas(init, 1.0, axis_name="batch", world=world)
 
 
 def _train_apart():
@@ -141,3 +142,73 @@ def test_processes_keep_their_own_through_a_join():
         # Every process takes part in each of the three steps.
         np.testing.assert_array_equal(own, np.full((1, 2), 3 * (rank + 1)))
         assert shared == 3 + 2 + 1
+
+
+def _make_different_states():
+    """Real processes: what each says of a state that they would make differently."""
+    world = jdp.init(timeout_s=20.0)
+    index = world.process_index
+    params = jdp.replicate(world, {"w": np.zeros(4, np.float32)})
+    rate = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1 * (1 + index))
+    seeded = optax.chain(optax.add_noise(0.1, 0.5, index), optax.sgd(0.1))
+
+    def captures(value):
+        return optax.GradientTransformation(
+            lambda params: {"kept": jnp.asarray(value) + 1}, lambda g, s, p=None: (g, s)
+        )
+
+    hook = jdp.hooks.CommHook(
+        lambda avals: jnp.full(2, 0.5 + index), lambda b, s, all_reduce: (b, s)
+    )
+    makes = {
+        "rate": lambda: jdp.zero1(rate).init(params),
+        "seed": lambda: jdp.zero1(seeded).init(params),
+        "array": lambda: jdp.zero1(captures(np.full((5, 2), index))).init(params),
+        "outer": lambda: jdp.diloco(optax.sgd(1.0), period=1, outer=rate).init(params),
+        "inner": lambda: jdp.local_sgd(rate, period=2).init(params),
+        "hook": lambda: jdp.hooks.init_state(hook, params),
+        "shape": lambda: jdp.copy_per_replica({"w": np.zeros(2 + index, "f4")}),
+    }
+    found = {name: harness.error_text(make)[0] for name, make in makes.items()}
+    own = jdp.copy_per_replica({"w": np.full(2, index, np.float32)}).value["w"]
+    zero = jdp.zero1(optax.trace(0.9)).init({"w": np.full(4, index, np.float32)})
+    saved = jax.tree.map(lambda x: np.full(x.shape, 3, x.dtype), zero)
+    found["own"] = np.asarray(own.addressable_data(0)).tolist()
+    same = jdp.reshard(saved, like=zero)
+    found["same"] = np.asarray(same.own.value[0].addressable_data(0)).tolist()
+    plain = optax.trace(0.9).init({"w": np.full(4, 3 + index, np.float32)})
+    saved = jax.tree.map(lambda x: x + index, saved)
+    changed = jax.eval_shape(optax.trace(0.9).init, {"w": np.zeros(4, "f2")})
+    for name, call in {
+        "reshard": lambda: jdp.reshard(saved, like=zero),
+        "spread": lambda: jdp.spread(
+            jax.tree.map(lambda x: x + index, plain), like=zero
+        ),
+        "consolidate": lambda: jdp.consolidate(
+            {"opt": zero} if index else zero,
+            like={"opt": changed} if index else changed,
+        ),
+    }.items():
+        found[name] = harness.error_text(call)[0]
+    return found
+
+
+@pytest.mark.multiprocess
+def test_a_state_that_processes_would_make_differently_is_refused_on_all():
+    for found in harness.run_checked(_make_different_states, 2):
+        for name, texts in {
+            "rate": ("0.10000000149011612:f32[]", "0.20000000298023224:f32[]"),
+            "seed": ("random_seed[impl=fry] 0:i32[]", "random_seed[impl=fry] 1:i32[]"),
+            "array": ("`captured value [", "0 on process 0, 1 on process 1"),
+            "outer": ("0.10000000149011612:f32[]", "0.20000000298023224:f32[]"),
+            "inner": ("0.10000000149011612:f32[]", "0.20000000298023224:f32[]"),
+            "hook": ("0.5:f32[]", "1.5:f32[]"),
+        }.items():
+            for text in (*texts, "the same hyperparameters and seeds"):
+                assert text in found[name], (name, found[name])
+        assert "`argument[0]['w']` is not the same on all processes" in found["shape"]
+        assert found["own"] == [[0, 0]]
+        assert found["same"] == [[3, 3]]
+        assert "differs between the replicas" in found["reshard"]
+        assert "differs between the replicas" in found["spread"]
+        assert "only process 1 has `state['opt'].own" in found["consolidate"]

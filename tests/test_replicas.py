@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp import replicas
+from jdp import comparison
 from tests import harness
 
 
@@ -196,14 +196,14 @@ def test_replicas_of_one_process_are_compared():
 
 
 def test_what_one_process_cannot_compare_is_told_to_the_others(monkeypatch):
-    local_copy = replicas._local_copy
+    local_copy = comparison._local_copy
 
     def copy(tree, index, leaf):
         if threading.current_thread().name == "process 1":
             raise RuntimeError("devices disagree")
         return local_copy(tree, index, leaf)
 
-    monkeypatch.setattr(replicas, "_local_copy", copy)
+    monkeypatch.setattr(comparison, "_local_copy", copy)
     for process, error in enumerate(_check(lambda p: {"x": np.zeros(2)})):
         expected = "" if process == 1 else "process 1 failed: RuntimeError: "
         assert f"{expected}devices disagree" in str(error)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, per_replica
+from jdp import buckets, replica_state
 from jdp.buckets import BucketAval, BucketPlan
 from jdp.hooks.base import CommHook
 from jdp.mesh import World
@@ -44,7 +44,7 @@ def init_state(
     """
     plan = buckets.fit_plan(plan, jax.tree.map(_gradient_of, grads))
     avals = avals_of(plan)
-    return per_replica.init_on_replicas(
+    return replica_state.init_on_replicas(
         lambda: hook.init(avals), axis_name=axis_name, world=world
     )
 
