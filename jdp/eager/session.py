@@ -3,7 +3,7 @@
 import atexit
 import collections
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdp import mesh
@@ -12,6 +12,7 @@ from jdp.eager.entry import Entry
 from jdp.eager.messages import UNNAMED
 from jdp.eager.options import EagerOptions
 from jdp.mesh import World
+from jdp.runtime import forks
 
 _EXIT_TIMEOUT_S = 5.0
 
@@ -20,6 +21,7 @@ class _Session:
     """Like the world, there is one engine; and what its names are counted by."""
 
     engine: Engine | None = None
+    leave: Callable[[], None] | None = None  # runs at exit.
     why_ended = ""
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
 
@@ -48,8 +50,10 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     _Session.counts.clear()
     engine = _Session.engine = Engine(world, options)
     # The last to be registered runs first: before what the engine stands on is closed.
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    if _Session.leave is not None:
+        atexit.unregister(_Session.leave)
+    _Session.leave = forks.only_here(_leave)
+    atexit.register(_Session.leave)
     return engine
 
 

@@ -16,6 +16,7 @@ from jdp.mesh import World
 from jdp.runtime import (
     addresses,
     coordination,
+    forks,
     job_key,
     lifeline,
     roll_call,
@@ -349,4 +350,6 @@ def _leave_at_once_on_failure() -> None:
             os._exit(1)
 
     sys.excepthook = hook
-    atexit.register(leave)  # Runs before JAX's own, which was registered earlier.
+    atexit.register(
+        forks.only_here(leave)
+    )  # Runs before JAX's own, which was registered earlier.

@@ -17,12 +17,16 @@ from collections.abc import Iterator
 
 import jax
 
-from jdp.runtime import addresses
+from jdp import compat_distributed
+from jdp.runtime import addresses, forks
 from jdp.runtime.roll_call_sockets import Meeting
 
 _PREFIX = "jdp-"
 _NAME = "coordination"
 _PATH = re.compile(rf"/[^\0\n]*/{_PREFIX}[a-z0-9_]+/{_NAME}", re.ASCII)
+# JAX's own limit ends a job whose processes do not end within 300 s of each other. A
+# process that is gone is found by the lifeline, and by JAX's heartbeats in 100 s.
+_SHUTDOWN_TIMEOUT_S = 10**8
 _MOST_BYTES = 100  # Linux takes 107 of a Unix socket's path.
 _logger = logging.getLogger("jdp")
 
@@ -43,12 +47,13 @@ def make_path(*, is_one_launch: bool) -> Iterator[str]:
     except OSError:
         yield ""
         return
+    remove = forks.only_here(shutil.rmtree)
     try:
         path = os.path.join(os.path.abspath(folder), _NAME)
         is_right = len(os.fsencode(path)) <= _MOST_BYTES and _PATH.fullmatch(path)
         yield path if is_right else ""
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder, ignore_errors=True)
 
 
 def start(
@@ -79,14 +84,17 @@ def start(
         bind_address = _bind_address(process_id, meeting, port)
         if "%" not in meeting.host:  # gRPC takes no zone.
             address = addresses.join(meeting.host, port)
-    jax.distributed.initialize(
-        address,
-        num_processes,
-        process_id,
-        cluster_detection_method="deactivate",
-        initialization_timeout=max(1, int(timeout_s)),
-        coordinator_bind_address=bind_address,
-    )
+    with compat_distributed.patient_client(_SHUTDOWN_TIMEOUT_S):
+        jax.distributed.initialize(
+            address,
+            num_processes,
+            process_id,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(1, int(timeout_s)),
+            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+            coordinator_bind_address=bind_address,
+        )
+    os.register_at_fork(after_in_child=compat_distributed.abandon)
 
 
 def _check_path(path: str) -> None:

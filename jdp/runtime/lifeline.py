@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from jdp import progress, wire
+from jdp import compat_distributed, progress, wire
 from jdp.mesh import World
 from jdp.progress import Snapshot
-from jdp.runtime import environment, star, worker
+from jdp.runtime import environment, forks, star, worker
 
 _PURPOSE = "processes"
 _KEY = "jdp/lifeline"  # in the store: where process 0 listens.
@@ -68,12 +68,14 @@ class Gone(NamedTuple):
       arrived_s: when this process heard of it.
       steps: calls of each step that it has begun; None: it died without a word.
       error: why it failed; None: it did not, as far as it could say.
+      broke_s: when its line broke after it had said that it ended; None: it did not.
     """
 
     process: int
     arrived_s: float
     steps: Mapping[str, int] | None = None
     error: str | None = None
+    broke_s: float | None = None
 
 
 class Verdict(NamedTuple):
@@ -125,6 +127,29 @@ def judge(
     return None
 
 
+def judge_end(
+    own: int, ended_s: float, gone: Sequence[Gone], *, now_s: float
+) -> Verdict | None:
+    """Returns whether process `own` waits in vain at the end of JAX; pure.
+
+    Args:
+      own: number of this process, which has not come out of JAX's end yet.
+      ended_s: when its program came to its end.
+      gone: in the order in which they were heard of.
+      now_s: the clock.
+    """
+    for other in gone:
+        if other.broke_s is None:
+            continue
+        if now_s - max(other.broke_s, ended_s) > _LOST_GRACE_S:
+            return Verdict(
+                other.process,
+                f"{describe(other)}, but was killed or left by `os._exit` before its "
+                f"exit handlers had run; process {own} waits for it at its own end.",
+            )
+    return None
+
+
 def describe(gone: Gone) -> str:
     """Says what became of a process, such as `process 1 ended after no step`."""
     if gone.error is not None:
@@ -132,7 +157,7 @@ def describe(gone: Gone) -> str:
     if gone.steps is None:
         return (
             f"process {gone.process} ended without a word: it was killed, crashed, or "
-            "called `os._exit`"
+            "called `os._exit`, or its host or the network failed"
         )
     steps = [
         f"{count} call{'s' * (count != 1)} of the step `{name}`"
@@ -243,9 +268,14 @@ class _Lifeline:
         self._shown.add(message.culprit)
 
     def _lost(self, process: int) -> None:
-        if process == self._own or any(g.process == process for g in self._gone):
-            return
-        self._add(Gone(process, time.monotonic()))
+        now_s = time.monotonic()
+        for i, gone in enumerate(self._gone):
+            if gone.process == process:
+                broken = gone._replace(broke_s=gone.broke_s or now_s)
+                self._gone = (*self._gone[:i], broken, *self._gone[i + 1 :])
+                return
+        if process != self._own:
+            self._add(Gone(process, now_s))
 
     def _add(self, gone: Gone) -> None:
         self._gone = (*self._gone, gone)
@@ -260,7 +290,7 @@ class _Lifeline:
             self._end(verdict)
         self._tell(now_s)
         if self._ended_s is not None and len(self._gone) == self._count - 1:
-            if all(gone.steps is not None for gone in self._gone):
+            if not compat_distributed.is_connected():
                 return None  # Nothing is left to wait for.
         return _CHECK_PERIOD_S
 
@@ -269,6 +299,9 @@ class _Lifeline:
         verdict = judge(
             self._own, has_ended, progress.snapshot(), self._gone, now_s=now_s
         )
+        if verdict is None and self._ended_s is not None:
+            if compat_distributed.is_connected():
+                verdict = judge_end(self._own, self._ended_s, self._gone, now_s=now_s)
         if self._stuck is None:
             return verdict
         # Another process is ended, so this one has nothing to wait for: the culprit,
@@ -330,7 +363,7 @@ def start(world: World, key: bytes) -> None:
             *(world.host, error),
         )
         return
-    atexit.register(_leave_at_exit)
+    atexit.register(forks.only_here(_leave_at_exit))
     os.register_at_fork(after_in_child=_abandon)
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdp.mesh import World
-from jdp.runtime import batch_spec
+from jdp.runtime import batch_spec, forks
 from jdp.runtime.departures import Watch
 from jdp.runtime.read_ahead import ReadAhead
 from jdp.runtime.rounds import Rounds
@@ -100,7 +100,9 @@ class UnevenBatches:
         # `jdp.init`'s own hook, which were both registered earlier.
         self._closer = closer = _Closer()
         self._close = weakref.finalize(
-            self, _shut_down, self._read_ahead, self._watch, self._rounds, closer
+            self,
+            forks.only_here(_shut_down),
+            *(self._read_ahead, self._watch, self._rounds, closer),
         )
         self._close.atexit = False
         closer.register(self._close)

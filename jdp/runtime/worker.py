@@ -10,6 +10,7 @@ A program that fails ends with `os._exit`: the exit handler of JAX waits up to 3
 a barrier for peers that hang in a collective with the process that failed.
 """
 
+import atexit
 import builtins
 import contextlib
 import importlib.machinery
@@ -18,6 +19,7 @@ import io
 import os
 import struct
 import sys
+import threading
 import time
 import types
 from typing import NamedTuple
@@ -96,7 +98,7 @@ class FailurePipe:
 def main(argv: list[str]) -> None:
     """Runs the program named by `argv`: its kind, its target, its arguments."""
     kind, target, *arguments = argv
-    _Own.failure_fd = _take_failure_fd()
+    _Own.failure_fd, _Own.pid = _take_failure_fd(), os.getpid()
     # What jdp imports under this name is this module, and knows the pipe.
     sys.modules["jdp.runtime.worker"] = sys.modules["__main__"]
     program = types.ModuleType("__main__")
@@ -110,8 +112,10 @@ def main(argv: list[str]) -> None:
             code = _load_script(program, target, arguments)
         exec(code, program.__dict__)
         _write(_ENDED)
+        _exit_if_child(0)
     except SystemExit as error:
         code = _exit_code(error)
+        _exit_if_child(code)
         if code == 0:
             _write(_ENDED)
         else:
@@ -120,6 +124,9 @@ def main(argv: list[str]) -> None:
         _exit_unless_zero(code)
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if os.getpid() != _Own.pid:
+            _print_exception(error)
+            _exit_if_child(code)
         culprit = _find_culprit(error)
         report_failure(code, culprit=culprit)
         _tell_others(describe_error(error))
@@ -143,6 +150,7 @@ class _Own:
     """What this process has of its launcher; without one, nothing."""
 
     failure_fd: int | None = None
+    pid: int = 0  # Children that this process forks do not speak for it.
 
 
 def report_failure(code: int, *, culprit: int | None = None) -> None:
@@ -163,6 +171,8 @@ def report_init(*, has_joined: bool) -> None:
 def _write(kind: bytes, code: int = 0, culprit: int | None = None) -> None:
     process_id = os.environ.get("JDP_PROCESS_ID", "")
     if _Own.failure_fd is None or not process_id.isdigit():
+        return
+    if os.getpid() != _Own.pid:
         return
     own = int(process_id)
     blamed = own if culprit is None else culprit
@@ -271,16 +281,33 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
+def _exit_if_child(code: int) -> None:
+    """Ends a child that the program forked, after its exit handlers.
+
+    As `multiprocessing` does: JAX cannot be taken apart without its threads.
+    """
+    if os.getpid() == _Own.pid:
+        return
+    for end in (threading._shutdown, atexit._run_exitfuncs):
+        with contextlib.suppress(Exception):
+            end()
+    _flush()
+    os._exit(code)
+
+
 def _exit_unless_zero(code: int) -> None:
     """Ends without exit handlers, unless the program succeeded."""
-    if code == 0:
-        return
+    if code != 0:
+        _flush()
+        os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
             continue  # None, broken or closed: nothing that could be shown.
-    os._exit(code)
 
 
 def _print_exception(error: BaseException) -> None:

@@ -1,3 +1,4 @@
+import atexit
 import os
 import subprocess
 import sys
@@ -54,6 +55,37 @@ def test_only_a_process_that_waits_in_vain_is_ended(
 ):
     verdict = lifeline.judge(0, has_ended, now, gone, now_s=now_s)
     assert (verdict and verdict.culprit) == culprit
+
+
+@pytest.mark.parametrize(
+    ("broke_s", "ended_s", "now_s", "culprit"),
+    [(None, 5.0, 1e9, None), (1.0, 5.0, 9.0, None), (6.0, 5.0, 10.1, 1)],
+)
+def test_a_process_that_is_killed_in_its_exit_handlers_is_not_waited_for(
+    broke_s, ended_s, now_s, culprit
+):
+    gone = [Gone(2, 0.0, {}), Gone(1, 0.0, {"step": 5}, broke_s=broke_s)]
+    verdict = lifeline.judge_end(0, ended_s, gone, now_s=now_s)
+    assert (verdict and verdict.culprit) == culprit
+
+
+def end_in_an_exit_handler():
+    """Leaves by `os._exit` in an exit handler, between jdp's and JAX's."""
+    atexit.register(_exit_if_second)
+    jdp.init(timeout_s=60)
+
+
+def _exit_if_second():
+    if os.environ["JDP_PROCESS_ID"] == "1":
+        os._exit(0)
+
+
+@pytest.mark.multiprocess
+def test_an_end_between_the_exit_handlers_is_found_soon():
+    got = harness.run_processes(end_in_an_exit_handler, 2, ends_as_usual=True)
+    assert got.exit_code == 1
+    assert "before its exit handlers had run; process 0 waits" in got.output
+    assert got.seconds < 60
 
 
 def test_both_counts_and_the_remedy_are_named():

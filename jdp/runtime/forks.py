@@ -1,0 +1,26 @@
+"""Forks: what must a child that a process forks leave to its parent?
+
+A child made by `os.fork` inherits exit handlers, finalizers and open connections. It
+is no process of the job: the handlers of jdp run in the parent alone.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+def only_here(fn: Callable[..., Any]) -> Callable[..., None]:
+    """Returns `fn`, which does nothing in children that this process forks.
+
+    Args:
+      fn: exit handler, finalizer or hook; its result is dropped.
+    """
+    pid = os.getpid()
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> None:
+        if os.getpid() == pid:
+            fn(*args, **kwargs)
+
+    return call
