@@ -2,12 +2,16 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from jdp import progress, wire
 from jdp.mesh import World
+
+# Process 0 serves the store: with it goes what the others have not read yet.
+_READ_TIMEOUT_S = 4.0
+_RAISE_S = 0.2  # from there until the others have said so.
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -37,7 +41,9 @@ class _Missing(Exception):
 Decide = Callable[[list[bytes]], bytes]
 
 
-def meet(world: World, topic: str, body: bytes, decide: Decide) -> bytes:
+def meet(
+    world: World, topic: str, body: bytes, decide: Decide, *, then_raises: bool = False
+) -> bytes:
     """Brings one record of every process together and returns one decision.
 
     Every process calls it, the same number of times and in the same order. Process 0
@@ -48,6 +54,8 @@ def meet(world: World, topic: str, body: bytes, decide: Decide) -> bytes:
       topic: what the meeting is about, in words; must be the same everywhere.
       body: this process' record.
       decide: pure function of the records, by process; runs on process 0.
+      then_raises: whether all processes raise what was decided. Process 0, with which
+        the store may end, then waits a few seconds until the others have read it.
 
     Raises:
       RuntimeError: a process failed, came with another topic, or did not come within
@@ -56,7 +64,7 @@ def meet(world: World, topic: str, body: bytes, decide: Decide) -> bytes:
     if world.store is None:
         return decide([body])
     round_index = world.store.next_round()
-    verdict = _meet(world, round_index, Record(topic, body), decide)
+    verdict = _meet(world, round_index, Record(topic, body), decide, then_raises)
     if verdict.error is not None:
         culprit = None if verdict.culprit == world.process_index else verdict.culprit
         raise progress.blame(RuntimeError(verdict.error), culprit)
@@ -70,12 +78,10 @@ def report_failure(world: World, topic: str, error: BaseException) -> None:
     text = f"process {world.process_index} failed: {type(error).__name__}: {error}"
     round_index = world.store.next_round()
     if world.is_main_process:
-        world.store.set(
-            _key(round_index, "verdict"),
-            msgspec.msgpack.encode(
-                Verdict(error=f"In the {topic}, {text}", culprit=world.process_index)
-            ),
-        )
+        verdict = Verdict(error=f"In the {topic}, {text}", culprit=0)
+        encoded = msgspec.msgpack.encode(verdict)
+        world.store.set(_key(round_index, "verdict"), encoded)
+        _wait_until_read(world, round_index, range(1, world.process_count))
     else:
         record = Record(topic, error=text)
         key = _key(round_index, str(world.process_index))
@@ -107,7 +113,9 @@ def judge(records: Sequence[Record], decide: Decide) -> Verdict:
     return Verdict(body=decide([record.body for record in records]))
 
 
-def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Verdict:
+def _meet(
+    world: World, round_index: int, record: Record, decide: Decide, then_raises: bool
+) -> Verdict:
     assert world.store is not None
     own_key = _key(round_index, str(world.process_index))
     verdict_key = _key(round_index, "verdict")
@@ -122,9 +130,12 @@ def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Ver
             return Verdict(error=str(error), culprit=error.process)
         world.store.delete(own_key)
         try:
-            return wire.decode(verdict, Verdict, what=_name(0, record.topic))
+            found = wire.decode(verdict, Verdict, what=_name(0, record.topic))
         except wire.Malformed as error:
             return Verdict(error=str(error))
+        if then_raises or found.error is not None:
+            world.store.set(_read_key(round_index, world.process_index), b"read")
+        return found
     records = [record]
     deadline_s = time.monotonic() + world.timeout_s  # one for all of them.
     try:
@@ -140,9 +151,32 @@ def _meet(world: World, round_index: int, record: Record, decide: Decide) -> Ver
     except wire.Malformed as error:
         verdict = Verdict(error=str(error))
     world.store.set(verdict_key, msgspec.msgpack.encode(verdict))
+    if then_raises or verdict.error is not None:
+        # One that has failed, or that is not there, reads nothing.
+        came = [p for p, other in enumerate(records) if p and other.error is None]
+        _wait_until_read(world, round_index, came)
     if round_index > 0:  # Whoever is in this round has read the last one's verdict.
         world.store.delete(_key(round_index - 1, "verdict"))
     return verdict
+
+
+def _wait_until_read(world: World, round_index: int, processes: Iterable[int]) -> None:
+    """Waits on process 0, not for long, until others have read an error."""
+    assert world.store is not None
+    deadline_s = time.monotonic() + min(_READ_TIMEOUT_S, world.timeout_s)
+    for process in processes:
+        key = _read_key(round_index, process)
+        try:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            world.store.get(key, timeout_s=left_s)
+        except TimeoutError:
+            return
+        world.store.delete(key)
+    time.sleep(_RAISE_S)
+
+
+def _read_key(round_index: int, process: int) -> str:
+    return _key(round_index, f"read/{process}")
 
 
 def _wait(world: World, key: str, process: int, topic: str, timeout_s: float) -> bytes:

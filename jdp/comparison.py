@@ -84,6 +84,7 @@ def compare_values(
         topic,
         blocks[block] if world.process_index in (0, process) else b"",
         lambda bodies: msgspec.msgpack.encode([bodies[0], bodies[process]]),
+        then_raises=True,
     )
     ours, theirs = wire.decode(found, list[bytes], what="What two processes hold")
     path = buckets.leaf_paths(tree)[leaf]
@@ -160,7 +161,7 @@ def _explain(
         return explain(ours, theirs, process).encode()
 
     mine = body if world.process_index in (0, process) else b""
-    return agreement.meet(world, topic, mine, decide).decode()
+    return agreement.meet(world, topic, mine, decide, then_raises=True).decode()
 
 
 def describe_leaves(arguments: dict[str, PyTree]) -> list[tuple[str, str]]:

@@ -86,3 +86,31 @@ def test_finished_rounds_leave_nothing_but_the_last_verdict():
 
     harness.run_threads(fn, 3)
     assert list(stores[0]._shared.values) == ["jdp/meet/4/verdict"]
+
+
+@pytest.mark.parametrize("kind", ["topics", "failure of 0", "decision"])
+def test_process_0_stays_until_the_others_know_the_error(kind, monkeypatch):
+    ended_s = {}
+
+    def fn(world):
+        index, get = world.process_index, world.store.get
+
+        def slow_get(key, *, timeout_s):
+            if index and key.endswith("verdict"):
+                time.sleep(1.0)  # A busy machine.
+            return get(key, timeout_s=timeout_s)
+
+        monkeypatch.setattr(world.store, "get", slow_get)
+        try:
+            if kind == "failure of 0" and index == 0:
+                agreement.report_failure(world, "test", ValueError("no"))
+            else:
+                topic = f"test {index if kind == 'topics' else ''}"
+                agreement.meet(world, topic, b"", _collect, then_raises=True)
+        finally:
+            ended_s[index] = time.monotonic()
+
+    start_s = time.monotonic()
+    harness.run_threads(fn, 3, timeout_s=30.0)
+    assert max(ended_s.values()) - start_s < 8.0
+    assert ended_s[0] > max(ended_s[1], ended_s[2])
