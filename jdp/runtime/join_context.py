@@ -8,6 +8,7 @@ from the beginning, and each waits for all others in each iteration.
 
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
@@ -24,6 +25,10 @@ _logger = logging.getLogger("jdp")
 _SKEW_WARNING = 1000  # iterations; as torch's Join.
 _GET_TIMEOUT_S = 3600.0
 _THREAD_TIMEOUT_S = 2.0
+_MOST_WAITS = 12  # times `timeout_s` that a process waits for one iteration of another.
+_LOOKS = 8  # a `timeout_s`: for what a stranger has deleted.
+_MOST_REASON = 4000  # characters of the text of an exception.
+_MOST_AHEAD = 1 << 20  # iterations that a process may be before another one.
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -73,7 +78,9 @@ class Join:
 
     Every process enters it. An exception inside of it reaches the others, too, when
     they come to an iteration that the process that raised never begins; one that waits
-    for that process in a collective ends after `world.timeout_s` seconds. For batches
+    for that process in a collective ends after `world.timeout_s` seconds. A process
+    that has joined waits for an iteration of another one up to 12 times as long, with
+    a warning each time, and then raises RuntimeError. For batches
     of different sizes, and for nothing but a train step, `jdp.join_batches` does more.
     """
 
@@ -219,8 +226,11 @@ class _Members:
         self._world = world
         self._own = world.process_index
         self._lock = threading.Lock()
-        self._posts = posts_always
+        self._posts = self._throws = posts_always
         self._num_posted = 0
+        self._posted: dict[str, bytes] = {}  # the last two.
+        self._announcer: threading.Thread | None = None
+        self._has_ended = threading.Event()
         self._num_begun = 0  # own iterations.
         self._num_heard = [0] * world.process_count
         self.progress = [Progress() for _ in range(world.process_count)]
@@ -266,27 +276,33 @@ class _Members:
                 self.hear(process)
         if self._num_posted > 1 and self._world.store is not None:
             # All have posted this one, and so have read the one before.
-            self._world.store.delete(self._key(self._own, self._num_posted - 2))
+            with self._lock:
+                key = self._key(self._own, self._num_posted - 2)
+                self._posted.pop(key, None)
+                self._world.store.delete(key)
         return self.progress
 
     def hear(self, process: int) -> None:
         """Waits for the next of what a process posts."""
-        store = self._world.store
-        assert store is not None
-        key = self._key(process, self._num_heard[process])
-        while True:
-            try:
-                value = store.get(key, timeout_s=self._world.timeout_s)
-                break
-            except TimeoutError:
-                _logger.warning(
-                    "Process %d has joined and has waited more than %g s for the next "
-                    "iteration of process %d.",
-                    *(self._own, self._world.timeout_s, process),
-                )
-        self._num_heard[process] += 1
-        what = f"The progress of process {process}"
-        self.progress[process] = wire.decode(value, Progress, what=what)
+        number, value = self._wait(process)
+        num_later = number - self._num_heard[process]
+        found = wire.decode(value, Progress, what=f"The progress of process {process}")
+        before = self.progress[process]
+        most = before.num_begun + 1 + num_later
+        if self._num_heard[process] == 0:  # Nothing was posted before one had joined.
+            most = self.num_begun + _MOST_AHEAD
+        if before.is_joined or not before.num_begun <= found.num_begun <= most:
+            raise wire.Malformed(
+                f"The progress of process {process} cannot be: it had begun "
+                f"{before.num_begun} iterations before, and now {found.num_begun}. "
+                "Install the same jdp in every process."
+            )
+        if found.reason is not None:
+            found = msgspec.structs.replace(
+                found, reason=wire.printable(found.reason, most=_MOST_REASON)
+            )
+        self._num_heard[process] = number + 1
+        self.progress[process] = found
         reason = self.progress[process].reason
         if reason is not None:
             error = RuntimeError(
@@ -295,6 +311,45 @@ class _Members:
             )
             raise progress.blame(error, process)
 
+    def _wait(self, process: int) -> tuple[int, bytes]:
+        """Returns the next that a process posts, and its number.
+
+        A stranger at JAX's store may have deleted it. All post again what is deleted,
+        and an iteration that is known from a later one is not waited for.
+        """
+        store, timeout_s = self._world.store, self._world.timeout_s
+        assert store is not None
+        number = self._num_heard[process]
+        start_s = time.monotonic()
+        num_warnings = 0
+        while (waited_s := time.monotonic() - start_s) < _MOST_WAITS * timeout_s:
+            if waited_s > (num_warnings + 1) * timeout_s:
+                num_warnings += 1
+                _logger.warning(
+                    "Process %d has joined and has waited more than %g s for the next "
+                    "iteration of process %d.",
+                    *(self._own, num_warnings * timeout_s, process),
+                )
+            try:
+                key = self._key(process, number)
+                wait_s = min(timeout_s, max(1.0, timeout_s / _LOOKS))
+                return number, store.get(key, timeout_s=wait_s)
+            except TimeoutError:
+                if self._throws:
+                    continue  # All are in the same iteration: there is none later.
+            found = store.list_directory(f"{self._directory}/progress/{process}")
+            later = [n for n in map(_as_number, found) if n >= number]
+            if later:
+                return max(later), found[str(max(later))]
+        error = RuntimeError(
+            f"Process {self._own} has waited {waited_s:.0f} s in the `jdp.Join` for "
+            f"the next iteration of process {process}, {_MOST_WAITS} times `timeout_s`"
+            ". That process may be stuck, or what it posted was deleted from JAX's "
+            "store, see docs/security.md. Where an iteration takes so long, give "
+            "`jdp.init` a larger `timeout_s`."
+        )
+        raise progress.blame(error, process)
+
     def leave(self, error: BaseException) -> None:
         """Tells the others that this process has failed."""
         reason = f"{type(error).__name__}: {error}"
@@ -302,11 +357,14 @@ class _Members:
             self._posts = True
             if not self.progress[self._own].reason:
                 self._update(Progress(self._num_begun, is_joined=True, reason=reason))
+        if self._world.store is not None:
+            self._say_parted()
         self._watch.leave(reason)
         self._stop()
 
     def close(self) -> None:
         """Ends the context, because all have joined."""
+        self._part()
         self._watch.close()
         self._stop()
         store = self._world.store
@@ -316,12 +374,59 @@ class _Members:
                 store.delete(directory)
             store.retire(self._directory)
 
+    def _part(self) -> None:
+        """Waits until all know that all have joined: till then, all post it again."""
+        store = self._world.store
+        if store is None:
+            return
+        self._say_parted()
+        deadline_s = time.monotonic() + self._world.timeout_s
+        for process in range(self._world.process_count):
+            left_s = max(0.001, deadline_s - time.monotonic())
+            try:
+                store.get(self._parted_key(process), timeout_s=left_s)
+            except TimeoutError:  # All that follows is safe without it.
+                _logger.warning("Process %d has not left the `jdp.Join` yet.", process)
+
+    def _say_parted(self) -> None:
+        assert self._world.store is not None
+        with self._lock:
+            key = self._parted_key(self._own)
+            self._posted[key] = b""
+            self._world.store.set(key, b"", overwrite=True)
+
+    def _parted_key(self, process: int) -> str:
+        return f"{self._directory}/parted/{process}"
+
     def _update(self, progress: Progress) -> None:
         self.progress[self._own] = progress
         if self._posts and self._world.store is not None:
             key = self._key(self._own, self._num_posted)
-            self._world.store.set(key, msgspec.msgpack.encode(progress))
+            value = msgspec.msgpack.encode(progress)
+            self._world.store.set(key, value)
             self._num_posted += 1
+            self._posted = dict([*self._posted.items(), (key, value)][-2:])
+            if self._announcer is None:
+                self._announcer = threading.Thread(
+                    target=self._announce, name="jdp-join-announcer", daemon=True
+                )
+                self._announcer.start()
+
+    def _announce(self) -> None:
+        """Posts again what a stranger has deleted, until the context ends."""
+        store = self._world.store
+        assert store is not None
+        period_s = min(10.0, max(0.2, self._world.timeout_s / _LOOKS))
+        while not self._has_ended.wait(period_s):
+            try:
+                with self._lock:
+                    for key, value in self._posted.items():
+                        if store.try_get(key) is None:
+                            store.set(key, value, overwrite=True)
+                if self.progress[self._own].is_joined and self._thread is not None:
+                    self._wake([i for i, n in enumerate(self._num_heard) if n == 0])
+            except RuntimeError:  # The store has ended, and with it the job.
+                return
 
     def _wait_for_first(self) -> None:
         """Begins to post when the first process joins."""
@@ -339,6 +444,9 @@ class _Members:
                 self._update(self.progress[self._own])
 
     def _stop(self) -> None:
+        self._has_ended.set()
+        if self._announcer is not None:
+            self._announcer.join(_THREAD_TIMEOUT_S)
         if self._thread is not None and self._thread.is_alive():
             self._wake([self._own])
             self._thread.join(_THREAD_TIMEOUT_S)
@@ -353,6 +461,12 @@ class _Members:
 
     def _key(self, process: int, number: int) -> str:
         return f"{self._directory}/progress/{process}/{number}"
+
+
+def _as_number(name: str) -> int:
+    """Returns the number that ends a key of this module; -1: it is none."""
+    is_number = name.isascii() and name.isdecimal() and len(name) < 12
+    return int(name) if is_number and str(int(name)) == name else -1
 
 
 def _common_world(joinables: Sequence[Joinable]) -> World:

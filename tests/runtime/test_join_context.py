@@ -9,6 +9,7 @@ import time
 import warnings
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -265,9 +266,9 @@ def test_a_wait_that_is_long_is_logged_and_goes_on(caplog):
         return counter.post
 
     with caplog.at_level(logging.WARNING, "jdp"):
-        found = harness.run_threads(run, 2, timeout_s=0.1)
+        found = harness.run_threads(run, 2, timeout_s=0.3)
     assert found == [[False], [True]]
-    assert "waited more than 0.1 s for the next iteration of process 1" in caplog.text
+    assert "waited more than 0.3 s for the next iteration of process 1" in caplog.text
 
 
 @pytest.mark.parametrize("skew", [1000, 1001, 1500])
@@ -432,3 +433,73 @@ def test_a_process_killed_while_it_stands_in_ends_the_job():
     outcome = harness.run_processes(_die_while_joined, 2)
     assert outcome.exit_code == 128 + signal.SIGKILL and outcome.seconds < 30.0
     assert "process 0" in outcome.output
+
+
+# --- Strangers at the store, and processes that say what cannot be ------------------
+
+
+@pytest.mark.parametrize("throws", [False, True])
+def test_what_a_stranger_deletes_in_the_store_is_posted_again(throws):
+    has_ended = threading.Event()
+
+    def delete(store):
+        while not has_ended.wait(0.01):
+            store.delete("jdp/context/0/progress")
+
+    def run(world):
+        if world.process_index == 2:
+            threads.append(threading.Thread(target=delete, args=[world.store]))
+            threads[0].start()
+        # It goes away after a while: without that nothing could be read.
+        threading.Timer(1.0, has_ended.set).start()
+        counter = _Counter(world, lambda process, value: 0.0)
+        with jdp.Join([counter], throw_on_early_termination=throws):
+            for _ in range(4 if throws else 4 * (1 + world.process_index)):
+                counter()
+                time.sleep(0.05)
+        return counter.post
+
+    threads = []
+    found = harness.run_threads(run, 3, timeout_s=2.0)
+    has_ended.set()
+    threads[0].join()
+    assert found == [[True]] * 3 if throws else [[False], [False], [True]]
+
+
+def test_a_wait_for_another_process_ends_with_its_name(monkeypatch):
+    monkeypatch.setattr(join_context, "_MOST_WAITS", 2)
+
+    def run(world):
+        with jdp.Join([_Counter(world, lambda process, value: 0.0)]):
+            if world.process_index == 1:
+                has_raised.wait(20.0)
+        has_raised.set()
+
+    has_raised = threading.Event()
+
+    def run_and_tell(world):
+        try:
+            run(world)
+        finally:
+            has_raised.set()
+
+    error, _ = harness.run_threads(run_and_tell, 2, timeout_s=0.5)
+    assert "for the next iteration of process 1, 2 times `timeout_s`" in str(error)
+    assert "store, see docs/security.md" in str(error)
+
+
+@pytest.mark.parametrize(
+    "said", [Progress(-1), Progress(10**12), Progress(10**12, is_joined=True)]
+)
+def test_a_progress_that_cannot_be_is_refused(said):
+    def run(world):
+        counter = _Counter(world, lambda process, value: 0.0)
+        with jdp.Join([counter]):
+            if world.process_index == 1:
+                store = world.store
+                data = msgspec.msgpack.encode(said)
+                store.set("jdp/context/0/progress/1/0", data)
+                raise SystemError("Enough.")
+
+    error, _ = harness.run_threads(run, 2)
+    assert f"had begun 0 iterations before, and now {said.num_begun}" in str(error)
