@@ -20,7 +20,7 @@ from typing import Literal
 from jdp.runtime import addresses
 from jdp.runtime.star_codec import Codec, Frame, Refused
 
-_MAX_SAID = 64  # by one member.
+_MAX_SAID = 64  # by one member, however often it comes back.
 _MAX_GUESTS = 256  # that have not proved anything yet.
 _GUEST_TIMEOUT_S = 10.0
 _READ_BYTES = 1 << 16
@@ -44,8 +44,8 @@ class _Line:
         self.codec = codec
         self.unsent = bytearray(codec.greet())
         self.member: int | None = None  # who is at the other end, once proved.
+        self.is_center = False  # whether member 0 should be there.
         self.has_said_bye = False
-        self.num_said = 0
         self.began_s = time.monotonic()
 
     def flush(self) -> None:
@@ -102,10 +102,14 @@ class Star:
         self._selector = selectors.DefaultSelector()
         self._lines: dict[socket.socket, _Line] = {}
         self._history: list[Frame] = []  # for members that come later.
+        self._num_said = collections.Counter[int]()  # by member.
         self._outbox: collections.deque[Frame] = collections.deque()
         self._is_closing = False
         self._has_warned = False
         self._is_welcome = False  # Member 0 has answered.
+        self._unheard: list[Frame] = []  # said before that.
+        self._reconnect_s: float | None = None
+        self._connect_by_s = time.monotonic() + connect_timeout_s
         self._sent = threading.Condition()
         self._wake_fd, self._woken_fd = socket.socketpair()
         self._wake_fd.setblocking(False)
@@ -176,9 +180,8 @@ class Star:
             if self._listener is not None:
                 self._listener.setblocking(False)
                 self._selector.register(self._listener, selectors.EVENT_READ)
-            elif not self._connect():
-                if not self._is_closing:
-                    self._lost(0)
+            else:
+                self._connect()
             self._loop()
         finally:
             for sock in [*self._lines, self._listener, self._wake_fd, self._woken_fd]:
@@ -197,6 +200,11 @@ class Star:
                 self._outbox.popleft()
             self._flush_lines()
             wait_s = None if self._tick is None else self._tick()
+            if self._reconnect_s is not None and not self._is_closing:
+                if time.monotonic() >= self._reconnect_s:
+                    self._connect()
+                else:
+                    wait_s = min(wait_s or _RETRY_S, _RETRY_S)
             if self._guests():
                 wait_s = min(wait_s or _GUEST_TIMEOUT_S, _GUEST_TIMEOUT_S)
             if self._is_closing:
@@ -222,9 +230,9 @@ class Star:
         guests = [line for line in self._lines.values() if line.member is None]
         oldest_s = time.monotonic() - _GUEST_TIMEOUT_S
         for line in guests:
-            if line.began_s < oldest_s and self._member == 0:
+            if line.began_s < oldest_s:
                 self._drop(line)
-        return guests if self._member == 0 else []
+        return guests
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -238,21 +246,24 @@ class Star:
             self._drop(guests[0])
         self._add(sock, "center")
 
-    def _connect(self) -> bool:
-        deadline_s = time.monotonic() + self._connect_timeout_s
+    def _connect(self) -> None:
+        """Connects to what is at the address; it has still to prove itself."""
         assert self._address is not None
-        while not self._is_closing and time.monotonic() < deadline_s:
+        self._reconnect_s = None
+        while not self._is_closing and time.monotonic() < self._connect_by_s:
             try:
                 sock = socket.create_connection(self._address, timeout=2.0)
             except OSError:
                 time.sleep(_RETRY_S)
                 continue
             line = self._add(sock, "member")
-            line.member = 0
-            line.unsent += line.codec.encode(Frame("hello", self._member))
+            line.is_center = True
+            for frame in [Frame("hello", self._member), *self._unheard]:
+                line.unsent += line.codec.encode(frame)
             self._flush_lines()
-            return True
-        return False
+            return
+        if not self._is_closing:
+            self._lost(0)
 
     def _add(self, sock: socket.socket, side: Literal["center", "member"]) -> _Line:
         sock.setblocking(False)
@@ -290,14 +301,20 @@ class Star:
         if not 0 <= frame.member < self._num_members:
             raise Refused(f"it names member {frame.member} of {self._num_members}")
         if self._member != 0:
+            if line.member is None and frame.kind != "hello":
+                raise Refused("member 0 does not begin with a hello")
             if frame.kind == "say":
                 self._heard(frame.member, frame.body)
             elif frame.kind == "lost":
                 self._lost(frame.member)
             elif frame.kind == "bye":
                 line.has_said_bye = True
+            elif frame.member != 0:
+                raise Refused(f"member {frame.member} answers for member 0")
             else:
+                line.member = 0
                 self._is_welcome = True
+                self._unheard.clear()
             return
         if line.member is None:
             known = {other.member for other in self._lines.values()}
@@ -309,8 +326,8 @@ class Star:
             return
         if frame.member != line.member or frame.kind in ("hello", "lost"):
             raise Refused(f"member {line.member} speaks for member {frame.member}")
-        line.num_said += 1
-        if line.num_said > _MAX_SAID:
+        self._num_said[frame.member] += 1
+        if self._num_said[frame.member] > _MAX_SAID:
             raise Refused(f"member {line.member} says too much")
         if frame.kind == "bye":
             line.has_said_bye = True
@@ -319,10 +336,15 @@ class Star:
             self._heard(frame.member, frame.body)
 
     def _spread(self, frame: Frame, but: _Line | None = None) -> None:
-        if self._member == 0 and frame.kind != "bye":
+        is_kept = frame.kind == "say" or (
+            frame.kind == "lost" and frame not in self._history
+        )
+        if self._member == 0 and is_kept:
             self._history.append(frame)
+        if self._member != 0 and not self._is_welcome and frame.kind == "say":
+            self._unheard.append(frame)  # Said again where this line proves nothing.
         for line in self._lines.values():
-            if line is not but and line.member is not None:
+            if line is not but and (line.member is not None or line.is_center):
                 line.unsent += line.codec.encode(frame)
 
     def _flush_lines(self) -> None:
@@ -343,6 +365,10 @@ class Star:
             return
         self._selector.unregister(line.sock)
         line.sock.close()
+        if line.is_center and line.member is None:
+            # A stranger, or member 0 was too busy: what is there has proved nothing.
+            self._reconnect_s = time.monotonic() + _RETRY_S
+            return
         if line.member is None or line.has_said_bye:
             return
         if self._member == 0:

@@ -115,7 +115,7 @@ def test_who_has_another_key_is_not_heard(members):
     first = members(0, 2)
     stranger = members(1, 2, key=secrets.token_bytes(32))
     stranger.star.say(b"garbage")
-    wait_until(lambda: stranger.lost == [0])
+    assert not stranger.star.wait_until_whole(timeout_s=1.0)
     assert (first.heard, first.lost) == ([], [])
 
 
@@ -191,3 +191,61 @@ def test_garbage_is_refused_and_nothing_else(body, has_key):
     with contextlib.suppress(Refused):
         Codec(KEY, "x", "center").feed(body)
     del member
+
+
+@pytest.mark.parametrize("speech", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
+def test_what_has_proved_nothing_at_the_address_is_not_member_zero(speech, monkeypatch):
+    monkeypatch.setattr(star, "_GUEST_TIMEOUT_S", 0.5)
+    heard, lost = [], []
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = stranger.getsockname()
+        options = dict(key=KEY, purpose="test")
+        second = star.Star(
+            *(1, 2), address=address, heard=print, lost=lost.append, **options
+        )
+        second.say(b"before all")
+        line, _ = stranger.accept()
+        if speech is not None:  # Else it holds the line, and says nothing.
+            line.sendall(speech)
+            line.close()
+    first = star.Star(
+        *(0, 2),
+        listener=star.listen(*address),
+        heard=lambda *said: heard.append(said),
+        lost=print,
+        **options,
+    )
+    assert second.wait_until_whole(timeout_s=TIMEOUT_S)
+    wait_until(lambda: heard == [(1, b"before all")])
+    assert not lost
+    second.close()
+    first.close()
+    line.close()
+
+
+def test_a_member_that_is_never_proved_is_lost_at_the_deadline():
+    lost = []
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        options = dict(key=KEY, purpose="test", connect_timeout_s=0.5)
+        address = stranger.getsockname()
+        member = star.Star(
+            *(1, 2), address=address, heard=print, lost=lost.append, **options
+        )
+        stranger.settimeout(0.1)
+        while not lost:
+            with contextlib.suppress(TimeoutError):
+                stranger.accept()[0].close()
+    assert lost == [0]
+    member.close()
+
+
+def test_what_is_kept_of_a_member_is_bounded_however_often_it_comes_back(members):
+    first = members(0, 2)
+    for _ in range(4):
+        second = members(1, 2)
+        assert second.star.wait_until_whole(timeout_s=TIMEOUT_S)
+        for _ in range(30):
+            second.star.say(b"x")
+        second.star.close()
+        wait_until(lambda: not first.star._lines)
+    assert len(first.star._history) <= star._MAX_SAID + 1
