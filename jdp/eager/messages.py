@@ -6,6 +6,7 @@ holds the key of the job: in form by the functions at the end, in sense by `chec
 
 import functools
 import math
+import re
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
 _OF_TENSORS = ("all_reduce", "all_gather", "broadcast", "all_to_all", "reduce_scatter")
 _MAX_TENSOR_BYTES = 1 << 48  # more than a machine has.
 _MAX_DIMS = 64  # of numpy.
+_NAME = re.compile("[a-z][a-z0-9_]{0,31}")
 _MAX_SPEC_BYTES = 1 << 17  # encoded; the ranks of a process set are the longest.
 
 
@@ -282,6 +284,8 @@ def _find_tensor_fault(spec: Spec) -> str:
 @functools.lru_cache(maxsize=256)
 def _is_dtype(name: str) -> bool:
     """Whether this is the name of a dtype of numbers or bools."""
+    if not _NAME.fullmatch(name):  # Else numpy would look for a structure in it.
+        return False
     try:
         dtype = jnp.dtype(name)
     except (TypeError, ValueError):

@@ -49,3 +49,10 @@ def test_a_name_may_lose_its_old_slot_and_its_new_one_at_once():
     cache.apply(Batch((Response(("a",), (spec,), 0, (), (0,)),)))
     cache.apply(Batch((Response(("a",), (spec,), 0, (), (1,)),), (), (1, 0)))
     assert cache.find(messages.Request("a", spec), 0) is None
+
+
+@pytest.mark.parametrize("dtype", ["(,", "2i4,f4", "O", "float33", "", "a" * 99, "V8"])
+def test_what_is_no_dtype_is_refused(dtype):
+    spec = messages.encode_spec(Spec("all_reduce", dtype, (1,), op="sum"))
+    with pytest.raises(ProtocolError, match="a request of all_reduce has dtype"):
+        messages.decode_spec(spec)
