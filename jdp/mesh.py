@@ -204,12 +204,21 @@ def global_batch(world: World, local_batch: PyTree) -> PyTree:
 
 
 def _is_split(world: World, leaf: Any) -> bool:
-    return type(leaf) in compat.ARRAY_TYPES and leaf.sharding == world.split
+    return (
+        type(leaf) in compat.ARRAY_TYPES
+        and leaf.sharding == world.split
+        and not leaf.is_deleted()
+    )
 
 
 def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Array:
     if not isinstance(leaf, jax.Array):
         leaf = _as_host_array(tree, index, leaf)
+    elif leaf.is_deleted():
+        raise RuntimeError(
+            f"{_describe(tree, index)} was deleted, or donated to a function; make a "
+            "new batch."
+        )
     elif not leaf.is_fully_addressable:
         if leaf.sharding.is_equivalent_to(world.split, leaf.ndim):
             return leaf
@@ -241,8 +250,28 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
     return jax.make_array_from_single_device_arrays(shape, world.split, shards)
 
 
+def check_has_no_mask(leaf: object, name: str) -> None:
+    """Raises TypeError for a masked array of numpy, whose mask would be lost."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array of numpy, and JAX knows no masks. Pass "
+            "`x.filled(value)`, and the mask, if it counts, as an array of its own."
+        )
+
+
 def _as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
+    check_has_no_mask(leaf, _describe(tree, index))
     array = np.asarray(leaf)
+    if array.dtype.kind in "biufcSUV" and isinstance(leaf, np.ndarray):
+        try:
+            jax.typeof(array)
+        except TypeError:
+            raise TypeError(
+                f"{_describe(tree, index)} has dtype {array.dtype}, which JAX does not "
+                "have. Pass numbers in the byte order of this machine, such as "
+                "`x.astype(np.float32)`, and the fields of a structured array one by "
+                "one."
+            ) from None
     if array.dtype.kind not in "biufcV":
         raise TypeError(
             f"{_describe(tree, index)} is a {type(leaf).__name__}, no array. Pass "

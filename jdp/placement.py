@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, compat, per_replica, replicas
+from jdp import buckets, compat, mesh, per_replica, replicas
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -235,6 +235,7 @@ def state_avals(world: World, state: PyTree) -> PyTree:
 
 def check_is_array(leaf: Any, name: str) -> None:
     """Raises TypeError unless `leaf` is an array or a number that JAX takes."""
+    mesh.check_has_no_mask(leaf, name)
     try:
         jax.typeof(leaf)
     except TypeError:

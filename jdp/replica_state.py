@@ -64,7 +64,12 @@ def init_on_replicas(
         )
     topic = "making of a state on all replicas"
     if world.store is None:
-        args = jax.tree.map(lambda x: _on_all(world, x), args)
+        args = jax.tree_util.tree_map_with_path(
+            lambda path, x: _on_all(
+                world, x, f"`argument{jax.tree_util.keystr(path)}`"
+            ),
+            args,
+        )
     else:
         args = replicas.place(world, args, name="argument", topic=topic)
     made = []
@@ -114,7 +119,7 @@ def copy_per_replica(
     )
 
 
-def _on_all(world: World, leaf: Any) -> Any:
+def _on_all(world: World, leaf: Any, name: str) -> Any:
     """An argument that a program of all replicas takes as replicated."""
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set == set(
         world.mesh.devices.flat
@@ -126,6 +131,7 @@ def _on_all(world: World, leaf: Any) -> Any:
         return jax.random.wrap_key_data(
             jax.device_put(data, world.replicated), impl=impl
         )
+    mesh.check_has_no_mask(leaf, name)
     return np.asarray(leaf)
 
 

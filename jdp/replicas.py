@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdp import agreement, buckets, comparison, differences, per_replica
+from jdp import agreement, buckets, comparison, differences, mesh, per_replica
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -105,6 +105,8 @@ def place(
     """
     are_own = per_replica.are_own(tree)
     with agreement.reporting(world, topic):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            mesh.check_has_no_mask(leaf, f"`{name}{jax.tree_util.keystr(path)}`")
         leaves, treedef = jax.tree.flatten(place_own_rows(world, tree))
         places = [
             "is of one replica" if is_own else _find_place(world, tree, i, leaf)

@@ -93,3 +93,47 @@ def test_replicate_returns_what_is_replicated_already():
         np.ones(4, np.float32), NamedSharding(world.mesh, PartitionSpec("data"))
     )
     assert jdp.replicate(world, split).sharding == world.replicated
+
+
+MASKED = np.ma.array(np.ones(2, np.float32), mask=[0, 1])
+
+
+def _identity_step(world):
+    return jdp.data_parallel(
+        lambda state, x, more=0.0: (state, {}), world=world, replicated_argnames="more"
+    )
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda world: jdp.global_batch(world, {"x": MASKED}),
+        lambda world: jdp.replicate(world, {"x": MASKED}),
+        lambda world: _identity_step(world)({}, {"x": MASKED}),
+        lambda world: _identity_step(world)({"x": MASKED}, np.ones(2)),
+        lambda world: _identity_step(world)({}, np.ones(2), more={"x": MASKED}),
+        lambda world: jdp.copy_per_replica({"x": MASKED}, world=world),
+        lambda world: list(jdp.join_batches([{"x": MASKED}], world=world)),
+    ],
+    ids=["batch", "replicate", "step", "state", "argument", "own", "join_batches"],
+)
+def test_a_mask_is_not_lost(take):
+    text = r"\['x'\]` .*is a masked array of numpy|\['x'\]` is a masked array of numpy"
+    with pytest.raises(TypeError, match=text):
+        take(harness.local_world(2))
+
+
+@pytest.mark.parametrize(
+    "x", [np.ones(2, ">f4"), np.zeros(2, [("a", "f4")]), np.array(["a", "b"])]
+)
+def test_a_batch_of_a_dtype_that_jax_has_not_is_named(x):
+    with pytest.raises(TypeError, match=r"`\['x'\]` has dtype .*which JAX does not"):
+        jdp.global_batch(harness.local_world(2), {"x": x})
+
+
+def test_a_batch_that_was_deleted_is_named():
+    world = harness.local_world(2)
+    for batch in (jdp.global_batch(world, np.ones(2)), jnp.ones(2)):
+        batch.delete()
+        with pytest.raises(RuntimeError, match=r"`\['x'\]` was deleted"):
+            jdp.global_batch(world, {"x": batch})

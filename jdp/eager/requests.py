@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets
+from jdp import buckets, mesh
 from jdp.eager import carried, session
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
@@ -254,6 +254,7 @@ def as_array(leaf: Any) -> Any:
             )
         return leaf
     else:
+        mesh.check_has_no_mask(leaf, "A leaf")
         array = np.asarray(leaf)
     if array.dtype.kind not in "iufcb" and not jnp.issubdtype(array.dtype, jnp.number):
         raise TypeError(f"A leaf must be an array of numbers, got {array.dtype}.")

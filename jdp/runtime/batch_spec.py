@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp import wire
+from jdp import mesh, wire
 from jdp.types import PyTree
 
 _KEY = "key<"
@@ -62,6 +62,11 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
             f"Batch {index} (counted from 0) has no leaves: {tree!r}. A batch is a "
             "pytree with at least one array."
         )
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ma.MaskedArray):
+            path = _leaf_paths(treedef)[i]
+            name = f"The leaf `{path}` of batch {index} (counted from 0)"
+            mesh.check_has_no_mask(leaf, name)
     if not all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves):
         leaves = [
             leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves
