@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp import agreement, buckets, differences, per_replica, wire
+from jdp import agreement, buckets, captured, differences, per_replica, wire
+from jdp.captured import Found
 from jdp.mesh import World
 from jdp.types import PyTree
 
+_MAX_ARRAYS = 10_000
 _BLOCK_BYTES = 1 << 16  # a difference is narrowed down to one block.
 _MAX_DETAIL_BYTES = 1 << 21  # a key-value store is no place for more.
 
@@ -25,6 +27,14 @@ class Difference(msgspec.Struct, frozen=True):
     index: int = -1
 
 
+class _Array(msgspec.Struct, frozen=True):
+    """What one process has of an array that its program holds."""
+
+    spec: str
+    digest: bytes
+    has_value: bool
+
+
 def compare_programs(
     world: World,
     jaxpr: Any,
@@ -32,6 +42,7 @@ def compare_programs(
     *,
     topic: str,
     advice: str = "",
+    jaxprs: Sequence[Any] = (),
 ) -> None:
     """Compares one traced program between the processes; see `check_same_program`.
 
@@ -41,15 +52,19 @@ def compare_programs(
       arguments: the trees that go into it, by the name that an error gives them.
       topic: what the processes are doing, for errors.
       advice: the end of the error for another program.
+      jaxprs: closed jaxprs whose constants are compared, at a hash of each.
     """
     if world.store is None:
         return
+    with agreement.reporting(world, topic):
+        found = captured.find(jaxprs)
     text = str(jaxpr)  # JAX prints no addresses of functions.
 
     def explain(*args: Any) -> str:
         return differences.explain_programs(*args) + advice
 
-    compare_described(world, topic, describe_leaves(arguments), text, explain)
+    leaves = describe_leaves(arguments)
+    compare_described(world, topic, leaves, text, explain, found)
 
 
 def compare_values(
@@ -75,24 +90,10 @@ def compare_values(
     if difference.process < 0:
         return
     process, leaf = difference.process, difference.index
-    data = as_bytes(arrays[leaf])
-    blocks = [data[i : i + _BLOCK_BYTES] for i in range(0, len(data), _BLOCK_BYTES)]
-    difference = _first_difference(world, topic, [_digest(b) for b in blocks], process)
-    block = difference.index
-    found = agreement.meet(
-        world,
-        topic,
-        blocks[block] if world.process_index in (0, process) else b"",
-        lambda bodies: msgspec.msgpack.encode([bodies[0], bodies[process]]),
-        then_raises=True,
-    )
-    ours, theirs = wire.decode(found, list[bytes], what="What two processes hold")
     path = buckets.leaf_paths(tree)[leaf]
     raise RuntimeError(
         f"`{path if name == 'tree' else name + path}` differs between the replicas: "
-        + differences.explain_first_element(
-            arrays[leaf], block * _BLOCK_BYTES, ours, theirs, process
-        )
+        + _name_element(world, topic, arrays[leaf], process)
         + advice
     )
 
@@ -103,19 +104,27 @@ def compare_described(
     leaves: list[tuple[str, str]],
     text: str,
     explain_text: Callable[[differences.Details, differences.Details, int], str],
+    arrays: Found | None = None,
 ) -> None:
-    """Compares leaves and a text; raises on every process with what differs."""
+    """Compares leaves, a text, and the arrays that a program captures.
+
+    Raises:
+      RuntimeError: on every process, with what differs.
+    """
     digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
+    if arrays is not None:
+        digests.append(arrays.digest)
     difference = _first_difference(world, topic, digests)
-    if difference.process >= 0:
-        explain = differences.explain_leaves if difference.index == 0 else explain_text
-        process = difference.process
-        raise RuntimeError(_explain(world, topic, process, leaves, text, explain))
+    process = difference.process
+    if process < 0:
+        return
+    if arrays is not None and difference.index == 2:
+        raise RuntimeError(_explain_arrays(world, topic, process, arrays))
+    explain = differences.explain_leaves if difference.index == 0 else explain_text
+    raise RuntimeError(_explain(world, topic, process, leaves, text, explain))
 
 
-def _first_difference(
-    world: World, topic: str, digests: Sequence[bytes], only: int | None = None
-) -> Difference:
+def _first_difference(world: World, topic: str, digests: Sequence[bytes]) -> Difference:
     """Finds the lowest index at which a process' digests are not those of process 0."""
 
     def decide(bodies: list[bytes]) -> bytes:
@@ -127,7 +136,7 @@ def _first_difference(
             Difference(process, index)
             for process, theirs in enumerate(lists)
             for index, (a, b) in enumerate(zip(lists[0], theirs, strict=True))
-            if a != b and only in (None, process)
+            if a != b
         ]
         first = min(differences, key=lambda d: (d.index, d.process), default=None)
         return msgspec.msgpack.encode(first or Difference())
@@ -162,6 +171,78 @@ def _explain(
 
     mine = body if world.process_index in (0, process) else b""
     return agreement.meet(world, topic, mine, decide, then_raises=True).decode()
+
+
+def _name_element(
+    world: World, topic: str, array: np.ndarray | None, process: int
+) -> str:
+    """Says which element of an array is the first that `process` has otherwise.
+
+    Args:
+      world: the processes.
+      topic: what they are doing, for errors.
+      array: of the same dtype and shape on process 0 and `process`; is not read on
+        others.
+      process: has other bits in it than process 0.
+    """
+    is_asked = world.process_index in (0, process) and array is not None
+    data = as_bytes(array) if is_asked else b""
+    blocks = [data[i : i + _BLOCK_BYTES] for i in range(0, len(data), _BLOCK_BYTES)]
+
+    def find_block(bodies: list[bytes]) -> bytes:
+        what = "The digests of blocks"
+        ours, theirs = (
+            wire.decode(bodies[p], list[bytes], what=what) for p in (0, process)
+        )
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return msgspec.msgpack.encode(next(i for i, (a, b) in pairs if a != b))
+
+    def explain(bodies: list[bytes]) -> bytes:
+        assert array is not None
+        return differences.explain_first_element(
+            array, block * _BLOCK_BYTES, bodies[0], bodies[process], process
+        ).encode()
+
+    mine = msgspec.msgpack.encode([_digest(b) for b in blocks])
+    found = agreement.meet(world, topic, mine, find_block)
+    block = wire.decode(found, int, what="The block that process 0 found")
+    mine = blocks[block] if is_asked else b""
+    return agreement.meet(world, topic, mine, explain, then_raises=True).decode()
+
+
+def _explain_arrays(world: World, topic: str, process: int, found_here: Found) -> str:
+    """Names the first captured array that `process` has otherwise than process 0."""
+    arrays = [
+        _Array(x.spec, x.digest, x.value is not None)
+        for x in found_here.arrays[:_MAX_ARRAYS]
+    ]
+
+    def decide(bodies: list[bytes]) -> bytes:
+        what = "The captured arrays"
+        ours, theirs = (
+            wire.decode(bodies[p], list[_Array], what=what) for p in (0, process)
+        )
+        # One may be the beginning of the other.
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        found = next((i for i, (a, b) in pairs if a.digest != b.digest), None)
+        if found is None:
+            return msgspec.msgpack.encode(("The programs use them otherwise.", -1))
+        a, b = ours[found], theirs[found]
+        if a.spec == b.spec and a.has_value:
+            head = f"{a.spec}{found_here.arrays[found].line()}"
+            return msgspec.msgpack.encode((head, found))
+        told = f"{a.spec} on process 0, {b.spec} on process {process}."
+        return msgspec.msgpack.encode((told, -1))
+
+    is_asked = world.process_index in (0, process)
+    mine = msgspec.msgpack.encode(arrays) if is_asked else b""
+    found = agreement.meet(world, topic, mine, decide, then_raises=True)
+    what = "The array that process 0 found"
+    text, index = wire.decode(found, tuple[str, int], what=what)
+    if index >= 0:
+        array = found_here.arrays[index].value if is_asked else None
+        text += f": {_name_element(world, topic, array, process)}"
+    return differences.explain_captured(text)
 
 
 def describe_leaves(arguments: dict[str, PyTree]) -> list[tuple[str, str]]:

@@ -14,14 +14,12 @@ from jax._src import (
     clusters,
     config,
     core,
-    debugging,
     distributed,
     effects,
     source_info_util,
     xla_bridge,
 )
 from jax._src.lax import lax as lax_internal
-from jax._src.lax import parallel as lax_parallel
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.random import prng
 from jax._src.state import types as state_types
@@ -41,6 +39,11 @@ def buffer_addresses(x: Any) -> frozenset[int]:
     if isinstance(x, prng.PRNGKeyArray):
         x = jax.random.key_data(x)
     return frozenset(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
+
+
+def without_key_type(x: Any) -> Any:
+    """Returns an array, or the words of an array of PRNG keys; traces nothing."""
+    return x._base_array if isinstance(x, prng.PRNGKeyArray) else x
 
 
 def as_weak(x: Any) -> Any:
@@ -291,17 +294,6 @@ def library_caller(eqn: Any) -> str | None:
     return name
 
 
-# Of axes, references, printing, and assertions.
-_INSIDE_EFFECTS = (
-    core.NamedAxisEffect,
-    core.InternalMutableArrayEffect,
-    effects.JaxprInputEffect,
-    debugging.DebugEffect,
-    debugging.OrderedDebugEffect,
-    lax_internal.NoDCEEffect,
-    lax_parallel.SingleSideCollectiveEffect,
-)
-
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
 _PYTHON_FOLDER = os.path.dirname(os.__file__) + os.sep
 
@@ -328,18 +320,6 @@ def sharded_program(jaxpr: Any) -> tuple[Any, list[frozenset[str]]]:
 def touches_reference(eqn: Any) -> bool:
     """Returns whether an equation reads or writes a mutable array."""
     return any(isinstance(effect, state_types.RefEffect) for effect in eqn.effects)
-
-
-def has_outside_effect(eqn: Any) -> bool:
-    """Returns whether an equation declares that it touches the world outside.
-
-    Printing does not count, nor what a kernel does to the memory of its device.
-    """
-    return any(
-        not isinstance(effect, _INSIDE_EFFECTS)
-        and not type(effect).__module__.startswith("jax._src.pallas")
-        for effect in eqn.effects
-    )
 
 
 def jit_inlined(fn: Callable[..., Any]) -> Callable[..., Any]:

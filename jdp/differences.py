@@ -91,6 +91,16 @@ def explain_programs(ours: Details, theirs: Details, process: int) -> str:
     )
 
 
+def explain_captured(text: str) -> str:
+    """Says what to do about a captured array, which `text` describes."""
+    return (
+        "An array that the program captures, from outside of the function that is "
+        f"traced, is not the same on all processes: {text} Each process would compute "
+        "with its own. Put it into the state, or pass it as an argument "
+        "(`replicated_argnames`); or make it of the same seed everywhere."
+    )
+
+
 def explain_first_element(
     like: np.ndarray, offset: int, ours: bytes, theirs: bytes, process: int
 ) -> str:

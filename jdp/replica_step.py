@@ -61,8 +61,12 @@ class Program:
 
     def __str__(self) -> str:
         """Returns the text of all that runs."""
-        parts = [self._step, self._averaging]
-        return "\n".join(str(part) for part in parts if part is not None)
+        return "\n".join(map(str, self.jaxprs))
+
+    @property
+    def jaxprs(self) -> list[Any]:
+        """The closed jaxprs that run."""
+        return [x for x in (self._step, self._averaging) if x is not None]
 
     def run(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Returns the new state and the metrics of the step."""

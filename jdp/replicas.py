@@ -19,7 +19,9 @@ def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> N
     """Checks that `fn(*args)` is the same program in every process.
 
     Every process calls it. Compared are the paths, shapes and dtypes of the arguments,
-    and the jaxpr; the values of arguments and of captured arrays are not.
+    the jaxpr, and the bits of the arrays that `fn` captures, each hashed once; of those
+    that are spread over devices of several processes, shape, dtype and sharding. The
+    values of arguments are not compared.
 
     Args:
       fn: a function that JAX can trace.
@@ -34,7 +36,7 @@ def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> N
     with agreement.reporting(world, topic):
         jaxpr = jax.make_jaxpr(fn)(*args)
     named = {f"args[{i}]": arg for i, arg in enumerate(args)}
-    comparison.compare_programs(world, jaxpr, named, topic=topic)
+    comparison.compare_programs(world, jaxpr, named, topic=topic, jaxprs=[jaxpr])
 
 
 def check_replicas(tree: PyTree, *, world: World) -> None:

@@ -30,6 +30,20 @@ OPAQUE = frozenset(
 _STATEFUL = frozenset({"rng_uniform"})
 # They run a function of the host, which may look at anything.
 _CALLBACKS = frozenset({"buffer_callback", "io_callback", "pure_callback"})
+# Effects on axes and references, by printing, and of assertions.
+_INSIDE_EFFECTS = frozenset(
+    {
+        "AccumEffect",
+        "DebugEffect",
+        "InternalMutableArrayEffect",
+        "NamedAxisEffect",
+        "NoDCEEffect",
+        "OrderedDebugEffect",
+        "ReadEffect",
+        "SingleSideCollectiveEffect",
+        "WriteEffect",
+    }
+)
 
 
 def is_external(eqn: Any) -> bool:
@@ -46,7 +60,7 @@ def is_external(eqn: Any) -> bool:
     if name in _STATEFUL or (name in _CALLBACKS and not eqn.invars):
         return True
     return (
-        compat.has_outside_effect(eqn)
+        _has_outside_effect(eqn)
         and next(iter(jaxprs_in_params(eqn.params)), None) is None
         and not is_of_collective(eqn)
     )
@@ -69,3 +83,12 @@ def find_external(jaxpr: Any) -> Any | None:
             inner = [j for eqn in body.eqns for j in jaxprs_in_params(eqn.params)]
             todo += reversed(inner)
     return found
+
+
+def _has_outside_effect(eqn: Any) -> bool:
+    """Whether an equation declares that it touches more than the device's memory."""
+    kinds = (type(effect) for effect in eqn.effects)
+    return any(
+        kind.__name__ not in _INSIDE_EFFECTS and ".pallas." not in kind.__module__
+        for kind in kinds
+    )

@@ -11,6 +11,7 @@ import jax
 
 from jdp import (
     agreement,
+    captured,
     comparison,
     mesh,
     methods,
@@ -93,8 +94,9 @@ def data_parallel(
         state, metrics = step(state, x, rate=schedule(i), key=jax.random.key(i))
 
     Every process calls the returned step, the same number of times. Before a program
-    runs for the first time, the processes compare it and the paths, shapes and dtypes
-    of its arguments; JAX traces again for other shapes, and they compare again.
+    runs for the first time, the processes compare it, the arrays that it captures from
+    outside, and the paths, shapes and dtypes of its arguments; JAX traces again for
+    other shapes, and they compare again.
 
     Args:
       step: the step of one replica; `jax.grad` in it is that replica's own gradient,
@@ -301,7 +303,8 @@ class DataParallelStep(Joinable):
     def fingerprint(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> str:
         """Returns the text of the program for arguments like these.
 
-        Values are not read, nothing runs, and no other process is asked. Processes
+        It ends with a digest of the arrays that the step captures. Values of arguments
+        are not read, nothing runs, and no other process is asked. Processes
         whose texts are equal run the same program.
 
         Args:
@@ -311,7 +314,9 @@ class DataParallelStep(Joinable):
         """
         with dispatch.without_measuring():
             state, *arguments = self._avals(state, batches, named)
-            return str(self._shard(None, state, tuple(arguments)))
+            program = self._shard(None, state, tuple(arguments))
+        constants = captured.find(program.jaxprs)
+        return f"{program}\ncaptured arrays: {constants.digest.hex()}"
 
     def trace(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> Recording:
         """Traces the step for arguments like these, to see what it synchronises.
@@ -398,7 +403,9 @@ class DataParallelStep(Joinable):
             with recording.collect() as found:
                 program = self._shard(divide_by, state, batches)
             self._check_graph(found)
-        comparison.compare_programs(world, program, arguments, topic=self._topic)
+        comparison.compare_programs(
+            world, program, arguments, topic=self._topic, jaxprs=program.jaxprs
+        )
         self._is_compared = True
         return program.run(state, batches)
 

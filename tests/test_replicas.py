@@ -1,6 +1,7 @@
 """What differs between processes is named on all of them: in-memory processes."""
 
 import collections
+import functools
 import threading
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp import comparison
+from jdp import captured, comparison
 from tests import harness
 
 
@@ -103,6 +104,109 @@ def test_a_different_constant_is_shown_from_both():
 
     for error in harness.run_threads(run, 2):
         assert "mul a 0.1" in str(error) and "mul a 0.2" in str(error)
+
+
+def _jit(value):
+    return lambda x: jax.jit(lambda x: x + value)(x)
+
+
+def _scan(value):
+    return lambda x: jax.lax.scan(lambda c, _: (c + value, None), x, None, length=2)[0]
+
+
+def _custom_vjp(value):
+    fn = jax.custom_vjp(lambda x: x)
+    fn.defvjp(lambda x: (x, None), lambda _, ct: (ct * value,))
+    return jax.grad(lambda x: fn(x).sum())
+
+
+CAPTURING = {
+    "plainly": lambda value: lambda x: x * value,
+    "jit": _jit,
+    "scan": _scan,
+    "cond": lambda value: (
+        lambda x: jax.lax.cond(x[0] > 0, lambda: x + value, lambda: x)
+    ),
+    "while": lambda value: (
+        lambda x: jax.lax.while_loop(lambda c: (c < value).all(), lambda c: c + 1, x)
+    ),
+    "custom_vjp": _custom_vjp,
+    "remat": lambda value: jax.checkpoint(lambda x: jnp.sin(x * value)),
+    "an index": lambda value: lambda x: x[value.astype(int)],
+    "in a jit in a scan": lambda value: lambda x: jax.lax.map(_jit(value), x[None]),
+}
+
+
+@pytest.mark.parametrize("make", [np.array, jnp.array], ids=["numpy", "jax"])
+@pytest.mark.parametrize("way", CAPTURING)
+def test_a_captured_array_that_differs_is_named(way, make):
+    def run(world):
+        value = make([0.0, 1.0, 1 + (world.process_index == 2)], np.float32)
+        jdp.check_same_program(CAPTURING[way](value), np.ones(3), world=world)
+
+    for error in harness.run_threads(run, 3):
+        text = str(error)
+        assert "captures, from outside of the function that is traced" in text
+        assert "[3] (test_replicas.py:" in text
+        assert ": at (2,) " in text and " on process 2. Each process" in text
+        assert "`replicated_argnames`" in text
+
+
+@pytest.mark.parametrize(
+    "make,spec",
+    [
+        (lambda p: jax.random.key(p), "key<fry>[]"),
+        (lambda p: jnp.float32(p), "float32[]"),
+        (lambda p: np.zeros((2, 1), "bfloat16") + p, "bfloat16[2,1]"),
+        (lambda p: np.array([p == 0]), "bool[1]"),
+        (lambda p: np.asfortranarray(np.eye(4, dtype=np.float32) * p), "float32[4,4]"),
+    ],
+)
+def test_captured_arrays_of_all_kinds_are_compared(make, spec):
+    def run(world, differs=True):
+        value = make(world.process_index if differs else 1)
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return jdp.check_same_program(
+                lambda x: x + jax.random.normal(value), np.ones(2), world=world
+            )
+        fn = lambda x: x.sum() + value  # noqa: E731
+        return jdp.check_same_program(fn, np.ones(2), world=world)
+
+    for error in harness.run_threads(run, 2):
+        assert f"all processes: {spec} (test_replicas.py:" in str(error)
+        assert "on process 0, " in str(error)
+    assert harness.run_threads(functools.partial(run, differs=False), 2) == [None] * 2
+
+
+def test_equal_arrays_in_other_places_are_another_program():
+    def run(world):
+        a, b = np.arange(3.0), np.ones(3)
+        last = b if world.process_index else a
+
+        def fn(x):
+            return (x + a) * b - last.copy()
+
+        jdp.check_same_program(fn, np.ones(3), world=world)
+
+    for error in harness.run_threads(run, 2):
+        assert "The programs use them otherwise." in str(error)
+
+
+def test_a_captured_array_is_hashed_once(monkeypatch):
+    hashed = []
+    real = captured._hash_array
+    monkeypatch.setattr(
+        captured, "_hash_array", lambda spec, x: hashed.append(spec) or real(spec, x)
+    )
+    big = jnp.ones((100, 100))
+
+    def fn(x):
+        for _ in range(5):
+            x = jax.jit(lambda x: x @ big)(x)
+        return x + big
+
+    found = captured.find([jax.make_jaxpr(fn)(big)])
+    assert hashed == ["float32[100,100]"] and len(found.arrays) == 1
 
 
 def test_addresses_of_functions_are_no_difference():

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp import captured
 from jdp.eager import session
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
@@ -74,7 +75,8 @@ def _fingerprint(step: Any, args: tuple[PyTree, ...]) -> str:
     if hasattr(step, "fingerprint"):
         text = step.fingerprint(*args)
     elif hasattr(step, "trace"):
-        text = str(step.trace(*args).jaxpr)
+        jaxpr = step.trace(*args).jaxpr
+        text = f"{jaxpr}\n{captured.find([jaxpr]).digest.hex()}"
     else:
         raise TypeError(
             f"`step` must be compiled, by `jdp.data_parallel` or `jax.jit`, got {step}."
