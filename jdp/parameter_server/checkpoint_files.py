@@ -23,7 +23,7 @@ from jdp import wire
 from jdp.parameter_server import messages
 from jdp.parameter_server.messages import Settled, Version
 
-_FORMAT = 1
+_FORMAT = 2
 _ARRAYS, _MANIFEST = "arrays", "manifest"
 _DIGEST_BYTES = 16
 _MOST_MANIFEST_BYTES = 256 << 20
@@ -53,6 +53,8 @@ class Manifest(msgspec.Struct, frozen=True):
     server: messages.Number
     num_servers: messages.Number
     version: Version
+    run: str  # of the log of server 0 that it was written in; the same on all servers.
+    state: tuple[str, ...]  # what the arrays are, see `Updater.describe`.
     leaves: tuple[_Leaf, ...]
     files: tuple[_File, ...]
     settled: bytes  # the table of pushes, as msgpack.
@@ -70,6 +72,8 @@ def write(
     version: Version,
     arrays: Sequence[np.ndarray],
     settled: dict[bytes, Settled],
+    run: str = "",
+    state: tuple[str, ...] = (),
 ) -> None:
     """Writes a checkpoint, whole or not at all.
 
@@ -80,6 +84,8 @@ def write(
       version: of the parameters.
       arrays: of the state.
       settled: what became of the last push of each session.
+      run: see `Manifest`.
+      state: see `Manifest`.
 
     Raises:
       OSError: it could not be written; nothing of it is left.
@@ -92,13 +98,22 @@ def write(
         _save(half / _ARRAYS, arrays)
         leaves, files = map(_describe, arrays), _find_files(half / _ARRAYS)
         text = msgspec.json.encode(
-            Manifest(_FORMAT, *place, version, tuple(leaves), tuple(files), table)
+            Manifest(
+                _FORMAT,
+                *place,
+                version,
+                run,
+                state,
+                tuple(leaves),
+                tuple(files),
+                table,
+            )
         )
         with (half / _MANIFEST).open("wb") as file:
             file.write(_digest(text).encode() + b"\n" + text)
             file.flush()
             os.fsync(file.fileno())
-        remove(folder)
+        drop(folder)
         half.rename(folder)
         _sync(folder.parent)
     except BaseException:
@@ -168,6 +183,17 @@ def read(
         return arrays, wire.decode_with(_table.decode, manifest.settled)
     except wire.DecodeError as error:
         raise CheckpointError(f"its table of pushes is none: {error}") from None
+
+
+def drop(folder: pathlib.Path) -> None:
+    """Removes a checkpoint, under another name: one that is there is always whole."""
+    dropped = folder.with_name(f"drop-{folder.name}")
+    remove(dropped)
+    try:
+        folder.rename(dropped)
+    except OSError:  # It is gone, or the disk cannot be written.
+        return
+    remove(dropped)
 
 
 def remove(folder: pathlib.Path) -> None:

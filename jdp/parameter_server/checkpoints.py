@@ -12,6 +12,7 @@ import numpy as np
 
 from jdp.parameter_server import checkpoint_files
 from jdp.parameter_server.checkpoint_files import CheckpointError
+from jdp.parameter_server.folder_lock import FolderLock
 from jdp.parameter_server.messages import Settled, Version
 from jdp.parameter_server.progress import Progress, ProgressFile
 
@@ -57,10 +58,14 @@ class Checkpoints:
         self._place = (server, num_servers)
         self._folder = root / f"server-{server}-of-{num_servers}"
         self._counts: set[int] = set()
+        self._runs: dict[int, str] = {}
+        self._states: dict[int, tuple[str, ...]] = {}
+        self._state: tuple[str, ...] = ()
         self._is_failing = False
         self._has_lost = False  # a checkpoint, or whether there was one.
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self._folder)
             newest = self._scan()
             self._progress = ProgressFile(self._folder / "progress")
         except OSError as error:
@@ -92,6 +97,31 @@ class Checkpoints:
         has_begun = self._progress.found.common > 0 or self._has_lost
         return (*(() if has_begun else (0,)), *sorted(self._counts))
 
+    def find_runs(self) -> tuple[bytes, ...]:
+        """Returns the run of each of `find_counts`, b"" for the given parameters."""
+        return tuple(self._runs.get(c, "").encode() for c in self.find_counts())
+
+    def set_state(self, state: tuple[str, ...]) -> None:
+        """Says what is written from now on, and compares it with what there is.
+
+        Raises:
+          ValueError: a checkpoint is that of another model or optimizer.
+        """
+        self._state = state
+        if not self._counts:
+            return
+        count = max(self._counts)
+        found = self._states[count]
+        for i in range(max(len(found), len(state))):
+            theirs, own = (x[i] if i < len(x) else "nothing" for x in (found, state))
+            if theirs != own:
+                raise ValueError(
+                    "The checkpoint is that of another model, optimizer or number of "
+                    f"servers: `{self._folder / f'updates-{count}'}` has {theirs}, "
+                    f"where this program has {own}. Give another `checkpoint_dir`, or "
+                    "the same model and optimizer."
+                )
+
     def note(self, version: Version) -> None:
         """Notes how far the server is; costs some microseconds."""
         self._write_progress(version, self._progress.found.common)
@@ -120,6 +150,7 @@ class Checkpoints:
         version: Version,
         arrays: Sequence[np.ndarray],
         settled: dict[bytes, Settled],
+        run: str = "",
     ) -> bool:
         """Writes a checkpoint, whole or not at all, and drops old ones.
 
@@ -139,6 +170,8 @@ class Checkpoints:
                 version=version,
                 arrays=arrays,
                 settled=settled,
+                run=run,
+                state=self._state,
             )
         except OSError as error:
             if not self._is_failing:
@@ -162,6 +195,7 @@ class Checkpoints:
                 count,
             )
         self._counts.add(count)
+        self._runs[count], self._states[count] = run, self._state
         if self._place[1] == 1:
             self.keep(count)
         self._drop(find_superfluous(self._counts, self._progress.found.common))
@@ -187,12 +221,13 @@ class Checkpoints:
     def close(self) -> None:
         """Ends; nothing of the folder stays open."""
         self._progress.close()
+        self._lock.close()
 
     def _scan(self) -> Version:
         """Finds what there is; returns the newest version."""
         newest = Version()
         for path in sorted(self._folder.iterdir()):
-            if path.name.startswith("half-"):
+            if path.name.startswith(("half-", "drop-")):
                 checkpoint_files.remove(path)
             if path.name.startswith("refused-"):
                 self._has_lost = True
@@ -203,7 +238,9 @@ class Checkpoints:
             except CheckpointError as error:
                 self._refuse(int(match[1]), error)
             else:
-                self._counts.add(found.version.count)
+                count = found.version.count
+                self._counts.add(count)
+                self._runs[count], self._states[count] = found.run, found.state
                 newest = max(newest, found.version)
         return newest
 
@@ -233,7 +270,7 @@ class Checkpoints:
     def _drop(self, counts: Collection[int]) -> None:
         for count in counts:
             self._counts.discard(count)
-            checkpoint_files.remove(self._folder / f"updates-{count}")
+            checkpoint_files.drop(self._folder / f"updates-{count}")
 
     def _write_progress(self, version: Version, common: int) -> None:
         # A disk that is full is named where a checkpoint is written.

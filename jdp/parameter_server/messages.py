@@ -255,6 +255,7 @@ class Follow(msgspec.Struct, frozen=True, array_like=True, tag=True):
         begin with them.
       held: session and sequence number of the parts that are not settled.
       is_stopping: whether it was told to end, and wants a checkpoint before.
+      runs: in which log each of `checkpoints` was written; (): it does not say.
     """
 
     server: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -265,6 +266,9 @@ class Follow(msgspec.Struct, frozen=True, array_like=True, tag=True):
     checkpoints: Annotated[tuple[Count, ...], Meta(max_length=1 << 10)]
     held: Annotated[tuple[Held, ...], Meta(max_length=_MOST_PUSHES)]
     is_stopping: bool = False
+    runs: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=1 << 10)
+    ] = ()
 
 
 class Log(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -77,6 +77,7 @@ class Lead:
         self.counts: dict[Outcome, int] = {"applied": 0, "late": 0, "rejected": 0}
         self._incarnation = incarnation
         self._own: tuple[tuple[int, ...], int] | None = None
+        self._own_runs: tuple[bytes, ...] = ()
         self._common = 0  # count of the newest checkpoint that all servers have.
         self._followers: dict[int, Follow] = {}
         self._members: dict[bytes, _Member] = {}
@@ -94,12 +95,15 @@ class Lead:
         self._saves: list[int] = []  # indices in the log, not executed by all.
         self._highest_epoch = 0
 
-    def begin(self, checkpoints: tuple[int, ...], epoch: int) -> None:
+    def begin(
+        self, checkpoints: tuple[int, ...], epoch: int, runs: tuple[bytes, ...] = ()
+    ) -> None:
         """Says which checkpoints this server has, and the highest epoch it knows.
 
         At first, and whenever it has others.
         """
         self._own = (checkpoints, epoch)
+        self._own_runs = runs
 
     def follow(self, status: Follow) -> None:
         """Another server says where it is.
@@ -112,6 +116,7 @@ class Lead:
             not 0 < status.server < self.options.num_servers
             or status.epoch > _MOST_EPOCH
             or self._next_index(status) > end
+            or len(status.runs) not in (0, len(status.checkpoints))
         ):
             raise MessageError("says that a server is where it cannot be")
         before = self._followers.get(status.server)
@@ -256,7 +261,7 @@ class Lead:
         """Begins an epoch, once it is known which checkpoints all servers have."""
         if self._own is None or len(self._followers) < self.options.num_servers - 1:
             return []
-        common = find_common(self._own[0], self._followers)
+        common = find_common(self._own[0], self._followers, self._own_runs)
         known = [f.epoch for f in self._followers.values()]
         epoch = 1 + max(self._own[1], self._highest_epoch, *known, 0)
         self.version = self._saved = Version(epoch, common)

@@ -17,25 +17,40 @@ class NoCheckpointError(RuntimeError):
     """There were checkpoints, and none is left that all servers have."""
 
 
-def find_common(own: Sequence[int], followers: Mapping[int, Follow]) -> int:
+def find_common(
+    own: Sequence[int], followers: Mapping[int, Follow], runs: Sequence[bytes] = ()
+) -> int:
     """Returns the count of the newest checkpoint that all servers have.
 
     Args:
       own: counts of the checkpoints of server 0. 0 stands for the parameters that
         servers are given, which they may begin with where it is among them.
       followers: of each other server, what it has said last.
+      runs: of each of `own`, in which log it was written; (): not known.
 
     Raises:
       NoCheckpointError: there is none.
     """
     has = {0: tuple(own), **{i: f.checkpoints for i, f in sorted(followers.items())}}
     common = set(own).intersection(*map(set, has.values()))
-    if common:
-        return max(common)
+    said = [dict(zip(own, runs or [b""] * len(own), strict=True))]
+    said += [
+        dict(zip(f.checkpoints, f.runs or [b""] * len(f.checkpoints), strict=True))
+        for f in followers.values()
+    ]
+    # One number is one checkpoint only where all wrote it by one log.
+    mixed = {c for c in common if len({of[c] for of in said}) > 1}
+    if common - mixed:
+        return max(common - mixed)
     found = "; ".join(
         f"server {i} has {', '.join(map(str, sorted(counts))) or 'none'}"
         for i, counts in has.items()
     )
+    if mixed:
+        found += (
+            f". Those of update {', '.join(map(str, sorted(mixed)))} are of different "
+            "runs, and do not fit together"
+        )
     raise NoCheckpointError(
         "No checkpoint is left that all servers have, by number of updates (0: the "
         f"parameters that it was given): {found}. The log says which were refused, and "

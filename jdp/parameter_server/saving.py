@@ -15,6 +15,8 @@ class Saver:
     def __init__(self, server: int, updater: Updater, checkpoints: Checkpoints | None):
         """Begins with what the server finds."""
         self._server, self._updater, self._checkpoints = server, updater, checkpoints
+        if checkpoints is not None:
+            checkpoints.set_state(updater.describe())
         # The newest version that was to be written, whether or not it could be.
         self.asked = Version()
 
@@ -26,6 +28,10 @@ class Saver:
     def find_counts(self) -> tuple[int, ...]:
         """Returns the counts of the versions that this server can begin with."""
         return (0,) if self._checkpoints is None else self._checkpoints.find_counts()
+
+    def find_runs(self) -> tuple[bytes, ...]:
+        """Returns the run of each of `find_counts`; b"" for the given parameters."""
+        return (b"",) if self._checkpoints is None else self._checkpoints.find_runs()
 
     def find_epoch(self) -> int:
         """Returns the highest epoch that there was before this process."""
@@ -54,12 +60,21 @@ class Saver:
         """Whether there is nothing left to write up to this version."""
         return self._checkpoints is None or self.asked >= version
 
-    def save(self, version: Version, settled: dict[bytes, Settled]) -> bool:
-        """Writes a checkpoint; returns whether there is one more."""
+    def save(
+        self, version: Version, settled: dict[bytes, Settled], lead: bytes
+    ) -> bool:
+        """Writes a checkpoint; returns whether there is one more.
+
+        Args:
+          version: of the parameters.
+          settled: see `checkpoint_files.write`.
+          lead: the server 0 that let it be written; with the epoch, the run.
+        """
         self.asked = version
         if self._checkpoints is None:
             return False
-        return self._checkpoints.save(version, self._updater.save(), settled)
+        run = f"{lead.hex()}.{version.epoch}"
+        return self._checkpoints.save(version, self._updater.save(), settled, run)
 
     def restore(self, version: Version, before: Version) -> dict[bytes, Settled] | None:
         """Goes back to a version.

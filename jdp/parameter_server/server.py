@@ -140,6 +140,7 @@ class Server:
                 is_sync = isinstance(mode, modes.Sync)
                 num_pushes = (place.num_workers or 1) if is_sync else 1
                 updater.warm_up(max(1, num_pushes - (mode.backup if is_sync else 0)))
+            saver = saving.Saver(place.index, updater, checkpoints)
         report = options.report
         if report is None:
             report = os.environ.get(keys.REPORT, "")
@@ -152,7 +153,7 @@ class Server:
                 socket,
                 updater,
                 compressor,
-                saving.Saver(place.index, updater, checkpoints),
+                saver,
             ),
             LeadOptions(
                 mode=mode,

@@ -357,6 +357,7 @@ class Service:
                 self._saver.find_counts(),
                 replica.find_held(),
                 self._is_told,
+                self._saver.find_runs(),
             )
             self._upstream.send(0, messages.encode(status))
 
@@ -445,7 +446,8 @@ class Service:
         )
 
     def _save(self) -> None:
-        self._saver.save(self._replica.version, self._replica.settled)
+        replica = self._replica
+        self._saver.save(replica.version, replica.settled, replica.lead)
         self._note_checkpoints()
         self._status_at_s = 0.0
 
@@ -472,4 +474,7 @@ class Service:
 
     def _note_checkpoints(self) -> None:
         if self._lead is not None:
-            self._lead.begin(self._saver.find_counts(), self._saver.find_epoch())
+            saver = self._saver
+            self._lead.begin(
+                saver.find_counts(), saver.find_epoch(), runs=saver.find_runs()
+            )

@@ -1,6 +1,6 @@
 """Updates: the parameters of one server, and the compiled update of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,6 +82,14 @@ class Updater:
     def save(self) -> list[np.ndarray]:
         """Returns copies of all arrays that make the state."""
         return [np.array(x) for x in jax.tree.leaves(self._state)]
+
+    def describe(self) -> tuple[str, ...]:
+        """Returns what each array of the state is, and how the optimizer's nests."""
+        leaves = zip(
+            buckets.leaf_paths(self._state), jax.tree.leaves(self._state), strict=True
+        )
+        arrays = [f"`{path}` {x.dtype}{list(x.shape)}" for path, x in leaves]
+        return (*arrays, f"a state {_describe_nodes(self._state.opt_state)}")
 
     def load(self, arrays: Sequence[np.ndarray]) -> None:
         """Takes what `save` has returned.
@@ -215,6 +223,16 @@ def _find_mixed(
         if after == state:
             return None
         state = after
+
+
+def _describe_nodes(tree: PyTree) -> str:
+    """Returns how a tree nests, with the classes of an optimizer's states by name."""
+    if jax.tree_util.tree_structure(tree) == jax.tree_util.tree_structure(0):
+        return "*"
+    children = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
+    is_plain = type(tree) in (list, tuple) or isinstance(tree, Mapping)
+    name = "" if is_plain else type(tree).__name__
+    return f"{name}({', '.join(map(_describe_nodes, children))})"
 
 
 def _mean(column: Sequence[jax.Array], weights: jax.Array) -> jax.Array:

@@ -8,15 +8,22 @@ import struct
 import subprocess
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jdp import parameter_server
-from jdp.parameter_server import checkpoint_files, checkpoints
+from jdp.parameter_server import (
+    checkpoint_files,
+    checkpoints,
+    restoring,
+    shards,
+    updates,
+)
 from jdp.parameter_server.checkpoints import Checkpoints
-from jdp.parameter_server.messages import Settled, Version
+from jdp.parameter_server.messages import Follow, Settled, Version
 from jdp.parameter_server.progress import Progress, ProgressFile
 from jdp.parameter_server.restoring import NoCheckpointError
 from tests.parameter_server.jobs import ThreadJob
@@ -143,6 +150,68 @@ def test_what_was_half_written_is_removed_and_what_is_no_checkpoint_stays(tmp_pa
     assert {"updates-", "updates-x", "updates-060", "updates--1", "notes"} < names
 
 
+def test_a_checkpoint_that_is_half_removed_is_not_seen(tmp_path, monkeypatch):
+    made = _made(tmp_path)
+    folder = tmp_path / "server-0-of-1"
+
+    def tear(path):
+        """As when the process is killed while it removes a folder."""
+        shutil.rmtree(path / "arrays", ignore_errors=True)
+        (path / "manifest").unlink(missing_ok=True)
+
+    monkeypatch.setattr(checkpoint_files, "remove", tear)
+    made.drop_after(20)
+    monkeypatch.undo()
+    made.close()
+    assert (folder / "drop-updates-40").is_dir()
+    assert Checkpoints(tmp_path, 0, 1).find_counts() == (20,)
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"updates-20", "progress", "lock"}
+
+
+def test_a_folder_is_one_servers_at_a_time(tmp_path):
+    made = _made(tmp_path, num_servers=2)
+    Checkpoints(tmp_path, 1, 2).close()
+    with pytest.raises(RuntimeError, match=f"is used by another .* {os.getpid()}'"):
+        Checkpoints(tmp_path, 0, 2)
+    made.close()
+    Checkpoints(tmp_path, 0, 2).close()
+
+
+def _describe(params, tx):
+    device = jax.local_devices()[0]
+    plan = shards.plan_shards(params, 1)
+    return updates.Updater(params, tx, plan, 0, device).describe()
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_by_name(tmp_path):
+    params = {"decoder": np.zeros(3, np.float32), "encoder": np.zeros(3, np.float32)}
+    renamed = {"decoder": params["decoder"], "encoder2": params["encoder"]}
+    made = Checkpoints(tmp_path, 0, 1)
+    made.set_state(_describe(params, optax.sgd(1.0, momentum=0.9)))
+    made.save(Version(1, 20), ARRAYS, {})
+    made.close()
+    found = Checkpoints(tmp_path, 0, 1)
+    found.set_state(_describe(params, optax.sgd(0.5, momentum=0.8)))
+    for other, tx, text in (
+        (renamed, optax.sgd(1.0, momentum=0.9), r"has `.*'encoder'.*has `.*'encoder2'"),
+        (params, optax.rmsprop(1.0), r"has `.*\.trace.*has `.*\.nu"),
+        (params, optax.sgd(1.0), "this program has"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            found.set_state(_describe(other, tx))
+
+
+def test_checkpoints_of_different_runs_are_never_one():
+    def follow(checkpoints, runs):
+        return {1: Follow(1, b"i", b"", 0, 0, checkpoints, (), False, runs)}
+
+    common = restoring.find_common((5, 10), follow((5, 10), (b"a", b"b")), (b"a", b"a"))
+    assert common == 5
+    with pytest.raises(NoCheckpointError, match="Those of update 5, 10 are of differ"):
+        restoring.find_common((5, 10), follow((5, 10), (b"b", b"b")), (b"a", b"a"))
+
+
 def test_the_given_parameters_count_until_all_servers_had_a_checkpoint(tmp_path):
     made = _made(tmp_path / "two", (), num_servers=2)
     assert made.find_counts() == (0,)
@@ -150,9 +219,11 @@ def test_the_given_parameters_count_until_all_servers_had_a_checkpoint(tmp_path)
     assert made.find_counts() == (0, 20)
     made.keep(20)
     assert made.find_counts() == (20,)
+    made.close()
     assert Checkpoints(tmp_path / "two", 0, 2).find_counts() == (20,)
     alone = _made(tmp_path / "one", (20,))
     assert alone.find_counts() == (20,)
+    alone.close()
     shutil.rmtree(tmp_path / "one/server-0-of-1/updates-20")
     assert Checkpoints(tmp_path / "one", 0, 1).find_counts() == ()
 
@@ -178,6 +249,7 @@ def test_a_damaged_progress_file_is_named_and_epochs_never_go_back(
         assert "refuses the file `" in caplog.text and "progress`: its" in caplog.text
         assert found.last > Version(1, 40) and found.last.count == 40
         assert found.find_counts() == (20, 40)
+        found.close()
         assert Checkpoints(tmp_path, 0, 1).last == found.last
 
 
@@ -213,6 +285,7 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(tmp_path, monkeypatch, capl
         "updates-20",
         "updates-40",
         "progress",
+        "lock",
     }
     assert caplog.text.count("cannot write the checkpoint of update 60 to") == 1
     assert (

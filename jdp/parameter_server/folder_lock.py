@@ -1,0 +1,48 @@
+"""Folder lock: one process at a time has the checkpoints of a server."""
+
+import errno
+import fcntl
+import logging
+import os
+import pathlib
+import socket
+import weakref
+
+_logger = logging.getLogger("jdp")
+
+
+class FolderLock:
+    """A lock on the file `lock` of a folder, held until `close` or death."""
+
+    def __init__(self, folder: pathlib.Path):
+        """Takes it.
+
+        Raises:
+          RuntimeError: another process has it.
+          OSError: the file cannot be opened.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(folder / "lock", flags, 0o644)
+        self._close = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                _logger.warning(
+                    "`%s` cannot be locked: %s. No other job may use this folder.",
+                    folder,
+                    error.strerror,
+                )
+                return
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+            self._close()
+            raise RuntimeError(
+                f"`checkpoint_dir` {str(folder)!r} is used by another server that "
+                f"runs: {ascii(holder)}. End that job, or give another folder."
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
+
+    def close(self) -> None:
+        """Gives it back."""
+        self._close()
