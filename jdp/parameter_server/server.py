@@ -30,7 +30,8 @@ class ServerOptions:
     Attributes:
       lease_s: after how many seconds of silence a worker is left out; it may come back.
       start_timeout_s: how long the first synchronous round waits for
-        `Place.num_workers`, in seconds.
+        `Place.num_workers`, in seconds; and how long, when all others have left,
+        servers wait for a worker that is silent.
       checkpoint_dir: folder for checkpoints, on a disk that outlives the process; None:
         none are made, and a server that is killed takes the parameters with it.
       checkpoint_every: updates from one checkpoint to the next; 0: only at SIGTERM.
