@@ -86,4 +86,5 @@ class Sessions:
             self._socket.poll(_TICK_S)
             for message in self._socket.receive():
                 assert isinstance(message.source, bytes)
-                self._socket.send(message.source, messages.encode(Failed(text)))
+                if not message.is_server:
+                    self._socket.send(message.source, messages.encode(Failed(text)))

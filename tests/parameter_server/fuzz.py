@@ -145,6 +145,8 @@ def draw_message(rng, tags):
             found += [number, version, is_it]
         case "Failed":
             found += [rng.choice(_TEXTS)]
+        case "Ended":
+            found += [is_it]
         case "Apply":
             found += [held, [rng.choice([1.0] * 30 + _FLOATS) for _ in held], number]
         case "Restore":
@@ -152,6 +154,7 @@ def draw_message(rng, tags):
         case "Follow":
             which = [rng.choice([1, 1, 2, 0, -1, 9]), draw_session(rng), b"lead"]
             found += [*which, version[0], number, [0, 3, number], held, is_it]
+            found += [[b"r"] * rng.choice([0, 3, 3, 1])]
         case "Log":
             entries = [draw_message(rng, ENTRIES) for _ in range(rng.randrange(4))]
             first = rng.choice([0, 0, number])
@@ -262,7 +265,15 @@ def fuzz_manifest(rng, num_messages):
     files = (checkpoint_files._File("d/0", 3, "0" * 32),)
     table = {b"s": messages.Settled(1, "late", Version(1, 2))}
     manifest = checkpoint_files.Manifest(
-        1, 0, 1, Version(1, 2), leaves, files, msgspec.msgpack.encode(table)
+        2,
+        0,
+        1,
+        Version(1, 2),
+        "r",
+        ("a",),
+        leaves,
+        files,
+        msgspec.msgpack.encode(table),
     )
 
     def decode(data):
