@@ -372,6 +372,16 @@ def _check_metrics(found: _Made, spreads: Sequence[Spread], world: World) -> lis
     return differing
 
 
+def _widen(x: jax.Array) -> jax.Array:
+    """Returns numbers of which JAX forms no mean, 4-bit and 8-bit ones, in float32."""
+    dtype = x.dtype
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    is_narrow = is_float and jnp.finfo(dtype).bits <= 8
+    if jnp.issubdtype(dtype, jnp.integer):
+        is_narrow = jnp.iinfo(dtype).bits < 8
+    return x.astype(jnp.float32) if is_narrow else x
+
+
 def _dtype_of(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
 
@@ -404,7 +414,7 @@ def _make_program(
         here = None
         if weighting is not None:
             here = weighting._replace(amount=amount[0][0])
-        local = {i: leaves[i] for i, differs in enumerate(chosen) if differs}
+        local = {i: _widen(leaves[i]) for i, differs in enumerate(chosen) if differs}
         means = reduction.average_weighted(local, world.axis_name, lambda: here)
         return [means.get(i, x) for i, x in enumerate(leaves)]
 

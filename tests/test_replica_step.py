@@ -486,6 +486,15 @@ def test_integers_that_differ_have_a_mean():
     assert (int(got["total"]), got["total"].dtype) == (6, np.int32)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float8_e4m3fn", "float8_e5m2"])
+def test_narrow_numbers_that_differ_are_averaged_in_float32(dtype):
+    def run(state, x):
+        return state, {"m": lax.axis_index("data").astype(dtype)}
+
+    found = _data_parallel(run)(np.float32(0), X)[1]["m"]
+    assert found.dtype == jnp.float32 and found == (N - 1) / 2
+
+
 def test_wide_integers_are_exact_with_wide_types():
     with jax.enable_x64(True):
         got = _metrics(
