@@ -218,6 +218,10 @@ class DataParallelStep(Joinable):
         of = owner if self._is_of_class else instance
         return self if of is None or self._is_static else self._bound.of(of)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep":
+        """Returns the step itself, as for functions, also of `jax.jit`."""
+        return self
+
     def __call__(
         self, state: PyTree, /, *batches: PyTree, **named: PyTree
     ) -> tuple[PyTree, PyTree]:

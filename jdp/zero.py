@@ -298,8 +298,9 @@ def _in_kinds(leaves: list[Any], names: list[_Name], layout: Layout) -> list[jax
     wholes = _gather_all([leaves[i] for i in stray], layout, xla.PSUM)
     for i, x in zip(stray, wholes, strict=True):
         leaves[i] = x
+    # Padding may have come to 0 / 0, which `jax_debug_nans` would find.
     return [
-        _as_pieces([x], layout)[0].data[0] if name.is_cut else x
+        layout.mask(_as_pieces([x], layout)[0], 0)[0] if name.is_cut else x
         for x, name in zip(leaves, names, strict=True)
     ]
 

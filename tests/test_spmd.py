@@ -1,3 +1,4 @@
+import copy
 import functools
 
 import chex
@@ -279,3 +280,11 @@ def test_a_join_adds_no_collective():
 def test_a_divisor_that_is_none_is_refused_by_the_join():
     with pytest.raises(ValueError, match="or 'world', got 'wieght'"):
         jdp.Join([_mean_step()], divide_by="wieght")
+
+
+def test_an_object_that_holds_a_step_can_be_copied_before_and_after_a_call():
+    step = jdp.data_parallel(lambda w, x: (w + 1, {}), world=harness.local_world(2))
+    holder = {"step": step}
+    for _ in range(2):
+        copied = copy.deepcopy(holder)["step"]
+        assert float(copied(np.float32(1), np.ones(2, np.float32))[0]) == 2

@@ -156,3 +156,28 @@ def test_a_branch_on_an_own_sample_that_was_written_to_a_mutable_array_is_refuse
     params = jdp.replicate(world, GRADS)
     with pytest.raises(ValueError, match="may differ between the replicas"):
         step((params, zero.init(params)), np.arange(4, dtype=np.float32))
+
+
+def test_padding_of_pieces_is_finite():
+    world = harness.local_world(2)
+
+    def update(grads, state, params=None):
+        new = jax.tree.map(lambda g, s: g / jnp.sqrt(s + g * g), grads, state)
+        return new, new  # 0 / 0 where all is 0.
+
+    tx = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
+    zero = jdp.zero1(tx, world=world)
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        grads = jax.tree.map(lambda p: jnp.ones_like(p) * x.mean(), state[0])
+        updates, opt = zero.update(grads, state[1], state[0])
+        return (updates, opt), {}
+
+    params = jdp.replicate(world, GRADS)
+    with jax.debug_nans(True):
+        state, _ = step((params, zero.init(params)), np.ones(4, np.float32))
+    for x in jax.tree.leaves(state):
+        assert np.isfinite(x).all()

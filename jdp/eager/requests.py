@@ -238,6 +238,7 @@ def as_array(leaf: Any) -> Any:
       TypeError: it is no array of numbers.
       ValueError: it is a global array that is split over the processes.
     """
+    mesh.check_has_no_mask(leaf, "A leaf")
     if isinstance(leaf, np.ndarray):
         array = leaf
     elif isinstance(leaf, jax.core.Tracer):
@@ -254,7 +255,6 @@ def as_array(leaf: Any) -> Any:
             )
         return leaf
     else:
-        mesh.check_has_no_mask(leaf, "A leaf")
         array = np.asarray(leaf)
     if array.dtype.kind not in "iufcb" and not jnp.issubdtype(array.dtype, jnp.number):
         raise TypeError(f"A leaf must be an array of numbers, got {array.dtype}.")
