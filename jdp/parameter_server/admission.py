@@ -1,9 +1,10 @@
-"""Admission: does a worker that says hello belong to this job?"""
+"""Admission: does a worker belong to this job, and is a push what it says?"""
 
 import dataclasses
+from typing import Any
 
 from jdp.parameter_server import shards
-from jdp.parameter_server.messages import Hello, Version
+from jdp.parameter_server.messages import Hello, MessageError, Push, Version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,3 +53,24 @@ def find_objection(hello: Hello, own: Admission, version: Version) -> str:
             "`checkpoint_dir`."
         )
     return ""
+
+
+def check_arrays(
+    push: Push, payload: Any, layout: shards.Layout, *, rejects: bool
+) -> None:
+    """Raises MessageError if the arrays of a push are not what it says.
+
+    Args:
+      push: says whether its gradient is finite.
+      payload: bytes of this server's part; None for none.
+      layout: of the arrays in them.
+      rejects: whether gradients that are not finite are dropped.
+    """
+    num_bytes = 0 if payload is None else len(payload)
+    if num_bytes != layout.num_bytes:
+        raise MessageError(
+            f"pushed {num_bytes} bytes, and {layout.num_bytes} are of this model"
+        )
+    if rejects and push.is_finite:
+        if not all(map(shards.is_finite, layout.views(payload))):
+            raise MessageError("says that a gradient is finite, and it is not")

@@ -271,11 +271,8 @@ class Service:
             if session.lane is None:  # It could not be opened; the worker is told.
                 return
             payload = session.lane.pushed[: layout.num_bytes]
-        num_bytes = 0 if payload is None else len(payload)
-        if num_bytes != layout.num_bytes:
-            raise MessageError(
-                f"pushed {num_bytes} bytes, and {layout.num_bytes} are of this model"
-            )
+        rejects = self._lead_options.nonfinite == "reject"
+        admission.check_arrays(push, payload, layout, rejects=rejects)
         if self._replica.hold(push, payload):
             self._metrics.num_pushed_bytes += layout.num_bytes
             self._status_at_s = 0.0

@@ -182,3 +182,10 @@ def copy_leaves(shard: Shard, leaves: Sequence[Any], into: Sequence[np.ndarray])
             flat = np.asarray(leaves[i]).reshape(-1)
             buffer[end : end + flat.size] = flat
             end += flat.size
+
+
+def is_finite(x: np.ndarray) -> bool:
+    """Whether no element is NaN or infinite; integers are finite."""
+    # A sum shows it in one pass; it may overflow where no element is infinite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(x.sum())) or bool(np.isfinite(x).all())

@@ -71,6 +71,22 @@ def test_a_worker_is_refused_where_the_servers_have_lost_what_it_has_seen(
     assert is_lost == ("they began anew without a checkpoint" in text)
 
 
+def test_a_worker_that_calls_nan_finite_is_refused(tmp_path, monkeypatch):
+    with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0)) as own, own.worker() as worker:
+        worker.pull()
+        monkeypatch.setattr(worker._packer, "pack", _pack_nan)
+        with pytest.raises(RuntimeError, match="says that a gradient is finite, and"):
+            worker.push(PARAMS)
+            worker.flush()
+        worker.close()
+
+
+def _pack_nan(leaves, memory):
+    for part in memory:
+        np.frombuffer(part, np.float32)[:] = np.nan
+    return True
+
+
 def test_another_hook_is_refused(job):
     with pytest.raises(
         RuntimeError, match="`compression` is 'int8' on worker 0 and ''"
