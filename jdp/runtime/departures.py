@@ -5,6 +5,7 @@ that it never begins. Those that already hang in a device collective with it can
 interrupted, so a thread ends their process after a while, with a message.
 """
 
+import logging
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import jax
 import msgspec
 
 from jdp import progress, wire
@@ -23,6 +25,7 @@ from jdp.runtime import worker
 _GET_TIMEOUT_S = 3600.0
 _POLL_PERIOD_S = 0.2
 _JOIN_TIMEOUT_S = 2.0
+_logger = logging.getLogger("jdp")
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -101,7 +104,7 @@ class Watch:
         self._thread = None
         if world.store is not None:
             self._thread = threading.Thread(
-                target=self._watch, name="jdp-departures", daemon=True
+                target=self._watch_job, name="jdp-departures", daemon=True
             )
             self._thread.start()
 
@@ -175,6 +178,13 @@ class Watch:
         why = notice.reason or "by `break` or an exception"
         count = f"{notice.num_begun} iteration{'s' * (notice.num_begun != 1)}"
         return f"Process {notice.process} left {self._loop} after {count}, {why}"
+
+    def _watch_job(self) -> None:
+        try:
+            self._watch()
+        except jax.errors.JaxRuntimeError as error:
+            # The coordination service is gone with process 0: the lifeline tells that.
+            _logger.debug("The watch over %s has ended: %s", self._loop, error)
 
     def _watch(self) -> None:
         store, own = self._world.store, self._world.process_index

@@ -4,7 +4,7 @@ Pure: no clock and no process; see `supervisor` for what is done about it.
 """
 
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from jdp.runtime import worker
@@ -44,10 +44,10 @@ def describe_exit(end: Exit) -> str:
         return end.note
     if end.returncode == 0:
         return f"{who} ended"
+    because = "" if end.culprit is None else f", because of process {end.culprit}"
     if end.returncode > 0:
-        because = "" if end.culprit is None else f", because of process {end.culprit}"
         return f"{who} failed with exit code {end.returncode}{because}"
-    return f"{who} was killed by {signal_name(-end.returncode)}"
+    return f"{who} was killed by {signal_name(-end.returncode)}{because}"
 
 
 def observe(
@@ -95,10 +95,54 @@ def observe(
 def find_failures(exits: Sequence[Exit]) -> list[Exit]:
     """Returns the failures among `exits`, the one that the others follow from first."""
     failures = sorted((end for end in exits if end.returncode != 0), key=_failing_order)
-    if failures and failures[0].culprit is not None:
-        blamed = [end for end in failures if end.process_id == failures[0].culprit]
-        failures = blamed + [end for end in failures if end not in blamed]
-    return failures
+    of = {end.process_id: end for end in reversed(failures)}
+    first, seen = (failures[0] if failures else None), set()
+    while first is not None and first.culprit in of and first.process_id not in seen:
+        seen.add(first.process_id)
+        first = of[first.culprit]
+    return sorted(failures, key=lambda end: end != first)
+
+
+def find_silent(exits: Sequence[Exit], silent: Mapping[int, float]) -> Exit | None:
+    """Returns the end of a process that skipped its exit handlers, if others failed.
+
+    Such a process ends with 0 and without a word, as by `os._exit(0)`. The others fail
+    in a collective with it, or are aborted by JAX.
+
+    Args:
+      exits: ends that are known.
+      silent: when each process that ended like that was seen to.
+    """
+    failures = find_failures(exits)
+    if not failures or not silent or failures[0].process_id < 0:
+        return None
+    first = failures[0]
+    process = min(silent, key=silent.__getitem__)
+    if first.culprit is not None:
+        process = first.culprit
+    elif first.returncode != -signal.SIGABRT:
+        if first.failed_at_s is None or first.failed_at_s < silent[process]:
+            return None
+    if process not in silent:
+        return None
+    service = " JAX's coordination service ended with it." if process == 0 else ""
+    note = (
+        f"process {process} ended with exit code 0, but without its exit handlers, as "
+        f"by `os._exit(0)`.{service} The others cannot go on: {describe_exit(first)}"
+    )
+    return Exit(process, max(1, first.returncode), note=note)
+
+
+def as_it_heard(end: Exit, lost: Mapping[int, int]) -> Exit:
+    """Completes `end`: JAX aborts a process that has lost the coordinator.
+
+    Args:
+      end: of a process that did not say itself why.
+      lost: the process that each process has heard of as gone.
+    """
+    if end.returncode != -signal.SIGABRT or end.culprit is not None:
+        return end
+    return end._replace(culprit=lost.get(end.process_id))
 
 
 def as_it_said(end: Exit, failure: worker.Failure | None) -> Exit:
@@ -115,14 +159,16 @@ def as_failed(process_id: int, failure: worker.Failure) -> Exit:
 
 
 def _failing_order(end: Exit) -> tuple[int, float]:
-    # Peers raise because a process is gone, so whichever raised first comes before
-    # them, and whichever was killed without a word before all. A process that names
-    # another one is not the first. JAX aborts a process when the coordinator, process
-    # 0, is gone, whatever ended that.
-    if end.returncode == -signal.SIGABRT or end.process_id < 0:
-        return 3, 0.0
+    # A process that was killed without a word comes before all, then whichever raised
+    # first: peers raise because a process is gone. The launcher of a host that is gone
+    # explains what its processes did not say. JAX aborts a process when process 0 is
+    # gone, whatever ended that. A process that names another one is not the first.
+    if end.process_id < 0:
+        return 2, 0.0
+    if end.returncode == -signal.SIGABRT:
+        return (3 if end.culprit is None else 5), 0.0
     if end.culprit is not None:
-        return 2, end.failed_at_s or 0.0
+        return 4, end.failed_at_s or 0.0
     return (0, 0.0) if end.failed_at_s is None else (1, end.failed_at_s)
 
 

@@ -48,6 +48,7 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
 
     steps: dict[str, int]  # calls of each decorated step that it has begun.
     error: str | None = None  # why, if it failed.
+    culprit: int | None = None  # the process that is the reason, if another.
 
 
 class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
@@ -68,6 +69,7 @@ class Gone(NamedTuple):
       arrived_s: when this process heard of it.
       steps: calls of each step that it has begun; None: it died without a word.
       error: why it failed; None: it did not, as far as it could say.
+      culprit: the process that it says is the reason, if another.
       broke_s: when its line broke after it had said that it ended; None: it did not.
     """
 
@@ -75,6 +77,7 @@ class Gone(NamedTuple):
     arrived_s: float
     steps: Mapping[str, int] | None = None
     error: str | None = None
+    culprit: int | None = None
     broke_s: float | None = None
 
 
@@ -227,12 +230,12 @@ class _Lifeline:
             tick=self._tick,
         )
 
-    def leave(self, error: str | None) -> None:
+    def leave(self, error: str | None, culprit: int | None) -> None:
         """Says that the program of this process has ended; at most once."""
         if self._ended_s is not None or os.getpid() != self._pid:
             return
         self._has_failed = error is not None
-        message = Left(dict(progress.snapshot().steps), error)
+        message = Left(dict(progress.snapshot().steps), error, culprit)
         self._ended_s = time.monotonic()
         self._star.say(msgspec.msgpack.encode(message))
         self._star.flush(timeout_s=1.0)
@@ -243,7 +246,8 @@ class _Lifeline:
             return self._stuck.culprit
         for gone in self._gone:
             if gone.steps is None or gone.error is not None:
-                return gone.process
+                is_other = gone.culprit not in (None, self._own)
+                return gone.culprit if is_other else gone.process
         return None
 
     def abandon_in_child(self) -> None:
@@ -258,7 +262,9 @@ class _Lifeline:
             _logger.warning("Process %d has said what is no message.", process)
             return
         if isinstance(message, Left):
-            self._add(Gone(process, now_s, message.steps, message.error))
+            is_named = message.culprit in range(self._count)
+            named = message.culprit if is_named else None
+            self._add(Gone(process, now_s, message.steps, message.error, named))
             return
         if not 0 <= message.culprit < self._count:
             return
@@ -275,6 +281,7 @@ class _Lifeline:
                 self._gone = (*self._gone[:i], broken, *self._gone[i + 1 :])
                 return
         if process != self._own:
+            worker.report_loss(process)
             self._add(Gone(process, now_s))
 
     def _add(self, gone: Gone) -> None:
@@ -367,20 +374,42 @@ def start(world: World, key: bytes) -> None:
     os.register_at_fork(after_in_child=_abandon)
 
 
-def leave(error: str | None) -> None:
-    """Tells the others that this process has ended its program, or that it failed."""
+def leave(error: str | None, *, culprit: int | None = None) -> None:
+    """Tells the others that this process has ended its program, or that it failed.
+
+    Args:
+      error: why it failed; None: it did not.
+      culprit: the process that is the reason, if another.
+    """
     if _Current.lifeline is not None:
-        _Current.lifeline.leave(error)
+        _Current.lifeline.leave(error, culprit)
 
 
-def find_culprit() -> int | None:
-    """Returns the first process that failed or died, if this one has heard of any."""
-    return None if _Current.lifeline is None else _Current.lifeline.find_culprit()
+def find_culprit(*, timeout_s: float = 0.0) -> int | None:
+    """Returns the first process that failed or died.
+
+    Args:
+      timeout_s: how long to wait for the word that one did, in seconds.
+
+    Returns:
+      None where this process has not heard of any.
+    """
+    if _Current.lifeline is None:
+        return None
+    deadline_s = time.monotonic() + timeout_s
+    while (found := _Current.lifeline.find_culprit()) is None:
+        if time.monotonic() >= deadline_s:
+            return None
+        time.sleep(0.02)
+    return found
 
 
 def _leave_at_exit() -> None:
     error = getattr(sys, "last_value", None)  # Python's own: nobody caught it.
-    leave(None if error is None else worker.describe_error(error))
+    if error is None:
+        leave(None)
+    else:
+        leave(worker.describe_error(error), culprit=worker.find_culprit(error))
 
 
 def _abandon() -> None:

@@ -260,12 +260,28 @@ class Supervisor:
         if not (has_settled or is_urgent or self._state.cause is not None):
             return []
         held, self._held = self._held, []
-        said = {end.process_id: end for end in held if end.note or end.node is not None}
-        return [
-            said.get(end.process_id)
-            or endings.as_it_said(end, failures.get(end.process_id))
-            for end in held
-        ]
+        ends: list[Exit] = []
+        lost = dict(self._failures.lost)
+        for end in held:
+            if not end.note and end.node is None:
+                end = endings.as_it_said(end, failures.get(end.process_id))
+                end = endings.as_it_heard(end, lost)
+            if end.process_id == 0:  # JAX's coordination service has ended with it.
+                lost = dict.fromkeys(self._environs, 0) | lost
+            ends.append(end)
+        if self._state.cause is None:
+            silent = endings.find_silent(ends, self._find_silent())
+            ends += [] if silent is None else [silent]
+        return ends
+
+    def _find_silent(self) -> dict[int, float]:
+        """Returns which processes of the job ended with 0 and without a word."""
+        words = self._failures
+        return {
+            process_id: ended_s
+            for process_id, ended_s in self._ended_well.items()
+            if process_id in words.joined and process_id not in words.ended
+        }
 
     def _is_given_up(self) -> bool:
         if not self._state.is_killed or self._state.kill_at_s is None:

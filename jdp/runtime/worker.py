@@ -17,6 +17,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import re
 import struct
 import sys
 import threading
@@ -29,7 +30,10 @@ _CULPRIT_FIRST_S = 1.0
 _FAILURE_FD = "JDP_FAILURE_FD"
 # Kind, process id, seconds of the monotonic clock, code, culprit.
 _RECORD = struct.Struct("<cidii")
-_FAILED, _BEGAN, _JOINED, _ENDED = b"f", b"b", b"j", b"e"
+_FAILED, _BEGAN, _JOINED, _ENDED, _LOST = b"f", b"b", b"j", b"e", b"l"
+# A peer that is gone breaks collectives and its line at once, and either may be first.
+_PEER_IS_HEARD_S = 1.0
+_NAMED = re.compile(r"\bProcess (\d{1,9}) has ended; the others")
 
 
 class Failure(NamedTuple):
@@ -54,6 +58,7 @@ class FailurePipe:
       joined: processes that have been in it and have come out.
       ended: when the program of a process ended without a failure; JAX may hold the
         process itself.
+      lost: the first process that a process has heard of as gone, by process.
     """
 
     def __init__(self) -> None:
@@ -65,6 +70,7 @@ class FailurePipe:
         self.in_init: set[int] = set()
         self.joined: set[int] = set()
         self.ended: dict[int, float] = {}
+        self.lost: dict[int, int] = {}
 
     def read(self) -> dict[int, Failure]:
         """Returns what has failed, by process id."""
@@ -81,6 +87,8 @@ class FailurePipe:
             elif kind == _JOINED:
                 self.in_init.discard(process_id)
                 self.joined.add(process_id)
+            elif kind == _LOST:
+                self.lost.setdefault(process_id, culprit)
             elif kind == _ENDED:
                 self.ended[process_id] = at_s
         return self._failures
@@ -127,9 +135,10 @@ def main(argv: list[str]) -> None:
         if os.getpid() != _Own.pid:
             _print_exception(error)
             _exit_if_child(code)
-        culprit = _find_culprit(error)
-        report_failure(code, culprit=culprit)
-        _tell_others(describe_error(error))
+        at_s = time.monotonic()
+        culprit = find_culprit(error)
+        _write(_FAILED, code, culprit, at_s=at_s)
+        _tell_others(describe_error(error), culprit)
         _print_exception(error)
         if culprit is not None:
             # JAX aborts all when process 0 ends; the culprit gets to say what it has.
@@ -163,12 +172,23 @@ def report_failure(code: int, *, culprit: int | None = None) -> None:
     _write(_FAILED, code, culprit)
 
 
+def report_loss(process: int) -> None:
+    """Tells the launcher that `process` is gone: JAX may abort this one for it."""
+    _write(_LOST, culprit=process)
+
+
 def report_init(*, has_joined: bool) -> None:
     """Tells the launcher that this process begins `jdp.init`, or has come out of it."""
     _write(_JOINED if has_joined else _BEGAN)
 
 
-def _write(kind: bytes, code: int = 0, culprit: int | None = None) -> None:
+def _write(
+    kind: bytes,
+    code: int = 0,
+    culprit: int | None = None,
+    *,
+    at_s: float | None = None,
+) -> None:
     process_id = os.environ.get("JDP_PROCESS_ID", "")
     if _Own.failure_fd is None or not process_id.isdigit():
         return
@@ -176,7 +196,8 @@ def _write(kind: bytes, code: int = 0, culprit: int | None = None) -> None:
         return
     own = int(process_id)
     blamed = own if culprit is None else culprit
-    record = _RECORD.pack(kind, own, time.monotonic(), code, blamed)
+    at_s = time.monotonic() if at_s is None else at_s
+    record = _RECORD.pack(kind, own, at_s, code, blamed)
     with contextlib.suppress(OSError):  # The launcher is gone.
         os.write(_Own.failure_fd, record)
 
@@ -191,25 +212,43 @@ def describe_error(error: BaseException) -> str:
     return f"{name}: {lines[0]}"[:_MAX_REASON] if lines[0] else name
 
 
-def _find_culprit(error: BaseException) -> int | None:
+def find_culprit(error: BaseException) -> int | None:
     """Returns the process that is the reason, where that is another one.
 
     An error of jdp may name it. Any other error that is raised after another process
-    has failed or died follows from that, such as "connection reset by peer".
+    has failed or died follows from that, such as "connection reset by peer"; an error
+    of JAX waits a moment for the word of the lifeline.
     """
-    module = sys.modules.get("jdp.progress")
-    process = None if module is None else module.culprit_of(error)
-    if process is not None:
-        return process
-    module = sys.modules.get("jdp.runtime.lifeline")
-    return None if module is None else module.find_culprit()
+    progress = sys.modules.get("jdp.progress")
+    timeout_s = 0.0
+    for cause in _chain(error):
+        process = None if progress is None else progress.culprit_of(cause)
+        if process is not None:
+            return process
+        if "JaxRuntimeError" in (kind.__name__ for kind in type(cause).__mro__):
+            timeout_s = _PEER_IS_HEARD_S
+            if named := _NAMED.search(str(cause)):
+                return int(named[1])
+    lifeline = sys.modules.get("jdp.runtime.lifeline")
+    return None if lifeline is None else lifeline.find_culprit(timeout_s=timeout_s)
 
 
-def _tell_others(reason: str) -> None:
+def _chain(error: BaseException) -> list[BaseException]:
+    """Returns `error` and what it was raised from or because of."""
+    found = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in found:
+        found.append(cause)
+        is_hidden = cause.__suppress_context__
+        cause = cause.__cause__ or (None if is_hidden else cause.__context__)
+    return found
+
+
+def _tell_others(reason: str, culprit: int | None = None) -> None:
     """Tells the other processes of the job, if this one has joined it."""
     module = sys.modules.get("jdp.runtime.lifeline")
     if module is not None:
-        module.leave(reason)
+        module.leave(reason, culprit=culprit)
 
 
 def _load_script(

@@ -88,6 +88,31 @@ def test_an_end_between_the_exit_handlers_is_found_soon():
     assert got.seconds < 60
 
 
+def leave_in_a_step(process):
+    """One process leaves by `os._exit(0)` while the other is in a step."""
+    world = jdp.init(timeout_s=60)
+
+    @jdp.data_parallel
+    def step(w, x):
+        return w + jdp.average(x.mean()), {}
+
+    w = jnp.zeros(())
+    for i in range(500):
+        w, _ = step(w, np.ones((2,), np.float32))
+        if world.process_index == process and i == 4:
+            os._exit(0)
+        np.asarray(w)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_process_that_skips_its_exit_handlers_is_blamed(process):
+    got = harness.run_processes(leave_in_a_step, 2, process)
+    text = f"jdp launch: process {process} ended with exit code 0, but without its exit"
+    assert text in got.output
+    assert got.exit_code not in (0, None)
+
+
 def test_both_counts_and_the_remedy_are_named():
     gone = [Gone(0, 0.0, {"step": 5})]
     verdict = lifeline.judge(1, False, IN_STEP, gone, now_s=9.0)

@@ -84,3 +84,59 @@ def test_a_signal_during_the_grace_kills_at_once(exits, signals):
 def test_two_signals_at_once_kill_at_once():
     state, send = observe(RUNNING, signals=[signal.SIGINT, signal.SIGINT])
     assert (send, state.exit_code) == (signal.SIGKILL, 130)
+
+
+ABORTED = Exit(1, -signal.SIGABRT)
+LAUNCHER = Exit(-1, 1, node=1, note="the launcher of node 1 is gone")
+
+
+@pytest.mark.parametrize(
+    ("exits", "cause"),
+    [
+        # It aborted by itself, and the other one names it.
+        ([Exit(0, 1, 6.0, culprit=1), ABORTED], ABORTED),
+        # JAX aborted it, since the other one is gone.
+        ([ABORTED._replace(culprit=0), Exit(0, 1, 6.0)], Exit(0, 1, 6.0)),
+        # A chain is followed to its end, and a circle is no trap.
+        (
+            [Exit(0, 1, 6.0, 1), Exit(1, 1, 7.0, 2), Exit(2, 1, 8.0, 3)],
+            Exit(2, 1, 8, 3),
+        ),
+        ([Exit(0, 1, 6.0, 1), Exit(1, 1, 7.0, 0)], Exit(0, 1, 6.0, 1)),
+        ([ABORTED._replace(culprit=0), Exit(0, 1, 6.0, 1)], Exit(0, 1, 6.0, 1)),
+        # A host that is gone explains what its processes did not say.
+        ([Exit(0, 1, 6.0, culprit=1), LAUNCHER], LAUNCHER),
+        ([ABORTED, LAUNCHER], LAUNCHER),
+        ([Exit(0, 3, 6.0), LAUNCHER], Exit(0, 3, 6.0)),
+    ],
+)
+def test_what_the_others_follow_from_comes_first(exits, cause):
+    assert endings.find_failures(exits)[0] == cause
+    assert endings.find_failures(exits[::-1])[0] == cause
+
+
+def test_jax_aborts_a_process_for_the_one_that_it_lost():
+    end = endings.as_it_heard(ABORTED, {1: 0})
+    text = "process 1 was killed by SIGABRT, because of process 0"
+    assert endings.describe_exit(end) == text
+    assert endings.as_it_heard(Exit(1, -9), {1: 0}) == Exit(1, -9)
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_found"),
+    [
+        (Exit(0, 1, 9.0, culprit=1), True),
+        (Exit(0, 1, 9.0, culprit=2), False),
+        (Exit(0, -6), True),
+        (Exit(0, 1, 6.0), True),
+        (Exit(0, 1, 4.0), False),
+        (Exit(0, -9), False),
+    ],
+)
+def test_a_process_that_skips_its_exit_handlers_is_the_culprit(failure, is_found):
+    found = endings.find_silent([Exit(1, 0), failure], {1: 5.0})
+    assert (found is not None) == is_found
+    assert endings.find_silent([Exit(1, 0)], {1: 5.0}) is None
+    if found is not None:
+        assert endings.find_failures([failure, found])[0] == found
+        assert "process 1 ended with exit code 0, but without" in found.note

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from jdp import progress
 from jdp.runtime import worker
 
 pytestmark = pytest.mark.multiprocess
@@ -168,3 +170,16 @@ def test_multiprocessing_finds_the_functions_of_main(tmp_path, kind, target, met
     )
     got = run_worker(kind, target, method, cwd=tmp_path)
     assert (got.returncode, got.stdout) == (0, "[9]\n[16]\n"), got.stderr
+
+
+def test_an_error_is_searched_for_the_process_that_it_follows_from():
+    named = progress.blame(RuntimeError("gone"), 3)
+    outer = ValueError("epoch failed")
+    outer.__cause__ = named
+    assert worker.find_culprit(outer) == 3
+    outer.__cause__ = jax.errors.JaxRuntimeError(
+        "INTERNAL: RuntimeError: Process 2 has ended; the others cannot go on without"
+    )
+    assert worker.find_culprit(outer) == 2
+    outer.__cause__ = None
+    assert worker.find_culprit(outer) is None
