@@ -175,9 +175,16 @@ HOOKS = {
     "none": "()",
     "power_sgd": "(rank, *, start_step, min_compression_rate, warm_start, "
     "error_feedback, orthogonalization_epsilon, seed)",
+    "rows": "(max_rows)",
     "top_k": "(fraction)",
 }
-HOOK_TYPES = {"CommHook", "ErrorFeedbackState", "HookAllReduce", "PowerSGDState"}
+HOOK_TYPES = {
+    "CommHook",
+    "ErrorFeedbackState",
+    "HookAllReduce",
+    "PowerSGDState",
+    "RowsState",
+}
 
 
 def test_all_of_hooks_is_the_contract():
