@@ -224,8 +224,10 @@ def _stopping_at_sigterm(server: Server) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signals = (signal.SIGTERM, signal.SIGINT)  # `jdp launch` hands an interrupt on.
+    old = [signal.signal(signum, lambda *_: server.stop()) for signum in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        for signum, handler in zip(signals, old, strict=True):
+            signal.signal(signum, handler)

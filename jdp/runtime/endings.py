@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from jdp.runtime import worker
 
+_INTERRUPTED = 128 + signal.SIGINT
+
 
 class Exit(NamedTuple):
     """The end of one process."""
@@ -28,6 +30,7 @@ class StopState(NamedTuple):
     cause: Exit | signal.Signals | None = None  # None: nothing went wrong so far.
     kill_at_s: float | None = None  # None: nobody was told to end.
     is_killed: bool = False
+    term_at_s: float | None = None  # SIGINT was sent, and SIGTERM follows.
 
 
 def exit_code(returncode: int) -> int:
@@ -61,8 +64,9 @@ def observe(
     """Decides what the processes that still run are sent.
 
     The first signal, or the first process that fails, starts the end of the job with
-    SIGTERM. SIGKILL follows after `grace_s`, or at the next signal. A process that ends
-    with 0 changes nothing.
+    SIGTERM; an interrupt, here or on another host, starts it with SIGINT, and SIGTERM
+    follows after `grace_s`. SIGKILL follows after `grace_s`, or at the next signal. A
+    process that ends with 0 changes nothing.
 
     Args:
       state: what was decided before.
@@ -76,19 +80,26 @@ def observe(
     """
     failures = find_failures(exits)
     pending = list(signals)
-    send = None
+    send, is_interrupt = None, False
     if state.cause is None and pending:
         signum = signal.Signals(pending.pop(0))
         state = StopState(128 + signum, signum, now_s + grace_s)
         send = signal.SIGTERM
+        is_interrupt = signum == signal.SIGINT
     elif state.cause is None and failures:
         code = exit_code(failures[0].returncode)
         state = StopState(code, failures[0], now_s + grace_s)
         send = signal.SIGTERM
+        is_interrupt = failures[0].process_id < 0 and code == _INTERRUPTED
+    if is_interrupt:
+        state = state._replace(term_at_s=now_s + grace_s, kill_at_s=now_s + 2 * grace_s)
+        send = signal.SIGINT
     if state.kill_at_s is None or state.is_killed:
         return state, send
     if pending or now_s >= state.kill_at_s:
         return state._replace(is_killed=True, kill_at_s=now_s), signal.SIGKILL
+    if state.term_at_s is not None and now_s >= state.term_at_s:
+        return state._replace(term_at_s=None), signal.SIGTERM
     return state, send
 
 

@@ -55,12 +55,28 @@ def test_who_raised_first_counts_and_who_was_killed_comes_before():
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_the_job(signum, code):
     state, send = observe(RUNNING, signals=[signum])
-    assert (send, state.exit_code, state.cause) == (signal.SIGTERM, code, signum)
+    first = signum if signum == signal.SIGINT else signal.SIGTERM
+    assert (send, state.exit_code, state.cause) == (first, code, signum)
+
+
+@pytest.mark.parametrize(
+    ("exits", "signals"),
+    [((), [signal.SIGINT]), ([Exit(-1, 130, note="ended by SIGINT")], ())],
+)
+def test_an_interrupt_is_handed_on_before_sigterm_and_sigkill(exits, signals):
+    state, send = observe(RUNNING, exits, signals, now_s=10.0)
+    sent = [send]
+    for now_s in (14.9, 15.0, 15.1, 19.9, 20.0, 20.1):
+        state, send = observe(state, now_s=now_s)
+        sent.append(send)
+    term, kill = signal.SIGTERM, signal.SIGKILL
+    assert sent == [signal.SIGINT, None, term, None, None, kill, None]
+    assert state.exit_code == 130
 
 
 def test_a_signal_is_the_cause_of_the_failures_beside_it():
     state, send = observe(RUNNING, [Exit(0, -2)], [signal.SIGINT])
-    assert (send, state.exit_code) == (signal.SIGTERM, 130)
+    assert (send, state.exit_code) == (signal.SIGINT, 130)
 
 
 def test_kill_follows_after_the_grace_and_once():
