@@ -225,7 +225,10 @@ def find_culprit(error: BaseException) -> int | None:
         process = None if progress is None else progress.culprit_of(cause)
         if process is not None:
             return process
-        if "JaxRuntimeError" in (kind.__name__ for kind in type(cause).__mro__):
+        is_of_jax = "JaxRuntimeError" in (kind.__name__ for kind in type(cause).__mro__)
+        text = describe_error(cause)
+        # JAX raises a few of its errors as ValueError.
+        if is_of_jax or "Gloo " in text or "gloo/" in text:
             timeout_s = _PEER_IS_HEARD_S
             if named := _NAMED.search(str(cause)):
                 return int(named[1])
