@@ -445,7 +445,7 @@ class Coordinator:
     def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:
         """Returns the names that some ranks wait for longer than `after_s` seconds.
 
-        Of cached names the wait is counted from the first call that found them.
+        Of cached names the wait is counted from the first call that finds it.
         """
         return late.find_stalls(
             self._names,

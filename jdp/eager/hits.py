@@ -18,7 +18,8 @@ class Hits:
         """Begins with none of `size` ranks."""
         self.of_rank = [0] * size  # bit sets.
         self._data: list[dict[int, bytes]] = [{} for _ in range(size)]  # by slot.
-        self._since_s: dict[int, float] = {}
+        self._since_s: dict[int, float] = {}  # by slot, when a look first found it.
+        self._taken = 0  # slots that were taken since the last look, as a bit set.
 
     def add(self, rank: int, hits: int, data: Sequence[tuple[int, bytes]]) -> None:
         """Notes what a rank has submitted.
@@ -64,6 +65,7 @@ class Hits:
         Returns:
           By slot for which all of `ranks` have sent theirs: the tensors, by rank.
         """
+        self._taken |= ready
         given = []
         for rank in ranks:
             self.of_rank[rank] &= ~ready
@@ -96,11 +98,20 @@ class Hits:
         return pending
 
     def waited_s(self, *, now_s: float) -> dict[int, float]:
-        """Returns by slot how long it waits, counted from the first call."""
+        """Looks how long slots wait, each counted from the first look that finds it.
+
+        A slot that was taken since the last look, and is submitted again, is a new
+        wait. So a name that comes in every step never adds its waits up.
+
+        Args:
+          now_s: the time.
+
+        Returns:
+          The seconds by slot.
+        """
         pending = self.pending()
-        for slot in list(self._since_s):
-            if not pending >> slot & 1:
-                del self._since_s[slot]
+        still, self._taken = pending & ~self._taken, 0
+        self._since_s = {s: t for s, t in self._since_s.items() if still >> s & 1}
         return {s: now_s - self._since_s.setdefault(s, now_s) for s in bits(pending)}
 
     def slots_with_data(self, rank: int) -> set[int]:

@@ -59,5 +59,6 @@ def find_stalls(
             for rank in names.members[cached.process_set]
             if not (hits.of_rank[rank] >> slot | names.joined >> rank) & 1
         )
-        stalls.append(Stall(cached.process_set, cached.name, missing, waited_s))
+        if missing:  # Else it is ready, and not decided yet.
+            stalls.append(Stall(cached.process_set, cached.name, missing, waited_s))
     return stalls

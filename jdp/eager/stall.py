@@ -61,9 +61,12 @@ def observe(
     stop = None
     if late:
         longest = max(late, key=lambda stall: stall.waited_s)
-        who = ", ".join(map(str, longest.missing)) or "the rest of it"
+        who = ", ".join(map(str, longest.missing))
+        of_what = f"{longest.name!r} has waited for rank {who}"
+        if not who:
+            of_what = f"{longest.name}, has waited for the rest of the group"
         stop = (
-            f"{longest.name!r} has waited for rank {who} for {longest.waited_s:.0f} s, "
+            f"{of_what} for {longest.waited_s:.0f} s, "
             f"longer than {stop_after_s:g} s; shutting down"
         )
         lines.append(
@@ -84,7 +87,9 @@ def describe(stalls: Sequence[Stall], late: Sequence[Stall] = ()) -> str:
     for stall in stalls:
         for rank in stall.missing:
             missing.setdefault(rank, []).append(stall)
-    lines = ["Missing ranks:"] if missing else ["No rank is missing."]
+    if not stalls:
+        return "No rank is missing."
+    lines = ["Missing ranks:"] if missing else []
     for rank in sorted(missing):
         names = [stall.name for stall in missing[rank]]
         text = ", ".join(names[:_MOST_NAMES]) + (" ..." if names[_MOST_NAMES:] else "")

@@ -364,6 +364,37 @@ def test_who_is_missing_is_named_also_for_cached_names():
     assert {stall.name for stall in find(now_s=99.0, after_s=60.0)} == {"new"}
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_name_of_each_step_that_waits_at_each_look_is_no_stall(is_cached):
+    job = Job(2, cache_capacity=1024 if is_cached else 0)
+    find = job.coordinator.find_stalls
+    for step in range(100):
+        job.now_s = float(step)
+        job.submit(0, all_reduce("loss"))
+        job.settle()
+        late = find(now_s=job.now_s, after_s=0.0)
+        assert [stall.missing for stall in late] == [(1,)]
+        assert late[0].waited_s == 0.0
+        job.submit(1, all_reduce("loss"))
+        job.settle()
+    # One that then waits is counted from its own submission.
+    job.submit(0, all_reduce("loss"))
+    job.settle()
+    assert [stall.waited_s for stall in find(now_s=99.0, after_s=0.0)] == [0.0]
+    assert [stall.waited_s for stall in find(now_s=160.0, after_s=60.0)] == [61.0]
+
+
+def test_a_slot_that_is_ready_and_not_decided_is_no_stall():
+    job = Job(2)
+    for rank in range(2):
+        job.submit(rank, all_reduce("a"))
+    job.settle()
+    for rank in range(2):
+        job.submit(rank, all_reduce("a"))
+        job.deliver(rank)
+    assert job.coordinator.find_stalls(now_s=99.0, after_s=0.0) == []
+
+
 def test_what_is_refused_is_not_taken_for_lost_before_it_is_said():
     job = Job(2, sets={1: (0, 1)})
     remove = Request("r", encode_spec(Spec("remove_process_set", shape=(1,))))

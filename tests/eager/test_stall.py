@@ -52,3 +52,12 @@ def test_after_the_limit_the_engine_ends_and_says_for_whom():
     assert _observe([A], stop_after_s=120.0)[1].stop is None
     # Also right after a warning.
     assert _observe([B], looked_s=99.0, stop_after_s=120.0)[1].stop is not None
+
+
+def test_a_part_of_a_group_waits_for_the_rest_and_for_no_rank():
+    _, verdict = _observe([PART], stop_after_s=65.0)
+    assert "Missing" not in verdict.warning and "No rank" not in verdict.warning
+    assert verdict.stop == (
+        "group 'g', of which only x came, has waited for the rest of the group for "
+        "70 s, longer than 65 s; shutting down"
+    )
