@@ -110,7 +110,11 @@ def judge(records: Sequence[Record], decide: Decide) -> Verdict:
                 error="The processes do not do the same thing: process 0 is in the "
                 f"{topic}, process {process} in the {record.topic}."
             )
-    return Verdict(body=decide([record.body for record in records]))
+    try:
+        return Verdict(body=decide([record.body for record in records]))
+    except Exception as error:  # Else the others would wait for the verdict in vain.
+        why = wire.printable(f"{type(error).__name__}: {error}")
+        return Verdict(error=f"In the {topic}, process 0 could not decide: {why}")
 
 
 def _meet(
@@ -133,6 +137,8 @@ def _meet(
             found = wire.decode(verdict, Verdict, what=_name(0, record.topic))
         except wire.Malformed as error:
             return Verdict(error=str(error))
+        if found.culprit not in (None, *range(world.process_count)):
+            return Verdict(error=f"{_name(0, record.topic)} blames no process.")
         if then_raises or found.error is not None:
             world.store.set(_read_key(round_index, world.process_index), b"read")
         return found

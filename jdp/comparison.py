@@ -132,6 +132,12 @@ def _first_difference(world: World, topic: str, digests: Sequence[bytes]) -> Dif
             wire.decode(body, list[bytes], what=f"The digests of process {process}")
             for process, body in enumerate(bodies)
         ]
+        for process, theirs in enumerate(lists):
+            if len(theirs) != len(lists[0]):
+                raise wire.Malformed(
+                    f"Process {process} has {len(theirs)} digests, process 0 has "
+                    f"{len(lists[0])}. Install the same jdp in every process."
+                )
         differences = [
             Difference(process, index)
             for process, theirs in enumerate(lists)
@@ -143,7 +149,13 @@ def _first_difference(world: World, topic: str, digests: Sequence[bytes]) -> Dif
 
     body = msgspec.msgpack.encode(list(digests))
     found = agreement.meet(world, topic, body, decide)
-    return wire.decode(found, Difference, what="The difference that process 0 found")
+    what = "The difference that process 0 found"
+    difference = wire.decode(found, Difference, what=what)
+    is_none = difference == Difference()
+    is_one = 0 < difference.process < world.process_count
+    if not is_none and not (is_one and 0 <= difference.index < len(digests)):
+        raise wire.Malformed(f"{what} is nowhere. Install the same jdp everywhere.")
+    return difference
 
 
 def _explain(

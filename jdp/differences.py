@@ -5,6 +5,10 @@ import zlib
 import msgspec
 import numpy as np
 
+from jdp import wire
+
+_MOST_TEXT_BYTES = 32 << 20  # of a program; one of 100,000 lines has 10 MB.
+
 
 class Details(msgspec.Struct, frozen=True):
     """What there is to say of a program, in full."""
@@ -49,14 +53,32 @@ def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
     return f"{head}Only process {owner} has `{path}` ({spec})."
 
 
+def unpack(data: bytes) -> str:
+    """Returns the text that `zlib.compress` made `data` from.
+
+    Raises:
+      Malformed: it is no such text, or longer than any program should be.
+    """
+    unpacker = zlib.decompressobj()
+    try:
+        text = unpacker.decompress(data, _MOST_TEXT_BYTES).decode()
+    except (zlib.error, UnicodeDecodeError):
+        raise wire.Malformed("A program is no compressed text.") from None
+    if not unpacker.eof:
+        raise wire.Malformed(
+            f"A program is cut off, or longer than {_MOST_TEXT_BYTES:,} bytes."
+        )
+    return text
+
+
 def explain_places(ours: Details, theirs: Details, process: int) -> str:
     """Names the first leaf that is placed on process 0 and not on `process`, or so."""
     if not ours.program or not theirs.program:
         return "The processes do not have the same leaves on all replicas."
-    our_lines, their_lines = (
-        zlib.decompress(d.program).decode().split("\n") for d in (ours, theirs)
-    )
-    a, b = next((a, b) for a, b in zip(our_lines, their_lines, strict=True) if a != b)
+    our_lines, their_lines = (unpack(d.program).split("\n") for d in (ours, theirs))
+    # A process of the job has a line for each leaf; `strict` refuses another one.
+    pairs = zip(our_lines, their_lines, strict=True)
+    a, b = next(((a, b) for a, b in pairs if a != b), ("nothing", "nothing"))
     name = a.split(" is ")[0]
     if name == "`process`":
         advice = "Pass one `process` everywhere."
@@ -75,9 +97,7 @@ def explain_programs(ours: Details, theirs: Details, process: int) -> str:
     head = "The processes traced different programs"
     if not ours.program or not theirs.program:
         return f"{head}: process 0 and process {process} (too long to compare here)."
-    our_lines, their_lines = (
-        zlib.decompress(d.program).decode().splitlines() for d in (ours, theirs)
-    )
+    our_lines, their_lines = (unpack(d.program).splitlines() for d in (ours, theirs))
     # A text may be the beginning of another.
     for a, b in zip(our_lines, their_lines, strict=False):
         if a != b:

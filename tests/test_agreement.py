@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 
 from jdp import agreement
@@ -114,3 +115,28 @@ def test_process_0_stays_until_the_others_know_the_error(kind, monkeypatch):
     harness.run_threads(fn, 3, timeout_s=30.0)
     assert max(ended_s.values()) - start_s < 8.0
     assert ended_s[0] > max(ended_s[1], ended_s[2])
+
+
+@pytest.mark.parametrize("error", [ValueError("zip"), IndexError("9"), KeyError("k")])
+def test_a_decision_that_fails_is_an_error_for_all(error):
+    def decide(bodies):
+        raise error
+
+    start_s = time.monotonic()
+    found = harness.run_threads(lambda w: agreement.meet(w, "test", b"", decide), 3)
+    assert time.monotonic() - start_s < 4.0  # Without waiting for `timeout_s`.
+    for each in found:
+        assert isinstance(each, RuntimeError)
+        assert f"could not decide: {type(error).__name__}" in str(each)
+
+
+@pytest.mark.parametrize("culprit", [-1, 2, 10**12])
+def test_a_culprit_that_is_no_process_is_refused(culprit):
+    def fn(world):
+        if world.process_index:
+            return agreement.meet(world, "test", b"", _collect)
+        verdict = agreement.Verdict(error="no", culprit=culprit)
+        key = f"jdp/meet/{world.store.next_round()}/verdict"
+        world.store.set(key, msgspec.msgpack.encode(verdict))
+
+    assert "blames no process" in str(harness.run_threads(fn, 2)[1])

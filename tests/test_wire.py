@@ -1,7 +1,14 @@
+import time
+import zlib
+
 import msgspec
 import pytest
 
-from jdp import wire
+from jdp import differences, wire
+from jdp.collectives import measurement
+from jdp.runtime import departures, launcher_link, transport, transport_lane
+from jdp.runtime.departures import Notice
+from jdp.runtime.endings import Exit
 from tests import wire_fuzz
 
 
@@ -42,3 +49,79 @@ def test_fuzzed_records_have_a_verdict():
 
 def test_a_fuzzed_store_shows_only_what_was_signed():
     wire_fuzz.fuzz_store(500, seed=1)
+
+
+NONSENSE = {
+    "times": lambda: measurement.make_links([], 2),
+    "endless times": lambda: measurement.make_links(
+        [measurement.Seconds("ring", 8, [float("nan")])], 2
+    ),
+    "no text": lambda: differences.unpack(b"x"),
+    "cut off": lambda: differences.unpack(zlib.compress(b"abc" * 99)[:-5]),
+    "a bomb": lambda: differences.unpack(zlib.compress(bytes(64 << 20), level=1)),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_what_decodes_and_cannot_be_is_refused(name):
+    with pytest.raises(wire.Malformed):
+        NONSENSE[name]()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        Exit(2**63, 1),
+        Exit(1, 2**40),
+        Exit(1, -9999),
+        Exit(1, 0),
+        Exit(-1, 1),
+        Exit(1, 1, culprit=-(10**9)),
+    ],
+)
+def test_an_end_that_no_process_has_is_refused(end):
+    with pytest.raises(wire.DecodeError, match="no process ends like that"):
+        launcher_link.check(end)
+    assert launcher_link.check(Exit(1, -9, note="a\x1b")).note == "a\\x1b"
+
+
+@pytest.mark.parametrize("notice", [Notice(9, 1), Notice(1, -1), b"", b"\xc1" * 9])
+def test_a_notice_that_cannot_be_is_shown_as_one(notice):
+    data = notice if isinstance(notice, bytes) else msgspec.msgpack.encode(notice)
+    found = departures._decode(data, 1)
+    assert (found.process, found.num_begun) == (1, 0) and "is none" in found.reason
+
+
+def test_a_lane_with_a_gap_ends_its_link():
+    class Link:
+        is_woken = False
+
+        def __init__(self):
+            self.events, self.lost = [], []
+
+        def watch(self, fd, receive):
+            pass
+
+        def send_frame(self, peer, frame):
+            pass
+
+        def wait(self, timeout_s):
+            assert timeout_s is None or timeout_s < 1.0
+            time.sleep(timeout_s or 0.0)
+            events, self.events = self.events, []
+            return events
+
+        def lose(self, peer, why, events):
+            self.lost.append(why)
+            events.append(transport.Lost(peer, why))
+
+        def close(self):
+            pass
+
+    link = Link()
+    lane = transport_lane.LaneLink(link, 0, 2, gap_timeout_s=0.1)
+    later = (7).to_bytes(4, "little") + b"later"
+    link.events = [transport.Received(1, later)]
+    assert [type(event) for event in lane.wait(None)] == [transport.Lost]
+    assert link.lost == ["process 1 never sent message 0 of the lane, but 1 after it"]
+    lane.close()

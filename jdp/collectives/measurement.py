@@ -244,6 +244,11 @@ def fit_links(
 
 def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
     """Fits the three numbers to what was measured, weighted by 1 / time."""
+    if not measured or not all(map(_is_possible, measured)):
+        raise wire.Malformed(
+            "A list of times is empty, or has times that cannot be. Install the same "
+            "jdp in every process."
+        )
     rows, ones = [], []
     for each in measured:
         algorithm = ALGORITHMS.get(each.algorithm)
@@ -278,6 +283,12 @@ def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
             Curve(name, num_replicas, tuple(points)) for name, points in curves.items()
         ),
     )
+
+
+def _is_possible(each: Seconds) -> bool:
+    # Less than nothing is possible, for it is the difference of two times.
+    is_finite = all(math.isfinite(x) and abs(x) < 1e6 for x in each.rounds)
+    return bool(each.rounds) and is_finite and 0 < each.num_bytes < 1 << 50
 
 
 def num_repeats(num_bytes: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from jdp import wire
+from jdp.runtime import job_key
 
 ROLE = "JDP_PARAMETER_SERVER_ROLE"
 INDEX = "JDP_PARAMETER_SERVER_INDEX"
@@ -160,16 +161,13 @@ def read_keys(path: str) -> Keys:
     """Reads what `make_keys` has written.
 
     Raises:
-      RuntimeError: it cannot be read, has no keys, or others can read it too.
+      RuntimeError: it cannot be read, has no keys, is of another user, or others can
+        read it too.
     """
     try:
-        if os.stat(path).st_mode & 0o077:
-            raise RuntimeError(
-                f"`key_file` {path!r} can be read by other users of this host, who "
-                f"could join the job. Make it private: `chmod 600 {path}`."
-            )
-        with open(path, "rb") as file:
-            data = file.read(_MOST_KEY_BYTES)
+        data = job_key.read_private(path, most_bytes=_MOST_KEY_BYTES)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
     except OSError as error:
         raise RuntimeError(
             f"`key_file` {path!r} cannot be read: {error.strerror}. Write it with "

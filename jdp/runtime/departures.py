@@ -200,12 +200,9 @@ class Watch:
             now_s = time.monotonic()
             known = {notice.process for notice, _ in self._notices} | {own}
             new = [
-                Arrived(
-                    wire.decode(value, Notice, what=f"The notice of process {process}"),
-                    now_s,
-                )
-                for process, value in found.items()
-                if process.isdecimal() and int(process) not in known
+                Arrived(_decode(found[str(process)], process), now_s)
+                for process in range(self._world.process_count)
+                if str(process) in found and process not in known
             ]
             self._notices += tuple(new)
             timeout_s = self._world.timeout_s
@@ -231,6 +228,18 @@ class Watch:
         sys.stdout.flush()
         worker.report_failure(1, culprit=notice.process)
         os._exit(1)
+
+
+def _decode(value: bytes, process: int) -> Notice:
+    """Reads the notice of a process; one that cannot be is a notice all the same."""
+    try:
+        notice = wire.decode(value, Notice, what="It")
+        if notice.process != process or notice.num_begun < 0:
+            raise wire.Malformed("It names another process, or fewer iterations than 0")
+    except wire.Malformed as error:
+        return Notice(process, 0, f"with a notice that is none: {error}")
+    reason = None if notice.reason is None else wire.printable(notice.reason, most=4000)
+    return Notice(process, notice.num_begun, reason)
 
 
 _WHAT_TO_DO = (

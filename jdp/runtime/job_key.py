@@ -118,10 +118,7 @@ def read_file(path: str) -> bytes:
         or is too short or too long.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            _check_owner(path, os.fstat(file.fileno()))
-            content = file.read(_MOST_FILE_BYTES + 1)
+        content = read_private(path, most_bytes=_MOST_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(
             f"`key_file` {path!r} cannot be read: {error.strerror}. Write it with "
@@ -134,6 +131,19 @@ def read_file(path: str) -> bytes:
             f"bytes beside white space, got {len(content)}."
         )
     return derive(hashlib.sha256(content).digest(), _FILE_CONTEXT)
+
+
+def read_private(path: str, *, most_bytes: int) -> bytes:
+    """Returns what a file of this user alone begins with; a pipe is not waited for.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is no regular file, not of this user, or open to others.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        _check_owner(path, os.fstat(file.fileno()))
+        return file.read(most_bytes)
 
 
 def _check_owner(path: str, found: os.stat_result) -> None:

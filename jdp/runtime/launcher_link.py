@@ -17,6 +17,8 @@ from jdp.runtime import addresses, star
 from jdp.runtime.endings import Exit
 
 _PURPOSE = "launchers"
+_MOST_PROCESSES = 1 << 31
+_MOST_SIGNAL = 64  # of Linux.
 _MOST_SAID = 40  # `star` takes no more of one member.
 _DECODER = msgspec.msgpack.Decoder(Exit)
 _logger = logging.getLogger("jdp")
@@ -88,7 +90,7 @@ class LauncherLink:
 
     def _hear(self, node: int, body: bytes) -> None:
         try:
-            end = wire.decode_with(_DECODER.decode, body)
+            end = check(wire.decode_with(_DECODER.decode, body))
         except wire.DecodeError:
             _logger.warning(
                 "The launcher of node %d has said what is no message.", node
@@ -110,6 +112,24 @@ class LauncherLink:
             self._heard.append(end)
         with contextlib.suppress(OSError):
             os.write(self._news_fd, b"n")
+
+
+def check(end: Exit) -> Exit:
+    """Returns an end that another launcher told, fit to be shown.
+
+    Raises:
+      DecodeError: no process ends like that.
+    """
+    culprit = 0 if end.culprit is None else end.culprit
+    if (
+        not -1 <= end.process_id < _MOST_PROCESSES
+        or not -_MOST_SIGNAL <= end.returncode < 256
+        or end.returncode == 0
+        or not 0 <= culprit < _MOST_PROCESSES
+        or (end.process_id < 0 and not end.note)
+    ):
+        raise wire.DecodeError("no process ends like that")
+    return end._replace(note=wire.printable(end.note))
 
 
 def find_port(coordinator_port: int) -> int:

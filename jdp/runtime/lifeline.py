@@ -214,7 +214,7 @@ class _Lifeline:
                 world.store.set(_KEY, port, overwrite=True)
         else:
             port = world.store.get(_KEY, timeout_s=world.timeout_s)
-            if not port.isdigit() or not 0 < int(port) < 1 << 16:
+            if len(port) > 5 or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise OSError("process 0 does not listen")
             address = world.host, int(port)
         return star.Star(

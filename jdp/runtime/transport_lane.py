@@ -24,6 +24,7 @@ from jdp.runtime.transport_zmq import ZmqLink
 _MOST_BYTES = 32 << 10  # of a datagram.
 _MOST_AT_ONCE = 4096  # that one wait takes, lest it never returns.
 _NUMBER = struct.Struct("<I")
+_MOST_EARLY = 1 << 14  # messages that wait for one before them.
 _OFFER = 0xFFFFFFFF  # in place of a number: where the sender has its socket.
 _TOKEN_BYTES = 16
 
@@ -46,8 +47,19 @@ def _decode_offer(payload: bytes) -> _Offer:
 class LaneLink:
     """A link that also has a socket for datagrams; see `Link`."""
 
-    def __init__(self, link: ZmqLink, rank: int, num_processes: int):
-        """Puts a lane beside `link`, which all processes do; they are on one host."""
+    def __init__(
+        self,
+        link: ZmqLink,
+        rank: int,
+        num_processes: int,
+        *,
+        gap_timeout_s: float = 30.0,
+    ):
+        """Puts a lane beside `link`, which all processes do; they are on one host.
+
+        A message that does not come for `gap_timeout_s` seconds, though later ones of
+        its process do, ends the link to that process.
+        """
         self._link = link
         self._peers = [0] if rank else list(range(1, num_processes))
         self._address = b"\0jdp-" + secrets.token_hex(16).encode()
@@ -62,6 +74,8 @@ class LaneLink:
         self._sent = dict.fromkeys(self._peers, 0)
         self._due = dict.fromkeys(self._peers, 0)  # number of the next message.
         self._early: dict[int, dict[int, bytes]] = {p: {} for p in self._peers}
+        self._gap_timeout_s = gap_timeout_s
+        self._gaps: dict[int, float] = {}  # by peer: when it began that one is missing.
         link.watch(self._socket.fileno(), self._receive)
         for token, peer in self._tokens.items():
             offer = msgspec.msgpack.encode(_Offer(self._address, token))
@@ -89,7 +103,8 @@ class LaneLink:
         """See `Link`."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            came = self._link.wait(timeout_s)
+            wait_s = self._until_gap(timeout_s)
+            came = self._link.wait(wait_s)
             # What was still on the lane when a process was lost comes before that.
             lost = [event for event in came if isinstance(event, Lost)]
             messages = [event for event in came if isinstance(event, Received)]
@@ -101,12 +116,40 @@ class LaneLink:
             for event in lost:
                 self._offers.pop(event.peer, None)
                 self._early[event.peer].clear()
+                self._gaps.pop(event.peer, None)
                 events.append(event)
-            if events or self._link.is_woken or not came:
+            self._check_gaps(events)
+            is_over = not came and wait_s == timeout_s
+            if events or self._link.is_woken or is_over:
                 return events
             # What came is for later; the wait goes on.
             if deadline_s is not None:
                 timeout_s = max(0.0, deadline_s - time.monotonic())
+
+    def _until_gap(self, timeout_s: float | None) -> float | None:
+        """Returns `timeout_s`, or the time until the oldest gap is too old."""
+        if not self._gaps:
+            return timeout_s
+        left_s = min(self._gaps.values()) + self._gap_timeout_s - time.monotonic()
+        left_s = max(0.0, left_s)
+        return left_s if timeout_s is None else min(left_s, timeout_s)
+
+    def _check_gaps(self, events: list[Event]) -> None:
+        now_s = time.monotonic()
+        for peer, since_s in list(self._gaps.items()):
+            if now_s - since_s >= self._gap_timeout_s:
+                self._lose_gap(peer, events)
+
+    def _lose_gap(self, peer: int, events: list[Event]) -> None:
+        missing, count = self._due[peer], len(self._early[peer])
+        why = (
+            f"process {peer} never sent message {missing} of the lane, but {count} "
+            "after it"
+        )
+        self._gaps.pop(peer, None)
+        self._early[peer].clear()
+        self._offers.pop(peer, None)
+        self._link.lose(peer, why, events)
 
     def wake(self) -> None:
         """See `Link`."""
@@ -144,10 +187,16 @@ class LaneLink:
             return
         if number != self._due[peer]:
             self._early[peer][number] = payload
+            self._gaps.setdefault(peer, time.monotonic())
+            if len(self._early[peer]) > _MOST_EARLY:
+                self._lose_gap(peer, events)
             return
         events.append(Received(peer, payload))
         self._due[peer] = (number + 1) % _OFFER
+        self._gaps.pop(peer, None)
         early = self._early[peer]
         while self._due[peer] in early:
             events.append(Received(peer, early.pop(self._due[peer])))
             self._due[peer] = (self._due[peer] + 1) % _OFFER
+        if early:  # One of these is missing now.
+            self._gaps[peer] = time.monotonic()

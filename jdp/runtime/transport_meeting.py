@@ -43,7 +43,12 @@ def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
     """See `jdp.runtime.transport.open_link`; of a job of several processes."""
     link, endpoint = open_sockets(world, key=key, options=options)
     if endpoint.startswith("ipc://"):
-        return LaneLink(link, world.process_index, world.process_count)
+        return LaneLink(
+            link,
+            world.process_index,
+            world.process_count,
+            gap_timeout_s=options.heartbeat_timeout_s,
+        )
     return link
 
 
