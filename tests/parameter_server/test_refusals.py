@@ -366,7 +366,7 @@ def test_keys_are_private(tmp_path):
     with pytest.raises(FileExistsError):
         parameter_server.make_keys(path)
     path.chmod(0o644)
-    with pytest.raises(RuntimeError, match="can be read by other users"):
+    with pytest.raises(RuntimeError, match="can be read or written by other users"):
         keys.read_keys(str(path))
     with pytest.raises(RuntimeError, match="cannot be read: No such file"):
         keys.read_keys(str(tmp_path / "none"))
