@@ -238,8 +238,17 @@ def _run_on_replica(
     if options.divide_by is not None:
         ambient = Weighting(batches[0][0], options.divide_by)
         batches = batches[1:]
-    with weights.replica(ambient) as replica:
-        out = step(state, *batches)
+    try:
+        with weights.replica(ambient) as replica:
+            out = step(state, *batches)
+    except NameError as error:
+        if "axis name" in str(error):
+            error.add_note(
+                "The replicas of this step lie over the axis "
+                f"{options.world.axis_name!r}. Pass that to `lax.pmean` and the like, "
+                "or choose another name with `jdp.init(axis_name=...)`."
+            )
+        raise
     if not isinstance(out, tuple) or len(out) != 2:
         got = f"{len(out)} values" if type(out) is tuple else type(out).__name__
         raise TypeError(

@@ -33,6 +33,7 @@ from jdp.step_join import StepJoinHook
 from jdp.types import PyTree
 from jdp.weights import DivideBy
 
+_MOST_CALLS_UNDER_WAY = 8
 _logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
 
@@ -206,6 +207,7 @@ class DataParallelStep(Joinable):
         self._jitted: dict[DivideBy | None, Any] = {}
         self._join_hook: StepJoinHook | None = None  # of the `jdp.Join` it is in.
         self.last_state: PyTree | None = None
+        self._num_calls = 0
         self._core = self  # of a bound step the one without the object.
         self._bound = methods.PerObject(
             lambda owner: DataParallelStep(methods.bind_weakly(step, owner), options),
@@ -245,11 +247,31 @@ class DataParallelStep(Joinable):
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; with a divisor the first batch says who has data."""
-        out = self._jit(divide_by)(*self._place(state, batches))
+        placed = self._place(state, batches)
+        if self._is_bounded:
+            self._wait_for_earlier_calls(placed[0])
+        out = self._jit(divide_by)(*placed)
         if step_arguments.has_static(batches):
             self._placer.note_other_program()
         self._placer.note_returned(self.world, out[0])
         return out
+
+    @functools.cached_property
+    def _is_bounded(self) -> bool:
+        """Whether calls under way must be few.
+
+        XLA's CPU client lets 32 programs per device be under way and then blocks the
+        thread that starts them. With several devices in each of several processes, that
+        is the thread which another process's collective waits for: plain JAX hangs too.
+        """
+        world = self.world
+        is_cpu = world.mesh.devices.flat[0].platform == "cpu"
+        return is_cpu and world.process_count > 1 and world.num_local_replicas > 1
+
+    def _wait_for_earlier_calls(self, state: PyTree) -> None:
+        self._num_calls += 1
+        if self._num_calls % _MOST_CALLS_UNDER_WAY == 0:
+            jax.block_until_ready(state)
 
     def join_hook(
         self,
@@ -406,6 +428,9 @@ class DataParallelStep(Joinable):
         with agreement.reporting(world, self._topic):
             with recording.collect() as found:
                 program = self._shard(divide_by, state, batches)
+            if self._recording is None and world.is_main_process:
+                skipped = 0 if divide_by is None else 1  # which replicas have data.
+                step_arguments.warn_of_unequal_lengths(batches[skipped:])
             self._check_graph(found)
         comparison.compare_programs(
             world, program, arguments, topic=self._topic, jaxprs=program.jaxprs

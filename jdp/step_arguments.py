@@ -8,6 +8,7 @@ static value is another program.
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -214,6 +215,26 @@ def split_leaves(batches: tuple[PyTree, ...]) -> list[Any]:
     if is_call(batches):
         batches = (*batches[:-1], batches[-1].batches)
     return jax.tree.leaves(batches)
+
+
+def warn_of_unequal_lengths(batches: tuple[PyTree, ...]) -> None:
+    """Warns of a leaf that is split though it may not be one row per sample."""
+    trees = {k: v for k, v in by_name(batches).items() if k != "argument"}
+    lengths: dict[int, str] = {}
+    for name, tree in trees.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            lengths.setdefault(leaf.shape[0], where)
+    if len(lengths) < 2:
+        return
+    (first, a), (second, b) = list(lengths.items())[:2]
+    warnings.warn(
+        f"The batches have different first dimensions: `{a}` {first}, `{b}` {second}, "
+        "over all replicas. Each is split over the replicas. Pass an array that all "
+        "samples share, such as weights of classes, in `replicated_argnames`, or hold "
+        "it in the state.",
+        stacklevel=2,
+    )
 
 
 def by_name(batches: tuple[PyTree, ...]) -> dict[str, PyTree]:

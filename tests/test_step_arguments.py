@@ -409,3 +409,25 @@ def test_processes_take_the_arguments_of_process_0_or_of_one_with_data():
 def test_other_trees_are_batches_as_they_are():
     assert not step_arguments.is_call(())
     assert step_arguments.by_name((1, 2)) == {"batch[0]": 1, "batch[1]": 2}
+
+
+def test_batches_of_different_lengths_are_warned_of_once():
+    @jdp.data_parallel(world=_world())
+    def step(state, x, class_weights):
+        return state, {"y": x.mean() * class_weights.mean()}
+
+    arguments = np.float32(0), np.ones((8, 2), np.float32), np.ones(4, np.float32)
+    with pytest.warns(UserWarning, match=r"`batch\[0\]` 8, `batch\[1\]` 4"):
+        step(*arguments)
+    step(*arguments)
+
+
+def test_an_axis_that_the_step_has_not_is_named_with_its_own():
+    @jdp.data_parallel(world=_world())
+    def step(state, x):
+        return state, {"y": jax.lax.pmean(x, "batch")}
+
+    with pytest.raises(NameError) as caught:
+        step(np.float32(0), np.ones((8, 2), np.float32))
+    note = "\n".join(caught.value.__notes__)
+    assert "over the axis 'data'" in note and "jdp.init(axis_name=...)" in note
