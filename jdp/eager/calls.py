@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdp.eager import gradients, requests, session
+from jdp.eager import arguments, gradients, requests, session
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.requests import Handle
 from jdp.types import PyTree
@@ -96,7 +96,7 @@ def all_reduce(
         process_set=process_set,
     )
     if gradients.is_traced(tree):
-        return gradients.all_reduce(_waiting(begin), tree, _named(name, "all_reduce"))
+        return gradients.all_reduce(waiting(begin), tree, named(name, "all_reduce"))
     return begin(tree, name=name).result()
 
 
@@ -146,9 +146,9 @@ def all_gather(
     begin = functools.partial(all_gather_async, process_set=process_set)
     if gradients.is_traced(tree):
         average = functools.partial(all_reduce, process_set=process_set)
-        place = process_set.ranks.index(session.rank())
-        name = _named(name, "all_gather")
-        return gradients.all_gather(_waiting(begin), average, place, tree, name)
+        place = requests.find_place("all_gather", process_set)
+        name = named(name, "all_gather")
+        return gradients.all_gather(waiting(begin), average, place, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -189,8 +189,8 @@ def broadcast(
     begin = functools.partial(broadcast_async, root=root, process_set=process_set)
     if gradients.is_traced(tree):
         average = functools.partial(all_reduce, process_set=process_set)
-        is_root, name = session.rank() == root, _named(name, "broadcast")
-        return gradients.broadcast(_waiting(begin), average, is_root, tree, name)
+        is_root, name = session.rank() == root, named(name, "broadcast")
+        return gradients.broadcast(waiting(begin), average, is_root, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -203,6 +203,7 @@ def broadcast_async(
 ) -> Handle:
     """Begins `broadcast`; the arrays must not change until it is done."""
     nothing = ("", 1.0, 1.0, None)
+    root = arguments.check_integer(root, "root")  # `True` would be found as 1.
     options = requests.find_options(
         session.current_engine(), "broadcast", process_set, *nothing, root
     )
@@ -247,9 +248,9 @@ def reduce_scatter(
     )
     if gradients.is_traced(tree):
         gather = functools.partial(all_gather, process_set=process_set)
-        factor = prescale * postscale * (len(process_set.ranks) if op == "sum" else 1)
-        name = _named(name, "reduce_scatter")
-        return gradients.reduce_scatter(_waiting(begin), gather, factor, tree, name)
+        factor = requests.gradient_factor(op, prescale, postscale, process_set)
+        name = named(name, "reduce_scatter")
+        return gradients.reduce_scatter(waiting(begin), gather, factor, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -303,10 +304,11 @@ def all_to_all(
     begin = functools.partial(all_to_all_async, process_set=process_set)
     if not gradients.is_traced(x):
         return begin(x, splits, name=name).result()
+    requests.check_set(process_set)
     count = len(process_set.ranks)
     given = requests.check_splits(x, splits, count) or [0] * count
-    name = _named(name, "all_to_all")
-    result = gradients.all_to_all(_waiting(begin), x, given, name)
+    name = named(name, "all_to_all")
+    result = gradients.all_to_all(waiting(begin), x, given, name)
     return result[0] if splits is None else result
 
 
@@ -320,8 +322,11 @@ def all_to_all_async(
     """Begins `all_to_all`; the arrays must not change until it is done."""
     engine = session.current_engine()
     options = requests.find_options(engine, "all_to_all", process_set)
-    name = session.next_name("all_to_all", options.set_id) if name is None else name
-    array = requests.as_array(x)
+    if name is None:
+        name = session.next_name("all_to_all", options.set_id)
+    else:
+        name = arguments.check_name(name)
+    array = requests.as_array(x, name)
     entry = requests.make_entry(
         options,
         name,
@@ -340,9 +345,11 @@ def all_to_all_async(
     return Handle([entry], finish)
 
 
-def _waiting(begin: Callable[..., Handle]) -> Callable[..., Any]:
+def waiting(begin: Callable[..., Handle]) -> Callable[..., Any]:
+    """Returns what begins a collective as a function that waits for it too."""
     return lambda *args, **kwargs: begin(*args, **kwargs).result()
 
 
-def _named(name: str | None, kind: str) -> str:
-    return session.next_name(kind, -1) if name is None else name
+def named(name: str | None, kind: str) -> str:
+    """Returns the name of a collective with a derivative, as given or counted."""
+    return session.next_name(kind, -1) if name is None else arguments.check_name(name)

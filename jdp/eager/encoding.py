@@ -9,7 +9,8 @@ import jax
 import msgspec
 import numpy as np
 
-from jdp.eager import messages
+from jdp import mesh
+from jdp.eager import arguments, messages
 from jdp.eager.messages import ProtocolError
 
 # Extension codes of MessagePack, which has neither arrays of numbers nor sets.
@@ -107,9 +108,16 @@ def _encode_set(value: set[Any] | frozenset[Any]) -> msgspec.msgpack.Ext:
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray | np.generic | jax.Array):
         raise TypeError(
-            f"A {type(value).__name__} cannot be sent: only None, bools, numbers, "
-            "strings, bytes, lists, tuples, sets, dicts, dataclasses, msgspec structs "
-            "and arrays can."
+            f"A value of type {type(value).__name__} cannot be sent: only None, bools, "
+            "numbers, strings, bytes, lists, tuples, sets, dicts, dataclasses, "
+            "msgspec structs and arrays can."
+        )
+    mesh.check_has_no_mask(value, "An array that is sent")
+    if arguments.is_key(value):
+        raise TypeError(
+            f"An array of keys, {value.dtype}, cannot be sent. Send "
+            "`jax.random.key_data(keys)`, and make keys of what comes with "
+            "`jax.random.wrap_key_data`."
         )
     if isinstance(value, jax.Array) and not (
         value.is_fully_addressable or value.is_fully_replicated

@@ -17,7 +17,7 @@ import numpy as np
 from jdp import buckets
 from jdp.types import PyTree
 
-Collective = Callable[..., Any]  # (array, name=) -> array.
+Collective = Callable[..., Any]  # (tree, name=) -> tree.
 Forward = Callable[[Any, str], tuple[Any, Any]]  # -> (result, what backward needs).
 Backward = Callable[[Any, Any, str], Any]  # (that, gradient of the result) -> of x.
 
@@ -29,26 +29,55 @@ def is_traced(tree: PyTree) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def all_reduce(call: Collective, tree: PyTree, name: str) -> PyTree:
+def describe_unsupported(leaf: jax.core.Tracer) -> str:
+    """Says why a collective cannot be called with a tracer."""
+    use = (
+        "Inside of `jit` use `jdp.data_parallel`, `jdp.sync_gradients` or "
+        "`jdp.collectives`."
+    )
+    if "Jaxpr" in type(leaf).__name__:
+        return (
+            "An eager collective was called while JAX traces, for `jit`, "
+            "`jax.checkpoint` or a loop such as `lax.scan`. It runs on the host, "
+            f"outside of them. {use[0].lower()}{use[1:]}"
+        )
+    return (
+        "An eager collective was called while JAX traces, for a transformation that it "
+        "does not support: it has first derivatives by `jax.grad` and `jax.vjp`, but "
+        "none of second order and no `jax.jvp` or `jax.vmap`, and functions that end "
+        f"in `_async` have none. Call those without `_async`. {use}"
+    )
+
+
+def all_reduce(
+    call: Collective, tree: PyTree, name: str, *, together: bool = False
+) -> PyTree:
     """The gradient is reduced in the same way.
 
     Args:
-      call: the collective, of one array and a name.
+      call: the collective, of a tree and a name.
       tree: pytree of arrays, of which some are traced.
       name: of the collective.
+      together: whether all leaves go in one call, or each in its own.
     """
 
-    def forward(x: jax.Array, name: str) -> tuple[Any, Any]:
+    def forward(x: PyTree, name: str) -> tuple[Any, Any]:
         return call(x, name=name), None
 
-    def backward(_: Any, gradient: jax.Array, name: str) -> Any:
+    def backward(_: Any, gradient: PyTree, name: str) -> Any:
         return call(gradient, name=name)
 
-    return _map(forward, backward, tree, name)
+    return _map(forward, backward, tree, name, together=together)
 
 
 def all_gather(
-    call: Collective, average: Collective, place: int, tree: PyTree, name: str
+    call: Collective,
+    average: Collective,
+    place: int,
+    tree: PyTree,
+    name: str,
+    *,
+    together: bool = False,
 ) -> PyTree:
     """The gradient is averaged, and each process takes the rows that were its own.
 
@@ -58,17 +87,26 @@ def all_gather(
       place: of this process among them.
       tree: see `all_reduce`.
       name: see `all_reduce`.
+      together: see `all_reduce`.
     """
 
-    def forward(x: jax.Array, name: str) -> tuple[Any, Any]:
-        count = call(np.array([x.shape[0]]), name=f"{name}.rows")
-        start = int(count[:place].sum())
-        return call(x, name=name), (start, start + x.shape[0])
+    def forward(x: PyTree, name: str) -> tuple[Any, Any]:
+        num_rows = jax.tree.map(lambda x: np.array([x.shape[0]]), x)
+        counts = call(num_rows, name=f"{name}.rows")
+        ends = jax.tree.map(lambda count: int(count[: place + 1].sum()), counts)
+        return call(x, name=name), (jax.tree.map(lambda n: int(n[0]), num_rows), ends)
 
-    def backward(rows: tuple[int, int], gradient: jax.Array, name: str) -> Any:
-        return average(gradient, name=name)[rows[0] : rows[1]]
+    def backward(kept: Any, gradient: PyTree, name: str) -> Any:
+        num_rows, ends = kept
+        return jax.tree.map(
+            lambda mean, n, end: None if mean is None else mean[end - n : end],
+            average(gradient, name=name),
+            num_rows,
+            ends,
+            is_leaf=_is_none,
+        )
 
-    return _map(forward, backward, tree, name)
+    return _map(forward, backward, tree, name, together=together)
 
 
 def broadcast(
@@ -87,17 +125,23 @@ def broadcast(
 
 
 def reduce_scatter(
-    call: Collective, gather: Collective, factor: float, tree: PyTree, name: str
+    call: Collective,
+    gather: Collective,
+    factor: float,
+    tree: PyTree,
+    name: str,
+    *,
+    together: bool = False,
 ) -> PyTree:
     """The gradient is gathered, and multiplied with `factor`; see `all_gather`."""
 
-    def forward(x: jax.Array, name: str) -> tuple[Any, Any]:
+    def forward(x: PyTree, name: str) -> tuple[Any, Any]:
         return call(x, name=name), None
 
-    def backward(_: Any, gradient: jax.Array, name: str) -> Any:
-        return gather(gradient, name=name) * factor
+    def backward(_: Any, gradient: PyTree, name: str) -> Any:
+        return jax.tree.map(lambda g: g * factor, gather(gradient, name=name))
 
-    return _map(forward, backward, tree, name)
+    return _map(forward, backward, tree, name, together=together)
 
 
 def all_to_all(call: Callable[..., Any], x: jax.Array, splits: Any, name: str) -> Any:
@@ -127,24 +171,34 @@ def all_to_all(call: Callable[..., Any], x: jax.Array, splits: Any, name: str) -
     return _map(forward, backward, x, name)
 
 
-def _map(forward: Forward, backward: Backward, tree: PyTree, name: str) -> PyTree:
-    """Applies a collective with its derivative to each leaf."""
+def _map(
+    forward: Forward,
+    backward: Backward,
+    tree: PyTree,
+    name: str,
+    *,
+    together: bool = False,
+) -> PyTree:
+    """Applies a collective with its derivative to the tree, or to each leaf."""
+    tree = jax.tree.map(jnp.asarray, tree)
+    if together:
+        return _call(forward, backward, name, tree)
     leaves, treedef = jax.tree.flatten(tree)
     paths = ["" if path == "(root)" else path for path in buckets.leaf_paths(tree)]
     results = [
-        _call(forward, backward, name + path, jnp.asarray(leaf))
+        _call(forward, backward, name + path, leaf)
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _call(forward: Forward, backward: Backward, name: str, x: jax.Array) -> Any:
+def _call(forward: Forward, backward: Backward, name: str, x: PyTree) -> Any:
     return forward(x, name)[0]
 
 
 def _run_forward(
-    forward: Forward, backward: Backward, name: str, x: jax.Array
+    forward: Forward, backward: Backward, name: str, x: PyTree
 ) -> tuple[Any, Any]:
     return forward(x, name)
 
@@ -152,7 +206,15 @@ def _run_forward(
 def _run_backward(
     forward: Forward, backward: Backward, name: str, kept: Any, gradient: Any
 ) -> tuple[Any]:
+    # Integers have no gradient; None stands for it, and is no leaf of a call.
+    gradient = jax.tree.map(
+        lambda g: None if g.dtype == jax.dtypes.float0 else g, gradient
+    )
     return (backward(kept, gradient, f"{name}.gradient"),)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 _call.defvjp(_run_forward, _run_backward)

@@ -1,11 +1,12 @@
 """Grouped: collectives of trees whose leaves run all together, or not at all."""
 
+import functools
 from typing import Any
 
 import jax
 
-from jdp.eager import requests, session
-from jdp.eager.calls import Op
+from jdp.eager import gradients, requests, session
+from jdp.eager.calls import Op, named, waiting
 from jdp.eager.messages import Kind
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.requests import Handle
@@ -39,16 +40,18 @@ def grouped_all_reduce(
     Raises:
       RuntimeError: one of them has failed, and so none was reduced; see `synchronize`.
     """
-    handle = grouped_all_reduce_async(
-        tree,
-        name=name,
+    begin = functools.partial(
+        grouped_all_reduce_async,
         op=op,
         prescale=prescale,
         postscale=postscale,
         compression=compression,
         process_set=process_set,
     )
-    return handle.result()
+    if gradients.is_traced(tree):
+        name = named(name, "group")
+        return gradients.all_reduce(waiting(begin), tree, name, together=True)
+    return begin(tree, name=name).result()
 
 
 def grouped_all_reduce_async(
@@ -93,7 +96,15 @@ def grouped_all_gather(
     Raises:
       RuntimeError: one of them has failed, and so none was gathered; see `all_gather`.
     """
-    return grouped_all_gather_async(tree, name=name, process_set=process_set).result()
+    begin = functools.partial(grouped_all_gather_async, process_set=process_set)
+    if gradients.is_traced(tree):
+        average = functools.partial(grouped_all_reduce, process_set=process_set)
+        place = requests.find_place("all_gather", process_set)
+        name = named(name, "group")
+        return gradients.all_gather(
+            waiting(begin), average, place, tree, name, together=True
+        )
+    return begin(tree, name=name).result()
 
 
 def grouped_all_gather_async(
@@ -132,15 +143,21 @@ def grouped_reduce_scatter(
       RuntimeError: one of them has failed, and so none was reduced; see
         `reduce_scatter`.
     """
-    handle = grouped_reduce_scatter_async(
-        tree,
-        name=name,
+    begin = functools.partial(
+        grouped_reduce_scatter_async,
         op=op,
         prescale=prescale,
         postscale=postscale,
         process_set=process_set,
     )
-    return handle.result()
+    if gradients.is_traced(tree):
+        gather = functools.partial(grouped_all_gather, process_set=process_set)
+        factor = requests.gradient_factor(op, prescale, postscale, process_set)
+        name = named(name, "group")
+        return gradients.reduce_scatter(
+            waiting(begin), gather, factor, tree, name, together=True
+        )
+    return begin(tree, name=name).result()
 
 
 def grouped_reduce_scatter_async(
@@ -166,8 +183,9 @@ def _submit(
     *factors: Any,
 ) -> Handle:
     """Submits a group; `factors` are the rest of `requests.Facts`, up to the root."""
-    set_id = process_set.process_set_id
-    name = session.next_name("group", set_id or 0) if name is None else name
+    requests.check_set(process_set)
+    if name is None:
+        name = session.next_name("group", process_set.process_set_id or 0)
     num_leaves = len(jax.tree.leaves(tree))
     options = requests.find_options(
         session.current_engine(), kind, process_set, *factors, -1, name, num_leaves

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jdp import buckets
-from jdp.eager import calls, session
+from jdp.eager import arguments, calls, requests, session
 from jdp.eager.encoding import decode, encode
 from jdp.eager.messages import ProtocolError
 from jdp.eager.process_set import ProcessSet, global_process_set
@@ -31,7 +31,7 @@ def broadcast_object(
 
     Returns:
       The value of the root, on the root itself too as it was decoded: tuples are lists,
-      arrays are numpy's.
+      arrays are numpy's, and numpy's scalars are arrays of no dimensions.
 
     Raises:
       TypeError: on all processes: the value holds something that cannot be sent.
@@ -39,9 +39,8 @@ def broadcast_object(
       RuntimeError: see `synchronize`.
     """
     engine = session.current_engine()
-    name = name or session.next_name(
-        "broadcast_object", process_set.process_set_id or 0
-    )
+    root = arguments.check_integer(root, "root")
+    name = _named(name, "broadcast_object", process_set)
     data, error = b"", None
     if engine.rank == root:
         data, error = _try_encode(value)
@@ -101,8 +100,7 @@ def all_gather_object(
       TypeError: on all processes: a value holds something that cannot be sent.
       RuntimeError: see `synchronize`.
     """
-    set_id = process_set.process_set_id or 0
-    name = name or session.next_name("all_gather_object", set_id)
+    name = _named(name, "all_gather_object", process_set)
     data, error = _try_encode(value)
     length = -len(data) if error is not None else len(data)
     lengths = calls.all_gather(
@@ -131,7 +129,8 @@ def broadcast_parameters(
     """Gives all processes the parameters of one of them.
 
     Args:
-      params: pytree of arrays and Python values, of the same structure on all.
+      params: pytree of arrays, keys of `jax.random` and Python values, of the same
+        structure on all.
       root: rank of the process whose parameters they are.
       name: see `all_reduce`.
       process_set: who takes part.
@@ -144,12 +143,20 @@ def broadcast_parameters(
       RuntimeError: the structures, shapes or dtypes differ; on all processes.
       ValueError, TypeError: see `broadcast` and `broadcast_object`.
     """
-    set_id = process_set.process_set_id or 0
-    name = name or session.next_name("broadcast_parameters", set_id)
+    root = arguments.check_integer(root, "root")
+    name = _named(name, "broadcast_parameters", process_set)
     leaves, treedef = jax.tree.flatten(params)
     paths = buckets.leaf_paths(params)
+    keys = [jax.random.key_impl(x) if arguments.is_key(x) else None for x in leaves]
+    leaves = [
+        x if key is None else jax.random.key_data(x)
+        for x, key in zip(leaves, keys, strict=True)
+    ]
     is_array = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in leaves]
-    layout = [[path, a] for path, a in zip(paths, is_array, strict=True)]
+    layout = [
+        [path, a if key is None else f"keys of {key}"]
+        for path, a, key in zip(paths, is_array, keys, strict=True)
+    ]
     values = [x for x, a in zip(leaves, is_array, strict=True) if not a]
     theirs = all_gather_object(layout, name=f"{name}.tree", process_set=process_set)
     for rank, other in zip(process_set.ranks, theirs, strict=True):
@@ -168,6 +175,10 @@ def broadcast_parameters(
     leaves = [
         arrays[path] if a else _as_before(next(kept), x)
         for path, x, a in zip(paths, leaves, is_array, strict=True)
+    ]
+    leaves = [
+        x if key is None else jax.random.wrap_key_data(x, impl=key)
+        for x, key in zip(leaves, keys, strict=True)
     ]
     return jax.tree.unflatten(treedef, leaves)
 
@@ -193,9 +204,15 @@ def broadcast_optimizer_state(
     Raises:
       RuntimeError: see `broadcast_parameters`.
     """
-    set_id = process_set.process_set_id or 0
-    name = name or session.next_name("broadcast_optimizer_state", set_id)
+    name = _named(name, "broadcast_optimizer_state", process_set)
     return broadcast_parameters(state, root=root, name=name, process_set=process_set)
+
+
+def _named(name: str | None, kind: str, process_set: ProcessSet) -> str:
+    requests.check_set(process_set)
+    if name is None or name == "":
+        return session.next_name(kind, process_set.process_set_id or 0)
+    return arguments.check_name(name)
 
 
 def _as_before(value: Any, given: Any) -> Any:
@@ -215,5 +232,7 @@ def _explain(a: int, ours: list[Any], b: int, theirs: list[Any]) -> str:
 
 
 def _leaf(item: list[Any]) -> str:
-    path, is_array = item
-    return f"{'an array' if is_array else 'a value'} at `{path}`"
+    path, kind = item
+    if not isinstance(kind, str):
+        kind = "an array" if kind else "a value"
+    return f"{kind} at `{path}`"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jdp.eager import session
+from jdp.eager import arguments, session
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
@@ -18,9 +18,10 @@ class ProcessSet:
           ranks: of processes, in any order; one that comes twice counts once.
 
         Raises:
+          TypeError: one is no integer.
           ValueError: there is none, or one is negative.
         """
-        self.ranks = tuple(sorted(set(ranks)))
+        self.ranks = arguments.check_ranks(ranks)
         self.process_set_id: int | None = None
         if not self.ranks or self.ranks[0] < 0:
             raise ValueError(f"`ranks` must be some ranks from 0, got {self.ranks}.")

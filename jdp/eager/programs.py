@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdp import captured
-from jdp.eager import session
+from jdp.eager import arguments, session
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
@@ -49,7 +49,8 @@ def submit_async(
 ) -> Handle:
     """Begins `submit`."""
     engine = session.current_engine()
-    name = f"submit.{_name_of(step)}" if name is None else name
+    default = f"submit.{_name_of(step)}"
+    name = default if name is None else arguments.check_name(name)
     spec = Spec("submit", fingerprint=_fingerprint(step, args))
     record = Record(name, "submit", op=spec.fingerprint)
     record.submitted_s = time.perf_counter()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import buckets, mesh
-from jdp.eager import carried, session
+from jdp.eager import arguments, carried, gradients, session
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
@@ -98,18 +98,50 @@ def find_options(engine: Engine, *facts: Any) -> CallOptions:
     """Returns the options of a call whose arguments are `Facts(*facts)`.
 
     Raises:
+      TypeError: an argument is of another type than it must be.
       ValueError: this process is not in the set, there is no such set, or an argument
         is out of range.
       NotImplementedError: adasum of a set, or of a number of processes that is no power
         of two.
     """
     known = engine.known_options
-    options = known.get(facts)
+    try:
+        options = known.get(facts)
+    except TypeError:  # One has no hash, as arrays have none.
+        options = None
     if options is None:
-        if len(known) == _MAX_KNOWN:
-            known.clear()
-        options = known[facts] = _make_options(engine, Facts(*facts))
+        checked = _check_types(Facts(*facts))
+        options = known.get(checked)
+        if options is None:
+            if len(known) == _MAX_KNOWN:
+                known.clear()
+            options = known[checked] = _make_options(engine, checked)
     return options
+
+
+def _check_types(facts: Facts) -> Facts:
+    """Returns the same facts in plain types."""
+    check_set(facts.process_set)
+    wire = facts.compression
+    return facts._replace(
+        op=arguments.check_op(facts.op),
+        prescale=arguments.check_factor(facts.prescale, "prescale"),
+        postscale=arguments.check_factor(facts.postscale, "postscale"),
+        compression=None
+        if wire is None
+        else arguments.check_dtype(wire, "compression"),
+        root=arguments.check_integer(facts.root, "root"),
+        group=arguments.check_name(facts.group),
+    )
+
+
+def check_set(process_set: Any) -> None:
+    """Raises TypeError for what is no `ProcessSet`."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            "`process_set` must be what `jdp.eager.add_process_set` returned, got "
+            f"{process_set!r}."
+        )
 
 
 def _make_options(engine: Engine, facts: Facts) -> CallOptions:
@@ -164,6 +196,24 @@ def find_set(engine: Engine, kind: Kind, process_set: ProcessSet) -> int:
     return set_id
 
 
+def find_place(kind: Kind, process_set: ProcessSet) -> int:
+    """Returns the position of this process in a set; raises as `find_options`."""
+    check_set(process_set)
+    engine = session.current_engine()
+    find_set(engine, kind, process_set)
+    return process_set.ranks.index(engine.rank)
+
+
+def gradient_factor(
+    op: str, prescale: Any, postscale: Any, process_set: ProcessSet
+) -> float:
+    """Returns the factor of the gathered gradient of a scattered reduction."""
+    check_set(process_set)
+    factor = arguments.check_factor(prescale, "prescale")
+    factor *= arguments.check_factor(postscale, "postscale")
+    return factor * (len(process_set.ranks) if op == "sum" else 1)
+
+
 def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
     """Returns how many rows of an array go to each of `count` processes."""
     if array.ndim == 0:
@@ -199,24 +249,30 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
     """Submits all leaves of a tree at once."""
     if name is None:
         name = session.next_name(options.facts.kind, options.set_id)
-    if isinstance(tree, np.ndarray) and options.wire is None:  # What most calls give.
+    else:
+        name = arguments.check_name(name)
+    if type(tree) is np.ndarray and options.wire is None:  # What most calls give.
         found = options.known.get((name, tree.dtype, tree.shape, ()))
         if found is None:
-            entries = (make_entry(options, name, as_array(tree)),)
+            entries = (make_entry(options, name, as_array(tree, name)),)
         else:
             entries = (_make_known(options, name, tree, found),)
         options.engine.submit(entries)
         return Handle(entries, _take_one)
     if isinstance(tree, np.ndarray | jax.Array):
-        array = as_array(tree)
+        array = as_array(tree, name)
         entries = (make_entry(options, name, array),)
         options.engine.submit(entries)
         return Handle(entries, functools.partial(_restore_one, array, options.wire))
     leaves, treedef = jax.tree.flatten(tree)
-    arrays = [as_array(leaf) for leaf in leaves]
+    names = [
+        name if path == "(root)" else arguments.check_name(name + path)
+        for path in buckets.leaf_paths(tree)
+    ]
+    arrays = [as_array(x, each) for x, each in zip(leaves, names, strict=True)]
     entries = [
-        make_entry(options, name + ("" if path == "(root)" else path), array)
-        for path, array in zip(buckets.leaf_paths(tree), arrays, strict=True)
+        make_entry(options, each, array)
+        for each, array in zip(names, arrays, strict=True)
     ]
     if entries:
         options.engine.submit(entries)
@@ -231,33 +287,35 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
     return Handle(entries, finish)
 
 
-def as_array(leaf: Any) -> Any:
-    """Returns a leaf as an array of numpy or JAX.
+def as_array(leaf: Any, name: str) -> Any:
+    """Returns a leaf, which goes under `name`, as an array of numpy or JAX.
 
     Raises:
       TypeError: it is no array of numbers.
       ValueError: it is a global array that is split over the processes.
     """
-    mesh.check_has_no_mask(leaf, "A leaf")
-    if isinstance(leaf, np.ndarray):
+    mesh.check_has_no_mask(leaf, f"`{name}`")
+    if type(leaf) is np.ndarray:
         array = leaf
     elif isinstance(leaf, jax.core.Tracer):
+        raise TypeError(gradients.describe_unsupported(leaf))
+    elif arguments.is_key(leaf):
         raise TypeError(
-            "An eager collective was called while JAX traces. It runs on the host; "
-            "inside of `jit` use `jdp.data_parallel`, `jdp.sync_gradients` or "
-            "`jdp.collectives`."
+            f"`{name}` must be an array of numbers, got keys, {leaf.dtype}. Send "
+            "`jax.random.key_data(keys)`, and make keys of what comes with "
+            "`jax.random.wrap_key_data`; `broadcast_parameters` does so by itself."
         )
     elif isinstance(leaf, jax.Array):
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             raise ValueError(
-                f"A leaf, {leaf.dtype}{list(leaf.shape)}, is split over the processes; "
-                "give what this process has of it."
+                f"`{name}`, {leaf.dtype}{list(leaf.shape)}, is split over the "
+                "processes; give what this process has of it."
             )
         return leaf
     else:
         array = np.asarray(leaf)
     if array.dtype.kind not in "iufcb" and not jnp.issubdtype(array.dtype, jnp.number):
-        raise TypeError(f"A leaf must be an array of numbers, got {array.dtype}.")
+        raise TypeError(f"`{name}` must be an array of numbers, got {array.dtype}.")
     if not array.dtype.isnative:  # Other ranks cannot see in which order bytes are.
         array = array.astype(array.dtype.newbyteorder("="))
     return array

@@ -126,6 +126,30 @@ def a_tree_and_what_is_beside_it_have_gradients(me: Process):
     me.expect(jax.tree.map(np.array, grads), expected)
 
 
+def of_a_group_it_is_as_of_its_leaves(me: Process):
+    rows = me.rank + 1
+    tree = {"a": np.ones((rows, 2), "f4"), "b": [np.full((rows, 3), 2.0, "f4"), None]}
+    same = {"a": np.ones((2 * me.size, 2), "f4"), "b": [np.ones(me.size + 1, "f4")]}
+    for grouped, single, x in (
+        (eager.grouped_all_reduce, eager.all_reduce, same),
+        (eager.grouped_all_gather, eager.all_gather, tree),
+        (eager.grouped_reduce_scatter, eager.reduce_scatter, same),
+    ):
+        kind = single.__name__
+
+        def loss(x, call, name):
+            # A number that counts has no gradient, and goes with the others.
+            y = call(x | {"n": np.arange(6)}, name=name)
+            return sum(jnp.sum(leaf * (me.rank + 1)) for leaf in jax.tree.leaves(y))
+
+        found, expected = (
+            jax.grad(loss)(jax.device_put(x), call, me.name(f"{kind} {i}"))
+            for i, call in enumerate((grouped, single))
+        )
+        to_numpy = lambda x: jax.tree.map(np.array, x)  # noqa: E731
+        me.expect(to_numpy(found), to_numpy(expected), kind)
+
+
 def averaged_gradients_are_those_of_the_whole_batch(me: Process):
     params = harness.oracle_params()
     (batch,) = harness.oracle_batches(1)
@@ -148,6 +172,22 @@ def inside_of_jit_it_is_said_what_to_use(me: Process):
     me.expect_it_works()
 
 
+def what_has_no_derivative_is_said(me: Process):
+    def total(x):
+        return (eager.all_reduce(x, op="sum", name=me.name()) ** 2).sum()
+
+    def begun(x):
+        return eager.synchronize(eager.all_reduce_async(x, name=me.name())).sum()
+
+    for words, call in (
+        ("none of second order", lambda: jax.grad(lambda x: jax.grad(total)(x))(1.0)),
+        ("`_async` have none", lambda: jax.grad(begun)(1.0)),
+        ("`jax.checkpoint`", lambda: jax.grad(jax.checkpoint(total))(1.0)),
+    ):
+        me.expect_error(TypeError, ["while JAX traces", words], call)
+    me.expect_it_works()
+
+
 CHECKS = (
     of_a_sum_it_is_summed_and_of_an_average_averaged,
     of_a_scaled_sum_it_is_scaled_too,
@@ -157,6 +197,8 @@ CHECKS = (
     of_an_exchange_it_goes_back,
     of_a_scattered_sum_it_is_whole,
     a_tree_and_what_is_beside_it_have_gradients,
+    of_a_group_it_is_as_of_its_leaves,
+    what_has_no_derivative_is_said,
     averaged_gradients_are_those_of_the_whole_batch,
     inside_of_jit_it_is_said_what_to_use,
 )

@@ -56,6 +56,24 @@ def objects_of_all_come_in_the_order_of_ranks(me: Process):
         me.expect_equal(found, root, "root of a set")
 
 
+def keys_of_a_root_arrive(me: Process):
+    for impl in ("threefry2x32", "rbg"):
+        keys = {"one": jax.random.key(me.rank, impl=impl), "n": me.rank}
+        keys["many"] = jax.random.split(keys["one"], 3)
+        found = eager.broadcast_parameters(keys, root=1, name=me.name(impl))
+        expected = jax.random.key(1, impl=impl)
+        me.expect_equal(found["n"], 1)
+        me.expect_equal(bool(found["one"] == expected), True, impl)
+        many = jax.random.split(expected, 3)
+        me.expect_equal(bool((found["many"] == many).all()), True, impl)
+    mixed = jax.random.key(0, impl="rbg" if me.rank else "threefry2x32")
+    words = ["keys of threefry2x32 at `['k']`", "keys of rbg at `['k']`"]
+    me.expect_error(
+        RuntimeError, words, lambda: eager.broadcast_parameters({"k": mixed})
+    )
+    me.expect_it_works()
+
+
 def arrays_in_objects_keep_dtype_and_shape(me: Process):
     value = {
         "a": np.full((2, 0, 3), me.rank, np.float16),
@@ -163,6 +181,7 @@ def trees_that_differ_are_an_error_on_all_ranks(me: Process):
 
 
 CHECKS = (
+    keys_of_a_root_arrive,
     an_object_of_every_root_arrives,
     objects_of_all_come_in_the_order_of_ranks,
     arrays_in_objects_keep_dtype_and_shape,

@@ -1,0 +1,130 @@
+"""Arguments: is what a caller gives of the type that all processes can be told?
+
+What is wrong is refused where it is called, before any process hears of it, so that the
+engine goes on everywhere.
+"""
+
+import numbers
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+
+def check_name(name: Any, argument: str = "name") -> str:
+    """Returns a name as a plain `str`.
+
+    Args:
+      name: given by the caller; a subclass such as `numpy.str_` will do.
+      argument: how it is called in errors.
+
+    Raises:
+      TypeError: it is no string.
+      ValueError: it has half a surrogate, which no message can hold.
+    """
+    if type(name) is str and name.isascii():
+        return name
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`{argument}` must be a str, got {name!r} of type "
+            f"{type(name).__name__}. Pass `str(name)`."
+        )
+    name = str.__str__(name)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"`{argument}` must be text that UTF-8 can hold, got {name!a} with half a "
+            "surrogate. Pass it without."
+        ) from None
+    return name
+
+
+def check_integer(value: Any, argument: str) -> int:
+    """Returns an integer of Python, numpy or JAX as `int`.
+
+    Raises:
+      TypeError: it is none, or a bool.
+    """
+    if type(value) is int:
+        return value
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"`{argument}` must be an integer, got {value!r} of type "
+        f"{type(value).__name__}."
+    )
+
+
+def check_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
+    """Returns the ranks in ascending order, each once.
+
+    Raises:
+      TypeError: they are no integers.
+    """
+    if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
+        raise TypeError(f"`ranks` must be a list of integers, got {ranks!r}.")
+    return tuple(sorted({check_integer(rank, "ranks") for rank in ranks}))
+
+
+def check_factor(value: Any, argument: str) -> float:
+    """Returns a real number, also one in an array of no dimensions, as `float`.
+
+    Raises:
+      TypeError: it is none.
+    """
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        is_known = not isinstance(value, jax.core.Tracer)
+        is_real = value.dtype.kind in "iufb" or jnp.issubdtype(
+            value.dtype, jnp.floating
+        )
+        if is_known and value.ndim == 0 and is_real:
+            return float(value)
+    elif isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:
+            return float("inf")
+    raise TypeError(
+        f"`{argument}` must be a real number, the same for all elements, got "
+        f"{value!r}. Multiply the array before the call with what differs."
+    )
+
+
+def check_op(op: Any) -> str:
+    """Returns the name of a reduction as a plain `str`.
+
+    Raises:
+      TypeError: it is no string.
+    """
+    if not isinstance(op, str):
+        raise TypeError(f'`op` must be a str such as "sum", got {op!r}.')
+    return str.__str__(op)
+
+
+def check_dtype(dtype: Any, argument: str) -> np.dtype:
+    """Returns a dtype.
+
+    Raises:
+      TypeError: it is none.
+    """
+    try:
+        return jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f'`{argument}` must be a dtype such as "float16", got {dtype!r}.'
+        ) from None
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether this is an array of keys of `jax.random`."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
