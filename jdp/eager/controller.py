@@ -155,7 +155,8 @@ class Coordinator:
         if hits & self._hits.of_rank[rank]:
             slot = next(bits(hits & self._hits.of_rank[rank]))
             raise ProtocolError(f"rank {rank} has submitted slot {slot} twice")
-        for slot in bits(hits & ~self._slots.live):
+        dead = hits & ~self._slots.live
+        for slot in bits(dead) if dead else ():
             # It was taken back while the bit was on its way: what it stood for counts,
             # and its tensor does not, which the slot's next owner would get.
             cached = self._slots.find_retired(slot)
@@ -163,7 +164,7 @@ class Coordinator:
                 raise ProtocolError(f"rank {rank} has submitted the empty slot {slot}")
             self._add(rank, self._request_of(cached, rank), now_s)
             hits ^= 1 << slot
-        if hits & ~self._slots.live:  # The name had another slot by now.
+        if dead and hits & ~self._slots.live:  # The name had another slot by now.
             raise ProtocolError(f"rank {rank} has submitted a name by two slots")
         if len(self._slots.of_set) > 1 or self._groups.held:
             self._check_hits(rank, hits)

@@ -109,7 +109,7 @@ def _encode_array(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray | np.generic | jax.Array):
         raise TypeError(
             f"A value of type {type(value).__name__} cannot be sent: only None, bools, "
-            "numbers, strings, bytes, lists, tuples, sets, dicts, dataclasses, "
+            "ints, floats, strings, bytes, lists, tuples, sets, dicts, dataclasses, "
             "msgspec structs and arrays can."
         )
     mesh.check_has_no_mask(value, "An array that is sent")

@@ -45,6 +45,8 @@ class Hits:
         Returns:
           Process sets, each with the slots as a bit set.
         """
+        if not any(self.of_rank):
+            return
         for set_id, ready in list(of_set.items()):
             members, asked = names.members[set_id], 0
             if not names.joined:
