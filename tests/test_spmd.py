@@ -45,6 +45,7 @@ def test_a_decorator_with_and_without_arguments():
         without(1.0, np.ones(4))
 
 
+@pytest.mark.filterwarnings("ignore:The batches have different first dimensions")
 def test_each_replica_sees_its_samples_and_metrics_are_averaged():
     @jdp.data_parallel(world=harness.local_world(4))
     def step(state, batch, extra):
