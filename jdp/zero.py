@@ -298,11 +298,16 @@ def _in_kinds(leaves: list[Any], names: list[_Name], layout: Layout) -> list[jax
     wholes = _gather_all([leaves[i] for i in stray], layout, xla.PSUM)
     for i, x in zip(stray, wholes, strict=True):
         leaves[i] = x
-    # Padding may have come to 0 / 0, which `jax_debug_nans` would find.
     return [
-        layout.mask(_as_pieces([x], layout)[0], 0)[0] if name.is_cut else x
+        _finite_padding(_as_pieces([x], layout)[0], layout)[0] if name.is_cut else x
         for x, name in zip(leaves, names, strict=True)
     ]
+
+
+def _finite_padding(piece: Piece, layout: Layout) -> jax.Array:
+    # Padding may have come to 0 / 0, which `jax_debug_nans` would find. Nothing else
+    # reads it, and to mask it makes XLA copy the moments.
+    return layout.mask(piece, 0) if jax.config.jax_debug_nans else piece.data
 
 
 def _as_pieces(leaves: list[Any], layout: Layout) -> list[Piece]:

@@ -15,6 +15,11 @@ from jax.sharding import PartitionSpec
 import jdp
 from tests import harness
 
+# The losses of this file have parameters that only some branches use.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* may be left out of a step by control flow"
+)
+
 BRANCHES = "abc"
 WIDTH = 4
 # The branch of replica r at step k is CHOICES[k][r % 4].

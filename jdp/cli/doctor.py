@@ -192,7 +192,7 @@ def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Find
                 why = str(error)
         elif variable == job_key.VARIABLE:
             text, why = _describe_key(mine)
-        elif variable not in environment.VARIABLES:
+        elif variable not in (*environment.VARIABLES, environment.JOB_ID):
             why = "jdp has no such variable."
         found.append(Finding(variable, f"{text}{': ' if why else ''}{why}", bool(why)))
     found.reverse()

@@ -54,6 +54,7 @@ def join_async() -> Handle:
     engine = session.current_engine()
     entry = Entry(Request("join", b""), requests.started(Record("join", "join")))
     engine.submit_join(entry)
+    session.count_names_anew()  # Nothing else begins here until all have joined.
     return Handle([entry], _only)
 
 

@@ -24,6 +24,7 @@ class _Session:
     leave: Callable[[], None] | None = None  # runs at exit.
     why_ended = ""
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
+    num_joins = 0
 
 
 def start(world: World | None, options: EagerOptions | None) -> Engine:
@@ -48,6 +49,7 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     world = mesh.current_world() if world is None else world
     options = EagerOptions.from_environ() if options is None else options
     _Session.counts.clear()
+    _Session.num_joins = 0
     engine = _Session.engine = Engine(world, options)
     # The last to be registered runs first: before what the engine stands on is closed.
     if _Session.leave is not None:
@@ -157,7 +159,17 @@ def next_name(kind: str, set_id: int) -> str:
     """Names what nobody has named: by kind and set, in the order of the calls."""
     count = _Session.counts[kind, set_id]
     _Session.counts[kind, set_id] = count + 1
-    return f"{UNNAMED}{kind} {count}"
+    joins = f"{_Session.num_joins} " if _Session.num_joins else ""
+    return f"{UNNAMED}{kind} {joins}{count}"
+
+
+def count_names_anew() -> None:
+    """Lets `next_name` begin anew, as all ranks do when they join.
+
+    A rank that has joined does not count what the others do meanwhile.
+    """
+    _Session.counts.clear()
+    _Session.num_joins += 1
 
 
 def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[Any]:

@@ -153,7 +153,7 @@ def verify(outcome: harness.Outcome, configuration: str, name: str) -> None:
     """Asserts that no rank of a job found anything wrong."""
     assert outcome.exit_code == 0, outcome.output
     for rank, found in enumerate(outcome.values):
-        assert not found[configuration][name], f"rank {rank}"
+        assert not found[configuration][name], f"{rank}: {found[configuration][name]}"
 
 
 def _is_well(process: Process, has_raised: bool) -> bool:

@@ -121,6 +121,17 @@ def a_join_in_the_background_leaves_the_process_free(me: Process):
         me.expect(eager.synchronize(handle), last)
 
 
+def names_that_nobody_gave_are_the_same_after_a_join(me: Process):
+    for first in me.ranks:
+        if me.rank != first:
+            eager.barrier()
+            eager.all_reduce(np.ones(2), op="sum")
+        _end(me, first)
+        eager.barrier()
+        found = eager.all_reduce(np.ones(2), op="sum")
+        me.expect(found, np.full(2, float(me.size)), "all are there")
+
+
 def all_may_join_at_once_and_again(me: Process):
     for _ in range(3):
         last = eager.join()
@@ -136,5 +147,6 @@ CHECKS = (
     a_group_is_reduced_without_who_has_joined,
     what_moves_data_is_refused_once_a_rank_has_joined,
     a_join_in_the_background_leaves_the_process_free,
+    names_that_nobody_gave_are_the_same_after_a_join,
     all_may_join_at_once_and_again,
 )

@@ -47,8 +47,9 @@ def test_variables_lists_every_variable():
         for value in vars(environment).values()
         if isinstance(value, str) and value.startswith("JDP_")
     }
-    assert set(environment.VARIABLES) == names
-    beside = {environment.LAUNCH_ID, environment.JOB_KEY}
+    # The name of a job is the user's, so a launcher hands it on as it is.
+    assert {*environment.VARIABLES, environment.JOB_ID} == names
+    beside = {environment.LAUNCH_ID, environment.JOB_KEY, environment.JOB_ID}
     assert set(PLACE.to_environ()) | beside == names
 
 

@@ -22,7 +22,7 @@ class State(NamedTuple):
     loss: Any  # of the last step, ().
 
 
-Step = Callable[[State, Any], tuple[State, Any]]
+Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def stack(params: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -60,9 +60,10 @@ def without_communication(
 ) -> Step:
     """Returns the same step of each replica by itself."""
 
-    def step(state: State, batch: Any) -> tuple[State, Any]:
-        loss, grads = jdp.local_gradients(loss_fn)(state.params, batch)
-        return State(jax_step.sgd(state.params, grads, config), loss), {}
+    def step(own: jdp.PerReplica, batch: Any) -> tuple[jdp.PerReplica, Any]:
+        params = own.value.params
+        loss, grads = jdp.local_gradients(loss_fn)(params, batch)
+        return jdp.PerReplica(State(jax_step.sgd(params, grads, config), loss)), {}
 
     return step
 
@@ -111,13 +112,13 @@ def main(port: int, config: StepConfig, num_layers: int) -> None:
     loop = stack(jax_step.init_params(config._replace(num_blocks=num_layers)))
 
     def runner(name: str, step: Step) -> channel.RunSteps:
-        # Unchecked but for the step itself: what is sent alone is the same everywhere
-        # before it is sent, and without communication the new state is not.
-        is_step = name.endswith(f": {overlap.STEP}")
-        compiled = jdp.data_parallel(step, world=world, check_vma=is_step)
+        compiled = jdp.data_parallel(step, world=world)
         is_blocks = name.startswith("blocks: ")
         params = jax_step.init_params(config) if is_blocks else loop
-        state = [jdp.replicate(world, State(params, np.float32(0)))]
+        first: Any = jdp.replicate(world, State(params, np.float32(0)))
+        if name.endswith(f": {overlap.NO_COMMUNICATION}"):
+            first = jdp.copy_per_replica(first, world=world)
+        state = [first]
 
         def once() -> None:
             state[0], _ = compiled(state[0], batch)
