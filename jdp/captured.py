@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
@@ -104,7 +105,7 @@ def _describe(value: Any) -> tuple[str, np.ndarray | None]:
     if isinstance(value, bool | int | float | complex | np.generic | np.ndarray):
         host = np.asarray(value)
         return _spec(host), None if host.dtype.hasobject else host
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array):
         return type(value).__name__, None
     spec = _spec(value)
     value = compat.without_key_type(value)

@@ -198,7 +198,7 @@ def _name_element(
       process: has other bits in it than process 0.
     """
     is_asked = world.process_index in (0, process) and array is not None
-    data = as_bytes(array) if is_asked else b""
+    data = b"" if array is None or not is_asked else as_bytes(array)
     blocks = [data[i : i + _BLOCK_BYTES] for i in range(0, len(data), _BLOCK_BYTES)]
 
     def find_block(bodies: list[bytes]) -> bytes:

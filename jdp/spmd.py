@@ -250,10 +250,12 @@ class DataParallelStep(Joinable):
         placed = self._place(state, batches)
         if self._is_bounded:
             self._wait_for_earlier_calls(placed[0])
-        out = self._jit(divide_by)(*placed)
-        if step_arguments.has_static(batches):
-            self._placer.note_other_program()
-        self._placer.note_returned(self.world, out[0])
+        jitted = self._jitted.get(divide_by) or self._jit(divide_by)
+        out = jitted(*placed)
+        placer = self._placer
+        if self._binder.has_names and step_arguments.has_static(batches):
+            placer.note_other_program()
+        placer.note_returned(self.world, out[0])
         return out
 
     @functools.cached_property
@@ -375,16 +377,13 @@ class DataParallelStep(Joinable):
         return self._options.world or mesh.current_world()
 
     def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
-        world = self.world
-        if self._placer.is_known(state):
-            # The other processes may be about to compare theirs with ours.
-            is_awaited = not self._is_compared
-            with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
-                batches = self._binder.place(world, batches)
+        placer = self._placer
+        if self._is_compared and placer.is_known(state):
+            batches = self._binder.place(self.world, batches)
         else:
             state, batches = self._place_anew(state, batches)
-        if self._placer.may_share or step_arguments.is_call(batches):
-            batches = self._placer.part_from(state, batches)
+        if placer.may_share or step_arguments.is_call(batches):
+            batches = placer.part_from(state, batches)
         return state, *batches
 
     def _place_anew(
@@ -392,6 +391,7 @@ class DataParallelStep(Joinable):
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Places a state that did not come from this step as it is."""
         world, placer = self.world, self._placer
+        # The other processes may be about to compare theirs with ours.
         is_awaited = not self._is_compared or placer.needs_others(world, state)
         with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
             placer.check(state)

@@ -305,9 +305,9 @@ def _in_kinds(leaves: list[Any], names: list[_Name], layout: Layout) -> list[jax
 
 
 def _finite_padding(piece: Piece, layout: Layout) -> jax.Array:
-    # Padding may have come to 0 / 0, which `jax_debug_nans` would find. Nothing else
+    # Padding may have come to 0 / 0, which a search for NaN would find. Nothing else
     # reads it, and to mask it makes XLA copy the moments.
-    return layout.mask(piece, 0) if jax.config.jax_debug_nans else piece.data
+    return layout.mask(piece, 0) if compat.searches_for_nan() else piece.data
 
 
 def _as_pieces(leaves: list[Any], layout: Layout) -> list[Piece]:

@@ -2,8 +2,9 @@
 
 import atexit
 import collections
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jdp import mesh
@@ -12,7 +13,6 @@ from jdp.eager.entry import Entry
 from jdp.eager.messages import UNNAMED
 from jdp.eager.options import EagerOptions
 from jdp.mesh import World
-from jdp.runtime import forks
 
 _EXIT_TIMEOUT_S = 5.0
 
@@ -21,7 +21,7 @@ class _Session:
     """Like the world, there is one engine; and what its names are counted by."""
 
     engine: Engine | None = None
-    leave: Callable[[], None] | None = None  # runs at exit.
+    pid = 0  # of the process that started it, not of children that it forks.
     why_ended = ""
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
     num_joins = 0
@@ -51,11 +51,10 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     _Session.counts.clear()
     _Session.num_joins = 0
     engine = _Session.engine = Engine(world, options)
+    _Session.pid = os.getpid()
     # The last to be registered runs first: before what the engine stands on is closed.
-    if _Session.leave is not None:
-        atexit.unregister(_Session.leave)
-    _Session.leave = forks.only_here(_leave)
-    atexit.register(_Session.leave)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
     return engine
 
 
@@ -222,7 +221,7 @@ def stop_timeline() -> None:
 def _leave() -> None:
     """Shuts down at the end of a program that has not done so."""
     engine = _Session.engine
-    if engine is None or engine.why_dead:
+    if engine is None or engine.why_dead or os.getpid() != _Session.pid:
         return
     # The others may be a moment late with what this process has submitted. One that
     # ends with an exception will not go on with them.

@@ -330,7 +330,8 @@ def _exit_if_child(code: int) -> None:
     """
     if os.getpid() == _Own.pid:
         return
-    for end in (threading._shutdown, atexit._run_exitfuncs):
+    wait_for_threads = vars(threading)["_shutdown"]  # as at the end of any Python.
+    for end in (wait_for_threads, atexit._run_exitfuncs):
         with contextlib.suppress(Exception):
             end()
     _flush()
