@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 PROGRAM = pathlib.Path(__file__).with_name("fault_program.py")
 ROOT = PROGRAM.parent.parent.parent
@@ -27,6 +28,13 @@ _CODES = {"raise": 1, "exit3": 3, "_exit3": 3, "oom": 1}
 _SIGNALS = {"segv": signal.SIGSEGV, "abrt": signal.SIGABRT, "kill": signal.SIGKILL}
 
 
+class Found(NamedTuple):
+    """What a job did with one fault."""
+
+    wrong: str | None  # what is wrong with it.
+    took_s: float | None = None  # from the fault to the end; None: it did not happen.
+
+
 def is_harmless(fault: str, when: str) -> bool:
     """Whether the job may end well."""
     # Python ignores exceptions of exit handlers, also SystemExit.
@@ -36,8 +44,8 @@ def is_harmless(fault: str, when: str) -> bool:
 
 def check(
     fault: str, when: str, process: int, *, num_processes: int, is_joined: bool = False
-) -> str | None:
-    """Runs one cell in a job of its own; returns what is wrong with it."""
+) -> Found:
+    """Runs one cell in a job of its own."""
     arguments = [fault, when, str(process)] + ["join"] * is_joined
     try:
         job = subprocess.run(
@@ -54,19 +62,32 @@ def check(
             timeout=100,
         )
     except subprocess.TimeoutExpired as error:
-        return f"it did not end:\n{(error.stdout or b'')[-2000:]!r}"
+        return Found(f"it did not end:\n{(error.stdout or b'')[-2000:]!r}")
     end_s = time.time()
     text = job.stdout + job.stderr
     begun = re.search(r"fault \w+ at \w+ ([\d.]+)", text)
     if begun is None:
-        return f"the fault did not happen:\n{text[-2000:]}"
+        return Found(f"the fault did not happen:\n{text[-2000:]}")
+    took_s = end_s - float(begun[1])
+    return Found(_judge(fault, when, process, job, took_s), took_s)
+
+
+def _judge(
+    fault: str,
+    when: str,
+    process: int,
+    job: "subprocess.CompletedProcess[str]",
+    took_s: float,
+) -> str | None:
+    """Returns what is wrong with the end of a job."""
+    text = job.stdout + job.stderr
     said = re.findall(r"^jdp launch: (.*)", job.stderr, re.MULTILINE)
     if is_harmless(fault, when):
         if job.returncode == 0 and not said:
             return None
         return f"exit code {job.returncode}, {said}\n{text[-3000:]}"
-    if end_s - float(begun[1]) > LONGEST_S:
-        return f"it took {end_s - float(begun[1]):.1f} s\n{text[-3000:]}"
+    if took_s > LONGEST_S:
+        return f"it took {took_s:.1f} s\n{text[-3000:]}"
     codes = {_CODES.get(fault, 1)}
     if fault in _SIGNALS:
         codes = {128 + _SIGNALS[fault]}
@@ -94,13 +115,14 @@ def main() -> None:
                     for is_joined in (False, True)[: 1 + (when in ("loader", "step"))]:
                         cell = f"-n {num_processes} {fault} {when} {process}"
                         cell += " join" * is_joined
-                        wrong = check(
+                        found = check(
                             *(fault, when, process),
                             num_processes=num_processes,
                             is_joined=is_joined,
                         )
-                        num_wrong += wrong is not None
-                        print(cell, "right" if wrong is None else wrong, flush=True)
+                        num_wrong += found.wrong is not None
+                        took = "" if found.took_s is None else f"{found.took_s:.1f} s"
+                        print(cell, took, found.wrong or "right", flush=True)
     sys.exit(num_wrong > 0)
 
 

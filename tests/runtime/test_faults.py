@@ -16,7 +16,7 @@ from tests.runtime import fault_table
     ],
 )
 def test_the_process_that_met_the_fault_is_blamed_soon(fault, when, process, is_joined):
-    wrong = fault_table.check(
+    found = fault_table.check(
         fault, when, process, num_processes=2, is_joined=is_joined
     )
-    assert wrong is None, wrong
+    assert found.wrong is None, found.wrong
