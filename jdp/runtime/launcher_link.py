@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from jdp import wire
-from jdp.runtime import addresses, star
+from jdp.runtime import addresses, star, star_codec
 from jdp.runtime.endings import Exit
 
 _PURPOSE = "launchers"
@@ -52,6 +52,7 @@ class LauncherLink:
         self.node = node
         self._said: set[int] = set()
         self._heard: list[Exit] = []
+        self._refusals: list[str] = []
         self._lock = threading.Lock()
         listener = star.listen(*place) if node == 0 else None
         self.fd, self._news_fd = os.pipe()
@@ -66,6 +67,7 @@ class LauncherLink:
             connect_timeout_s=float("inf"),
             heard=self._hear,
             lost=self._lose,
+            refused=self._refuse,
         )
 
     def say(self, end: Exit) -> None:
@@ -81,6 +83,12 @@ class LauncherLink:
         with self._lock:
             heard, self._heard = self._heard, []
         return heard
+
+    def take_refusals(self) -> list[str]:
+        """Returns a line on each launcher refused since the last call, to be shown."""
+        with self._lock:
+            refusals, self._refusals = self._refusals, []
+        return refusals
 
     def close(self) -> None:
         """Leaves the others, which go on."""
@@ -107,9 +115,24 @@ class LauncherLink:
         )
         self._add(Exit(-1, 1, node=node, note=note))
 
+    def _refuse(self, where: str, error: star_codec.OtherJob) -> None:
+        who = f"a launcher at {where}"
+        if self.node != 0:
+            who = f"the launcher of node 0 at {where}"
+        if isinstance(error, star_codec.OtherKey):
+            todo = "give `--key-file` (or `JDP_JOB_KEY`) the same key on all hosts"
+        else:
+            todo = "`--nodes`, `--coordinator` and `JDP_JOB_ID` must be the same on all"
+        with self._lock:
+            self._refusals.append(f"{who} was refused: {error}; {todo}")
+        self._wake()
+
     def _add(self, end: Exit) -> None:
         with self._lock:
             self._heard.append(end)
+        self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._news_fd, b"n")
 

@@ -265,7 +265,10 @@ def _verify(key: bytes | None, context: str, line: bytes) -> bytes:
     try:
         return job_key.verify(key or _NO_KEY, context, code + body)
     except job_key.Refused:
-        raise Refused("it does not prove the key of this job") from None
+        raise Refused(
+            "it does not prove the key of this job; give all the same `--key-file` or "
+            "`JDP_JOB_KEY`"
+        ) from None
 
 
 def _decode(line: bytes, kind: type[T]) -> T:

@@ -131,6 +131,8 @@ class _Host:
             count = sum(self._refused.values())
             wanted = "prove the key of this job" if self._key else "begin as they must"
             why = f"{count} connections were refused, which did not {wanted}: {shown}."
+            if self._key:
+                why += " Give all the same `--key-file` or `JDP_JOB_KEY`."
             verdict = Verdict(error=f"{verdict.error} {why}")
         return verdict
 
@@ -397,8 +399,9 @@ def listen(address: str) -> socket.socket:
 
 
 def _describe_keys(theirs: str, own: bytes | None) -> str:
+    why = "it has another key of a job than this process"
     if own is None:
-        return "it takes only processes with the key of its job; this one has no key"
-    if not theirs:
-        return "it has no key of a job, and this process has one"
-    return "it has another key of a job than this process"
+        why = "it takes only processes with the key of its job; this one has no key"
+    elif not theirs:
+        why = "it has no key of a job, and this process has one"
+    return f"{why}; give all the same `--key-file` or `JDP_JOB_KEY`"

@@ -18,11 +18,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from jdp.runtime import addresses
-from jdp.runtime.star_codec import Codec, Frame, Refused
+from jdp.runtime.star_codec import Codec, Frame, OtherJob, Refused
 
 _MAX_SAID = 64  # by one member, however often it comes back.
 _MAX_GUESTS = 256  # that have not proved anything yet.
 _GUEST_TIMEOUT_S = 10.0
+_MAX_WARNED = 10  # addresses of which the log, or `refused`, hears.
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.1
 # A host that vanishes is found after IDLE + COUNT * INTERVAL seconds, or, where
@@ -41,6 +42,7 @@ class _Line:
 
     def __init__(self, sock: socket.socket, codec: Codec):
         self.sock = sock
+        self.where = _where(sock)  # address of the other end, for messages.
         self.codec = codec
         self.unsent = bytearray(codec.greet())
         self.member: int | None = None  # who is at the other end, once proved.
@@ -77,6 +79,7 @@ class Star:
         heard: Callable[[int, bytes], None],
         lost: Callable[[int], None],
         tick: Callable[[], float | None] | None = None,
+        refused: Callable[[str, OtherJob], None] | None = None,
     ):
         """Starts the thread.
 
@@ -93,6 +96,8 @@ class Star:
             member 0 also where it was never reached.
           tick: called after each event, and again after the seconds that it returned;
             None: not before the next event.
+          refused: gets the address of what says that it has another key or is of
+            another job, once for each address, and what it is; None: the log has it.
         """
         self._member, self._num_members = member, num_members
         self._key, self._purpose = key, purpose
@@ -105,7 +110,8 @@ class Star:
         self._num_said = collections.Counter[int]()  # by member.
         self._outbox: collections.deque[Frame] = collections.deque()
         self._is_closing = False
-        self._has_warned = False
+        self._refused = refused
+        self._warned: set[str] = set()  # addresses of what was refused.
         self._is_welcome = False  # Member 0 has answered.
         self._unheard: list[Frame] = []  # said before that.
         self._reconnect_s: float | None = None
@@ -289,13 +295,20 @@ class Star:
             for frame in frames:
                 self._take(line, frame)
         except Refused as error:
-            if not self._has_warned:
-                self._has_warned = True
-                _logger.warning(
-                    "Dropped a connection to the link of the job (%s): %s.",
-                    *(self._purpose, error),
-                )
+            self._warn(line, error)
             self._drop(line)
+
+    def _warn(self, line: _Line, error: Refused) -> None:
+        if line.where in self._warned or len(self._warned) >= _MAX_WARNED:
+            return
+        self._warned.add(line.where)
+        if self._refused is not None and isinstance(error, OtherJob):
+            self._refused(line.where, error)
+        else:
+            _logger.warning(
+                "Dropped a connection with %s on the link of the job (%s): %s.",
+                *(line.where, self._purpose, error),
+            )
 
     def _take(self, line: _Line, frame: Frame) -> None:
         if not 0 <= frame.member < self._num_members:
@@ -406,6 +419,13 @@ def listen(host: str, port: int) -> socket.socket:
             sock.close()
             problem = error
     raise problem or OSError(f"{host!r} has no address")
+
+
+def _where(sock: socket.socket) -> str:
+    try:
+        return addresses.unmap(str(sock.getpeername()[0]))
+    except OSError:  # It has gone already.
+        return "an address that is gone"
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -1,7 +1,8 @@
 """Star codec: the frames of one line of a `star`, proved to be of this job.
 
 Each frame carries a code of the job key over both ends' nonces, the direction and a
-running number, so nothing can be made up, replayed or left out.
+running number, so nothing can be made up, replayed or left out. The greeting before
+them proves nothing; it tells an end that was given another key by mistake.
 """
 
 import secrets
@@ -13,15 +14,24 @@ import msgspec
 from jdp import wire
 from jdp.runtime import job_key
 
-_MAGIC = b"jdp-star-1\n"
+_MAGIC = b"jdp-star-2\n"
 _NONCE_BYTES = 32
-_GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES
+_ID_BYTES = 8  # of the key, and of the purpose.
+_GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES + 2 * _ID_BYTES
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 14
 
 
 class Refused(RuntimeError):
     """What came is not of this job, or not of this protocol."""
+
+
+class OtherJob(Refused):
+    """The other end says that it is of another job, though it has the key."""
+
+
+class OtherKey(OtherJob):
+    """The other end says that it has another key."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +60,7 @@ class Codec:
         self._purpose = purpose
         self._side = side
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._ids = [_name(key, "star key"), _name(key, f"star for {purpose}")]
         self._session: bytes | None = None
         self._num_sent = self._num_received = 0
         self._received = bytearray()
@@ -62,7 +73,7 @@ class Codec:
 
     def greet(self) -> bytes:
         """Returns what is sent first."""
-        return _MAGIC + self._nonce
+        return _MAGIC + self._nonce + b"".join(self._ids)
 
     def encode(self, frame: Frame) -> bytes:
         """Returns the bytes of a frame; empty, and later ones, before the greeting."""
@@ -87,7 +98,9 @@ class Codec:
                 raise Refused("it does not begin as a line of jdp")
             if len(self._received) < _GREETING_BYTES:
                 return [], b""
-            self._begin(bytes(self._received[len(_MAGIC) : _GREETING_BYTES]))
+            greeting = bytes(self._received[len(_MAGIC) : _GREETING_BYTES])
+            self._compare(greeting[_NONCE_BYTES:])
+            self._begin(greeting[:_NONCE_BYTES])
             del self._received[:_GREETING_BYTES]
             answer = b"".join(map(self._seal, self._held))
             self._held.clear()
@@ -95,6 +108,12 @@ class Codec:
         while (frame := self._take()) is not None:
             frames.append(frame)
         return frames, answer
+
+    def _compare(self, ids: bytes) -> None:
+        if ids[:_ID_BYTES] != self._ids[0]:
+            raise OtherKey("it has another key than this end")
+        if ids[_ID_BYTES:] != self._ids[1]:
+            raise OtherJob("it is of another job with the same key")
 
     def _begin(self, other: bytes) -> None:
         nonces = [self._nonce, other]
@@ -136,3 +155,8 @@ class Codec:
             ) from None
         except wire.DecodeError as error:
             raise Refused(f"a frame that says nothing: {error}") from None
+
+
+def _name(key: bytes, context: str) -> bytes:
+    """Returns what is equal where the keys are, and shows nothing of them."""
+    return job_key.derive(key, context)[:_ID_BYTES]

@@ -188,6 +188,8 @@ class Supervisor:
                 self._link.say(endings.as_failed(process_id, failure))
             for end in self._link.take():
                 self._hold(end)
+            for refusal in self._link.take_refusals():
+                self._forwarder.print_line(f"jdp launch: {refusal}.")
         waiting = self._failures.in_init & self._running.keys()
         waiting -= self._failures.ended.keys()
         for process_id, ended_s in (self._failures.ended | self._ended_well).items():

@@ -85,7 +85,7 @@ time.sleep(100)
 """
 
 
-def start(tmp_path, node, port, *options):
+def start(tmp_path, node, port, *options, environ):
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "jdp.cli.main", "launch", "-n", "1"),
@@ -93,7 +93,7 @@ def start(tmp_path, node, port, *options):
             *("--coordinator", f"127.0.0.1:{port}", *options, "program.py"),
         ],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(harness.ROOT)},
+        env=os.environ | {"PYTHONPATH": str(harness.ROOT)} | environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -108,11 +108,12 @@ def two_hosts(tmp_path):
     os.chmod(tmp_path / "key", 0o600)
     started = []
 
-    def make(program, *options):
+    def make(program, *options, each=((), ()), environs=({}, {})):
         (tmp_path / "program.py").write_text(program)
         port = find_port()
         for node in range(2):
-            started.append(start(tmp_path, node, port, *options))
+            own = (*options, *each[node])
+            started.append(start(tmp_path, node, port, *own, environ=environs[node]))
         return started
 
     yield make
@@ -156,6 +157,32 @@ def test_a_launcher_that_is_killed_ends_the_other(two_hosts):
     assert time.monotonic() - start_s < 10
     assert launchers[1].returncode == 1
     assert "jdp launch: the launcher of node 0 is gone" in said
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("differs", ["key", "job"])
+def test_both_launchers_name_another_key_or_job_at_once(two_hosts, tmp_path, differs):
+    (tmp_path / "key1").write_text("K" * 64)
+    os.chmod(tmp_path / "key1", 0o600)
+    keys = [["--key-file", "key"], ["--key-file", "key1"]]
+    environs = [{}, {}]
+    if differs == "job":
+        keys[1], environs[1] = keys[0], {"JDP_JOB_ID": "second"}
+    launchers = two_hosts(PROGRAM, each=keys, environs=environs)
+    expected = {
+        "key": "it has another key than this end; give `--key-file`",
+        "job": "it is of another job with the same key; `--nodes`, `--coordinator`",
+    }[differs]
+    names = ("a launcher at 127.0.0.1", "the launcher of node 0 at 127.0.0.1")
+    for launcher, name in zip(launchers, names, strict=True):
+        assert launcher.stderr.readline().startswith(
+            f"jdp launch: {name} was refused: {expected}"
+        )
+    time.sleep(0.5)
+    for launcher in launchers:  # A stranger could have said it.
+        assert launcher.poll() is None
+        launcher.terminate()
+        assert "was refused" not in launcher.communicate(timeout=60)[1]
 
 
 @pytest.mark.multiprocess

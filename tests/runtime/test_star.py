@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies
 
 from jdp.runtime import star, star_codec
-from jdp.runtime.star_codec import Codec, Frame, Refused
+from jdp.runtime.star_codec import Codec, Frame, OtherJob, OtherKey, Refused
 
 KEY = bytes(range(32))
 TIMEOUT_S = 20.0
@@ -125,7 +125,7 @@ def test_strangers_keep_no_member_out(members):
     with contextlib.ExitStack() as stack:
         for i in range(star._MAX_GUESTS + 20):
             guest = stack.enter_context(socket.create_connection(place))
-            guest.send([b"", b"jdp-star-1\n", b"GET / HTTP/1.1\r\n\r\n"][i % 3])
+            guest.send([b"", b"jdp-star-2\n", b"GET / HTTP/1.1\r\n\r\n"][i % 3])
         second = members(1, 2)
         assert second.star.wait_until_whole(timeout_s=TIMEOUT_S)
         second.star.say(b"here")
@@ -148,6 +148,17 @@ def test_frames_arrive_as_they_were_sent_in_any_pieces():
     for i in range(0, len(data), 7):
         found += center.feed(data[i : i + 7])[0]
     assert found == frames
+
+
+@pytest.mark.parametrize(
+    "key,purpose,error", [(bytes(32), "x", OtherKey), (KEY, "y", OtherJob)]
+)
+def test_both_ends_say_what_differs(key, purpose, error):
+    center, member = Codec(KEY, "x", "center"), Codec(key, purpose, "member")
+    for one, other in ((center, member), (member, center)):
+        with pytest.raises(OtherJob) as found:
+            one.feed(other.greet())
+        assert type(found.value) is error
 
 
 def test_frames_before_the_greeting_are_sent_after_it():
