@@ -26,6 +26,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 
 
+def python_path():
+    """Returns a PYTHONPATH for a process: jdp before what this one was given."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(ROOT), *([given] if given else [])])
+
+
 class Outcome(NamedTuple):
     """What became of a job."""
 

@@ -55,7 +55,7 @@ def all_reduce_on_replicas(
     Returns:
       Shape (n,).
     """
-    tiling = _tile(x.size, x.dtype, num_replicas, algorithm, launch)
+    tiling = make_tiling(x.size, x.dtype, num_replicas, algorithm, launch)
     peers = RemotePeers(tiling, axis_name)
     y = jax.ShapeDtypeStruct((tiling.size,), x.dtype)
     part = jax.ShapeDtypeStruct((tiling.part_size,), x.dtype)
@@ -82,7 +82,7 @@ def all_reduce_in_cluster(
       Shape (num_replicas, n): what each of them got.
     """
     n, size = xs.shape
-    tiling = _tile(size, xs.dtype, n, algorithm, launch)
+    tiling = make_tiling(size, xs.dtype, n, algorithm, launch)
     y = jax.ShapeDtypeStruct((n, tiling.size), xs.dtype)
     part = jax.ShapeDtypeStruct((n, tiling.part_size), xs.dtype)
     kernel = _make_kernel(
@@ -121,7 +121,7 @@ def all_reduce_alone(
       A function of the buffers of all replicas, shape (num_replicas, size), and of
       the parts of two stages (see `parts_of`), that returns the reduced buffer, (n,).
     """
-    tiling = _tile(size, dtype, num_replicas, algorithm, launch)
+    tiling = make_tiling(size, dtype, num_replicas, algorithm, launch)
     assert tiling.size == size, (tiling.size, size)
     peers = SoloPeers(tiling, rank)
     y = jax.ShapeDtypeStruct((size,), dtype)
@@ -146,7 +146,7 @@ def parts_of(xs: jax.Array, launch: Launch, *, rank: int = 0) -> jax.Array:
       Shape (num_replicas, part_size).
     """
     n, size = xs.shape
-    t = _tile(size, xs.dtype, n, "two_stage", launch)
+    t = make_tiling(size, xs.dtype, n, "two_stage", launch)
     total = jnp.sum(xs.astype(jnp.float32), 0).astype(xs.dtype)
     width = n * t.tiles_per_part * t.tile
     whole = jnp.pad(total[:width], (0, max(0, width - size)))
@@ -157,10 +157,10 @@ def parts_of(xs: jax.Array, launch: Launch, *, rank: int = 0) -> jax.Array:
     return parts.at[rank].set(jnp.nan)
 
 
-def _tile(
+def make_tiling(
     size: int, dtype: Any, num_replicas: int, algorithm: Algorithm, launch: Launch
 ) -> Tiling:
-    """Cuts a buffer into tiles; pads it to what can be cut."""
+    """Cuts a buffer of `size` elements into tiles; pads it to what can be cut."""
     vector = VECTOR_BYTES // jnp.dtype(dtype).itemsize
     tile = WARPGROUP * vector * launch.unroll
     multiple = tile if algorithm == "multimem" else vector

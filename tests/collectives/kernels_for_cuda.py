@@ -126,12 +126,7 @@ def main():
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump)
-    from jax.experimental import topologies
-
-    target = pathlib.Path(__file__).with_name("h100.txtpb").read_text()
-    devices = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology="1x1x8"
-    ).devices
+    devices = absent_gpus()
     for case in CASES:
         before = set(glob.glob(f"{dump}/*.ptx"))
         _compile(case, devices)
@@ -141,6 +136,29 @@ def main():
     print(json.dumps({"kind": "graph", "thunks": _record(devices, dump)}))
     print(json.dumps({"kind": "aligned buffer", **_look_at_copies(devices, [1 << 20])}))
     print(json.dumps({"kind": "bucket", **_look_at_copies(devices, [1000, 99_999, 7])}))
+
+
+def absent_gpus():
+    """Returns 8 devices to compile for: H100s of one host, none of which is here."""
+    from jax.experimental import topologies
+
+    target = pathlib.Path(__file__).with_name("h100.txtpb").read_text()
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology="1x1x8"
+    ).devices
+
+
+def compile_on_replicas(mesh, size, dtype, algorithm, launch):
+    """Compiles the kernel of a mesh for buffers of `size` elements."""
+
+    def run(xs):
+        return pallas_launch.all_reduce_on_replicas(
+            xs[0], AXIS, mesh.size, algorithm, launch
+        )[None]
+
+    fn = jax.shard_map(run, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    xs = _split(jax.ShapeDtypeStruct((mesh.size, size), dtype), mesh)
+    return jax.jit(fn).lower(xs).compile()
 
 
 def _compile(case, devices):

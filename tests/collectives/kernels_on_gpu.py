@@ -10,7 +10,6 @@ checked too.
 import argparse
 import concurrent.futures
 import itertools
-import json
 import pathlib
 import sys
 import time
@@ -22,6 +21,7 @@ from jax import lax
 
 import jdp
 from jdp.cli.bench import kernel, tune
+from jdp.cli.bench.rows import Rows
 from jdp.collectives import custom_choice, gpu_topology, pallas_launch, tuning
 
 SIZES = tuple(1 << k for k in range(10, 27, 2))  # bytes, 1 KiB to 64 MiB.
@@ -46,10 +46,11 @@ class Case(NamedTuple):
 
 
 def make_cases():
+    """Returns all kernels, small buffers first."""
     return [
-        Case(*each)
-        for each in itertools.product(
-            ("one_stage", "two_stage"), (2, 4, 6, 8), DTYPES, SIZES, (0, 3)
+        Case(algorithm, num_replicas, dtype, num_bytes, extra)
+        for num_bytes, algorithm, num_replicas, dtype, extra in itertools.product(
+            SIZES, ("one_stage", "two_stage"), (2, 4, 6, 8), DTYPES, (0, 3)
         )
     ]
 
@@ -74,8 +75,11 @@ def count_wrong(case, reduce, repeats, seed):
     return lax.fori_loop(0, repeats, once, jnp.int32(0))
 
 
-def check(cases, repeats, *, reduce=Case.reduce, seed=0, report=print) -> list[Any]:
-    """Runs all cases; returns a row for each."""
+def check(
+    cases, repeats, *, reduce=Case.reduce, seed=0, report=print, rows=None
+) -> list[dict[str, Any]]:
+    """Runs cases until `rows` is late; returns a row for each."""
+    rows = Rows(None) if rows is None else rows
 
     def compile_one(case):
         def run():
@@ -83,14 +87,16 @@ def check(cases, repeats, *, reduce=Case.reduce, seed=0, report=print) -> list[A
 
         return case, jax.jit(run).lower().compile()
 
-    rows = []
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for case, program in pool.map(compile_one, cases):
+            if rows.is_late:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
             wrong = int(program())
-            rows.append({**case._asdict(), "repeats": repeats, "wrong": wrong})
+            rows.add({**case._asdict(), "repeats": repeats, "wrong": wrong})
             if wrong:
                 report(f"WRONG: {case}: {wrong} elements in {repeats} repeats")
-    return rows
+    return rows.written
 
 
 def check_replicas(world, repeats):
@@ -141,29 +147,28 @@ def _count_wrong_on(world, all_reduce, dtype, num_bytes, repeats):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
+    parser.add_argument("--limit-s", type=float, default=300.0)
+    parser.add_argument("--json", type=pathlib.Path, help="one object a line")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit(f"There is no GPU here, only {jax.default_backend()}.")
     start_s = time.monotonic()
-    rows = check(make_cases(), arguments.repeats)
-    world = jdp.init()
-    replicas = (
-        check_replicas(world, arguments.repeats) if jax.device_count() > 1 else []
-    )
-    result = {
-        "machine": kernel.describe_machine(),
-        "seconds": time.monotonic() - start_s,
-        "cluster": rows,
-        "replicas": replicas,
-    }
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    wrong = [row for row in rows + replicas if row.get("wrong")]
+    rows = Rows(arguments.json, arguments.limit_s)
+    machine = kernel.describe_machine()
+    rows.add(machine)
+    cases = [case for case in make_cases() if case.num_bytes <= arguments.max_bytes]
+    check(cases, arguments.repeats, rows=rows)
+    num_clusters = len(rows.written) - 1
+    if jax.device_count() > 1 and not rows.is_late:
+        for row in check_replicas(jdp.init(), arguments.repeats):
+            rows.add(row)
+    wrong = [row for row in rows.written if row.get("wrong")]
     print(
-        f"{len(rows)} kernels in clusters and {len(replicas)} of replicas, "
+        f"{num_clusters} of {len(cases)} kernels in clusters and "
+        f"{len(rows.written) - 1 - num_clusters} of replicas, "
         f"{arguments.repeats} repeats each, {len(wrong)} wrong, "
-        f"{result['seconds']:.0f} s, on {result['machine']['device']}"
+        f"{time.monotonic() - start_s:.0f} s, on {machine['device']}"
     )
     sys.exit(bool(wrong))
 

@@ -54,7 +54,7 @@ def test_the_whole_set_is_what_was_promised():
 
 def test_without_a_gpu_it_says_so():
     command = [sys.executable, "-m", "tests.collectives.kernels_on_gpu"]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(harness.ROOT)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": harness.python_path()}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 1 and "There is no GPU here, only cpu" in done.stderr
 
@@ -81,7 +81,7 @@ print("right", jax.default_backend())
 def test_the_kernel_runs_under_command_buffers():
     flags = "--xla_gpu_graph_min_graph_size=1"
     flags += " --xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(harness.ROOT)}
+    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": harness.python_path()}
     done = subprocess.run(
         [sys.executable, "-c", _IN_A_GRAPH],
         capture_output=True,

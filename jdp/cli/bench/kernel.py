@@ -13,10 +13,11 @@ import rich.table
 import typer
 
 import jdp
-from jdp.cli.bench import channel, driver, kernel_times, tune
+from jdp.cli.bench import channel, kernel_times, tune
 from jdp.cli.bench.channel import StepConfig
 from jdp.cli.bench.collectives import parse_numbers, parse_size
 from jdp.cli.bench.kernel_times import COPY, Kernel
+from jdp.cli.bench.rows import Rows
 from jdp.collectives import custom_choice, gpu_topology, measurement, tuning
 
 
@@ -33,8 +34,12 @@ def bench_kernel(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 11,
     width: Annotated[int, typer.Option(min=1, help="Of the step's 24 layers.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Samples of the step.")] = 1024,
+    limit_s: Annotated[
+        float, typer.Option(min=1, help="Seconds after which no kernel is begun.")
+    ] = 420.0,
     json_file: Annotated[
-        pathlib.Path | None, typer.Option("--json", help="Write the results here.")
+        pathlib.Path | None,
+        typer.Option("--json", help="Write results here, one a line, as they come."),
     ] = None,
 ) -> None:
     """Times the kernels of the custom all-reduce on one GPU, and a step beside it.
@@ -57,32 +62,44 @@ def bench_kernel(
     world = jdp.init()
     kernels = [
         Kernel(algorithm, n, size, max_blocks)
+        for size in sorted(num_bytes)  # What is cut off is what takes longest.
         for n in counts
-        for size in num_bytes
         for algorithm in ("one_stage", "two_stage")
         for max_blocks in limits
     ]
     # A small buffer has no work for many blocks.
     kernels = list({kernel.name: kernel for kernel in kernels}.values())
-    result: dict[str, Any] = {"alone": _time_alone(kernels, rounds)}
-    one = tune.take(world, 1)
+    rows = Rows(json_file, limit_s)
     config = StepConfig(24, width, batch)
+    machine = describe_machine() | {"rounds": rounds, "step_config": list(config)}
+    rows.add({"machine": machine})
+    one = tune.take(world, 1)
     seconds = kernel_times.time_steps(one, config, rounds=rounds, steps=20)
-    result["step"] = summarize_step(seconds)
-    result["replicas"] = _time_replicas(world, rounds) if world.num_replicas > 1 else []
-    result["machine"] = describe_machine()
-    driver.write_result(result, {"rounds": rounds, "step": list(config)}, json_file)
+    step = summarize_step(seconds)
+    rows.add({"step": step})
+    alone = _time_alone(kernels, rounds, rows)
+    together = _time_replicas(world, rounds) if world.num_replicas > 1 else []
+    for row in together:
+        rows.add({"replicas": row})
+    result = {"alone": alone, "step": step, "replicas": together, "machine": machine}
     show(result, rich.console.Console())
+    if len(alone) < len(kernels):
+        typer.echo(f"After {limit_s:.0f} s {len(alone)} of {len(kernels)} were timed.")
 
 
-def _time_alone(kernels: list[Kernel], rounds: int) -> list[dict[str, Any]]:
-    rows = []
+def _time_alone(kernels: list[Kernel], rounds: int, rows: Rows) -> list[dict[str, Any]]:
+    alone = []
+    copied = kernel_times.time_chains({COPY: kernel_times.copy_chain()}, rounds)
     for kernel in kernels:  # One at a time: each has its buffers.
+        if rows.is_late:
+            break
         kernel_times.check_share(kernel)
-        chains = {COPY: kernel_times.copy_chain()} | kernel_times.solo_chains(kernel)
-        seconds = kernel_times.time_chains(chains, rounds)
-        rows += kernel_times.summarize([kernel], seconds)
-    return rows
+        chains = kernel_times.solo_chains(kernel)
+        seconds = copied | kernel_times.time_chains(chains, rounds)
+        (row,) = kernel_times.summarize([kernel], seconds)
+        alone.append(row)
+        rows.add({"alone": row})
+    return alone
 
 
 def _time_replicas(world: jdp.World, rounds: int) -> list[dict[str, Any]]:

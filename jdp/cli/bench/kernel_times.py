@@ -71,7 +71,8 @@ def make_program(chain: Chain, repeats: int) -> Callable[..., Any]:
 
     def run(*operands: jax.Array) -> list[jax.Array]:
         held, results = list(operands), []
-        for call in list(chain.calls) * repeats:
+        # Jitted, a call is traced and compiled once and not `repeats` times.
+        for call in [jax.jit(call) for call in chain.calls] * repeats:
             held, (y,) = compat.order_after(held, [call(*held)])
             results.append(y)
         return results
