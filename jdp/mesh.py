@@ -275,8 +275,9 @@ def _as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
     if array.dtype.kind not in "biufcV":
         raise TypeError(
             f"{_describe(tree, index)} is a {type(leaf).__name__}, no array. Pass "
-            "pytrees of arrays. A class of one's own is taken apart once it is "
-            "registered with `jax.tree_util.register_dataclass`."
+            "pytrees of arrays. A flag or a text is named in `static_argnames`. A "
+            "class of one's own is taken apart once it is registered with "
+            "`jax.tree_util.register_dataclass`."
         )
     return array
 

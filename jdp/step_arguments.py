@@ -121,7 +121,8 @@ class CallBinder:
         except TypeError as error:
             raise TypeError(
                 f"The step `{self._name}{self._signature}` cannot be called with these "
-                f"arguments: {error}."
+                f"arguments: {error}. With the state, it got {len(batches) + 1} by "
+                f"position{_count_named(named)}; it takes {self._count_taken()}."
             ) from None
         values, positional = self._name_values(bound)
         kinds: tuple[dict[str, Any], ...] = ({}, {}, {})
@@ -137,6 +138,15 @@ class CallBinder:
         )
         form = CallForm(positional, typed, tuple(weak))
         return (CallArguments(batch, replicated, form),)
+
+    def _count_taken(self) -> str:
+        """Says how many arguments the step takes, such as "from 2 to 3"."""
+        known = self._signature.parameters.values()
+        single = [p for p in known if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        least = sum(p.default is p.empty for p in single)
+        if len(single) < len(known):
+            return f"at least {least}"
+        return str(least) if least == len(single) else f"from {least} to {len(single)}"
 
     def _name_values(
         self, bound: inspect.BoundArguments
@@ -330,6 +340,10 @@ def _as_names(names: Names) -> tuple[str, ...]:
     if names is None:
         return ()
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _count_named(named: dict[str, PyTree]) -> str:
+    return f" and {len(named)} by name" if named else ""
 
 
 def _check_has_hash(name: str, value: Any) -> None:

@@ -67,9 +67,14 @@ def test_a_step_without_named_options_takes_batches_by_name(options):
             {"rat": 1.0},
             r"`step\(state, x, rate=1.0, \*, train=True\)` .*: got an une",
         ),
-        ((), {}, "missing a required argument: 'x'"),
-        ((X,), {"x": X}, "multiple values for argument 'x'"),
-        ((X, 1.0, True), {}, "too many positional arguments"),
+        ((), {}, "missing a required argument: 'x'. With the state, it got 1 by pos"),
+        ((X,), {"x": X}, "multiple values for argument 'x'.* 2 by position and 1 by n"),
+        (
+            (X, 1.0, True),
+            {},
+            "too many positional arguments. With the state, it got 4 by position; it "
+            "takes from 2 to 4",
+        ),
     ],
 )
 def test_arguments_that_the_step_does_not_take_are_named(args, named, message):

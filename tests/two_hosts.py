@@ -31,6 +31,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES_6 = ("fd77::1", "fd77::2")
 NAMES = ("hosta", "hostb")
 PORT = 29500
+_LIMIT_S = 300.0  # for a job of the table; a few seconds, unless the machine is busy.
 _ON_A_HOST = 'hostname "$0" && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
 
 
@@ -228,15 +229,17 @@ def main() -> None:
             for coordinator in coordinators:
                 arguments = [*count, "-m", "tests.two_hosts_program"]
                 with make(kind) as hosts:
-                    found = hosts.launch(arguments, coordinator=coordinator)
+                    found = hosts.launch(
+                        arguments, coordinator=coordinator, timeout_s=_LIMIT_S
+                    )
                 failed += _show(f"{kind} {per_host} {coordinator}", found)
             with make(kind) as hosts:
                 arguments = [*count, "--key-file", key_file, "examples/digits.py"]
-                found = hosts.launch(arguments, timeout_s=300.0)
+                found = hosts.launch(arguments, timeout_s=_LIMIT_S)
             failed += _show(f"{kind} {per_host} digits with a key", found)
             with make(kind) as hosts:
                 commands = serve_commands(per_host, key_file)
-                found = hosts.run(commands, timeout_s=110.0)
+                found = hosts.run(commands, timeout_s=_LIMIT_S)
             failed += _show(f"{kind} {per_host} parameter server", found)
     sys.exit(failed > 0)
 

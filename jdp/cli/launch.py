@@ -1,6 +1,7 @@
 """`jdp launch`: the processes of a job, from one command line."""
 
 import os
+import re
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from jdp.runtime import job_key, output
 from jdp.runtime import launch as launching
 
 # What follows the script belongs to the script, also what looks like our options.
+_COUNTS = re.compile(r"-n\d*$|--(num-processes|servers|workers)(=|$)")
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
@@ -121,9 +123,11 @@ def launch(
     target, *arguments = command
     has_roles = num_servers is not None or num_workers is not None
     if has_roles == (num_processes is not None):
+        late = [text for text in arguments if _COUNTS.match(text)]
+        hint = f" {late[0]!r} comes after {target!r}, which gets it." if late else ""
         raise typer.BadParameter(
             "say how many: '-n' 2, or for parameter servers '--servers' 1 '--workers' "
-            "2, and not both."
+            f"2, and not both.{hint} Options of `jdp launch` go before the script."
         )
     if is_json and (is_table or not has_roles):
         raise typer.BadParameter(

@@ -105,8 +105,14 @@ def plan(
             "name one of MODULE:LOSS_FN and --gradient-mib.",
             param_hint="MODULE:LOSS_FN",
         )
+    parsed_hook = None if hook is None else hook_option.parse(hook)
     console = rich.console.Console()
     if target is None:
+        if hook is not None:
+            raise typer.BadParameter(
+                "needs MODULE:LOSS_FN: what a hook sends depends on the shapes.",
+                param_hint="--hook",
+            )
         if cluster is None:
             raise typer.BadParameter(
                 "is for a cluster: name --nodes, --latency-us and --bandwidth-gbps.",
@@ -128,7 +134,7 @@ def plan(
         num_replicas,
         bucket_mib,
         first_bucket_mib,
-        None if hook is None else hook_option.parse(hook),
+        parsed_hook,
     )
     if cluster is None:
         if json:

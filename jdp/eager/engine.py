@@ -28,7 +28,7 @@ from jdp.eager.messages import (
 from jdp.eager.options import EagerOptions
 from jdp.eager.response_cache import ResponseCache
 from jdp.mesh import World
-from jdp.runtime import transport
+from jdp.runtime import transport, worker
 from jdp.runtime.transport import LinkOptions, Received
 
 # A caller that submits at least as often is in the middle of a loop.
@@ -215,14 +215,14 @@ class Engine:
                 self._cycle()
         except Exception as error:
             _logger.debug("The eager engine ends.", exc_info=True)
-            self._fail(f"rank {self.rank}: {error}", tell=True)
+            self._fail(_explain(self.rank, error), tell=True)
         finally:
             self._link.close()
 
     def _cycle(self) -> None:
         """Says what is new here, hears what is new elsewhere, and runs it."""
-        if self.executor.failure:
-            raise RuntimeError(self.executor.failure)
+        if self.executor.failure is not None:
+            raise self.executor.failure
         if self._queue and not (self._is_awaited or self._refusal):
             self._hold_back()
         self._say()
@@ -470,3 +470,11 @@ class Engine:
                 return
             for peer in range(1, self.size):
                 self._link.send(peer, messages.encode(Batch(stop=why)))
+
+
+def _explain(rank: int, error: Exception) -> str:
+    """Says why the engine of `rank` fails, and which process is the reason."""
+    culprit = worker.find_culprit(error)
+    if culprit in (None, rank):
+        return f"rank {rank}: {error}"
+    return f"process {culprit} failed or is gone, as rank {rank} found: {error}"

@@ -77,7 +77,7 @@ class Executor:
         # Numbers and ranks of all sets; and those that this process is in.
         self.known_sets: dict[int, tuple[int, ...]] = {}
         self.sets: dict[int, SetState] = {}
-        self.failure = ""  # why nothing can go on; "" while it can.
+        self.failure: Exception | None = None  # why nothing can go on, if so.
         self._world = world
         self._options = options
         self._completion = completion
@@ -333,7 +333,7 @@ class Executor:
                 if not self._is_closed:
                     fn()
             except Exception as error:
-                self.failure = str(error)
+                self.failure = error
                 self._on_failure()
             with self._completion.changed:
                 self._num_queued -= 1

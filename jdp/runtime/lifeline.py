@@ -40,6 +40,7 @@ _FAILED_GRACE_S = 5.0
 # JAX aborts the others once process 0 is gone; they get to say why before that.
 _LINGER_S = 0.7
 _STILL_RUNS_S = 60.0
+_WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
 _logger = logging.getLogger("jdp")
 
 
@@ -190,6 +191,7 @@ class _Lifeline:
         self._shown: set[int] = set()
         self._ended_s: float | None = None
         self._has_failed = False
+        self._has_noted = False
         self._is_over = threading.Lock()
         # Until `_star` is there, its thread waits in `_tick`.
         self._is_made = threading.Event()
@@ -289,9 +291,12 @@ class _Lifeline:
 
     def _tick(self) -> float | None:
         self._is_made.wait()
-        if (not self._gone and self._stuck is None) or self._has_failed:
+        if self._has_failed:
             return None
         now_s = time.monotonic()
+        note_s = self._note_waiting(now_s)
+        if not self._gone and self._stuck is None:
+            return note_s
         verdict = self._find_verdict(now_s)
         if verdict is not None:
             self._end(verdict)
@@ -300,6 +305,29 @@ class _Lifeline:
             if not compat_distributed.is_connected():
                 return None  # Nothing is left to wait for.
         return _CHECK_PERIOD_S
+
+    def _note_waiting(self, now_s: float) -> float | None:
+        """Says once for whom JAX waits at the end; returns in how many seconds."""
+        if self._ended_s is None or self._has_noted:
+            return None
+        if not compat_distributed.is_connected():
+            return None
+        left_s = self._ended_s + _WAITS_AT_END_S - now_s
+        if left_s > 0.0:
+            return left_s
+        self._has_noted = True
+        ended = {gone.process for gone in self._gone}
+        others = [i for i in range(self._count) if i != self._own]
+        awaited = [i for i in others if i not in ended]
+        what = "which still runs"
+        if not awaited:
+            awaited, what = others, "whose exit handlers or threads have not ended"
+        shown = ", ".join(map(str, awaited[:10])) + (", ..." if awaited[10:] else "")
+        _show(
+            f"process {self._own} came to the end of its program {_WAITS_AT_END_S:g} s "
+            f"ago, and JAX waits for process {shown}, {what}."
+        )
+        return None
 
     def _find_verdict(self, now_s: float) -> Verdict | None:
         has_ended = self._ended_s is not None

@@ -138,6 +138,12 @@ def test_no_array_is_made(run):
         (("mymodel:loss_fn", "--jsn"), "No such option: --jsn"),
         ((), "name one of MODULE:LOSS_FN and --gradient-mib"),
         (("m:f", "--gradient-mib", "1"), "name one of MODULE:LOSS_FN and --grad"),
+        (("mymodel:loss_fn", "--hook", "int9"), "there is no hook 'int9'"),
+        (
+            ("--gradient-mib", "1", *CLUSTER, "--hook", "int9"),
+            "there is no hook 'int9'",
+        ),
+        (("--gradient-mib", "1", *CLUSTER, "--hook", "int8"), "needs MODULE:LOSS_FN"),
         (("--gradient-mib", "1"), "is for a cluster: name --nodes, --latency-us"),
         (
             ("--gradient-mib", "1", "--nodes", "2"),

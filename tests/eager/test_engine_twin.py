@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jdp import eager
+from jdp import eager, progress
 from jdp.eager import engine as engine_module
 from jdp.eager import lost, requests
 from jdp.eager.controller import Coordinator
@@ -77,6 +77,26 @@ def test_the_loss_of_a_rank_is_raised_on_all_others(links, lost):
     assert results.pop(lost) == [3.0] * 3
     for text in results:
         assert f"process {lost} has ended" in text
+
+
+@pytest.mark.parametrize("culprit", [None, 2])
+def test_a_failure_names_the_process_that_caused_it_not_the_one_that_says_so(
+    links, culprit
+):
+    begun = threading.Barrier(_SIZE)
+
+    def run(engine):
+        _reduce(engine, "x")
+        begun.wait()
+        if engine.rank == 1:
+            error = RuntimeError("Connection reset by peer")
+            engine.executor.failure = progress.blame(error, culprit)
+            links[1].wake()
+        return _reduce(engine, "y")
+
+    begin = "rank 1: " if culprit is None else "process 2 failed or is gone, as rank 1"
+    for text in _run(run):
+        assert text.startswith(begin) and text.endswith("Connection reset by peer")
 
 
 @pytest.mark.parametrize("sender", [0, 2])

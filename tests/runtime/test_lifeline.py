@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp import progress
+from jdp import compat_distributed, progress
 from jdp.progress import Snapshot
-from jdp.runtime import environment, launch, lifeline
+from jdp.runtime import coordination, environment, launch, lifeline
 from jdp.runtime.lifeline import Gone
 from tests import harness
 
@@ -86,6 +86,47 @@ def test_an_end_between_the_exit_handlers_is_found_soon():
     assert got.exit_code == 1
     assert "before its exit handlers had run; process 0 waits" in got.output
     assert got.seconds < 60
+
+
+def never_end(process):
+    """One process has an exit handler that never ends, and JAX waits for little."""
+    lifeline._WAITS_AT_END_S = 0.5
+    coordination._SHUTDOWN_TIMEOUT_S = 4
+    atexit.register(_sleep_if, process)
+    jdp.init(timeout_s=60)
+
+
+def _sleep_if(process):
+    if os.environ["JDP_PROCESS_ID"] == str(process):
+        time.sleep(1000)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_exit_handler_that_never_ends_is_named_and_ends_with_the_limit(process):
+    got = harness.run_processes(never_end, 2, process, ends_as_usual=True)
+    assert (
+        f"jdp: process {1 - process} came to the end of its program 0.5 s ago, and JAX "
+        f"waits for process {process}, whose exit handlers or threads have not ended."
+    ) in got.output
+    assert "Shutdown" in got.output and got.exit_code not in (0, None)  # JAX's limit.
+    assert got.seconds < 100
+
+
+def test_a_process_may_end_long_after_another():
+    assert coordination._SHUTDOWN_TIMEOUT_S > 3600 * 24 * 365
+    asked = {}
+
+    def make_client(*args, **options):
+        asked.update(options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        module = compat_distributed._jax
+        patch.setattr(module, "get_distributed_runtime_client", make_client)
+        with compat_distributed.patient_client(7):
+            module.get_distributed_runtime_client("address", 0, init_timeout=5)
+        assert module.get_distributed_runtime_client is make_client
+    assert asked == {"init_timeout": 5, "shutdown_timeout": 7}
 
 
 def leave_in_a_step(process):
