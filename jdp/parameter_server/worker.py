@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,13 @@ class Worker:
           RuntimeError: a server does not answer, or has failed.
           ValueError: `grads` are not like the parameters, or `num_samples` is not
             from 1e-30 to 1e30.
+          TypeError: `num_samples` is no number.
         """
+        if np.ndim(num_samples) or not isinstance(num_samples, SupportsFloat):
+            raise TypeError(
+                f"`num_samples` must be a number, got {num_samples!r} of type "
+                f"{type(num_samples).__name__}."
+            )
         if not messages.LEAST_WEIGHT <= num_samples <= messages.MOST_WEIGHT:
             raise ValueError(
                 f"`num_samples` must be a number above 0, from {messages.LEAST_WEIGHT} "
@@ -225,14 +231,17 @@ class Worker:
 
         Yields:
           The value of each step.
+
+        Raises:
+          ValueError: the arrays of a batch have different first dimensions, or none.
+          RuntimeError: see `pull` and `push`.
         """
         params = self.pull()
         for batch in batches:
             if not self._welcome.is_sync:
                 self.prefetch()
             value, grads = grad_fn(params, batch)
-            num_samples = np.shape(jax.tree.leaves(batch)[0])[0]
-            self.push(grads, num_samples=num_samples)
+            self.push(grads, num_samples=_count_samples(batch))
             params = self.pull()
             yield value
 
@@ -257,6 +266,19 @@ class Worker:
                     end += spec.size
         treedef = jax.tree.structure(self._template)
         return jax.tree.unflatten(treedef, jax.device_put(leaves, self._device))
+
+
+def _count_samples(batch: Any) -> int:
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    lengths = sorted({shape[0] for shape in shapes if shape})
+    if len(lengths) != 1:
+        found = ", ".join(map(str, lengths)) or "none"
+        raise ValueError(
+            "The arrays of a batch must have one first dimension, the number of "
+            f"samples, got {found}. Leave out what is not per sample, such as a key, "
+            "or use `pull` and `push(grads, num_samples=...)`."
+        )
+    return lengths[0]
 
 
 class _Packer:

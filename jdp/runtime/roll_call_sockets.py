@@ -292,7 +292,7 @@ class _Caller:
           RuntimeError: there is none in time.
         """
         host, port = addresses.split(self._address)
-        reason = "nobody listens"
+        reason, refusal = "nobody listens", ""
         while (left_s := self._left_s()) > 0:
             wait_s = _RETRY_S
             try:
@@ -300,12 +300,15 @@ class _Caller:
                     return self._ask(line)
             except Refused as error:
                 reason, wait_s = str(error), _RETRY_REFUSED_S
+                refusal = reason
                 self._warn_once(reason)
             except TimeoutError:
                 reason = "it did not answer"
             except (OSError, UnicodeError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
             time.sleep(min(wait_s, max(0.0, self._left_s())))
+        if refusal not in ("", reason):  # Process 0 may have ended since.
+            reason = f"{reason}; before that, {refusal}"
         raise RuntimeError(
             f"Process {self._own.process_id} of {self._own.num_processes} had no "
             f"answer from the coordinator at {self._address!r} within "

@@ -88,6 +88,20 @@ def _pack_nan(leaves, memory):
     return True
 
 
+def test_what_is_no_number_of_samples_is_refused_and_the_worker_goes_on(tmp_path):
+    mixed = {"key": jax.random.PRNGKey(0), "x": np.ones(16)}
+    with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0)) as own, own.worker() as worker:
+        worker.pull()
+        for wrong in ("x", None, np.ones(1)):
+            with pytest.raises(TypeError, match="`num_samples` must be a number, got"):
+                worker.push(PARAMS, num_samples=wrong)
+        for batch, found in ((mixed, "2, 16"), ((), "none"), (1.0, "none")):
+            with pytest.raises(ValueError, match=f"first dimension.* got {found}"):
+                list(worker.steps(lambda params, _: (0.0, params), [batch]))
+        batch = {"scale": 2.0, "x": np.ones(16)}
+        assert list(worker.steps(lambda params, _: (0.0, params), [batch])) == [0.0]
+
+
 def test_another_hook_is_refused(job):
     with pytest.raises(
         RuntimeError, match="`compression` is 'int8' on worker 0 and ''"
