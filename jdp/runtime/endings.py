@@ -114,6 +114,22 @@ def find_failures(exits: Sequence[Exit]) -> list[Exit]:
     return sorted(failures, key=lambda end: end != first)
 
 
+def find_blamed(
+    exits: Sequence[Exit], failures: Mapping[int, worker.Failure]
+) -> list[Exit]:
+    """Returns the failures of processes that others name and that still run.
+
+    Such a process has said itself that it failed, and is slow to end.
+
+    Args:
+      exits: ends that are known.
+      failures: what processes have said of themselves.
+    """
+    known = {end.process_id for end in exits}
+    named = {end.culprit for end in exits} - known - {None}
+    return [as_failed(i, failures[i]) for i in sorted(named & failures.keys())]
+
+
 def find_silent(exits: Sequence[Exit], silent: Mapping[int, float]) -> Exit | None:
     """Returns the end of a process that skipped its exit handlers, if others failed.
 

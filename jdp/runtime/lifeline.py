@@ -154,6 +154,18 @@ def judge_end(
     return None
 
 
+def find_first(own: int, gone: Sequence[Gone]) -> int | None:
+    """Returns the process that failed or died first, or that such a one names.
+
+    One that names process `own` followed from that, and explains nothing there.
+    """
+    for other in gone:
+        is_bad = other.steps is None or other.error is not None
+        if is_bad and other.culprit != own:
+            return other.process if other.culprit is None else other.culprit
+    return None
+
+
 def describe(gone: Gone) -> str:
     """Says what became of a process, such as `process 1 ended after no step`."""
     if gone.error is not None:
@@ -246,11 +258,7 @@ class _Lifeline:
         """Returns the first process that failed or died."""
         if self._stuck is not None:
             return self._stuck.culprit
-        for gone in self._gone:
-            if gone.steps is None or gone.error is not None:
-                is_other = gone.culprit not in (None, self._own)
-                return gone.culprit if is_other else gone.process
-        return None
+        return find_first(self._own, self._gone)
 
     def abandon_in_child(self) -> None:
         """Lets go of what a child of this process has inherited."""

@@ -272,6 +272,7 @@ class Supervisor:
                 lost = dict.fromkeys(self._environs, 0) | lost
             ends.append(end)
         if self._state.cause is None:
+            ends += endings.find_blamed(ends, failures)
             silent = endings.find_silent(ends, self._find_silent())
             ends += [] if silent is None else [silent]
         return ends

@@ -69,6 +69,20 @@ def test_a_process_that_is_killed_in_its_exit_handlers_is_not_waited_for(
     assert (verdict and verdict.culprit) == culprit
 
 
+@pytest.mark.parametrize(
+    ("gone", "culprit"),
+    [
+        ([Gone(1, 0.0, {}, "ValueError: boom")], 1),
+        ([Gone(1, 0.0, {}, "RuntimeError: process 2 failed", culprit=2)], 2),
+        ([Gone(1, 0.0, {}, "RuntimeError: process 0 failed", culprit=0)], None),
+        ([Gone(1, 0.0, {}, "RuntimeError", culprit=0), Gone(2, 0.0)], 2),
+        ([Gone(1, 0.0, {"step": 5})], None),
+    ],
+)
+def test_a_process_does_not_blame_one_that_failed_because_of_it(gone, culprit):
+    assert lifeline.find_first(0, gone) == culprit
+
+
 def end_in_an_exit_handler():
     """Leaves by `os._exit` in an exit handler, between jdp's and JAX's."""
     atexit.register(_exit_if_second)

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from jdp.runtime import endings
+from jdp.runtime import endings, worker
 from jdp.runtime.endings import Exit, StopState
 
 RUNNING = StopState()
@@ -136,6 +136,16 @@ def test_jax_aborts_a_process_for_the_one_that_it_lost():
     text = "process 1 was killed by SIGABRT, because of process 0"
     assert endings.describe_exit(end) == text
     assert endings.as_it_heard(Exit(1, -9), {1: 0}) == Exit(1, -9)
+
+
+def test_a_failure_that_others_name_counts_before_its_process_has_ended():
+    blaming = Exit(1, 1, 6.0, culprit=0)
+    said = {0: worker.Failure(7.0, 3, 0), 2: worker.Failure(1.0, 1, 2)}
+    found = endings.find_blamed([blaming], said)
+    assert found == [Exit(0, 3, 7.0)]
+    assert endings.find_failures([blaming, *found])[0] == found[0]
+    assert endings.find_blamed([blaming, Exit(0, 3, 7.0)], said) == []
+    assert endings.find_blamed([blaming], {}) == []
 
 
 @pytest.mark.parametrize(
