@@ -18,6 +18,11 @@ from jdp.types import PyTree
 _MAX_ARRAYS = 10_000
 _BLOCK_BYTES = 1 << 16  # a difference is narrowed down to one block.
 _MAX_DETAIL_BYTES = 1 << 21  # a key-value store is no place for more.
+_SAME_JDP = "Install the same jdp in every process."
+_SAME_VALUES = (
+    " Give all processes the same, such as with `jdp.replicate(world, tree)`, or look "
+    "for what each computes from its own data, clock or random numbers."
+)
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -63,12 +68,12 @@ def compare_programs(
     def explain(*args: Any) -> str:
         return differences.explain_programs(*args) + advice
 
-    leaves = describe_leaves(arguments)
+    leaves = describe_leaves(arguments, shows_weak_type=True)
     compare_described(world, topic, leaves, text, explain, found)
 
 
 def compare_values(
-    world: World, tree: PyTree, *, name: str, topic: str, advice: str = ""
+    world: World, tree: PyTree, *, name: str, topic: str, advice: str = _SAME_VALUES
 ) -> None:
     """Compares a tree bit by bit between the replicas; see `check_replicas`.
 
@@ -79,11 +84,13 @@ def compare_values(
       topic: what the processes are doing, for errors.
       advice: the end of the error for another value.
     """
-    compare_programs(world, "", {name: tree}, topic=topic)
+    if world.store is not None:
+        leaves = describe_leaves({name: tree})
+        compare_described(world, topic, leaves, "", differences.explain_programs)
     with agreement.reporting(world, topic):
         are_own = per_replica.are_own(tree)
         arrays = [
-            np.empty(0) if are_own[i] else _local_copy(tree, i, x)
+            np.empty(0) if are_own[i] else _local_copy(world, tree, i, x)
             for i, x in enumerate(jax.tree.leaves(tree))
         ]
     difference = _first_difference(world, topic, [_digest(as_bytes(x)) for x in arrays])
@@ -136,7 +143,7 @@ def _first_difference(world: World, topic: str, digests: Sequence[bytes]) -> Dif
             if len(theirs) != len(lists[0]):
                 raise wire.Malformed(
                     f"Process {process} has {len(theirs)} digests, process 0 has "
-                    f"{len(lists[0])}. Install the same jdp in every process."
+                    f"{len(lists[0])}. {_SAME_JDP}"
                 )
         differences = [
             Difference(process, index)
@@ -154,7 +161,11 @@ def _first_difference(world: World, topic: str, digests: Sequence[bytes]) -> Dif
     is_none = difference == Difference()
     is_one = 0 < difference.process < world.process_count
     if not is_none and not (is_one and 0 <= difference.index < len(digests)):
-        raise wire.Malformed(f"{what} is nowhere. Install the same jdp everywhere.")
+        raise wire.Malformed(
+            f"{what} is in digest {difference.index} of process {difference.process}; "
+            f"there are {len(digests)} digests of {world.process_count} processes. "
+            f"{_SAME_JDP}"
+        )
     return difference
 
 
@@ -182,7 +193,8 @@ def _explain(
         return explain(ours, theirs, process).encode()
 
     mine = body if world.process_index in (0, process) else b""
-    return agreement.meet(world, topic, mine, decide, then_raises=True).decode()
+    said = agreement.meet(world, topic, mine, decide, then_raises=True)
+    return wire.decode_text(said)
 
 
 def _name_element(
@@ -202,12 +214,20 @@ def _name_element(
     blocks = [data[i : i + _BLOCK_BYTES] for i in range(0, len(data), _BLOCK_BYTES)]
 
     def find_block(bodies: list[bytes]) -> bytes:
-        what = "The digests of blocks"
+        what = "The digests of blocks of process {}"
         ours, theirs = (
-            wire.decode(bodies[p], list[bytes], what=what) for p in (0, process)
+            wire.decode(bodies[p], list[bytes], what=what.format(p))
+            for p in (0, process)
         )
+        # Of one dtype and shape, so they have as many blocks.
         pairs = enumerate(zip(ours, theirs, strict=True))
-        return msgspec.msgpack.encode(next(i for i, (a, b) in pairs if a != b))
+        found = next((i for i, (a, b) in pairs if a != b), None)
+        if found is None:
+            raise wire.Malformed(
+                f"Process {process} has another digest than process 0, and the same "
+                f"blocks. {_SAME_JDP}"
+            )
+        return msgspec.msgpack.encode(found)
 
     def explain(bodies: list[bytes]) -> bytes:
         assert array is not None
@@ -218,8 +238,14 @@ def _name_element(
     mine = msgspec.msgpack.encode([_digest(b) for b in blocks])
     found = agreement.meet(world, topic, mine, find_block)
     block = wire.decode(found, int, what="The block that process 0 found")
+    if is_asked and not 0 <= block < len(blocks):
+        raise wire.Malformed(
+            f"Process 0 found block {block} of an array to differ, which has "
+            f"{len(blocks)} blocks. {_SAME_JDP}"
+        )
     mine = blocks[block] if is_asked else b""
-    return agreement.meet(world, topic, mine, explain, then_raises=True).decode()
+    said = agreement.meet(world, topic, mine, explain, then_raises=True)
+    return wire.decode_text(said)
 
 
 def _explain_arrays(world: World, topic: str, process: int, found_here: Found) -> str:
@@ -230,15 +256,17 @@ def _explain_arrays(world: World, topic: str, process: int, found_here: Found) -
     ]
 
     def decide(bodies: list[bytes]) -> bytes:
-        what = "The captured arrays"
+        what = "The captured arrays of process {}"
         ours, theirs = (
-            wire.decode(bodies[p], list[_Array], what=what) for p in (0, process)
+            wire.decode(bodies[p], list[_Array], what=what.format(p))
+            for p in (0, process)
         )
         # One may be the beginning of the other.
         pairs = enumerate(zip(ours, theirs, strict=False))
         found = next((i for i, (a, b) in pairs if a.digest != b.digest), None)
         if found is None:
-            return msgspec.msgpack.encode(("The programs use them otherwise.", -1))
+            told = f"process {process} uses the same arrays otherwise than process 0."
+            return msgspec.msgpack.encode((told, -1))
         a, b = ours[found], theirs[found]
         if a.spec == b.spec and a.has_value:
             head = f"{a.spec}{found_here.arrays[found].line()}"
@@ -251,14 +279,28 @@ def _explain_arrays(world: World, topic: str, process: int, found_here: Found) -
     found = agreement.meet(world, topic, mine, decide, then_raises=True)
     what = "The array that process 0 found"
     text, index = wire.decode(found, tuple[str, int], what=what)
+    text = wire.printable(text)
+    if index >= len(found_here.arrays):
+        raise wire.Malformed(
+            f"Process 0 found captured array {index} to differ; this process has "
+            f"{len(found_here.arrays)}. {_SAME_JDP}"
+        )
     if index >= 0:
         array = found_here.arrays[index].value if is_asked else None
         text += f": {_name_element(world, topic, array, process)}"
     return differences.explain_captured(text)
 
 
-def describe_leaves(arguments: dict[str, PyTree]) -> list[tuple[str, str]]:
-    """Returns path, dtype and shape of each leaf of named trees."""
+def describe_leaves(
+    arguments: dict[str, PyTree], *, shows_weak_type: bool = False
+) -> list[tuple[str, str]]:
+    """Returns path, dtype and shape of each leaf of named trees.
+
+    Args:
+      arguments: trees, by name.
+      shows_weak_type: whether a leaf of weak type is described as such. JAX traces it
+        apart from others, though the text of the program is the same.
+    """
     described = []
     for name, tree in arguments.items():
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -266,28 +308,35 @@ def describe_leaves(arguments: dict[str, PyTree]) -> list[tuple[str, str]]:
             aval = jax.typeof(leaf) if not hasattr(leaf, "shape") else leaf
             shape = ",".join(map(str, aval.shape))
             path_text = f"{name}{jax.tree_util.keystr(path)}"
-            described.append((path_text, f"{aval.dtype}[{shape}]"))
+            spec = f"{aval.dtype}[{shape}]"
+            is_of_numpy = isinstance(leaf, np.ndarray | np.generic)
+            if shows_weak_type and not is_of_numpy and jax.typeof(leaf).weak_type:
+                spec += differences.WEAK_TYPE
+            described.append((path_text, spec))
     return described
 
 
-def _local_copy(tree: PyTree, index: int, leaf: Any) -> np.ndarray:
+def _local_copy(world: World, tree: PyTree, index: int, leaf: Any) -> np.ndarray:
     """Copies a leaf to the host; its copies on the local devices must be equal."""
     if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)
+        # A Python number has the dtype that JAX gives it, as in `describe_leaves`.
+        return np.asarray(leaf) if hasattr(leaf, "dtype") else host_copy(leaf)
     path = buckets.leaf_paths(tree)[index]
     if not leaf.is_fully_replicated:
         raise ValueError(
             f"`{path}` is split over the replicas ({leaf.sharding}); only what every "
-            "replica holds whole can be compared."
+            "replica holds whole can be compared. Leave it out, or wrap what is each "
+            "replica's own in a `jdp.PerReplica`, of which nothing is compared."
         )
     first, *others = (shard.data for shard in leaf.addressable_shards)
     value = host_copy(first)
     for other in others:
         copy = host_copy(other)
         if as_bytes(copy) != as_bytes(value):
+            where = f"{first.device} and {other.device}"
             raise RuntimeError(
-                f"`{path}` differs between replicas of one process, on devices "
-                f"{first.device} and {other.device}."
+                f"`{path}` differs between replicas of one process, on devices {where} "
+                f"of process {world.process_index}.{_SAME_VALUES}"
             )
     return value
 

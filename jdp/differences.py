@@ -7,7 +7,15 @@ import numpy as np
 
 from jdp import wire
 
+WEAK_TYPE = " with weak_type"  # behind dtype and shape of a leaf.
 _MOST_TEXT_BYTES = 32 << 20  # of a program; one of 100,000 lines has 10 MB.
+
+
+_ONE_TREE = "Build the same tree in every process."
+_ABOUT_WEAK_TYPE = (
+    "JAX gives a Python number a weak_type, and compiles another program for it. Pass "
+    "an array of one dtype in every process, such as `jnp.float32(x)`."
+)
 
 
 class Details(msgspec.Struct, frozen=True):
@@ -27,17 +35,21 @@ def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
             ours.leaves, theirs.leaves, strict=True
         ):
             if their_specs[path] != spec:
-                return (
+                theirs_there = their_specs[path]
+                text = (
                     f"`{path}` is not the same on all processes: {spec} on process 0, "
-                    f"{their_specs[path]} on process {process}."
+                    f"{theirs_there} on process {process}. "
                 )
+                if spec.removesuffix(WEAK_TYPE) == theirs_there.removesuffix(WEAK_TYPE):
+                    return text + _ABOUT_WEAK_TYPE
+                return text + "Pass an array of one dtype and shape in every process."
             if their_path != path:
                 return (
-                    "The processes have their parameters in another order: "
+                    "The processes have their leaves in another order: "
                     f"`{path}` on process 0 stands where `{their_path}` stands on "
-                    f"process {process}."
+                    f"process {process}. Build the tree in one order everywhere."
                 )
-    head = "The processes do not have the same parameters. "
+    head = "The processes do not have the same leaves. "
     if len(our_specs) != len(their_specs):
         head += (
             f"Process 0 has {len(our_specs)} leaves, process {process} has "
@@ -47,10 +59,10 @@ def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
         (our_path, our_spec), (their_path, their_spec) = only_ours[0], only_theirs[0]
         return (
             f"{head}Only process 0 has `{our_path}` ({our_spec}), only process "
-            f"{process} has `{their_path}` ({their_spec})."
+            f"{process} has `{their_path}` ({their_spec}). {_ONE_TREE}"
         )
     owner, (path, spec) = (0, only_ours[0]) if only_ours else (process, only_theirs[0])
-    return f"{head}Only process {owner} has `{path}` ({spec})."
+    return f"{head}Only process {owner} has `{path}` ({spec}). {_ONE_TREE}"
 
 
 def unpack(data: bytes) -> str:

@@ -64,6 +64,15 @@ def decode(data: bytes, kind: Any, *, what: str) -> Any:
         ) from None
 
 
+def decode_text(data: bytes) -> str:
+    """Returns foreign bytes as lines of text that a log or a terminal can show.
+
+    What is not UTF-8, or not printable, is shown escaped.
+    """
+    lines = data.decode(errors="backslashreplace").split("\n")
+    return "\n".join(printable(line, most=len(line)) for line in lines)
+
+
 def printable(text: str, *, most: int = _MOST_SHOWN) -> str:
     """Returns foreign text as one line that a log or a terminal can show.
 

@@ -1,15 +1,18 @@
+import ast
+import pathlib
 import time
 import zlib
 
 import msgspec
 import pytest
 
+import jdp
 from jdp import differences, wire
 from jdp.collectives import measurement
 from jdp.runtime import departures, launcher_link, transport, transport_lane
 from jdp.runtime.departures import Notice
 from jdp.runtime.endings import Exit
-from tests import wire_fuzz
+from tests import comparison_fuzz, wire_fuzz
 
 
 class _Note(msgspec.Struct):
@@ -49,6 +52,71 @@ def test_fuzzed_records_have_a_verdict():
 
 def test_a_fuzzed_store_shows_only_what_was_signed():
     wire_fuzz.fuzz_store(500, seed=1)
+
+
+def test_fuzzed_lines_of_a_star_are_refused_or_decoded():
+    assert wire_fuzz.fuzz_star(1000, seed=1) > 5
+
+
+@pytest.mark.parametrize("name", comparison_fuzz.FLOWS)
+def test_fuzzed_words_while_programs_are_compared_are_refused(name):
+    assert comparison_fuzz.fuzz(name, wire_fuzz.mangle, 500, seed=1) > 50
+
+
+def _find_decoders():
+    """What is decoded where in jdp: the module and the type, as they are written."""
+    found = set()
+    for path in sorted(pathlib.Path(jdp.__file__).parent.rglob("*.py")):
+        if path.name == "wire.py" or "cli" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called == "wire.decode":
+                found.add(f"{path.stem}: {ast.unparse(node.args[1])}")
+            elif called.endswith(".Decoder"):
+                found.add(f"{path.stem}: {ast.unparse(node.args[0])}")
+            elif called in ("msgspec.msgpack.decode", "msgspec.json.decode"):
+                kinds = [k.value for k in node.keywords if k.arg == "type"]
+                found.add(f"{path.stem}: {''.join(map(ast.unparse, kinds))}")
+    return found
+
+
+# By the module that fuzzes them.
+FUZZED = {
+    "wire_fuzz": """
+        agreement: Record, agreement: Verdict, shared_segment: _Hello,
+        shared_segment: _Verdict, transport_meeting: _Offer, transport_meeting: _Notice,
+        transport_lane: _Offer, rounds: Announcement, rounds: Decision,
+        join_context: Progress, gpu_topology: Facts, gpu_topology: list[Facts],
+        measurement: list[Seconds], departures: Notice, lifeline: Left | Stuck,
+        launcher_link: Exit, star_codec: Frame""",
+    "comparison_fuzz": """
+        comparison: Difference, comparison: int, comparison: tuple[str; int],
+        comparison: list[bytes], comparison: differences.Details,
+        comparison: list[_Array]""",
+    "roll_call_fuzz": "roll_call: kind",
+    "eager_fuzz": """
+        messages: FromRank, messages: Batch, messages: Spec, startup: _Hello,
+        startup: _Answer, encoding: _Array, encoding: , encoding: list,
+        flight_recorder: _Header, flight_recorder: Dump""",
+    "parameter_server.fuzz": """
+        messages: ToServer, messages: ToWorker, messages: ToFollower, metrics: Line,
+        keys: Keys, checkpoint_files: Manifest,
+        checkpoint_files: dict[messages.Identity; Settled], attendance: Record""",
+    # Files that only their owner gives to a tool.
+    "": "custom_choice: cls, timeline: list[dict[str; Any]]",
+}
+
+
+def test_every_decoder_is_fuzzed():
+    known = {
+        " ".join(name.split()).replace(";", ",")
+        for names in FUZZED.values()
+        for name in names.split(",")
+    }
+    assert {" ".join(name.split()) for name in _find_decoders()} == known
 
 
 NONSENSE = {

@@ -4,23 +4,31 @@
 """
 
 import argparse
+import functools
 import random
 import time
+import zlib
 
 import msgspec
 import zmq
 
-from jdp import agreement, wire
+from jdp import agreement, comparison, differences, progress, wire
 from jdp.collectives import gpu_topology, measurement, shared_segment
 from jdp.runtime import (
+    departures,
+    endings,
     job_key,
     join_context,
+    launcher_link,
+    lifeline,
     lockstep,
+    star_codec,
     store,
     transport,
     transport_lane,
     transport_meeting,
 )
+from tests import comparison_fuzz
 from tests.runtime.transport_fuzz import mutate
 
 _PEER = shared_segment.Peer(7, "11")
@@ -36,11 +44,33 @@ MESSAGES = {
     "transport_meeting._Offer": _OFFER,
     "transport_meeting._Notice": transport_meeting._Notice(endpoints=("a", "b")),
     "transport_lane._Offer": _LANE_OFFER,
-    "lockstep.Announcement": lockstep.Announcement(1, 2),
+    "lockstep.Announcement": lockstep.Announcement((1, 2)),
     "lockstep.Decision": lockstep.Decision(error="why"),
     "join_context.Progress": join_context.Progress(3, is_joined=True),
     "gpu_topology.Facts": gpu_topology.Facts(platform="cpu", host="a"),
-    "measurement.Seconds": measurement.Seconds("ring", 8, 0.5),
+    "measurement.Seconds": [measurement.Seconds("ring", 8, [0.5])],
+    "departures.Notice": departures.Notice(1, 3, "why"),
+    "lifeline.Left": lifeline.Left({"train": 3}, "why", 1),
+    "lifeline.Stuck": lifeline.Stuck(1, "why"),
+    "endings.Exit": endings.Exit(1, -9, 0.5, 0, None, "why"),
+    "star_codec.Frame": star_codec.Frame("say", 1, b"body"),
+    "comparison.Difference": comparison.Difference(1, 0),
+    "comparison digests": [b"d" * 16, b"e" * 16],
+    "comparison array": ("float32[2]", 0),
+    "comparison block": 3,
+    "comparison._Array": [comparison._Array("float32[2]", b"d" * 16, True)] * 2,
+    "differences.Details": differences.Details([("a", "f")], zlib.compress(b"a b")),
+    "a list of gpu_topology.Facts": [gpu_topology.Facts(platform="cpu", host="a")] * 2,
+}
+# Of those that are no class of their own.
+KINDS = {
+    "measurement.Seconds": list[measurement.Seconds],
+    "lifeline.Left": lifeline.Left | lifeline.Stuck,
+    "lifeline.Stuck": lifeline.Left | lifeline.Stuck,
+    "comparison digests": list[bytes],
+    "comparison array": tuple[str, int],
+    "comparison._Array": list[comparison._Array],
+    "a list of gpu_topology.Facts": list[gpu_topology.Facts],
 }
 _ODD = (
     None,
@@ -90,33 +120,44 @@ def mangle(rng: random.Random, data: bytes) -> bytes:
         return rng.randbytes(rng.randrange(60))
     if kind == 3 and rng.random() < 0.01:
         return data + _DEEP if rng.random() < 0.5 else _DEEP
-    fields = msgspec.msgpack.decode(data)
+    return msgspec.msgpack.encode(_change(rng, msgspec.msgpack.decode(data), kind))
+
+
+def _change(rng: random.Random, fields, kind: int):
+    """Puts something odd into the fields of a message, or of one in a list."""
+    if not isinstance(fields, dict | list):
+        return rng.choice((fields, -1, *_ODD))
+    if isinstance(fields, list) and fields and rng.random() < 0.5:
+        at = rng.randrange(len(fields))
+        if isinstance(fields[at], dict | list):
+            fields[at] = _change(rng, fields[at], kind)
+            return fields
     names = sorted(fields) if isinstance(fields, dict) else range(len(fields))
     for name in rng.sample(list(names), rng.randint(0, min(2, len(names)))):
         fields[name] = rng.choice(_ODD)
-    if isinstance(fields, dict) and kind == 5:
+    if kind == 5 and isinstance(fields, dict):
         fields["\x00unknown"] = rng.choice(_ODD)
-    return msgspec.msgpack.encode(fields)
+    elif kind == 5:
+        fields *= rng.choice((0, 2, 3))
+    return fields
 
 
 def fuzz_decoder(name: str, num_messages: int, *, seed: int) -> int:
     """Decodes; returns how many were messages, for which what is done next is tried."""
     rng, message = random.Random(seed), MESSAGES[name]
     good, count = msgspec.msgpack.encode(message), 0
-    check = {
-        "transport_lane._Offer": lambda data, found: _try(
-            transport_lane._decode_offer, data
-        ),
-        "transport_meeting._Notice": lambda data, found: _try(
-            transport_meeting._check_endpoints, found.endpoints
-        ),
-        "shared_segment._Hello": lambda data, found: _open(found),
-    }.get(name, lambda data, found: None)
+    kind = KINDS.get(name, type(message))
+    check = NEXT.get(name, lambda data, found: None)
+    assert wire.decode(good, kind, what="It") == message
+    check(good, message)
     for _ in range(num_messages):
         data = mangle(rng, good)
-        found = _try(wire.decode, data, type(message), what="It")
+        found = _try(wire.decode, data, kind, what="It")
+        if name == "departures.Notice":  # Any bytes are a notice.
+            notice = departures._decode(data, 1)
+            assert notice.process == 1 and notice.num_begun >= 0
+            assert (notice.reason or "").isprintable()
         if found is not None:
-            assert isinstance(found, type(message))
             check(data, found)
             count += 1
     return count
@@ -136,22 +177,117 @@ def _open(offer: shared_segment._Hello) -> None:
     assert mapped is None and hello.error is not None
 
 
-def fuzz_judge(num_messages: int, *, seed: int) -> None:
+def _combine(data: bytes) -> None:
+    found = _try(gpu_topology.decode, data, 2)
+    if found is not None:
+        gpu_topology.combine(found)
+
+
+def _judge_gone(data: bytes, found: lifeline.Left | lifeline.Stuck) -> None:
+    """What another process says of its end has a verdict that can be shown."""
+    del data
+    try:
+        checked = lifeline.check(found, 2)
+    except wire.DecodeError:
+        return
+    if isinstance(checked, lifeline.Stuck):
+        assert checked.culprit in (0, 1) and checked.text.isprintable()
+        return
+    gone = lifeline.Gone(1, 0.0, checked.steps, checked.error, checked.culprit)
+    now = progress.Snapshot({"train": 4}, "train", None, 0.0)
+    for has_ended in (False, True):
+        verdict = lifeline.judge(0, has_ended, now, [gone], now_s=9.0)
+        assert verdict is None or verdict.text.isprintable()
+
+
+def _show_end(data: bytes, found: endings.Exit) -> None:
+    del data
+    try:
+        end = launcher_link.check(found)
+    except wire.DecodeError:
+        return
+    assert endings.describe_exit(end).isprintable()
+    assert 0 <= endings.exit_code(end.returncode) < 256
+
+
+NEXT = {
+    "transport_lane._Offer": lambda data, found: _try(
+        transport_lane._decode_offer, data
+    ),
+    "transport_meeting._Notice": lambda data, found: _try(
+        transport_meeting._check_endpoints, found.endpoints
+    ),
+    "shared_segment._Hello": lambda data, found: _open(found),
+    "gpu_topology.Facts": lambda data, found: gpu_topology.combine([found] * 2),
+    "a list of gpu_topology.Facts": lambda data, found: _combine(data),
+    "measurement.Seconds": lambda data, found: _try(measurement.make_links, found, 4),
+    "differences.Details": lambda data, found: _try(differences.unpack, found.program),
+    "lifeline.Left": _judge_gone,
+    "lifeline.Stuck": _judge_gone,
+    "endings.Exit": _show_end,
+}
+
+
+def fuzz_star(num_messages: int, *, seed: int) -> int:
+    """Bytes of strangers, and signed frames that make no sense, at a line of a star."""
+    rng, key, count = random.Random(seed), job_key.make(), 0
+    good = msgspec.msgpack.encode(MESSAGES["star_codec.Frame"])
+    center = member = None
+    for _ in range(num_messages):
+        if center is None or member is None:
+            center = star_codec.Codec(key, "x", "center")
+            member = star_codec.Codec(key, "x", "member")
+            greeting = member.greet()
+            if rng.random() < 0.2:
+                greeting = mutate(rng, greeting)
+            member.feed(center.greet())
+            if not _feed(center, greeting):
+                center = None
+            continue
+        body = mangle(rng, good)[: 1 << 14]
+        context = f"member {member._num_sent}"
+        assert member._session is not None
+        sealed = job_key.sign(member._session, context, body)
+        line = star_codec._LENGTH.pack(len(sealed)) + sealed
+        if rng.random() < 0.3:
+            line = mutate(rng, line)
+        member._num_sent += 1
+        found = _feed(center, line)
+        if not found:
+            center = None
+        count += found == 2
+    return count
+
+
+def _feed(codec: star_codec.Codec, data: bytes) -> int:
+    """Returns 0 if it was refused, 2 if there were frames, else 1."""
+    try:
+        frames, _ = codec.feed(data)
+    except star_codec.Refused as error:
+        assert str(error).isprintable()
+        return 0
+    assert all(isinstance(frame, star_codec.Frame) for frame in frames)
+    return 2 if frames else 1
+
+
+def fuzz_judge(num_messages: int, *, seed: int) -> int:
     """Any records that can be decoded have a verdict that can be sent."""
-    rng = random.Random(seed)
+    rng, count = random.Random(seed), 0
     good = msgspec.msgpack.encode(MESSAGES["agreement.Record"])
     records = [agreement.Record("a topic")] * 3
     for _ in range(num_messages):
         found = _try(wire.decode, mangle(rng, good), agreement.Record, what="It")
         if found is not None:
             records = [*records[1:], found]
+            count += 1
         verdict = agreement.judge(records, b"".join)
         assert msgspec.msgpack.encode(verdict)
+    return count
 
 
-def fuzz_store(num_messages: int, *, seed: int) -> None:
+def fuzz_store(num_messages: int, *, seed: int) -> int:
     """Only what this job has signed for a key is ever read there."""
-    rng, key, client = random.Random(seed), job_key.make(), Client()
+    rng, key, client, count = random.Random(seed), job_key.make(), Client(), 0
     ours = store.DistributedStore(client, key)
     ours.set("d/a", b"value of a")
     ours.set("d/b", b"value of b")
@@ -175,27 +311,35 @@ def fuzz_store(num_messages: int, *, seed: int) -> None:
             for name, value in client.values.items()
             if value == good.get(name)
         }
+        count += len(expected)
         for name in client.values:
             assert ours.try_get(name) == expected.get(name)
         listed = ours.list_directory("d")
         assert listed == {
             name[2:]: v for name, v in expected.items() if name.startswith("d/")
         }
+    return count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="part of a name")
     args = parser.parse_args()
-    for name in MESSAGES:
+    fuzzes = {name: functools.partial(fuzz_decoder, name) for name in MESSAGES}
+    fuzzes |= {"line of a star": fuzz_star, "verdict of an agreement": fuzz_judge}
+    fuzzes |= {"store": fuzz_store} | comparison_fuzz.make_fuzzes(mangle)
+    for name, fuzz in fuzzes.items():
+        if args.only and args.only not in name:
+            continue
         start_s = time.monotonic()
-        count = fuzz_decoder(name, args.messages, seed=args.seed)
+        count = fuzz(args.messages, seed=args.seed)
         seconds = time.monotonic() - start_s
-        print(f"{name}: {args.messages} in {seconds:.1f} s, {count} were messages")
-    fuzz_judge(args.messages, seed=args.seed)
-    fuzz_store(args.messages // 10, seed=args.seed)
-    print("agreement's verdicts and the store: done")
+        print(
+            f"{name}: {args.messages} in {seconds:.1f} s, {count} were messages",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -37,12 +37,30 @@ def find_topology(world: World) -> Topology:
     with agreement.reporting(world, topic):
         facts = find_facts(world)
     body = agreement.meet(world, topic, msgspec.msgpack.encode(facts), _collect)
-    return combine(wire.decode(body, list[Facts], what="A list of GPUs"))
+    return combine(decode(body, world.process_count))
+
+
+def decode(body: bytes, process_count: int) -> list[Facts]:
+    """Returns what process 0 has collected.
+
+    Raises:
+      Malformed: it is something else, or not of all processes.
+    """
+    found = wire.decode(body, list[Facts], what="The list of GPUs of process 0")
+    if len(found) != process_count:
+        raise wire.Malformed(
+            f"The list of GPUs of process 0 is of {len(found)} processes, there are "
+            f"{process_count}. Install the same jdp in every process."
+        )
+    return found
 
 
 def _collect(bodies: list[bytes]) -> bytes:
     return msgspec.msgpack.encode(
-        [wire.decode(body, Facts, what="A note of GPUs") for body in bodies]
+        [
+            wire.decode(body, Facts, what=f"The note of GPUs of process {process}")
+            for process, body in enumerate(bodies)
+        ]
     )
 
 

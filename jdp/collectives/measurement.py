@@ -158,7 +158,7 @@ def find_failure(world: World, all_reduces: Mapping[str, AllReduce]) -> str | No
             world, topic, reason.encode(), lambda all: next(filter(None, all), b"")
         )
         if verdict:
-            return verdict.decode()
+            return wire.decode_text(verdict)
     return None
 
 
@@ -266,11 +266,13 @@ def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
         row = [work.num_rounds, work.serial_bytes, work.reduced_bytes]
         rows.append([value / each.median for value in row])
         ones.append(1.0)
-    import scipy.optimize  # takes a quarter of a second, for those who measure.
+    latency_s = s_per_byte = compute_s = 0.0
+    if rows:  # Else none has a count of its work; the times alone tell.
+        import scipy.optimize  # takes a quarter of a second, for those who measure.
 
-    (latency_s, s_per_byte, compute_s), _ = scipy.optimize.nnls(
-        np.array(rows), np.array(ones)
-    )
+        (latency_s, s_per_byte, compute_s), _ = scipy.optimize.nnls(
+            np.array(rows), np.array(ones)
+        )
     curves: dict[str, list[tuple[int, float]]] = {}
     for each in sorted(measured, key=lambda each: each.num_bytes):
         points = curves.setdefault(each.algorithm, [])

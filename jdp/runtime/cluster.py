@@ -143,6 +143,8 @@ def init(
             meeting = _join(place, options, path)
             # It needs all processes: then all are connected.
             world = _make_world(options, meeting)
+        # Process 0 has done it, unless it was killed meanwhile.
+        coordination.remove(meeting.path)
     else:
         meeting = None
         _choose_devices(place, options)

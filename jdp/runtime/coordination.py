@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import jax
 
 from jdp import compat_distributed
-from jdp.runtime import addresses, forks
+from jdp.runtime import addresses, environment, forks
 from jdp.runtime.roll_call_sockets import Meeting
 
 _PREFIX = "jdp-"
@@ -35,6 +35,9 @@ _logger = logging.getLogger("jdp")
 def make_path(*, is_one_launch: bool) -> Iterator[str]:
     """Yields the path of a Unix socket for process 0; its folder goes afterwards.
 
+    The folder has the name that the launcher gave, if one did: it removes the folder
+    when this process cannot.
+
     Args:
       is_one_launch: whether one launcher has started all processes, so that they see
         the same files; else, and where Unix sockets do not serve, the path is "".
@@ -43,7 +46,7 @@ def make_path(*, is_one_launch: bool) -> Iterator[str]:
         yield ""
         return
     try:
-        folder = tempfile.mkdtemp(prefix=_PREFIX)  # Of this user alone.
+        folder = _make_folder()
     except OSError:
         yield ""
         return
@@ -54,6 +57,34 @@ def make_path(*, is_one_launch: bool) -> Iterator[str]:
         yield path if is_right else ""
     finally:
         remove(folder, ignore_errors=True)
+
+
+def _make_folder() -> str:
+    """Makes a folder of this user alone.
+
+    Raises:
+      OSError: it cannot be made, or there is one of its name that is of another user.
+    """
+    folder = os.environ.get(environment.LAUNCH_FOLDER)
+    if not folder:
+        return tempfile.mkdtemp(prefix=_PREFIX)
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:  # Made by an earlier program of this process.
+        if not _is_ours(folder):
+            raise
+    return folder
+
+
+def remove(path: str) -> None:
+    """Removes the folder of a path that `start` has used; any process may.
+
+    Args:
+      path: of the Unix socket, which all processes have connected to; or "".
+    """
+    folder = os.path.dirname(path)
+    if _PATH.fullmatch(path) and _is_ours(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start(
@@ -84,37 +115,41 @@ def start(
         bind_address = _bind_address(process_id, meeting, port)
         if "%" not in meeting.host:  # gRPC takes no zone.
             address = addresses.join(meeting.host, port)
-    with compat_distributed.patient_client(_SHUTDOWN_TIMEOUT_S):
-        jax.distributed.initialize(
-            address,
-            num_processes,
-            process_id,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(1, int(timeout_s)),
-            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
-            coordinator_bind_address=bind_address,
-        )
+    try:
+        with compat_distributed.patient_client(_SHUTDOWN_TIMEOUT_S):
+            jax.distributed.initialize(
+                address,
+                num_processes,
+                process_id,
+                cluster_detection_method="deactivate",
+                initialization_timeout=max(1, int(timeout_s)),
+                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+                coordinator_bind_address=bind_address,
+            )
+    except BaseException:
+        remove(meeting.path)
+        raise
     os.register_at_fork(after_in_child=compat_distributed.abandon)
 
 
 def _check_path(path: str) -> None:
     """Raises RuntimeError unless it lies in a folder of this user alone."""
-    found = None
-    if _PATH.fullmatch(path):
-        with contextlib.suppress(OSError):
-            found = os.lstat(os.path.dirname(path))
-    is_ours = (
-        found is not None
-        and stat.S_ISDIR(found.st_mode)
-        and found.st_uid == os.geteuid()
-        and not found.st_mode & 0o077
-    )
-    if not is_ours:
+    if not (_PATH.fullmatch(path) and _is_ours(os.path.dirname(path))):
         raise RuntimeError(
             f"Process 0 offers {path!r} for JAX's coordination service. It is not in "
             "a folder of this user alone. All processes of a `jdp launch` must see the "
             "same files; start them elsewhere with one launch for each host."
         )
+
+
+def _is_ours(folder: str) -> bool:
+    """Returns whether only this user can enter `folder`, which is no link."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    is_owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return is_owned and not found.st_mode & 0o077
 
 
 def _bind_address(process_id: int, meeting: Meeting, port: int) -> str | None:

@@ -5,12 +5,14 @@ that it never begins. Those that already hang in a device collective with it can
 interrupted, so a thread ends their process after a while, with a message.
 """
 
+import atexit
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,13 +20,15 @@ import msgspec
 
 from jdp import progress, wire
 from jdp.mesh import World
-from jdp.runtime import worker
+from jdp.runtime import forks, worker
+from jdp.types import Store
 
 # Nothing is polled before the first notice: a `get` that times out leaves memory behind
 # in process 0 (see `DistributedStore.get`), and whoever leaves or closes sets the key.
 _GET_TIMEOUT_S = 3600.0
 _POLL_PERIOD_S = 0.2
 _JOIN_TIMEOUT_S = 2.0
+_LOOKS = 20  # within `timeout_s`, for what a stranger has deleted.
 _logger = logging.getLogger("jdp")
 
 
@@ -149,11 +153,11 @@ class Watch:
         store, own = self._world.store, self._world.process_index
         # After one who left no later, a notice would tell the others nothing new.
         if store is not None and not find_departed(self.num_begun, self._notices):
-            notice = Notice(own, self.num_begun, reason)
-            store.set(f"{self._directory}/left/{own}", msgspec.msgpack.encode(notice))
-            for process in range(self._world.process_count):
-                if process != own:
-                    self._wake(process)
+            notice = msgspec.msgpack.encode(Notice(own, self.num_begun, reason))
+            others = (p for p in range(self._world.process_count) if p != own)
+            # It is also what wakes: one that waits gets it though it is deleted then.
+            keys = [f"{self._directory}/left/{own}", *map(self._wake_key, others)]
+            _Keeper.start(store, dict.fromkeys(keys, notice), self._world.timeout_s)
         self.close()
 
     def close(self) -> None:
@@ -164,12 +168,10 @@ class Watch:
         if self._thread is None or self._thread is threading.current_thread():
             return
         if not self._notices:  # Else it has been woken already.
-            self._wake(self._world.process_index)
+            assert self._world.store is not None
+            key = self._wake_key(self._world.process_index)
+            self._world.store.set(key, b"", overwrite=True)
         self._thread.join(_JOIN_TIMEOUT_S)
-
-    def _wake(self, process: int) -> None:
-        assert self._world.store is not None
-        self._world.store.set(self._wake_key(process), b"", overwrite=True)
 
     def _wake_key(self, process: int) -> str:
         return f"{self._directory}/wake/{process}"
@@ -191,10 +193,11 @@ class Watch:
         assert store is not None
         while not self._stopped.is_set():
             try:
-                store.get(self._wake_key(own), timeout_s=_GET_TIMEOUT_S)
-                break
+                value = store.get(self._wake_key(own), timeout_s=_GET_TIMEOUT_S)
             except TimeoutError:
                 continue
+            self._take_first(value)
+            break
         while not self._stopped.is_set():
             found = store.list_directory(f"{self._directory}/left")
             now_s = time.monotonic()
@@ -213,6 +216,17 @@ class Watch:
                 self._exit()
             self._stopped.wait(_POLL_PERIOD_S)
 
+    def _take_first(self, value: bytes) -> None:
+        """Takes the notice that woke this process; none came where it woke itself."""
+        try:
+            process = wire.decode(value, Notice, what="It").process
+        except wire.Malformed:
+            return
+        if process in range(self._world.process_count):
+            if process != self._world.process_index:
+                arrived = Arrived(_decode(value, process), time.monotonic())
+                self._notices = (arrived,)
+
     def _exit(self) -> None:
         notice = find_departed(self.num_begun, self._notices)
         if notice is None or self._stopped.is_set():
@@ -228,6 +242,61 @@ class Watch:
         sys.stdout.flush()
         worker.report_failure(1, culprit=notice.process)
         os._exit(1)
+
+
+class _Keeper:
+    """Posts again what a stranger at JAX's store deletes or writes over.
+
+    It ends once the others have had the time to be ended, with the next notice of this
+    process, or with its program: then the lifeline tells the others.
+    """
+
+    _of_store: "weakref.WeakKeyDictionary[Store, _Keeper]" = weakref.WeakKeyDictionary()
+
+    def __init__(self, store: Store, posts: Mapping[str, bytes], timeout_s: float):
+        """Posts, and goes on in a thread; use `start`."""
+        self._store, self._posts = store, posts
+        self._period_s = min(10.0, max(0.2, timeout_s / _LOOKS))
+        # An iteration may take `timeout_s` from the notice on; the rest is for looking.
+        self._until_s = time.monotonic() + 2 * timeout_s
+        self._stopped = threading.Event()
+        self._stop = forks.only_here(self._end)
+        for key, value in posts.items():
+            store.set(key, value, overwrite=True)
+        self._thread = threading.Thread(
+            target=self._keep, name="jdp-departures-keeper", daemon=True
+        )
+        if threading.main_thread().is_alive():  # Else the program is at its end.
+            atexit.register(self._stop)  # It runs before JAX leaves the store.
+            self._thread.start()
+
+    @classmethod
+    def start(cls, store: Store, posts: Mapping[str, bytes], timeout_s: float) -> None:
+        """Posts, and has this process keep it; it keeps one notice at a time."""
+        before = cls._of_store.pop(store, None)
+        if before is not None:
+            before._end()
+            atexit.unregister(before._stop)
+        cls._of_store[store] = cls(store, posts, timeout_s)
+
+    def _keep(self) -> None:
+        try:
+            while not self._stopped.wait(self._period_s):
+                if time.monotonic() > self._until_s:
+                    atexit.unregister(self._stop)
+                    break
+                for key, value in self._posts.items():
+                    if self._store.try_get(key) is None:
+                        self._store.set(key, value, overwrite=True)
+        except RuntimeError as error:  # The store has ended, and with it the job.
+            _logger.debug("A notice is kept no longer: %s", error)
+        if self._of_store.get(self._store) is self:
+            del self._of_store[self._store]
+
+    def _end(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
 
 
 def _decode(value: bytes, process: int) -> Notice:

@@ -11,6 +11,7 @@ NUM_LOCAL_PROCESSES = "JDP_NUM_LOCAL_PROCESSES"
 NODE_RANK = "JDP_NODE_RANK"
 DEVICES_PER_PROCESS = "JDP_DEVICES_PER_PROCESS"
 LAUNCH_ID = "JDP_LAUNCH_ID"  # The same for all that one launcher started.
+LAUNCH_FOLDER = "JDP_LAUNCH_FOLDER"  # Not made yet; the launcher removes it.
 JOB_KEY = "JDP_JOB_KEY"  # The secret of the job; see `job_key`.
 JOB_ID = "JDP_JOB_ID"  # Any text that tells it from other jobs with the same key.
 _REQUIRED = (
@@ -21,7 +22,7 @@ _REQUIRED = (
     NUM_LOCAL_PROCESSES,
     NODE_RANK,
 )
-VARIABLES = (*_REQUIRED, DEVICES_PER_PROCESS, LAUNCH_ID, JOB_KEY)
+VARIABLES = (*_REQUIRED, DEVICES_PER_PROCESS, LAUNCH_ID, LAUNCH_FOLDER, JOB_KEY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import psutil
 READY = b"ready\n"
 DONE = b"d"
 _LAUNCH_ID = "JDP_LAUNCH_ID"  # `environment.LAUNCH_ID`; a test holds them equal.
+_FOLDER_DIGITS = 12  # of the launch id: the path of a Unix socket is short.
 _SCAN_PERIOD_S = 0.1
 # A process between fork and exec still shows the environment of the launcher. It gets
 # this many scans to appear under the launch id.
@@ -65,6 +66,35 @@ def kill_all(launch_id: str, *, timeout_s: float) -> list[psutil.Process]:
         time.sleep(_SCAN_PERIOD_S)
 
 
+def find_folder(launch_id: str) -> str:
+    """Returns the path of the folder that the processes of a launch may share.
+
+    The process that needs it makes it; a launcher and its guard remove it at the end.
+    """
+    parent = os.environ.get("TMPDIR") or "/tmp"
+    return os.path.join(os.path.abspath(parent), f"jdp-{launch_id[:_FOLDER_DIGITS]}")
+
+
+def remove_folder(path: str) -> None:
+    """Removes a folder of this user and the files in it, if there is one.
+
+    It follows no link: another user may have made one of that name.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        if os.fstat(fd).st_uid == os.geteuid():
+            for name in os.listdir(fd):
+                os.unlink(name, dir_fd=fd)
+            os.rmdir(path)
+    except OSError:
+        pass  # Another process of the job has been faster, or may not be refused.
+    finally:
+        os.close(fd)
+
+
 def main() -> None:
     """Waits for the end of the launcher; see the module docstring."""
     launch_id = sys.argv[1]
@@ -73,6 +103,7 @@ def main() -> None:
     os.write(1, READY)
     if os.read(0, 1) != DONE:
         kill_all(launch_id, timeout_s=30.0)
+        remove_folder(find_folder(launch_id))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Literal
 from jdp.runtime import (
     addresses,
     environment,
+    guard,
     job_key,
     launcher_link,
     output,
@@ -209,7 +210,11 @@ def worker_environ(
     """Returns the environment of a process; `base` without the place of another job."""
     kept = {k: v for k, v in base.items() if k not in environment.VARIABLES}
     secret = {} if key is None else job_key.to_environ(key)
-    return {**kept, **place.to_environ(), environment.LAUNCH_ID: launch_id, **secret}
+    shared = {
+        environment.LAUNCH_ID: launch_id,
+        environment.LAUNCH_FOLDER: guard.find_folder(launch_id),
+    }
+    return {**kept, **place.to_environ(), **shared, **secret}
 
 
 def worker_arguments(command: Command) -> list[str]:

@@ -41,6 +41,7 @@ _FAILED_GRACE_S = 5.0
 _LINGER_S = 0.7
 _STILL_RUNS_S = 60.0
 _WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
+_MOST_TEXT = 4000  # characters of what another process gives as its reason.
 _logger = logging.getLogger("jdp")
 
 
@@ -60,6 +61,22 @@ class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
 
 
 _DECODER = msgspec.msgpack.Decoder(Left | Stuck)
+
+
+def check(message: Left | Stuck, count: int) -> Left | Stuck:
+    """Returns what one of `count` processes has said, fit to be shown.
+
+    Raises:
+      DecodeError: it names a process that the job does not have.
+    """
+    if isinstance(message, Left):
+        steps = {wire.printable(name): n for name, n in message.steps.items()}
+        error = None if message.error is None else wire.printable(message.error)
+        culprit = message.culprit if message.culprit in range(count) else None
+        return Left(steps, error, culprit)
+    if not 0 <= message.culprit < count:
+        raise wire.DecodeError(f"there is no process {message.culprit}")
+    return Stuck(message.culprit, wire.printable(message.text, most=_MOST_TEXT))
 
 
 class Gone(NamedTuple):
@@ -267,16 +284,13 @@ class _Lifeline:
     def _heard(self, process: int, body: bytes) -> None:
         now_s = time.monotonic()
         try:
-            message = wire.decode_with(_DECODER.decode, body)
+            message = check(wire.decode_with(_DECODER.decode, body), self._count)
         except wire.DecodeError:
             _logger.warning("Process %d has said what is no message.", process)
             return
         if isinstance(message, Left):
-            is_named = message.culprit in range(self._count)
-            named = message.culprit if is_named else None
-            self._add(Gone(process, now_s, message.steps, message.error, named))
-            return
-        if not 0 <= message.culprit < self._count:
+            said = message.steps, message.error, message.culprit
+            self._add(Gone(process, now_s, *said))
             return
         verdict = Verdict(message.culprit, message.text)
         if self._stuck is None:

@@ -394,6 +394,7 @@ class Supervisor:
             for worker in self._running.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.wait(_TICK_S)
+            guard.remove_folder(guard.find_folder(self._launch_id))
 
     def _check_guard(self) -> None:
         """Starts the guard again if it was killed; the job does not depend on it."""

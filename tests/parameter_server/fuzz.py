@@ -17,6 +17,7 @@ import optax
 
 from jdp import parameter_server, wire
 from jdp.parameter_server import (
+    attendance,
     checkpoint_files,
     keys,
     messages,
@@ -283,6 +284,29 @@ def fuzz_manifest(rng, num_messages):
     return _fuzz_json(rng, num_messages, msgspec.json.encode(manifest), decode)
 
 
+def fuzz_attendance(rng, num_messages):
+    """What server 0 has written of its workers, of this launch or another one."""
+    num_good = 0
+    for _ in range(num_messages):
+        came = {rng.choice([0, 1, 2, *_INTS]): draw_session(rng) for _ in range(3)}
+        record = [rng.choice(["l", "m", ""]), came, [rng.choice([0, 1, *_INTS])]]
+        data = msgspec.msgpack.encode(dict(zip(_RECORD, record, strict=True)))
+        data = mutate(rng, data) if rng.random() < 0.5 else data
+        data = rng.choice(BOMBS) if rng.random() < 0.05 else data
+        options = LeadOptions(mode=parameter_server.sync(), num_workers=2, launch="l")
+        known = attendance.Attendance(options)
+        known.load(data)
+        num_good += known.has_changed
+        known.come(1, b"a", has_seen=True)
+        known.leave(b"a", 1)
+        known.is_over(is_empty=True, now_s=1.0)
+        attendance.Attendance(options).load(known.encode())
+    return num_good
+
+
+_RECORD = ("launch", "came", "left")
+
+
 def fuzz_progress(rng, num_messages):
     """A record of the progress file, with a checksum that is right at times."""
     import zlib
@@ -490,6 +514,7 @@ DECODERS = {
     "report": fuzz_report,
     "manifest": fuzz_manifest,
     "progress": fuzz_progress,
+    "attendance": fuzz_attendance,
 }
 MACHINES = {
     "server 0's decisions": fuzz_lead,

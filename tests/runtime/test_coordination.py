@@ -2,12 +2,22 @@
 
 import os
 import pathlib
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 
 import jdp
-from jdp.runtime import addresses, coordination, environment, roll_call_sockets
+from jdp.runtime import (
+    addresses,
+    coordination,
+    environment,
+    guard,
+    roll_call_sockets,
+)
 from tests import harness
 
 
@@ -93,3 +103,94 @@ def test_nothing_listens_at_the_port_of_a_job_of_one_launcher(monkeypatch, tmp_p
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert harness.run_checked(_find_who_listens, 2) == ["nobody"] * 2
     assert not list(tmp_path.glob("jdp-*"))
+
+
+# --- The folder goes in every ending -------------------------------------------------
+
+
+def _meet_nobody(how):
+    """Process 0 waits in the roll call; process 1 ends it otherwise."""
+    folder = pathlib.Path(os.environ[environment.LAUNCH_FOLDER])
+    if os.environ[environment.PROCESS_ID] == "0":
+        (folder.parent / "pid").write_text(str(os.getpid()))
+        jdp.init(timeout_s=60.0)
+    while not folder.exists():
+        time.sleep(0.01)
+    (folder / coordination._NAME).touch()
+    match how:
+        case "kill":
+            os.kill(int((folder.parent / "pid").read_text()), signal.SIGKILL)
+            time.sleep(60.0)
+        case "exit":
+            sys.exit(3)
+        case "raise":
+            raise ValueError("no")
+        case "launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60.0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+def test_a_job_that_ends_in_the_roll_call_leaves_no_folder(how, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    outcome = harness.run_processes(_meet_nobody, 2, how)
+    assert outcome.exit_code == {"kill": 137, "exit": 3, "raise": 1}[how]
+    assert not list(tmp_path.glob("jdp-*"))
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
+    program = "from tests.runtime import test_coordination as t; t._meet_nobody('{}')"
+    (tmp_path / "program.py").write_text(program.format("launcher"))
+    job = subprocess.run(
+        [sys.executable, "-m", "jdp.cli.main", "launch", "-n", "2", "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(harness.ROOT)},
+        capture_output=True,
+        timeout=120.0,
+    )
+    assert job.returncode == -signal.SIGKILL
+    # The pipes above are closed when the guard has ended the processes.
+    deadline_s = time.monotonic() + 30.0
+    while list(tmp_path.glob("jdp-*")):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_any_process_removes_the_folder_once_all_have_met(monkeypatch, tmp_path):
+    folder = tmp_path / "jdp-5e5e5e5e5e5e"
+    monkeypatch.setenv(environment.LAUNCH_FOLDER, str(folder))
+    with coordination.make_path(is_one_launch=True) as path:
+        assert pathlib.Path(path).parent == folder
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path)
+        with coordination.make_path(is_one_launch=True) as again:
+            assert again == path  # It is there already, and ours.
+        folder.mkdir(mode=0o700)
+        (folder / coordination._NAME).touch()
+        coordination.remove(path)
+        assert not folder.exists()
+    coordination.remove(path)
+    coordination.remove("")
+
+
+def test_no_link_is_followed_where_a_folder_is_removed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    link = tmp_path / "jdp-5e5e5e5e5e5e"
+    link.symlink_to(precious)
+    coordination.remove(f"{link}/{coordination._NAME}")
+    assert (precious / "file").exists() and link.is_symlink()
+    (tmp_path / "jdp-full").mkdir()
+    (tmp_path / "jdp-full" / "folder").mkdir()
+    guard.remove_folder(str(tmp_path / "jdp-full"))  # None of ours; no error.
+
+
+def test_a_folder_of_that_name_that_others_can_enter_is_not_used(monkeypatch, tmp_path):
+    folder = tmp_path / "jdp-open"
+    folder.mkdir(mode=0o755)
+    monkeypatch.setenv(environment.LAUNCH_FOLDER, str(folder))
+    with coordination.make_path(is_one_launch=True) as path:
+        assert path == ""

@@ -1,13 +1,15 @@
+import dataclasses
 import threading
 import time
 
 import jax
+import msgspec
 import pytest
 
 import jdp
-from jdp.runtime import departures
+from jdp.runtime import departures, job_key, store
 from jdp.runtime.departures import Arrived, Notice, Progress, Watch
-from tests import harness
+from tests import harness, wire_fuzz
 
 LOOP = "the loop over `x`"
 
@@ -120,6 +122,115 @@ def test_a_process_that_is_alone_has_no_thread():
     watch.begin()
     watch.leave()
     assert watch.num_begun == 1
+
+
+def _wait_for(condition, timeout_s=20.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came true"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("what", ["left", "wake", ""])
+def test_a_notice_that_a_stranger_deletes_is_posted_again(what):
+    directory = f"d/{what}".removesuffix("/")
+
+    def fn(world):
+        watch = Watch(world, "d", loop=LOOP)
+        watch.begin()
+        if world.process_index == 1:
+            # What wakes the others is deleted before they look, as after a forged one.
+            set_key = world.store.set
+
+            def set_and_lose(key, value, *, overwrite=False):
+                set_key(key, value, overwrite=overwrite)
+                is_own = key == "d/wake/1"  # It wakes its own thread at the end.
+                if not has_lost.is_set() and key.startswith(directory) and not is_own:
+                    world.store.delete(key)
+
+            world.store.set = set_and_lose
+            watch.leave("it had enough")
+            has_lost.set()
+            return None
+        has_lost.wait(20.0)
+        _wait_for(lambda: watch._notices)
+        text, _ = harness.error_text(watch.begin)
+        watch.leave()
+        return text
+
+    has_lost = threading.Event()
+    results = harness.run_threads(fn, 3, timeout_s=4.0)
+    for process in (0, 2):
+        assert "Process 1 left the loop over `x` after 1 iteration" in results[process]
+    _end_keepers()
+
+
+def _end_keepers():
+    for keeper in list(departures._Keeper._of_store.values()):
+        keeper._end()
+    assert "jdp-departures-keeper" not in [t.name for t in threading.enumerate()]
+
+
+class _Client(wire_fuzz.Client):
+    """A client of `jax.distributed` that waits for what is not there."""
+
+    def blocking_key_value_get_bytes(self, key, timeout_ms):
+        deadline_s = time.monotonic() + timeout_ms / 1000
+        while (value := self.values.get(key)) is None:
+            if time.monotonic() > deadline_s:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            time.sleep(0.001)
+        return value
+
+    def key_value_try_get_bytes(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+        return self.values[key]
+
+
+def test_a_wait_with_a_forged_wake_key_ends_when_a_process_leaves():
+    client = _Client()
+    ours = store.DistributedStore(client, job_key.make())
+    world = harness.local_world(1)
+    first, second = (
+        dataclasses.replace(
+            world, process_index=i, process_count=2, store=ours, timeout_s=4.0
+        )
+        for i in range(2)
+    )
+    client.values["d/wake/0"] = b"forged" * 10
+    client.values["d/left/1"] = b"forged" * 10
+    waiting = Watch(first, "d", loop=LOOP)
+    waiting.begin()
+    time.sleep(0.2)
+    assert not waiting._notices
+    leaving = Watch(second, "d", loop=LOOP)
+    leaving.leave("it had enough")
+    for key in ("d/wake/0", "d/left/1"):
+        client.values[key] = b"forged" * 10
+    _wait_for(lambda: waiting._notices)
+    assert waiting._notices[0].notice == Notice(1, 0, "it had enough")
+    waiting.close()
+    _end_keepers()
+
+
+def test_what_wakes_is_a_notice_of_another_process():
+    def fn(world):
+        watch = Watch(world, "d", loop=LOOP)
+        if world.process_index == 0:
+            for value in (b"x", msgspec.msgpack.encode(Notice(7, 0))):
+                watch._take_first(value)
+            found = watch._notices
+            watch._take_first(msgspec.msgpack.encode(Notice(0, 1)))  # of itself
+            watch._take_first(msgspec.msgpack.encode(Notice(1, -1)))
+            num_begun = watch._notices[0].notice.num_begun
+            watch._notices = ()
+            watch.close()
+            return found, num_begun
+        watch.close()
+        return (), 0
+
+    assert harness.run_threads(fn, 2) == [((), 0)] * 2
 
 
 def _hang_in_a_collective():

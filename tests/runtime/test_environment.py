@@ -49,7 +49,8 @@ def test_variables_lists_every_variable():
     }
     # The name of a job is the user's, so a launcher hands it on as it is.
     assert {*environment.VARIABLES, environment.JOB_ID} == names
-    beside = {environment.LAUNCH_ID, environment.JOB_KEY, environment.JOB_ID}
+    beside = {environment.LAUNCH_ID, environment.LAUNCH_FOLDER}
+    beside |= {environment.JOB_KEY, environment.JOB_ID}
     assert set(PLACE.to_environ()) | beside == names
 
 
