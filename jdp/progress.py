@@ -16,6 +16,7 @@ import jax
 
 Run = Callable[..., tuple[Any, Any]]
 _CULPRIT = "jdp_culprit"
+_MOST_CALLS_UNDER_WAY = 8
 _CONTAINERS = (dict, list, tuple)
 
 
@@ -46,6 +47,28 @@ class _Own:
     result: "weakref.ref[Any] | None" = None  # one array of what it returned.
     num_waits: int = 0
     waits_since_s: float = 0.0
+
+
+class CallLimit:
+    """Keeps few calls of one step under way.
+
+    XLA's CPU client lets 32 programs per device be under way and then blocks the thread
+    that starts them. With several devices in each of several processes, that is the
+    thread which another process's collective waits for: plain JAX hangs too.
+    """
+
+    def __init__(self, *, is_needed: bool):
+        """Starts with no calls; none is limited unless `is_needed`."""
+        self._is_needed = is_needed
+        self._num_calls = 0
+
+    def wait_for_earlier(self, state: Any) -> None:
+        """Waits, every few calls, until those that made `state` are done."""
+        if not self._is_needed:
+            return
+        self._num_calls += 1
+        if self._num_calls % _MOST_CALLS_UNDER_WAY == 0:
+            jax.block_until_ready(state)
 
 
 def blame(error: RuntimeError, process: int | None) -> RuntimeError:

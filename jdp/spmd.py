@@ -33,7 +33,6 @@ from jdp.step_join import StepJoinHook
 from jdp.types import PyTree
 from jdp.weights import DivideBy
 
-_MOST_CALLS_UNDER_WAY = 8
 _logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
 
@@ -207,7 +206,6 @@ class DataParallelStep(Joinable):
         self._jitted: dict[DivideBy | None, Any] = {}
         self._join_hook: StepJoinHook | None = None  # of the `jdp.Join` it is in.
         self.last_state: PyTree | None = None
-        self._num_calls = 0
         self._core = self  # of a bound step the one without the object.
         self._bound = methods.PerObject(
             lambda owner: DataParallelStep(methods.bind_weakly(step, owner), options),
@@ -248,8 +246,7 @@ class DataParallelStep(Joinable):
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; with a divisor the first batch says who has data."""
         placed = self._place(state, batches)
-        if self._is_bounded:
-            self._wait_for_earlier_calls(placed[0])
+        self._call_limit.wait_for_earlier(placed[0])
         jitted = self._jitted.get(divide_by) or self._jit(divide_by)
         out = jitted(*placed)
         placer = self._placer
@@ -259,21 +256,11 @@ class DataParallelStep(Joinable):
         return out
 
     @functools.cached_property
-    def _is_bounded(self) -> bool:
-        """Whether calls under way must be few.
-
-        XLA's CPU client lets 32 programs per device be under way and then blocks the
-        thread that starts them. With several devices in each of several processes, that
-        is the thread which another process's collective waits for: plain JAX hangs too.
-        """
+    def _call_limit(self) -> progress.CallLimit:
         world = self.world
         is_cpu = world.mesh.devices.flat[0].platform == "cpu"
-        return is_cpu and world.process_count > 1 and world.num_local_replicas > 1
-
-    def _wait_for_earlier_calls(self, state: PyTree) -> None:
-        self._num_calls += 1
-        if self._num_calls % _MOST_CALLS_UNDER_WAY == 0:
-            jax.block_until_ready(state)
+        counts = world.process_count, world.num_local_replicas
+        return progress.CallLimit(is_needed=is_cpu and min(counts) > 1)
 
     def join_hook(
         self,
