@@ -126,7 +126,7 @@ def find_blamed(
       failures: what processes have said of themselves.
     """
     known = {end.process_id for end in exits}
-    named = {end.culprit for end in exits} - known - {None}
+    named = {end.culprit for end in exits if end.culprit is not None} - known
     return [as_failed(i, failures[i]) for i in sorted(named & failures.keys())]
 
 
