@@ -125,9 +125,10 @@ def judge(
         if has_ended:
             # JAX waits at its end for all; one that died does not come.
             if other.steps is None or other.error is not None:
-                if gone_s > _ENDED_GRACE_S:
+                is_own = other.culprit == own  # It failed because this one ended.
+                if is_own or gone_s > _ENDED_GRACE_S:
                     return Verdict(
-                        other.process,
+                        own if is_own else other.process,
                         f"{who}; process {own} had come to the end of its program.",
                     )
             continue

@@ -48,6 +48,7 @@ WAITS = Snapshot({}, None, 3.0, 3.0)
         (True, IN_STEP, [Gone(1, 10.0, {"step": 5})], 1e9, None),
         (True, BUSY, [Gone(1, 10.0)], 12.1, 1),
         (True, BUSY, [Gone(1, 10.0, {}, "ValueError: no")], 12.1, 1),
+        (True, BUSY, [Gone(1, 10.0, {}, "RuntimeError: of 0", 0)], 10.0, 0),
     ],
 )
 def test_only_a_process_that_waits_in_vain_is_ended(
