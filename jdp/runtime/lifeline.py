@@ -25,7 +25,7 @@ import msgspec
 from jdp import compat_distributed, progress, wire
 from jdp.mesh import World
 from jdp.progress import Snapshot
-from jdp.runtime import environment, forks, star, worker
+from jdp.runtime import environment, forks, lifeline_store, star, worker
 
 _PURPOSE = "processes"
 _KEY = "jdp/lifeline"  # in the store: where process 0 listens.
@@ -227,12 +227,15 @@ class _Lifeline:
         self._is_made = threading.Event()
         self._star = self._join(world, key)
         self._is_made.set()
+        self._ends: lifeline_store.EndsInStore | None = None
         if not self._star.wait_until_whole(timeout_s=_MEET_TIMEOUT_S):
             _logger.warning(
                 "The link between the processes is not whole after %g s: a process "
                 "that waits for one that has ended may be found late, by JAX.",
                 _MEET_TIMEOUT_S,
             )
+            tell = self._heard, self._star.wake
+            self._ends = lifeline_store.EndsInStore(world, *tell)
 
     def _join(self, world: World, key: bytes) -> star.Star:
         assert world.store is not None
@@ -269,7 +272,10 @@ class _Lifeline:
         self._has_failed = error is not None
         message = Left(dict(progress.snapshot().steps), error, culprit)
         self._ended_s = time.monotonic()
-        self._star.say(msgspec.msgpack.encode(message))
+        body = msgspec.msgpack.encode(message)
+        self._star.say(body)
+        if self._ends is not None:
+            self._ends.post(body)
         self._star.flush(timeout_s=1.0)
 
     def find_culprit(self) -> int | None:
@@ -310,7 +316,8 @@ class _Lifeline:
             self._add(Gone(process, now_s))
 
     def _add(self, gone: Gone) -> None:
-        self._gone = (*self._gone, gone)
+        if gone.process not in (known.process for known in self._gone):
+            self._gone = (*self._gone, gone)
 
     def _tick(self) -> float | None:
         self._is_made.wait()

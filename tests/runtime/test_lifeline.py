@@ -327,3 +327,48 @@ def test_without_a_launcher_the_others_end_soon_and_name_it(fault, process, text
         for each in started:
             each.kill()
             each.communicate()
+
+
+# --- Lines that strangers keep from coming about --------------------------------------
+
+
+class _NoLine:
+    """A star whose lines never come about."""
+
+    def __init__(self, *args, **options):
+        self.num_wakes = 0
+        if options["listener"] is not None:
+            options["listener"].close()
+
+    def wait_until_whole(self, *, timeout_s):
+        return False
+
+    def say(self, body):
+        pass
+
+    def flush(self, *, timeout_s):
+        return False
+
+    def wake(self):
+        self.num_wakes += 1
+
+
+def test_an_end_is_heard_through_the_store_where_there_is_no_line(monkeypatch):
+    monkeypatch.setattr(lifeline.star, "Star", _NoLine)
+    monkeypatch.setattr(lifeline.lifeline_store, "_PERIOD_S", 0.1)
+
+    def run(world):
+        made = lifeline._Lifeline(world, bytes(32))
+        if world.process_index == 1:
+            made.leave("ValueError: boom", None)
+            assert made._ends is not None
+            made._ends.close()
+            return None
+        deadline_s = time.monotonic() + 30.0
+        while not made._gone:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        made._ends.close()
+        return [(g.process, g.error) for g in made._gone], made._star.num_wakes
+
+    assert harness.run_threads(run, 2)[0] == ([(1, "ValueError: boom")], 1)
