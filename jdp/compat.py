@@ -38,6 +38,8 @@ def buffer_addresses(x: Any) -> frozenset[int]:
         return frozenset()
     if isinstance(x, prng.PRNGKeyArray):
         x = jax.random.key_data(x)
+    if len(x.sharding.device_set) == 1:  # A third of the time of the general way.
+        return frozenset((x.unsafe_buffer_pointer(),))
     return frozenset(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
 
 

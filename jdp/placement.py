@@ -113,6 +113,7 @@ class StatePlacer:
         # Sizes in bytes of arguments that may share memory with a leaf: its own, and
         # where one of the two is in parts those. A key and its data differ in shape.
         self._sizes: set[int] = set()
+        self._num_replicas = 1
 
     def is_known(self, state: PyTree) -> bool:
         """Whether all leaves of `state` were looked at before, and are alive."""
@@ -188,9 +189,15 @@ class StatePlacer:
     def part_from(self, state: PyTree, arguments: PyTree) -> PyTree:
         """Copies arrays of `arguments` that share memory with a state to be donated."""
         leaves, treedef = jax.tree.flatten(arguments)
-        if not any(x.size * x.dtype.itemsize in self._sizes for x in leaves):
+        sizes = {x.size * x.dtype.itemsize for x in leaves}
+        if sizes.isdisjoint(self._sizes):
             return arguments
-        taken = {a for x in jax.tree.leaves(state) for a in compat.buffer_addresses(x)}
+        taken = {
+            address
+            for x in jax.tree.leaves(state)
+            if not sizes.isdisjoint(self._sizes_beside(x))
+            for address in compat.buffer_addresses(x)
+        }
         leaves = [
             x if taken.isdisjoint(compat.buffer_addresses(x)) else _copy(x)
             for x in leaves
@@ -202,10 +209,14 @@ class StatePlacer:
         if not self._donates:
             return
         self.may_share |= world.num_replicas == 1 or any(per_replica.are_own(state))
-        n = world.num_replicas
+        self._num_replicas = world.num_replicas
         for x in jax.tree.leaves(state):
-            num_bytes = x.size * x.dtype.itemsize
-            self._sizes |= {num_bytes, num_bytes // n, num_bytes * n}
+            self._sizes |= self._sizes_beside(x)
+
+    def _sizes_beside(self, x: jax.Array) -> set[int]:
+        """Returns how many bytes an argument that shares memory with `x` may have."""
+        num_bytes, n = x.size * x.dtype.itemsize, self._num_replicas
+        return {num_bytes, num_bytes // n, num_bytes * n}
 
     def _is_new_structure(self, state: PyTree) -> bool:
         return jax.tree.structure(state) not in self._structures
