@@ -37,8 +37,7 @@ _ENDED_GRACE_S = 2.0
 _LOST_GRACE_S = 4.0
 # A process that says that it failed ends the others, whatever they do.
 _FAILED_GRACE_S = 5.0
-# JAX aborts the others once process 0 is gone; they get to say why before that.
-_LINGER_S = 0.7
+_LINGER_S = 0.7  # of process 0, whose end lets JAX abort the others.
 _STILL_RUNS_S = 60.0
 _WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
 _MOST_TEXT = 4000  # characters of what another process gives as its reason.
