@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdp import mesh
@@ -423,8 +424,11 @@ def _as_type(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _divide(x: np.ndarray, count: int) -> None:
     """Divides in place; integers are rounded towards zero."""
-    if x.dtype.kind not in "iu":
+    if not jnp.issubdtype(x.dtype, jnp.integer):
         np.divide(x, count, out=x)
+        return
+    if x.dtype.itemsize == 1:  # 8 bits and less may not hold `count`.
+        x[...] = np.trunc(x.astype(np.float32) / count).astype(x.dtype)
         return
     is_rounded_down = (x < 0) & (x % count != 0)
     np.floor_divide(x, count, out=x)

@@ -69,7 +69,7 @@ def all_reduce(
       op: "average", "sum", "min", "max", "product", or "adasum" (see
         `jdp.collectives.adasum`). The average of integers is rounded towards zero.
       prescale: multiplied with each array before. Integers are scaled in float64 and
-        cut off, 16-bit floats in float32.
+        cut off, floats of 16 bits and less in float32.
       postscale: multiplied with the result, in the same way.
       compression: dtype in which wider floats travel, such as "float16"; None: their
         own.

@@ -11,6 +11,7 @@ import numpy as np
 
 from jdp.collectives import shared_buffer
 from jdp.collectives.base import Op
+from jdp.eager import numerics
 from jdp.eager.entry import Entry
 from jdp.eager.messages import Response, Spec, decode_spec
 
@@ -85,7 +86,7 @@ def split_average(spec: Spec, dtype: np.dtype, count: int) -> tuple[Op, float]:
     """
     if spec.op != "average":
         return spec.op, spec.postscale  # pyright: ignore[reportReturnType]
-    if dtype.kind in "iu" and spec.postscale != 1.0:
+    if spec.postscale != 1.0 and numerics.is_integer(dtype):
         return "sum", spec.postscale / count
     return "mean", spec.postscale
 

@@ -7,7 +7,9 @@ with an error of something inside.
 
 from collections.abc import Sequence
 
-from jdp.eager import fusion
+import jax.numpy as jnp
+
+from jdp.eager import fusion, numerics
 from jdp.eager.entry import Entry
 from jdp.eager.messages import (
     HAS_LOCAL_FIRST,
@@ -21,7 +23,8 @@ from jdp.eager.messages import (
 )
 from jdp.eager.ops.base import Task
 
-NOT_WITH_JOIN = ("all_gather", "broadcast", "all_to_all", "reduce_scatter", "submit")
+# Ranks that have joined can stand in for themselves in these alone.
+_WITH_JOIN = ("all_reduce", "barrier")
 _MAX_ROWS = 1 << 48
 
 
@@ -128,7 +131,7 @@ def check_entries(
     """
     for i, (entry, spec) in enumerate(zip(entries, response.specs, strict=True)):
         if entry is None:
-            if not has_joined or decode_spec(spec).kind in NOT_WITH_JOIN:
+            if not has_joined or find_join_fault(decode_spec(spec)):
                 raise ProtocolError(
                     f"{response.names[i]!r} is to run, which this process has not "
                     "submitted"
@@ -142,6 +145,19 @@ def check_entries(
             raise ProtocolError(
                 f"{response.names[i]!r} is to run with other rows than were submitted"
             )
+
+
+def find_join_fault(spec: Spec) -> str:
+    """Returns which operation cannot run once a rank has joined; "" if it can.
+
+    The rank would have to give what changes nothing, and there may be no such thing.
+    """
+    if spec.kind not in _WITH_JOIN:
+        return spec.kind
+    adds = spec.op in ("sum", "average", "adasum")
+    if adds and not numerics.has_zero(jnp.dtype(spec.dtype)):
+        return f"{spec.kind} ({spec.op} of {spec.dtype}, which has no zero)"
+    return ""
 
 
 def check_data(response: Response, data: bytes, task: Task) -> None:

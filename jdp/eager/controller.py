@@ -343,11 +343,11 @@ class Coordinator:
     def _why_not_joined(self, set_id: int, name: str, spec: bytes) -> str:
         """Why a name cannot run since ranks have joined; "" if it can."""
         joined = self._names.joined & self._names.full[set_id]
-        kind = decode_spec(spec).kind
-        if not joined or kind not in checks.NOT_WITH_JOIN:
+        fault = checks.find_join_fault(decode_spec(spec)) if joined else ""
+        if not fault:
             return ""
         return (
-            f"{kind} of {name!r} is not supported after a rank has joined; joined: "
+            f"{fault} of {name!r} is not supported after a rank has joined; joined: "
             f"{list(bits(joined))}."
         )
 

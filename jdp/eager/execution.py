@@ -17,7 +17,7 @@ import numpy as np
 
 from jdp.buckets import BucketPlan, LeafSpec
 from jdp.collectives.base import Op
-from jdp.eager import carried
+from jdp.eager import carried, numerics
 from jdp.eager.carried import Carried
 from jdp.eager.messages import Spec
 from jdp.eager.ops.base import Array, Implementation, Members
@@ -312,15 +312,12 @@ _KINDS: dict[str, Callable[[Job, Implementation, Members, Scratch], list[Any]]] 
 
 
 def _scale(x: Array, factor: float) -> Array:
-    """Multiplies: integers in float64, cut off; 16-bit floats in float32."""
+    """Multiplies: integers in float64, cut off; narrow floats in float32."""
     if factor == 1.0:
         return x
     dtype = np.dtype(x.dtype)
-    if dtype.kind in "iu":
-        return (x.astype(np.float64) * factor).astype(dtype)
-    if dtype.itemsize == 2:
-        return (x.astype(np.float32) * np.float32(factor)).astype(dtype)
-    return x * dtype.type(factor)
+    wide = numerics.scaled_in(dtype)
+    return (x.astype(wide) * wide.type(factor)).astype(dtype)
 
 
 def _own_flat(array: Array | None, spec: Spec, prescale: float) -> Array:
@@ -346,15 +343,12 @@ def _aligned_copy(flat: np.ndarray) -> np.ndarray:
 
 def _neutral(spec: Spec) -> np.ndarray:
     """What changes nothing in a reduction, flat."""
-    dtype, size = jnp.dtype(spec.dtype), math.prod(spec.shape)
-    if spec.op == "product":
-        return np.ones(size, dtype)
+    dtype = jnp.dtype(spec.dtype)
+    size = math.prod(spec.shape)
     if spec.op in ("min", "max"):
-        if dtype.kind in "iu":
-            limits = np.iinfo(dtype)
-            return np.full(size, limits.max if spec.op == "min" else limits.min, dtype)
-        return np.full(size, np.inf if spec.op == "min" else -np.inf, dtype)
-    return np.zeros(size, dtype)
+        lowest, highest = numerics.limits(dtype)
+        return np.full(size, highest if spec.op == "min" else lowest, dtype)
+    return np.ones(size, dtype) if spec.op == "product" else np.zeros(size, dtype)
 
 
 def _owned(x: Array) -> Array:

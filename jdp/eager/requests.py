@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import buckets, mesh
-from jdp.eager import arguments, carried, gradients, session
+from jdp.eager import arguments, carried, gradients, numerics, session
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
@@ -378,8 +378,12 @@ def _make_request(
         )
     if facts.op in ("min", "max") and dtype.kind == "c":
         raise TypeError(f"`{name}`: `op={facts.op!r}` is not defined for {dtype}.")
-    if facts.op == "adasum" and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`{name}` must be floating for `op='adasum'`, got {dtype}.")
+    if facts.op == "adasum" and not (
+        jnp.issubdtype(dtype, jnp.floating) and numerics.has_zero(dtype)
+    ):
+        raise TypeError(
+            f"`{name}` must be floating, with a zero, for `op='adasum'`, got {dtype}."
+        )
     if options.wire is not None and _is_wider(dtype, options.wire):
         dtype = options.wire
     if facts.kind in HAS_LOCAL_FIRST:
