@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jdp import compat, mesh
+from jdp import compat, compat_kernels, mesh
 from jdp.types import AxisName
 
 WARPGROUP = 128  # threads.
@@ -125,12 +126,23 @@ class Peers(abc.ABC):
     def load(self, ref: Ref, peer: Rank, offset: Rank) -> jax.Array:
         """Loads a tile, shape (tile,), of the buffer of `peer`."""
 
-    @abc.abstractmethod
     def meet(self, phase: int) -> None:
         """Waits until this warpgroup has come to `phase` = 1, 2, ... on all replicas.
 
-        What they have written before, all see afterwards.
+        What they have written before, all see afterwards; `compat_kernels.SignalAll`
+        says why.
         """
+        self._signal_all()
+        count = self.tiling.num_replicas * phase
+        pl.semaphore_wait(self._counter(), count, decrement=False)
+
+    @abc.abstractmethod
+    def _signal_all(self) -> None:
+        """Adds one to the counter of this warpgroup on every replica, at once."""
+
+    def _counter(self) -> Ref:
+        """Returns the counter that the others add to."""
+        return self._arrived
 
 
 class RemotePeers(Peers):
@@ -157,13 +169,9 @@ class RemotePeers(Peers):
             ref.at[pl.ds(offset, t.tile)], self._device(peer), t.layout, t.vector
         )
 
-    def meet(self, phase: int) -> None:
-        """Signals the same warpgroup of the same block of all."""
-        n = self.tiling.num_replicas
-        for i in range(n):
-            peer = self._device(lax.rem(self.rank() + i, n))
-            pl.semaphore_signal(self._arrived, 1, device_id=peer)
-        pl.semaphore_wait(self._arrived, n * phase, decrement=False)
+    def _signal_all(self) -> None:
+        first, offsets = self._devices()
+        compat_kernels.signal_all_devices(self._arrived, first, offsets)
 
     def meet_by_switch(self) -> None:
         """Waits, once in a kernel, for all replicas and what the switch wrote for them.
@@ -172,6 +180,26 @@ class RemotePeers(Peers):
         """
         plgpu.semaphore_signal_multicast(self._arrived, collective_axes=self.axis_names)
         pl.semaphore_wait(self._arrived, self.tiling.num_replicas, decrement=False)
+
+    def _devices(self) -> tuple[jax.Array, tuple[int, ...]]:
+        """Which devices the replicas are, in the order of the mesh.
+
+        Returns:
+          The index of rank 0, and by rank how many devices behind it each lies.
+        """
+        first: Rank = 0
+        strides: dict[str, int] = {}  # devices from one place of an axis to the next.
+        stride = 1
+        for name, size in reversed(jax.sharding.get_abstract_mesh().shape.items()):
+            if name not in self.axis_names:
+                first = first + stride * lax.axis_index(name)
+            strides[name], stride = stride, stride * size
+        steps = [
+            [strides[name] * i for i in range(size)]
+            for name, size in zip(self.axis_names, self.sizes, strict=True)
+        ]
+        offsets = tuple(map(sum, itertools.product(*steps)))
+        return jnp.asarray(first, jnp.int32), offsets
 
     def _device(self, rank: Rank) -> dict[str, Rank]:
         """Where a rank lies in the mesh; on axes not named, at this device's place."""
@@ -214,13 +242,12 @@ class ClusterPeers(Peers):
         """Loads from a row."""
         return _load(ref.at[peer, pl.ds(offset, self.tiling.tile)], self.tiling)
 
-    def meet(self, phase: int) -> None:
-        """As `RemotePeers`, with the counters of the cluster."""
-        n = self.tiling.num_replicas
-        for i in range(n):
-            peer = lax.rem(self.rank() + i, n)
-            pl.semaphore_signal(self._arrived.at[peer], 1)
-        pl.semaphore_wait(self._arrived.at[self.rank()], n * phase, decrement=False)
+    def _signal_all(self) -> None:
+        everyone = tuple(range(self.tiling.num_replicas))
+        compat_kernels.signal_all(self._arrived, everyone)
+
+    def _counter(self) -> Ref:
+        return self._arrived.at[self.rank()]
 
 
 class SoloPeers(Peers):
@@ -253,12 +280,9 @@ class SoloPeers(Peers):
             return _load(own.at[span] if is_own else rows.at[peer, span], self.tiling)
         return _load(ref.at[peer, span], self.tiling)
 
-    def meet(self, phase: int) -> None:
-        """Signals itself as often as it would signal the others."""
-        n = self.tiling.num_replicas
-        for _ in range(n):
-            pl.semaphore_signal(self._arrived, 1)
-        pl.semaphore_wait(self._arrived, n * phase, decrement=False)
+    def _signal_all(self) -> None:
+        """Signals itself as often as it would signal the others, and in that way."""
+        compat_kernels.signal_all(self._arrived, (0,) * self.tiling.num_replicas)
 
 
 def _load(ref: Ref, tiling: Tiling) -> jax.Array:

@@ -28,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jdp.compat_kernels import SignalAll
+
 
 class DeadlockError(Exception):
     """Nobody can go on."""
@@ -470,13 +472,38 @@ class _Kernel:
         return [None]  # Kernels store; nobody looks at what was there before.
 
     def _inline_mgpu_p(self, thread, eqn, values):
-        """The one that jdp writes: a load from a peer, with another kind of load."""
-        assert eqn.params["mgpu_fn"].__name__ == "load_from_peer", eqn
+        """Code that jdp writes itself, by what it does."""
+        fn = eqn.params["mgpu_fn"]
+        if isinstance(fn, SignalAll):
+            return (yield from self._signal_all(thread, eqn, values))
+        assert fn.__name__ == "load_from_peer", eqn
         (ref, peer), leaves = values[:2], values[2:]
         transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
         yield
         ref = ref.transform(transforms, self)
         return [self._read(thread, dataclasses.replace(ref, device=int(peer)))]
+
+    _inline_mgpu = _inline_mgpu_p  # its name since JAX 0.12.
+
+    def _signal_all(self, thread, eqn, values):
+        """All lanes signal: each is a step, and all have the clock of the warpgroup."""
+        fn = eqn.params["mgpu_fn"]
+        ref, *first = values[: 1 + fn.is_remote]
+        transforms, *_ = jax.tree.unflatten(
+            eqn.params["pytree_ref_transforms"], values[1 + fn.is_remote :]
+        )
+        ref = ref.transform(transforms, self)
+        clock = thread.clock.copy()
+        thread.clock[thread.index] += 1
+        for offset in fn.offsets:
+            yield
+            if fn.is_remote:
+                semaphore = ref.get(int(first[0]) + offset)
+            else:
+                at = ref.positions.reshape(-1)[offset]
+                semaphore = dataclasses.replace(ref, positions=at).get()
+            semaphore.signals.append(clock)
+        return []
 
     def _multimem_load_reduce(self, thread, eqn, values):
         assert eqn.params["reduction_op"] == "add"

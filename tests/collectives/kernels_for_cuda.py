@@ -174,11 +174,16 @@ def _compile(case, devices):
 
 
 def _read(path):
-    accesses = re.findall(r"\b(?:ld|st|multimem)\.[a-z0-9_.:]+", path.read_text())
+    ptx = path.read_text()
+    accesses = re.findall(r"\b(?:ld|st|multimem)\.[a-z0-9_.:]+", ptx)
+    signals = re.findall(r"\b(?:(?:multimem\.)?red|atom)\.[a-z0-9_.:]+", ptx)
+    fences = re.findall(r"\b(?:fence|membar)\.[a-z0-9_.:]+", ptx)
     assembler = pathlib.Path(f"{path}as").read_text()
     (registers,) = re.findall(r"Used (\d+) registers", assembler)
     return {
         "accesses": collections.Counter(accesses),
+        "signals": collections.Counter(signals),
+        "fences": collections.Counter(fences),
         "registers": int(registers),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", assembler))),
     }

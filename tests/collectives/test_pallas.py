@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp import compat
+from jdp import compat, compat_kernels
 from jdp.collectives import PallasAllReduce, pallas_launch
 from jdp.collectives.custom_choice import Launch
 from jdp.collectives.pallas_peers import (
@@ -21,6 +21,7 @@ from jdp.collectives.pallas_peers import (
     SoloPeers,
     Tiling,
 )
+from jdp.compat_kernels import SignalAll
 from tests.collectives import kernel_interpreter as interpreter
 
 LAUNCH = Launch(num_blocks=2, num_warpgroups=2)
@@ -199,6 +200,21 @@ def test_an_axis_that_is_not_reduced_keeps_apart(algorithm):
         np.testing.assert_array_equal(result, xs[first] + xs[first + 1])
 
 
+@pytest.mark.parametrize("names", [("node", "data"), ("data", "node")])
+@pytest.mark.parametrize("algorithm", ["one_stage", "two_stage"])
+def test_axes_that_are_not_neighbours_in_the_mesh(names, algorithm):
+    """Where the lanes of a signal find their peers is no straight line here."""
+    sizes = {"node": 2, "model": 2, "data": 2}
+    xs = _inputs(8, 2048, np.float32)
+    outcome = interpreter.run_on_replicas(
+        lambda x, _: PallasAllReduce(algorithm)(x, names), xs, mesh_shape=sizes
+    )
+    assert outcome.races == []
+    expected = xs.reshape(2, 2, 2, -1).sum((0, 2), keepdims=True)
+    expected = np.broadcast_to(expected, (2, 2, 2, 2048)).reshape(8, -1)
+    np.testing.assert_array_equal(outcome.results, expected)
+
+
 # --- What users call ----------------------------------------------------------------
 
 
@@ -295,16 +311,36 @@ def _wait_for_fewer(monkeypatch, kind):
     )
 
 
-def _signal_one_less(monkeypatch, kind):
-    from jax.experimental import pallas as pl
+def _signal_with(change):
+    """Changes which peers are signalled, the first time that a warpgroup meets."""
 
-    signal, calls = pl.semaphore_signal, itertools.count()
+    def mutate(monkeypatch, kind):
+        calls = itertools.count()
 
-    def sometimes(*args, **options):
-        if next(calls) > 0:
-            signal(*args, **options)
+        class Changed(SignalAll):
+            def __init__(self, offsets, is_remote):
+                if next(calls) == 0:
+                    offsets = change(offsets)
+                super().__init__(offsets, is_remote)
 
-    monkeypatch.setattr(pl, "semaphore_signal", sometimes)
+        monkeypatch.setattr(compat_kernels, "SignalAll", Changed)
+
+    return mutate
+
+
+def _signal_ahead_of_the_data(monkeypatch, kind):
+    """The first signal is given at once, not after what it is to tell of."""
+    enter, signal_all = kind.enter, kind._signal_all
+    calls = itertools.count()
+
+    def enter_and_signal(self, *scratch):
+        enter(self, *scratch)
+        signal_all(self)
+
+    monkeypatch.setattr(kind, "enter", enter_and_signal)
+    monkeypatch.setattr(
+        kind, "_signal_all", lambda self: next(calls) > 0 and signal_all(self)
+    )
 
 
 def _shift_the_second_stage(monkeypatch, kind):
@@ -337,9 +373,19 @@ MUTANTS = {
         (RemotePeers, ClusterPeers),
     ),
     "sends one signal too few": (
-        _signal_one_less,
+        _signal_with(lambda offsets: offsets[1:]),
         "deadlock",
         (RemotePeers, ClusterPeers, SoloPeers),
+    ),
+    "signals one peer twice and another one never": (
+        _signal_with(lambda offsets: (offsets[-1], *offsets[1:])),
+        "deadlock",
+        (RemotePeers, ClusterPeers),
+    ),
+    "signals ahead of the data": (
+        _signal_ahead_of_the_data,
+        "race",
+        (RemotePeers, ClusterPeers),
     ),
     "another tile map in the second stage": (
         _shift_the_second_stage,

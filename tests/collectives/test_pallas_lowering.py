@@ -38,6 +38,24 @@ def test_every_kernel_is_lowered_for_cuda(peers, algorithm, n):
         assert has_metadata == (peers == "replicas")
 
 
+@pytest.mark.parametrize("names", [("node", "data"), ("data", "node"), ("model",)])
+def test_some_axes_of_a_mesh_are_lowered_for_cuda(names):
+    sizes = {"node": 2, "model": 2, "data": 2}
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), auto)
+    sharding = jax.sharding.NamedSharding(mesh, P(tuple(sizes)))
+    aval = jax.ShapeDtypeStruct((8 * 1024,), jnp.float32, sharding=sharding)
+    for algorithm in ("one_stage", "two_stage"):
+        mapped = jax.shard_map(
+            lambda x, a=algorithm: PallasAllReduce(a)(x, names),
+            mesh=mesh,
+            in_specs=P(tuple(sizes)),
+            out_specs=P(tuple(n for n in sizes if n not in names)),
+        )
+        lowered = jax.jit(mapped).trace(aval).lower(lowering_platforms=("cuda",))
+        assert "uses_xla_collective_metadata = true" in lowered.as_text()
+
+
 def test_an_aligned_buffer_is_not_padded_and_others_are():
     for size, is_padded in ((1 << 18, False), ((1 << 18) + 4, False), (100_003, True)):
         text = _lower(Case("replicas", "two_stage", 4, "float32", size))
@@ -172,6 +190,28 @@ def test_peers_are_read_16_bytes_at_a_time_and_nothing_spills(compiled):
         assert found["spilled_bytes"] == 0, found
         # A block of 512 threads must fit into the 65536 registers beside nothing else.
         assert found["registers"] <= 128, found
+
+
+@pytest.mark.ptx
+def test_a_meeting_takes_one_fence_and_one_atomic_of_any_number_of_peers(compiled):
+    """A fence of the whole system takes about 1 us on an H100, one after another.
+
+    A release is a fence of its own: ptxas puts a MEMBAR before the atomic.
+    """
+    for found in compiled:
+        if found["kind"] != "kernel":
+            continue
+        case = Case(*found["case"])
+        meetings = 2 if case.algorithm == "two_stage" else 1
+        if case.algorithm == "multimem":
+            signals = {"multimem.red.release.sys.global.add.u32": 1}
+            fences = {"fence.proxy.alias": 1, "fence.acquire.sys": 1}
+        else:
+            signals = {"red.release.sys.global.add.u32": meetings}
+            fences = {"fence.acquire.sys": meetings}
+        wide = {k: v for k, v in found["fences"].items() if not k.endswith(".cluster")}
+        assert found["signals"] == signals, found
+        assert wide == fences, found
 
 
 @pytest.mark.ptx
