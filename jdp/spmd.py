@@ -417,7 +417,7 @@ class DataParallelStep(Joinable):
                 program = self._shard(divide_by, state, batches)
             if self._recording is None and world.is_main_process:
                 skipped = 0 if divide_by is None else 1  # which replicas have data.
-                step_arguments.warn_of_unequal_lengths(batches[skipped:])
+                step_arguments.warn_of_unequal_lengths(world, batches[skipped:])
             self._check_graph(found)
         comparison.compare_programs(
             world, program, arguments, topic=self._topic, jaxprs=program.jaxprs

@@ -227,14 +227,18 @@ def split_leaves(batches: tuple[PyTree, ...]) -> list[Any]:
     return jax.tree.leaves(batches)
 
 
-def warn_of_unequal_lengths(batches: tuple[PyTree, ...]) -> None:
-    """Warns of a leaf that is split though it may not be one row per sample."""
+def warn_of_unequal_lengths(world: World, batches: tuple[PyTree, ...]) -> None:
+    """Warns of a leaf that is split though it may not be one row per sample.
+
+    One row per replica, such as its weight, is as usual.
+    """
     trees = {k: v for k, v in by_name(batches).items() if k != "argument"}
     lengths: dict[int, str] = {}
     for name, tree in trees.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             where = f"{name}{jax.tree_util.keystr(path)}"
             lengths.setdefault(leaf.shape[0], where)
+    lengths.pop(world.num_replicas, None)
     if len(lengths) < 2:
         return
     (first, a), (second, b) = list(lengths.items())[:2]

@@ -436,3 +436,18 @@ def test_an_axis_that_the_step_has_not_is_named_with_its_own():
         step(np.float32(0), np.ones((8, 2), np.float32))
     note = "\n".join(caught.value.__notes__)
     assert "over the axis 'data'" in note and "jdp.init(axis_name=...)" in note
+
+
+# --- Lengths -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "is_warned"), [(8, False), (2, False), (4, True)])
+def test_batches_of_unequal_lengths_are_warned_of(length, is_warned, recwarn):
+    # Of two replicas; what has two rows has one per replica.
+    @jdp.data_parallel(world=_world())
+    def step(state, x, y):
+        return state + jdp.average(x.mean() + y.mean()), {}
+
+    step(jnp.float32(0), np.ones(8, np.float32), np.ones(length, np.float32))
+    texts = [str(w.message) for w in recwarn.list]
+    assert ["`batch[0]` 8, `batch[1]` 4" in text for text in texts] == [True] * is_warned

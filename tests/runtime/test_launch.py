@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -95,9 +96,18 @@ def job(tmp_path):
     return run
 
 
-def hear_interrupts():
-    # `nohup` and a shell's `&` have these tests ignore SIGINT, and so all they start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+@contextlib.contextmanager
+def on_interrupt(handler=signal.default_int_handler):
+    """What is started meanwhile takes SIGINT like this.
+
+    `nohup` and a shell's `&` have these tests ignore it, and so all that they start. No
+    `preexec_fn`, for which Python forks: JAX, once it runs, warns of that.
+    """
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -105,19 +115,27 @@ def cli(tmp_path):
     """Starts `jdp` as a process of its own, in the folder of the test."""
     started = []
 
-    def start(*arguments, program=None, stdout=subprocess.PIPE, **options):
+    def start(
+        *arguments,
+        program=None,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        handler=signal.default_int_handler,
+        **options,
+    ):
         if program is not None:
             (tmp_path / "program.py").write_text(textwrap.dedent(program))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jdp.cli.main", *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": ROOT},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=options.pop("stderr", subprocess.PIPE),
-            text=True,
-            **{"preexec_fn": hear_interrupts} | options,
-        )
+        with on_interrupt(handler):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jdp.cli.main", *arguments],
+                cwd=tmp_path,
+                env=os.environ | {"PYTHONPATH": ROOT},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                text=True,
+                **options,
+            )
         started.append(process)
         return process
 
@@ -801,13 +819,10 @@ def test_a_guard_that_is_killed_is_started_again(cli):
 
 @pytest.mark.multiprocess
 def test_an_interrupt_that_is_ignored_at_the_start_stays_ignored(cli):
-    def ignore():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
     process = cli(
         *("launch", "-n", "1", "program.py"),
         program="import time\nprint('ready')\ntime.sleep(1)\nprint('done')",
-        preexec_fn=ignore,
+        handler=signal.SIG_IGN,
     )
     read_lines(process, 1)
     process.send_signal(signal.SIGINT)
@@ -820,15 +835,15 @@ def test_an_interrupt_that_is_ignored_at_the_start_stays_ignored(cli):
 def test_an_interrupt_while_the_launcher_starts_is_not_lost(tmp_path, after_s):
     (tmp_path / "program.py").write_text("import time; time.sleep(60)")
     command = "import jdp_command; print('on', flush=True); jdp_command.main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, "launch", "-n", "1", "program.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": ROOT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=hear_interrupts,
-    )
+    with on_interrupt():
+        process = subprocess.Popen(
+            [sys.executable, "-c", command, "launch", "-n", "1", "program.py"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": ROOT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     assert process.stdout.readline() == "on\n"
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
