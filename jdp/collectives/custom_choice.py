@@ -15,6 +15,13 @@ MULTIMEM_DTYPE = "float32"
 MIN_COMPUTE_CAPABILITY = 9.0  # Mosaic GPU compiles for Hopper and newer.
 _KIB, _MIB = 1 << 10, 1 << 20
 
+# Half of the multiprocessors of an H100: within 6 % of the best of 36, 66, 132 and 264
+# blocks in every row of benchmarks/results/2026-11-22_kernel_launches_gpu.jsonl (H100
+# 80GB HBM3, driver 580.159.04, jax 0.11.2), from 64 KiB to 64 MiB and for 2 and 8
+# replicas, if `default_launch` says how often to unroll. vLLM has 36 (kMaxBlocks in
+# csrc/custom_all_reduce.cuh), which took up to 2.2 times the best there.
+MAX_BLOCKS = 66
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -47,17 +54,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
       multimem_from: the switch reduces buffers of at least so many bytes, where there
         is one; None: never.
       max_bytes: larger buffers go to NCCL.
-      max_blocks: of a launch. All must be able to run at the same time, since they wait
-        for those of the peers, so there are fewer of them than multiprocessors.
+      max_blocks: of a launch. `PallasAllReduce` takes at most half as many as the
+        device has multiprocessors; see `limit_blocks`.
     """
 
     num_replicas: int
     one_stage_below: int | None
     multimem_from: int | None = None
     max_bytes: int = 8 * _MIB
-    # 36 blocks of 512 threads fill NVLink, and leave the other multiprocessors to the
-    # computation beside them: kMaxBlocks in vLLM's csrc/custom_all_reduce.cuh.
-    max_blocks: int = 36
+    max_blocks: int = MAX_BLOCKS
 
     def choose(self, num_bytes: int, *, can_multicast: bool) -> Algorithm:
         """Returns the algorithm for a buffer that is not too large."""
@@ -146,22 +151,53 @@ class Launch:
     unroll: int = 1
 
 
-_LOADS_UNDER_WAY = 8  # of a thread: with 512 threads and 36 blocks 2.4 MB of a GPU.
+_LOADS_UNDER_WAY = 8  # of a thread: with 512 threads and 66 blocks 4.3 MB of a GPU.
 _TILE_BYTES = 128 * 16
 
 
 def default_launch(
     num_bytes: int, num_replicas: int, algorithm: Algorithm, *, max_blocks: int
 ) -> Launch:
-    """Returns as many blocks as there is work for; unrolls what is larger than that."""
+    """Returns as many blocks as there is work for; unrolls what is larger than that.
+
+    With 66 and 132 blocks, eight warpgroups per block were not better than four. Loads
+    of 8 vectors under way per thread were best for large buffers of 2 replicas, and as
+    good as 16 of 8 replicas. `MAX_BLOCKS` names the measurement.
+
+    Args:
+      num_bytes: of the buffer.
+      num_replicas: how many reduce it.
+      algorithm: which body.
+      max_blocks: all blocks have to be resident at once, since they wait for the blocks
+        of the peers. A multiprocessor is sure to hold one of 512 threads, so there must
+        not be more blocks than multiprocessors.
+    """
     work = num_bytes if algorithm == "one_stage" else -(-num_bytes // num_replicas)
     num_tiles = max(1, work // _TILE_BYTES)
     threads = Launch(num_blocks=1).num_warpgroups
     num_blocks = min(max_blocks, -(-num_tiles // threads))
-    rounds = num_tiles // (num_blocks * threads)
+    rounds = -(-num_tiles // (num_blocks * threads))
     sources = 1 if algorithm == "multimem" else num_replicas
     unroll = max(1, min(_LOADS_UNDER_WAY // sources, rounds))
     return Launch(num_blocks, threads, unroll)
+
+
+def limit_blocks(max_blocks: int, num_multiprocessors: int | None) -> int:
+    """Returns how many blocks may be launched on a device.
+
+    At most half of its multiprocessors: their blocks wait, and so do those of a kernel
+    of NCCL, which XLA may run beside them on another stream. If each had a
+    multiprocessor that the other one needs, on different devices, both would wait for
+    ever. NCCL takes up to 32 multiprocessors of an H100.
+
+    Args:
+      max_blocks: the limit without regard to the device.
+      num_multiprocessors: of the device; None if it is not known. GPUs of compute
+        capability 9.0 with NVLink have 78 or more (H20).
+    """
+    if num_multiprocessors is None:
+        return max_blocks
+    return max(1, min(max_blocks, num_multiprocessors // 2))
 
 
 def choose_algorithm(

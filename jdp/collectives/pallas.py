@@ -126,8 +126,12 @@ class PallasAllReduce:
                 "The Pallas kernel runs under `shard_map`, where every replica is a "
                 f"device; `axis_name={axis_name!r}` is an axis of `vmap` or `pmap`."
             )
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        max_blocks = custom_choice.limit_blocks(
+            limits.max_blocks, None if device is None else device.num_cores
+        )
         launch = custom_choice.default_launch(
-            x.nbytes, group.size, algorithm, max_blocks=limits.max_blocks
+            x.nbytes, group.size, algorithm, max_blocks=max_blocks
         )
         if op == "mean":
             scale = 1.0 / group.size

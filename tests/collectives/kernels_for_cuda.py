@@ -37,7 +37,7 @@ class Case(NamedTuple):
     def launch(self):
         num_bytes = self.size * jnp.dtype(self.dtype).itemsize
         return custom_choice.default_launch(
-            num_bytes, self.n, self.algorithm, max_blocks=36
+            num_bytes, self.n, self.algorithm, max_blocks=custom_choice.MAX_BLOCKS
         )
 
 

@@ -40,7 +40,10 @@ class Case(NamedTuple):
     def reduce(self, xs):
         """Returns what each replica gets, shape (num_replicas, n)."""
         launch = custom_choice.default_launch(
-            self.num_bytes, self.num_replicas, self.algorithm, max_blocks=36
+            self.num_bytes,
+            self.num_replicas,
+            self.algorithm,
+            max_blocks=custom_choice.MAX_BLOCKS,
         )
         return pallas_launch.all_reduce_in_cluster(xs, self.algorithm, launch)
 

@@ -1,16 +1,21 @@
 """When the custom all-reduce is taken, which algorithm, and why not."""
 
+import collections
 import dataclasses
+import json
+import pathlib
 
 import jax.numpy as jnp
 import pytest
 
 from jdp.collectives import Limits, Thresholds, Topology, should_use_custom
 from jdp.collectives.custom_choice import (
+    MAX_BLOCKS,
     THRESHOLDS,
     Launch,
     choose_algorithm,
     default_launch,
+    limit_blocks,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -116,13 +121,50 @@ def test_the_table_names_its_source():
         (8 * KIB, 8, "one_stage", Launch(1, 4, 1)),  # a tile for each warpgroup.
         (10 * KIB, 8, "one_stage", Launch(2, 4, 1)),
         (64 * KIB, 8, "two_stage", Launch(1, 4, 1)),  # one of eight parts.
-        (8 * MIB, 8, "two_stage", Launch(36, 4, 1)),
-        (8 * MIB, 2, "one_stage", Launch(36, 4, 4)),  # 8 loads under way.
-        (8 * MIB, 4, "two_stage", Launch(36, 4, 2)),
-        (8 * MIB, 4, "multimem", Launch(36, 4, 7)),
+        (8 * MIB, 8, "two_stage", Launch(66, 4, 1)),
+        (MIB, 2, "one_stage", Launch(66, 4, 2)),
+        (8 * MIB, 2, "one_stage", Launch(66, 4, 4)),  # 8 loads under way.
+        (8 * MIB, 4, "two_stage", Launch(66, 4, 2)),
+        (8 * MIB, 4, "multimem", Launch(66, 4, 4)),
     ],
 )
 def test_a_launch_has_as_many_threads_as_there_is_work_for(
     num_bytes, n, algorithm, launch
 ):
-    assert default_launch(num_bytes, n, algorithm, max_blocks=36) == launch
+    assert default_launch(num_bytes, n, algorithm, max_blocks=MAX_BLOCKS) == launch
+
+
+ROWS = pathlib.Path(__file__).parents[2] / (
+    "benchmarks/results/2026-11-22_kernel_launches_gpu.jsonl"
+)
+
+
+def _measured():
+    """Microseconds on an H100 by kernel, and there by launch."""
+    found = collections.defaultdict(dict)
+    for row in map(json.loads, ROWS.read_text().splitlines()):
+        kernel = (row["alg"], row["n"], row["kib"] * KIB)
+        found[kernel][Launch(row["blocks"], row["wg"], row["unroll"])] = row["us"]
+    return found
+
+
+def test_the_default_launch_is_near_the_best_that_was_measured():
+    """Of block counts that were not measured the next one that was is taken."""
+    compared = 0
+    for (algorithm, n, num_bytes), times in _measured().items():
+        launch = default_launch(num_bytes, n, algorithm, max_blocks=MAX_BLOCKS)
+        counts = {each.num_blocks for each in times}
+        measured = min(count for count in counts if count >= launch.num_blocks)
+        launch = dataclasses.replace(launch, num_blocks=measured)
+        assert times[launch] <= 1.06 * min(times.values()), (algorithm, n, num_bytes)
+        compared += 1
+    assert compared == 10
+
+
+@pytest.mark.parametrize(
+    ("num_multiprocessors", "expected"),
+    [(None, 66), (148, 66), (132, 66), (114, 57), (78, 39), (1, 1)],
+)
+def test_half_of_the_multiprocessors_are_left_to_others(num_multiprocessors, expected):
+    assert limit_blocks(MAX_BLOCKS, num_multiprocessors) == expected
+    assert limit_blocks(5, num_multiprocessors) == min(5, expected)

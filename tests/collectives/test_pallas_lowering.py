@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.collectives import PallasAllReduce, pallas_all_reduce
+from jdp.collectives import PallasAllReduce, pallas_all_reduce, pallas_launch
 from tests.collectives import kernels_for_cuda
 from tests.collectives.kernels_for_cuda import Case
 
@@ -54,6 +54,38 @@ def test_some_axes_of_a_mesh_are_lowered_for_cuda(names):
         )
         lowered = jax.jit(mapped).trace(aval).lower(lowering_platforms=("cuda",))
         assert "uses_xla_collective_metadata = true" in lowered.as_text()
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(132, 66), (78, 39), (None, 66)])
+def test_a_launch_takes_half_of_the_multiprocessors_of_the_device(
+    monkeypatch, num_cores, expected
+):
+    launches = []
+    run = pallas_launch.all_reduce_on_replicas
+
+    def spy(x, axis_name, num_replicas, algorithm, launch, scale):
+        launches.append(launch)
+        return run(x, axis_name, num_replicas, algorithm, launch, scale)
+
+    monkeypatch.setattr(pallas_launch, "all_reduce_on_replicas", spy)
+    mesh = jax.sharding.AbstractMesh(
+        (2,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        abstract_device=jax.sharding.AbstractDevice(
+            device_kind="a GPU", num_cores=num_cores, platform="gpu"
+        ),
+    )
+    sharding = jax.sharding.NamedSharding(mesh, P("data"))
+    mapped = jax.shard_map(
+        lambda x: pallas_all_reduce(x, "data"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    aval = jax.ShapeDtypeStruct((4 << 20,), jnp.float32, sharding=sharding)
+    jax.jit(mapped).trace(aval)
+    assert [launch.num_blocks for launch in launches] == [expected]
 
 
 def test_an_aligned_buffer_is_not_padded_and_others_are():

@@ -29,8 +29,8 @@ def bench_kernel(
         str, typer.Option(help="Buffers, such as 64k,8m (KiB and MiB).")
     ] = "64k,1m,8m,64m",
     blocks: Annotated[
-        str, typer.Option(help="Thread blocks at most, such as 36,132.")
-    ] = "36,132",
+        str, typer.Option(help="Thread blocks at most, such as 66,132.")
+    ] = "66,132",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 11,
     width: Annotated[int, typer.Option(min=1, help="Of the step's 24 layers.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Samples of the step.")] = 1024,
