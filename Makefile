@@ -6,7 +6,7 @@ LATEST := .venv-latest
 PTX := .venv-ptx
 TODAY := $(shell date +%F)
 
-.PHONY: help demo test check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-steps gpu-wheels bench sweep soak two-hosts faults clean
+.PHONY: help demo test check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench sweep soak two-hosts faults clean
 .DEFAULT_GOAL := help
 
 help:
@@ -85,6 +85,10 @@ gpu-virtual:
 gpu-kernels:
 	$(ON_GPU) -m jdp.cli.main bench kernel \
 		--json $(GPU_OUT)/$(TODAY)_kernel_times_gpu.jsonl
+# Which launches are fastest: what `default_launch` was chosen from; not in `make gpu`.
+gpu-launches:
+	$(ON_GPU) -m benchmarks.gpu_launches \
+		--json $(GPU_OUT)/$(TODAY)_launch_shapes_gpu.jsonl
 gpu-steps:
 	$(ON_GPU) -m benchmarks.gpu_steps --json $(GPU_OUT)/$(TODAY)_steps_gpu.jsonl
 

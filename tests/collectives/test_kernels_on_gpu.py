@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import gpu_launches
+from jdp.collectives import pallas_launch
 from tests import harness
 from tests.collectives import kernels_on_gpu
 from tests.collectives.kernels_on_gpu import Case
@@ -52,8 +54,37 @@ def test_the_whole_set_is_what_was_promised():
     assert min(sizes) == 1 << 10 and max(sizes) == 64 << 20
 
 
-def test_without_a_gpu_it_says_so():
-    command = [sys.executable, "-m", "tests.collectives.kernels_on_gpu"]
+def test_every_launch_that_is_timed_is_one_of_a_kernel():
+    """Buffers are not padded, threads have work, and the defaults come first."""
+    cases = gpu_launches.make_cases()
+    kernels = {case[:3] for case in cases}
+    assert [case.is_default for case in cases[: len(kernels)]] == [True] * len(kernels)
+    assert len(kernels) == 3 * len(gpu_launches.KERNELS)
+    assert len(set(cases)) == len(cases)
+    for algorithm, n, num_bytes, launch in cases:
+        pallas_launch.all_reduce_alone(n, num_bytes // 4, "float32", algorithm, launch)
+        assert launch.num_blocks <= 132
+
+
+def test_the_default_launch_is_shown_beside_the_best():
+    kernel = {"algorithm": "one_stage", "num_replicas": 2, "num_bytes": 65536}
+    rows = [
+        kernel
+        | {"num_blocks": blocks, "unroll": 1, "us": us, "bound_us": 1.0}
+        | {"is_default": blocks == 8}
+        for blocks, us in ((8, 4.0), (4, 3.0), (16, 5.0))
+    ]
+    assert gpu_launches.summarize(rows) == [
+        "one_stage n=2 64 KiB: 4.0 us with 8 blocks, unroll 1, 3.0 with 4 blocks, "
+        "unroll 1, the best of 3; bound 1.0"
+    ]
+
+
+@pytest.mark.parametrize(
+    "module", ["tests.collectives.kernels_on_gpu", "benchmarks.gpu_launches"]
+)
+def test_without_a_gpu_it_says_so(module):
+    command = [sys.executable, "-m", module]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": harness.python_path()}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 1 and "There is no GPU here, only cpu" in done.stderr
