@@ -12,6 +12,7 @@ from jdp.join import Joinable, JoinHook
 from jdp.layer_sync import sync_in_backward
 from jdp.local_training import LocalTraining, local_sgd
 from jdp.mesh import World, global_batch
+from jdp.objective import mean_loss
 from jdp.optimizer import distributed_optimizer, skip_unused
 from jdp.outer_steps import diloco
 from jdp.per_replica import PerReplica
@@ -56,6 +57,7 @@ __all__ = [
     "join_batches",
     "local_gradients",
     "local_sgd",
+    "mean_loss",
     "noise_scale",
     "plan_buckets",
     "replicate",

@@ -90,7 +90,8 @@ def run(
 _DIFFERS = (
     "A function that the optimizer of `zero1` calls, such as a `value_fn`, closes over "
     "an array that may differ between the replicas, such as their own samples, so that "
-    "they would take different steps. Average what it returns, with `jdp.average(...)`."
+    "they would take different steps. Make it with `jdp.mean_loss(loss_fn)`: the "
+    "gradient of a `jdp.average` is of one replica alone."
 )
 
 

@@ -34,7 +34,7 @@ def make_options(
     all_reduce: AllReduce | Literal["auto"] | None,
     hook: CommHook | None = None,
 ) -> Options:
-    """Makes what users say into what is done.
+    """Validates the public arguments and resolves them into `Options`.
 
     Raises:
       ValueError: `all_reduce` is a string other than "auto", or `packing` is "tuple"
@@ -69,6 +69,9 @@ def average(
     axis_name: AxisName = "data",
 ) -> PyTree:
     """Averages small values, such as metrics, over the replicas in one collective.
+
+    As with `lax.pmean`, `jax.grad` of an average is the gradient of one replica; for a
+    loss that is differentiated by others than jdp there is `jdp.mean_loss`.
 
     Integers and booleans are averaged in JAX's default float, which is float32, and
     float64 with `jax_enable_x64`. Under a `shard_map` whose types track what varies, a

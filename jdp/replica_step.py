@@ -344,7 +344,8 @@ def _explain_spread(spread: Spread, body: Any, output: int, world: World) -> str
     return (
         f"{text}{line}. Average gradients: `jdp.value_and_grad` in place of "
         "`jax.value_and_grad` or `nnx.value_and_grad`, `jdp.sync_gradients`, or "
-        f"`lax.pmean(grads, {world.axis_name!r})`."
+        f"`lax.pmean(grads, {world.axis_name!r})`. A loss that an optimizer "
+        "differentiates itself is `jdp.mean_loss(loss_fn)`."
     )
 
 

@@ -62,7 +62,9 @@ _CALLS = (
     | {"call", "composite", "eval_jaxpr", "remat", "shard_map"}
 )
 # The k-th result comes from the k-th operand alone.
-_ELEMENT_BY_ELEMENT = frozenset({"jdp_barrier", "optimization_barrier"})
+_ELEMENT_BY_ELEMENT = frozenset(
+    {"jdp_barrier", "jdp_with_transpose", "optimization_barrier"}
+)
 
 
 class Spread(NamedTuple):
@@ -388,6 +390,12 @@ class _Analysis:
         what = "end" if is_loop else "choose"
         caller = compat.library_caller(found.eqn)
         hint = ""
+        if caller == "average":
+            hint = (
+                " If an optimizer differentiates it, as a `value_fn`, pass "
+                "`jdp.mean_loss(loss_fn)`: the gradient of a `jdp.average` is of one "
+                "replica alone."
+            )
         if caller in ("zero1", "distributed_optimizer"):
             hint = (
                 " A wrapper that looks at gradients goes inside, where they are those "

@@ -53,7 +53,8 @@ def check_extra(extra_args: dict[str, Any], axis_name: AxisName) -> dict[str, An
                 f"The extra argument `{name}{rest}` of `update` may differ between "
                 f"the replicas of {axis_name!r}, so that they would take different "
                 "steps. Average it first, with `jdp.average(...)` or, for gradients, "
-                "`jdp.sync_gradients`.",
+                "`jdp.sync_gradients`. Close over a batch that is for a function: "
+                "`value_fn=lambda params: jdp.mean_loss(loss_fn)(params, batch)`.",
             )
         leaves.append(leaf)
     return jax.tree.unflatten(treedef, leaves)

@@ -114,6 +114,12 @@ CASES: dict[str, Case] = {
     "lamb": Case(lambda: optax.lamb(0.05)),
     "lars": Case(lambda: optax.lars(0.1)),
     "lbfgs": Case(lambda: optax.lbfgs(), SEARCH, **MIXED, atol=2e-5),
+    "lbfgs with backtracking": Case(
+        lambda: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(6)),
+        SEARCH,
+        **MIXED,
+        atol=2e-5,
+    ),
     "lbfgs without a search": Case(
         lambda: optax.lbfgs(0.1, linesearch=None), **MIXED, atol=2e-5
     ),
@@ -240,6 +246,7 @@ CASES: dict[str, Case] = {
     "sophia": Case(
         lambda: contrib.sophia(
             0.05,
+            update_interval=2,
             hessian_diagonal_fn=contrib.hutchinson_estimator_diag_hessian(
                 jax.random.PRNGKey(0)
             ),

@@ -36,6 +36,8 @@ SIGNATURES = {
     "local_gradients": "(loss_fn, argnums, *, has_aux, find_unused, allow_int, "
     "axis_name)",
     "local_sgd": "(tx, *, period, warmup_steps, axis_name, world)",
+    "mean_loss": "(loss_fn, argnums, *, weight, divide_by, axis_name, plan, packing, "
+    "all_reduce)",
     "noise_scale": "(*, decay)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
     "replicate": "(world, tree, *, process)",

@@ -11,7 +11,14 @@ ROOT = pathlib.Path(jdp.__file__).parent
 
 # A unit (a root module or a package) may import only units in lines above its own.
 LAYERS = (
-    {"types", "compat", "compat_distributed", "compat_kernels", "progress"},
+    {
+        "types",
+        "compat",
+        "compat_cotangents",
+        "compat_distributed",
+        "compat_kernels",
+        "progress",
+    },
     {"arguments", "sources"},
     {"mesh", "buckets", "wire", "methods"},
     {"weights", "join", "per_replica"},
@@ -24,7 +31,7 @@ LAYERS = (
     {"hooks"},
     {"reduction"},
     {"compression", "buffer_sync"},
-    {"recording", "layer_sync", "gradient_noise", "usage_flags"},
+    {"recording", "layer_sync", "gradient_noise", "objective", "usage_flags"},
     {"differentiation", "local_training"},
     {"grad_sync"},
     {"outer_steps"},

@@ -1,5 +1,6 @@
 """Every optimizer of optax, in pieces and not, steps as it does on one device."""
 
+import functools
 import inspect
 
 import jax
@@ -61,13 +62,13 @@ def _at(case, params):
     return params.fast if case.is_lookahead else params
 
 
-def _extra(case, value, grads):
+def _extra(case, value, grads, mean_loss):
     known = {
         "value": value,
         "grad": grads,
-        "value_fn": _mean_loss,
-        "obj_fn": _mean_loss,
-        "grad_fn": lambda params, _: jax.grad(_mean_loss)(params),
+        "value_fn": mean_loss,
+        "obj_fn": mean_loss,
+        "grad_fn": lambda params, _: jax.grad(mean_loss)(params),
     }
     return {name: known[name] for name in case.extra}
 
@@ -91,7 +92,7 @@ def _train_alone(case, tx):
 
     def step(params, opt):
         value, grads = jax.value_and_grad(_mean_loss)(_at(case, params))
-        extra = _extra(case, value, grads)
+        extra = _extra(case, value, grads, _mean_loss)
         updates, opt = tx.update(grads, opt, params, **extra)
         return optax.apply_updates(params, updates), opt
 
@@ -112,8 +113,11 @@ def _train_on_replicas(case, txs):
                 grads = _gradient(at, target)
                 extra = {}
                 if case.extra:
-                    value = jdp.average(_loss(at, target))
-                    extra = _extra(case, value, jdp.sync_gradients(grads))
+                    # No replica sees another one's target.
+                    mean_loss = functools.partial(jdp.mean_loss(_loss), target=target)
+                    synced = jdp.sync_gradients(grads)
+                    extra = _extra(case, mean_loss(at), synced, mean_loss)
+                    grads = synced if name == "by itself" else grads
                 if "skip" in name:
                     # One replica alone used the vector.
                     is_first = jax.lax.axis_index("data") == 0
@@ -145,6 +149,8 @@ def test_it_steps_as_on_one_device(name):
     skipping = jdp.skip_unused(tx)
     if case.refused_by_skip_unused is None and not case.differs_in_skip_unused:
         txs["skip"] = jdp.distributed_optimizer(skipping)
+    if case.extra:
+        txs["by itself"] = optax.with_extra_args_support(tx)
     if name in IN_PIECES_TOO:
         txs["skip in pieces"] = jdp.zero1(skipping, world=world)
     expected = _train_alone(case, tx)
@@ -187,7 +193,7 @@ def test_what_skip_unused_refuses(name):
     tx, params = jdp.skip_unused(case.make()), _start(case)
 
     def step(grads):
-        extra = _extra(case, jnp.zeros(()), grads)
+        extra = _extra(case, jnp.zeros(()), grads, _mean_loss)
         used = jax.tree.map(lambda _: True, grads)
         return tx.update(grads, tx.init(params), params, used=used, **extra)
 

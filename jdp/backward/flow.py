@@ -28,6 +28,7 @@ _ELEMENT_BY_ELEMENT = frozenset(
     {
         "all_gather",
         "jdp_barrier",
+        "jdp_with_transpose",
         "optimization_barrier",
         "pcast",
         "pmax",

@@ -1,0 +1,178 @@
+"""Objective: the loss of all replicas, as a function that optimizers differentiate."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import arguments, buckets, compat, compat_cotangents, mesh, reduction, weights
+from jdp.backward.loss import LossProgram, trace_loss
+from jdp.buckets import BucketPlan
+from jdp.compat_cotangents import Transpose
+from jdp.reduction import Options, Packing
+from jdp.types import AllReduce, AxisName, PyTree
+from jdp.weights import DivideBy, Weighting
+
+
+def mean_loss(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    weight: jax.typing.ArrayLike | None = None,
+    divide_by: DivideBy = "weight",
+    axis_name: AxisName = "data",
+    plan: BucketPlan | None = None,
+    packing: Packing | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
+) -> Callable[..., jax.Array]:
+    """Makes a loss the mean over the replicas, also where it is differentiated.
+
+    For optimizers that call and differentiate a loss themselves: the `value_fn` of a
+    line search and of `optax.lbfgs`, the `obj_fn` of Sophia, the `grad_fn` of
+    `optax.contrib.sam`.
+
+        mean = jdp.mean_loss(loss_fn)
+        value_fn = lambda params: mean(params, batch)
+        value, grads = jax.value_and_grad(value_fn)(params)
+        updates, state = tx.update(
+            grads, state, params, value=value, grad=grads, value_fn=value_fn
+        )
+
+    `jax.grad` of `jdp.average(loss_fn(params, batch))` is the gradient of one replica
+    instead, as that of `lax.pmean` is; `jdp.value_and_grad` is told by its name what to
+    average, and JAX is not. Here the parameters pass an identity whose backward pass
+    averages, bucket by bucket, in the order of the backward pass. All derivatives are
+    those of the mean: `jax.grad`, `jax.jvp`, one of the other, and under `vmap`,
+    `scan`, `while_loop` and `cond`.
+
+    Called inside a traced function by every replica, equally often.
+
+    Args:
+      loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss over this
+        replica's samples.
+      argnums: which positional argument holds the parameters, as in
+        `jax.value_and_grad`; or which ones. They must be the same on all replicas.
+        Derivatives in other arguments are of this replica alone.
+      weight: how many samples this replica has; see `sync_gradients`. The value of a
+        replica without data does not count, nor does its gradient, whatever they are;
+        without any data both are zero.
+      divide_by: see `average`.
+      axis_name: see `sync_gradients`, as for the other options.
+      plan: see `sync_gradients`; by default one in `gradient_order`.
+      packing: see `sync_gradients`.
+      all_reduce: see `sync_gradients`; second derivatives need one that JAX can
+        differentiate.
+
+    Returns:
+      A function of the same arguments that returns the mean, a scalar of the dtype of
+      the loss, the same on all replicas. It raises what `value_and_grad` raises, and
+      ValueError where a parameter may differ between the replicas.
+    """
+    options = reduction.make_options(axis_name, plan, packing, all_reduce)
+
+    @functools.wraps(loss_fn)
+    def mean(*args: Any, **kwargs: Any) -> jax.Array:
+        mesh.axis_size(axis_name)
+        of_params, params, rest = arguments.pick(loss_fn, argnums, args)
+        weighting = weights.resolve(weight, divide_by)
+        params = _check_same(params, axis_name)
+        own = reduction.cast_varying(params, axis_name)
+        program = trace_loss(of_params, own, rest, kwargs)
+        _check_no_markers(program, weighting)
+        if not reduction.is_alone(axis_name):
+            order = program.timeline.order()
+            own = _averaged_in_backward(params, own, order, options, weighting)
+        loss, _ = program.evaluate(own)
+        loss = reduction.cast_varying(loss, axis_name)
+        return reduction.average_weighted(loss, axis_name, lambda: weighting)
+
+    return mean
+
+
+def _averaged_in_backward(
+    params: PyTree,
+    own: PyTree,
+    order: Sequence[int],
+    options: Options,
+    weighting: Weighting | None,
+) -> PyTree:
+    """Returns `own`, whose cotangents are averaged on their way back.
+
+    The mean of the losses gives each replica its weight, and each cotangent is times
+    the number of replicas, so that the plain mean of the cotangents is right.
+    """
+    leaves, treedef = jax.tree.flatten(own)
+    tracked = mesh.tracked_axes(options.axis_name)
+    # Where types tell that a parameter is the same, JAX adds up its gradients itself.
+    places = [
+        i
+        for i, x in enumerate(jax.tree.leaves(params))
+        if tracked <= compat.varying_axes(x)
+    ]
+    avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+    # It outlives the trace, so it must not hold its arrays.
+    def transpose(cotangents: list[jax.Array | None]) -> list[jax.Array]:
+        given = dict(zip(places, cotangents, strict=True))
+        missing = [i for i in range(len(avals)) if given.get(i) is None]
+        zeros = {i: jnp.zeros(avals[i].shape, avals[i].dtype) for i in missing}
+        whole = [zeros[i] if i in zeros else given[i] for i in range(len(avals))]
+        tree = reduction.cast_varying(
+            jax.tree.unflatten(treedef, whole), options.axis_name
+        )
+        plan = buckets.fit_plan(options.plan, tree, order)
+        means, *_ = reduction.mean_over_replicas(
+            tree, options._replace(plan=plan), done=missing
+        )
+        found = jax.tree.leaves(reduction.cast_varying(means, options.axis_name))
+        return [found[i] for i in places]
+
+    found = compat_cotangents.with_transpose(
+        [jnp.asarray(leaves[i]) for i in places],
+        Transpose("mean_over_replicas", transpose),
+    )
+    for i, x in zip(places, found, strict=True):
+        leaves[i] = x
+    if weighting is not None:  # What comes back where there is no data may be NaN.
+        has_data = weighting.amount > 0
+        leaves = [_without_gradient_unless(has_data, x) for x in leaves]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _without_gradient_unless(has_data: jax.Array, x: jax.Array) -> jax.Array:
+    chosen = jnp.broadcast_to(has_data, jnp.shape(x))
+    return lax.select(chosen, x, lax.stop_gradient(x))
+
+
+def _check_same(params: PyTree, axis_name: AxisName) -> PyTree:
+    """Returns parameters that must be the same on all replicas."""
+    if mesh.tracked_axes(axis_name):
+        return params  # They may be so behind a cast, as `jdp.value_and_grad` does it.
+    names = mesh.as_axis_names(axis_name)
+    paths = buckets.leaf_paths(params)
+    leaves, treedef = jax.tree.flatten(params)
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.core.Tracer):
+            leaves[i] = compat.expect_same(x, names, _message(paths[i], axis_name))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _message(path: str, axis_name: AxisName) -> str:
+    return (
+        f"The parameter `{path}` of a `jdp.mean_loss` may differ between the replicas "
+        f"of {axis_name!r}, so that there is no one point at which to take the mean of "
+        "their losses. Give an optimizer that calls it averaged gradients, such as "
+        "those of `jax.value_and_grad` of the same function."
+    )
+
+
+def _check_no_markers(program: LossProgram, weighting: Weighting | None) -> None:
+    if weighting is not None and program.markers:
+        raise ValueError(
+            "`jdp.mean_loss` weighs the losses, and the `jdp.sync_in_backward` in "
+            "`loss_fn` would weigh their gradients again. Leave it out of this loss."
+        )
