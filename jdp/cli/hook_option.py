@@ -42,4 +42,11 @@ def _parse_one(text: str) -> CommHook:
     if bool(colon) != (convert is not None):
         wanted = "an argument" if convert else "no argument"
         raise ValueError(f"`{name}` takes {wanted}.")
-    return make() if convert is None else make(convert(argument))
+    if convert is None:
+        return make()
+    try:
+        value = convert(argument)
+    except (TypeError, ValueError):
+        kind = {int: "a whole number", float: "a number"}.get(convert, "a dtype")
+        raise ValueError(f"`{name}` takes {kind}, got {argument!r}.") from None
+    return make(value)

@@ -14,7 +14,26 @@ _COUNTS = re.compile(r"-n\d*$|--(num-processes|servers|workers)(=|$)")
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
+# By the parameters of `launch`. What is of no use is refused, lest it be taken for
+# another one, such as --address for --coordinator.
+_OF_SERVERS = {
+    "addresses": "--address",
+    "first": "--first",
+    "all_workers": "--all-workers",
+    "restarts": "--restarts",
+    "is_table": "--table",
+    "is_json": "--json",
+}
+_OF_PROCESSES = {
+    "devices_per_process": "--devices-per-process",
+    "num_nodes": "--nodes",
+    "node_rank": "--node-rank",
+    "coordinator": "--coordinator",
+}
+
+
 def launch(
+    context: typer.Context,
     num_processes: Annotated[
         int | None,
         typer.Option(
@@ -129,10 +148,17 @@ def launch(
             "say how many: '-n' 2, or for parameter servers '--servers' 1 '--workers' "
             f"2, and not both.{hint} Options of `jdp launch` go before the script."
         )
-    if is_json and (is_table or not has_roles):
-        raise typer.BadParameter(
-            "'--json' goes with '--servers' and '--workers', and without '--table'."
-        )
+    for name, option in (_OF_PROCESSES if has_roles else _OF_SERVERS).items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(
+                "goes with '-n'."
+                if has_roles
+                else "goes with '--servers' and '--workers'.",
+                param_hint=option,
+            )
+    if is_json and is_table:
+        raise typer.BadParameter("goes without '--table'.", param_hint="--json")
     if is_table is None:
         is_table = os.isatty(2)
     try:

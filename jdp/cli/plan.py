@@ -191,14 +191,18 @@ def _describe(
         if sizes
         else buckets.default_plan(values[0], order)
     )
+    try:
+        hook_bytes = compression.hook_bytes(
+            hook, bucket_plan, facts.never_used, num_replicas
+        )
+    except (TypeError, ValueError) as error:  # Of a chain, as it is traced.
+        raise typer.BadParameter(str(error), param_hint="--hook") from None
     made = Synchronization(
         plan=bucket_plan,
         packing="flat" if hook else reduction.choose_packing(None, None),
         algorithm="psum",
         hook=None if hook is None else hook.name,
-        hook_bytes=compression.hook_bytes(
-            hook, bucket_plan, facts.never_used, num_replicas
-        ),
+        hook_bytes=hook_bytes,
         num_replicas=num_replicas,
         divide_by=None,
         riders=(buckets.LeafSpec((), np.dtype(program.jaxpr.out_avals[0].dtype)),),
