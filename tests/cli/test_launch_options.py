@@ -13,10 +13,14 @@ from jdp.cli import main
         (["-n", "1", "--restarts", "3"], "--restarts", "goes with '--servers' and"),
         (["-n", "1", "--no-table"], "--table", "goes with '--servers' and"),
         (["-n", "1", "--json"], "--json", "goes with '--servers' and"),
-        (["--servers", "1", "--workers", "1", "--nodes", "2"], "--nodes", "with '-n'"),
+        (
+            ["--servers", "1", "--workers", "1", "--nodes", "2"],
+            "--nodes",
+            "goes with '-n'",
+        ),
         (
             ["--servers", "1", "--workers", "1", "--coordinator", "a:1"],
-            *("--coordinator", "with '-n'"),
+            *("--coordinator", "goes with '-n'"),
         ),
         (
             ["--servers", "1", "--workers", "1", "--json", "--table"],
