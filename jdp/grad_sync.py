@@ -131,7 +131,7 @@ def sync_weighted(
     means = compression.mean_over_replicas(
         grads, options, hook_state=hook_state, weighting=weighting, riders=riders
     )
-    _record(options, weighting, riders, is_weighed=False)
+    _record_weighted(options, weighting, riders, is_weighed=False)
     if decided:
         used = usage_flags.from_rider(used, means.riders[0])
     norms = None if samples is None else _find_norms(means, options, weighting)
@@ -331,7 +331,9 @@ def sync_local(
         riders=riders,
         done=done,
     )
-    _record(options, weighting, riders, local.facts, done, is_weighed=local.is_weighed)
+    _record_weighted(
+        options, weighting, riders, local.facts, done, is_weighed=local.is_weighed
+    )
     if decided:
         used = usage_flags.from_rider(used, means.riders[1])
     out = arranged(means.riders[0], local.aux, means.grads, used, has_aux)
@@ -365,7 +367,7 @@ def _first_dtype(plan: BucketPlan) -> Any:
     return plan.leaves[plan.buckets[0][0]].dtype if plan.buckets else jnp.float32
 
 
-def _record(
+def _record_weighted(
     options: Options,
     weighting: Weighting | None,
     riders: Sequence[jax.Array],
@@ -374,7 +376,6 @@ def _record(
     *,
     is_weighed: bool,
 ) -> None:
-    assert options.plan is not None
     is_weighed_late = (
         weighting is not None
         and weighting.divide_by == "weight"
@@ -383,6 +384,21 @@ def _record(
         and not reduction.is_alone(options.axis_name)
     )
     weights.note(weighting)
+    divide_by = None if weighting is None else weighting.divide_by
+    record(options, divide_by, riders, facts, done, is_weighed_late=is_weighed_late)
+
+
+def record(
+    options: Options,
+    divide_by: DivideBy | None,
+    riders: Sequence[jax.Array],
+    facts: LossFacts | None,
+    done: Collection[int],
+    *,
+    is_weighed_late: bool = False,
+) -> None:
+    """Notes what a step synchronises; the options must have a plan."""
+    assert options.plan is not None
     num_replicas = mesh.axis_size(options.axis_name)
     name = getattr(options.all_reduce, "__name__", str(options.all_reduce))
     recording.add_synchronization(
@@ -396,7 +412,7 @@ def _record(
             ),
             num_replicas=num_replicas,
             riders=tuple(buckets.LeafSpec(r.shape, r.dtype) for r in riders),
-            divide_by=None if weighting is None else weighting.divide_by,
+            divide_by=divide_by,
             loss=facts,
             is_weighed_late=is_weighed_late,
         )

@@ -9,10 +9,21 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import arguments, buckets, compat, compat_cotangents, mesh, reduction, weights
+from jdp import (
+    arguments,
+    buckets,
+    compat,
+    compat_cotangents,
+    differentiation,
+    grad_sync,
+    mesh,
+    reduction,
+    weights,
+)
 from jdp.backward.loss import LossProgram, trace_loss
 from jdp.buckets import BucketPlan
 from jdp.compat_cotangents import Transpose
+from jdp.recording import LossFacts
 from jdp.reduction import Options, Packing
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
@@ -59,7 +70,7 @@ def mean_loss(
         Derivatives in other arguments are of this replica alone.
       weight: how many samples this replica has; see `sync_gradients`. The value of a
         replica without data does not count, nor does its gradient, whatever they are;
-        without any data both are zero.
+        without any data both are zero. Metrics of the step do not get it.
       divide_by: see `average`.
       axis_name: see `sync_gradients`, as for the other options.
       plan: see `sync_gradients`; by default one in `gradient_order`.
@@ -84,8 +95,8 @@ def mean_loss(
         program = trace_loss(of_params, own, rest, kwargs)
         _check_no_markers(program, weighting)
         if not reduction.is_alone(axis_name):
-            order = program.timeline.order()
-            own = _averaged_in_backward(params, own, order, options, weighting)
+            facts = differentiation.facts_of(program)
+            own = _averaged_in_backward(params, own, facts, options, weighting)
         loss, _ = program.evaluate(own)
         loss = reduction.cast_varying(loss, axis_name)
         return reduction.average_weighted(loss, axis_name, lambda: weighting)
@@ -96,7 +107,7 @@ def mean_loss(
 def _averaged_in_backward(
     params: PyTree,
     own: PyTree,
-    order: Sequence[int],
+    facts: LossFacts,
     options: Options,
     weighting: Weighting | None,
 ) -> PyTree:
@@ -113,6 +124,7 @@ def _averaged_in_backward(
         for i, x in enumerate(jax.tree.leaves(params))
         if tracked <= compat.varying_axes(x)
     ]
+    divide_by = None if weighting is None else weighting.divide_by
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
     # It outlives the trace, so it must not hold its arrays.
@@ -124,10 +136,10 @@ def _averaged_in_backward(
         tree = reduction.cast_varying(
             jax.tree.unflatten(treedef, whole), options.axis_name
         )
-        plan = buckets.fit_plan(options.plan, tree, order)
-        means, *_ = reduction.mean_over_replicas(
-            tree, options._replace(plan=plan), done=missing
-        )
+        plan = buckets.fit_plan(options.plan, tree, facts.timeline.order())
+        planned = options._replace(plan=plan)
+        means, *_ = reduction.mean_over_replicas(tree, planned, done=missing)
+        grad_sync.record(planned, divide_by, (), facts, missing)
         found = jax.tree.leaves(reduction.cast_varying(means, options.axis_name))
         return [found[i] for i in places]
 

@@ -62,9 +62,7 @@ _CALLS = (
     | {"call", "composite", "eval_jaxpr", "remat", "shard_map"}
 )
 # The k-th result comes from the k-th operand alone.
-_ELEMENT_BY_ELEMENT = frozenset(
-    {"jdp_barrier", "jdp_with_transpose", "optimization_barrier"}
-)
+_ELEMENT_BY_ELEMENT = frozenset({"jdp_barrier", "optimization_barrier"})
 
 
 class Spread(NamedTuple):

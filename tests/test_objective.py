@@ -11,6 +11,8 @@ import pytest
 from jax import lax
 
 import jdp
+from jdp import weights
+from jdp.weights import Weighting
 from tests import harness
 from tests.transforms import AXIS, COMPILED_FAST, transforms_compiled_fast
 
@@ -235,6 +237,62 @@ def test_the_places_of_parameters_are_those_of_argnums(run):
 
     expected = jax.grad(loss_fn, argnums=(1, 2))(BATCH, 2.0, PARAMS)
     _assert_as_on_one_device(run(fn, N, PARAMS, SPLIT), expected)
+
+
+def test_where_a_replica_is_known_to_have_no_data_it_needs_no_weight():
+    has_data = np.float32([1, 1, 0, 1])
+
+    def fn(params, local):
+        batch, amount = local
+        mean = jdp.mean_loss(lambda p, b: harness.oracle_loss(p, b) * jnp.log(amount))
+        with weights.replica(Weighting(amount, "weight")):
+            return _some_of(lambda p: mean(p, batch) + _own(p, batch), params)
+
+    def _own(params, batch):
+        return jdp.mean_loss(harness.oracle_loss)(params, batch)
+
+    run = COMPILED_FAST["shard_map unchecked"]
+    found = run(fn, N, PARAMS, (SPLIT, has_data))
+    with_data = jax.tree.map(lambda x: x[has_data > 0].reshape(12, -1), SPLIT)
+    expected = _some_of(lambda p: harness.oracle_loss(p, with_data), PARAMS)
+    _assert_as_on_one_device(found, expected)
+
+
+def test_a_parameter_that_is_not_used_is_seen_through_it():
+    def loss_fn(params, batch):
+        return jdp.mean_loss(lambda p, b: (b["x"] @ p["w0"]).mean())(params, batch)
+
+    def fn(params, batch):
+        grad_fn = jdp.value_and_grad(loss_fn, find_unused=True)
+        _, used = grad_fn(params, batch)
+        assert used == {"w0": True, "b0": False, "w1": False, "b1": False}
+        return 0.0
+
+    with pytest.warns(UserWarning, match="3 of 4 parameters can never receive"):
+        COMPILED_FAST["vmap"](fn, N, PARAMS, SPLIT)
+
+
+def _whole_step(state, batch):
+    fn = jdp.mean_loss(harness.oracle_loss)
+    value, grads = jax.value_and_grad(fn)(state, batch)
+    new = jax.tree.map(lambda x, g: x - g, state, grads)
+    return new, {"before": value, "after": fn(new, batch)}
+
+
+def test_a_step_shows_what_it_sends_and_nothing_of_this_process():
+    world = harness.local_world(N)
+    step = jdp.data_parallel(_whole_step, world=world)
+    text = jdp.describe(step, PARAMS, BATCH)
+    (made,) = text.synchronizations
+    assert [leaf.path for b in made.buckets for leaf in b.leaves] == [
+        "['b1']",
+        "['w1']",
+        "['b0']",
+        "['w0']",
+    ]
+    local = jax.tree.map(lambda x: x[0], SPLIT)
+    program = str(jax.make_jaxpr(_whole_step, axis_env=[(AXIS, N)])(PARAMS, local))
+    assert "transpose=mean_over_replicas" in program and "0x" not in program
 
 
 def test_it_looks_like_the_loss_to_what_reads_its_arguments():

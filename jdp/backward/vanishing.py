@@ -33,7 +33,6 @@ _OF_FIRST = frozenset(
 _OF_EACH = frozenset(
     """
     all_gather all_gather_invariant all_to_all jdp_barrier jdp_replicated
-    jdp_with_transpose
     optimization_barrier pcast pmax pmin ppermute psum psum_invariant pvary
     """.split()
 )
