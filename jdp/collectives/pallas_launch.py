@@ -1,5 +1,6 @@
 """Pallas launch: the kernels of the custom all-reduce, and what they run on."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,14 @@ from jdp.types import AxisName
 
 # The default, another one since JAX 0.11, cannot say how loads are aligned.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+# JAX puts a barrier of the warpgroup before and after each store, 16 in an iteration of
+# the second stage of 8 replicas, so that its loads wait for those of all other warps.
+# One is needed only between what a warpgroup writes and what it, or a peer, reads of
+# that: there it meets the peers, which begins and ends with a barrier of its own
+# (`compat_kernels.SignalAll`, `pl.semaphore_wait`). Before that each thread stores to
+# places of its own. Where the tail overlaps with the last whole tile, two threads of a
+# warpgroup store the same bits.
+_WITHOUT_BARRIERS = dataclasses.replace(_PARAMS, unsafe_no_auto_barriers=True)
 _ONE_PASS: dict[Algorithm, Callable[..., None]] = {
     "one_stage": pallas_bodies.one_stage,
     "multimem": pallas_bodies.multimem,
@@ -224,7 +233,8 @@ def _make_kernel(
         num_threads=tiling.num_warpgroups,
         thread_name=WARPGROUP_AXIS,
         kernel_name=f"jdp_{algorithm}_all_reduce",
-        compiler_params=_PARAMS,
+        # What `multimem` signals with has no barrier of its own.
+        compiler_params=_PARAMS if algorithm == "multimem" else _WITHOUT_BARRIERS,
         **options,
     )
     return lambda *xs: kernel(*xs, *([scale] if has_scale else []))[0]

@@ -178,12 +178,22 @@ def _read(path):
     accesses = re.findall(r"\b(?:ld|st|multimem)\.[a-z0-9_.:]+", ptx)
     signals = re.findall(r"\b(?:(?:multimem\.)?red|atom)\.[a-z0-9_.:]+", ptx)
     fences = re.findall(r"\b(?:fence|membar)\.[a-z0-9_.:]+", ptx)
+    steps = re.findall(
+        r"\b(bar\.sync|red\.release|ld\.relaxed|fence\.acquire|ld\.global|st\.global)\b",
+        ptx,
+    )
     assembler = pathlib.Path(f"{path}as").read_text()
     (registers,) = re.findall(r"Used (\d+) registers", assembler)
     return {
         "accesses": collections.Counter(accesses),
         "signals": collections.Counter(signals),
         "fences": collections.Counter(fences),
+        "barriers": steps.count("bar.sync"),
+        "meetings": [
+            steps[i - 1 : i + 4]
+            for i, step in enumerate(steps)
+            if step == "red.release"
+        ],
         "registers": int(registers),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", assembler))),
     }

@@ -224,6 +224,9 @@ def test_peers_are_read_16_bytes_at_a_time_and_nothing_spills(compiled):
         assert found["registers"] <= 128, found
 
 
+_BARRIERS_AT_THE_START = 2  # JAX's own.
+
+
 @pytest.mark.ptx
 def test_a_meeting_takes_one_fence_and_one_atomic_of_any_number_of_peers(compiled):
     """A fence of the whole system takes about 1 us on an H100, one after another.
@@ -241,6 +244,17 @@ def test_a_meeting_takes_one_fence_and_one_atomic_of_any_number_of_peers(compile
         else:
             signals = {"red.release.sys.global.add.u32": meetings}
             fences = {"fence.acquire.sys": meetings}
+            # The signal comes after what all threads did, and their next steps after
+            # the signals of all; nowhere else do they wait for each other.
+            steps = [
+                "bar.sync",
+                "red.release",
+                "ld.relaxed",
+                "fence.acquire",
+                "bar.sync",
+            ]
+            assert found["meetings"] == [steps] * meetings, found
+            assert found["barriers"] == _BARRIERS_AT_THE_START + 2 * meetings, found
         wide = {k: v for k, v in found["fences"].items() if not k.endswith(".cluster")}
         assert found["signals"] == signals, found
         assert wide == fences, found
