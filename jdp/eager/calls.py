@@ -1,7 +1,8 @@
 """Calls: the collectives by name, as functions of trees of arrays."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -96,7 +97,8 @@ def all_reduce(
         process_set=process_set,
     )
     if gradients.is_traced(tree):
-        return gradients.all_reduce(waiting(begin), tree, named(name, "all_reduce"))
+        with named(name, "all_reduce") as name:
+            return gradients.all_reduce(waiting(begin), tree, name)
     return begin(tree, name=name).result()
 
 
@@ -147,8 +149,8 @@ def all_gather(
     if gradients.is_traced(tree):
         average = functools.partial(all_reduce, process_set=process_set)
         place = requests.find_place("all_gather", process_set)
-        name = named(name, "all_gather")
-        return gradients.all_gather(waiting(begin), average, place, tree, name)
+        with named(name, "all_gather") as name:
+            return gradients.all_gather(waiting(begin), average, place, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -189,8 +191,9 @@ def broadcast(
     begin = functools.partial(broadcast_async, root=root, process_set=process_set)
     if gradients.is_traced(tree):
         average = functools.partial(all_reduce, process_set=process_set)
-        is_root, name = session.rank() == root, named(name, "broadcast")
-        return gradients.broadcast(waiting(begin), average, is_root, tree, name)
+        is_root = session.rank() == root
+        with named(name, "broadcast") as name:
+            return gradients.broadcast(waiting(begin), average, is_root, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -249,8 +252,8 @@ def reduce_scatter(
     if gradients.is_traced(tree):
         gather = functools.partial(all_gather, process_set=process_set)
         factor = requests.gradient_factor(op, prescale, postscale, process_set)
-        name = named(name, "reduce_scatter")
-        return gradients.reduce_scatter(waiting(begin), gather, factor, tree, name)
+        with named(name, "reduce_scatter") as name:
+            return gradients.reduce_scatter(waiting(begin), gather, factor, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -307,8 +310,8 @@ def all_to_all(
     requests.check_set(process_set)
     count = len(process_set.ranks)
     given = requests.check_splits(x, splits, count) or [0] * count
-    name = named(name, "all_to_all")
-    result = gradients.all_to_all(waiting(begin), x, given, name)
+    with named(name, "all_to_all") as name:
+        result = gradients.all_to_all(waiting(begin), x, given, name)
     return result[0] if splits is None else result
 
 
@@ -323,9 +326,9 @@ def all_to_all_async(
     engine = session.current_engine()
     options = requests.find_options(engine, "all_to_all", process_set)
     if name is None:
-        name = session.next_name("all_to_all", options.set_id)
-    else:
-        name = arguments.check_name(name)
+        with session.numbered("all_to_all", options.set_id) as name:
+            return all_to_all_async(x, splits, name=name, process_set=process_set)
+    name = arguments.check_name(name)
     array = requests.as_array(x, name)
     entry = requests.make_entry(
         options,
@@ -350,6 +353,11 @@ def waiting(begin: Callable[..., Handle]) -> Callable[..., Any]:
     return lambda *args, **kwargs: begin(*args, **kwargs).result()
 
 
-def named(name: str | None, kind: str) -> str:
-    """Returns the name of a collective with a derivative, as given or counted."""
-    return session.next_name(kind, -1) if name is None else arguments.check_name(name)
+@contextlib.contextmanager
+def named(name: str | None, kind: str) -> Iterator[str]:
+    """Gives the name of a collective with a derivative, as given or counted."""
+    if name is None:
+        with session.numbered(kind, -1, waits=True) as number:
+            yield number
+    else:
+        yield arguments.check_name(name)

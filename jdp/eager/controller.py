@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jdp.eager import carried, checks, fusion, groups, late, mismatch
+from jdp.eager import broken_groups, carried, checks, fusion, groups, late, mismatch
 from jdp.eager.fusion import Item
 from jdp.eager.groups import Groups, Ready
 from jdp.eager.hits import Hits
@@ -67,6 +67,7 @@ class Coordinator:
         self.num_batches = 0  # sent to all ranks.
         self._names = Names(size)
         self._groups = Groups()
+        self._broken: dict[broken_groups.Key, str] = {}  # with why; not said yet.
         self._last_joined = -1
         self._stop = ""
         self._is_asked = False  # to stop.
@@ -100,7 +101,8 @@ class Coordinator:
         waiting |= self._groups.forget(set_id)
         del self._slots.of_set[set_id]
         for name, spec in waiting.items():
-            yield Ready(set_id, name, spec, (), error=_describe_removed(set_id, name))
+            error = mismatch.describe_removed(set_id, name)
+            yield Ready(set_id, name, spec, (), error=error, is_alone=True)
 
     def receive(self, rank: int, message: FromRank, *, now_s: float) -> None:
         """Takes what one rank says.
@@ -212,7 +214,7 @@ class Coordinator:
         """Notes that a name is ready on one rank."""
         name, set_id = request.name, request.process_set
         if self._names.was_removed(set_id, seen=self._seen[rank]):
-            error = _describe_removed(set_id, name)
+            error = mismatch.describe_removed(set_id, name)
             refused = Response((name,), (request.spec,), set_id, error=error)
             self._refused.append(refused)
             return
@@ -243,6 +245,10 @@ class Coordinator:
             data += [carried.reduce_taken(each, taken, specs) for each in found]
         if self._names.has_ready:
             found = self._respond_to_all(self._take_ready(), now_s)
+            responses += found
+            data += [b""] * len(found)
+        if self._broken or self._groups.held:
+            found = list(self._break_groups())
             responses += found
             data += [b""] * len(found)
         last_joined = -1
@@ -316,10 +322,13 @@ class Coordinator:
         """Takes the names that every rank has submitted; checks them."""
         for set_id, name, entry in self._names.take_ready():
             error = self._why_not_joined(set_id, name, entry.spec)
+            broken: set[broken_groups.Key] = set()
             if entry.odd:
                 specs = {entry.first: entry.spec} | entry.odd
                 decoded = {rank: decode_spec(spec) for rank, spec in specs.items()}
                 error = mismatch.explain(name, decoded) or error
+                broken = broken_groups.keys_of(set_id, decoded.values())
+                self._broken |= dict.fromkeys(broken, error)
             spec = decode_spec(entry.spec)
             error = error or self._find_fault(name, spec)
             locals_: tuple[tuple[int, ...], ...] = ()
@@ -330,7 +339,16 @@ class Coordinator:
             if entry.locals:
                 members = self._names.members[set_id]
                 locals_ = tuple(entry.locals.get(rank, ()) for rank in members)
-            yield Ready(set_id, name, entry.spec, locals_, error=error)
+            is_alone = bool(broken)
+            yield Ready(
+                set_id, name, entry.spec, locals_, error=error, is_alone=is_alone
+            )
+
+    def _break_groups(self) -> Iterator[Response]:
+        """Fails what is left of groups that can never be complete."""
+        broken, self._broken = self._broken, {}
+        parts = (self._names, self._groups, self._hits, self._slots)
+        return broken_groups.fail(broken, *parts)
 
     def _find_fault(self, name: str, spec: Spec) -> str:
         """Returns why what all ranks agree on cannot be done; "" if it can."""
@@ -456,10 +474,3 @@ class Coordinator:
             now_s=now_s,
             after_s=after_s,
         )
-
-
-def _describe_removed(set_id: int, name: str) -> str:
-    return (
-        f"{name!r} was not ready on all ranks of process set {set_id} when that was "
-        "removed."
-    )

@@ -1,8 +1,15 @@
-"""Encoding: values of Python as MessagePack, never as code."""
+"""Encoding: values of Python as MessagePack, never as code.
 
-import dataclasses
+What comes back is equal to what was given, and of the same types: what MessagePack has
+no place for is an extension, and other types are refused. Arrays of JAX alone come back
+as those of numpy.
+"""
+
+import datetime
 import math
 import re
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,11 +20,29 @@ from jdp import mesh
 from jdp.eager import arguments, messages
 from jdp.eager.messages import ProtocolError
 
-# Extension codes of MessagePack, which has neither arrays of numbers nor sets.
-_ARRAY, _SET, _FROZENSET = 1, 2, 3
+# Extension codes of MessagePack, which has none of these.
+_ARRAY, _SET, _FROZENSET, _TUPLE, _SCALAR, _PAIRS = range(1, 7)
+# Of values within values; each level of decoding takes some of Python's 1000 frames.
+_MAX_DEPTH = 100
 _DTYPE = re.compile(r"[<>|=]?[A-Za-z_]\w{0,30}(\[\d{0,9}[A-Za-z]{1,2}\])?")
 # What decoding raises; the last of numpy, for some texts that are no dtype.
 _NOT_A_VALUE = (ValueError, TypeError, OverflowError, RecursionError, SyntaxError)
+_INSTEAD = {
+    "bytearray": "`bytes(value)`",
+    "memoryview": "`bytes(value)`",
+    "complex": "`numpy.complex128(value)`",
+    "datetime": "it in UTC, `value.astimezone(datetime.UTC)`",
+    "date": "`value.isoformat()`",
+    "time": "`value.isoformat()`",
+    "timedelta": "`value.total_seconds()`",
+    "Decimal": "`str(value)`",
+    "Fraction": "`(value.numerator, value.denominator)`",
+    "UUID": "`str(value)`",
+    "OrderedDict": "`dict(value)`",
+    "defaultdict": "`dict(value)`",
+    "Counter": "`dict(value)`",
+    "deque": "`list(value)`",
+}
 
 
 class _Array(msgspec.Struct, frozen=True, array_like=True):
@@ -33,18 +58,17 @@ def encode(value: Any) -> bytes:
     """Encodes a value as MessagePack; arrays with dtype and shape.
 
     Raises:
-      TypeError: it holds something that is neither data nor an array, or data that
-        MessagePack has no place for.
+      TypeError: it holds something that would not come back equal and of its type.
     """
     try:
-        return msgspec.msgpack.encode(_wrap_sets(value), enc_hook=_encode_array)
+        return msgspec.msgpack.encode(_wrap(value, _MAX_DEPTH))
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
-        # An int of more than 64 bits, a list that holds itself, half a surrogate.
+        # An int of more than 64 bits, half a surrogate.
         raise TypeError(f"A value cannot be sent: {error}.") from error
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Decodes what `encode` made; tuples come back as lists, but in sets.
+    """Decodes what `encode` made.
 
     Raises:
       ProtocolError: it is nothing that `encode` makes.
@@ -55,64 +79,93 @@ def decode(data: bytes | memoryview) -> Any:
         raise ProtocolError(str(error)) from None
 
 
-def _wrap_sets(value: Any) -> Any:
-    """Returns the value with sets as extensions, also within others."""
-    if isinstance(value, set | frozenset):
-        return _encode_set(value)
-    if isinstance(value, list | tuple):
-        return [_wrap_sets(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _wrap_sets(each) for key, each in value.items()}
-    fields = _fields_of(value)
-    if fields and any(_has_set(each) for each in fields.values()):
-        return {name: _wrap_sets(each) for name, each in fields.items()}
+def _wrap(value: Any, depth: int) -> Any:
+    """Returns the value as what MessagePack has; subclasses are other types."""
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if depth == 0:
+        raise TypeError(
+            f"A value cannot be sent: it holds values more than {_MAX_DEPTH} levels "
+            "deep, or holds itself. Send its parts, or make it flat."
+        )
+    if kind in _WRAPPERS:
+        return _WRAPPERS[kind](value, depth - 1)
+    if isinstance(value, jax.Array) or isinstance(value, np.ndarray | np.generic):
+        return _wrap_array(value)
+    raise TypeError(_refuse(value))
+
+
+def _refuse(value: Any) -> str:
+    """Says what cannot be sent, and what to send instead."""
+    kind = type(value)
+    instead = _INSTEAD.get(kind.__name__, "what it is made of")
+    if hasattr(value, "__dataclass_fields__"):
+        instead = "`dataclasses.asdict(value)`"
+    elif isinstance(value, msgspec.Struct):
+        instead = "`msgspec.structs.asdict(value)`"
+    else:
+        for base in (str, bytes, int, float, dict, list, tuple):
+            if isinstance(value, base) and kind is not base:
+                instead = f"`{base.__name__}(value)`"
+                break
+    return (
+        f"A value of type {kind.__name__} cannot be sent, as it would come back as "
+        "another type: only None, bools, ints, floats, strings, bytes, lists, tuples, "
+        "sets, dicts, datetimes in UTC, arrays and scalars of numpy can, and no "
+        f"subclasses of these. Send {instead}."
+    )
+
+
+def _wrap_list(value: list[Any], depth: int) -> list[Any]:
+    return [_wrap(each, depth) for each in value]
+
+
+def _wrap_tuple(value: tuple[Any, ...], depth: int) -> msgspec.msgpack.Ext:
+    return _pack(_TUPLE, value, depth)
+
+
+def _wrap_set(value: set[Any], depth: int) -> msgspec.msgpack.Ext:
+    return _pack(_SET, value, depth)
+
+
+def _wrap_frozenset(value: frozenset[Any], depth: int) -> msgspec.msgpack.Ext:
+    return _pack(_FROZENSET, value, depth)
+
+
+def _wrap_dict(value: dict[Any, Any], depth: int) -> Any:
+    if all([type(key) in _AS_THEY_ARE for key in value]):
+        return {key: _wrap(each, depth) for key, each in value.items()}
+    pairs = [each for pair in value.items() for each in pair]
+    return _pack(_PAIRS, pairs, depth)
+
+
+def _pack(code: int, items: Iterable[Any], depth: int) -> msgspec.msgpack.Ext:
+    wrapped = [_wrap(each, depth) for each in items]
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(wrapped))
+
+
+def _wrap_datetime(value: datetime.datetime, depth: int) -> datetime.datetime:
+    if value.tzinfo is not datetime.UTC or value.fold:
+        raise TypeError(_refuse(value))
     return value
 
 
-def _has_set(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_set, value))
-    if isinstance(value, dict):
-        return any(map(_has_set, value.values()))
-    is_set = isinstance(value, set | frozenset)
-    return is_set or any(map(_has_set, _fields_of(value).values()))
+_AS_THEY_ARE = {type(None), bool, int, float, str, bytes}
+_WRAPPERS: dict[type, Callable[[Any, int], Any]] = {
+    list: _wrap_list,
+    tuple: _wrap_tuple,
+    dict: _wrap_dict,
+    set: _wrap_set,
+    frozenset: _wrap_frozenset,
+    datetime.datetime: _wrap_datetime,
+}
 
 
-def _fields_of(value: Any) -> dict[str, Any]:
-    """Returns what a dataclass or struct is encoded as; empty for other values."""
-    if isinstance(value, msgspec.Struct):
-        fields = msgspec.structs.fields(value)
-        return {each.encode_name: getattr(value, each.name) for each in fields}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: getattr(value, name) for name in names}
-    return {}
-
-
-def _encode_set(value: set[Any] | frozenset[Any]) -> msgspec.msgpack.Ext:
-    code = _FROZENSET if isinstance(value, frozenset) else _SET
-    items = [_wrap_sets(each) for each in value]
-    data = msgspec.msgpack.encode(items, enc_hook=_encode_array)
-    try:
-        is_same = len(_decode_set(data)) == len(value)
-    except (TypeError, ValueError):
-        is_same = False
-    if not is_same:
-        raise TypeError(
-            "A set that is sent may hold None, bools, numbers, strings, bytes, tuples "
-            "and frozensets, and nothing else."
-        )
-    return msgspec.msgpack.Ext(code, data)
-
-
-def _encode_array(value: Any) -> msgspec.msgpack.Ext:
-    if not isinstance(value, np.ndarray | np.generic | jax.Array):
-        raise TypeError(
-            f"A value of type {type(value).__name__} cannot be sent: only None, bools, "
-            "ints, floats, strings, bytes, lists, tuples, sets, dicts, dataclasses, "
-            "msgspec structs and arrays can."
-        )
+def _wrap_array(value: Any) -> msgspec.msgpack.Ext:
     mesh.check_has_no_mask(value, "An array that is sent")
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+        raise TypeError(_refuse(value))
     if arguments.is_key(value):
         raise TypeError(
             f"An array of keys, {value.dtype}, cannot be sent. Send "
@@ -125,9 +178,12 @@ def _encode_array(value: Any) -> msgspec.msgpack.Ext:
         raise TypeError("An array that is split over the processes cannot be sent.")
     array = np.asarray(value)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype.itemsize == 0:  # An empty text, which has no bytes to decode.
+        array = array.astype(f"{array.dtype.kind}1")
     name = _find_name(array.dtype)
     packed = _Array(name, array.shape, array.tobytes())
-    return msgspec.msgpack.Ext(_ARRAY, messages.encode(packed))
+    code = _SCALAR if isinstance(value, np.generic) else _ARRAY
+    return msgspec.msgpack.Ext(code, messages.encode(packed))
 
 
 def _find_name(dtype: np.dtype) -> str:
@@ -141,10 +197,26 @@ def _find_name(dtype: np.dtype) -> str:
 def _decode_extension(code: int, data: memoryview) -> Any:
     if code == _ARRAY:
         return _decode_array(data)
-    if code in (_SET, _FROZENSET):
-        found = _decode_set(data)
-        return found if code == _FROZENSET else set(found)
-    raise ProtocolError(f"extension {code} of MessagePack is none of jdp's")
+    if code == _SCALAR:
+        return _decode_array(data)[()]
+    make = _MAKERS.get(code)
+    if make is None:
+        raise ProtocolError(f"extension {code} of MessagePack is none of jdp's")
+    return make(msgspec.msgpack.decode(data, type=list, ext_hook=_decode_extension))
+
+
+def _make_dict(pairs: list[Any]) -> dict[Any, Any]:
+    if len(pairs) % 2:
+        raise ProtocolError(f"a dict has {len(pairs)} keys and values")
+    return dict(zip(pairs[::2], pairs[1::2], strict=True))
+
+
+_MAKERS: dict[int, Callable[[list[Any]], Any]] = {
+    _SET: set,
+    _FROZENSET: frozenset,
+    _TUPLE: tuple,
+    _PAIRS: _make_dict,
+}
 
 
 def _decode_array(data: memoryview) -> np.ndarray:
@@ -158,15 +230,8 @@ def _decode_array(data: memoryview) -> np.ndarray:
             f"an array of {packed.dtype}{list(packed.shape[:8])} has "
             f"{len(packed.data)} bytes"
         )
+    if dtype.kind == "U":
+        codes = np.frombuffer(packed.data, dtype.str[0] + "u4")
+        if codes.max(initial=0) > sys.maxunicode:  # Python ends in a SystemError.
+            raise ProtocolError("a text of numpy has characters that do not exist")
     return np.frombuffer(packed.data, dtype).reshape(packed.shape).copy()
-
-
-def _decode_set(data: bytes | memoryview) -> frozenset[Any]:
-    """Raises TypeError where an item is not hashable."""
-    items = msgspec.msgpack.decode(data, type=list, ext_hook=_decode_extension)
-    return frozenset(map(_as_key, items))
-
-
-def _as_key(item: Any) -> Any:
-    """A list in a set was a tuple."""
-    return tuple(map(_as_key, item)) if isinstance(item, list) else item

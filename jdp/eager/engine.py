@@ -28,7 +28,7 @@ from jdp.eager.messages import (
 from jdp.eager.options import EagerOptions
 from jdp.eager.response_cache import ResponseCache
 from jdp.mesh import World
-from jdp.runtime import transport, worker
+from jdp.runtime import transport
 from jdp.runtime.transport import LinkOptions, Received
 
 # A caller that submits at least as often is in the middle of a loop.
@@ -139,6 +139,11 @@ class Engine:
         if is_first:
             self._notify()
 
+    def check_is_open(self) -> None:
+        """Raises RuntimeError if the engine has ended, or this process has joined."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+
     def submit_join(self, entry: Entry) -> None:
         """Says that this process has no more data.
 
@@ -150,8 +155,7 @@ class Engine:
                 raise RuntimeError(
                     "`join` was called again before all processes had joined."
                 )
-            if self._refusal:
-                raise RuntimeError(self._refusal)
+            self.check_is_open()
             self._join_entry = entry
             self._says_joined = True
             self._refusal = (
@@ -215,7 +219,7 @@ class Engine:
                 self._cycle()
         except Exception as error:
             _logger.debug("The eager engine ends.", exc_info=True)
-            self._fail(_explain(self.rank, error), tell=True)
+            self._fail(lost.explain(self.rank, error), tell=True)
         finally:
             self._link.close()
 
@@ -237,8 +241,7 @@ class Engine:
             return
         self._is_waiting = True
         # What came since `_say` found `_is_waiting` False, and did not wake.
-        flags = (self._says_joined, self._wants_to_leave, self._says_last, self._asks)
-        is_idle = not (self._queue or any(flags))
+        is_idle = not (self._queue or self._is_asked())
         self._hear(self._longest_wait_s() if is_idle else 0.0)
         self._is_waiting = False
 
@@ -262,9 +265,14 @@ class Engine:
         """Looks for news for a moment without sleeping; whether there was something."""
         until_s = time.perf_counter() + self._spin_s
         while time.perf_counter() < until_s:
-            if self._hear(0.0) or self._queue:
+            if self._hear(0.0) or self._queue or self._is_asked():
                 return True
         return False
+
+    def _is_asked(self) -> bool:
+        """Whether there is something to say besides what is in the queue."""
+        joins, asks = self._says_joined, self._asks
+        return joins or asks or self._says_last or self._wants_to_leave
 
     def _longest_wait_s(self) -> float | None:
         """How long to sleep; longer where nothing is to be looked after."""
@@ -470,11 +478,3 @@ class Engine:
                 return
             for peer in range(1, self.size):
                 self._link.send(peer, messages.encode(Batch(stop=why)))
-
-
-def _explain(rank: int, error: Exception) -> str:
-    """Says why the engine of `rank` fails, and which process is the reason."""
-    culprit = worker.find_culprit(error)
-    if culprit in (None, rank):
-        return f"rank {rank}: {error}"
-    return f"process {culprit} failed or is gone, as rank {rank} found: {error}"

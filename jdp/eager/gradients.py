@@ -32,14 +32,14 @@ def is_traced(tree: PyTree) -> bool:
 def describe_unsupported(leaf: jax.core.Tracer) -> str:
     """Says why a collective cannot be called with a tracer."""
     use = (
-        "Inside of `jit` use `jdp.data_parallel`, `jdp.sync_gradients` or "
+        "Inside of `jit`, use `jdp.data_parallel`, `jdp.sync_gradients` or "
         "`jdp.collectives`."
     )
     if "Jaxpr" in type(leaf).__name__:
         return (
             "An eager collective was called while JAX traces, for `jit`, "
             "`jax.checkpoint` or a loop such as `lax.scan`. It runs on the host, "
-            f"outside of them. {use[0].lower()}{use[1:]}"
+            f"outside of them. {use}"
         )
     return (
         "An eager collective was called while JAX traces, for a transformation that it "

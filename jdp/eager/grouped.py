@@ -49,8 +49,8 @@ def grouped_all_reduce(
         process_set=process_set,
     )
     if gradients.is_traced(tree):
-        name = named(name, "group")
-        return gradients.all_reduce(waiting(begin), tree, name, together=True)
+        with named(name, "group") as name:
+            return gradients.all_reduce(waiting(begin), tree, name, together=True)
     return begin(tree, name=name).result()
 
 
@@ -100,10 +100,10 @@ def grouped_all_gather(
     if gradients.is_traced(tree):
         average = functools.partial(grouped_all_reduce, process_set=process_set)
         place = requests.find_place("all_gather", process_set)
-        name = named(name, "group")
-        return gradients.all_gather(
-            waiting(begin), average, place, tree, name, together=True
-        )
+        with named(name, "group") as name:
+            return gradients.all_gather(
+                waiting(begin), average, place, tree, name, together=True
+            )
     return begin(tree, name=name).result()
 
 
@@ -153,10 +153,10 @@ def grouped_reduce_scatter(
     if gradients.is_traced(tree):
         gather = functools.partial(grouped_all_gather, process_set=process_set)
         factor = requests.gradient_factor(op, prescale, postscale, process_set)
-        name = named(name, "group")
-        return gradients.reduce_scatter(
-            waiting(begin), gather, factor, tree, name, together=True
-        )
+        with named(name, "group") as name:
+            return gradients.reduce_scatter(
+                waiting(begin), gather, factor, tree, name, together=True
+            )
     return begin(tree, name=name).result()
 
 
@@ -185,7 +185,8 @@ def _submit(
     """Submits a group; `factors` are the rest of `requests.Facts`, up to the root."""
     requests.check_set(process_set)
     if name is None:
-        name = session.next_name("group", process_set.process_set_id or 0)
+        with session.numbered("group", process_set.process_set_id or 0) as name:
+            return _submit(kind, tree, name, process_set, *factors)
     num_leaves = len(jax.tree.leaves(tree))
     options = requests.find_options(
         session.current_engine(), kind, process_set, *factors, -1, name, num_leaves

@@ -17,6 +17,7 @@ class Ready(NamedTuple):
     locals: tuple[tuple[int, ...], ...]
     slot: int = -1
     error: str = ""
+    is_alone: bool = False  # whether it fails without the rest of its group.
 
 
 class _Held(NamedTuple):
@@ -48,7 +49,7 @@ class Groups:
         for each in ready:
             spec = decode_spec(each.spec)
             # Where ranks do not agree on the group, nothing completes it.
-            if not spec.group or each.error.startswith("Mismatched groups"):
+            if not spec.group or each.is_alone:
                 complete.append(each)
                 continue
             key = (each.process_set, spec.group)

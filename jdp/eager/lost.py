@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from jdp.eager.controller import JOIN
 from jdp.eager.entry import Entry
 from jdp.eager.messages import Doubt
+from jdp.runtime import worker
 
 PERIOD_S = 5.0  # between two questions; what waits for less is not asked about.
 _MAX_NAMES = 10_000  # of one question; the next one goes on with others.
@@ -70,6 +71,14 @@ def find_lost(
         if entry is not None and entry.record.number == number:
             return entry
     return None
+
+
+def explain(rank: int, error: Exception) -> str:
+    """Says why the engine of `rank` fails, and which process is the reason."""
+    culprit = worker.find_culprit(error)
+    if culprit in (None, rank):
+        return f"rank {rank}: {error}"
+    return f"process {culprit} failed or is gone, as rank {rank} found: {error}"
 
 
 def describe(rank: int, entry: Entry) -> str:

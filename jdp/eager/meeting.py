@@ -26,11 +26,11 @@ def barrier(
     """
     engine = session.current_engine()
     set_id = requests.find_set(engine, "barrier", process_set)
-    name = session.next_name("barrier", set_id)
-    request = Request(name, encode_spec(Spec("barrier")), set_id)
-    record = Record(name, "barrier", process_set=set_id)
-    entry = Entry(request, requests.started(record))
-    engine.submit([entry])
+    with session.numbered("barrier", set_id) as name:
+        request = Request(name, encode_spec(Spec("barrier")), set_id)
+        record = Record(name, "barrier", process_set=set_id)
+        entry = Entry(request, requests.started(record))
+        engine.submit([entry])
     session.wait_for([entry], timeout_s)
 
 

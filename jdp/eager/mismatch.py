@@ -38,6 +38,14 @@ def find_fault(name: str, spec: Spec) -> str | None:
     return None
 
 
+def describe_removed(set_id: int, name: str) -> str:
+    """Says why a name of a process set that is gone does not run."""
+    return (
+        f"{name!r} was not ready on all ranks of process set {set_id} when that was "
+        "removed."
+    )
+
+
 def _difference(a: Spec, b: Spec) -> tuple[str, str, str]:
     """Returns what differs first, and both values."""
     if a.dtype != b.dtype:

@@ -1,5 +1,7 @@
 """Objects: values of Python, and states of training, as one rank has them."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,24 +25,30 @@ def broadcast_object(
     """Gives all processes a value of one of them.
 
     Args:
-      value: None, bools, numbers, strings, bytes, lists, dicts, sets, arrays and so
-        on; of other processes than the root it is not read.
+      value: None, bools, ints, floats, strings, bytes, lists, tuples, dicts, sets,
+        datetimes in UTC, arrays, scalars of numpy; of other processes than the root it
+        is not read.
       root: rank of the process whose value it is.
       name: see `all_reduce`.
       process_set: who takes part.
 
     Returns:
-      The value of the root, on the root itself too as it was decoded: tuples are lists,
-      arrays are numpy's, and numpy's scalars are arrays of no dimensions.
+      The value of the root, on the root itself too as it was decoded: equal, and of the
+      same types; but arrays of JAX are numpy's.
 
     Raises:
-      TypeError: on all processes: the value holds something that cannot be sent.
+      TypeError: on all processes: the value holds something that cannot be sent, such
+        as an instance of a subclass, which would come back as another type.
       ValueError: see `broadcast`.
       RuntimeError: see `synchronize`.
     """
-    engine = session.current_engine()
     root = arguments.check_integer(root, "root")
-    name = _named(name, "broadcast_object", process_set)
+    with _named(name, "broadcast_object", process_set) as name:
+        return _broadcast(value, root, name, process_set)
+
+
+def _broadcast(value: Any, root: int, name: str, process_set: ProcessSet) -> Any:
+    engine = session.current_engine()
     data, error = b"", None
     if engine.rank == root:
         data, error = _try_encode(value)
@@ -100,7 +108,11 @@ def all_gather_object(
       TypeError: on all processes: a value holds something that cannot be sent.
       RuntimeError: see `synchronize`.
     """
-    name = _named(name, "all_gather_object", process_set)
+    with _named(name, "all_gather_object", process_set) as name:
+        return _gather(value, name, process_set)
+
+
+def _gather(value: Any, name: str, process_set: ProcessSet) -> list[Any]:
     data, error = _try_encode(value)
     length = -len(data) if error is not None else len(data)
     lengths = calls.all_gather(
@@ -144,7 +156,13 @@ def broadcast_parameters(
       ValueError, TypeError: see `broadcast` and `broadcast_object`.
     """
     root = arguments.check_integer(root, "root")
-    name = _named(name, "broadcast_parameters", process_set)
+    with _named(name, "broadcast_parameters", process_set) as name:
+        return _broadcast_tree(params, root, name, process_set)
+
+
+def _broadcast_tree(
+    params: PyTree, root: int, name: str, process_set: ProcessSet
+) -> PyTree:
     leaves, treedef = jax.tree.flatten(params)
     paths = buckets.leaf_paths(params)
     keys = [jax.random.key_impl(x) if arguments.is_key(x) else None for x in leaves]
@@ -153,6 +171,9 @@ def broadcast_parameters(
         for x, key in zip(leaves, keys, strict=True)
     ]
     is_array = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in leaves]
+    for path, x, a in zip(paths, leaves, is_array, strict=True):
+        if a:  # Else it would be refused in the middle, when others wait already.
+            requests.as_array(x, path)
     layout = [
         [path, a if key is None else f"keys of {key}"]
         for path, a, key in zip(paths, is_array, keys, strict=True)
@@ -173,8 +194,8 @@ def broadcast_parameters(
     )
     kept = iter(values)
     leaves = [
-        arrays[path] if a else _as_before(next(kept), x)
-        for path, x, a in zip(paths, leaves, is_array, strict=True)
+        arrays[path] if a else next(kept)
+        for path, a in zip(paths, is_array, strict=True)
     ]
     leaves = [
         x if key is None else jax.random.wrap_key_data(x, impl=key)
@@ -204,20 +225,20 @@ def broadcast_optimizer_state(
     Raises:
       RuntimeError: see `broadcast_parameters`.
     """
-    name = _named(name, "broadcast_optimizer_state", process_set)
-    return broadcast_parameters(state, root=root, name=name, process_set=process_set)
+    root = arguments.check_integer(root, "root")
+    with _named(name, "broadcast_optimizer_state", process_set) as name:
+        return _broadcast_tree(state, root, name, process_set)
 
 
-def _named(name: str | None, kind: str, process_set: ProcessSet) -> str:
+@contextlib.contextmanager
+def _named(name: str | None, kind: str, process_set: ProcessSet) -> Iterator[str]:
     requests.check_set(process_set)
     if name is None or name == "":
-        return session.next_name(kind, process_set.process_set_id or 0)
-    return arguments.check_name(name)
-
-
-def _as_before(value: Any, given: Any) -> Any:
-    """The value of the root; where MessagePack has fewer types, that of before."""
-    return tuple(value) if isinstance(given, tuple) else value
+        set_id = process_set.process_set_id or 0
+        with session.numbered(kind, set_id, waits=True) as number:
+            yield number
+    else:
+        yield arguments.check_name(name)
 
 
 def _explain(a: int, ours: list[Any], b: int, theirs: list[Any]) -> str:

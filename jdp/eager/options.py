@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 PREFIX = "JDP_EAGER_"
+_MAX_SPIN_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class EagerOptions:
         at least every 50 µs. 0: not at all.
       spin_s: how long the engine looks for news without sleeping, in seconds, each time
         after it had some: a thread takes some 50 µs to wake. It does not where cores
-        are fewer than processes; 0: it never does.
+        are fewer than processes; 0: it never does. At most 1.
       cache_capacity: how many names are known by number; 0: none.
       hierarchical_all_reduce: whether to reduce within each node first; needs a world
         with a pair of axis names.
@@ -89,6 +90,11 @@ class EagerOptions:
         if not 0.01 <= self.timeout_s <= 1e6:
             raise ValueError(
                 f"`timeout_s` must be from 0.01 to 1e6 seconds, got {self.timeout_s}."
+            )
+        if self.spin_s > _MAX_SPIN_S:
+            raise ValueError(
+                f"`spin_s` must be at most {_MAX_SPIN_S:g} second, for which a core "
+                f"does nothing else, got {self.spin_s:g}."
             )
         if 0 < self.stall_shutdown_s < self.stall_warning_s:
             raise ValueError(

@@ -103,8 +103,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         raise ValueError(
             f"Attempted to add a duplicate process set: there is one of {list(ranks)}."
         )
-    name = session.next_name("add_process_set", 0)
-    process_set.process_set_id = _agree(name, Spec("add_process_set", shape=ranks))
+    process_set.process_set_id = _agree(Spec("add_process_set", shape=ranks))
     return process_set
 
 
@@ -126,16 +125,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set_id = process_set.process_set_id
     if not set_id or engine.executor.known_sets.get(set_id) != process_set.ranks:
         return False
-    name = session.next_name("remove_process_set", 0)
-    _agree(name, Spec("remove_process_set", shape=(set_id,)))
+    _agree(Spec("remove_process_set", shape=(set_id,)))
     process_set.process_set_id = None
     return True
 
 
-def _agree(name: str, spec: Spec) -> int:
+def _agree(spec: Spec) -> int:
     engine = session.current_engine()
-    entry = Entry(Request(name, encode_spec(spec)), Record(name, spec.kind))
-    engine.submit([entry])
+    with session.numbered(spec.kind, 0) as name:
+        entry = Entry(Request(name, encode_spec(spec)), Record(name, spec.kind))
+        engine.submit([entry])
     value = session.wait_for([entry])[0]
     engine.known_options.clear()
     return value

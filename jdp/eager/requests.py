@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from jdp.eager.messages import (
 from jdp.eager.process_set import ProcessSet
 from jdp.types import Device, PyTree
 
+_finishing = threading.Lock()  # of what the first of several threads returns.
 _MAX_KNOWN = 1 << 12  # options that are kept, and encoded requests of each.
 
 
@@ -50,10 +52,14 @@ class Handle:
         return all([entry.is_done for entry in self._entries])
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Returns the result; see `synchronize`."""
+        """Returns the result, the same object on all threads; see `synchronize`."""
+        entries = self._entries  # Before the look: they go after it is set.
         if not self._is_read:
-            self._value = self._finish(session.wait_for(self._entries, timeout_s))
-            self._entries, self._is_read = (), True
+            value = self._finish(session.wait_for(entries, timeout_s))
+            with _finishing:
+                if not self._is_read:
+                    self._value, self._is_read = value, True
+                    self._entries = ()
         return self._value
 
 
@@ -237,20 +243,21 @@ def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
             f"`splits` must have an entry for each of the {count} processes, got "
             f"{splits.size}."
         )
-    if (splits < 0).any() or splits.sum() > num_rows:
+    rows = tuple(splits.tolist())  # Integers of numpy would overflow in the sum.
+    if min(rows) < 0 or sum(rows) > num_rows:
         raise ValueError(
             f"`splits` must be at least 0, and no more than the {num_rows} rows of the "
-            f"array together, got {splits.tolist()}."
+            f"array together, got {list(rows)}."
         )
-    return tuple(splits.tolist())
+    return rows
 
 
 def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
     """Submits all leaves of a tree at once."""
     if name is None:
-        name = session.next_name(options.facts.kind, options.set_id)
-    else:
-        name = arguments.check_name(name)
+        with session.numbered(options.facts.kind, options.set_id) as name:
+            return submit_tree(options, name, tree)
+    name = arguments.check_name(name)
     if type(tree) is np.ndarray and options.wire is None:  # What most calls give.
         found = options.known.get((name, tree.dtype, tree.shape, ()))
         if found is None:

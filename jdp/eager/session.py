@@ -2,9 +2,11 @@
 
 import atexit
 import collections
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jdp import mesh
@@ -23,8 +25,12 @@ class _Session:
     engine: Engine | None = None
     pid = 0  # of the process that started it, not of children that it forks.
     why_ended = ""
+    # By kind and set: the next number, and smaller ones that refused calls gave back.
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
+    returned: collections.defaultdict[tuple[str, int], set[int]]
+    returned = collections.defaultdict(set)
     num_joins = 0
+    lock = threading.Lock()  # of the three.
 
 
 def start(world: World | None, options: EagerOptions | None) -> Engine:
@@ -48,8 +54,7 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
         return engine
     world = mesh.current_world() if world is None else world
     options = EagerOptions.from_environ() if options is None else options
-    _Session.counts.clear()
-    _Session.num_joins = 0
+    _reset_names(num_joins=0)
     engine = _Session.engine = Engine(world, options)
     _Session.pid = os.getpid()
     # The last to be registered runs first: before what the engine stands on is closed.
@@ -154,21 +159,58 @@ def _local_ranks(nodes: Sequence[str]) -> list[int]:
     return [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
 
 
-def next_name(kind: str, set_id: int) -> str:
-    """Names what nobody has named: by kind and set, in the order of the calls."""
-    count = _Session.counts[kind, set_id]
-    _Session.counts[kind, set_id] = count + 1
-    joins = f"{_Session.num_joins} " if _Session.num_joins else ""
-    return f"{UNNAMED}{kind} {joins}{count}"
+# What is raised where a call is made, and no other process hears of.
+_REFUSALS = (ValueError, TypeError, NotImplementedError)
+
+
+@contextlib.contextmanager
+def numbered(kind: str, set_id: int, *, waits: bool = False) -> Iterator[str]:
+    """Names what nobody has named: by kind and set, in the order of the calls.
+
+    A refused call does not count: other processes have not heard of it, and the call
+    that follows is the one that they wait for.
+
+    Args:
+      kind: of the operation.
+      set_id: of the process set.
+      waits: whether the block also waits. Then RuntimeError is raised on all ranks, and
+        the call counts.
+
+    Raises:
+      RuntimeError: nothing can be submitted.
+    """
+    current_engine().check_is_open()
+    refusals = _REFUSALS if waits else (Exception,)
+    with _Session.lock:
+        joins, returned = _Session.num_joins, _Session.returned[kind, set_id]
+        if returned:
+            count = min(returned)
+            returned.remove(count)
+        else:
+            count = _Session.counts[kind, set_id]
+            _Session.counts[kind, set_id] = count + 1
+    try:
+        yield f"{UNNAMED}{kind} {f'{joins} ' if joins else ''}{count}"
+    except refusals:
+        with _Session.lock:
+            if joins == _Session.num_joins:
+                _Session.returned[kind, set_id].add(count)
+        raise
 
 
 def count_names_anew() -> None:
-    """Lets `next_name` begin anew, as all ranks do when they join.
+    """Lets `numbered` begin anew, as all ranks do when they join.
 
     A rank that has joined does not count what the others do meanwhile.
     """
-    _Session.counts.clear()
-    _Session.num_joins += 1
+    _reset_names(num_joins=_Session.num_joins + 1)
+
+
+def _reset_names(*, num_joins: int) -> None:
+    with _Session.lock:
+        _Session.counts.clear()
+        _Session.returned.clear()
+        _Session.num_joins = num_joins
 
 
 def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[Any]:
@@ -182,8 +224,10 @@ def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[A
     values = [entry.value for entry in entries if entry.is_done and not entry.error]
     if len(values) == len(entries):
         return values
-    engine = current_engine()
-    if not engine.wait(entries, timeout_s):
+    has_failed = any([entry.error is not None for entry in entries])
+    # What has failed says why, also when the engine has ended meanwhile.
+    engine = None if has_failed else current_engine()
+    if engine is not None and not engine.wait(entries, timeout_s):
         names = [entry.request.name for entry in entries if not entry.is_done]
         reason = (
             f"{', '.join(names[:6])}{' ...' if names[6:] else ''}: not done within "

@@ -474,6 +474,7 @@ def fuzz_decoders(rng, num_messages):
         {1, 2},
         np.arange(3),
         frozenset({(1, 2)}),
+        {(1, "k"): (np.float32(1), (2, [])), 2: np.str_("x")},
     )
     hello = startup._Hello({"fusion_bytes": 1, "timeline": ""}, "node")
     record = flight_recorder.Record("a", "all_reduce")

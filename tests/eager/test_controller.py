@@ -3,6 +3,7 @@
 import collections
 import itertools
 import random
+import re
 import time
 
 import msgspec
@@ -211,6 +212,82 @@ def test_a_mistake_in_a_group_is_an_error_of_all_of_it():
     errors = {names: error for _, names, error in job.executed[1]}
     assert set(errors) == {("a",), ("b",)}
     assert all("data types of 'b'" in error for error in errors.values())
+
+
+def _group(names, *, size=None, dtypes=None, group="g"):
+    return [
+        all_reduce(
+            name,
+            group=group if size != 0 else "",
+            group_size=len(names) if size is None else size,
+            dtype=(dtypes or {}).get(name, "float32"),
+        )
+        for name in names
+    ]
+
+
+_BROKEN = {
+    "one has more leaves": ("ab", "abc", {}, "Mismatched groups of 'a'"),
+    "one has fewer leaves": ("abc", "ab", {}, "Mismatched groups of 'a'"),
+    "one has another leaf": ("ab", "ac", {}, "'g' has 2 leaves.*3 names for it: a, b"),
+    "dtypes differ too": ("ab", "abc", {"a": "int32"}, "Mismatched"),
+    "one has no group": ("ab", "a", None, "Mismatched groups of 'a'.*has none"),
+}
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("case", _BROKEN)
+def test_nothing_is_left_of_a_group_that_ranks_do_not_agree_on(
+    case, is_cached, is_turned
+):
+    ours, theirs, dtypes, text = _BROKEN[case]
+    requests = [_group(ours)] * 2
+    requests.append(_group(theirs, size=0 if dtypes is None else None, dtypes=dtypes))
+    if is_turned:
+        requests.reverse()
+    job = Job(3)
+    if is_cached:
+        for each in requests:  # All agree on the one, and then on the other.
+            for rank in range(3):
+                job.submit(rank, *each)
+            job.settle()
+    for rank, each in enumerate(requests):
+        before = len(job.executed[rank])
+        job.submit(rank, *each)
+    job.settle()
+    for rank, each in enumerate(requests):
+        mine = {request.name for request in each}
+        failed = {
+            name: error
+            for _, names, error in job.executed[rank][before:]
+            for name in names
+        }
+        assert mine <= failed.keys() and all(failed.values())
+        assert re.search(text, " ".join(failed.values()))
+    assert not job.coordinator.has_waiting
+    for rank in range(3):
+        job.submit(rank, *_group("abc"))
+    job.settle()
+    for executed in job.executed:
+        assert sorted(executed[-1][1]) == ["a", "b", "c"] and not executed[-1][2]
+
+
+def test_a_group_whose_process_set_goes_with_it_fails():
+    job = Job(2, sets={1: (0, 1)})
+    for rank, names in enumerate(("ab", "abc")):
+        group = [request_of(each, 1) for each in _group(names)]
+        removal = Request("r", encode_spec(Spec("remove_process_set", shape=(1,))))
+        job.submit(rank, removal, *group)
+    job.settle()
+    for executed in job.executed:
+        failed = {name for _, names, error in executed for name in names if error}
+        assert {"a", "b"} <= failed
+    assert not job.coordinator.has_waiting
+
+
+def request_of(request, process_set):
+    return Request(request.name, request.spec, process_set)
 
 
 def test_a_group_that_never_completes_is_named():

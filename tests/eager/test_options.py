@@ -10,6 +10,7 @@ from jdp.eager.options import PREFIX
 
 KINDS = get_type_hints(EagerOptions)
 TEXTS = {int: ("12", 12), float: ("2.5", 2.5), str: ("a b", "a b"), bool: ("1", True)}
+_TEXTS_OF = {"spin_s": ("0.5", 0.5)}  # At most a second.
 _BESIDE = {"stall_shutdown_s": {PREFIX + "STALL_WARNING_S": "1"}}
 
 
@@ -21,7 +22,7 @@ def test_without_variables_they_are_the_defaults():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_option_has_a_variable(name):
-    text, value = TEXTS[KINDS[name]]
+    text, value = _TEXTS_OF.get(name, TEXTS[KINDS[name]])
     environ = {PREFIX + name.upper(): text} | _BESIDE.get(name, {})
     options = EagerOptions.from_environ(environ)
     assert getattr(options, name) == value
@@ -122,3 +123,9 @@ def test_a_shutdown_comes_after_the_warning_or_never():
 def test_they_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EagerOptions().fusion_bytes = 1  # pyright: ignore
+
+
+def test_a_core_is_not_taken_for_longer_than_a_second():
+    assert EagerOptions(spin_s=1.0).spin_s == 1.0
+    with pytest.raises(ValueError, match="`spin_s` must be at most 1 second.*got 1.5"):
+        EagerOptions(spin_s=1.5)
