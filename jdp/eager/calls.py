@@ -98,7 +98,7 @@ def all_reduce(
     )
     if gradients.is_traced(tree):
         with named(name, "all_reduce") as name:
-            return gradients.all_reduce(waiting(begin), tree, name)
+            return gradients.all_reduce(waiting(begin), op, tree, name)
     return begin(tree, name=name).result()
 
 

@@ -1,8 +1,9 @@
 """Gradients: what `jax.grad` sees of an eager collective, outside of `jit`.
 
-The rules are Horovod's. They treat the losses of the processes as one: the gradient of
-a sum is the sum of the gradients. The gradients of `all_gather` and `broadcast` are
-averages, as if each process had computed the loss of all.
+The rules are Horovod's, but for reductions that are no sum or average, which have none
+here. They treat the losses of the processes as one: the gradient of a sum is the sum of
+the gradients. The gradients of `all_gather` and `broadcast` are averages, as if each
+process had computed the loss of all.
 """
 
 import functools
@@ -19,7 +20,15 @@ from jdp.types import PyTree
 
 Collective = Callable[..., Any]  # (tree, name=) -> tree.
 Forward = Callable[[Any, str], tuple[Any, Any]]  # -> (result, what backward needs).
+_LINEAR = ("sum", "average")
+_SUFFIX = ".gradient"  # of the names of collectives of gradients.
 Backward = Callable[[Any, Any, str], Any]  # (that, gradient of the result) -> of x.
+
+
+_USE = (
+    "Inside of `jit`, use `jdp.data_parallel`, `jdp.sync_gradients` or "
+    "`jdp.collectives`."
+)
 
 
 def is_traced(tree: PyTree) -> bool:
@@ -31,31 +40,34 @@ def is_traced(tree: PyTree) -> bool:
 
 def describe_unsupported(leaf: jax.core.Tracer) -> str:
     """Says why a collective cannot be called with a tracer."""
-    use = (
-        "Inside of `jit`, use `jdp.data_parallel`, `jdp.sync_gradients` or "
-        "`jdp.collectives`."
-    )
     if "Jaxpr" in type(leaf).__name__:
         return (
             "An eager collective was called while JAX traces, for `jit`, "
             "`jax.checkpoint` or a loop such as `lax.scan`. It runs on the host, "
-            f"outside of them. {use}"
+            f"outside of them. {_USE}"
         )
+    return _describe_others()
+
+
+def _describe_others() -> str:
     return (
         "An eager collective was called while JAX traces, for a transformation that it "
         "does not support: it has first derivatives by `jax.grad` and `jax.vjp`, but "
         "none of second order and no `jax.jvp` or `jax.vmap`, and functions that end "
-        f"in `_async` have none. Call those without `_async`. {use}"
+        f"in `_async` have none. Call those without `_async`. {_USE}"
     )
 
 
 def all_reduce(
-    call: Collective, tree: PyTree, name: str, *, together: bool = False
+    call: Collective, op: str, tree: PyTree, name: str, *, together: bool = False
 ) -> PyTree:
-    """The gradient is reduced in the same way.
+    """The gradient of a sum or an average is reduced in the same way.
+
+    Others have none: a gradient that comes to them is a TypeError.
 
     Args:
       call: the collective, of a tree and a name.
+      op: its reduction.
       tree: pytree of arrays, of which some are traced.
       name: of the collective.
       together: whether all leaves go in one call, or each in its own.
@@ -65,6 +77,13 @@ def all_reduce(
         return call(x, name=name), None
 
     def backward(_: Any, gradient: PyTree, name: str) -> Any:
+        if op not in _LINEAR:
+            raise TypeError(
+                f"{name.removesuffix(_SUFFIX)!r}: a reduction with `op={op!r}` has no "
+                "derivative here; those with 'sum' and 'average' have. Reduce what "
+                "`jax.lax.stop_gradient` gives where none is needed, or compute it "
+                "from `jdp.eager.all_gather`, which has one."
+            )
         return call(gradient, name=name)
 
     return _map(forward, backward, tree, name, together=together)
@@ -182,14 +201,23 @@ def _map(
     """Applies a collective with its derivative to the tree, or to each leaf."""
     tree = jax.tree.map(jnp.asarray, tree)
     if together:
-        return _call(forward, backward, name, tree)
+        return _call_with_vjp(forward, backward, name, tree)
     leaves, treedef = jax.tree.flatten(tree)
     paths = ["" if path == "(root)" else path for path in buckets.leaf_paths(tree)]
     results = [
-        _call(forward, backward, name + path, leaf)
+        _call_with_vjp(forward, backward, name + path, leaf)
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, results)
+
+
+def _call_with_vjp(forward: Forward, backward: Backward, name: str, x: PyTree) -> Any:
+    try:
+        return _call(forward, backward, name, x)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_describe_others()) from error  # JAX does not say of what.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -210,7 +238,7 @@ def _run_backward(
     gradient = jax.tree.map(
         lambda g: None if g.dtype == jax.dtypes.float0 else g, gradient
     )
-    return (backward(kept, gradient, f"{name}.gradient"),)
+    return (backward(kept, gradient, f"{name}{_SUFFIX}"),)
 
 
 def _is_none(x: Any) -> bool:

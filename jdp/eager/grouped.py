@@ -50,7 +50,7 @@ def grouped_all_reduce(
     )
     if gradients.is_traced(tree):
         with named(name, "group") as name:
-            return gradients.all_reduce(waiting(begin), tree, name, together=True)
+            return gradients.all_reduce(waiting(begin), op, tree, name, together=True)
     return begin(tree, name=name).result()
 
 

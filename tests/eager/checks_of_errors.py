@@ -1,7 +1,9 @@
 """Checks of errors: what ranks hear that ask for different or impossible things."""
 
 import re
+from concurrent import futures
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -451,7 +453,102 @@ def only_numbers_are_taken(me: Process):
     me.expect_it_works()
 
 
+def a_refused_call_without_a_name_does_not_count(me: Process):
+    bad, rows = np.array([True]), np.ones((me.size, 2), np.float32)
+    unknown = ProcessSet([0, 1])
+    tree = {"w": np.array([object()])}
+    too_many = np.array([1 << 63] * me.size, np.uint64)
+    gradient = lambda x, **kw: jax.grad(  # noqa: E731
+        lambda x: eager.all_reduce(x, **kw).sum()
+    )(x)
+    # What is refused on one rank, and the right call, which all make.
+    calls = (
+        (lambda: eager.all_reduce(bad, op="sum"), lambda: eager.all_reduce(rows)),
+        (lambda: eager.all_reduce(rows, op="no"), lambda: eager.all_reduce(rows)),
+        (
+            lambda: eager.grouped_all_reduce([rows, bad]),
+            lambda: eager.grouped_all_reduce([rows, rows]),
+        ),
+        (
+            lambda: eager.grouped_all_reduce([rows], process_set=unknown),
+            lambda: eager.grouped_all_reduce([rows]),
+        ),
+        (lambda: eager.all_gather(tree), lambda: eager.all_gather(rows)),
+        (lambda: eager.broadcast(tree), lambda: eager.broadcast(rows)),
+        (lambda: eager.reduce_scatter(bad), lambda: eager.reduce_scatter(rows)),
+        (
+            lambda: eager.all_to_all(rows, too_many),
+            lambda: eager.all_to_all(rows, [1] * me.size),
+        ),
+        (lambda: eager.all_to_all(rows[:1]), lambda: eager.all_to_all(rows)),
+        (lambda: eager.barrier(process_set=unknown), eager.barrier),
+        (
+            lambda: eager.broadcast_object(1, root=9),
+            lambda: eager.broadcast_object(1, root=1),
+        ),
+        (
+            lambda: eager.all_gather_object(1, process_set=unknown),
+            lambda: eager.all_gather_object(1),
+        ),
+        (
+            lambda: eager.broadcast_parameters({**tree, "n": 1}),
+            lambda: eager.broadcast_parameters({"w": rows, "n": 1}),
+        ),
+        (
+            lambda: gradient(jnp.ones(2), op="no"),
+            lambda: gradient(jnp.ones(2), op="sum"),
+        ),
+    )
+    for refused, right in calls:
+        for _ in range(2):
+            if me.rank == 1:
+                try:
+                    value = refused()
+                except (TypeError, ValueError):
+                    pass
+                else:
+                    me.expect_equal(value, "an error")
+        expected = None
+        for _ in range(2):
+            found = right()
+            expected = found if expected is None else expected
+            me.expect(found, expected)
+    me.expect_it_works()
+
+
+def a_group_of_other_leaves_leaves_nothing_behind(me: Process):
+    for ours, theirs, words in (
+        ("ab", "abc", ["Mismatched groups of", "of 2", "of 3"]),
+        ("abc", "ab", ["Mismatched groups of", "of 2", "of 3"]),
+        ("ab", "ac", ["Mismatched groups", "has 2 leaves", "3 names"]),
+    ):
+        for call in (eager.grouped_all_reduce, eager.grouped_all_gather):
+            keys = theirs if me.rank == 1 else ours
+            name = me.name(call.__name__)
+            me.expect_error(
+                RuntimeError,
+                words,
+                lambda c=call, k=keys, n=name: c(dict.fromkeys(k, np.ones(2)), name=n),
+            )
+            every = call({key: np.ones(2) for key in "abc"}, name=name)
+            me.expect_equal(sorted(every), ["a", "b", "c"])
+    me.expect_it_works()
+
+
+def several_threads_get_one_object(me: Process):
+    for i in range(20):
+        tree = {"a": np.full(3, i), "b": jnp.ones(2)} if i % 2 else np.full(4, i)
+        handle = eager.all_reduce_async(tree, op="sum", name=me.name(str(i % 3)))
+        with futures.ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: eager.synchronize(handle), range(4)))  # noqa: B023
+        me.expect_equal(len({id(each) for each in found}), 1)
+        me.expect_equal(found[0] is eager.synchronize(handle), True)
+
+
 CHECKS = (
+    a_refused_call_without_a_name_does_not_count,
+    a_group_of_other_leaves_leaves_nothing_behind,
+    several_threads_get_one_object,
     shapes_differ,
     as_many_elements_in_another_shape_are_not_the_same,
     dtypes_differ,

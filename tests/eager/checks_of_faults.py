@@ -359,8 +359,37 @@ def an_idle_engine_writes_its_timeline(me: Process, folder: pathlib.Path):
         eager.barrier()
 
 
+def what_has_failed_says_why_after_the_end_too(me: Process, folder: pathlib.Path):
+    with _engine(me):
+        handle = eager.all_reduce_async(np.ones(2 + me.rank), name="x")
+        _wait_until(lambda: eager.poll(handle))
+    for _ in range(2):
+        me.expect_error(
+            RuntimeError,
+            ["Mismatched all_reduce shapes of 'x'"],
+            lambda: eager.synchronize(handle),
+        )
+    with _engine(me):
+        me.expect_error(RuntimeError, ["Mismatched"], lambda: eager.synchronize(handle))
+
+
+def an_engine_that_spins_hears_what_it_is_asked(me: Process, folder: pathlib.Path):
+    with _engine(me):
+        engine = session.current_engine()
+        engine._spin_s = 1000.0  # More than options allow.
+        eager.all_reduce(np.ones(2), name="x")
+        eager.join()
+        eager.barrier()
+        begin_s = time.monotonic()
+        eager.shutdown()
+        took_s = time.monotonic() - begin_s
+    me.expect_equal(took_s < 15.0, True, f"{took_s} s")
+
+
 CHECKS = (
     without_an_engine_calls_say_what_to_do,
+    what_has_failed_says_why_after_the_end_too,
+    an_engine_that_spins_hears_what_it_is_asked,
     one_that_shuts_down_ends_the_others,
     process_sets_may_be_there_from_the_start,
     a_barrier_may_give_up,

@@ -168,8 +168,32 @@ def inside_of_jit_it_is_said_what_to_use(me: Process):
         eager.broadcast,
         eager.grouped_all_reduce,
     ):
-        me.expect_error(TypeError, ["while JAX traces"], lambda c=call: jax.jit(c)(x))
+        words = ["while JAX traces", "outside of them. Inside of `jit`, use `jdp."]
+        me.expect_error(TypeError, words, lambda c=call: jax.jit(c)(x))
     me.expect_it_works()
+
+
+def reductions_that_are_no_sum_have_no_derivative_and_say_so(me: Process):
+    x = jnp.ones(3) + me.rank
+    for op in ("min", "max", "product", "adasum"):
+        for call in (eager.all_reduce, eager.grouped_all_reduce):
+
+            def total(x, call=call, op=op):
+                return call(x, op=op, name=me.name(f"{op} {call.__name__}")).sum()
+
+            words = [f"`op={op!r}` has no derivative", me.check, "stop_gradient"]
+            me.expect_error(TypeError, words, lambda t=total: jax.grad(t)(x))
+
+    def beside(x):
+        most = eager.all_reduce(x, op="max", name=me.name("beside"))
+        kept = eager.all_reduce(
+            jax.lax.stop_gradient(x), op="min", name=me.name("kept")
+        )
+        return (eager.all_reduce(x, name=me.name("loss")) * kept).sum(), most
+
+    gradient, most = jax.grad(beside, has_aux=True)(x)
+    me.expect(np.array(gradient), np.ones(3, np.float32))
+    me.expect(np.array(most), np.full(3, me.size, np.float32))
 
 
 def what_has_no_derivative_is_said(me: Process):
@@ -181,6 +205,9 @@ def what_has_no_derivative_is_said(me: Process):
 
     for words, call in (
         ("none of second order", lambda: jax.grad(lambda x: jax.grad(total)(x))(1.0)),
+        ("no `jax.jvp` or", lambda: jax.jvp(total, (1.0,), (1.0,))),
+        ("no `jax.jvp` or", lambda: jax.jacfwd(total)(1.0)),
+        ("or `jax.vmap`", lambda: jax.vmap(total)(jnp.ones(2))),
         ("`_async` have none", lambda: jax.grad(begun)(1.0)),
         ("`jax.checkpoint`", lambda: jax.grad(jax.checkpoint(total))(1.0)),
     ):
@@ -198,6 +225,7 @@ CHECKS = (
     of_a_scattered_sum_it_is_whole,
     a_tree_and_what_is_beside_it_have_gradients,
     of_a_group_it_is_as_of_its_leaves,
+    reductions_that_are_no_sum_have_no_derivative_and_say_so,
     what_has_no_derivative_is_said,
     averaged_gradients_are_those_of_the_whole_batch,
     inside_of_jit_it_is_said_what_to_use,

@@ -1,8 +1,10 @@
 """Checks of join: ranks that have no more data, and what the others get."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdp import eager
+from jdp.eager import session
 from tests.eager import checks
 from tests.eager.checks import Process, combine, scale
 
@@ -140,7 +142,68 @@ def all_may_join_at_once_and_again(me: Process):
         me.expect_it_works()
 
 
+def who_has_joined_changes_nothing_in_any_dtype(me: Process):
+    names = ("int4", "uint4", "int2", "uint8", "float8_e4m3fn", "float8_e4m3fnuz")
+    names += ("float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn", "bfloat16")
+    ones = {name: np.ones(3, jnp.dtype(name)) for name in names}
+    if me.rank != 0:
+        for op in ("min", "max", "product"):
+            found = eager.all_reduce(ones, op=op, prescale=1.0, name=me.name(op))
+            me.expect(found, ones, op)
+        powers = ones.pop("float8_e8m0fnu")
+        me.expect_error(
+            RuntimeError,
+            ["sum of float8_e8m0fnu, which has no zero", "joined: [0]"],
+            lambda: eager.all_reduce(powers, op="sum", name=me.name("no zero")),
+        )
+        if me.size == 2:
+            found = eager.all_reduce(ones, op="sum", name=me.name("sum"))
+            me.expect(found, ones, "sum")
+    _end(me, 0)
+
+
+def sets_stay_as_they_are_once_a_rank_has_joined(me: Process):
+    first = eager.add_process_set([0])
+    if me.rank != 0:
+        for kind, call in (
+            ("add_process_set", lambda: eager.add_process_set([1])),
+            ("remove_process_set", lambda: eager.remove_process_set(first)),
+        ):
+            words = [kind, "not supported after a rank has joined", "joined: [0]"]
+            me.expect_error(RuntimeError, words, call)
+    _end(me, 0)
+    second = eager.add_process_set([1])
+    me.expect_equal(eager.remove_process_set(second), True)
+    me.expect_equal(eager.remove_process_set(first), True)
+
+
+def what_a_rank_that_has_joined_is_refused_does_not_count(me: Process):
+    engine = session.current_engine()
+    if me.rank == 0:
+        engine._refusal = "This process has called `join`"  # No time to join meanwhile.
+        for call in (
+            eager.barrier,
+            lambda: eager.all_reduce(np.ones(2)),
+            lambda: eager.grouped_all_reduce([np.ones(2)]),
+            lambda: eager.all_to_all(np.ones(me.size)),
+            lambda: eager.broadcast_object(1),
+            lambda: eager.add_process_set([0]),
+        ):
+            me.expect_error(RuntimeError, ["has called `join`"], call)
+        engine._refusal = ""
+    eager.barrier()
+    eager.all_reduce(np.ones(2))
+    eager.grouped_all_reduce([np.ones(2)])
+    eager.all_to_all(np.ones(me.size))
+    eager.broadcast_object(1)
+    eager.remove_process_set(eager.add_process_set([0]))
+    me.expect_it_works()
+
+
 CHECKS = (
+    who_has_joined_changes_nothing_in_any_dtype,
+    sets_stay_as_they_are_once_a_rank_has_joined,
+    what_a_rank_that_has_joined_is_refused_does_not_count,
     who_has_joined_counts_as_zeros_and_the_divisor_stays,
     two_at_once_are_reduced_without_who_has_joined,
     who_has_joined_changes_no_minimum_maximum_or_product,
