@@ -1,6 +1,7 @@
 """Checks of what moves data: gather, broadcast, exchange, and scattered sums."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdp import eager
@@ -309,6 +310,27 @@ def groups_of_rows_come_together_or_not_at_all(me: Process):
     me.expect_it_works()
 
 
+def every_dtype_moves_as_it_is(me: Process):
+    names = ("int4", "uint2", "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn")
+    names += ("bool", "bfloat16", "longdouble", "complex64", "complex128")
+    ones = {name: np.ones((me.size, 3), jnp.dtype(name)) for name in me.only(names)}
+    moved = {
+        "gather": eager.all_gather(
+            {name: x[:1] for name, x in ones.items()}, name=me.name("gather")
+        ),
+        "broadcast": eager.broadcast(ones, root=1, name=me.name("broadcast")),
+        "exchange": {
+            name: eager.all_to_all(x, name=me.name(f"exchange {name}"))
+            for name, x in ones.items()
+        },
+    }
+    for kind, found in moved.items():
+        for name, x in found.items():
+            given = ones[name]
+            is_same = x.shape == given.shape and bool((x == given).all())
+            me.expect_equal((x.dtype, is_same), (given.dtype, True), f"{kind} {name}")
+
+
 GATHERS = (
     equal_arrays_are_concatenated_in_the_order_of_ranks,
     arrays_of_different_lengths_are_concatenated,
@@ -317,6 +339,7 @@ GATHERS = (
     arrays_of_jax_are_gathered_as_such,
 )
 CHECKS = GATHERS + (
+    every_dtype_moves_as_it_is,
     every_root_gives_its_values_and_keeps_them,
     every_bit_of_the_root_arrives,
     arrays_of_jax_are_broadcast_as_such,

@@ -122,6 +122,9 @@ class Xla:
 
     def all_to_all(self, parts: Array) -> Array:
         """See `Implementation`."""
+        dtype = np.dtype(parts.dtype)
+        if isinstance(parts, np.ndarray):
+            parts = _as_bits(parts)
         count, size = parts.shape
 
         def exchange(x: jax.Array) -> jax.Array:
@@ -130,7 +133,8 @@ class Xla:
 
         padded = _pad_columns(parts, _round_up(size))
         out = self._run(("all_to_all",), padded, exchange, varies=True)
-        return out.reshape(count, -1)[:, :size]
+        out = out.reshape(count, -1)[:, :size]
+        return _from_integers(_contiguous(out), dtype)
 
     def broadcast(self, array: Array, root: int) -> Array:
         """See `Implementation`."""
@@ -143,7 +147,9 @@ class Xla:
             return lax.bitcast_convert_type(bits, x.dtype)
 
         kind, dtype = ("broadcast", root), np.dtype(array.dtype)
-        if dtype.kind in "bc":  # Bools and complex numbers have no such cast.
+        if isinstance(array, np.ndarray):
+            array = _as_bits(array)
+        elif dtype.kind in "bc":  # Bools and complex numbers have no such cast.
             array = _as_integers(array)
         out = self._run(kind, _pack([array], _round_up(array.size)), send)
         return _from_integers(out[: array.size], dtype)
@@ -324,6 +330,10 @@ def _reduce_rows(rows: np.ndarray, op: Op) -> np.ndarray:
     out = np.empty(rows.shape[1], rows.dtype)
     shared_buffer.reduce(list(rows), op, out=out)
     return out
+
+
+def _contiguous(array: Array) -> Array:
+    return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array
 
 
 def _from_integers(array: Array, dtype: np.dtype) -> Array:
