@@ -17,12 +17,13 @@ from jdp import (
     differentiation,
     grad_sync,
     gradient_noise,
+    mesh,
     reduction,
     usage_flags,
     weights,
 )
 from jdp.buckets import BucketPlan
-from jdp.differentiation import Local
+from jdp.differentiation import Local, Seed
 from jdp.hooks.base import CommHook
 from jdp.reduction import Packing
 from jdp.types import AllReduce, AxisName, PyTree
@@ -130,10 +131,12 @@ def accumulate_gradients(
             traced.append(_without_arrays(local))
             weigh = functools.partial(_weigh, share, of_samples, own_total)
             weigh_grads = weigh
-            if local.is_weighed:
+            if local.seed is not None:
                 assert objective is not None
                 weigh_grads = functools.partial(
-                    weights.zero_unless, objective.amount > 0
+                    _weigh_seeded,
+                    objective.amount > 0,
+                    _share_of_all(local.seed, weighting if of_all else None, axis_name),
                 )
             add = functools.partial(_add, weigh_grads)
             sums = jax.tree.map(add, sums, local.grads)
@@ -159,13 +162,16 @@ def accumulate_gradients(
             for xs in zip(*(d for _, d in parts), strict=True)
         ]
         facts = traced[-1].facts
+        seed = traced[-1].seed
+        if seed is not None and weighting is not None:
+            seed = _seed_of_all(seed, weighting, of_all, axis_name)
         local = Local(
             loss,
             aux,
             jax.tree.map(_without_integers, sums),
             usage_flags.with_decided(traced[-1].used, decided),
             dataclasses.replace(facts, timeline=facts.timeline.at_the_end()),
-            is_weighed=of_all and traced[-1].is_weighed,
+            seed,
         )
         samples = None
         if find_norms:
@@ -193,7 +199,9 @@ def _without_integers(total: jax.Array) -> Any:
 def _without_arrays(local: Local) -> Local:
     """What outlives the trace of the loop that it was made in."""
     used = None if local.used is None else usage_flags.without_arrays(local.used)
-    return local._replace(loss=None, aux=None, grads=None, used=used)
+    # Of its seed remains which of its parts there are.
+    seed = jax.tree.map(lambda _: None, local.seed)
+    return local._replace(loss=None, aux=None, grads=None, used=used, seed=seed)
 
 
 def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
@@ -250,6 +258,48 @@ def _weigh(
     weighting = Weighting(amount.astype(jnp.float32), "weight")
     weighed = weights.weigh(x, weighting).astype(x.dtype)
     return weights.zero_unless(amount > 0, weighed)
+
+
+def _weigh_seeded(
+    has_data: jax.Array, share: jax.Array | None, x: jax.Array
+) -> jax.Array:
+    """Returns gradients of a weighed loss, times what their micro-batch counts."""
+    if share is not None:
+        wide = weights.wide_dtype(x.dtype)
+        x = (x.astype(wide) * share.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
+    return weights.zero_unless(has_data, x)
+
+
+def _share_of_all(
+    seed: Seed, weighting: Weighting | None, axis_name: AxisName
+) -> jax.Array | None:
+    """Returns what a micro-batch counts whose losses were multiplied by shares of it.
+
+    That is its mean over the replicas with data; with `weighting`, what each replica
+    counts with all its samples, by that mean of all micro-batches.
+    """
+    if seed.totals is None:
+        return None
+    mean = weights.divide(*seed.totals, jnp.float32)
+    if weighting is None:
+        return mean
+    of_all = weights.sum_over_replicas(weighting.amount, axis_name)
+    return mean * weights.divide(of_all.num_active, of_all.amount, jnp.float32)
+
+
+def _seed_of_all(
+    seed: Seed, weighting: Weighting, of_all: bool, axis_name: AxisName
+) -> Seed | None:
+    """Returns how the sum of all micro-batches is weighed, as each of them was."""
+    if seed.totals is None:
+        return Seed(weighting.amount) if of_all else None
+    totals = weights.sum_over_replicas(weighting.amount, axis_name)
+    mean = weights.divide(*totals, jnp.float32)
+    factor = weights.divide(weighting.amount, mean, jnp.float32)
+    if weighting.divide_by == "world":
+        divisor = jnp.float32(mesh.axis_size(axis_name))
+        return Seed(weighting.amount, totals, divisor)
+    return Seed(factor, totals, totals.num_active)
 
 
 def _divisor(total: jax.Array | None) -> jax.Array:

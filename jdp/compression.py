@@ -33,6 +33,7 @@ def mean_over_replicas(
     hook_state: PyTree = None,
     weighting: Weighting | None = None,
     is_weighed: bool = False,
+    divisor: jax.Array | None = None,
     riders: Sequence[jax.Array] = (),
     done: Collection[int] = (),
 ) -> Means:
@@ -59,6 +60,7 @@ def mean_over_replicas(
             options,
             weighting=weighting,
             is_weighed=is_weighed,
+            divisor=divisor,
             riders=riders,
             done=done,
         )
@@ -68,7 +70,7 @@ def mean_over_replicas(
     avals = avals_of(plan, bucketed)
     hook_state = _check_state(hook, avals, hook_state)
     found, total = reduction.mean_of_riders(riders, options, weighting)
-    share = find_share(weighting, is_weighed, total, options)
+    share = find_share(weighting, is_weighed, total, options, divisor)
     packed = [
         scale(buckets.pack([leaves[i].astype(aval.dtype) for i in bucket]), share)
         for bucket, aval in zip(bucketed, avals, strict=True)
@@ -115,17 +117,22 @@ def find_share(
     is_weighed: bool,
     total: jax.Array | int,
     options: Options,
+    divisor: jax.Array | None = None,
 ) -> Share | None:
-    """Returns n w / W, or 1 / w of it where gradients are times w; None if it is 1."""
+    """Returns n w / W, or 1 / w of it where gradients are times w; None if it is 1.
+
+    With `divisor`, of gradients that are weighed, n / `divisor`.
+    """
     if weighting is None:
         return None
     num_replicas = mesh.axis_size(options.axis_name)
     has_data = weighting.amount > 0
-    if weighting.divide_by == "world":
+    if weighting.divide_by == "world" and divisor is None:
         return Share(jnp.where(has_data, 1.0, 0.0), has_data)
     amount = 1.0 if is_weighed else weighting.amount
-    divisor = jnp.where(jnp.equal(total, 0), 1, total)
-    factor = (amount * num_replicas / divisor).astype(jnp.float32)
+    by = total if divisor is None else divisor
+    by = jnp.where(jnp.equal(by, 0), 1, by)
+    factor = (amount * num_replicas / by).astype(jnp.float32)
     return Share(factor, has_data)
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jdp import layer_sync, mesh, recording, reduction, weights
-from jdp.backward.loss import LossProgram, trace_loss
+from jdp.backward import exchange
+from jdp.backward.loss import LossProgram, is_of_synced_batch_norm, trace_loss
 from jdp.recording import LossFacts
 from jdp.types import AxisName, PyTree
-from jdp.weights import Weighting
+from jdp.weights import Totals, Weighting
 
 
 class Local(NamedTuple):
@@ -22,7 +24,18 @@ class Local(NamedTuple):
     grads: PyTree
     used: PyTree | None  # with `find_unused`.
     facts: LossFacts
-    is_weighed: bool = False  # whether gradients are times what the replica counts.
+    seed: "Seed | None" = None  # what the loss was weighed by; None: by nothing.
+
+
+class Seed(NamedTuple):
+    """What a loss was multiplied by before its backward pass, to be weighed."""
+
+    factor: jax.Array  # floating (): the cotangent that the loss got.
+    # What all count together, where `factor` is what the replica counts by the mean of
+    # those with data; None where it is what the replica counts.
+    totals: Totals | None = None
+    # What divides the sum of the gradients; None: what all count together.
+    divisor: jax.Array | None = None
 
 
 def differentiate(
@@ -56,6 +69,12 @@ def differentiate(
         own = _only_cast_others(params, own, program.synced_in_backward)
         program = trace(own)
 
+    facts = dataclasses.replace(facts_of(program, axis_name), finds_unused=find_unused)
+    factor, seed = _find_seed(program, facts, weighting, axis_name)
+    if facts.has_exchanges and factor is not None:
+        names = mesh.as_axis_names(axis_name)
+        program = program.gated(own, factor > 0, names)
+
     def run(params: PyTree) -> tuple[jax.Array, Any]:
         if find_unused:
             loss, aux, used = program.evaluate_marked(params)
@@ -64,30 +83,59 @@ def differentiate(
         # A loss that `loss_fn` averaged over the replicas itself counts on each.
         loss = reduction.cast_varying(loss, axis_name)
         objective = loss
-        if is_weighed:
-            assert weighting is not None
-            objective = weights.weigh(loss, weighting)
+        if factor is not None:
+            # Only its cotangent matters, which has the factor in the dtype of the loss.
+            wide = weights.wide_dtype(loss.dtype)
+            objective = loss.astype(wide) * factor.astype(wide)
         return objective, (loss, aux, used)
 
-    # To multiply the loss costs nothing, to multiply all gradients a fifth of a step on
-    # CPU. What is reduced in the backward pass is weighed there.
-    is_weighed = (
-        weighting is not None
-        and weighting.divide_by == "weight"
-        and not reduction.is_alone(axis_name)
-        and not program.markers
-        # Through statistics of all samples, a loss reaches other replicas' gradients.
-        and (program.is_scalable or bool(program.synced_batch_norms))
-    )
     grad_fn = jax.value_and_grad(run, has_aux=True, allow_int=allow_int)
     (_, (loss, aux, used)), grads = grad_fn(own)
-    facts = dataclasses.replace(facts_of(program), finds_unused=find_unused)
     recording.add_loss(facts)
-    return Local(loss, aux, grads, used, facts, is_weighed)
+    return Local(loss, aux, grads, used, facts, seed)
 
 
-def facts_of(program: LossProgram) -> LossFacts:
+def _find_seed(
+    program: LossProgram,
+    facts: LossFacts,
+    weighting: Weighting | None,
+    axis_name: AxisName,
+) -> tuple[jax.Array | None, Seed | None]:
+    """Returns what the loss is multiplied by, None for 1, and if that weighs it.
+
+    To multiply the loss costs nothing, to multiply all gradients a fifth of a step on
+    CPU. But where the backward pass is not linear, or ends its range before float32
+    does, or reduces by itself, gradients are weighed afterwards.
+
+    Not so where gradients go through a collective: what comes of it belongs to the
+    losses of several replicas. There each loss is multiplied by its share, which is
+    exactly 1 where all that have data count the same.
+    """
+    # Gradients that stay local are weighed later, but a `jdp.Join` knows who has data.
+    known = weighting or weights.resolve(None, "weight")
+    if known is None or reduction.is_alone(axis_name):
+        return None, None
+    amount = reduction.cast_varying(known.amount, axis_name)
+    if facts.has_exchanges:
+        is_binary = known.divide_by != "weight" or weights.is_ambient(known)
+        if is_binary or program.markers:
+            return (amount > 0).astype(jnp.float32), None
+        totals = weights.sum_over_replicas(amount, axis_name)
+        mean = weights.divide(*totals, jnp.float32)
+        factor = weights.divide(amount, mean, jnp.float32)
+        return factor, Seed(factor, totals, totals.num_active)
+    if weighting is None or weighting.divide_by != "weight" or program.markers:
+        return None, None
+    if not program.is_scalable or program.has_custom_backward:
+        return None, None
+    return amount, Seed(amount)
+
+
+def facts_of(program: LossProgram, axis_name: AxisName = "data") -> LossFacts:
     """Returns what the program of a loss tells."""
+    exchanges = program.exchanges(mesh.as_axis_names(axis_name))
+    synced = [eqn for eqn in exchanges if is_of_synced_batch_norm(eqn)]
+    others = [eqn for eqn in exchanges if not is_of_synced_batch_norm(eqn)]
     return LossFacts(
         tuple(program.paths),
         program.timeline,
@@ -95,7 +143,9 @@ def facts_of(program: LossProgram) -> LossFacts:
         program.undecided,
         program.synced_in_backward,
         program.batch_norms,
-        program.synced_batch_norms,
+        tuple(dict.fromkeys(str(eqn.source_info.name_stack) for eqn in synced)),
+        tuple(dict.fromkeys(map(exchange.describe, others))),
+        bool(exchanges),
     )
 
 

@@ -311,7 +311,7 @@ def sync_local(
         riders.append(usage_flags.as_rider(decided, local.loss.dtype))
     if samples is not None:
         check_is_local(local, "find_norms")
-        factor = weighting.amount if weighting and local.is_weighed else None
+        factor = None if local.seed is None else local.seed.factor
         riders.append(
             gradient_noise.as_rider(local.grads, samples, local.loss.dtype, factor)
         )
@@ -327,12 +327,18 @@ def sync_local(
         options,
         hook_state=hook_state,
         weighting=weighting,
-        is_weighed=local.is_weighed,
+        is_weighed=local.seed is not None,
+        divisor=None if local.seed is None else local.seed.divisor,
         riders=riders,
         done=done,
     )
     _record_weighted(
-        options, weighting, riders, local.facts, done, is_weighed=local.is_weighed
+        options,
+        weighting,
+        riders,
+        local.facts,
+        done,
+        is_weighed=local.seed is not None,
     )
     if decided:
         used = usage_flags.from_rider(used, means.riders[1])
@@ -376,16 +382,24 @@ def _record_weighted(
     *,
     is_weighed: bool,
 ) -> None:
-    is_weighed_late = (
+    is_weighed_by_hand = (
         weighting is not None
-        and weighting.divide_by == "weight"
         and not weights.is_ambient(weighting)
         and not is_weighed
         and not reduction.is_alone(options.axis_name)
     )
+    by_samples = weighting is not None and weighting.divide_by == "weight"
     weights.note(weighting)
     divide_by = None if weighting is None else weighting.divide_by
-    record(options, divide_by, riders, facts, done, is_weighed_late=is_weighed_late)
+    record(
+        options,
+        divide_by,
+        riders,
+        facts,
+        done,
+        is_weighed_late=is_weighed_by_hand and by_samples,
+        is_weighed_blindly=is_weighed_by_hand and facts is None,
+    )
 
 
 def record(
@@ -396,6 +410,7 @@ def record(
     done: Collection[int],
     *,
     is_weighed_late: bool = False,
+    is_weighed_blindly: bool = False,
 ) -> None:
     """Notes what a step synchronises; the options must have a plan."""
     assert options.plan is not None
@@ -415,6 +430,7 @@ def record(
             divide_by=divide_by,
             loss=facts,
             is_weighed_late=is_weighed_late,
+            is_weighed_blindly=is_weighed_blindly,
         )
     )
 

@@ -22,6 +22,8 @@ class LossFacts:
     synced_in_backward: tuple[int, ...]
     batch_norms: tuple[str, ...]  # scopes of Flax's own; "" where there is none.
     synced_batch_norms: tuple[str, ...]  # the same of those of jdp.
+    exchanges: tuple[str, ...]  # other collectives that gradients go through.
+    has_exchanges: bool  # whether there are collectives of either kind.
     finds_unused: bool = False  # whether the caller asked what was used.
 
 
@@ -39,6 +41,9 @@ class Synchronization:
     divide_by: str | None  # "weight", "active" or "world"; None without weights.
     loss: LossFacts | None  # None where only gradients were given.
     is_weighed_late: bool = False  # by a replica's number of samples, after backward.
+    # Whether weights were given that the backward pass did not know at all, not even
+    # of which replicas they are zero.
+    is_weighed_blindly: bool = False
 
 
 @dataclasses.dataclass
@@ -142,7 +147,18 @@ def warn_of_batch_norms(losses: Sequence[LossFacts]) -> None:
 def warn_of_late_weights(
     made: Sequence[Synchronization], losses: Sequence[LossFacts]
 ) -> None:
-    """Warns of weights that a gradient through the statistics of all comes before."""
+    """Warns of weights that come after gradients through values of all replicas."""
+    exchanges = list(dict.fromkeys(e for facts in losses for e in facts.exchanges))
+    if exchanges and any(x.is_weighed_late or x.is_weighed_blindly for x in made):
+        warnings.warn(
+            "Gradients are weighed after the backward pass of a loss with a collective "
+            f"in it: {', '.join(exchanges[:3])}. Through it the gradient of each "
+            "replica comes from the losses of all, which counted the same there, those "
+            "without data too. Use `jdp.value_and_grad(weight=...)`, which weighs the "
+            "losses, in place of `jdp.local_gradients` and `weight=` afterwards, "
+            "without `jdp.sync_in_backward`.",
+            stacklevel=2,
+        )
     scopes = sorted({scope for facts in losses for scope in facts.synced_batch_norms})
     if not scopes or not any(each.is_weighed_late for each in made):
         return

@@ -133,6 +133,7 @@ def mean_over_replicas(
     *,
     weighting: Weighting | None = None,
     is_weighed: bool = False,
+    divisor: jax.Array | None = None,
     riders: Sequence[jax.Array] = (),
     done: Collection[int] = (),
 ) -> tuple[PyTree, list[jax.Array], jax.Array | int]:
@@ -144,6 +145,7 @@ def mean_over_replicas(
       weighting: how much each replica counts; None: all the same.
       is_weighed: whether the gradients are times that already; NaN times zero is
         still a zero here.
+      divisor: what divides the sum of weighed gradients; None: as `weighting` says.
       riders: further arrays; each travels in the first bucket of its dtype. They are
         averaged over the replicas with data, whatever divides the gradients.
       done: leaf indices of gradients that were averaged before, in the backward pass.
@@ -162,19 +164,21 @@ def mean_over_replicas(
     if is_alone(axis_name):
         return _alone(grads, bucketed, riders, weighting)
     weighting = _cast_varying_amount(weighting, axis_name)
-    keep = weighting is None or is_weighed
     groups = [[leaves[i] for i in bucket] for bucket in bucketed]
-    groups = groups if keep else [_weigh(group, weighting) for group in groups]
+    if not is_weighed:
+        groups = [_weigh(group, weighting) for group in groups]
+    elif divisor is not None:
+        groups = [[weights.widen(x) for x in group] for group in groups]
     own = _weigh(cast_varying(list(riders), axis_name), weighting)
     seats = [_seat(groups, rider) for rider in own]
-    sums, total = _sum_groups(groups, num_replicas, options, weighting)
+    sums, total = _sum_groups(groups, num_replicas, options, weighting, divisor is None)
     by_world = weighting is not None and weighting.divide_by == "world"
-    divisor = num_replicas if by_world else total
+    by = (num_replicas if by_world else total) if divisor is None else divisor
     synced = list(leaves)  # keeps the leaves that are in no bucket.
     # What rides comes after the gradients: in groups of its own, and within a group.
     for bucket, group in zip(bucketed, sums[: len(bucketed)], strict=True):
         for i, x in zip(bucket, group.arrays[: len(bucket)], strict=True):
-            synced[i] = _divide(x, group.is_mean, divisor, leaves[i].dtype)
+            synced[i] = _divide(x, group.is_mean, by, leaves[i].dtype)
     means = [
         _divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
         for (g, k), rider in zip(seats, riders, strict=True)
@@ -273,8 +277,9 @@ def _sum_groups(
     num_replicas: int,
     options: Options,
     weighting: Weighting | None,
+    by_total: bool = True,
 ) -> tuple[list[_Reduced], jax.Array | int]:
-    """Sums weighed arrays, each group in one collective.
+    """Sums weighed arrays, each group in one collective; if `by_total`, to be divided.
 
     Returns:
       The sums, and what divides them to the mean: what all replicas count together,
@@ -289,19 +294,18 @@ def _sum_groups(
             return None if _is_divided_before(group[0]) else 1.0 / num_replicas
 
         return _reduce(groups, options, None, find_scale), num_replicas
-    amount, by_world = weighting.amount, weighting.divide_by == "world"
     # The total rides in the first group that it fits in, or in one of its own.
-    fitting = [g for g, group in enumerate(groups) if _vary_alike(group[0], amount)]
+    fitting = [g for g, x in enumerate(groups) if _vary_alike(x[0], weighting.amount)]
     seat = fitting[0] if fitting else len(groups)
     groups = [*groups] if fitting else [*groups, []]
     dtype = groups[seat][0].dtype if fitting else jnp.float32
-    groups[seat] = [*groups[seat], weights.encode(amount, dtype, options.axis_name)]
+    encoded = weights.encode(weighting.amount, dtype, options.axis_name)
+    groups[seat] = [*groups[seat], encoded]
 
     def find_inverse(
         _: list[jax.Array], reduced: list[_Reduced]
     ) -> jax.typing.ArrayLike | None:
-        # By the world, gradients and what rides with them have two divisors.
-        if len(reduced) <= seat or by_world:
+        if len(reduced) <= seat or not by_total or weighting.divide_by == "world":
             return None
         total = weights.decode(reduced[seat].arrays[-1])
         return weights.divide(jnp.ones(()), total, jnp.float32)

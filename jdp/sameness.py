@@ -17,44 +17,9 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat, sources
-from jdp.backward import flow
+from jdp.backward import exchange, flow
+from jdp.backward.exchange import line_of
 
-# They leave the same value on all replicas of their axes.
-_UNITING = frozenset(
-    {
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "jdp_replicated",
-        "pbroadcast",
-        "pmax",
-        "pmin",
-        "psum",
-        "psum_invariant",
-    }
-)
-# They leave each replica with another value.
-_MOVING = frozenset(
-    {
-        "all_to_all",
-        "pbroadcast_dynamic",
-        "ppermute",
-        "precv",
-        "psend",
-        "ragged_all_to_all",
-        "reduce_scatter",
-        "unreduced_pmax",
-        "unreduced_pmin",
-        "unreduced_psum",
-        "unreduced_reduce_scatter",
-    }
-)
-# Their names in `jax.lax`, where it is another.
-_PUBLIC_NAMES = {
-    "all_gather_invariant": "all_gather",
-    "psum_invariant": "psum",
-    "reduce_scatter": "psum_scatter",
-}
 # Primitives that run one jaxpr on their own operands.
 _CALLS = (
     flow.CALLS
@@ -109,12 +74,6 @@ def line_of_output(jaxpr: Any, index: int) -> str:
         if any(out is var for out in eqn.outvars):
             return line_of(eqn)
     return ""
-
-
-def line_of(eqn: Any) -> str:
-    """Returns where the user's source makes an equation: " (file.py:12)", or ""."""
-    line = compat.user_line(eqn)
-    return "" if line is None else f" ({line})"
 
 
 class _Followed(NamedTuple):
@@ -216,7 +175,7 @@ class _Analysis:
 
     def expected(self, eqn: Any, entering: list[int]) -> Any:
         """Follows what must be the same, and refuses it if it cannot be."""
-        axes = self.mask(_axes_of(eqn))
+        axes = self.mask(exchange.axes_of(eqn))
         if self.spread(entering[0] & (axes | axes << len(self._names))).is_local:
             raise ValueError(eqn.params["message"])
         return entering, entering
@@ -225,7 +184,7 @@ class _Analysis:
         """Follows a reduction, or a gathering, over some of the axes."""
         if _has_groups(eqn):
             return self.moving(eqn, entering)
-        axes = self.mask(_axes_of(eqn))
+        axes = self.mask(exchange.axes_of(eqn))
         kept = ~(axes | axes << len(self._names))
         leaving = [x & kept if x & kept & self._all else 0 for x in entering]
         if len(leaving) != len(eqn.outvars):
@@ -234,7 +193,7 @@ class _Analysis:
 
     def moving(self, eqn: Any, entering: list[int]) -> Any:
         """Follows what gives each replica of some axes another value."""
-        axes = self.mask(_axes_of(eqn))
+        axes = self.mask(exchange.axes_of(eqn))
         leaving, after = self.plain(eqn, entering)
         return [x | axes | axes << len(self._names) for x in leaving], after
 
@@ -342,7 +301,7 @@ class _Analysis:
     def _source(self, eqn: Any) -> int:
         """How an equation's results differ by themselves, whatever enters it."""
         if eqn.primitive.name == "axis_index":
-            return self.mask(_axes_of(eqn))
+            return self.mask(exchange.axes_of(eqn))
         return self._external if sources.is_external(eqn) else 0
 
     def _sources_in(self, jaxpr: Any) -> int:
@@ -361,9 +320,9 @@ class _Analysis:
         if id(jaxpr) not in self._met:
             found = []
             for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
-                name = _stem(eqn)
-                if name in _UNITING or name in _MOVING:
-                    mask = self.mask(_axes_of(eqn))
+                name = exchange.stem(eqn)
+                if name in exchange.UNITING or name in exchange.MOVING:
+                    mask = self.mask(exchange.axes_of(eqn))
                     found += [_Met(eqn, mask)] if mask else []
                 elif name in sources.OPAQUE and sources.is_of_collective(eqn):
                     found.append(_Met(eqn, self._all))
@@ -421,7 +380,10 @@ def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any
     rules |= dict.fromkeys(_CALLS, analysis.call)
     rules |= dict.fromkeys(_ELEMENT_BY_ELEMENT, analysis.one_by_one)
     rules |= dict.fromkeys(sources.OPAQUE, analysis.opaque)
-    for names, rule in ((_UNITING, analysis.uniting), (_MOVING, analysis.moving)):
+    for names, rule in (
+        (exchange.UNITING, analysis.uniting),
+        (exchange.MOVING, analysis.moving),
+    ):
         rules |= dict.fromkeys(names, rule)
         rules |= {f"{name}_start": rule for name in names}
     return rules
@@ -445,15 +407,6 @@ def _changed_carries(body: Any, num_consts: int, num_carries: int) -> list[int]:
     ]
 
 
-def _stem(eqn: Any) -> str:
-    return eqn.primitive.name.removesuffix("_start")
-
-
-def _axes_of(eqn: Any) -> tuple[Any, ...]:
-    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(names) if isinstance(names, tuple | list | frozenset) else (names,)
-
-
 def _has_groups(eqn: Any) -> bool:
     groups = eqn.params.get("axis_index_groups")
     return groups is not None and len(groups) > 1
@@ -461,7 +414,7 @@ def _has_groups(eqn: Any) -> bool:
 
 def _describe(eqn: Any) -> str:
     """The name of a collective, and of the function of jdp that called it."""
-    name = _PUBLIC_NAMES.get(_stem(eqn), _stem(eqn))
+    name = exchange.public_name(eqn)
     caller = compat.library_caller(eqn)
     if caller is None:
         return f"`lax.{name}`"

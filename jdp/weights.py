@@ -144,18 +144,37 @@ def note(weighting: Weighting | None) -> None:
         current.note(weighting)
 
 
+class Totals(NamedTuple):
+    """What the replicas count together."""
+
+    amount: jax.Array  # float32 ().
+    num_active: jax.Array  # float32 (): the replicas with data.
+
+
+def sum_over_replicas(amount: jax.Array, axis_name: AxisName) -> Totals:
+    """Returns the totals of `amount`, float32 (), by a small collective."""
+    pair = jnp.stack([amount, (amount > 0).astype(amount.dtype)])
+    missing = mesh.tracked_axes(axis_name) - compat.varying_axes(pair)
+    return Totals(*lax.psum(compat.cast_varying(pair, sorted(missing)), axis_name))
+
+
 def weigh(x: jax.Array, weighting: Weighting) -> jax.Array:
     """Returns `x` times what its replica counts; for 0, NaN may come of it.
 
     Types narrower than 32 bits come back as float32, but for bfloat16: their range
     ends where the sum of a few samples' gradients may lie.
     """
+    if weighting.divide_by != "weight":
+        return widen(x)
     wide = wide_dtype(x.dtype)
-    dtype = x.dtype if x.dtype == jnp.bfloat16 else wide
-    if weighting.divide_by == "weight":
-        # Rounded to bfloat16 once.
-        x = x.astype(wide) * weighting.amount.astype(jnp.finfo(wide).dtype)
-    return x.astype(dtype)
+    product = x.astype(wide) * weighting.amount.astype(jnp.finfo(wide).dtype)
+    # Rounded to bfloat16 once.
+    return product.astype(x.dtype) if x.dtype == jnp.bfloat16 else product
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Returns `x`, in float32 if its type is narrow and no bfloat16."""
+    return x if x.dtype == jnp.bfloat16 else x.astype(wide_dtype(x.dtype))
 
 
 def zero_unless(has_data: jax.Array, x: jax.Array) -> jax.Array:

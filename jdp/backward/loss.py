@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from jdp import buckets, compat
-from jdp.backward import order, usage
+from jdp.backward import flow, order, usage
 from jdp.backward.evaluation import ProgramRunner
+from jdp.backward.exchange import ExchangeAnalysis, GatedEvaluation
 from jdp.backward.flow import FlowAnalysis, Sets, is_differentiable, open_jaxpr
 from jdp.backward.injection import InjectionAnalysis
 from jdp.backward.order import Timeline
@@ -82,13 +83,35 @@ class LossProgram:
         return self._scopes(_is_of_batch_norm)
 
     @functools.cached_property
-    def synced_batch_norms(self) -> tuple[str, ...]:
-        """The name scopes in which `jdp.batch_norm` reduces over replicas.
+    def has_custom_backward(self) -> bool:
+        """Whether a gradient need not be linear in the loss, by a `custom_vjp`.
 
-        There the gradient of one replica depends on the losses of the others, so that
-        to weigh these afterwards is too late.
+        Of such a rule, as one that clips gradients, a multiple of the loss has not the
+        multiple of the gradients.
         """
-        return self._scopes(_is_of_synced_batch_norm)
+        found = _find_equations(self.jaxpr.jaxpr, _has_custom_backward, flow.is_marker)
+        return any(True for _ in found)
+
+    def exchanges(self, axis_names: Collection[str]) -> list[Any]:
+        """The collectives over these axes that gradients go through."""
+        found = ExchangeAnalysis(self._analysis, axis_names, with_casts=False)
+        if self._analysis.has_references:  # What goes through memory is not followed.
+            return found.in_jaxpr(self.jaxpr)
+        inputs = [Sets(1 << i, 1 << i) for i in self._indices]
+        return list(found.on_path(self.jaxpr, inputs, live=1))
+
+    def gated(
+        self, params: PyTree, has_data: jax.Array, axis_names: Collection[str]
+    ) -> "LossProgram":
+        """The same, but a replica without data sends others no cotangent."""
+        analysis = ExchangeAnalysis(self._analysis, axis_names, with_casts=True)
+        evaluation = GatedEvaluation(analysis, has_data)
+
+        def run(*leaves: jax.Array) -> list[Any]:
+            return evaluation.run(self.jaxpr, leaves)
+
+        made = jax.make_jaxpr(run)(*jax.tree.leaves(params))
+        return dataclasses.replace(self, jaxpr=made)
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -301,17 +324,27 @@ def _has_narrow_range(jaxpr: Any) -> bool:
     return any(_has_narrow_range(open_jaxpr(x)[0]) for x in inner)
 
 
-def _find_equations(jaxpr: Any, is_match: Callable[[Any], bool]) -> Iterator[Any]:
+def _find_equations(
+    jaxpr: Any,
+    is_match: Callable[[Any], bool],
+    is_closed: Callable[[Any], bool] = lambda eqn: False,
+) -> Iterator[Any]:
+    """The equations at any depth that match; not those in a closed one."""
     for eqn in jaxpr.eqns:
+        if is_closed(eqn):
+            continue
         for inner in jaxprs_in_params(eqn.params):
-            yield from _find_equations(open_jaxpr(inner)[0], is_match)
+            yield from _find_equations(open_jaxpr(inner)[0], is_match, is_closed)
         if is_match(eqn):
             yield eqn
 
 
-def _is_of_synced_batch_norm(eqn: Any) -> bool:
-    if eqn.primitive.name not in ("psum", "psum_invariant"):
-        return False
+def _has_custom_backward(eqn: Any) -> bool:
+    return eqn.primitive.name == "custom_vjp_call"
+
+
+def is_of_synced_batch_norm(eqn: Any) -> bool:
+    """Whether `jdp.batch_norm` made a collective."""
     return any(file.endswith("jdp/batch_norm.py") for file, _ in compat.frames_of(eqn))
 
 

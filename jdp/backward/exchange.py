@@ -1,0 +1,260 @@
+"""Exchange: where a loss sends values to other replicas, and hears of theirs.
+
+Through such a collective the gradient of one replica depends on the losses of others.
+So what each of these counts must be known before the backward pass, and a replica that
+counts for nothing must send no cotangent, not even NaN.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Literal, jaxprs_in_params
+
+from jdp import compat, sources
+from jdp.backward import flow, injection
+from jdp.backward.flow import FlowAnalysis, Sets
+from jdp.backward.injection import InjectionAnalysis
+
+# They leave the same value on all replicas of their axes.
+UNITING = frozenset(
+    {
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "jdp_replicated",
+        "pbroadcast",
+        "pmax",
+        "pmin",
+        "psum",
+        "psum_invariant",
+    }
+)
+# They leave each replica with another value.
+MOVING = frozenset(
+    {
+        "all_to_all",
+        "pbroadcast_dynamic",
+        "ppermute",
+        "precv",
+        "psend",
+        "ragged_all_to_all",
+        "reduce_scatter",
+        "unreduced_pmax",
+        "unreduced_pmin",
+        "unreduced_psum",
+        "unreduced_reduce_scatter",
+    }
+)
+# Where JAX tracks by type what varies, the transposes of these sum over the replicas.
+_CASTS = frozenset({"pcast", "pvary"})
+# Their names in `jax.lax`, where it is another.
+_PUBLIC_NAMES = {
+    "all_gather_invariant": "all_gather",
+    "psum_invariant": "psum",
+    "reduce_scatter": "psum_scatter",
+}
+
+
+def stem(eqn: Any) -> str:
+    """The name of a primitive, without what tells that it runs in the background."""
+    return eqn.primitive.name.removesuffix("_start")
+
+
+def public_name(eqn: Any) -> str:
+    """The name of a collective in `jax.lax`."""
+    return _PUBLIC_NAMES.get(stem(eqn), stem(eqn))
+
+
+def axes_of(eqn: Any) -> tuple[Any, ...]:
+    """The axes that a collective is over."""
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(names) if isinstance(names, tuple | list | frozenset) else (names,)
+
+
+def line_of(eqn: Any) -> str:
+    """Returns where the user's source makes an equation: " (file.py:12)", or ""."""
+    line = compat.user_line(eqn)
+    return "" if line is None else f" ({line})"
+
+
+def describe(eqn: Any) -> str:
+    """Returns what a collective is, for a message."""
+    if stem(eqn) in sources.OPAQUE:
+        return f"`jdp.{compat.library_caller(eqn)}`{line_of(eqn)}"
+    return f"`lax.{public_name(eqn)}`{line_of(eqn)}"
+
+
+class ExchangeAnalysis:
+    """Finds what is exchanged over some axes, in each jaxpr once.
+
+    With `with_casts` the casts whose transposes sum over the axes count too.
+    """
+
+    def __init__(
+        self, flows: FlowAnalysis, axis_names: Collection[str], *, with_casts: bool
+    ):
+        """Takes the flows of gradients."""
+        self._flows = flows
+        self._axis_names = frozenset(axis_names)
+        self._names = UNITING | MOVING | (_CASTS if with_casts else frozenset())
+        # By the ids of jaxprs, which are kept so that these stay taken.
+        self._known: dict[tuple[int, bool], tuple[Any, list[Any]]] = {}
+
+    def met_in(self, eqn: Any, *, with_rules: bool = True) -> list[Any]:
+        """The collectives that an equation is, or has within, or in its derivative.
+
+        With `with_rules` that is looked at; a derivative has none that anyone runs.
+        """
+        if flow.is_marker(eqn):  # It averages gradients, and counts by itself.
+            return []
+        name = stem(eqn)
+        is_own = name in sources.OPAQUE and sources.is_of_collective(eqn)
+        if is_own or (name in self._names and self._axis_names & {*axes_of(eqn)}):
+            return [eqn]
+        found: list[Any] = []
+        for inner in jaxprs_in_params(eqn.params):
+            found += self.in_jaxpr(inner, with_rules=with_rules)
+        if with_rules and name in flow.CUSTOM_RULES:
+            made = self._flows.derivative(eqn)
+            found += self.in_jaxpr(made.jaxpr, with_rules=False)
+        return found
+
+    def in_jaxpr(self, jaxpr: Any, *, with_rules: bool = True) -> list[Any]:
+        """The collectives in a jaxpr, at any depth."""
+        key = id(jaxpr), with_rules
+        if key not in self._known:
+            found: list[Any] = []
+            for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
+                found += self.met_in(eqn, with_rules=with_rules)
+            self._known[key] = jaxpr, found
+        return self._known[key][1]
+
+    def on_path(self, jaxpr: Any, inputs: Sequence[Sets], live: int) -> Iterator[Any]:
+        """The collectives that gradients go through, from live outputs to inputs.
+
+        Args:
+          jaxpr: open or closed.
+          inputs: the sets that enter it; empty for what is no parameter.
+          live: the outputs that get a cotangent, a bit each.
+        """
+        if not self.in_jaxpr(jaxpr):
+            return
+        body, _ = flow.open_jaxpr(jaxpr)
+        sets = self._flows.sets_of_values(body, inputs)
+        injections = InjectionAnalysis(self._flows)
+        live_values = injections.live_values(body, live)
+        for eqn in body.eqns:
+            bits = injection.bits_of(eqn.outvars, live_values)
+            entering = [injection.read(sets, v) for v in eqn.invars]
+            if not bits or not any(s.may for s in entering):
+                continue
+            name = eqn.primitive.name
+            if flow.is_marker(eqn) or not self.met_in(eqn):
+                continue
+            if name in flow.CALLS:
+                yield from self.on_path(flow.called_jaxpr(eqn), entering, bits)
+            elif name == "cond":
+                for branch in eqn.params["branches"]:
+                    yield from self.on_path(branch, entering[1:], bits)
+            elif name == "scan":
+                loop = flow.loop_shape(eqn)
+                first, end = loop.num_consts, loop.num_consts + loop.num_carries
+                entering[first:end] = self._flows.carry_sets(eqn, entering)
+                bits = injections.body_live(eqn, bits)
+                yield from self.on_path(loop.body, entering, bits)
+            else:
+                yield from self.met_in(eqn)
+
+
+class GatedEvaluation:
+    """Runs a jaxpr such that replicas without data send the others no cotangent.
+
+    Such a replica takes what collectives return for constants. Its own loss may divide
+    by zero, and a cotangent of NaN would reach all others.
+
+    Args:
+      exchanges: finds the collectives, casts too.
+      has_data: bool (), whether this replica has data.
+    """
+
+    def __init__(self, exchanges: ExchangeAnalysis, has_data: jax.Array):
+        """See the class."""
+        self._exchanges = exchanges
+        self._has_data = has_data
+        self._varying = compat.varying_axes(has_data)
+
+    def run(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+        """Runs `jaxpr`, open or closed."""
+        body, consts = flow.open_jaxpr(jaxpr)
+        known: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
+        known |= zip(body.invars, values, strict=True)
+
+        def value(var: Any) -> Any:
+            return var.val if isinstance(var, Literal) else known[var]
+
+        for eqn in body.eqns:
+            operands = [value(v) for v in eqn.invars]
+            if self._exchanges.met_in(eqn):
+                results = self._run_equation(eqn, operands)
+            else:
+                results = compat.bind_equation(eqn, operands)
+            known |= zip(eqn.outvars, results, strict=True)
+        return [value(v) for v in body.outvars]
+
+    def _run_equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name == "cond":
+            branches = [self._runner(b) for b in eqn.params["branches"]]
+            with compat.inside_equation(eqn):
+                return lax.switch(operands[0], branches, *operands[1:])
+        if name == "scan":
+            with compat.inside_equation(eqn):
+                return self._run_scan(eqn, operands)
+        if name in flow.CALLS:
+            run = self._runner(flow.called_jaxpr(eqn))
+            if "policy" in eqn.params:
+                run = jax.checkpoint(
+                    run,
+                    prevent_cse=eqn.params["prevent_cse"],
+                    policy=eqn.params["policy"],
+                )
+            with compat.inside_equation(eqn):
+                return run(*operands)
+        # A collective, or what has one within and a derivative of its own.
+        results = compat.bind_equation(eqn, operands)
+        return [
+            self._gate(x) if flow.is_differentiable(var) else x
+            for x, var in zip(results, eqn.outvars, strict=True)
+        ]
+
+    def _run_scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        loop = flow.loop_shape(eqn)
+        first, end = loop.num_consts, loop.num_consts + loop.num_carries
+
+        def body(carries: list[Any], xs: list[Any]) -> Any:
+            results = self.run(loop.body, [*operands[:first], *carries, *xs])
+            return results[: loop.num_carries], results[loop.num_carries :]
+
+        carries, stacked = lax.scan(
+            body,
+            operands[first:end],
+            operands[end:],
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*carries, *stacked]
+
+    def _runner(self, jaxpr: Any) -> Callable[..., list[Any]]:
+        def run(*operands: Any) -> list[Any]:
+            return self.run(jaxpr, operands)
+
+        return run
+
+    def _gate(self, x: jax.Array) -> jax.Array:
+        # By its type it is the same on all replicas, and so is its cotangent.
+        if not self._varying <= compat.varying_axes(x):
+            return x
+        return lax.select_n(self._has_data, lax.stop_gradient(x), x)
