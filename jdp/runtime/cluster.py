@@ -21,6 +21,7 @@ from jdp.runtime import (
     lifeline,
     roll_call,
     roll_call_sockets,
+    sigterm,
     worker,
 )
 from jdp.runtime.environment import LaunchEnvironment
@@ -259,9 +260,10 @@ def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.M
             job_key.VARIABLE,
         )
     _choose_devices(place, options)
-    coordination.start(
-        place.process_id, place.num_processes, address, meeting, options.timeout_s
-    )
+    with sigterm.kept():
+        coordination.start(
+            place.process_id, place.num_processes, address, meeting, options.timeout_s
+        )
     # Else it offers the address of the host's own name, which is 127.0.1.1 on Debian.
     compat.offer_gloo_address(meeting.own_host)
     _leave_at_once_on_failure()
