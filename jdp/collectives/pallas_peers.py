@@ -281,7 +281,11 @@ class SoloPeers(Peers):
         return _load(ref.at[peer, span], self.tiling)
 
     def _signal_all(self) -> None:
-        """Signals itself as often as it would signal the others, and in that way."""
+        """Signals itself as often as it would signal the others, and in that way.
+
+        ptxas makes one atomic of those of a warp to one address; the fence before it,
+        which is what takes time, is the same.
+        """
         compat_kernels.signal_all(self._arrived, (0,) * self.tiling.num_replicas)
 
 
