@@ -39,5 +39,5 @@ def test_what_is_no_number_is_refused(leaf):
 
 
 def test_a_tracer_is_refused_with_what_to_use_instead():
-    with pytest.raises(TypeError, match="inside of `jit` use `jdp.data_parallel`"):
+    with pytest.raises(TypeError, match="Inside of `jit`, use `jdp.data_parallel`"):
         jax.jit(lambda x: requests.as_array(x, "x"))(jnp.ones(3))
