@@ -1,7 +1,8 @@
 """Checkpoint files: how is one checkpoint written, and is it what was written?
 
 A folder `updates-N` has the arrays, as orbax writes them, and a manifest with a digest
-of each, and of each file: orbax is not given files that are damaged. The folder gets
+of each, and of each file: orbax is not given files that are damaged. Arrays without
+elements, which orbax refuses, are in the manifest alone. The folder gets
 its name when all of it is on the disk, the manifest last: a process that is killed, or
 a disk that is full, leaves no folder of that name.
 """
@@ -11,6 +12,7 @@ import errno
 import hashlib
 import os
 import pathlib
+import resource
 import shutil
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -20,13 +22,14 @@ import numpy as np
 from msgspec import Meta
 
 from jdp import wire
-from jdp.parameter_server import messages
+from jdp.parameter_server import messages, quiet
 from jdp.parameter_server.messages import Settled, Version
 
 _FORMAT = 2
 _ARRAYS, _MANIFEST = "arrays", "manifest"
 _DIGEST_BYTES = 16
 _MOST_MANIFEST_BYTES = 256 << 20
+_NUM_DESCRIPTORS = 64  # that orbax and tensorstore may open at once.
 _Digest = Annotated[str, Meta(min_length=32, max_length=32)]
 
 
@@ -94,6 +97,7 @@ def write(
     try:
         remove(half)
         _check_space(half.parent, sum(x.nbytes for x in arrays) + len(table))
+        _check_descriptors()
         half.mkdir()
         _save(half / _ARRAYS, arrays)
         leaves, files = map(_describe, arrays), _find_files(half / _ARRAYS)
@@ -168,11 +172,7 @@ def read(
     """
     manifest = read_manifest(folder, place=place)
     _check_files(folder / _ARRAYS, manifest.files)
-    arrays = _restore(folder / _ARRAYS)
-    if len(arrays) != len(manifest.leaves):
-        raise CheckpointError(
-            f"it has {len(arrays)} arrays, and {len(manifest.leaves)} were written"
-        )
+    arrays = _restore(folder / _ARRAYS, manifest.leaves)
     for i, (array, leaf) in enumerate(zip(arrays, manifest.leaves, strict=True)):
         if _describe(array) != leaf:
             raise CheckpointError(
@@ -263,22 +263,50 @@ def _check_space(folder: pathlib.Path, num_bytes: int) -> None:
         )
 
 
+def _check_descriptors() -> None:
+    """Raises OSError where orbax would run out of descriptors halfway."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    folder = pathlib.Path("/proc/self/fd")
+    num_open = len(list(folder.iterdir())) if folder.is_dir() else 0
+    if most != resource.RLIM_INFINITY and most - num_open < _NUM_DESCRIPTORS:
+        raise OSError(
+            errno.EMFILE,
+            f"{os.strerror(errno.EMFILE)}: {_NUM_DESCRIPTORS} are needed, "
+            f"{num_open} of {most} are open",
+        )
+
+
 def _save(path: pathlib.Path, arrays: Sequence[np.ndarray]) -> None:
-    tree = {str(i): x for i, x in enumerate(arrays)}
-    try:
-        _open().save(path, tree)
-    except OSError:
-        raise
-    # Tensorstore has no class of its own for what went wrong on a disk.
-    except (ValueError, RuntimeError) as error:
-        raise OSError(wire.printable(str(error))) from error
+    tree = {str(i): x for i, x in enumerate(arrays) if x.size}
+    if not tree:
+        path.mkdir()
+        return
+    with quiet.quiet_failures():
+        try:
+            _open().save(path, tree)
+        except OSError as error:
+            failure = OSError(error.errno, error.strerror or str(error))
+        # Tensorstore has no class of its own for what went wrong on a disk.
+        except (ValueError, RuntimeError) as error:
+            failure = OSError(wire.printable(str(error), most=500))
+        else:
+            return
+        raise failure
 
 
-def _restore(path: pathlib.Path) -> list[np.ndarray]:
+def _restore(path: pathlib.Path, leaves: Sequence[_Leaf]) -> list[np.ndarray]:
     try:
-        tree = _open().restore(path)
-        return [np.asarray(tree[str(i)]) for i in range(len(tree))]
-    except MemoryError:
+        is_empty = [0 in leaf.shape for leaf in leaves]
+        tree = {} if all(is_empty) else _open().restore(path)
+        if len(tree) != is_empty.count(False):
+            raise CheckpointError(
+                f"it has {len(tree)} arrays, and {is_empty.count(False)} were written"
+            )
+        return [
+            np.empty(leaf.shape, leaf.dtype) if empty else np.asarray(tree[str(i)])
+            for i, (leaf, empty) in enumerate(zip(leaves, is_empty, strict=True))
+        ]
+    except (MemoryError, CheckpointError):
         raise
     # Damaged files come out of orbax, tensorstore, zstandard and JSON as errors of any
     # class; there is no list of them.

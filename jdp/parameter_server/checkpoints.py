@@ -61,7 +61,7 @@ class Checkpoints:
         self._runs: dict[int, str] = {}
         self._states: dict[int, tuple[str, ...]] = {}
         self._state: tuple[str, ...] = ()
-        self._is_failing = False
+        self._num_failures = 0  # of writes, one after the other.
         self._has_lost = False  # a checkpoint, or whether there was one.
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -155,13 +155,14 @@ class Checkpoints:
         """Writes a checkpoint, whole or not at all, and drops old ones.
 
         A disk that is full, or cannot be written for another reason, does not end the
-        job: the log says so once, and again when it is over.
+        job: the log says so, again after 8, 16, ... failures, and when it is over.
 
         Returns:
           Whether it was written.
         """
         server, count = self._place[0], version.count
         folder = self._folder / f"updates-{count}"
+        self._remove_leftovers()
         try:
             checkpoint_files.write(
                 folder,
@@ -174,20 +175,10 @@ class Checkpoints:
                 state=self._state,
             )
         except OSError as error:
-            if not self._is_failing:
-                self._is_failing = True
-                _logger.error(
-                    "Server %d cannot write the checkpoint of update %d to `%s`: %s. "
-                    "The job goes on; the newest checkpoint is %s.",
-                    server,
-                    count,
-                    self._folder,
-                    error.strerror or error,
-                    f"that of update {max(self._counts)}" if self._counts else "none",
-                )
+            self._tell_failure(count, error)
             return False
-        if self._is_failing:
-            self._is_failing = False
+        if self._num_failures:
+            self._num_failures = 0
             _logger.warning(
                 "Server %d writes checkpoints again, to `%s`: that of update %d.",
                 server,
@@ -219,16 +210,16 @@ class Checkpoints:
         self._drop([newer for newer in self._counts if newer > count])
 
     def close(self) -> None:
-        """Ends; nothing of the folder stays open."""
+        """Ends; nothing of the folder stays open, or half written."""
+        self._remove_leftovers()
         self._progress.close()
         self._lock.close()
 
     def _scan(self) -> Version:
         """Finds what there is; returns the newest version."""
         newest = Version()
+        self._remove_leftovers()
         for path in sorted(self._folder.iterdir()):
-            if path.name.startswith(("half-", "drop-")):
-                checkpoint_files.remove(path)
             if path.name.startswith("refused-"):
                 self._has_lost = True
             if (match := _FOLDER.fullmatch(path.name)) is None:
@@ -243,6 +234,31 @@ class Checkpoints:
                 self._runs[count], self._states[count] = found.run, found.state
                 newest = max(newest, found.version)
         return newest
+
+    def _tell_failure(self, count: int, error: OSError) -> None:
+        """Says it at the first failure, and after 8, 16, ... of them."""
+        num = self._num_failures = self._num_failures + 1
+        if num & (num - 1) or num in (2, 4):
+            return
+        again = f" {num} were not written." if num > 1 else ""
+        _logger.error(
+            "Server %d cannot write the checkpoint of update %d to `%s`: %s.%s The job "
+            "goes on; the newest checkpoint is %s: a server that is killed loses what "
+            "came since.",
+            self._place[0],
+            count,
+            self._folder,
+            error.strerror or error,
+            again,
+            f"that of update {max(self._counts)}" if self._counts else "none",
+        )
+
+    def _remove_leftovers(self) -> None:
+        """Removes what could not be removed at once, such as without descriptors."""
+        with contextlib.suppress(OSError):
+            for path in list(self._folder.iterdir()):
+                if path.name.startswith(("half-", "drop-")):
+                    checkpoint_files.remove(path)
 
     def _refuse(self, count: int, error: CheckpointError) -> None:
         self._counts.discard(count)

@@ -98,7 +98,8 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
     The same arguments give the same shards, in every process. A leaf stays whole.
 
     Args:
-      params: pytree of arrays; values are not read.
+      params: pytree of arrays; values are not read. Dtypes are taken as JAX does:
+        float64 is float32 unless `jax_enable_x64` is set.
       num_servers: how many.
 
     Raises:
@@ -117,6 +118,7 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
             f"`params` has {len(leaves)} leaves, too few for {num_servers} servers: "
             "a leaf is not split. Start fewer."
         )
+    params = jax.tree.map(_canonicalize, params)
     num_bytes = buckets.plan_buckets(params).num_bytes
     most = max(1, num_bytes // (num_servers * _BUCKETS_A_SERVER))
     most = buckets.DEFAULT_BUCKET_BYTES if num_servers == 1 else most
@@ -144,6 +146,46 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
             )
         )
     return Shards(plan, tuple(shards))
+
+
+def check_gradient(plan: BucketPlan, grads: PyTree) -> list[Any]:
+    """Returns the leaves of `grads`, which must be like the parameters of `plan`.
+
+    Raises:
+      ValueError: structure, a shape or a dtype differs; the leaf is named.
+      TypeError: a leaf is no array.
+    """
+    leaves, treedef = jax.tree.flatten(grads)
+    if treedef != plan.treedef:
+        difference = buckets.first_difference(
+            plan.leaf_paths(), buckets.leaf_paths(grads), "the parameters", "`grads`"
+        )
+        raise ValueError(
+            "`grads` must have the structure of the parameters.\n"
+            f"{difference}  parameters: {plan.treedef}\n  `grads`: {treedef}\n"
+            "Push the gradient at what `pull` has returned."
+        )
+    paths = plan.leaf_paths()
+    for path, spec, leaf in zip(paths, plan.leaves, leaves, strict=True):
+        if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
+            raise TypeError(
+                f"`grads{path}` must be an array, got {type(leaf).__name__}."
+            )
+        shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+        if (shape, dtype) != (spec.shape, spec.dtype):
+            raise ValueError(
+                f"`grads{path}` is {dtype}[{','.join(map(str, shape))}], and the "
+                f"parameter is {spec}. Push a gradient of the shape and dtype of each "
+                "parameter, such as `jax.grad` makes at what `pull` has returned."
+            )
+    return leaves
+
+
+def _canonicalize(leaf: Any) -> Any:
+    """The shape of an array, and its dtype as JAX takes it."""
+    if not hasattr(leaf, "shape"):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf))
 
 
 def describe_leaves(plan: BucketPlan) -> list[tuple[str, str]]:

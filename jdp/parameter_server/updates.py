@@ -1,5 +1,6 @@
 """Updates: the parameters of one server, and the compiled update of them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jdp import buckets
 from jdp.backward.flow import FlowAnalysis, Sets
@@ -65,11 +67,14 @@ class Updater:
           weights: of each; positive.
           staleness: what the optimizer is told of it.
         """
+        # Parts of the whole, in float64: a sum of samples times gradients may overflow.
+        parts = np.asarray(weights, np.float64)
+        parts /= parts.sum()
         with jax.default_device(self._device):
             self._state = self._compile(len(pushes))(
                 self._state,
                 tuple(tuple(push) for push in pushes),
-                np.asarray(weights, np.float32),
+                parts.astype(_weight_dtype()),
                 np.int32(staleness),
             )
         # Who waits for memory that is shared must not go on before it was read.
@@ -124,7 +129,7 @@ class Updater:
             lowered = self._update.lower(
                 self._state,
                 (tuple(avals),) * num_pushes,
-                jax.ShapeDtypeStruct((num_pushes,), jnp.float32),
+                jax.ShapeDtypeStruct((num_pushes,), _weight_dtype()),
                 jax.ShapeDtypeStruct((), jnp.int32),
             )
             self._compiled[num_pushes] = lowered.compile()
@@ -235,13 +240,35 @@ def _describe_nodes(tree: PyTree) -> str:
     return f"{name}({', '.join(map(_describe_nodes, children))})"
 
 
-def _mean(column: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
-    """Weighted mean of buffers of one shape, in float32 at least."""
+def _weight_dtype() -> np.dtype:
+    """The dtype of weights: float64 where parameters may have it."""
+    return jax.dtypes.canonicalize_dtype(np.float64)
+
+
+def _mean(column: Sequence[jax.Array], parts: jax.Array) -> jax.Array:
+    """Mean of buffers of one shape, weighted with `parts`, which sum to 1.
+
+    It is summed in float32 at least, and lies between the least and the largest value
+    in spite of rounding: finite buffers have a finite mean, and equal ones their own.
+    """
     if len(column) == 1:
         return column[0]
-    dtype = jnp.promote_types(column[0].dtype, jnp.float32)
-    total = sum(w * x.astype(dtype) for w, x in zip(weights, column, strict=True))
-    return (total / weights.sum()).astype(column[0].dtype)
+    dtype = column[0].dtype
+    wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+    parts = parts.astype(jnp.finfo(wide).dtype)
+    values = [x.astype(wide) for x in column]
+    mean = functools.reduce(jnp.add, map(jnp.multiply, parts, values))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return lax.complex(
+            _clamp(mean.real, [x.real for x in values]),
+            _clamp(mean.imag, [x.imag for x in values]),
+        )
+    return _clamp(mean, values).astype(dtype)
+
+
+def _clamp(mean: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
+    least = functools.reduce(jnp.minimum, values)
+    return jnp.clip(mean, least, functools.reduce(jnp.maximum, values))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

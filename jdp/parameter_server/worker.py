@@ -193,7 +193,7 @@ class Worker:
                 f"`num_samples` must be a number above 0, from {messages.LEAST_WEIGHT} "
                 f"to {messages.MOST_WEIGHT}, got {num_samples}."
             )
-        leaves = buckets.check_fits(self._shards.plan, grads)
+        leaves = shards.check_gradient(self._shards.plan, grads)
         # The memory is free once the push before is settled.
         self._connection.await_push()
         is_finite = self._packer.pack(leaves, self._memory)
@@ -328,7 +328,7 @@ class _Packer:
     def _make_sent(
         self, leaves: list[jax.Array], states: list[PyTree]
     ) -> tuple[list[list[jax.Array]], list[PyTree], jax.Array]:
-        is_finite = jnp.all(jnp.stack([jnp.isfinite(x).all() for x in leaves]))
+        is_finite = _are_finite(leaves)
         sent, new_states = [], []
         for shard, compressor, state in zip(
             self._plan.of_server, self._compressors, states, strict=True
@@ -337,11 +337,20 @@ class _Packer:
                 buckets.pack([leaves[i] for i in bucket]) for bucket in shard.buckets
             ]
             one, new = compressor.compress(packed, state)
-            # What is not finite is not kept, to be sent again and again.
-            kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
+            # A narrow dtype may overflow where the gradient does not.
+            is_finite &= _are_finite(one)
             sent.append(one)
-            new_states.append(kept)
-        return sent, new_states, is_finite
+            new_states.append(new)
+        # What is not finite is not kept, to be sent again and again.
+        kept = jax.tree.map(
+            lambda a, b: jnp.where(is_finite, a, b), new_states, list(states)
+        )
+        return sent, kept, is_finite
+
+
+def _are_finite(arrays: list[jax.Array]) -> jax.Array:
+    floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.asarray([jnp.isfinite(x).all() for x in floats], bool))
 
 
 def _memory_of(shared: Lane | None, num_bytes: int) -> memoryview:

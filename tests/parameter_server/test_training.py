@@ -1,5 +1,6 @@
 """Servers and workers over real sockets, in threads of one process."""
 
+import itertools
 import threading
 
 import chex
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 from jdp import hooks, parameter_server
+from jdp.parameter_server import shards, updates
 from tests import harness
 from tests.parameter_server.jobs import ThreadJob, run_workers, wait_for
 from tests.parameter_server.proxy import Proxy
@@ -22,7 +24,7 @@ def _shards(batches, sizes):
     ends = np.cumsum([0, *sizes])
     return [
         [{k: v[a:b] for k, v in batch.items()} for batch in batches]
-        for a, b in zip(ends, ends[1:], strict=False)
+        for a, b in itertools.pairwise(ends)
     ]
 
 
@@ -78,6 +80,71 @@ def _job(folder, **kwargs):
     return ThreadJob(
         folder, _ones(0.0), kwargs.pop("tx", optax.sgd(1.0)), options=options, **kwargs
     )
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn"]
+)
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1e30, 1e30, 1e-30), (1e-30,) * 3])
+def test_a_mean_of_finite_gradients_is_finite_and_of_equal_ones_their_own(
+    dtype, weights
+):
+    dtype = jnp.dtype(dtype)
+    params = {"w": np.zeros(5, dtype)}
+    plan = shards.plan_shards(params, 1)
+    largest, least = (float(getattr(jnp.finfo(dtype), n)) for n in ("max", "tiny"))
+    grads = np.asarray([largest, -largest, 4 * least, 3, 0], dtype)
+
+    def update(*pushes):
+        tx = optax.stateless(lambda updates, params: updates)
+        made = updates.Updater(params, tx, plan, 0, jax.local_devices()[0])
+        made.apply([[push] for push in pushes], weights, 0)
+        return made.save()[0]
+
+    np.testing.assert_array_equal(update(grads, grads, grads), grads)
+    found = update(grads, grads, np.asarray([largest, largest, 0, 0, 1], dtype))
+    assert np.isfinite(found.astype(np.complex64)).all()
+    if weights[2] < weights[0]:
+        np.testing.assert_array_equal(found, grads)
+
+
+def test_a_gradient_that_overflows_in_the_dtype_of_the_hook_is_rejected(tmp_path):
+    params = {"w": np.zeros(3, np.float32)}
+    hook = hooks.cast("float16")
+    options = parameter_server.ServerOptions(compression=hook)
+    with ThreadJob(tmp_path, params, optax.sgd(1.0), options=options) as job:
+        with job.worker(compression=hook) as worker:
+            worker.pull()
+            for value, outcome in ((1e6, "rejected"), (2.0, "applied")):
+                worker.push({"w": np.full(3, value, np.float32)})
+                assert worker.flush() == outcome
+                found = worker.pull()["w"]
+    np.testing.assert_array_equal(found, -2.0 * np.ones(3))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_dtypes_of_parameters_and_gradients_are_taken_as_jax_does(tmp_path, kind):
+    params = {"w": np.zeros(3), "b": 0.0}
+    with ThreadJob(tmp_path, params, optax.sgd(1.0)) as job, job.worker() as worker:
+        pulled = worker.pull()
+        assert pulled["w"].dtype == pulled["b"].dtype == np.float32
+        worker.push(jax.grad(lambda p: p["w"].sum() + p["b"])(pulled))
+        pulled = worker.pull()
+        worker.push({"w": kind(np.ones(3)), "b": kind(np.ones(()))})
+        found = worker.pull()
+        for wrong, message in (
+            ({"w": np.ones(2), "b": 1.0}, r"`grads\['w'\]` is float32\[2\], and the p"),
+            (
+                {"w": np.ones(3, np.int32), "b": 1.0},
+                r"is int32\[3\], .* is float32\[3\]",
+            ),
+            ({"w": np.ones(3)}, r"structure of the parameters.\n.*'b'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                worker.push(wrong)
+        with pytest.raises(TypeError, match=r"`grads\['b'\]` must be an array, got s"):
+            worker.push({"w": np.ones(3), "b": "x"})
+    chex.assert_trees_all_equal(found, {"w": np.full(3, -2.0), "b": np.float32(-2)})
 
 
 def test_async_applies_each_push_and_says_how_stale_it_was(tmp_path):
