@@ -307,3 +307,22 @@ def test_who_has_joined_sends_no_cotangent(divide_by):
     amounts = (w[:, 0] > 0).astype(np.float32)
     for found in COMPILED_FAST["vmap"](fn, N, params, (x, amounts)):
         np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_statistics_of_all_replicas_may_still_become_state():
+    def step(params, x, w):
+        def loss_fn(params):
+            h = jnp.tanh(x @ params["w"])
+            mean = lax.pmean(h.mean(), AXIS)
+            return ((h - mean) ** 2 * w).sum() / w.sum(), mean
+
+        grad_fn = jdp.value_and_grad(loss_fn, has_aux=True, weight=w.sum())
+        (_, mean), grads = grad_fn(params)
+        return {"w": grads["w"] + mean}, {}
+
+    params, x, w = _inputs(COUNTS["one without"])
+    world = harness.local_world(N)
+    state, _ = jdp.data_parallel(step, world=world)(
+        jdp.replicate(world, params), x.reshape(-1, FEATURES), w.ravel()
+    )
+    assert np.isfinite(np.asarray(state["w"])).all()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
@@ -257,4 +258,16 @@ class GatedEvaluation:
         # By its type it is the same on all replicas, and so is its cotangent.
         if not self._varying <= compat.varying_axes(x):
             return x
-        return lax.select_n(self._has_data, lax.stop_gradient(x), x)
+        return _gate(x, self._has_data)
+
+
+# No `select` of `x`: its value is the same on all replicas, and the program shows it.
+@jax.custom_jvp
+def _gate(x: jax.Array, has_data: jax.Array) -> jax.Array:
+    return x
+
+
+@_gate.defjvp
+def _gate_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, has_data), (tangent, _) = primals, tangents
+    return x, lax.select_n(has_data, jnp.zeros_like(tangent), tangent)
