@@ -297,7 +297,6 @@ def _check_state(
     ]
     if not refused:
         return
-    body, _ = compat.sharded_program(flow.open_jaxpr(traced)[0])
     first, others = refused[0], len(refused) - 1
     also = f", and so may {others} more" if others else ""
     spread = spreads.shared[first]
@@ -313,15 +312,30 @@ def _check_state(
             "`jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, and so with "
             "`jdp.zero1`."
         )
+    reason = _explain_spread(spread, traced, first, options.world)
     raise ValueError(
         f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
-        f"{_explain_spread(spread, body, first, options.world)} Hold what is to differ "
-        f"in a `jdp.PerReplica`.{hint}"
+        f"{reason} Hold what is to differ in a `jdp.PerReplica`.{hint}"
     )
 
 
-def _explain_spread(spread: Spread, body: Any, output: int, world: World) -> str:
+# What to do about state of which a file of another package makes what differs.
+_REMEDIES = {
+    "normalization.py": (
+        "It is a statistic of a layer: `jdp.sync_buffers(stats)` gives all replicas "
+        "the same; or take the statistics over all samples, with `SyncBatchNorm` of "
+        "`jdp.flax_linen` or `jdp.flax_nnx`, or `axis_name={axis!r}`."
+    ),
+    "reduce_on_plateau.py": (
+        "`reduce_on_plateau` compares losses, which must be those of all replicas: "
+        "`tx.update(..., value=jdp.average(loss))`."
+    ),
+}
+
+
+def _explain_spread(spread: Spread, traced: Any, output: int, world: World) -> str:
     """Why an output of a replica's program differs, and what to do about it."""
+    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
     external = sources.find_external(body) if spread.is_external else None
     if external is not None:
         return (
@@ -340,6 +354,20 @@ def _explain_spread(spread: Spread, body: Any, output: int, world: World) -> str
             f"{text}{line}, and is averaged over some axes of the world only, not over "
             f"{axes}. Pass `axis_name={world.axis_names}` to what averages, such as "
             "`jdp.value_and_grad`."
+        )
+    makers = sameness.makers_of_output(body, output)
+    for file, remedy in _REMEDIES.items():
+        if any(maker.endswith(file) for maker in makers):
+            return f"{text}{line}. {remedy.format(axis=world.axis_name)}"
+    without = sameness.find_spreads(
+        body, inputs, world.axis_names, refuse_divided=False, with_index=False
+    )
+    if not without[output].axes:
+        return (
+            f"it depends on the number of a replica{line}, by `lax.axis_index` or "
+            "what moves values between replicas, such as `lax.ppermute`. Give all the "
+            f"same: `lax.pmean(x, {world.axis_name!r})`, or `jdp.broadcast_from(x, 0, "
+            f"axis_name={world.axis_name!r})`."
         )
     return (
         f"{text}{line}. Average gradients: `jdp.value_and_grad` in place of "

@@ -47,6 +47,7 @@ def find_spreads(
     axis_names: Sequence[str],
     *,
     refuse_divided: bool = True,
+    with_index: bool = True,
 ) -> list[Spread]:
     """Follows the values of a program that every replica runs.
 
@@ -55,6 +56,8 @@ def find_spreads(
       inputs: by input, the axes over which it differs between replicas.
       axis_names: the axes over which the replicas lie.
       refuse_divided: whether to raise for a reduction that only some replicas reach.
+      with_index: whether values differ by the number of a replica; else only by what
+        enters, to tell what of the two it is.
 
     Returns:
       By output, how it may differ.
@@ -62,18 +65,29 @@ def find_spreads(
     Raises:
       ValueError: a reduction is in control flow that replicas decide differently.
     """
-    analysis = _Analysis(axis_names, refuse_divided=refuse_divided)
+    analysis = _Analysis(
+        axis_names, refuse_divided=refuse_divided, with_index=with_index
+    )
     entering = tuple(analysis.mask(names) for names in inputs)
     return [analysis.spread(x) for x in analysis.follow(jaxpr, entering).outputs]
 
 
 def line_of_output(jaxpr: Any, index: int) -> str:
     """Returns where the user's source makes an output: " (file.py:12)", or ""."""
+    eqn = _maker_of(jaxpr, index)
+    return "" if eqn is None else line_of(eqn)
+
+
+def makers_of_output(jaxpr: Any, index: int) -> list[str]:
+    """Returns the source files whose functions, one in another, make an output."""
+    eqn = _maker_of(jaxpr, index)
+    return [] if eqn is None else [file for file, _ in compat.frames_of(eqn)]
+
+
+def _maker_of(jaxpr: Any, index: int) -> Any | None:
     var = jaxpr.outvars[index]
-    for eqn in reversed(jaxpr.eqns):
-        if any(out is var for out in eqn.outvars):
-            return line_of(eqn)
-    return ""
+    found = (e for e in jaxpr.eqns if any(out is var for out in e.outvars))
+    return next(found, None)
 
 
 class _Followed(NamedTuple):
@@ -93,13 +107,16 @@ class _Met(NamedTuple):
 class _Analysis:
     """Follows values, through each jaxpr once for each way in which they enter."""
 
-    def __init__(self, axis_names: Sequence[str], *, refuse_divided: bool):
+    def __init__(
+        self, axis_names: Sequence[str], *, refuse_divided: bool, with_index: bool
+    ):
         self._names = tuple(axis_names)
         self._bits = {name: 1 << i for i, name in enumerate(self._names)}
         self._all = (1 << len(self._names)) - 1
         # A callback may return what it heard from other replicas.
         self._external = self._as_sent(self._all) | 1 << 2 * len(self._names)
         self._refuse_divided = refuse_divided
+        self._with_index = with_index
         # By the ids of jaxprs, which are kept so that these stay taken.
         self._followed: dict[tuple[int, tuple[int, ...]], tuple[Any, _Followed]] = {}
         self._met: dict[int, tuple[Any, list[_Met]]] = {}
@@ -195,6 +212,8 @@ class _Analysis:
         """Follows what gives each replica of some axes another value."""
         axes = self.mask(exchange.axes_of(eqn))
         leaving, after = self.plain(eqn, entering)
+        if not self._with_index:
+            return leaving, after
         return [x | axes | axes << len(self._names) for x in leaving], after
 
     def call(self, eqn: Any, entering: list[int]) -> Any:
@@ -301,7 +320,7 @@ class _Analysis:
     def _source(self, eqn: Any) -> int:
         """How an equation's results differ by themselves, whatever enters it."""
         if eqn.primitive.name == "axis_index":
-            return self.mask(exchange.axes_of(eqn))
+            return self.mask(exchange.axes_of(eqn)) if self._with_index else 0
         return self._external if sources.is_external(eqn) else 0
 
     def _sources_in(self, jaxpr: Any) -> int:
@@ -343,6 +362,7 @@ class _Analysis:
             return
         axes = self.spread(predicate & self._all).axes
         names = [n for n in self._names if n in axes]
+        over = names[0] if len(names) == 1 else tuple(names)
         is_loop = eqn.primitive.name == "while"
         what = "end" if is_loop else "choose"
         caller = compat.library_caller(found.eqn)
@@ -362,7 +382,7 @@ class _Analysis:
             f"{_describe(found.eqn)} is in {place}{line_of(eqn)} that replicas of "
             f"{'/'.join(names)} {what} by themselves; some would wait for the others "
             "for ever. Let a value decide that all replicas share, such as "
-            f"`lax.pmax(condition, {'/'.join(names)!r})` or a `jdp.average`, or apply "
+            f"`lax.pmax(condition, {over!r})` or a `jdp.average`, or apply "
             f"it outside of the `{eqn.primitive.name}`.{hint}"
         )
 

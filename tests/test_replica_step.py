@@ -10,6 +10,7 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
 from jax.experimental import io_callback
+from optax import contrib
 
 import jdp
 from tests import harness
@@ -191,7 +192,10 @@ def test_a_step_that_forgets_to_average_is_refused_by_path(way, check_vma):
         step(state, X)
     text = str(raised.value)
     assert "may differ between the replicas" in text
-    assert "`jdp.value_and_grad` in place of `jax.value_and_grad`" in text
+    remedy = "`jdp.value_and_grad` in place of `jax.value_and_grad`"
+    if way == "a key":  # of its number alone.
+        remedy = "depends on the number of a replica"
+    assert remedy in text
     assert "(test_replica_step.py:" in text
     assert "check_vma" not in text
 
@@ -593,3 +597,38 @@ def test_a_step_leaves_the_search_for_nan_on(find_unused):
             step(state, {"x": bad})
         with pytest.raises(FloatingPointError):
             jax.jit(jnp.log)(-jnp.ones(3))
+
+
+def _refusal_of(step, state, batch):
+    with pytest.raises(ValueError, match="may differ between the replicas") as caught:
+        jdp.data_parallel(step, world=harness.local_world(2))(state, batch)
+    return str(caught.value)
+
+
+def test_a_refusal_names_what_helps_for_the_state_that_it_names():
+    batch = np.arange(8, dtype=np.float32).reshape(4, 2)
+    norm = nn.BatchNorm(False)
+    stats = norm.init(jax.random.key(0), batch)
+    plateau = contrib.reduce_on_plateau()
+
+    def normalise(stats, x):
+        return norm.apply(stats, x, mutable=["batch_stats"])[1] | {
+            "params": stats["params"]
+        }, {}
+
+    def reduce_rate(state, x):
+        return plateau.update(jnp.zeros(()), state, value=x.mean())[1], {}
+
+    def rotate(state, x):
+        return lax.ppermute(lax.pmean(x.sum(), "data"), "data", [(0, 1)]), {}
+
+    def number(state, x):
+        return state + lax.axis_index("data"), {}
+
+    assert "`jdp.sync_buffers(stats)`" in _refusal_of(normalise, stats, batch)
+    text = _refusal_of(reduce_rate, plateau.init(jnp.zeros(())), batch)
+    assert "value=jdp.average(loss)" in text
+    for step in (rotate, number):
+        text = _refusal_of(step, jnp.zeros(()), batch)
+        assert "depends on the number of a replica" in text
+        assert "own samples" not in text
