@@ -4,6 +4,7 @@ Integers of 1 to 4 bits and most floats of 4 to 16 bits are of kind "V" to numpy
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ def scaled_in(dtype: np.dtype) -> np.dtype:
 
 
 @functools.cache
-def limits(dtype: np.dtype) -> tuple[np.generic, np.generic]:
+def limits(dtype: np.dtype) -> tuple[Any, Any]:
     """Returns the lowest and the highest value of a real dtype, in this dtype.
 
     They are infinities where it has them, and else its finite limits.
