@@ -94,7 +94,9 @@ class CommHook(NamedTuple):
 class ErrorFeedbackState(NamedTuple):
     """What was not sent yet (Seide et al., 2014; Karimireddy et al., 2019)."""
 
-    residuals: Any  # PerReplica of a list: per bucket shape (n,), dtype of the bucket.
+    # PerReplica of a list: per bucket shape (n,), dtype of the bucket, or None of a
+    # bucket that travels as it is.
+    residuals: Any
 
 
 class Wire:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdp import buckets as packing
@@ -32,7 +33,7 @@ class PowerSGDState(NamedTuple):
     # By bucket and matrix the last Q, shape (num_columns, rank), the same on all
     # replicas; none without `warm_start`.
     factors: list[list[jax.Array]]
-    # By bucket what was not sent, shape (n,), or (0,) where all is sent; None without
+    # By bucket what was not sent, shape (n,), or None where all is sent; None without
     # error feedback.
     residuals: PerReplica | None
     leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # by bucket, of its leaves.
@@ -78,7 +79,8 @@ def power_sgd(
     they are; so does a bucket in which no leaf would.
 
     A NaN or an infinity makes the whole matrix NaN in that step. It does not stay in
-    the state: the residuals of that bucket begin again at zero, and its Q is kept.
+    the state: the residuals of that bucket begin again at zero, and its Q is kept. A
+    column of Q that a mean of lower rank leaves at zero is drawn anew.
 
     Args:
       rank: r; more is closer and sends more.
@@ -89,7 +91,7 @@ def power_sgd(
       warm_start: whether Q is that of the step before, and not drawn anew.
       error_feedback: whether what was not sent is kept, as much as the gradients.
       orthogonalization_epsilon: added to the norms by which P and Q are divided;
-        columns of zeros stay zeros in any case.
+        columns that depend on those before them become zeros in any case.
       seed: of the first Q, the same on all replicas.
 
     Returns:
@@ -116,7 +118,8 @@ def power_sgd(
         key = jax.random.key(seed)
         matrices = [_matrices(aval.dtype, aval.leaf_shapes, options) for aval in avals]
         residuals = [
-            jnp.zeros(aval.shape if found else (0,), aval.dtype)
+            # No empty array: orbax saves none.
+            jnp.zeros(aval.shape, aval.dtype) if found else None
             for aval, found in zip(avals, matrices, strict=True)
         ]
         return PowerSGDState(
@@ -212,7 +215,14 @@ def _apply(
         else:
             drawn = _draw(jax.random.fold_in(key, state.step), k, matrices)
         total, mine, kept = _send(
-            bucket, residual, drawn, matrices, state.leaf_shapes[k], all_reduce, options
+            bucket,
+            residual,
+            drawn,
+            state.step,
+            matrices,
+            state.leaf_shapes[k],
+            all_reduce,
+            options,
         )
         sums.append(total)
         factors.append(mine)
@@ -227,6 +237,7 @@ def _send(
     bucket: jax.Array,
     residual: jax.Array | None,
     factors: list[jax.Array],
+    step: jax.Array,
     matrices: list[_Matrix],
     leaf_shapes: Sequence[tuple[int, ...]],
     all_reduce: HookAllReduce,
@@ -240,7 +251,8 @@ def _send(
     exact = [x for i, x in enumerate(leaves) if i not in places]
     sum_of_exact = all_reduce(packing.pack(exact)) if exact else None
     ms = [leaves[m.place].reshape(m.num_rows, m.num_columns) for m in matrices]
-    qs = _orthogonalize_all(factors, options)
+    # A Q that has lost a column, in a step of lower rank, would never find it again.
+    qs = _orthogonalize_all(factors, options, step=step)
     ps = _sum_packed([_dot(m, q) for m, q in zip(ms, qs, strict=True)], all_reduce)
     ps = _orthogonalize_all(ps, options)
     qs = _sum_packed([_dot(m.T, p) for m, p in zip(ms, ps, strict=True)], all_reduce)
@@ -264,7 +276,9 @@ def _send(
         for i, x in enumerate(leaves)
     ]
     kept = packing.pack(missing).astype(bucket.dtype)
-    return total, qs, jnp.where(is_finite, kept, jnp.zeros_like(kept))
+    # What is sent may overflow where Q does not.
+    is_kept = is_finite & jnp.isfinite(kept)
+    return total, qs, jnp.where(is_kept, kept, jnp.zeros_like(kept))
 
 
 def _sum_packed(arrays: list[jax.Array], all_reduce: HookAllReduce) -> list[jax.Array]:
@@ -279,26 +293,72 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _orthogonalize_all(
-    matrices: Sequence[jax.Array], options: _Options
+    matrices: Sequence[jax.Array], options: _Options, *, step: jax.Array | None = None
 ) -> list[jax.Array]:
-    """`_orthogonalize` of each; those of one shape at once, in fewer small kernels."""
+    """`_orthogonalize` of each; those of one shape at once, in fewer small kernels.
+
+    Args:
+      matrices: shape (n, r) each.
+      options: of the hook.
+      step: int32 (); columns of zeros are drawn anew before. None: they stay zeros.
+    """
     found: list[Any] = [None] * len(matrices)
     for members in _by_shape([matrix.shape for matrix in matrices]):
         stacked = jnp.stack([matrices[i] for i in members])
+        if step is not None:
+            is_zero = (stacked == 0).all(1, keepdims=True)
+            stacked = jnp.where(is_zero, _scatter(stacked, step), stacked)
         done = jax.vmap(lambda x: _orthogonalize(x, options))(stacked)
         for i, matrix in zip(members, done, strict=True):
             found[i] = matrix
     return found
 
 
+def _scatter(like: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns numbers in [-0.5, 0.5), others in each step, the same on all replicas.
+
+    The finalizer of MurmurHash3 on the position: it compiles in a tenth of the time of
+    `jax.random.uniform`.
+    """
+    bits = lax.iota(jnp.uint32, like.size).reshape(like.shape)
+    bits = bits + step.astype(jnp.uint32) * np.uint32(0x9E3779B9)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        bits = (bits ^ (bits >> 16)) * np.uint32(factor)
+    bits = (bits ^ (bits >> 16)) >> 8
+    return bits.astype(like.dtype) * 2.0**-24 - 0.5
+
+
 def _orthogonalize(matrix: jax.Array, options: _Options) -> jax.Array:
-    """Makes the columns orthonormal, by Gram and Schmidt; those of zeros stay zero."""
-    columns = list(matrix.T)
-    done = []
-    for k in range(len(columns)):
-        norm = jnp.linalg.norm(columns[k]) + options.orthogonalization_epsilon
-        unit = columns[k] / jnp.where(norm == 0, 1, norm)
-        done.append(unit)
-        for j in range(k + 1, len(columns)):
-            columns[j] = columns[j] - (unit @ columns[j]) * unit
-    return jnp.stack(done, axis=1)
+    """Makes the columns orthonormal to rounding; dependent columns become zero.
+
+    A column of rounding errors must not be blown up to a unit: it would not be
+    orthogonal to the others, and P P^T no projection any more. So each column is scaled
+    by its largest element, which keeps the squares in range, and freed of the columns
+    before it twice, which is enough (Parlett, The Symmetric Eigenvalue Problem, 6.9). A
+    column of which no more than rounding errors is left becomes zero.
+
+    Args:
+      matrix: shape (n, r), a float dtype.
+      options: of the hook.
+
+    Returns:
+      Shape (n, r); a NaN or an infinity makes its column and those after it NaN.
+    """
+    peaks = jnp.abs(matrix).max(0)
+    columns = (matrix / jnp.where(peaks == 0, 1, peaks)).T
+    tolerance = math.sqrt(matrix.shape[0]) * float(jnp.finfo(matrix.dtype).eps)
+
+    def add(k: jax.Array, units: jax.Array) -> jax.Array:
+        column = columns[k]
+        before = jnp.linalg.norm(column)
+        for _ in range(2):
+            # Units that are still to come are zeros.
+            column = column - _dot(_dot(units, column), units)
+        norm = jnp.linalg.norm(column)
+        is_dependent = norm <= tolerance * before  # False where it is NaN.
+        unit = jnp.where(is_dependent, 0, column) / jnp.where(is_dependent, 1, norm)
+        if options.orthogonalization_epsilon:
+            unit = unit / (1 + options.orthogonalization_epsilon / (norm * peaks[k]))
+        return units.at[k].set(unit)
+
+    return lax.fori_loop(0, matrix.shape[1], add, jnp.zeros_like(columns)).T

@@ -21,7 +21,8 @@ def top_k(fraction: float) -> CommHook:
     elements, with 4 bytes for the position of each: `fraction` of the bytes times the
     number of replicas, over those of a plain float32 all-reduce.
 
-    A NaN counts as the largest of all.
+    A NaN counts as the largest of all, then an infinity. A replica sends at least one
+    of those it has, and as many as its share allows; it does not keep the others.
 
     Args:
       fraction: of the elements of each bucket; at least one is sent.
@@ -42,13 +43,14 @@ def top_k(fraction: float) -> CommHook:
     def init(avals: Sequence[BucketAval]) -> ErrorFeedbackState:
         return ErrorFeedbackState(
             PerReplica(
-                [jnp.zeros(a.shape if _is_cut(a) else (0,), a.dtype) for a in avals]
+                # No empty array: orbax saves none.
+                [jnp.zeros(a.shape, a.dtype) if _is_cut(a) else None for a in avals]
             )
         )
 
     def send(
-        x: jax.Array, residual: jax.Array, all_reduce: HookAllReduce
-    ) -> tuple[jax.Array, jax.Array]:
+        x: jax.Array, residual: jax.Array | None, all_reduce: HookAllReduce
+    ) -> tuple[jax.Array, jax.Array | None]:
         if not _is_cut(x):
             return all_reduce(x), residual
         x = x + residual
@@ -63,7 +65,8 @@ def top_k(fraction: float) -> CommHook:
             total = total.at[places_of_all[i]].add(
                 values[i], unique_indices=True, mode="promise_in_bounds"
             )
-        return total, x.at[places].set(0, unique_indices=True, mode="promise_in_bounds")
+        left = x.at[places].set(0, unique_indices=True, mode="promise_in_bounds")
+        return total, jnp.where(jnp.isfinite(left), left, 0)
 
     def apply(
         buckets: list[jax.Array], state: ErrorFeedbackState, all_reduce: HookAllReduce
