@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax import lax
 
@@ -250,25 +251,86 @@ def test_a_bucket_that_cannot_be_compressed_travels_as_it_is():
     assert meter.num_bytes == sum(a.size * a.dtype.itemsize for a in avals)
 
 
-@pytest.mark.parametrize("name", ["power_sgd", "float16 in power_sgd"])
-def test_a_step_that_is_not_finite_does_not_stay_in_the_state(name):
-    hook, n = HOOKS[name], 2
-    good, bad = _grads(n), _grads(n)
-    bad["w"][1, 3, 3] = np.nan
-    plan = _plan()
+@every_hook
+def test_a_step_that_is_not_finite_does_not_stay_in_the_state(hook):
+    n, plan, good = 2, _plan(), _grads(2)
 
-    def fn(good, bad):
-        state, wire = hook.init(plan.bucket_avals()), base.Wire(AXIS, None)
-        first, state = hook.apply(jdp.flatten_buckets(plan, bad), state, wire)
+    def step(grads, state):
+        buckets = jdp.flatten_buckets(plan, grads)
+        sums, state = hook.apply(buckets, state, base.Wire(AXIS, None))
+        return jdp.unflatten_buckets(plan, sums), state
+
+    step = _on_all(step)
+    state = jax.vmap(lambda _: hook.init(plan.bucket_avals()))(jnp.arange(n))
+    # Of one element, of a whole replica, and of more elements than `top_k` sends.
+    for name, value, where in (
+        ("w", np.nan, (1, 3, 3)),
+        ("conv", np.inf, 0),
+        ("w", -np.inf, slice(None)),
+        ("w", np.nan, 1),
+    ):
+        bad = jax.tree.map(np.copy, good)
+        bad[name][where] = value
+        total, state = step(bad, state)
+        assert not np.isfinite(total[name]).all()
         for _ in range(2):
-            last, state = hook.apply(jdp.flatten_buckets(plan, good), state, wire)
-        return first, last, state
+            total, state = step(good, state)
+        for x in jax.tree.leaves((total, state)):
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                assert np.isfinite(x).all()
 
-    first, last, state = _on_all(fn)(good, bad)
-    assert np.isnan(jdp.unflatten_buckets(plan, [x[0] for x in first])["w"]).all()
-    for x in jax.tree.leaves((last, state)):
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            assert np.isfinite(x).all()
+
+def test_a_nan_makes_the_whole_matrix_nan_in_power_sgd_and_its_place_in_top_k():
+    plan, bad = _plan(), _grads(2)
+    bad["w"][1, 3, 3] = np.nan
+
+    def send(hook):
+        def fn(grads):
+            buckets = jdp.flatten_buckets(plan, grads)
+            state = hook.init(plan.bucket_avals())
+            sums, _ = hook.apply(buckets, state, base.Wire(AXIS, None))
+            return jdp.unflatten_buckets(plan, sums)
+
+        return jax.tree.map(np.asarray, _on_all(fn)(bad))
+
+    matrix, element = send(hooks.power_sgd(2)), send(hooks.top_k(0.1))
+    assert np.isnan(matrix["w"]).all()
+    np.testing.assert_array_equal(np.argwhere(np.isnan(element["w"][0])), [[3, 3]])
+    for name in ("conv", "b", "scale"):
+        assert np.isfinite(matrix[name]).all() and np.isfinite(element[name]).all()
+
+
+@every_hook
+def test_no_state_holds_an_empty_array(hook):
+    avals = [
+        *_plan().bucket_avals(),
+        jdp.buckets.BucketAval([(5,)], np.dtype("int32")),
+        jdp.buckets.BucketAval([(0, 5)], np.dtype("float32")),
+    ]
+    assert all(x.size for x in jax.tree.leaves(hook.init(avals)))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [HOOKS["power_sgd"], hooks.chain(hooks.power_sgd(1), hooks.int8())],
+    ids=["power_sgd", "power_sgd and int8"],
+)
+def test_orbax_saves_a_state_with_a_bucket_that_is_not_compressed(hook, tmp_path):
+    world = harness.local_world(2)
+    params = {"w": np.ones((64, 64), np.float32), "scale": np.ones(64, jnp.bfloat16)}
+    state = hooks.init_state(hook, params, world=world)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "state", state)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+
+    @jdp.data_parallel(world=world)
+    def step(state, batch):
+        grads = jax.tree.map(lambda x: x * batch.mean().astype(x.dtype), params)
+        return jdp.sync_gradients(grads, hook=hook, hook_state=state)[1], {}
+
+    step(found, np.ones(2, np.float32))
 
 
 def test_plain_steps_come_before_the_start_step():
