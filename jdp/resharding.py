@@ -26,19 +26,22 @@ def saved_like(state: PyTree, *, num_replicas: int) -> PyTree:
       num_replicas: of the job that saved it.
 
     Returns:
-      The same tree of numpy arrays, which take no memory and hold nothing.
+      The same tree of numpy arrays, which take no memory and hold nothing; for PRNG
+      keys, which numpy does not have, new arrays of keys.
     """
 
-    def like(x: Any, shape: tuple[int, ...]) -> np.ndarray:
+    def like(x: Any, shape: tuple[int, ...]) -> Any:
+        if _is_key(x):
+            return jnp.empty(shape, x.dtype)
         return np.broadcast_to(np.zeros((), x.dtype), shape)
 
-    def piece(x: Any, size: int) -> np.ndarray:
+    def piece(x: Any, size: int) -> Any:
         return like(x, (num_replicas, -(-size // num_replicas)))
 
-    def row(x: Any) -> np.ndarray:
+    def row(x: Any) -> Any:
         return like(x, (num_replicas, *x.shape[1:]))
 
-    def shared(x: Any) -> np.ndarray:
+    def shared(x: Any) -> Any:
         return like(x, x.shape)
 
     return _map(state, shared, piece, row)
@@ -54,7 +57,8 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
     mean over the replicas.
 
     Args:
-      saved: the state as it was saved, of host arrays; see `saved_like`.
+      saved: the state as it was saved, of host arrays, and of PRNG keys where `like`
+        has some; see `saved_like`.
       like: a new state of the replicas that are here; where its arrays lie is kept.
 
     Returns:
@@ -71,12 +75,13 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
         buckets.check_same_structure(saved, "What was saved", like, "`like`")
     found = iter(zip(paths, jax.tree.leaves(saved), strict=True))
 
-    def take(x: Any) -> tuple[str, np.ndarray]:
+    def take(x: Any) -> tuple[str, Any]:
         path, value = next(found)
-        value = np.asarray(value)
+        value = _as_array(value)
         if value.dtype != x.dtype:
+            advice = " Wrap it with `jax.random.wrap_key_data`." if _is_key(x) else ""
             raise ValueError(
-                f"`{path}` was saved as {value.dtype}, but is {x.dtype} here."
+                f"`{path}` was saved as {value.dtype}, but is {x.dtype} here.{advice}"
             )
         return path, value
 
@@ -96,7 +101,7 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
 
     def row(x: Any) -> jax.Array:
         path, value = take(x)
-        if value.shape[1:] != x.shape[1:]:
+        if value.ndim == 0 or value.shape[1:] != x.shape[1:]:
             raise _misfit(path, value.shape, x.shape)
         if value.shape[0] == x.shape[0]:
             return _place(value, x)
@@ -132,7 +137,8 @@ def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
         not read.
 
     Returns:
-      A tree like `like`, every `jax.Array` of it replicated over the mesh of `state`.
+      A tree like `like`; every `jax.Array` of it is replicated over the mesh of
+      `state`, or local where the array of `state` is.
 
     Raises:
       ValueError: `like` is of other parameters or another optimizer; the array is
@@ -247,14 +253,15 @@ def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
 def _join(rows: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(rows, jax.Array):
         return layout.restore(np.asarray(rows), shape)
-    assert isinstance(rows.sharding, NamedSharding)
+    if not isinstance(rows.sharding, NamedSharding):
+        return layout.restore(rows, shape)  # of one device, as `pickle` returns it.
     sharding = NamedSharding(rows.sharding.mesh, PartitionSpec())
     join = jax.jit(layout.restore, static_argnums=1, out_shardings=sharding)
     return join(rows, shape)
 
 
-def _host(value: Any, name: str, like: Any) -> np.ndarray:
-    value = np.asarray(value)
+def _host(value: Any, name: str, like: Any) -> Any:
+    value = _as_array(value)
     if value.dtype != like.dtype:
         raise ValueError(f"`{name}` is {value.dtype}, but {like.dtype} here.")
     return value
@@ -285,7 +292,22 @@ def _map(
     return jax.tree.map(visit, tree, is_leaf=is_special)
 
 
-def _place(value: np.ndarray, like: Any) -> jax.Array:
+def _is_key(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _as_array(x: Any) -> Any:
+    """Returns an array of PRNG keys as it is, another one on the host."""
+    return x if _is_key(x) else np.asarray(x)
+
+
+def _place(value: Any, like: Any) -> jax.Array:
+    if _is_key(value):
+        data = np.asarray(jax.random.key_data(value))
+        sharded = jax.random.key_data(like) if isinstance(like, jax.Array) else None
+        impl = jax.random.key_impl(value)
+        return jax.random.wrap_key_data(_place(data, sharded), impl=impl)
     sharding = like.sharding if isinstance(like, jax.Array) else None
     # Copies: the caller may go on writing to the array.
     if sharding is None:

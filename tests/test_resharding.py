@@ -1,6 +1,9 @@
 """A state on another number of replicas: the pieces are cut anew."""
 
+import pickle
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -115,6 +118,82 @@ def test_integers_of_replicas_are_not_averaged():
     ]
     with pytest.raises(TypeError, match="cannot be averaged for 3 others"):
         jdp.reshard(saved, like=PerReplica(np.zeros(3, int)))
+
+
+def _keyed(n):
+    """A state with keys of every kind: plain, of the optimizer, of each replica."""
+    world = harness.local_world(n)
+    tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.adam(0.01))
+    own = jdp.copy_per_replica(jax.random.key(7), world=world)
+    state = {
+        "params": jdp.replicate(world, PARAMS),
+        "opt": jdp.zero1(tx, world=world).init(PARAMS),
+        "key": jax.random.key(1),
+        "keys": jax.random.split(jax.random.key(2, impl="rbg"), 3),
+        "own": own,
+    }
+    return state, tx
+
+
+def _data_of(tree):
+    """The leaves as numpy has them, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for _, x in leaves]
+    return {
+        (jax.tree_util.keystr(path), str(x.dtype)): np.asarray(
+            jax.random.key_data(x) if key else x
+        )
+        for (path, x), key in zip(leaves, is_key, strict=True)
+    }
+
+
+def _assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, _data_of(a), _data_of(b))
+
+
+def test_keys_come_back_as_they_were(tmp_path):
+    state, tx = _keyed(4)
+    like = jdp.saved_like(state, num_replicas=4)
+    for x, y in zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+    _saved(tmp_path / "state", state)
+    found = jdp.reshard(_restored(tmp_path / "state", like), like=state)
+    _assert_same(found, state)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    # On other replicas: all but the replicas' own key.
+    fewer, _ = _keyed(2)
+    with pytest.raises(
+        TypeError, match=r"`\['own'\].value`, key<fry>, is of each of 4"
+    ):
+        jdp.reshard(state, like=fewer)
+    del fewer["own"], state["own"]
+    _assert_same(jdp.reshard(state, like=fewer), fewer)
+    plain = jdp.consolidate(state["opt"], like=jax.eval_shape(tx.init, PARAMS))
+    _assert_same(jdp.spread(plain, like=fewer["opt"]), fewer["opt"])
+
+
+def test_the_data_of_a_key_is_not_taken_for_the_key():
+    saved = {"key": np.zeros(2, np.uint32)}
+    with pytest.raises(ValueError, match="uint32, but is key<fry> here. Wrap it with"):
+        jdp.reshard(saved, like={"key": jax.random.key(0)})
+
+
+@pytest.mark.parametrize(
+    "restore",
+    [
+        lambda state: pickle.loads(pickle.dumps(state)),
+        lambda state: jax.tree.map(jnp.asarray, jax.device_get(state)),
+        lambda state: jax.tree.map(np.asarray, state),
+    ],
+    ids=["pickle", "jnp", "numpy"],
+)
+def test_a_state_that_was_saved_by_hand_is_consolidated(restore):
+    opt = _make(4)[0]["opt"]
+    like = jax.eval_shape(optax.adam(0.01).init, PARAMS)
+    expected = jdp.consolidate(opt, like=like)
+    found = jdp.consolidate(restore(opt), like=like)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def _trained(tx, n, params=PARAMS):
