@@ -145,6 +145,21 @@ def snapshot() -> Snapshot:
     )
 
 
+def has_result() -> bool:
+    """Returns whether the last call of a step is known to have ended well.
+
+    JAX raises the failure of a step where its result is read; here it is looked at.
+    """
+    result = None if _Own.result is None else _Own.result()
+    if _Own.is_inside or not isinstance(result, jax.Array) or not _is_done():
+        return False
+    try:
+        result.block_until_ready()
+    except Exception:  # Whatever the step has failed with, or it was donated.
+        return False
+    return True
+
+
 def _begin_step(name: str) -> None:
     _Own.steps[name] = _Own.steps.get(name, 0) + 1
     _Own.last = name

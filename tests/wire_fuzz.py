@@ -20,7 +20,7 @@ from jdp.runtime import (
     job_key,
     join_context,
     launcher_link,
-    lifeline,
+    lifeline_rules,
     lockstep,
     star_codec,
     store,
@@ -50,8 +50,8 @@ MESSAGES = {
     "gpu_topology.Facts": gpu_topology.Facts(platform="cpu", host="a"),
     "measurement.Seconds": [measurement.Seconds("ring", 8, [0.5])],
     "departures.Notice": departures.Notice(1, 3, "why"),
-    "lifeline.Left": lifeline.Left({"train": 3}, "why", 1),
-    "lifeline.Stuck": lifeline.Stuck(1, "why"),
+    "lifeline.Left": lifeline_rules.Left({"train": 3}, "why", 1),
+    "lifeline.Stuck": lifeline_rules.Stuck(1, "why"),
     "endings.Exit": endings.Exit(1, -9, 0.5, 0, None, "why"),
     "star_codec.Frame": star_codec.Frame("say", 1, b"body"),
     "comparison.Difference": comparison.Difference(1, 0),
@@ -65,8 +65,8 @@ MESSAGES = {
 # Of those that are no class of their own.
 KINDS = {
     "measurement.Seconds": list[measurement.Seconds],
-    "lifeline.Left": lifeline.Left | lifeline.Stuck,
-    "lifeline.Stuck": lifeline.Left | lifeline.Stuck,
+    "lifeline.Left": lifeline_rules.Left | lifeline_rules.Stuck,
+    "lifeline.Stuck": lifeline_rules.Left | lifeline_rules.Stuck,
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._Array": list[comparison._Array],
@@ -183,20 +183,20 @@ def _combine(data: bytes) -> None:
         gpu_topology.combine(found)
 
 
-def _judge_gone(data: bytes, found: lifeline.Left | lifeline.Stuck) -> None:
+def _judge_gone(data: bytes, found: lifeline_rules.Left | lifeline_rules.Stuck) -> None:
     """What another process says of its end has a verdict that can be shown."""
     del data
     try:
-        checked = lifeline.check(found, 2)
+        checked = lifeline_rules.check(found, 2)
     except wire.DecodeError:
         return
-    if isinstance(checked, lifeline.Stuck):
+    if isinstance(checked, lifeline_rules.Stuck):
         assert checked.culprit in (0, 1) and checked.text.isprintable()
         return
-    gone = lifeline.Gone(1, 0.0, checked.steps, checked.error, checked.culprit)
+    gone = lifeline_rules.Gone(1, 0.0, checked.steps, checked.error, checked.culprit)
     now = progress.Snapshot({"train": 4}, "train", None, 0.0)
     for has_ended in (False, True):
-        verdict = lifeline.judge(0, has_ended, now, [gone], now_s=9.0)
+        verdict = lifeline_rules.judge(0, has_ended, now, [gone], now_s=9.0)
         assert verdict is None or verdict.text.isprintable()
 
 

@@ -21,6 +21,7 @@ class Exit(NamedTuple):
     culprit: int | None = None  # The process that it says is the reason, if another.
     node: int | None = None  # The host, where it is not this one.
     note: str = ""  # What happened, where the rest does not say it.
+    is_consequence: bool = False  # It tells only that another process is gone.
 
 
 class StopState(NamedTuple):
@@ -104,14 +105,29 @@ def observe(
 
 
 def find_failures(exits: Sequence[Exit]) -> list[Exit]:
-    """Returns the failures among `exits`, the one that the others follow from first."""
+    """Returns the failures among `exits`, the one that the others follow from first.
+
+    From the failure that comes first by itself, the rule goes to the process that it
+    names, from there on to the next. It does not go from an error that says something
+    to one that says only that a link broke: a process that did not come to a meeting,
+    and that the others leave, gets such an error for that. Of processes that name each
+    other, the one that failed first is taken.
+    """
     failures = sorted((end for end in exits if end.returncode != 0), key=_failing_order)
+    if not failures:
+        return []
     of = {end.process_id: end for end in reversed(failures)}
-    first, seen = (failures[0] if failures else None), set()
-    while first is not None and first.culprit in of and first.process_id not in seen:
-        seen.add(first.process_id)
-        first = of[first.culprit]
-    return sorted(failures, key=lambda end: end != first)
+    path = [failures[0]]
+    while (culprit := path[-1].culprit) in of:
+        assert culprit is not None
+        named = of[culprit]
+        if named.is_consequence and not path[-1].is_consequence:
+            break
+        if named in path:
+            path.append(min(path[path.index(named) :], key=_failing_order))
+            break
+        path.append(named)
+    return sorted(failures, key=lambda end: end != path[-1])
 
 
 def find_blamed(
@@ -119,7 +135,8 @@ def find_blamed(
 ) -> list[Exit]:
     """Returns the failures of processes that others name and that still run.
 
-    Such a process has said itself that it failed, and is slow to end.
+    Such a process has said itself that it failed, and is slow to end. Where those that
+    have ended say only that links broke, it need not be named.
 
     Args:
       exits: ends that are known.
@@ -127,6 +144,9 @@ def find_blamed(
     """
     known = {end.process_id for end in exits}
     named = {end.culprit for end in exits if end.culprit is not None} - known
+    failed = [end for end in exits if end.returncode != 0]
+    if failed and all(end.is_consequence for end in failed):
+        named |= {i for i, said in failures.items() if not said.is_consequence} - known
     return [as_failed(i, failures[i]) for i in sorted(named & failures.keys())]
 
 
@@ -182,18 +202,22 @@ def as_it_said(end: Exit, failure: worker.Failure | None) -> Exit:
 def as_failed(process_id: int, failure: worker.Failure) -> Exit:
     """Returns the end that a process has told of before it came."""
     culprit = None if failure.culprit == process_id else failure.culprit
-    return Exit(process_id, failure.code, failure.at_s, culprit)
+    follows = failure.is_consequence
+    return Exit(process_id, failure.code, failure.at_s, culprit, is_consequence=follows)
 
 
 def _failing_order(end: Exit) -> tuple[int, float]:
     # A process that was killed without a word comes before all, then whichever raised
     # first: peers raise because a process is gone. The launcher of a host that is gone
     # explains what its processes did not say. JAX aborts a process when process 0 is
-    # gone, whatever ended that. A process that names another one is not the first.
+    # gone, whatever ended that. A process that names another one is not the first, and
+    # one that says only that a link broke follows from any other.
     if end.process_id < 0:
         return 2, 0.0
     if end.returncode == -signal.SIGABRT:
-        return (3 if end.culprit is None else 5), 0.0
+        return (3 if end.culprit is None else 6), 0.0
+    if end.is_consequence:
+        return 5, end.failed_at_s or 0.0
     if end.culprit is not None:
         return 4, end.failed_at_s or 0.0
     return (0, 0.0) if end.failed_at_s is None else (1, end.failed_at_s)

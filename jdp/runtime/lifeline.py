@@ -12,200 +12,31 @@ may take as long as it likes.
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from jdp import compat_distributed, progress, wire
 from jdp.mesh import World
-from jdp.progress import Snapshot
-from jdp.runtime import environment, forks, lifeline_store, star, worker
+from jdp.runtime import environment, forks, lifeline_rules, lifeline_store, star, worker
+from jdp.runtime.lifeline_rules import AfterLoss, Gone, Left, Stuck, Verdict
 
 _PURPOSE = "processes"
 _KEY = "jdp/lifeline"  # in the store: where process 0 listens.
 _CHECK_PERIOD_S = 0.1
 _MEET_TIMEOUT_S = 10.0
-# What was under way when a process ended gets this long: to hear of its last step,
-# where that is known, and where it died without a word.
-_ENDED_GRACE_S = 2.0
-_LOST_GRACE_S = 4.0
-# A process that says that it failed ends the others, whatever they do.
-_FAILED_GRACE_S = 5.0
 _LINGER_S = 0.7  # of process 0, whose end lets JAX abort the others.
 _STILL_RUNS_S = 60.0
 _WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
-_MOST_TEXT = 4000  # characters of what another process gives as its reason.
 _logger = logging.getLogger("jdp")
 
 
-class Left(msgspec.Struct, frozen=True, tag="left"):
-    """This process has ended its program."""
-
-    steps: dict[str, int]  # calls of each decorated step that it has begun.
-    error: str | None = None  # why, if it failed.
-    culprit: int | None = None  # the process that is the reason, if another.
-
-
-class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
-    """This process is ended, because it waits for another one."""
-
-    culprit: int
-    text: str
-
-
 _DECODER = msgspec.msgpack.Decoder(Left | Stuck)
-
-
-def check(message: Left | Stuck, count: int) -> Left | Stuck:
-    """Returns what one of `count` processes has said, fit to be shown.
-
-    Raises:
-      DecodeError: it names a process that the job does not have.
-    """
-    if isinstance(message, Left):
-        steps = {wire.printable(name): n for name, n in message.steps.items()}
-        error = None if message.error is None else wire.printable(message.error)
-        culprit = message.culprit if message.culprit in range(count) else None
-        return Left(steps, error, culprit)
-    if not 0 <= message.culprit < count:
-        raise wire.DecodeError(f"there is no process {message.culprit}")
-    return Stuck(message.culprit, wire.printable(message.text, most=_MOST_TEXT))
-
-
-class Gone(NamedTuple):
-    """A process that takes no more part in anything.
-
-    Attributes:
-      process: its number.
-      arrived_s: when this process heard of it.
-      steps: calls of each step that it has begun; None: it died without a word.
-      error: why it failed; None: it did not, as far as it could say.
-      culprit: the process that it says is the reason, if another.
-      broke_s: when its line broke after it had said that it ended; None: it did not.
-    """
-
-    process: int
-    arrived_s: float
-    steps: Mapping[str, int] | None = None
-    error: str | None = None
-    culprit: int | None = None
-    broke_s: float | None = None
-
-
-class Verdict(NamedTuple):
-    """Why this process is to be ended."""
-
-    culprit: int
-    text: str
-
-
-def judge(
-    own: int, has_ended: bool, now: Snapshot, gone: Sequence[Gone], *, now_s: float
-) -> Verdict | None:
-    """Returns whether process `own` waits in vain; pure.
-
-    Args:
-      own: number of this process.
-      has_ended: whether its program has come to its end.
-      now: where its main thread is.
-      gone: in the order in which they were heard of.
-      now_s: the clock.
-    """
-    for other in gone:
-        gone_s = now_s - other.arrived_s
-        both_s = now_s - max(other.arrived_s, now.since_s)
-        who = describe(other)
-        if has_ended:
-            # JAX waits at its end for all; one that died does not come.
-            if other.steps is None or other.error is not None:
-                is_own = other.culprit == own  # It failed because this one ended.
-                if is_own or gone_s > _ENDED_GRACE_S:
-                    return Verdict(
-                        own if is_own else other.process,
-                        f"{who}; process {own} had come to the end of its program.",
-                    )
-            continue
-        where = f"process {own} is in no step"
-        is_stuck = False
-        if now.waits_since_s is not None:
-            where = f"process {own} waits for it on the host"
-            is_stuck = both_s > _ENDED_GRACE_S
-        elif now.step is not None:
-            number = now.steps[now.step]
-            where = f"process {own} is in call {number} of the step `{now.step}`"
-            if other.steps is None:
-                is_stuck = both_s > _LOST_GRACE_S
-            elif number > other.steps.get(now.step, 0):
-                is_stuck = both_s > _ENDED_GRACE_S
-        if is_stuck or (other.error is not None and gone_s > _FAILED_GRACE_S):
-            return Verdict(other.process, f"{who}, and {where}. {_advice(other)}")
-    return None
-
-
-def judge_end(
-    own: int, ended_s: float, gone: Sequence[Gone], *, now_s: float
-) -> Verdict | None:
-    """Returns whether process `own` waits in vain at the end of JAX; pure.
-
-    Args:
-      own: number of this process, which has not come out of JAX's end yet.
-      ended_s: when its program came to its end.
-      gone: in the order in which they were heard of.
-      now_s: the clock.
-    """
-    for other in gone:
-        if other.broke_s is None:
-            continue
-        if now_s - max(other.broke_s, ended_s) > _LOST_GRACE_S:
-            return Verdict(
-                other.process,
-                f"{describe(other)}, but was killed or left by `os._exit` before its "
-                f"exit handlers had run; process {own} waits for it at its own end.",
-            )
-    return None
-
-
-def find_first(own: int, gone: Sequence[Gone]) -> int | None:
-    """Returns the process that failed or died first, or that such a one names.
-
-    One that names process `own` followed from that, and explains nothing there.
-    """
-    for other in gone:
-        is_bad = other.steps is None or other.error is not None
-        if is_bad and other.culprit != own:
-            return other.process if other.culprit is None else other.culprit
-    return None
-
-
-def describe(gone: Gone) -> str:
-    """Says what became of a process, such as `process 1 ended after no step`."""
-    if gone.error is not None:
-        return f"process {gone.process} failed ({gone.error})"
-    if gone.steps is None:
-        return (
-            f"process {gone.process} ended without a word: it was killed, crashed, or "
-            "called `os._exit`, or its host or the network failed"
-        )
-    steps = [
-        f"{count} call{'s' * (count != 1)} of the step `{name}`"
-        for name, count in gone.steps.items()
-    ]
-    return f"process {gone.process} ended after {', '.join(steps) or 'no step'}"
-
-
-def _advice(gone: Gone) -> str:
-    if gone.error is not None or gone.steps is None:
-        return f"Look at what process {gone.process} wrote last."
-    return (
-        "A step needs all processes. Give each the same number of steps, or use "
-        "`jdp.join_batches` or `jdp.Join` where they have different amounts of data."
-    )
 
 
 class _Lifeline:
@@ -217,6 +48,7 @@ class _Lifeline:
         self._has_launcher = environment.LAUNCH_ID in os.environ
         self._gone: tuple[Gone, ...] = ()
         self._stuck: Verdict | None = None
+        self._after_loss: AfterLoss | None = None
         self._shown: set[int] = set()
         self._ended_s: float | None = None
         self._has_failed = False
@@ -277,11 +109,13 @@ class _Lifeline:
             self._ends.post(body)
         self._star.flush(timeout_s=1.0)
 
-    def find_culprit(self) -> int | None:
-        """Returns the first process that failed or died."""
+    def find_culprit(self, *, is_consequence: bool) -> int | None:
+        """Returns the first process that failed or died; see `find_first`."""
         if self._stuck is not None:
             return self._stuck.culprit
-        return find_first(self._own, self._gone)
+        return lifeline_rules.find_first(
+            self._own, self._gone, is_consequence=is_consequence
+        )
 
     def abandon_in_child(self) -> None:
         """Lets go of what a child of this process has inherited."""
@@ -290,7 +124,9 @@ class _Lifeline:
     def _heard(self, process: int, body: bytes) -> None:
         now_s = time.monotonic()
         try:
-            message = check(wire.decode_with(_DECODER.decode, body), self._count)
+            message = lifeline_rules.check(
+                wire.decode_with(_DECODER.decode, body), self._count
+            )
         except wire.DecodeError:
             _logger.warning("Process %d has said what is no message.", process)
             return
@@ -360,18 +196,39 @@ class _Lifeline:
 
     def _find_verdict(self, now_s: float) -> Verdict | None:
         has_ended = self._ended_s is not None
-        verdict = judge(
-            self._own, has_ended, progress.snapshot(), self._gone, now_s=now_s
+        now = progress.snapshot()
+        if any(gone.steps is None for gone in self._gone):
+            num_begun, has_result = sum(now.steps.values()), progress.has_result()
+            self._after_loss = lifeline_rules.count_after_loss(
+                self._after_loss, num_begun, has_result, now_s=now_s
+            )
+        verdict = lifeline_rules.judge(
+            self._own,
+            has_ended,
+            now,
+            self._gone,
+            now_s=now_s,
+            after_loss_s=self._after_loss and self._after_loss.since_s,
         )
         if verdict is None and self._ended_s is not None:
             if compat_distributed.is_connected():
-                verdict = judge_end(self._own, self._ended_s, self._gone, now_s=now_s)
+                verdict = lifeline_rules.judge_end(
+                    self._own, self._ended_s, self._gone, now_s=now_s
+                )
         if self._stuck is None:
             return verdict
         # Another process is ended, so this one has nothing to wait for: the culprit,
         # which may be this one, and whichever waits, at once.
-        first = self._gone[0].arrived_s if self._gone else now_s - _FAILED_GRACE_S
-        if has_ended or verdict is not None or now_s - first > _FAILED_GRACE_S:
+        first = (
+            self._gone[0].arrived_s
+            if self._gone
+            else now_s - lifeline_rules.FAILED_GRACE_S
+        )
+        if (
+            has_ended
+            or verdict is not None
+            or now_s - first > lifeline_rules.FAILED_GRACE_S
+        ):
             return self._stuck
         return None
 
@@ -387,15 +244,23 @@ class _Lifeline:
                 continue
             self._shown.add(gone.process)
             if is_bad:
-                _show(f"{describe(gone)}.")
+                _show(f"{lifeline_rules.describe(gone)}.")
             elif self._ended_s is None:
-                _logger.info("%s; process %d still runs.", describe(gone), self._own)
+                _logger.info(
+                    "%s; process %d still runs.",
+                    lifeline_rules.describe(gone),
+                    self._own,
+                )
 
     def _end(self, verdict: Verdict) -> None:
         """Ends this process, after it has told the others and its launcher."""
         with self._is_over:
             _show(verdict.text)
-            worker.report_failure(1, culprit=verdict.culprit)
+            worker.report_failure(
+                1,
+                culprit=verdict.culprit,
+                is_consequence=verdict.culprit != self._own,
+            )
             self._star.say_now(msgspec.msgpack.encode(Stuck(*verdict)))
             if self._own == 0:
                 time.sleep(_LINGER_S)
@@ -442,11 +307,12 @@ def leave(error: str | None, *, culprit: int | None = None) -> None:
         _Current.lifeline.leave(error, culprit)
 
 
-def find_culprit(*, timeout_s: float = 0.0) -> int | None:
+def find_culprit(*, timeout_s: float = 0.0, is_consequence: bool = False) -> int | None:
     """Returns the first process that failed or died.
 
     Args:
       timeout_s: how long to wait for the word that one did, in seconds.
+      is_consequence: whether the error of this process says only that a link broke.
 
     Returns:
       None where this process has not heard of any.
@@ -454,7 +320,10 @@ def find_culprit(*, timeout_s: float = 0.0) -> int | None:
     if _Current.lifeline is None:
         return None
     deadline_s = time.monotonic() + timeout_s
-    while (found := _Current.lifeline.find_culprit()) is None:
+    find = functools.partial(
+        _Current.lifeline.find_culprit, is_consequence=is_consequence
+    )
+    while (found := find()) is None:
         if time.monotonic() >= deadline_s:
             return None
         time.sleep(0.02)

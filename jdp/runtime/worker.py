@@ -28,12 +28,17 @@ from typing import NamedTuple
 _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
 _FAILURE_FD = "JDP_FAILURE_FD"
-# Kind, process id, seconds of the monotonic clock, code, culprit.
-_RECORD = struct.Struct("<cidii")
+# Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
+_RECORD = struct.Struct("<cidii?")
 _FAILED, _BEGAN, _JOINED, _ENDED, _LOST = b"f", b"b", b"j", b"e", b"l"
 # A peer that is gone breaks collectives and its line at once, and either may be first.
 _PEER_IS_HEARD_S = 1.0
 _NAMED = re.compile(r"\bProcess (\d{1,9}) has ended; the others")
+# What JAX says of a broken link: it tells nothing of why the other side is gone.
+_BROKEN = re.compile(
+    r"\bGloo |\bgloo/|ncclRemoteError|remote process exited|oordination service"
+    r"|UNAVAILABLE:|Connection (?:closed|reset|refused)"
+)
 
 
 class Failure(NamedTuple):
@@ -43,11 +48,13 @@ class Failure(NamedTuple):
       at_s: when, on the monotonic clock of this host.
       code: its exit code.
       culprit: the process that is the reason; its own number if it is one itself.
+      is_consequence: whether it tells nothing but that another process is gone.
     """
 
     at_s: float
     code: int
     culprit: int
+    is_consequence: bool = False
 
 
 class FailurePipe:
@@ -79,9 +86,10 @@ class FailurePipe:
             while chunk := os.read(self._read_fd, _RECORD.size * 1000):
                 data += chunk
         # A record is less than `PIPE_BUF`: it is written whole or not at all.
-        for kind, process_id, at_s, code, culprit in _RECORD.iter_unpack(data):
+        for kind, process_id, at_s, code, culprit, follows in _RECORD.iter_unpack(data):
             if kind == _FAILED:
-                self._failures.setdefault(process_id, Failure(at_s, code, culprit))
+                failure = Failure(at_s, code, culprit, follows)
+                self._failures.setdefault(process_id, failure)
             elif kind == _BEGAN:
                 self.in_init.add(process_id)
             elif kind == _JOINED:
@@ -137,7 +145,8 @@ def main(argv: list[str]) -> None:
             _exit_if_child(code)
         at_s = time.monotonic()
         culprit = find_culprit(error)
-        _write(_FAILED, code, culprit, at_s=at_s)
+        follows = is_consequence(error)
+        _write(_FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         _tell_others(describe_error(error), culprit)
         _print_exception(error)
         if culprit is not None:
@@ -162,14 +171,17 @@ class _Own:
     pid: int = 0  # Children that this process forks do not speak for it.
 
 
-def report_failure(code: int, *, culprit: int | None = None) -> None:
+def report_failure(
+    code: int, *, culprit: int | None = None, is_consequence: bool = False
+) -> None:
     """Tells the launcher that the program of this process has failed, now.
 
     Args:
       code: with which it will end.
       culprit: the process that is the reason, where that is another one.
+      is_consequence: whether it is ended for nothing but the end of another one.
     """
-    _write(_FAILED, code, culprit)
+    _write(_FAILED, code, culprit, is_consequence=is_consequence)
 
 
 def report_loss(process: int) -> None:
@@ -188,6 +200,7 @@ def _write(
     culprit: int | None = None,
     *,
     at_s: float | None = None,
+    is_consequence: bool = False,
 ) -> None:
     process_id = os.environ.get("JDP_PROCESS_ID", "")
     if _Own.failure_fd is None or not process_id.isdigit():
@@ -197,7 +210,7 @@ def _write(
     own = int(process_id)
     blamed = own if culprit is None else culprit
     at_s = time.monotonic() if at_s is None else at_s
-    record = _RECORD.pack(kind, own, at_s, code, blamed)
+    record = _RECORD.pack(kind, own, at_s, code, blamed, is_consequence)
     with contextlib.suppress(OSError):  # The launcher is gone.
         os.write(_Own.failure_fd, record)
 
@@ -225,15 +238,35 @@ def find_culprit(error: BaseException) -> int | None:
         process = None if progress is None else progress.culprit_of(cause)
         if process is not None:
             return process
-        is_of_jax = "JaxRuntimeError" in (kind.__name__ for kind in type(cause).__mro__)
-        text = describe_error(cause)
-        # JAX raises a few of its errors as ValueError.
-        if is_of_jax or "Gloo " in text or "gloo/" in text:
+        if _is_of_jax(cause):
             timeout_s = _PEER_IS_HEARD_S
             if named := _NAMED.search(str(cause)):
                 return int(named[1])
     lifeline = sys.modules.get("jdp.runtime.lifeline")
-    return None if lifeline is None else lifeline.find_culprit(timeout_s=timeout_s)
+    if lifeline is None:
+        return None
+    return lifeline.find_culprit(
+        timeout_s=timeout_s, is_consequence=is_consequence(error)
+    )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Returns whether `error` tells nothing but that a link to a process broke.
+
+    Such an error is never the cause where another process says more.
+    """
+    return any(
+        _is_of_jax(cause)
+        and bool(_BROKEN.search(describe_error(cause)) or _NAMED.search(str(cause)))
+        for cause in _chain(error)
+    )
+
+
+def _is_of_jax(error: BaseException) -> bool:
+    if "JaxRuntimeError" in (kind.__name__ for kind in type(error).__mro__):
+        return True
+    text = describe_error(error)  # JAX raises a few of its errors as ValueError.
+    return "Gloo " in text or "gloo/" in text
 
 
 def _chain(error: BaseException) -> list[BaseException]:

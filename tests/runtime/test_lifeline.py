@@ -1,4 +1,5 @@
 import atexit
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import pytest
 import jdp
 from jdp import compat_distributed, progress
 from jdp.progress import Snapshot
-from jdp.runtime import coordination, environment, launch, lifeline
-from jdp.runtime.lifeline import Gone
+from jdp.runtime import coordination, environment, launch, lifeline, lifeline_rules
+from jdp.runtime.lifeline_rules import Gone
 from tests import harness
 
 BUSY = Snapshot({"step": 6}, None, None, 0.0)
@@ -54,7 +55,7 @@ WAITS = Snapshot({}, None, 3.0, 3.0)
 def test_only_a_process_that_waits_in_vain_is_ended(
     has_ended, now, gone, now_s, culprit
 ):
-    verdict = lifeline.judge(0, has_ended, now, gone, now_s=now_s)
+    verdict = lifeline_rules.judge(0, has_ended, now, gone, now_s=now_s)
     assert (verdict and verdict.culprit) == culprit
 
 
@@ -66,7 +67,7 @@ def test_a_process_that_is_killed_in_its_exit_handlers_is_not_waited_for(
     broke_s, ended_s, now_s, culprit
 ):
     gone = [Gone(2, 0.0, {}), Gone(1, 0.0, {"step": 5}, broke_s=broke_s)]
-    verdict = lifeline.judge_end(0, ended_s, gone, now_s=now_s)
+    verdict = lifeline_rules.judge_end(0, ended_s, gone, now_s=now_s)
     assert (verdict and verdict.culprit) == culprit
 
 
@@ -81,7 +82,21 @@ def test_a_process_that_is_killed_in_its_exit_handlers_is_not_waited_for(
     ],
 )
 def test_a_process_does_not_blame_one_that_failed_because_of_it(gone, culprit):
-    assert lifeline.find_first(0, gone) == culprit
+    assert lifeline_rules.find_first(0, gone) == culprit
+
+
+@pytest.mark.parametrize(
+    ("gone", "culprit"),
+    [
+        ([Gone(1, 0.0, {}, "RuntimeError: process 0 did not come", culprit=0)], 1),
+        ([Gone(1, 0.0, {}, "RuntimeError", culprit=0), Gone(2, 0.0)], 2),
+        ([Gone(1, 0.0, {}, "Gloo", culprit=2), Gone(2, 0.0, {}, "x", culprit=0)], 2),
+        ([Gone(1, 0.0, {"step": 5})], None),
+        ([], None),
+    ],
+)
+def test_a_process_whose_links_broke_blames_one_that_says_more(gone, culprit):
+    assert lifeline_rules.find_first(0, gone, is_consequence=True) == culprit
 
 
 def end_in_an_exit_handler():
@@ -171,7 +186,7 @@ def test_the_process_that_skips_its_exit_handlers_is_blamed(process):
 
 def test_both_counts_and_the_remedy_are_named():
     gone = [Gone(0, 0.0, {"step": 5})]
-    verdict = lifeline.judge(1, False, IN_STEP, gone, now_s=9.0)
+    verdict = lifeline_rules.judge(1, False, IN_STEP, gone, now_s=9.0)
     assert verdict.text == (
         "process 0 ended after 5 calls of the step `step`, and process 1 is in call 6 "
         "of the step `step`. A step needs all processes. Give each the same number of "
@@ -265,7 +280,7 @@ def test_a_call_counts_if_its_program_has_run(monkeypatch, error):
 
 @pytest.mark.multiprocess
 def test_after_as_many_steps_a_process_may_take_its_time():
-    after_s = lifeline._ENDED_GRACE_S + 2.0
+    after_s = lifeline_rules.ENDED_GRACE_S + 2.0
     got = harness.run_processes(train, 2, (3, 3), after_s, ends_as_usual=True)
     assert got.exit_code == 0, got.output
     assert "jdp:" not in got.output
@@ -293,6 +308,111 @@ jdp.replicate(world, {"w": 1.0})
     ],
 )
 def test_without_a_launcher_the_others_end_soon_and_name_it(fault, process, text):
+    program = PROGRAM.replace("PROCESS", str(process)).replace("FAULT", fault)
+    took_s, code, said = run_by_hand(program, process)
+    assert took_s < 10 and code != 0
+    assert f"jdp: {text}" in said, said
+
+
+SURVIVOR = """
+import os, signal, time
+import jax, jax.numpy as jnp, numpy as np
+import jdp
+world = jdp.init(timeout_s=100)
+
+def loss_fn(p, x):
+    return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - 1.0) ** 2)
+
+@jdp.data_parallel
+def step(p, x):
+    loss, grads = jdp.value_and_grad(loss_fn)(p, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
+
+p = jdp.replicate(world, {"w": np.ones((4, 32)), "v": np.ones(32)})
+for i in range(1000):
+    if i == 5 and world.process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    p, loss = step(p, np.ones((64, 4)))
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_process_whose_steps_cannot_end_does_not_go_on_for_long():
+    """JAX runs the steps later, and says of no failure before a result is read."""
+    took_s, code, said = run_by_hand(SURVIVOR, 1)
+    assert took_s < lifeline_rules.LOST_GRACE_S + 10 and code != 0
+    assert "jdp: process 1 ended without a word" in said, said
+    assert "process 0 has begun a step since, which cannot end" in said, said
+
+
+@pytest.mark.parametrize(
+    ("calls", "since_s"),
+    [
+        # Times, calls begun, and whether the last has ended well.
+        ([(0.0, 5, False), (9.0, 5, False), (9.1, 5, True)], None),
+        ([(0.0, 5, False), (1.0, 6, False), (2.0, 7, False)], 1.0),
+        ([(0.0, 5, True), (1.0, 6, False), (1.1, 6, False)], 1.0),
+        # A step that ends did not need what is gone.
+        ([(0.0, 5, False), (1.0, 6, False), (2.0, 6, True)], None),
+        ([(0.0, 5, False), (1.0, 6, True), (2.0, 7, False)], 2.0),
+    ],
+)
+def test_steps_begun_after_a_loss_are_told_by_their_number(calls, since_s):
+    found = None
+    for now_s, num_begun, has_result in calls:
+        found = lifeline_rules.count_after_loss(
+            found, num_begun, has_result, now_s=now_s
+        )
+    assert found.since_s == since_s
+
+
+@pytest.mark.parametrize(
+    ("gone", "now_s", "culprit"),
+    [
+        (Gone(1, 10.0), 15.0, None),
+        (Gone(1, 10.0), 15.1, 1),
+        (Gone(1, 10.0, {"step": 9}), 1e9, None),
+    ],
+)
+def test_a_step_begun_after_a_loss_never_ends(gone, now_s, culprit):
+    verdict = lifeline_rules.judge(
+        0, False, BUSY, [gone], now_s=now_s, after_loss_s=11.0
+    )
+    assert (verdict and verdict.culprit) == culprit
+
+
+def diverge():
+    """One process compares replicas, the other takes one more step."""
+    world = jdp.init(timeout_s=60)
+
+    @jdp.data_parallel
+    def step(w, x):
+        loss, grads = jdp.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))(w, x)
+        return w - 0.1 * grads, loss
+
+    w = jdp.replicate(world, np.ones(4, np.float32))
+    for _ in range(2 + (world.process_index == 0)):
+        w, _ = step(w, np.ones((2, 4), np.float32))
+    soon = dataclasses.replace(world, timeout_s=3.0)
+    jdp.check_replicas(w, world=soon if world.process_index == 1 else world)
+
+
+@pytest.mark.multiprocess
+def test_the_process_that_waited_says_why_not_the_one_whose_link_broke():
+    got = harness.run_processes(diverge, 2, ends_as_usual=True)
+    assert "process 1 failed with exit code 1, because of process 0" in got.output
+    last = got.output[got.output.index("its last lines were") :]
+    assert "Process 0 did not come to the comparison of replicas" in last
+    assert got.exit_code == 1
+
+
+def run_by_hand(program, process):
+    """Runs two processes without a launcher, of which one ends early.
+
+    Returns:
+      How long the other one took from then on, its exit code, and what it wrote.
+    """
     place = {
         environment.COORDINATOR_ADDRESS: f"127.0.0.1:{launch._free_port()}",
         environment.NUM_PROCESSES: "2",
@@ -301,7 +421,6 @@ def test_without_a_launcher_the_others_end_soon_and_name_it(fault, process, text
         "PYTHONPATH": str(harness.ROOT),
         "JAX_PLATFORMS": "cpu",
     }
-    program = PROGRAM.replace("PROCESS", str(process)).replace("FAULT", fault)
     started = []
     for i in range(2):
         own = {environment.PROCESS_ID: str(i), environment.LOCAL_PROCESS_ID: str(i)}
@@ -320,9 +439,7 @@ def test_without_a_launcher_the_others_end_soon_and_name_it(fault, process, text
         start_s = time.monotonic()
         other = started[1 - process]
         said, _ = other.communicate(timeout=60)
-        assert time.monotonic() - start_s < 10
-        assert other.returncode != 0
-        assert f"jdp: {text}" in said, said
+        return time.monotonic() - start_s, other.returncode, said
     finally:
         for each in started:
             each.kill()

@@ -1,3 +1,4 @@
+import itertools
 import signal
 
 import pytest
@@ -166,3 +167,50 @@ def test_a_process_that_skips_its_exit_handlers_is_the_culprit(failure, is_found
     if found is not None:
         assert endings.find_failures([failure, found])[0] == found
         assert "process 1 ended with exit code 0, but without" in found.note
+
+
+def _gloo(process, at_s, culprit=None):
+    return Exit(process, 1, at_s, culprit, is_consequence=True)
+
+
+KILLED = Exit(2, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("exits", "cause"),
+    [
+        # Process 1 waited for 0, said so and left; process 0 hears that the link broke,
+        # and blames 1, or has not heard of it, or blames a third one.
+        ([Exit(1, 1, 6.0, culprit=0), _gloo(0, 7.0, 1)], 1),
+        ([Exit(1, 1, 6.0, culprit=0), _gloo(0, 7.0)], 1),
+        ([Exit(1, 1, 6.0, culprit=0), _gloo(0, 5.0)], 1),
+        ([Exit(1, 1, 6.0, culprit=0), _gloo(0, 7.0, 2), _gloo(2, 6.5, 0)], 1),
+        ([Exit(1, 1, 6.0, culprit=0), _gloo(0, 7.0, 1), _gloo(2, 5.0, 0)], 1),
+        # Process 0 has more to say than that.
+        ([Exit(1, 1, 6.0, culprit=0), Exit(0, 1, 7.0)], 0),
+        ([Exit(1, 1, 6.0, culprit=0), Exit(0, 1, 7.0, culprit=2), KILLED], 2),
+        # One was killed: nothing that is raised comes before.
+        ([Exit(1, 1, 6.0, culprit=0), _gloo(0, 7.0, 2), KILLED], 2),
+        ([_gloo(0, 5.0), KILLED], 2),
+        # One raised, and the links of the others broke, whomever they name.
+        ([_gloo(0, 5.0), Exit(1, 3, 6.0)], 1),
+        ([_gloo(0, 5.0, 2), _gloo(2, 5.5, 0), Exit(1, 3, 6.0)], 1),
+        ([ABORTED, _gloo(0, 6.0)], 1),
+        ([ABORTED._replace(culprit=0), _gloo(0, 6.0)], 0),
+        # There is nothing but broken links.
+        ([_gloo(1, 6.0), _gloo(0, 7.0)], 1),
+        ([_gloo(1, 6.0, 0), _gloo(0, 7.0)], 0),
+        # Processes name each other, and a third one.
+        ([Exit(0, 1, 6.0, 1), Exit(1, 1, 7.0, 0), Exit(2, 1, 5.0, 1)], 0),
+    ],
+)
+def test_a_broken_link_is_no_cause_where_another_process_says_more(exits, cause):
+    for order in itertools.permutations(exits):
+        assert endings.find_failures(order)[0].process_id == cause
+
+
+def test_where_links_broke_a_process_that_said_more_need_not_be_named():
+    said = {1: worker.Failure(7.0, 3, 1), 2: worker.Failure(1.0, 1, 2, True)}
+    assert endings.find_blamed([_gloo(0, 5.0)], said) == [Exit(1, 3, 7.0)]
+    assert endings.find_blamed([Exit(0, 1, 5.0)], said) == []
+    assert endings.find_blamed([Exit(0, 0)], said) == []

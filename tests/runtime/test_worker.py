@@ -181,5 +181,23 @@ def test_an_error_is_searched_for_the_process_that_it_follows_from():
         "INTERNAL: RuntimeError: Process 2 has ended; the others cannot go on without"
     )
     assert worker.find_culprit(outer) == 2
+    assert worker.is_consequence(outer)
     outer.__cause__ = None
     assert worker.find_culprit(outer) is None
+    assert not worker.is_consequence(outer)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_consequence"),
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: [gloo/transport/pair.cc:5] x"), True),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (RuntimeError("Connection reset by peer: the database"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (ValueError("boom"), False),
+    ],
+)
+def test_an_error_of_jax_about_a_link_is_a_consequence(error, is_consequence):
+    assert worker.is_consequence(error) == is_consequence
