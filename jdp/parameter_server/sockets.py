@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from jdp.parameter_server import messages
 from jdp.parameter_server.keys import Keys
-from jdp.runtime import transport_sockets
+from jdp.runtime import descriptors, transport_sockets
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _LINGER_MS = 500
@@ -76,6 +76,11 @@ class ServerSocket:
             zmq.ZAP_DOMAIN: b"jdp",
         }.items():
             self._socket.setsockopt(name, value)
+        self._monitor = transport_sockets.open_monitor(
+            self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        )
+        self._guests = transport_sockets.Guests(descriptors.most_guests(64))
+        self._proved: set[int] = set()  # descriptors over which a message has come.
         try:
             self._socket.bind(f"tcp://{_bind_address(address)}")
         except zmq.ZMQError as error:
@@ -85,7 +90,8 @@ class ServerSocket:
                 "have a free port of its own host for each server."
             ) from None
         self._poller = zmq.Poller()
-        for socket in (self._socket, self._zap):
+        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        for socket in (self._socket, self._zap, self._monitor):
             self._poller.register(socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float, others: "ClientSockets | None" = None) -> None:
@@ -93,9 +99,11 @@ class ServerSocket:
         poller = self._poller
         if others is not None:
             poller = zmq.Poller()
-            for socket in (self._socket, self._zap, *others.sockets):
+            own = (self._socket, self._zap, self._monitor)
+            for socket in (*own, *others.sockets):
                 poller.register(socket, zmq.POLLIN)
         poller.poll(int(1000 * timeout_s))
+        self._watch_guests()
         self._answer_zap()
 
     def receive(self) -> list[Message]:
@@ -106,6 +114,9 @@ class ServerSocket:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 break
+            fd = frames[0].get(zmq.SRCFD)
+            self._proved.add(fd)
+            self._guests.remove(fd)
             if not 2 <= len(frames) <= _MOST_FRAMES:
                 self.note(f"it sent {len(frames)} frames at once")
                 continue
@@ -141,9 +152,20 @@ class ServerSocket:
 
     def close(self) -> None:
         """Ends; what was sent still leaves, for half a second."""
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._zap.close()
         self._socket.close()
         self._context.term()
+
+    def _watch_guests(self) -> None:
+        """Cuts connections that have proved nothing, where there are too many."""
+        for event, fd in transport_sockets.read_changes(self._monitor):
+            if event == zmq.EVENT_DISCONNECTED:
+                self._guests.remove(fd)
+                self._proved.discard(fd)
+            elif fd not in self._proved:  # A message may come before these news.
+                self._guests.add(fd, (self._endpoint,))
 
     def _answer_zap(self) -> None:
         """Says who may connect, by the rules of ZeroMQ RFC 27."""

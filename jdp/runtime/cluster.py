@@ -16,6 +16,7 @@ from jdp.mesh import World
 from jdp.runtime import (
     addresses,
     coordination,
+    descriptors,
     forks,
     job_key,
     lifeline,
@@ -245,6 +246,7 @@ def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.M
             "such as `jax.devices()`, `jnp.zeros(...)` or a random key, because the "
             f"{place.num_processes} processes of this job share theirs."
         )
+    descriptors.raise_limit()
     hello = roll_call.make_hello(place.process_id, place.num_processes, node=place.node)
     address = place.coordinator_address
     key = job_key.from_environ(os.environ)

@@ -9,82 +9,61 @@ import contextlib
 import logging
 import os
 import re
-import shutil
-import stat
 import sys
-import tempfile
 from collections.abc import Iterator
 
 import jax
 
 from jdp import compat_distributed
-from jdp.runtime import addresses, environment, forks
+from jdp.runtime import addresses, forks, private_folder
 from jdp.runtime.roll_call_sockets import Meeting
 
-_PREFIX = "jdp-"
 _NAME = "coordination"
-_PATH = re.compile(rf"/[^\0\n]*/{_PREFIX}[a-z0-9_]+/{_NAME}", re.ASCII)
+_PATH = re.compile(rf"/([^\0\n]*/)?{private_folder.PREFIX}[a-z0-9_]+/{_NAME}", re.ASCII)
 # JAX's own limit ends a job whose processes do not end within 300 s of each other. A
 # process that is gone is found by the lifeline, and by JAX's heartbeats in 100 s.
 _SHUTDOWN_TIMEOUT_S = 10**8
-_MOST_BYTES = 100  # Linux takes 107 of a Unix socket's path.
 _logger = logging.getLogger("jdp")
 
 
 @contextlib.contextmanager
 def make_path(*, is_one_launch: bool) -> Iterator[str]:
-    """Yields the path of a Unix socket for process 0; its folder goes afterwards.
-
-    The folder has the name that the launcher gave, if one did: it removes the folder
-    when this process cannot.
+    """Yields the path of a Unix socket for process 0, which goes afterwards.
 
     Args:
       is_one_launch: whether one launcher has started all processes, so that they see
-        the same files; else, and where Unix sockets do not serve, the path is "".
+        the same files; else, and where Unix sockets do not serve, the path is "". So
+        it is, and a line in the log says it, where no folder can be made.
     """
     if not is_one_launch or sys.platform != "linux":
         yield ""
         return
-    try:
-        folder = _make_folder()
-    except OSError:
-        yield ""
-        return
-    remove = forks.only_here(shutil.rmtree)
-    try:
-        path = os.path.join(os.path.abspath(folder), _NAME)
-        is_right = len(os.fsencode(path)) <= _MOST_BYTES and _PATH.fullmatch(path)
-        yield path if is_right else ""
-    finally:
-        remove(folder, ignore_errors=True)
-
-
-def _make_folder() -> str:
-    """Makes a folder of this user alone.
-
-    Raises:
-      OSError: it cannot be made, or there is one of its name that is of another user.
-    """
-    folder = os.environ.get(environment.LAUNCH_FOLDER)
-    if not folder:
-        return tempfile.mkdtemp(prefix=_PREFIX)
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:  # Made by an earlier program of this process.
-        if not _is_ours(folder):
-            raise
-    return folder
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(private_folder.enter())
+        except OSError as error:
+            _logger.warning(
+                "There is no folder of this user alone (%s), so JAX's coordination "
+                "service listens at a port of the loopback interface. It asks for no "
+                "key: other accounts of this host can end the job. Set TMPDIR to a "
+                "folder with a short path; see docs/security.md.",
+                error,
+            )
+            yield ""
+            return
+        path = os.path.join(folder, _NAME)
+        stack.callback(forks.only_here(private_folder.remove_socket), path)
+        yield path
 
 
 def remove(path: str) -> None:
-    """Removes the folder of a path that `start` has used; any process may.
+    """Removes a path that `start` has used; any process may.
 
     Args:
       path: of the Unix socket, which all processes have connected to; or "".
     """
-    folder = os.path.dirname(path)
-    if _PATH.fullmatch(path) and _is_ours(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    if _PATH.fullmatch(path):
+        private_folder.remove_socket(path)
 
 
 def start(
@@ -134,22 +113,12 @@ def start(
 
 def _check_path(path: str) -> None:
     """Raises RuntimeError unless it lies in a folder of this user alone."""
-    if not (_PATH.fullmatch(path) and _is_ours(os.path.dirname(path))):
+    if not (_PATH.fullmatch(path) and private_folder.is_private(os.path.dirname(path))):
         raise RuntimeError(
             f"Process 0 offers {path!r} for JAX's coordination service. It is not in "
             "a folder of this user alone. All processes of a `jdp launch` must see the "
             "same files; start them elsewhere with one launch for each host."
         )
-
-
-def _is_ours(folder: str) -> bool:
-    """Returns whether only this user can enter `folder`, which is no link."""
-    try:
-        found = os.lstat(folder)
-    except OSError:
-        return False
-    is_owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return is_owned and not found.st_mode & 0o077
 
 
 def _bind_address(process_id: int, meeting: Meeting, port: int) -> str | None:

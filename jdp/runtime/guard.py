@@ -1,14 +1,15 @@
 """Guard: who ends the workers when their launcher can no longer do it?
 
 The launcher runs this file by its path, in a session of its own, and holds the other
-end of its stdin. The pipe closes when the launcher ends, however it ends: without the
-byte `DONE` before it, the launcher was killed, and the guard ends the job. The file
-imports neither jdp nor jax, so that it starts in a few hundredths of a second.
+end of its stdin. Over it the guard hears the id of the launch and the folder to remove,
+since every account of a host can read a command line. The pipe closes when the launcher
+ends, however it ends: without the byte `DONE` before it, the launcher was killed, and
+the guard ends the job. The file imports neither jdp nor jax, so that it starts in a few
+hundredths of a second.
 """
 
 import os
 import signal
-import sys
 import time
 
 import psutil
@@ -16,7 +17,6 @@ import psutil
 READY = b"ready\n"
 DONE = b"d"
 _LAUNCH_ID = "JDP_LAUNCH_ID"  # `environment.LAUNCH_ID`; a test holds them equal.
-_FOLDER_DIGITS = 12  # of the launch id: the path of a Unix socket is short.
 _SCAN_PERIOD_S = 0.1
 # A process between fork and exec still shows the environment of the launcher. It gets
 # this many scans to appear under the launch id.
@@ -66,13 +66,21 @@ def kill_all(launch_id: str, *, timeout_s: float) -> list[psutil.Process]:
         time.sleep(_SCAN_PERIOD_S)
 
 
-def find_folder(launch_id: str) -> str:
-    """Returns the path of the folder that the processes of a launch may share.
+def encode_charge(launch_id: str, folder: str) -> bytes:
+    """Returns what a launcher writes to its guard first; `folder` may be ""."""
+    return launch_id.encode() + b"\0" + os.fsencode(folder) + b"\0"
 
-    The process that needs it makes it; a launcher and its guard remove it at the end.
-    """
-    parent = os.environ.get("TMPDIR") or "/tmp"
-    return os.path.join(os.path.abspath(parent), f"jdp-{launch_id[:_FOLDER_DIGITS]}")
+
+def _read_charge() -> tuple[str, str] | None:
+    """Inverts `encode_charge`, on stdin; None where the launcher ended before it."""
+    said = b""
+    while said.count(b"\0") < 2:
+        chunk = os.read(0, 4096)
+        if not chunk:
+            return None
+        said += chunk
+    launch_id, folder, _ = said.split(b"\0")
+    return launch_id.decode(), os.fsdecode(folder)
 
 
 def remove_folder(path: str) -> None:
@@ -97,13 +105,17 @@ def remove_folder(path: str) -> None:
 
 def main() -> None:
     """Waits for the end of the launcher; see the module docstring."""
-    launch_id = sys.argv[1]
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+    charge = _read_charge()
+    if charge is None:
+        return
+    launch_id, folder = charge
     os.write(1, READY)
     if os.read(0, 1) != DONE:
         kill_all(launch_id, timeout_s=30.0)
-        remove_folder(find_folder(launch_id))
+        if folder:
+            remove_folder(folder)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Guarding: how does a launcher start its `guard`?"""
 
+import contextlib
 import os
 import select
 import subprocess
@@ -13,8 +14,12 @@ from jdp.runtime import environment, guard
 TIMEOUT_S = 30.0
 
 
-def start(launch_id: str) -> "subprocess.Popen[bytes]":
+def start(launch_id: str, folder: str) -> "subprocess.Popen[bytes]":
     """Starts a guard and waits until it can do its work.
+
+    Args:
+      launch_id: of the processes that it ends if this one is killed.
+      folder: that it removes then; or "".
 
     Raises:
       RuntimeError: it ended or kept silent instead.
@@ -25,7 +30,7 @@ def start(launch_id: str) -> "subprocess.Popen[bytes]":
     environ["PYTHONPATH"] = os.path.dirname(os.path.dirname(psutil.__file__))
     process = subprocess.Popen(
         # -S: `site` may import anything. -P: no module of this folder is meant.
-        [sys.executable, "-S", "-P", guard.__file__, launch_id],
+        [sys.executable, "-S", "-P", guard.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -35,6 +40,8 @@ def start(launch_id: str) -> "subprocess.Popen[bytes]":
     )
     assert process.stdin is not None and process.stdout is not None
     try:
+        with contextlib.suppress(BrokenPipeError):  # Its last words say why.
+            process.stdin.write(guard.encode_charge(launch_id, folder))
         _wait_until_ready(process.stdout.fileno())
     except BaseException:
         process.stdin.close()

@@ -12,10 +12,10 @@ from typing import Literal
 from jdp.runtime import (
     addresses,
     environment,
-    guard,
     job_key,
     launcher_link,
     output,
+    private_folder,
     supervisor,
     worker,
 )
@@ -111,11 +111,29 @@ def launch(
     Raises:
       RuntimeError: the guard process could not be started.
     """
+    with private_folder.for_launch() as folder:
+        return _launch(
+            command,
+            options,
+            os.environ if environ is None else environ,
+            folder=folder,
+            fds=(stdout_fd, stderr_fd),
+        )
+
+
+def _launch(
+    command: Command,
+    options: LaunchOptions,
+    base: Mapping[str, str],
+    *,
+    folder: str,
+    fds: tuple[int, int],
+) -> int:
+    """See `launch`; the processes may share `folder`, or there is none: ""."""
     launch_id = uuid.uuid4().hex
     coordinator_address = options.coordinator_address
     if coordinator_address is None:
         coordinator_address = f"127.0.0.1:{_free_port()}"
-    base = os.environ if environ is None else environ
     key = find_key(options, base)
     environs = {}
     for local_process_id in range(options.num_processes):
@@ -123,19 +141,23 @@ def launch(
             options, local_process_id, coordinator_address=coordinator_address
         )
         environs[place.process_id] = worker_environ(
-            place, launch_id, base=base, key=key
+            place, launch_id, base=base, key=key, folder=folder
         )
     forwarder = output.Forwarder(
         num_processes=options.num_nodes * options.num_processes,
-        stdout_fd=stdout_fd,
-        stderr_fd=stderr_fd,
+        stdout_fd=fds[0],
+        stderr_fd=fds[1],
     )
     link = None
     if options.num_nodes > 1:
         link = _open_link(options, coordinator_address, key, forwarder, base)
     try:
         job = supervisor.Supervisor(
-            launch_id, forwarder, grace_s=options.grace_s, link=link
+            launch_id,
+            forwarder,
+            grace_s=options.grace_s,
+            link=link,
+            folder=folder,
         )
         return job.run(worker_arguments(command), environs)
     finally:
@@ -206,14 +228,14 @@ def worker_environ(
     *,
     base: Mapping[str, str],
     key: bytes | None = None,
+    folder: str = "",
 ) -> dict[str, str]:
     """Returns the environment of a process; `base` without the place of another job."""
     kept = {k: v for k, v in base.items() if k not in environment.VARIABLES}
     secret = {} if key is None else job_key.to_environ(key)
-    shared = {
-        environment.LAUNCH_ID: launch_id,
-        environment.LAUNCH_FOLDER: guard.find_folder(launch_id),
-    }
+    shared = {environment.LAUNCH_ID: launch_id}
+    if folder:
+        shared[environment.LAUNCH_FOLDER] = folder
     return {**kept, **place.to_environ(), **shared, **secret}
 
 

@@ -82,8 +82,13 @@ class Supervisor:
         policy: Policy | None = None,
         pass_fds: Sequence[int] = (),
         link: launcher_link.LauncherLink | None = None,
+        folder: str = "",
     ) -> None:
-        """Takes what every process carries in its environment, and their output."""
+        """Takes what every process carries in its environment, and their output.
+
+        The guard removes `folder` if this process is killed.
+        """
+        self._folder = folder
         self._link = link
         self._ended_well: dict[int, float] = {}  # when, by process.
         self._absent: set[int] = set()  # that have ended before others met them.
@@ -375,7 +380,7 @@ class Supervisor:
     def _guarded(self) -> Iterator[None]:
         """Holds the pipe whose end tells the guard that nobody else ends the job."""
         try:
-            self._guard = guarding.start(self._launch_id)
+            self._guard = guarding.start(self._launch_id, self._folder)
             yield
             assert self._guard is not None and self._guard.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -394,7 +399,6 @@ class Supervisor:
             for worker in self._running.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.wait(_TICK_S)
-            guard.remove_folder(guard.find_folder(self._launch_id))
 
     def _check_guard(self) -> None:
         """Starts the guard again if it was killed; the job does not depend on it."""
@@ -409,7 +413,7 @@ class Supervisor:
         then = "there is none any more; kill -9 of this launcher would leave processes"
         if self._num_guards < _MOST_GUARDS:
             with contextlib.suppress(OSError, RuntimeError):
-                self._guard = guarding.start(self._launch_id)
+                self._guard = guarding.start(self._launch_id, self._folder)
                 then = "another one was started"
         self._forwarder.print_line(f"jdp launch: the guard {what}; {then}.")
 

@@ -1,5 +1,7 @@
 """Transport's meeting: how hub and spokes find and trust each other, over the store."""
 
+import contextlib
+import logging
 import re
 import secrets
 import socket
@@ -12,16 +14,18 @@ from zmq.utils import z85
 
 from jdp import wire
 from jdp.mesh import World
-from jdp.runtime import addresses
+from jdp.runtime import addresses, forks, private_folder
 from jdp.runtime.transport import VERSION, Link, LinkOptions, Lost
 from jdp.runtime.transport_lane import LaneLink
 from jdp.runtime.transport_zmq import ZmqLink
 
 _KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
 _ENDPOINT = re.compile(
-    r"tcp://(\*|[0-9.]+|\[[0-9a-f:.]+\]):[0-9]{1,5}|ipc://@jdp-[0-9a-f]{32}(-[a-z]+)?",
+    r"tcp://(\*|[0-9.]+|\[[0-9a-f:.]+\]):[0-9]{1,5}"
+    r"|ipc://(?:@|(?P<folder>/[^\0\n]+)/)jdp-[0-9a-f]{16}(-pulse)?",
     re.ASCII,
 )
+_logger = logging.getLogger("jdp")
 
 
 class _Offer(msgspec.Struct, frozen=True):
@@ -35,7 +39,8 @@ class _Notice(msgspec.Struct, frozen=True):
     """How it goes on, by the hub: an error for all, or where it listens."""
 
     error: str | None = None
-    # "tcp://*:port", or an abstract "ipc://@name": for messages, and for heartbeats.
+    # "tcp://*:port", "ipc:///path", or an abstract "ipc://@name": for messages, and for
+    # heartbeats.
     endpoints: tuple[str, str] = ("", "")
 
 
@@ -70,10 +75,15 @@ def _open_hub(
 ) -> tuple[ZmqLink, str]:
     deadline_s = time.monotonic() + world.timeout_s
     link, stage = None, "endpoints"
+    stack = contextlib.ExitStack()
     try:
         admitted = _gather_keys(world, key, options, deadline_s)
         link = ZmqLink(0, world.process_count, options, admitted=admitted)
-        endpoints = _listen(link, world.host, secret_key)
+        folder = _enter_folder(world.host, stack)
+        endpoints = _listen(link, world.host, folder, secret_key)
+        if folder:
+            for path in (endpoint.removeprefix("ipc://") for endpoint in endpoints):
+                stack.callback(forks.only_here(private_folder.remove_socket), path)
         # Only now, with all keys known, may others connect: a handshake has a deadline
         # of its own.
         _say(world, f"{key}/endpoints", _Notice(endpoints=endpoints))
@@ -84,6 +94,8 @@ def _open_hub(
         if link is not None:
             link.close()
         raise
+    finally:
+        stack.close()  # All have connected, or no process shall.
     _say(world, f"{key}/verdict", _Notice())
     return link, endpoints[0]
 
@@ -142,10 +154,28 @@ def _await_hellos(world: World, link: ZmqLink, deadline_s: float) -> None:
                 raise RuntimeError(f"While a link was opened: {event.why}.")
 
 
-def _listen(link: ZmqLink, host: str, secret_key: bytes) -> tuple[str, str]:
+def _enter_folder(host: str, stack: contextlib.ExitStack) -> str:
+    """Returns a folder of this user alone for the sockets; "" if there is none."""
+    if sys.platform != "linux" or not addresses.is_loopback(host):
+        return ""
+    try:
+        return stack.enter_context(private_folder.enter())
+    except OSError as error:
+        _logger.warning(
+            "There is no folder of this user alone (%s), so process 0 listens for "
+            "the others at a name that other accounts of this host can reach, and "
+            "drops them. Set TMPDIR to a folder with a short path.",
+            error,
+        )
+        return ""
+
+
+def _listen(
+    link: ZmqLink, host: str, folder: str, secret_key: bytes
+) -> tuple[str, str]:
     """Binds the hub where the others can reach it; returns what they need to know."""
     error = None
-    for endpoint in find_endpoints(host):
+    for endpoint in find_endpoints(host, folder):
         try:
             data, pulse = link.listen(endpoint, secret_key)
         except zmq.ZMQError as failure:
@@ -162,17 +192,19 @@ def _hide_address(endpoint: str) -> str:
     return endpoint
 
 
-def find_endpoints(host: str) -> list[str]:
+def find_endpoints(host: str, folder: str) -> list[str]:
     """Returns where the hub of a job may listen, best first.
 
     Args:
       host: by which the processes reach process 0, which this is.
+      folder: of this user alone, for Unix sockets; "" where there is none.
     """
     if addresses.is_loopback(host):
         # The processes are on one host: unix sockets take a sixth off a round trip.
-        # These have no file, so none is left behind.
+        # Without a folder, they have a name that other accounts can reach.
         if sys.platform == "linux":
-            return [f"ipc://@jdp-{secrets.token_hex(16)}"]
+            place = f"{folder}/" if folder else "@"
+            return [f"ipc://{place}jdp-{secrets.token_hex(8)}"]
         return [f"tcp://{addresses.bracket(find_addresses(host)[0])}:*"]
     found = find_addresses(host)
     # The name of a machine is often one of 127.x.x.x there, and there only; a name with
@@ -225,8 +257,16 @@ def _hear_offer(
 def _check_endpoints(endpoints: tuple[str, str]) -> tuple[str, str]:
     """Returns them if they are what `_listen` makes: nothing else is connected to."""
     for endpoint in endpoints:
-        if not _ENDPOINT.fullmatch(endpoint):
+        found = _ENDPOINT.fullmatch(endpoint)
+        if not found:
             raise wire.Malformed(f"Process 0 cannot listen at {endpoint[:200]!r}.")
+        folder = found["folder"]
+        if folder is not None and not private_folder.is_private(folder):
+            raise RuntimeError(
+                f"Process 0 listens in {folder!r}, which is no folder of this user "
+                "alone here. The processes of a job on one host must be of one user "
+                "and see the same files; give them one TMPDIR."
+            )
     return endpoints
 
 

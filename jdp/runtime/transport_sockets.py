@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import struct
+import sys
 import time
 
 import zmq
@@ -49,6 +50,10 @@ def make_socket(
         }
     if is_hub:
         values |= {zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: _BACKLOG}
+        if sys.platform == "linux":
+            # For a Unix socket whose name others can reach: they are dropped at once.
+            # Without descriptors for them, libzmq would abort the process.
+            values |= {zmq.IPC_FILTER_UID: os.geteuid()}
     else:
         values |= {zmq.RECONNECT_IVL: _NEVER_MS}
     made = context.socket(zmq.ROUTER if is_hub else zmq.DEALER)
@@ -171,8 +176,10 @@ class Line:
 
 
 def _shorten(endpoint: str) -> str:
-    """Returns the port, or the name."""
-    return endpoint.rpartition(":")[2].removeprefix("//@")
+    """Returns the port, or the name or path of a Unix socket."""
+    if endpoint.startswith("ipc://"):
+        return endpoint.removeprefix("ipc://").removeprefix("@")
+    return endpoint.rpartition(":")[2]
 
 
 def _find_endpoints(line: socket.socket) -> set[str]:
@@ -184,6 +191,51 @@ def _find_endpoints(line: socket.socket) -> set[str]:
             is_unix = line.family == socket.AF_UNIX
             found.add(os.fsdecode(name).lstrip("\0") if is_unix else str(name[1]))
     return found
+
+
+class Guests:
+    """Connections that have proved nothing yet; of too many, the oldest are cut.
+
+    libzmq accepts whatever connects, until the process has no descriptors left.
+    """
+
+    def __init__(self, most: int):
+        """Begins with none.
+
+        Args:
+          most: how many there may be.
+        """
+        self._most = most
+        self._fds: dict[int, None] = {}  # in the order they came.
+
+    def add(self, fd: int, endpoints: tuple[str, ...]) -> None:
+        """Takes note of a connection that libzmq has accepted at an endpoint."""
+        self._fds.pop(fd, None)
+        self._fds[fd] = None
+        while len(self._fds) > self._most:
+            oldest = next(iter(self._fds))
+            del self._fds[oldest]
+            _cut(oldest, endpoints)
+
+    def remove(self, fd: int) -> None:
+        """Forgets a connection that has proved what it is, or has ended."""
+        self._fds.pop(fd, None)
+
+
+def _cut(fd: int, endpoints: tuple[str, ...]) -> None:
+    """Ends a connection of libzmq's, which closes the descriptor itself."""
+    try:
+        found = socket.socket(fileno=fd)  # No copy: there may be no descriptor for it.
+    except OSError:  # It has gone already.
+        return
+    try:
+        # It may have gone, and a connection to elsewhere have its number.
+        if not _find_endpoints(found).isdisjoint(map(_shorten, endpoints)):
+            found.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    finally:
+        found.detach()
 
 
 class Refusals:

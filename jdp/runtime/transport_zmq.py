@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import zmq
 
-from jdp.runtime import transport, transport_sockets
+from jdp.runtime import descriptors, transport, transport_sockets
 from jdp.runtime.transport import Event, LinkOptions, Lost, Received
 from jdp.runtime.transport_sockets import has_message
 
@@ -32,16 +32,14 @@ _MOST_AT_ONCE = 4096  # messages that one wait takes, lest it never returns.
 _MORE = int(zmq.SNDMORE | zmq.DONTWAIT)  # or-ing them takes a microsecond.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _DATA, _PULSE = b"data", b"pulse"  # the domains of ZAP: which socket it asks for.
-_HUB_EVENTS = (
+_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+_HUB_EVENTS = _EVENTS | zmq.EVENT_ACCEPTED
 _SPOKE_EVENTS = (
-    _HUB_EVENTS
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_CONNECTED
-    | zmq.EVENT_CLOSED
+    _EVENTS | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED
 )
 
 
@@ -76,6 +74,8 @@ class ZmqLink:
         self._lines: dict[int, tuple[int, transport_sockets.Line]] = {}
         self._endpoints = ("", "")
         self._refusals = transport_sockets.Refusals()
+        most = descriptors.most_guests(2 * num_processes)
+        self._guests = transport_sockets.Guests(most)
         self._ahead: list[Event] = []  # come before the first wait.
         self._is_closed = False
         self.is_woken = False  # whether the last wait was.
@@ -286,6 +286,7 @@ class ZmqLink:
             self.lose(peer, transport.describe_closed(peer), events)
 
     def _hold(self, fd: int, peer: int) -> None:
+        self._guests.remove(fd)
         self._lines[fd] = (peer, transport_sockets.Line(fd, self._endpoints))
 
     def lose(self, peer: int, why: str, events: list[Event]) -> None:
@@ -321,7 +322,7 @@ class ZmqLink:
                 )
                 self.lose(peer, why, events)
             elif self._rank == 0:
-                self._note_refusal(event)
+                self._note_guest(event, fd)
             else:
                 why = "process 0 cannot be reached, or refused this process"
                 self.lose(0, why, events)
@@ -343,7 +344,7 @@ class ZmqLink:
                     self.lose(peer, why, events)
                 line.hang_up()
             elif self._rank == 0:
-                self._note_refusal(event)
+                self._note_guest(event, fd)
 
     def _take_pulses(self, events: list[Event]) -> None:
         """Takes the hellos of spokes that have connected their pulse."""
@@ -363,8 +364,14 @@ class ZmqLink:
                 why = f"process {peer} sent a message in place of heartbeats"
                 self.lose(peer, why, events)
 
-    def _note_refusal(self, event: int) -> None:
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+    def _note_guest(self, event: int, fd: int) -> None:
+        """Notes what has become of a connection that is not one of the job yet."""
+        if event == zmq.EVENT_ACCEPTED:
+            if fd not in self._lines:  # Its hello may have come before these news.
+                self._guests.add(fd, self._endpoints)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._guests.remove(fd)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._refusals.note("it speaks another protocol")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusals.note("it did not complete the handshake")

@@ -16,6 +16,7 @@ from jdp.runtime import (
     coordination,
     environment,
     guard,
+    private_folder,
     roll_call_sockets,
 )
 from tests import harness
@@ -33,15 +34,12 @@ def test_the_path_is_of_this_user_alone_and_goes():
         assert path == ""
 
 
-def test_a_folder_whose_name_is_too_long_for_a_socket_is_not_used(
-    monkeypatch, tmp_path
-):
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr(coordination.tempfile, "tempdir", str(long))
+def test_where_no_folder_can_be_made_the_log_says_what_follows(monkeypatch, caplog):
+    monkeypatch.setattr(private_folder, "_find_parents", lambda: ["/no/such/folder"])
     with coordination.make_path(is_one_launch=True) as path:
         assert path == ""
-    assert not list(long.iterdir())
+    assert "/no/such/folder" in caplog.text
+    assert "other accounts of this host can end the job" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "none", "name", "relative", "other"])
@@ -114,12 +112,13 @@ def _meet_nobody(how):
     if os.environ[environment.PROCESS_ID] == "0":
         (folder.parent / "pid").write_text(str(os.getpid()))
         jdp.init(timeout_s=60.0)
-    while not folder.exists():
+    pid = folder.parent / "pid"
+    while not (pid.exists() and pid.read_text()):
         time.sleep(0.01)
     (folder / coordination._NAME).touch()
     match how:
         case "kill":
-            os.kill(int((folder.parent / "pid").read_text()), signal.SIGKILL)
+            os.kill(int(pid.read_text()), signal.SIGKILL)
             time.sleep(60.0)
         case "exit":
             sys.exit(3)
@@ -158,19 +157,24 @@ def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
         time.sleep(0.05)
 
 
-def test_any_process_removes_the_folder_once_all_have_met(monkeypatch, tmp_path):
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_any_process_removes_the_socket_once_all_have_met(
+    is_launched, monkeypatch, tmp_path
+):
     folder = tmp_path / "jdp-5e5e5e5e5e5e"
-    monkeypatch.setenv(environment.LAUNCH_FOLDER, str(folder))
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv(environment.LAUNCH_FOLDER, raising=False)
+    if is_launched:
+        monkeypatch.setenv(environment.LAUNCH_FOLDER, str(folder))
     with coordination.make_path(is_one_launch=True) as path:
-        assert pathlib.Path(path).parent == folder
+        assert (pathlib.Path(path).parent == folder) == is_launched
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)
-        with coordination.make_path(is_one_launch=True) as again:
-            assert again == path  # It is there already, and ours.
-        folder.mkdir(mode=0o700)
-        (folder / coordination._NAME).touch()
         coordination.remove(path)
-        assert not folder.exists()
+        assert not os.path.exists(path)
+    # The launcher removes its own.
+    assert os.path.exists(os.path.dirname(path)) == is_launched
     coordination.remove(path)
     coordination.remove("")
 
@@ -188,9 +192,10 @@ def test_no_link_is_followed_where_a_folder_is_removed(tmp_path):
     guard.remove_folder(str(tmp_path / "jdp-full"))  # None of ours; no error.
 
 
-def test_a_folder_of_that_name_that_others_can_enter_is_not_used(monkeypatch, tmp_path):
+def test_a_folder_that_others_can_enter_is_not_used(monkeypatch, tmp_path):
     folder = tmp_path / "jdp-open"
     folder.mkdir(mode=0o755)
     monkeypatch.setenv(environment.LAUNCH_FOLDER, str(folder))
     with coordination.make_path(is_one_launch=True) as path:
-        assert path == ""
+        assert os.path.dirname(path) != str(folder)
+        coordination._check_path(path)

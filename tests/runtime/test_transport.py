@@ -35,9 +35,16 @@ def _open_sockets(world):
     return transport_meeting.open_sockets(world, key="link", options=_SMALL)[0]
 
 
-def _make_zmq(num):
+def _make_path(num):
     links = harness.run_threads(_open_sockets, num)
     return links, lambda rank: _cut(links[rank])
+
+
+def _make_zmq(num):
+    """Links at an abstract name, as without a folder: strangers can reach it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport_meeting, "_enter_folder", lambda *_: "")
+        return _make_path(num)
 
 
 def _make_lane(num):
@@ -60,7 +67,7 @@ def _endpoint(hub):
 def _make_tcp(num):
     with pytest.MonkeyPatch.context() as patch:
         endpoints = ["tcp://127.0.0.1:*"]
-        patch.setattr(transport_meeting, "find_endpoints", lambda host: endpoints)
+        patch.setattr(transport_meeting, "find_endpoints", lambda *_: endpoints)
         return _make_zmq(num)
 
 
@@ -69,6 +76,7 @@ HELLO = transport.encode(transport.HELLO)
 # function that makes a process end without a word.
 _KINDS = {
     "memory": _make_memory,
+    "path": _make_path,
     "ipc": _make_zmq,
     "tcp": _make_tcp,
     "lane": _make_lane,
@@ -422,7 +430,12 @@ def test_a_known_key_with_another_version_is_refused_everywhere():
         ([b"\x01\x00", b"\x01\x00"], "sent 2 frames at once"),
     ],
 )
-def test_a_process_that_breaks_the_protocol_is_lost_and_cut_off(frames, why):
+def test_a_process_that_breaks_the_protocol_is_lost_and_cut_off(
+    frames, why, monkeypatch
+):
+    # The process knocks twice; a path is gone by then.
+    monkeypatch.setattr(transport_meeting, "_enter_folder", lambda *_: "")
+
     def run(world):
         if world.process_index == 1:
             # It claims to be process 2, which does not help.
@@ -585,8 +598,8 @@ def test_a_frame_is_what_would_be_written_or_an_error(data):
 @pytest.mark.parametrize(
     ("host", "addresses", "expected"),
     [
-        ("127.0.0.1", None, "ipc://@jdp-"),
-        ("localhost", None, "ipc://@jdp-"),
+        ("127.0.0.1", None, "ipc:///tmp/jdp-x/jdp-"),
+        ("localhost", None, "ipc:///tmp/jdp-x/jdp-"),
         ("a", ["10.0.0.7"], "tcp://10.0.0.7:* tcp://*:*"),
         ("a", ["fe80::7"], "tcp://[fe80::7]:* tcp://*:*"),
         ("a", ["127.0.1.1"], "tcp://*:*"),
@@ -597,7 +610,7 @@ def test_the_hub_listens_where_the_others_reach_it(
     host, addresses, expected, monkeypatch
 ):
     monkeypatch.setattr(transport_meeting, "find_addresses", lambda host: addresses)
-    found = " ".join(transport_meeting.find_endpoints(host))
+    found = " ".join(transport_meeting.find_endpoints(host, "/tmp/jdp-x"))
     assert found.startswith(expected)
 
 

@@ -5,6 +5,7 @@
 
 import argparse
 import contextlib
+import os
 import random
 import select
 import socket
@@ -147,7 +148,7 @@ def fuzz(endpoint_kind: str, num_messages: int, seed: int) -> int:
         link.close()
         return attacker.result()
 
-    endpoints = {"ipc": transport_meeting.find_endpoints, "tcp": _find_tcp}
+    endpoints = {"ipc": _find_name, "tcp": _find_tcp}
     original = transport_meeting.find_endpoints
     transport_meeting.find_endpoints = endpoints[endpoint_kind]
     try:
@@ -160,7 +161,11 @@ def fuzz(endpoint_kind: str, num_messages: int, seed: int) -> int:
     return num_echoes
 
 
-def _find_tcp(host: str) -> list[str]:
+def _find_name(host: str, folder: str) -> list[str]:
+    return ["ipc://@jdp-" + os.urandom(8).hex()]
+
+
+def _find_tcp(host: str, folder: str) -> list[str]:
     return ["tcp://127.0.0.1:*"]
 
 

@@ -1,0 +1,113 @@
+"""Private folder: where may sockets of one host lie that no other account can reach?
+
+Only this user can enter the folder, and its name is random, so that no other account
+can have made it first. A launcher makes one before it starts anything and removes it at
+the end; without a launcher, the process that needs one does.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+
+from jdp.runtime import environment, forks
+
+PREFIX = "jdp-"
+_MOST_BYTES = 70  # Linux takes 107 of a Unix socket's path; its name has up to 30.
+_ODD = frozenset("%?#")
+_OPEN_TO_ALL = stat.S_IWOTH | stat.S_ISVTX
+
+
+def make() -> str:
+    """Makes a folder of this user alone, in TMPDIR if its path is short enough.
+
+    Raises:
+      OSError: none can be made.
+    """
+    problem: OSError | None = None
+    for parent in _find_parents():
+        try:
+            _check_parent(parent)
+            return tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+        except OSError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+@contextlib.contextmanager
+def for_launch() -> Iterator[str]:
+    """Yields the folder of a launcher, "" where none can be made; it goes afterwards.
+
+    Processes of the job then look for one themselves, and say what follows from it.
+    """
+    try:
+        folder = make()
+    except OSError:
+        yield ""
+        return
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def enter() -> Iterator[str]:
+    """Yields a folder of this user alone, for sockets that the caller removes.
+
+    It is the folder of the launcher, which stays, or else a new one, which goes.
+
+    Raises:
+      OSError: none can be made.
+    """
+    folder = os.environ.get(environment.LAUNCH_FOLDER, "")
+    if is_private(folder):
+        yield folder
+        return
+    folder = make()
+    remove = forks.only_here(shutil.rmtree)
+    try:
+        yield folder
+    finally:
+        remove(folder, ignore_errors=True)
+
+
+def is_private(folder: str) -> bool:
+    """Returns whether only this user can enter `folder`, which is no link."""
+    try:
+        found = os.lstat(folder)
+    except (OSError, ValueError):
+        return False
+    is_owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return is_owned and not found.st_mode & 0o077
+
+
+def remove_socket(path: str) -> None:
+    """Removes a socket, and its folder if that is not the folder of the launcher."""
+    folder = os.path.dirname(path)
+    if not is_private(folder):
+        return
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    if folder != os.environ.get(environment.LAUNCH_FOLDER):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
+def _find_parents() -> list[str]:
+    given = os.environ.get("TMPDIR")
+    return [*([os.path.abspath(given)] if given else []), "/tmp", "/dev/shm"]
+
+
+def _check_parent(parent: str) -> None:
+    if len(os.fsencode(parent)) + len("/jdp-12345678") > _MOST_BYTES:
+        raise OSError(f"{parent}: too long for the path of a Unix socket")
+    # gRPC takes the path for a URI, and the roll call shows it.
+    if not parent.isprintable() or not _ODD.isdisjoint(parent):
+        raise OSError(f"{parent!r}: odd characters for the path of a Unix socket")
+    # Without the sticky bit, others could put their own in its place.
+    if os.stat(parent).st_mode & _OPEN_TO_ALL == stat.S_IWOTH:
+        raise PermissionError(f"{parent}: others may remove folders there")
