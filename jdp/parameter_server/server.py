@@ -19,7 +19,7 @@ from jdp.parameter_server.keys import Place
 from jdp.parameter_server.lead_options import LeadOptions
 from jdp.parameter_server.metrics import Report
 from jdp.parameter_server.modes import Mode
-from jdp.runtime import environment
+from jdp.runtime import descriptors, environment
 from jdp.types import Device, PyTree
 
 
@@ -132,6 +132,7 @@ class Server:
         most_bytes = max(shard.layout.num_bytes, packed)
         found = keys.read_keys(place.key_file)
         address = place.addresses[place.index]
+        descriptors.raise_limit()
         socket = sockets.ServerSocket(address, found, most_bytes=most_bytes)
         with _closed_unless_well(socket):
             device = options.device or jax.local_devices()[0]

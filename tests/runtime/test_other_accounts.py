@@ -5,6 +5,7 @@ import os
 import pathlib
 import resource
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,9 @@ import pytest
 
 import jdp
 from jdp import eager
+from jdp.parameter_server import keys
 from jdp.runtime import (
+    coordination,
     environment,
     private_folder,
     star,
@@ -141,7 +144,7 @@ def test_another_account_that_connects_everywhere_does_not_end_a_job(tmp_path, w
     found = places.read_text().split()
     hubs = [place for place in found if place[0] == "@" and place.endswith("-pulse")]
     assert bool(hubs) == (way == "name")
-    num = 4000
+    num = 1500  # More than a process may have here, before the limit is raised.
     stranger = subprocess.Popen(
         [sys.executable, "-c", _KNOCK, str(num), *found],
         stdin=subprocess.PIPE,
@@ -168,3 +171,102 @@ def _can_read(process):
 def _read_steps(path):
     said = path.read_text()
     return int(said) if said.endswith(" ") else 0
+
+
+def _join_slowly(folder):
+    """Says where JAX's coordination service is, and ends when it is told to."""
+    with coordination.make_path(is_one_launch=True) as path:
+        pathlib.Path(folder, f"path{os.environ[environment.PROCESS_ID]}").write_text(
+            path + " "
+        )
+        while not pathlib.Path(folder, "stop").exists():
+            time.sleep(0.02)
+
+
+def test_no_command_line_tells_another_account_what_a_job_keeps_to_itself(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "from tests.runtime import test_other_accounts as t; "
+        f"t._join_slowly({str(tmp_path)!r})"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-m", "jdp.cli.main", "launch", "-n", "1", "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": harness.python_path(), "TMPDIR": "/tmp"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = tmp_path / "path0"
+    try:
+        _wait_for(lambda: said.exists() and said.read_text().endswith(" "), job)
+        processes = psutil.Process(job.pid).children(recursive=True)
+        (worker,) = (p for p in processes if "program.py" in p.cmdline())
+        environ = worker.environ()
+        folder = environ[environment.LAUNCH_FOLDER]
+        assert said.read_text().strip() == f"{folder}/coordination"
+        names = environment.LAUNCH_ID, environment.LAUNCH_FOLDER, environment.JOB_KEY
+        secrets = [environ[name] for name in names]
+        # The guard holds these too: another account can read what `ps` shows.
+        assert any("guard.py" in " ".join(p.cmdline()) for p in processes)
+        for process in (psutil.Process(job.pid), *processes):
+            shown = " ".join(process.cmdline())
+            assert not [s for s in secrets if s in shown or s[:12] in shown], shown
+        code = f"import os; os.setuid({OTHER}); os.listdir({folder!r})"
+        tried = subprocess.run([sys.executable, "-c", code], capture_output=True)
+        assert b"PermissionError" in tried.stderr
+    finally:
+        (tmp_path / "stop").touch()
+        output = job.communicate(timeout=60.0)[0]
+    assert job.returncode == 0, output
+    assert not os.path.exists(folder)
+
+
+_SERVE = """
+import sys, time
+import numpy as np
+from jdp.parameter_server import keys, messages, sockets
+found = keys.read_keys(sys.argv[1])
+address = sys.argv[2]
+server = sockets.ServerSocket(address, found, most_bytes=1 << 20)
+client = sockets.ClientSockets([address], found, most_bytes=1 << 20)
+num = 0
+while True:  # Until this process is killed.
+    client.send(0, b"%d" % num)
+    server.poll(0.05)
+    for message in server.receive():
+        num += 1
+        if num % 20 == 0:
+            print(num, flush=True)
+"""
+
+
+def test_another_account_that_connects_to_a_server_does_not_end_it(tmp_path):
+    keys.make_keys(str(tmp_path / "keys"))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    limits = 1024, 1024
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVE, str(tmp_path / "keys"), f"127.0.0.1:{port}"],
+        env=os.environ | {"PYTHONPATH": harness.python_path()},
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+    )
+    assert server.stdout.readline() == "20\n"
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", _KNOCK, "1500", str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _wait_for(lambda: _can_read(stranger), server)
+        num_held = len(psutil.Process(server.pid).net_connections("tcp"))
+        before = int(server.stdout.readline())
+        while int(server.stdout.readline()) < before + 200:
+            assert server.poll() is None
+        assert len(psutil.Process(server.pid).net_connections("tcp")) < 512, num_held
+    finally:
+        server.kill()
+        stranger.communicate(timeout=60.0)
+        server.communicate()
