@@ -94,6 +94,8 @@ def explain_places(ours: Details, theirs: Details, process: int) -> str:
     name = a.split(" is ")[0]
     if name == "`process`":
         advice = "Pass one `process` everywhere."
+    elif name == "`jax_enable_x64`":
+        advice = "Enter `jax.enable_x64` in every process, or in none."
     else:
         advice = (
             "Put the same leaves on the replicas in every process, with "

@@ -121,7 +121,9 @@ def place(
             f"`{path}` {place}"
             for (path, _), place in zip(described, places, strict=True)
         ]
-        text = "\n".join([f"`process` is {process}", *lines])
+        # A host array of 64 bits becomes another one of 32, and no program fits both.
+        is_wide = f"`jax_enable_x64` is {jax.config.jax_enable_x64}"
+        text = "\n".join([f"`process` is {process}", is_wide, *lines])
         comparison.compare_described(
             world, topic, described, text, differences.explain_places
         )

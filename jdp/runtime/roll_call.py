@@ -23,12 +23,20 @@ from jdp.runtime import job_key
 
 T = TypeVar("T")
 
-PROTOCOL = "jdp-roll-call-3"
+PROTOCOL = "jdp-roll-call-4"
 MOST_HELLO_BYTES = 1 << 14
 MOST_CHALLENGE_BYTES = 1 << 10
 _NO_KEY = bytes(job_key.KEY_BYTES)  # signs where a job has no key.
 _CODE_DIGITS = 2 * job_key.CODE_BYTES
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
+# With others one process makes other dtypes, numbers or programs of the same code.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
@@ -56,6 +64,7 @@ class Hello(msgspec.Struct, frozen=True):
     pid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     node: _Text  # equal for processes of one machine.
     jax_version: _Text
+    settings: dict[_Text, _Text] = {}  # of JAX, by name; see `_SETTINGS`.
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -111,9 +120,24 @@ def receive(roll: RollCall, hello: Hello) -> RollCall:
             f"{hello.jax_version} in process {hello.process_id} ({_where(hello)}). "
             "Install the same version everywhere."
         )
+    else:
+        error = _compare_settings(reference, hello)
     if error:
         return roll._replace(error=error)
     return roll._replace(present={**roll.present, hello.process_id: hello})
+
+
+def _compare_settings(reference: Hello, hello: Hello) -> str | None:
+    for name, value in reference.settings.items():
+        theirs = hello.settings.get(name)
+        if theirs != value:
+            return (
+                f"`{name}` is {value} in process 0 ({_where(reference)}) and {theirs} "
+                f"in process {hello.process_id} ({_where(hello)}). Set it alike "
+                f"everywhere, before `jdp.init`: by the environment, `{name.upper()}`, "
+                f'or with `jax.config.update("{name}", ...)`.'
+            )
+    return None
 
 
 def forget(roll: RollCall, hello: Hello) -> RollCall:
@@ -151,6 +175,7 @@ def make_hello(process_id: int, num_processes: int, *, node: str | None) -> Hell
         pid=os.getpid(),
         node=node or _machine(),
         jax_version=jax.__version__,
+        settings={name: str(getattr(jax.config, name)) for name in _SETTINGS},
     )
 
 
@@ -204,6 +229,7 @@ def decode_hello(line: bytes, challenge: Challenge, key: bytes | None) -> Hello:
     """
     hello = _decode(_verify(key, _hello_context(challenge), line), Hello)
     _check_texts(hello.protocol, hello.host, hello.node, hello.jax_version)
+    _check_texts(*hello.settings, *hello.settings.values())
     if hello.protocol != PROTOCOL:
         raise Refused(f"it speaks {hello.protocol}, not {PROTOCOL}")
     if hello.process_id >= hello.num_processes:

@@ -56,6 +56,14 @@ def test_many_missing_processes_are_cut_short():
         (_hello(3), "`process_id` must be below 3, got 3"),
         (_hello(0, instance="other"), "`process_id=0` was given twice"),
         (_hello(1, jax_version="0.0.1"), r"and 0.0.1 in process 1 .* same version"),
+        *[
+            (
+                _hello(1, settings={**HELLO.settings, name: "other"}),
+                rf"`{name}` is {value} in process 0 .* and other in process 1 .* alike",
+            )
+            for name, value in HELLO.settings.items()
+        ],
+        (_hello(1, settings={}), "`jax_enable_x64` is False .* and None in process 1"),
     ],
 )
 def test_a_process_that_does_not_fit_is_an_error_for_all(hello, expected):
@@ -132,7 +140,7 @@ BODIES = {
     "bad UTF-8": b'{"protocol":"\xff\xfe"}',
     "nested": b'{"x":' + b"[" * 7000 + b"]" * 7000 + b"}",
     "surrogate": b'{"protocol":"\\ud800"}',
-    "huge": b'{"protocol":"jdp-roll-call-3","process_id":' + b"9" * 5000 + b"}",
+    "huge": b'{"protocol":"jdp-roll-call-4","process_id":' + b"9" * 5000 + b"}",
     "negative": msgspec.json.encode(_hello(-1)),
     "beyond its own number": msgspec.json.encode(_hello(3)),
     "escape": msgspec.json.encode(_hello(1, host="a\x1b[2J")),
