@@ -140,7 +140,7 @@ def accumulate_gradients(
                 )
             add = functools.partial(_add, weigh_grads)
             sums = jax.tree.map(add, sums, local.grads)
-            metrics = jax.tree.map(reduction.as_inexact, (local.loss, local.aux))
+            metrics = jax.tree.map(weights.as_inexact, (local.loss, local.aux))
             decided = [
                 x if of_samples is None else x & (of_samples.sum() > 0)
                 for x in jax.tree.leaves(local.used)

@@ -111,7 +111,7 @@ def average_weighted(
     weighting = find_weighting()
     groups: dict[Any, list[int]] = {}
     for i in local:
-        leaves[i] = as_inexact(leaves[i])
+        leaves[i] = weights.as_inexact(leaves[i])
         kind = leaves[i].dtype, compat.varying_axes(leaves[i]) - tracked
         groups.setdefault(kind, []).append(i)
     parts = [
@@ -475,9 +475,3 @@ def check_are_local(
             "`jdp.value_and_grad` has synchronised."
         )
     return leaves
-
-
-def as_inexact(x: Any) -> jax.Array:
-    """Returns a number or an array as one that can be averaged."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.result_type(x.dtype, float))
