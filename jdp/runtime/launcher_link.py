@@ -52,6 +52,7 @@ class LauncherLink:
         self.node = node
         self._said: set[int] = set()
         self._heard: list[Exit] = []
+        self._absent: dict[int, float] = {}
         self._refusals: list[str] = []
         self._lock = threading.Lock()
         listener = star.listen(*place) if node == 0 else None
@@ -78,11 +79,22 @@ class LauncherLink:
             self._said.add(end.process_id)
             self._star.say(msgspec.msgpack.encode(end))
 
+    def say_absent(self, process_id: int) -> None:
+        """Tells the others of a process here that ended well before `jdp.init`."""
+        if process_id not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(process_id)
+            self._star.say(msgspec.msgpack.encode(Exit(process_id, 0)))
+
     def take(self) -> list[Exit]:
         """Returns what was heard since the last call."""
         with self._lock:
             heard, self._heard = self._heard, []
         return heard
+
+    def take_absent(self) -> dict[int, float]:
+        """Returns which processes elsewhere ended before `jdp.init`, and when."""
+        with self._lock:
+            return dict(self._absent)
 
     def take_refusals(self) -> list[str]:
         """Returns a line on each launcher refused since the last call, to be shown."""
@@ -103,6 +115,10 @@ class LauncherLink:
             _logger.warning(
                 "The launcher of node %d has said what is no message.", node
             )
+            return
+        if end.returncode == 0:
+            with self._lock:
+                self._absent.setdefault(end.process_id, time.monotonic())
             return
         # Clocks of hosts differ: what counts is when it is known here.
         at_s = None if end.failed_at_s is None else time.monotonic()
@@ -147,7 +163,7 @@ def check(end: Exit) -> Exit:
     if (
         not -1 <= end.process_id < _MOST_PROCESSES
         or not -_MOST_SIGNAL <= end.returncode < 256
-        or end.returncode == 0
+        or (end.returncode == 0 and end != Exit(end.process_id, 0))
         or not 0 <= culprit < _MOST_PROCESSES
         or (end.process_id < 0 and not end.note)
     ):

@@ -26,6 +26,7 @@ _TICK_S = 0.05
 _SETTLE_S = 0.2
 _SETTLE_RAISED_S = 2.0
 _SETTLE_HOSTS_S = 0.6  # where other hosts may say what came before.
+_SILENT_S = 10.0  # for other hosts to fail, after an end that skipped exit handlers.
 _SCAN_PERIOD_S = 0.1
 # How long after SIGKILL a process may still be listed before it is given up.
 _KILL_TIMEOUT_S = 10.0
@@ -159,6 +160,16 @@ class Supervisor:
             self._observe()
             if self._is_given_up():
                 return
+        self._wait_for_hosts()
+
+    def _wait_for_hosts(self) -> None:
+        """Waits a little for failures elsewhere that follow from a silent end here."""
+        deadline_s = time.monotonic() + _SILENT_S
+        while self._link is not None and self._find_silent():
+            if self._state.cause is not None or time.monotonic() > deadline_s:
+                return
+            self._forwarder.pump(timeout_s=_TICK_S)
+            self._observe()
 
     def _observe(self) -> None:
         """Collects what has happened, and does what follows from it."""
@@ -197,9 +208,15 @@ class Supervisor:
                 self._forwarder.print_line(f"jdp launch: {refusal}.")
         waiting = self._failures.in_init & self._running.keys()
         waiting -= self._failures.ended.keys()
-        for process_id, ended_s in (self._failures.ended | self._ended_well).items():
-            is_absent = process_id not in self._failures.joined | self._absent
-            if waiting and is_absent and now_s - ended_s > _SETTLE_RAISED_S:
+        ended = self._failures.ended | self._ended_well
+        absent = {i: s for i, s in ended.items() if i not in self._failures.joined}
+        if self._link is not None:
+            for process_id in absent:
+                self._link.say_absent(process_id)
+            absent = self._link.take_absent() | absent
+        for process_id, ended_s in absent.items():
+            is_new = process_id not in self._absent
+            if waiting and is_new and now_s - ended_s > _SETTLE_RAISED_S:
                 self._absent.add(process_id)
                 note = endings.describe_absence(process_id, waiting)
                 self._hold(Exit(process_id, 1, 0.0, note=note))

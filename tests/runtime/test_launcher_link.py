@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jdp import wire
 from jdp.runtime import launcher_link
 from jdp.runtime.endings import Exit
 from tests import harness
@@ -66,6 +67,24 @@ def test_all_launchers_hear_of_a_failure_with_its_host(links):
     assert wait_for(links[1]) == [Exit(0, -signal.SIGKILL, node=0)]
 
 
+def test_a_process_that_ended_before_init_is_told_of_apart_from_failures(links):
+    links[1].say_absent(5)
+    links[1].say_absent(5)
+    links[1].say(Exit(3, 7))  # It is heard after that.
+    for link in (links[0], links[2]):
+        assert [end.process_id for end in wait_for(link)] == [3]
+        assert list(link.take_absent()) == [5]
+    assert not links[1].take_absent()
+
+
+@pytest.mark.parametrize(
+    "end", [Exit(-1, 0), Exit(1, 0, 1.0), Exit(1, 0, None, 2), Exit(1, 0, note="why")]
+)
+def test_an_end_that_cannot_be_is_refused(end):
+    with pytest.raises(wire.DecodeError):
+        launcher_link.check(end)
+
+
 def test_a_launcher_that_is_gone_is_told_of_and_one_that_leaves_is_not(links):
     links.pop().close()
     for sock in list(links[1]._star._lines):
@@ -120,6 +139,52 @@ def two_hosts(tmp_path):
     for launcher in started:
         launcher.kill()
         launcher.communicate()
+
+
+ABSENT = """
+import os, sys
+if os.environ["JDP_PROCESS_ID"] == "CULPRIT":
+    import time
+    time.sleep(3)  # The launchers are linked.
+    sys.exit(0)
+import jdp
+jdp.init(timeout_s=100)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_end_before_init_on_another_host_is_not_waited_for(two_hosts, process):
+    start_s = time.monotonic()
+    launchers = two_hosts(ABSENT.replace("CULPRIT", str(process)), "--key-file", "key")
+    _, said = launchers[1 - process].communicate(timeout=90)
+    assert time.monotonic() - start_s < 80
+    assert launchers[1 - process].returncode == 1
+    text = f"process {process} ended with exit code 0 before it had joined the job"
+    assert text in said, said
+
+
+SILENT = """
+import os
+import jdp
+world = jdp.init(timeout_s=100)
+world.store.set(f"here/{world.process_index}", b"", overwrite=True)
+world.store.get(f"here/{1 - world.process_index}", timeout_s=60)
+if world.process_index == 0:
+    os._exit(0)
+import time
+time.sleep(60)
+"""
+
+
+@pytest.mark.multiprocess
+def test_all_hosts_say_that_the_job_failed_where_a_silent_end_broke_it(two_hosts):
+    launchers = two_hosts(SILENT, "--key-file", "key")
+    said = [launcher.communicate(timeout=90)[1] for launcher in launchers]
+    assert launchers[0].returncode == 1
+    assert launchers[1].returncode not in (0, None)
+    text = "process 0 ended with exit code 0, but without its exit handlers"
+    assert text in said[0], said
 
 
 @pytest.mark.multiprocess
