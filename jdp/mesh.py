@@ -259,19 +259,33 @@ def check_has_no_mask(leaf: object, name: str) -> None:
         )
 
 
+def check_has_known_dtype(leaf: object, name: str) -> None:
+    """Raises TypeError for an array of numpy in a dtype that JAX does not have."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufcSUV":
+        return
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        if leaf.dtype.kind == "V" and leaf.dtype.names is None:
+            advice = (
+                "`np.savez` forgets bfloat16 and narrower floats: give back the dtype, "
+                "such as `x.view(jnp.bfloat16)`."
+            )
+        else:
+            advice = (
+                "Pass numbers in the byte order of this machine, such as "
+                "`x.astype(np.float32)`, and the fields of a structured array one by "
+                "one."
+            )
+        raise TypeError(
+            f"{name} has dtype {leaf.dtype}, which JAX does not have. {advice}"
+        ) from None
+
+
 def _as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
     check_has_no_mask(leaf, _describe(tree, index))
     array = np.asarray(leaf)
-    if array.dtype.kind in "biufcSUV" and isinstance(leaf, np.ndarray):
-        try:
-            jax.typeof(array)
-        except TypeError:
-            raise TypeError(
-                f"{_describe(tree, index)} has dtype {array.dtype}, which JAX does not "
-                "have. Pass numbers in the byte order of this machine, such as "
-                "`x.astype(np.float32)`, and the fields of a structured array one by "
-                "one."
-            ) from None
+    check_has_known_dtype(leaf, _describe(tree, index))
     if array.dtype.kind not in "biufcV":
         raise TypeError(
             f"{_describe(tree, index)} is a {type(leaf).__name__}, no array. Pass "

@@ -247,6 +247,7 @@ def state_avals(world: World, state: PyTree) -> PyTree:
 def check_is_array(leaf: Any, name: str) -> None:
     """Raises TypeError unless `leaf` is an array or a number that JAX takes."""
     mesh.check_has_no_mask(leaf, name)
+    mesh.check_has_known_dtype(leaf, name)
     try:
         jax.typeof(leaf)
     except TypeError:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import agreement, buckets, comparison, differences, mesh, per_replica
 from jdp.mesh import World
@@ -80,9 +80,9 @@ def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
       RuntimeError: structure, a shape or a dtype differs between the processes, or a
         leaf is on all replicas in one process and not in another; on every process,
         naming the path and both values.
-      ValueError: an array of a `jdp.PerReplica` has not a row for each replica; an
-        array lies on devices that are not those of the replicas; or there is no such
-        process.
+      ValueError: an array of a `jdp.PerReplica` has not a row for each replica, or has
+        them on other devices of several processes; an array
+        lies on devices that are not those of the replicas; or there is no such process.
     """
     if not 0 <= process < world.process_count:
         raise ValueError(
@@ -108,7 +108,9 @@ def place(
     are_own = per_replica.are_own(tree)
     with agreement.reporting(world, topic):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            mesh.check_has_no_mask(leaf, f"`{name}{jax.tree_util.keystr(path)}`")
+            where = f"`{name}{jax.tree_util.keystr(path)}`"
+            mesh.check_has_no_mask(leaf, where)
+            mesh.check_has_known_dtype(leaf, where)
         leaves, treedef = jax.tree.flatten(place_own_rows(world, tree))
         places = [
             "is of one replica" if is_own else _find_place(world, tree, i, leaf)
@@ -130,7 +132,7 @@ def place(
     spread = [i for i, place in enumerate(places) if place == _SPREAD]
     todo = [i for i, place in enumerate(places) if place == _ELSEWHERE]
     for i in spread:
-        leaves[i] = jax.jit(lambda x: x, out_shardings=world.replicated)(leaves[i])
+        leaves[i] = _gather(world, leaves[i])
     if world.store is not None:
         _send(world, leaves, todo, process=process)
     else:
@@ -241,11 +243,36 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
             f"of a step its first dimension must be {world.num_replicas}, one row for "
             f"each replica, got shape {jnp.shape(leaf)}."
         )
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"`{buckets.leaf_paths(tree)[index]}` is of a `jdp.PerReplica` and lies on "
+            "devices of several processes in another way than a row on each replica, "
+            f"in their order ({leaf.sharding}). Pass host arrays, or what a step or "
+            "`jdp.replicate` returned."
+        )
     rows = comparison.host_copy(leaf)
     placed = jax.make_array_from_callback(
         rows.shape, world.split, lambda where: rows[where]
     )
     return _as_keys(placed, like=leaf)
+
+
+def _gather(world: World, x: jax.Array) -> jax.Array:
+    """Puts an array that is spread over the replicas' devices on all of them, whole."""
+    mesh_of_x = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else world.mesh
+    if [*mesh_of_x.devices.flat] == [*world.mesh.devices.flat]:
+        return jax.jit(lambda x: x, out_shardings=world.replicated)(x)
+    # XLA's programs take their devices in one order, so it is gathered in its own.
+    data = x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+    everywhere = NamedSharding(mesh_of_x, PartitionSpec())
+    whole = jax.jit(lambda x: x, out_shardings=everywhere)(data)
+    shards = [shard.data.copy() for shard in whole.addressable_shards]
+    placed = jax.make_array_from_single_device_arrays(
+        whole.shape, world.replicated, shards
+    )
+    return _as_keys(placed, like=x)
 
 
 def _copy_out(world: World, leaf: Any) -> jax.Array:

@@ -255,6 +255,20 @@ def test_what_is_no_array_is_named(leaf, kind):
         step({}, leaf)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_a_state_that_numpy_has_saved_without_its_dtype_is_named(dtype, tmp_path):
+    world = harness.local_world(2)
+    np.savez(tmp_path / "state", w=np.ones(2, dtype))
+    state = dict(np.load(tmp_path / "state.npz"))
+    message = r"`\S*\['w'\]` has dtype \|V., .* `x.view\(jnp.bfloat16\)`"
+    with pytest.raises(TypeError, match=f"The state's leaf {message}"):
+        _double(world)(state, X)
+    with pytest.raises(TypeError, match=message):
+        jdp.replicate(world, state)
+    with pytest.raises(TypeError, match=f"The batch's leaf {message}"):
+        _double(world)({}, state)
+
+
 # --- Several processes ----------------------------------------------------------------
 
 
@@ -303,7 +317,38 @@ def _place_in_two():
     found["refused"], _ = harness.error_text(
         lambda: other(make(own if index else placed), x[:, :3])
     )
+    found |= _in_another_order(world)
+    wide = jax.enable_x64(index == 1)
+    with wide:
+        found["wide in one"], _ = harness.error_text(
+            lambda: jdp.replicate(world, np.ones(2))
+        )
     return found
+
+
+def _in_another_order(world):
+    """Arrays on the devices of the replicas, the last one first."""
+    order = jax.sharding.Mesh(world.mesh.devices.ravel()[::-1], ("data",))
+    split = jax.NamedSharding(order, jax.P("data"))
+    value = np.arange(4, dtype=np.float32)
+
+    def place(sharding, value):
+        return jax.make_array_from_callback(value.shape, sharding, lambda i: value[i])
+
+    whole = place(jax.NamedSharding(order, jax.P()), value)
+    parts = place(split, value)
+    placed = jdp.replicate(world, {"whole": whole, "parts": parts})
+    moved = jdp.replicate(world, whole)
+    moved.delete()  # The argument is another array.
+    key = jax.random.wrap_key_data(place(split, np.ones((4, 2), np.uint32)))
+    rows = jdp.PerReplica({"m": place(split, value[:2])})
+    error, _ = harness.error_text(lambda: jdp.replicate(world, rows))
+    return {
+        "order": {k: _value(x) for k, x in placed.items()},
+        "order kept": _value(whole),
+        "order of keys": _value(jax.random.key_data(jdp.replicate(world, key))),
+        "order of rows": error,
+    }
 
 
 @pytest.mark.multiprocess
@@ -321,6 +366,17 @@ def test_processes_get_the_leaves_of_process_0_one_by_one():
         assert (
             "`state['p']['head']` is on all replicas on process 0, is not yet on the "
             "replicas on process 1. Put the same leaves" in found["refused"]
+        )
+        assert found["order"] == {"whole": [0, 1, 2, 3], "parts": [0, 1, 2, 3]}
+        assert found["order kept"] == [0, 1, 2, 3]
+        assert found["order of keys"] == [[1, 1]] * 4
+        assert (
+            "`.value['m']` is of a `jdp.PerReplica` and lies on devices of several "
+            "processes in another way" in found["order of rows"]
+        )
+        assert (
+            "`jax_enable_x64` is False on process 0, is True on process 1. Enter "
+            "`jax.enable_x64` in every process" in found["wide in one"]
         )
 
 
