@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from jdp.runtime import environment, forks
 
 PREFIX = "jdp-"
-_MOST_BYTES = 70  # Linux takes 107 of a Unix socket's path; its name has up to 30.
+_MOST_BYTES = 80  # Linux takes 107 of a Unix socket's path; its name has up to 27.
 _ODD = frozenset("%?#")
 _OPEN_TO_ALL = stat.S_IWOTH | stat.S_ISVTX
 

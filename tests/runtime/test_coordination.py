@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -84,6 +85,14 @@ def test_a_port_is_bound_where_the_processes_came(
     assert ("listens on all interfaces" in caplog.text) == is_told
 
 
+@pytest.fixture
+def short_path(monkeypatch):
+    """A TMPDIR whose path is short enough for sockets; `tmp_path` may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield pathlib.Path(folder)
+
+
 def _find_who_listens():
     world = jdp.init()
     place = environment.LaunchEnvironment.from_environ(os.environ)
@@ -97,10 +106,9 @@ def _find_who_listens():
 
 
 @pytest.mark.multiprocess
-def test_nothing_listens_at_the_port_of_a_job_of_one_launcher(monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_nothing_listens_at_the_port_of_a_job_of_one_launcher(short_path):
     assert harness.run_checked(_find_who_listens, 2) == ["nobody"] * 2
-    assert not list(tmp_path.glob("jdp-*"))
+    assert not list(short_path.glob("jdp-*"))
 
 
 # --- The folder goes in every ending -------------------------------------------------
@@ -131,39 +139,38 @@ def _meet_nobody(how):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", ["kill", "exit", "raise"])
-def test_a_job_that_ends_in_the_roll_call_leaves_no_folder(how, monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_a_job_that_ends_in_the_roll_call_leaves_no_folder(how, short_path):
     outcome = harness.run_processes(_meet_nobody, 2, how)
-    assert outcome.exit_code == {"kill": 137, "exit": 3, "raise": 1}[how]
-    assert not list(tmp_path.glob("jdp-*"))
+    expected = {"kill": 137, "exit": 3, "raise": 1}[how]
+    assert outcome.exit_code == expected, outcome.output
+    assert not list(short_path.glob("jdp-*"))
 
 
 @pytest.mark.multiprocess
-def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
+def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path, short_path):
     program = "from tests.runtime import test_coordination as t; t._meet_nobody('{}')"
     (tmp_path / "program.py").write_text(program.format("launcher"))
     job = subprocess.run(
         [sys.executable, "-m", "jdp.cli.main", "launch", "-n", "2", "program.py"],
         cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(harness.ROOT)},
+        env=os.environ | {"PYTHONPATH": str(harness.ROOT)},
         capture_output=True,
         timeout=120.0,
     )
     assert job.returncode == -signal.SIGKILL
     # The pipes above are closed when the guard has ended the processes.
     deadline_s = time.monotonic() + 30.0
-    while list(tmp_path.glob("jdp-*")):
+    while list(short_path.glob("jdp-*")):
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_any_process_removes_the_socket_once_all_have_met(
-    is_launched, monkeypatch, tmp_path
+    is_launched, monkeypatch, short_path
 ):
-    folder = tmp_path / "jdp-5e5e5e5e5e5e"
+    folder = short_path / "jdp-5e5e5e5e5e5e"
     folder.mkdir(mode=0o700)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv(environment.LAUNCH_FOLDER, raising=False)
     if is_launched:
         monkeypatch.setenv(environment.LAUNCH_FOLDER, str(folder))
