@@ -142,7 +142,7 @@ def test_what_decodes_and_cannot_be_is_refused(name):
         Exit(2**63, 1),
         Exit(1, 2**40),
         Exit(1, -9999),
-        Exit(1, 0),
+        Exit(1, 0, note="why"),
         Exit(-1, 1),
         Exit(1, 1, culprit=-(10**9)),
     ],

@@ -17,6 +17,7 @@ from jdp.runtime import (
     addresses,
     coordination,
     descriptors,
+    environment,
     forks,
     job_key,
     lifeline,
@@ -223,19 +224,22 @@ def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> Place
 
 
 def _detected_place(options: _InitOptions) -> Place | None:
-    address, count, process_id, device_ids = compat.detect_cluster(
-        timeout_s=options.timeout_s
-    )
-    if address is None or count is None or process_id is None:
-        return None
-    return Place(
-        coordinator_address=address,
-        num_processes=count,
-        process_id=process_id,
-        # JAX proposes one GPU a process; a process that is alone takes all.
-        local_device_ids=options.local_device_ids
-        or (device_ids if count > 1 else None),
-    )
+    try:
+        address, count, process_id, device_ids = compat.detect_cluster(
+            timeout_s=options.timeout_s
+        )
+        if address is None or count is None or process_id is None:
+            return None
+        return Place(
+            coordinator_address=address,
+            num_processes=count,
+            process_id=process_id,
+            # JAX proposes one GPU a process; a process that is alone takes all.
+            local_device_ids=options.local_device_ids
+            or (device_ids if count > 1 else None),
+        )
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(environment.explain_cluster(os.environ, error)) from error
 
 
 def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.Meeting:

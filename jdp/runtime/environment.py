@@ -25,6 +25,14 @@ _REQUIRED = (
 VARIABLES = (*_REQUIRED, DEVICES_PER_PROCESS, LAUNCH_ID, LAUNCH_FOLDER, JOB_KEY)
 
 
+# From which JAX takes the place of a process, besides those of Kubernetes and TPUs.
+_NUMBERS_OF_CLUSTERS = (
+    *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+_TEXTS_OF_CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
     """The place of one process in a job started by `jdp launch`."""
@@ -79,6 +87,27 @@ class LaunchEnvironment:
                 None if devices is None else _parse_int(environ, DEVICES_PER_PROCESS)
             ),
         )
+
+
+def explain_cluster(environ: Mapping[str, str], error: Exception) -> str:
+    """Says which variable of Slurm or Open MPI makes no sense; pure.
+
+    Args:
+      environ: the environment that JAX has read the place of this process from.
+      error: what it found.
+    """
+    numbers = [name for name in _NUMBERS_OF_CLUSTERS if name in environ]
+    wrong = [name for name in numbers if not environ[name].isdecimal()]
+    if not wrong:
+        wrong = numbers + [name for name in _TEXTS_OF_CLUSTERS if name in environ]
+    shown = ", ".join(f"`{name}={environ[name]!r}`" for name in wrong)
+    missing = f"{error} is not set" if isinstance(error, KeyError) else str(error)
+    return (
+        f"The place of this process in a job of Slurm or Open MPI cannot be read from "
+        f"{shown or 'the environment'}: {missing} Set these variables as the launcher "
+        "of the cluster does, or unset them to start without it, or give "
+        "`coordinator_address`, `num_processes` and `process_id`."
+    )
 
 
 def _parse_int(environ: Mapping[str, str], name: str) -> int:

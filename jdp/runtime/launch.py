@@ -184,6 +184,9 @@ def _open_link(
                 key=key,
                 job=job_key.name_job(coordinator_address, environ),
             )
+        except socket.gaierror as error:
+            host = addresses.split(coordinator_address)[0]
+            why = f"the host {host!r} has no address here: {error.strerror}"
         except OSError as error:
             port = launcher_link.find_port(addresses.split(coordinator_address)[1])
             why = f"port {port} is not free here: {error.strerror}"
@@ -252,7 +255,7 @@ def _check_script(path: str) -> None:
         if _has_module(path):
             hint = f"Use `-m {path}` to run the module of that name, or give a path"
         raise ValueError(
-            f"There is no script {path!r} in {os.getcwd()}. "
+            f"There is no script {path!r} in {_folder()}. "
             f"{hint} that `python` could run."
         )
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
@@ -270,8 +273,15 @@ def _check_module(name: str) -> None:
     if not _has_module(name):
         raise ValueError(
             f"There is no module {name!r} that could be run: it was looked for in "
-            f"{os.getcwd()} and on `sys.path`. A package needs a `__main__.py`."
+            f"{_folder()} and on `sys.path`. A package needs a `__main__.py`."
         )
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "the current folder, which was deleted"
 
 
 def _has_module(name: str) -> bool:
@@ -292,7 +302,7 @@ def _has_module(name: str) -> bool:
 
 
 def _find_top(name: str) -> importlib.machinery.ModuleSpec | None:
-    spec = _find_in(name, [os.getcwd(), *sys.path])
+    spec = _find_in(name, ["", *sys.path])  # "" is the current folder.
     if spec is not None:
         return spec
     for finder in sys.meta_path:  # Built-in modules, and editable installations.

@@ -24,6 +24,7 @@ _RETRY_S = 0.05
 _RETRY_REFUSED_S = 0.5
 _HELLO_TIMEOUT_S = 10.0  # A process says it at once; else it calls again.
 _MOST_GUESTS = 256  # besides one for each process; they have said no hello yet.
+_RESOLVE_S = 5.0  # A name server may be slow with the name of a new host.
 _PAUSE_S = 0.1  # without descriptors, until the next look for one.
 _MOST_WARNINGS = 10
 _MOST_ADDRESSES = 1000  # of which it is noted that they were refused.
@@ -381,9 +382,11 @@ def listen(address: str) -> socket.socket:
     """Listens for the roll call: on the loopback interface alone, or on all.
 
     Raises:
-      RuntimeError: the address is taken.
+      RuntimeError: the address is taken, or its host name has no address here. Then it
+        would not be reached, but open to all.
     """
     host, port = addresses.split(address)
+    _check_name(host, address)
     try:
         if addresses.is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -399,6 +402,23 @@ def listen(address: str) -> socket.socket:
             f"{error.strerror}. Another program, or another process 0, may have the "
             "port; choose a free one."
         ) from None
+
+
+def _check_name(host: str, address: str) -> None:
+    deadline_s = time.monotonic() + _RESOLVE_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() < deadline_s:
+                time.sleep(_RETRY_REFUSED_S)
+                continue
+            raise RuntimeError(
+                f"Process 0 does not listen at the coordinator address {address!r}: "
+                f"the name {host!r} has no address here ({error}). Give a name or an "
+                "address of the host of process 0, the same to all processes."
+            ) from None
 
 
 def _describe_keys(theirs: str, own: bytes | None) -> str:

@@ -291,7 +291,8 @@ def _load_script(
     program: types.ModuleType, path: str, arguments: list[str]
 ) -> types.CodeType:
     sys.argv = [path, *arguments]
-    path = os.path.join(os.getcwd(), path)
+    if not os.path.isabs(path):  # Else it runs also where the folder was deleted.
+        path = os.path.join(os.getcwd(), path)
     spec = None
     if not path.endswith(".py"):
         # A folder or a zip file with a `__main__.py` in it.

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+import jdp
 from jdp.runtime import environment, guard
 
 PLACE = environment.LaunchEnvironment(
@@ -56,3 +57,37 @@ def test_variables_lists_every_variable():
 
 def test_the_guard_looks_for_the_launch_id():
     assert guard._LAUNCH_ID == environment.LAUNCH_ID
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"SLURM_PROCID": "abc"}, "`SLURM_PROCID='abc'`: invalid literal"),
+        ({"SLURM_NTASKS": ""}, "`SLURM_NTASKS=''`: invalid literal"),
+        ({"SLURM_JOB_ID": "x"}, "`SLURM_JOB_ID='x'`"),
+        ({"SLURM_PROCID": "7"}, "`SLURM_PROCID='7'`"),
+        ({"SLURM_STEP_NODELIST": ""}, "`SLURM_STEP_NODELIST=''`"),
+    ],
+)
+def test_garbage_of_a_cluster_is_refused_with_the_name_of_the_variable(
+    monkeypatch, changed, text
+):
+    right = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
+    for name, value in (right | changed).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="cannot be read from") as refused:
+        jdp.init(timeout_s=5)
+    assert text in str(refused.value)
+
+
+def test_garbage_of_open_mpi_names_what_is_not_set(monkeypatch):
+    uri = "1531576320.0;tcp://10.96.0.1:34911"
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", uri)
+    with pytest.raises(ValueError, match="'OMPI_COMM_WORLD_SIZE' is not set"):
+        jdp.init(timeout_s=5)

@@ -437,3 +437,9 @@ def test_a_job_id_tells_apart_jobs_at_one_address(monkeypatch):
         (text,) = _call(_hellos(1), address, timeout_s=1.5)
     assert f"of the job '{address} first'" in text and f"'{address} second'" in text
     assert "prove the key of this job" in found[0]
+
+
+def test_a_coordinator_whose_name_has_no_address_opens_no_port(monkeypatch):
+    monkeypatch.setattr(roll_call_sockets, "_RESOLVE_S", 0.0)
+    with pytest.raises(RuntimeError, match="the name 'no.such.invalid' has no address"):
+        roll_call_sockets.listen("no.such.invalid:29500")

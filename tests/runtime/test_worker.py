@@ -201,3 +201,17 @@ def test_an_error_is_searched_for_the_process_that_it_follows_from():
 )
 def test_an_error_of_jax_about_a_link_is_a_consequence(error, is_consequence):
     assert worker.is_consequence(error) == is_consequence
+
+
+def test_a_script_with_an_absolute_path_runs_where_the_folder_was_deleted(tmp_path):
+    (tmp_path / "program.py").write_text("print('ran')\n")
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    run = f"import os, subprocess, sys; os.rmdir({str(folder)!r}); " + (
+        f"sys.exit(subprocess.call([sys.executable, {worker.__file__!r}, 'script', "
+        f"{str(tmp_path / 'program.py')!r}]))"
+    )
+    got = subprocess.run(
+        [sys.executable, "-c", run], cwd=folder, capture_output=True, text=True
+    )
+    assert (got.returncode, got.stdout) == (0, "ran\n"), got.stderr
