@@ -201,7 +201,7 @@ class DataParallelStep(Joinable):
             replicated_argnames=options.replicated_argnames,
         )
         self._recording: Recording | None = None  # of the last trace.
-        self._is_compared = False
+        self._is_compared, self.calling_thread = False, 0
         self._placer = StatePlacer(self.name, donates=options.donate_state)
         self._jitted: dict[DivideBy | None, Any] = {}
         self._join_hook: StepJoinHook | None = None  # of the `jdp.Join` it is in.
@@ -240,6 +240,7 @@ class DataParallelStep(Joinable):
             self.last_state = out[0]
         return out
 
+    @placement.in_one_thread
     @progress.counted
     def run(
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import threading
 import weakref
 
 import chex
@@ -267,6 +268,31 @@ def test_a_state_that_numpy_has_saved_without_its_dtype_is_named(dtype, tmp_path
         jdp.replicate(world, state)
     with pytest.raises(TypeError, match=f"The batch's leaf {message}"):
         _double(world)({}, state)
+
+
+def test_a_call_of_a_step_in_a_second_thread_is_refused():
+    world = harness.local_world(2)
+    errors = []
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        if not errors:  # while it is traced, in the first call.
+            thread = threading.Thread(target=call, name="second", daemon=True)
+            thread.start()
+            thread.join(60)
+        return state, {"n": x.sum()}
+
+    def call():
+        errors.append(None)
+        try:
+            step({"w": np.ones(2, np.float32)}, X)
+        except RuntimeError as error:
+            errors[-1] = str(error)
+
+    state, _ = step({"w": np.ones(2, np.float32)}, X)
+    step(state, X)  # It goes on.
+    (error,) = errors
+    assert "The step `step` was called while another thread was in a call" in error
 
 
 # --- Several processes ----------------------------------------------------------------
