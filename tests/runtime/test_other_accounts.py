@@ -121,7 +121,7 @@ def _wait_for(condition, job):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("way", ["path", "name", "tcp", "all"])
+@pytest.mark.parametrize("way", ["name", "tcp", "all"])
 def test_another_account_that_connects_everywhere_does_not_end_a_job(tmp_path, way):
     (tmp_path / "program.py").write_text(
         "from tests.runtime import test_other_accounts as t; "
