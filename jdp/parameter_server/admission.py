@@ -16,6 +16,7 @@ class Admission:
     leaves: list[tuple[str, str]]  # path, and dtype and shape as text.
     hook_name: str
     has_checkpoints: bool  # whether there is a `checkpoint_dir`.
+    num_workers: int | None = None
 
 
 def find_objection(hello: Hello, own: Admission, version: Version) -> str:
@@ -32,6 +33,13 @@ def find_objection(hello: Hello, own: Admission, version: Version) -> str:
             f"Server {own.server} of {own.num_servers} listens here, and {who} looks "
             f"for server {hello.server} of {hello.num_servers}. Give all processes the "
             "same `addresses`."
+        )
+    if own.num_workers is not None and hello.worker >= own.num_workers:
+        return (
+            f"Worker number {hello.worker} is none of this job, whose servers expect "
+            f"workers 0 to {own.num_workers - 1}. Give each worker a number below "
+            "`num_workers`, or the servers the number of all workers: `--all-workers` "
+            "of `jdp launch`, `num_workers` of `Place`."
         )
     if text := shards.find_difference(own.leaves, hello.leaves, who):
         return (

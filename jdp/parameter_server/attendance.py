@@ -37,12 +37,14 @@ class Attendance:
     """Workers that have come and left; without clocks and files.
 
     The job is over when `num_workers` workers have come, at least one has said goodbye,
-    and none is here. Workers that have gone without a goodbye are waited for.
+    and none is here. Workers that have gone without a goodbye are waited for, and so
+    are those that never came, where another process was refused for its number.
     """
 
     def __init__(self, options: LeadOptions):
         """Begins with no worker."""
         self.has_changed = False  # since `encode`.
+        self.has_rivals = False  # a number was given twice, and another never comes.
         self._num_workers = options.num_workers
         self._wait_s, self._launch = options.start_timeout_s, options.launch
         self._came: dict[int, bytes] = {}
@@ -103,10 +105,20 @@ class Attendance:
             self._empty_since_s = now_s
         if self._num_workers is None or not self._left:
             return False
-        if len(self._came) < self._num_workers:
+        has_all = len(self._came) >= self._num_workers
+        if not has_all and not self.has_rivals:
             return False
-        absent = self._came.keys() - self._left
-        return not absent or now_s >= self._empty_since_s + self._wait_s
+        if has_all and not self._came.keys() - self._left:
+            return True
+        is_over = now_s >= self._empty_since_s + self._wait_s
+        if is_over and not has_all:
+            _logger.warning(
+                "%d of %d workers have never come, where others had the same number: "
+                "the job is over without them.",
+                self._num_workers - len(self._came),
+                self._num_workers,
+            )
+        return is_over
 
     def _go_on(self) -> None:
         """Goes on with what was written."""
@@ -125,6 +137,11 @@ class Gathering:
         self._options = options
         self._start_s: float | None = None  # when the first one came.
         self._is_over = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody is waited for any more."""
+        return self._is_over
 
     def begin(self, *, now_s: float) -> None:
         """A worker has come."""

@@ -82,6 +82,7 @@ class Client:
         self.welcome: Welcome | None = None  # of server 0, the last one.
         self.outcome: Outcome | None = None  # of the last push.
         self.failure = ""
+        self.awaited: tuple[int, ...] = ()  # workers, as server 0 said last.
         self.counts: dict[Outcome, int] = {"applied": 0, "late": 0, "rejected": 0}
         self.sequence = 0
         self.is_leaving = False  # until server 0 has answered the goodbye.
@@ -175,6 +176,8 @@ class Client:
             case Welcome():
                 return self._enter(server, message, now_s)
             case Pong():
+                if server == 0:
+                    self.awaited = message.awaited
                 return self._send_part(server, message.wants)
             case Settled():
                 self._settle(server, message)

@@ -161,13 +161,22 @@ class Connection:
                 now_s = time.monotonic()
                 self._check_is_heard(now_s)
                 if now_s - start_s > self._wait_timeout_s:
-                    raise RuntimeError(
-                        f"This worker has waited {self._wait_timeout_s:g} s until "
-                        f"{what}. The servers answer; another worker may be stuck, and "
-                        "is waited for."
-                    )
+                    raise RuntimeError(self._explain_wait(what))
                 self._changed.wait(_TICK_S)
             self._check()
+
+    def _explain_wait(self, what: str) -> str:
+        client = self._client
+        others = [w for w in client.awaited if w != client.hellos[0].worker]
+        names = ", ".join(map(str, others))
+        return (
+            f"This worker has waited {self._wait_timeout_s:g} s until {what}. The "
+            "servers answer"
+            + (f", and wait for worker {names}: look at its log" if names else "")
+            + ". A worker that is stuck, or has not come, is waited for, for up to "
+            "`start_timeout_s` at the start; `wait_timeout_s` of `WorkerOptions` says "
+            "for how long this one waits."
+        )
 
     def _check(self) -> None:
         if self._failure:

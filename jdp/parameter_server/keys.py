@@ -67,9 +67,17 @@ class Place:
                 + (f" and less than the {least} servers" if least else "")
                 + f", got {self.index}."
             )
-        if self.num_workers is not None and self.num_workers < 1:
+        if self.num_workers is None:
+            return
+        if self.num_workers < 1:
             raise ValueError(
                 f"`num_workers` must be at least 1 or None, got {self.num_workers}."
+            )
+        if self.role == "worker" and self.index >= self.num_workers:
+            raise ValueError(
+                f"`index` of a worker must be less than `num_workers`, got "
+                f"{self.index} of {self.num_workers}. `num_workers` counts those of "
+                "all hosts: `--all-workers` of `jdp launch`."
             )
 
     def to_environ(self) -> dict[str, str]:

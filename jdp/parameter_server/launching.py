@@ -67,6 +67,12 @@ class RoleOptions:
                 "`address` of every server is needed where servers or workers are on "
                 "other hosts, and a `key_file` that all of them have."
             )
+        most = self.num_workers + (0 if self.num_servers else self.first)
+        if self.all_workers is not None and self.all_workers < most:
+            raise ValueError(
+                f"`all_workers` must be at least {most}, as many as there are up to "
+                f"the last one here, got {self.all_workers}."
+            )
         if self.addresses and not self.key_file:
             raise ValueError(
                 "`key_file` is needed with `address`: write one with "
@@ -88,6 +94,8 @@ class RoleOptions:
     def find_places(self, addresses: tuple[str, ...], key_file: str) -> list[Place]:
         """Returns the place of each process: servers first."""
         num_workers = self.all_workers or self.num_workers or None
+        if self.all_workers is None and not self.num_servers and self.first:
+            num_workers = None  # There are others, and it is not known how many.
         first_worker = 0 if self.num_servers else self.first
         servers = [("server", self._first_server + i) for i in range(self.num_servers)]
         workers = [("worker", first_worker + i) for i in range(self.num_workers)]

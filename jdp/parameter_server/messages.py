@@ -72,6 +72,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
       compression: name of its hook; "" for none.
       known: the newest version that it has seen.
       lane: shared memory, for a server on the same host.
+      process: where it runs, as text.
     """
 
     session: Identity
@@ -82,6 +83,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
     compression: Name
     known: Version
     lane: LaneOffer | None
+    process: Name = ""
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -143,9 +145,15 @@ class Who(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The server lives; `wants` is the number of a push to send again, or 0."""
+    """The server lives.
+
+    Attributes:
+      wants: number of a push to send again, or 0.
+      awaited: of server 0, the workers that pushes wait for.
+    """
 
     wants: Count
+    awaited: Annotated[tuple[Number, ...], Meta(max_length=16)] = ()
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -36,9 +36,11 @@ from jdp.parameter_server.messages import (
 )
 from jdp.parameter_server.modes import Bounded, Sync
 from jdp.parameter_server.restoring import find_common, settle
+from jdp.parameter_server.worker_numbers import WorkerNumbers, find_awaited
 
 _MOST_SENT = 256  # entries of the log in one message.
 _MOST_SAVES = 2  # checkpoints that not all servers have written or failed to write.
+_MOST_NAMED = 4096  # workers that are expected, and looked for.
 _MOST_EPOCH = 1 << 40  # that another server may know of.
 _MOST_STALENESS = (1 << 31) - 1  # the optimizer gets an int32.
 _logger = logging.getLogger("jdp")
@@ -85,6 +87,7 @@ class Lead:
         self._ready: list[bytes] = []  # sessions whose push all servers have.
         self._settled: dict[bytes, Settled] = {}
         self.attendance = Attendance(options)
+        self.numbers = WorkerNumbers(options.lease_s)
         self._gathering = Gathering(options)
         self._log: list[Entry] = []
         self._first_index = 0  # of what `_log` still has.
@@ -140,10 +143,21 @@ class Lead:
         self._find_ready()
 
     def join(
-        self, session: bytes, worker: int, *, now_s: float, has_seen: bool = False
+        self,
+        session: bytes,
+        worker: int,
+        *,
+        now_s: float,
+        has_seen: bool = False,
+        process: str = "",
     ) -> bool:
         """A worker says hello, maybe again; returns whether it may come in."""
         if not self.is_running or self.is_over:
+            return False
+        may_come, lost = self.numbers.take(worker, session, process, now_s=now_s)
+        if lost in self._members:
+            self._remove(lost)
+        if not may_come:
             return False
         self.attendance.come(worker, session, has_seen=has_seen)
         if session in self._members:
@@ -163,11 +177,13 @@ class Lead:
         if member is None:
             return False
         member.lease_end_s = now_s + self.options.lease_s
+        self.numbers.hear(member.worker, session, now_s=now_s)
         return True
 
-    def leave(self, session: bytes) -> None:
+    def leave(self, session: bytes, *, now_s: float = 0.0) -> None:
         """A worker goes on purpose."""
         member = self._members.get(session)
+        self.hear(session, now_s=now_s)
         self.attendance.leave(session, None if member is None else member.worker)
         if member is not None:
             self._remove(session)
@@ -191,6 +207,26 @@ class Lead:
     def save(self) -> None:
         """Asks for a checkpoint, such as at SIGTERM."""
         self._wants_save = True
+
+    def find_rivalry(self, session: bytes) -> str:
+        """Returns why a worker cannot have its number, once; "" if it may."""
+        text = self.numbers.pop_objection(session)
+        if text:
+            self.attendance.has_rivals = True
+        return text
+
+    def find_awaited(self) -> tuple[int, ...]:
+        """Returns the workers that pushes wait for, by number."""
+        members = self._members
+        here = {m.worker for m in members.values()}
+        is_sync = isinstance(self.options.mode, Sync)
+        is_gathering = is_sync and not self._gathering.has_ended
+        expected = range(min(self.options.num_workers or 0, _MOST_NAMED))
+        return find_awaited(
+            {s: (m.worker, m.clock) for s, m in members.items()},
+            self._round if is_sync else None,
+            set(expected) - here if is_gathering else (),
+        )
 
     def find_settled(self, session: bytes) -> Settled | None:
         """Returns what became of the last push of a session."""
@@ -277,6 +313,7 @@ class Lead:
         """Goes back to what all servers have now, in another epoch."""
         self.is_running = False
         self._members.clear()
+        self.numbers.clear()
         self._round.clear()
         self._ready.clear()
         self._gathering = Gathering(self.options)
@@ -334,7 +371,7 @@ class Lead:
                 self._remove(session)
 
     def _remove(self, session: bytes) -> None:
-        del self._members[session]
+        self.numbers.release(self._members.pop(session).worker, session)
         if session in self._ready:
             self._ready.remove(session)
         # What a worker has pushed in time counts in its round, though it is gone.

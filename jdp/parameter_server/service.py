@@ -98,6 +98,7 @@ class Service:
             shards.describe_leaves(plan.plan),
             options.hook_name,
             parts.saver.has_checkpoints,
+            place.num_workers,
         )
         self._incarnation = secrets.token_bytes(8)
         self._replica = Replica()
@@ -212,7 +213,7 @@ class Service:
             self._welcome(route, found)
         elif isinstance(found, Leave) and self._lead is not None:
             # Of a worker that was left out too: it will not come back.
-            self._lead.leave(found.session)
+            self._lead.leave(found.session, now_s=time.monotonic())
             self._note_attendance(self._lead)
             self._socket.send(route, messages.encode(Farewell()))
         elif (session := self._find_session(found.session, route)) is not None:
@@ -253,7 +254,8 @@ class Service:
             wants = ping.push
         elif ping.push and settled is not None and settled.sequence == ping.push:
             self._sessions.send(session, settled)
-        self._sessions.send(session, Pong(wants))
+        awaited = () if self._lead is None else self._lead.find_awaited()
+        self._sessions.send(session, Pong(wants, awaited))
 
     def _take(self, session: Session, push: Push, payload: memoryview | None) -> None:
         """Takes this server's part of a push."""
@@ -283,14 +285,15 @@ class Service:
         """A worker comes, or comes back."""
         version = Version() if self._lead is None else self._lead.version
         if text := admission.find_objection(hello, self._admission, version):
-            text = wire.printable(text, most=2000)
-            _logger.warning("Worker %d is refused: %s", hello.worker, text)
-            self._socket.send(route, messages.encode_refusal(text))
+            self._refuse(route, hello, text)
             return
         if self._is_over:
             self._socket.send(route, messages.encode(Ended(True)))
             return
         if self._replica.version.epoch == 0 or not self._join(hello):
+            if self._lead and (text := self._lead.find_rivalry(hello.session)):
+                self._refuse(route, hello, text)
+                return
             # Not before it is known which checkpoint counts; it says it again.
             self._sessions.note_outside(route)
             return
@@ -316,6 +319,11 @@ class Service:
             ),
         )
 
+    def _refuse(self, route: bytes, hello: Hello, text: str) -> None:
+        text = wire.printable(text, most=2000)
+        _logger.warning("Worker %d is refused: %s", hello.worker, text)
+        self._socket.send(route, messages.encode_refusal(text))
+
     def _join(self, hello: Hello) -> bool:
         """Whether server 0 lets a worker in."""
         if self._lead is None:
@@ -325,6 +333,7 @@ class Service:
             hello.worker,
             now_s=time.monotonic(),
             has_seen=hello.known.epoch > 0,
+            process=hello.process,
         )
 
     def _follow(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsFloat
 
@@ -179,6 +180,7 @@ class Worker:
 
         Raises:
           RuntimeError: a server does not answer, or has failed.
+          RuntimeError: nothing was pulled yet, in synchronous mode.
           ValueError: `grads` are not like the parameters, or `num_samples` is not
             from 1e-30 to 1e30.
           TypeError: `num_samples` is no number.
@@ -192,6 +194,12 @@ class Worker:
             raise ValueError(
                 f"`num_samples` must be a number above 0, from {messages.LEAST_WEIGHT} "
                 f"to {messages.MOST_WEIGHT}, got {num_samples}."
+            )
+        if self._welcome.is_sync and self._version == Version():
+            raise RuntimeError(
+                "`push` before any `pull`: in synchronous mode a gradient belongs to "
+                "the parameters that were pulled last. Call `pull` first, and push the "
+                "gradient at what it returns."
             )
         leaves = shards.check_gradient(self._shards.plan, grads)
         # The memory is free once the push before is settled.
@@ -366,6 +374,7 @@ def _make_hellos(
     hook: CommHook | None,
 ) -> list[Hello]:
     session = os.urandom(16)
+    process = f"process {os.getpid()} on {socket.gethostname()}"
     leaves = shards.describe_leaves(plan.plan)
     return [
         Hello(
@@ -377,6 +386,7 @@ def _make_hellos(
             "" if hook is None else hook.name,
             Version(),
             None if file is None else file.offer,
+            process,
         )
         for server, file in enumerate(files)
     ]

@@ -108,7 +108,7 @@ class SimulatedServer:
             self.reply(session, Welcome(self.replica.version, str(mode), True, 5, True))
             return
         if isinstance(message, Leave) and self.lead:
-            self.lead.leave(session)
+            self.lead.leave(session, now_s=job.now_s)
             self.note_attendance()
             self.reply(session, Farewell())
             return

@@ -1,0 +1,134 @@
+"""Worker numbers: does another process have a number already, or did it come back?
+
+A worker that was killed and started again has its old number and a new session, and so
+has a second process that was given the same number by mistake. The second one waits: if
+the first one says something meanwhile, it lives, and the second one is refused. If the
+first one is silent for half a lease, the second one takes its place.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+_LONGEST_GRACE_S = 0.5  # for what a process said before it was killed.
+_GRACES_A_LEASE = 8
+_NUM_PROOFS = 2  # messages that show that a process lives.
+_MOST_REFUSED = 1024
+_MOST_NAMED = 16
+
+
+@dataclasses.dataclass
+class _Rival:
+    session: bytes
+    process: str
+    since_s: float
+    num_proofs: int = 0
+
+
+@dataclasses.dataclass
+class _Holder:
+    session: bytes
+    process: str  # where it runs, as text.
+    heard_s: float
+    rival: _Rival | None = None
+
+
+class WorkerNumbers:
+    """Which session has which number; without clocks and sockets."""
+
+    def __init__(self, lease_s: float):
+        """Begins without any.
+
+        Args:
+          lease_s: after how many seconds of silence a worker is left out.
+        """
+        self._grace_s = min(_LONGEST_GRACE_S, lease_s / _GRACES_A_LEASE)
+        self._takeover_s = lease_s / 2
+        self._holders: dict[int, _Holder] = {}
+        self._objections: dict[bytes, str] = {}  # by session, not told yet.
+
+    def take(
+        self, worker: int, session: bytes, process: str, *, now_s: float
+    ) -> tuple[bool, bytes | None]:
+        """A session wants a number, maybe again.
+
+        Returns:
+          Whether it has the number now, and the session that has lost it thereby.
+        """
+        holder = self._holders.get(worker)
+        lost = None
+        if holder is not None and holder.session != session:
+            rival = holder.rival
+            if rival is None or rival.session != session:
+                holder.rival = rival = _Rival(session, process, now_s)
+            if rival.num_proofs >= _NUM_PROOFS:
+                self._object(worker, holder, rival)
+                holder.rival = None
+                return False, None
+            if now_s < holder.heard_s + self._takeover_s:
+                return False, None
+            lost = holder.session
+        if holder is None or lost is not None:
+            self._holders[worker] = _Holder(session, process, now_s)
+        return True, lost
+
+    def hear(self, worker: int, session: bytes, *, now_s: float) -> None:
+        """The session that has a number said something."""
+        holder = self._holders.get(worker)
+        if holder is None or holder.session != session:
+            return
+        holder.heard_s = now_s
+        if holder.rival is not None and self._is_proof(holder.rival, now_s):
+            holder.rival.num_proofs += 1
+
+    def release(self, worker: int, session: bytes) -> None:
+        """A session gives its number back, by a goodbye or by silence."""
+        holder = self._holders.get(worker)
+        if holder is None or holder.session != session:
+            return
+        del self._holders[worker]
+        # One that says goodbye lives; the other one is no comeback of it.
+        if holder.rival is not None and holder.rival.num_proofs:
+            self._object(worker, holder, holder.rival)
+
+    def clear(self) -> None:
+        """All numbers are free."""
+        self._holders.clear()
+
+    def pop_objection(self, session: bytes) -> str:
+        """Returns why a session is refused, once; "" if it is not."""
+        return self._objections.pop(session, "")
+
+    def _is_proof(self, rival: _Rival, now_s: float) -> bool:
+        return now_s > rival.since_s + self._grace_s
+
+    def _object(self, worker: int, holder: _Holder, rival: _Rival) -> None:
+        while len(self._objections) >= _MOST_REFUSED:
+            del self._objections[next(iter(self._objections))]
+        self._objections[rival.session] = (
+            f"Worker number {worker} is taken: {holder.process or 'another process'} "
+            f"has it and lives, and {rival.process or 'this process'} says that it is "
+            "worker "
+            f"{worker} too. Give each worker a number of its own: `jdp launch --first` "
+            "on every host but the first, or another `index` of `Place`."
+        )
+
+
+def find_awaited(
+    clocks: Mapping[bytes, tuple[int, int]],
+    pushed: Collection[bytes] | None,
+    missing: Collection[int],
+) -> tuple[int, ...]:
+    """Returns the workers that others wait for, by number.
+
+    Args:
+      clocks: of each session, its number and how many updates it has made.
+      pushed: sessions whose push is in the synchronous round; None in other modes,
+        where the slowest are waited for.
+      missing: numbers of workers that have not come.
+    """
+    if pushed is None:
+        slowest = min((clock for _, clock in clocks.values()), default=0)
+        found = {worker for worker, clock in clocks.values() if clock == slowest}
+    else:
+        found = {worker for s, (worker, _) in clocks.items() if s not in pushed}
+    return tuple(sorted(found | set(missing))[:_MOST_NAMED])
