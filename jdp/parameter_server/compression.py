@@ -7,7 +7,7 @@ such as putting chosen elements in their places, the server does.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +146,16 @@ class Compressor:
         found = self._unpack(list(sent))
         # What was sent may lie in memory that is written again.
         return jax.block_until_ready(found)
+
+
+def open_payload(
+    payload: Any, is_compressed: bool, layout: Layout, compressor: Compressor | None
+) -> list[Any]:
+    """Returns the buckets of a push, without a copy where they are not compressed."""
+    if not is_compressed:
+        return list(layout.views(payload))
+    assert compressor is not None
+    return compressor.unpack(compressor.layout.views(payload))
 
 
 def _check_is_made_of_what_it_sends(

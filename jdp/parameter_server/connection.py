@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from jdp.parameter_server import messages
+from jdp.parameter_server import messages, sockets
 from jdp.parameter_server.client import Client
 from jdp.parameter_server.keys import Keys
 from jdp.parameter_server.lane import Lane
@@ -191,6 +191,7 @@ class Connection:
         if not silent:
             return
         names = {i: f"{i} at {self._addresses[i]}" for i in silent}
+        deaf = [i for i in silent if not sockets.is_listening(self._addresses[i])]
         if told := [names[i] for i in silent if self._client.has_ended(i)]:
             raise RuntimeError(
                 f"Servers that were told to end (SIGTERM, or `Server.stop`): "
@@ -199,8 +200,13 @@ class Connection:
                 f"{self._timeout_s:g} s. Start the job again to go on from there."
             )
         stood = ""
-        if self._longest_gap_s > self._client.lease_s:
+        if len(deaf) == len(silent):
             stood = (
+                " Nothing listens there now: the job is over, or it has not begun, or "
+                "the address is that of another host."
+            )
+        if self._longest_gap_s > self._client.lease_s:
+            stood += (
                 f" This worker itself stood still for {self._longest_gap_s:.1f} s, "
                 f"longer than `lease_s`: the job may have ended without it."
             )

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jdp.parameter_server import option_checks
+
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
@@ -11,7 +13,7 @@ class Sync:
 
     def __post_init__(self) -> None:
         """Checks the number."""
-        _check("backup", self.backup, 0)
+        option_checks.check_count("backup", self.backup, 0)
 
     def __str__(self) -> str:
         """As it is written."""
@@ -35,7 +37,7 @@ class Bounded:
 
     def __post_init__(self) -> None:
         """Checks the number."""
-        _check("staleness", self.staleness, 1)
+        option_checks.check_count("staleness", self.staleness, 1)
 
     def __str__(self) -> str:
         """As it is written."""
@@ -77,8 +79,21 @@ def bounded(*, staleness: int) -> Bounded:
     return Bounded(staleness)
 
 
-def _check(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+def check_num_workers(mode: object, num_workers: int | None) -> None:
+    """Raises where `mode` is none, or waits for none of so many workers.
+
+    Raises:
+      TypeError: it is no mode.
+      ValueError: `backup` is not less than `num_workers`.
+    """
+    if not isinstance(mode, Mode):
+        raise TypeError(
+            "`mode` must be `sync()`, `asynchronous()` or `bounded(staleness=)`, got "
+            f"{mode!r}."
+        )
+    backup = mode.backup if isinstance(mode, Sync) else 0
+    if num_workers is not None and backup >= num_workers:
+        raise ValueError(
+            f"`backup` must be less than the number of workers, {num_workers}, got "
+            f"{backup}: a round would wait for none of them."
+        )

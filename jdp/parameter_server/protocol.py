@@ -10,11 +10,12 @@ others still have, so all go back to the newest checkpoint that all have: a new 
 whose first entry says so, with a higher epoch.
 """
 
-import dataclasses
 import logging
 
+from jdp.parameter_server import members
 from jdp.parameter_server.attendance import Attendance, Gathering
 from jdp.parameter_server.lead_options import LeadOptions
+from jdp.parameter_server.members import Member
 from jdp.parameter_server.messages import (
     Apply,
     Discard,
@@ -34,28 +35,15 @@ from jdp.parameter_server.messages import (
     Stop,
     Version,
 )
-from jdp.parameter_server.modes import Bounded, Sync
+from jdp.parameter_server.modes import Sync
 from jdp.parameter_server.restoring import find_common, settle
-from jdp.parameter_server.worker_numbers import WorkerNumbers, find_awaited
+from jdp.parameter_server.worker_numbers import WorkerNumbers
 
 _MOST_SENT = 256  # entries of the log in one message.
 _MOST_SAVES = 2  # checkpoints that not all servers have written or failed to write.
-_MOST_NAMED = 4096  # workers that are expected, and looked for.
 _MOST_EPOCH = 1 << 40  # that another server may know of.
 _MOST_STALENESS = (1 << 31) - 1  # the optimizer gets an int32.
 _logger = logging.getLogger("jdp")
-
-
-@dataclasses.dataclass
-class _Member:
-    """A worker that takes part."""
-
-    worker: int
-    lease_end_s: float
-    clock: int  # updates that it made, counted from the slowest when it joined.
-    since_index: int  # of the log; what was held for it before was dropped.
-    push: Push | None = None  # not settled.
-    pull: Pull | None = None  # not handed out.
 
 
 class Lead:
@@ -82,7 +70,7 @@ class Lead:
         self._own_runs: tuple[bytes, ...] = ()
         self._common = 0  # count of the newest checkpoint that all servers have.
         self._followers: dict[int, Follow] = {}
-        self._members: dict[bytes, _Member] = {}
+        self._members: dict[bytes, Member] = {}
         self._round: dict[bytes, Push] = {}  # of `sync`: what came for this version.
         self._ready: list[bytes] = []  # sessions whose push all servers have.
         self._settled: dict[bytes, Settled] = {}
@@ -163,9 +151,9 @@ class Lead:
         if session in self._members:
             self.hear(session, now_s=now_s)
             return True
-        clock = min((m.clock for m in self._members.values()), default=0)
+        clock = members.find_clock(self._members)
         lease_end_s = now_s + self.options.lease_s
-        self._members[session] = _Member(
+        self._members[session] = Member(
             worker, lease_end_s, clock, self._first_index + len(self._log)
         )
         self._gathering.begin(now_s=now_s)
@@ -211,31 +199,18 @@ class Lead:
     def find_rivalry(self, session: bytes) -> str:
         """Returns why a worker cannot have its number, once; "" if it may."""
         text = self.numbers.pop_objection(session)
-        if text:
-            self.attendance.has_rivals = True
+        self.attendance.has_rivals |= bool(text)
         return text
 
     def find_awaited(self) -> tuple[int, ...]:
         """Returns the workers that pushes wait for, by number."""
-        members = self._members
-        here = {m.worker for m in members.values()}
         is_sync = isinstance(self.options.mode, Sync)
         is_gathering = is_sync and not self._gathering.has_ended
-        expected = range(min(self.options.num_workers or 0, _MOST_NAMED))
-        return find_awaited(
-            {s: (m.worker, m.clock) for s, m in members.items()},
+        return members.find_awaited(
+            self._members,
             self._round if is_sync else None,
-            set(expected) - here if is_gathering else (),
+            num_expected=self.options.num_workers or 0 if is_gathering else 0,
         )
-
-    def find_settled(self, session: bytes) -> Settled | None:
-        """Returns what became of the last push of a session."""
-        return self._settled.get(session)
-
-    @property
-    def num_members(self) -> int:
-        """Workers that take part."""
-        return len(self._members)
 
     @property
     def num_waiting(self) -> int:
@@ -279,10 +254,7 @@ class Lead:
         status = self._followers.get(server)
         if not self.is_running or status is None:
             return None
-        follows = (
-            status.lead == self._incarnation and status.epoch == self.version.epoch
-        )
-        first = max(status.next_index if follows else 0, self._first_index)
+        first = max(self._next_index(status), self._first_index)
         entries = self._log[first - self._first_index :][:_MOST_SENT]
         if not entries:
             return None
@@ -351,12 +323,8 @@ class Lead:
     def _find_ready(self) -> None:
         """Queues the pushes that all servers have by now."""
         held = [(self._next_index(f), set(f.held)) for f in self._followers.values()]
-        for session, member in self._members.items():
-            push = member.push
-            if push is None or session in self._ready or session in self._round:
-                continue
-            part = (session, push.sequence)
-            if all(i >= member.since_index and part in parts for i, parts in held):
+        for session in members.find_held(self._members, held):
+            if session not in self._ready and session not in self._round:
                 self._ready.append(session)
 
     def _end_leases(self, now_s: float) -> None:
@@ -426,19 +394,13 @@ class Lead:
                 self._ready.remove(session)
                 self._discard(push, "rejected")
                 return True
-            if self._is_too_far_ahead(member):
+            if members.is_too_far_ahead(member, self._members, self.options.mode):
                 continue
             self._ready.remove(session)
             member.clock += 1
             self._apply([push])
             return True
         return False
-
-    def _is_too_far_ahead(self, member: _Member) -> bool:
-        if not isinstance(self.options.mode, Bounded):
-            return False
-        slowest = min(m.clock for m in self._members.values())
-        return member.clock + 1 - slowest > self.options.mode.staleness
 
     def _is_rejected(self, push: Push) -> bool:
         return self.options.nonfinite == "reject" and not push.is_finite
@@ -475,8 +437,13 @@ class Lead:
         return self._log[-1:] == [Stop()]
 
     def _end(self) -> None:
-        """Ends the log, with a checkpoint of what was trained."""
-        if self._saved != self.version:
+        """Ends the log, with a checkpoint of what was trained.
+
+        Also where one of this version could not be written everywhere: now it may be.
+        """
+        assert self._own is not None
+        has = [self._own[0], *(f.checkpoints for f in self._followers.values())]
+        if not all(self.version.count in counts for counts in has):
             self._append(Save())
         self._append(Stop())
 
@@ -499,9 +466,7 @@ class Lead:
         end = self._first_index + len(self._log)
         entries = self._log[self._num_returned - self._first_index :]
         self._num_returned = end
-        least = min(
-            (self._next_index(f) for f in self._followers.values()), default=end
-        )
+        least = min(map(self._next_index, self._followers.values()), default=end)
         # Its end stays, to be looked at.
         keep = max(0, min(least - self._first_index, len(self._log) - 1))
         del self._log[:keep]

@@ -12,7 +12,14 @@ import jax
 import optax
 
 from jdp.hooks import CommHook
-from jdp.parameter_server import keys, modes, saving, shards, updates
+from jdp.parameter_server import (
+    keys,
+    modes,
+    option_checks,
+    saving,
+    shards,
+    updates,
+)
 from jdp.parameter_server.checkpoints import Checkpoints
 from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Place
@@ -55,15 +62,12 @@ class ServerOptions:
     def __post_init__(self) -> None:
         """Checks every option."""
         for name in ("lease_s", "start_timeout_s"):
-            if not 0.01 <= getattr(self, name) <= 1e6:
-                raise ValueError(
-                    f"`{name}` must be from 0.01 to 1e6 seconds, got "
-                    f"{getattr(self, name)}."
-                )
-        if self.checkpoint_every < 0:
-            raise ValueError(
-                f"`checkpoint_every` must be at least 0, got {self.checkpoint_every}."
-            )
+            option_checks.check_seconds(name, getattr(self, name))
+        option_checks.check_count("checkpoint_every", self.checkpoint_every, 0)
+        if self.checkpoint_dir is not None:
+            option_checks.check_folder("checkpoint_dir", self.checkpoint_dir)
+        option_checks.check_hook("compression", self.compression)
+        option_checks.check_device("device", self.device)
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("`checkpoint_every` needs a `checkpoint_dir`.")
         if self.nonfinite not in ("reject", "apply"):
@@ -104,9 +108,10 @@ class Server:
         Raises:
           RuntimeError: there is no place, no key file, no memory, or somebody else
             listens at the address.
-          TypeError: a parameter is not of a floating dtype.
-          ValueError: the optimizer does not work on leaves one by one, and there are
-            several servers, or the hook cannot compress a push.
+          TypeError: a parameter is not of a floating dtype, or `mode` is no mode.
+          ValueError: `mode` waits for no worker, the hook cannot compress a push, or
+            the optimizer does not work on leaves one by one, and there are several
+            servers.
         """
         # Here, for whoever needs only the types must not wait for zmq.
         from jdp.parameter_server import service, sockets
@@ -120,6 +125,7 @@ class Server:
         options = ServerOptions() if options is None else options
         mode = modes.sync() if mode is None else mode
         num_servers = len(place.addresses)
+        modes.check_num_workers(mode, place.num_workers)
         plan = shards.plan_shards(params, num_servers)
         updates.check_is_by_leaf(tx, params, plan)
         checkpoints = None

@@ -4,12 +4,11 @@ import dataclasses
 import logging
 import secrets
 import time
-from typing import Any
 
 import numpy as np
 
 from jdp import wire
-from jdp.parameter_server import admission, lane, messages, metrics, shards
+from jdp.parameter_server import admission, compression, lane, messages, metrics, shards
 from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Keys, Place
 from jdp.parameter_server.lead_options import LeadOptions
@@ -222,12 +221,11 @@ class Service:
             self._socket.send(route, messages.encode(Who()))
 
     def _find_session(self, name: bytes, route: bytes) -> Session | None:
-        session = self._sessions.get(name)
+        session, lead = self._sessions.get(name), self._lead
         if session is None:
             return None
-        if self._lead is not None:
-            if not self._lead.hear(name, now_s=time.monotonic()):
-                return None
+        if lead is not None and not lead.hear(name, now_s=time.monotonic()):
+            return None
         session.route = route
         return session
 
@@ -254,8 +252,8 @@ class Service:
             wants = ping.push
         elif ping.push and settled is not None and settled.sequence == ping.push:
             self._sessions.send(session, settled)
-        awaited = () if self._lead is None else self._lead.find_awaited()
-        self._sessions.send(session, Pong(wants, awaited))
+        lead = self._lead
+        self._sessions.send(session, Pong(wants, lead.find_awaited() if lead else ()))
 
     def _take(self, session: Session, push: Push, payload: memoryview | None) -> None:
         """Takes this server's part of a push."""
@@ -300,10 +298,8 @@ class Service:
         known = self._sessions.get(hello.session)
         if known is None:
             _logger.info("Worker %d has come.", hello.worker)
-            shared = None
-            if hello.lane is not None:
-                least = self._shard.layout.num_bytes
-                shared = lane.open_lane(hello.lane, least_bytes=least)
+            least, offer = self._shard.layout.num_bytes, hello.lane
+            shared = offer and lane.open_lane(offer, least_bytes=least)
             known = Session(route, hello.worker, shared)
         known.route = route
         self._sessions.add(hello.session, known)
@@ -417,19 +413,14 @@ class Service:
                     self._sessions.send(session, settled)
 
     def _apply(self, entry: Apply, parts: list[Part]) -> None:
-        self._updater.apply(
-            [self._unpack(part) for part in parts], entry.weights, entry.staleness
-        )
+        layout, made = self._shard.layout, self._compressor
+        opened = [
+            compression.open_payload(p.payload, p.push.is_compressed, layout, made)
+            for p in parts
+        ]
+        self._updater.apply(opened, entry.weights, entry.staleness)
         self._metrics.note_update(entry.staleness, now_s=time.monotonic())
         self._saver.note(self._replica.version)
-
-    def _unpack(self, part: Part) -> list[Any]:
-        """Returns the buckets of a part, without a copy where they are not packed."""
-        if not part.push.is_compressed:
-            return list(self._shard.layout.views(part.payload))
-        assert self._compressor is not None
-        sent = self._compressor.layout.views(part.payload)
-        return self._compressor.unpack(sent)
 
     def _hand(self, entry: Hand) -> None:
         """Hands this server's parameters to a worker."""

@@ -7,6 +7,7 @@ protocol.
 """
 
 import os
+import socket as stream
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,6 +20,13 @@ from jdp.parameter_server.keys import Keys
 from jdp.runtime import descriptors, transport_sockets
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_MONITORED = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _LINGER_MS = 500
 _RECONNECT_MS = 50
 _MOST_RECONNECT_MS = 1000
@@ -27,6 +35,7 @@ _MOST_FRAMES = 3  # a route, a header, arrays.
 _MOST_AT_ONCE = 256
 _MOST_QUEUED = 1000  # messages, of each peer; what is dropped is said again.
 _REFUSE_S = 1.0
+_PROBE_S = 0.5
 _WORKER, _SERVER = "worker", "server"  # how ZAP calls who has which key.
 
 
@@ -76,14 +85,14 @@ class ServerSocket:
             zmq.ZAP_DOMAIN: b"jdp",
         }.items():
             self._socket.setsockopt(name, value)
-        self._monitor = transport_sockets.open_monitor(
-            self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-        )
+        self._monitor = transport_sockets.open_monitor(self._socket, _MONITORED)
         self._guests = transport_sockets.Guests(descriptors.most_guests(64))
         self._proved: set[int] = set()  # descriptors over which a message has come.
+        # Who lacks the public key of the servers never comes as far as ZAP.
+        self._last_failure: tuple[int, int] | None = None
         try:
             self._socket.bind(f"tcp://{_bind_address(address)}")
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, RuntimeError) as error:
             self._context.destroy(linger=0)
             raise RuntimeError(
                 f"This server cannot listen at {address}: {error}. `addresses` must "
@@ -91,16 +100,19 @@ class ServerSocket:
             ) from None
         self._poller = zmq.Poller()
         self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        for socket in (self._socket, self._zap, self._monitor):
+        for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)
+
+    @property
+    def _sockets(self) -> tuple[zmq.Socket, ...]:
+        return self._socket, self._zap, self._monitor
 
     def poll(self, timeout_s: float, others: "ClientSockets | None" = None) -> None:
         """Waits until something has come, here or to the other sockets."""
         poller = self._poller
         if others is not None:
             poller = zmq.Poller()
-            own = (self._socket, self._zap, self._monitor)
-            for socket in (*own, *others.sockets):
+            for socket in (*self._sockets, *others.sockets):
                 poller.register(socket, zmq.POLLIN)
         poller.poll(int(1000 * timeout_s))
         self._watch_guests()
@@ -160,12 +172,30 @@ class ServerSocket:
 
     def _watch_guests(self) -> None:
         """Cuts connections that have proved nothing, where there are too many."""
-        for event, fd in transport_sockets.read_changes(self._monitor):
+        for event, value in transport_sockets.read_changes(self._monitor):
             if event == zmq.EVENT_DISCONNECTED:
-                self._guests.remove(fd)
-                self._proved.discard(fd)
-            elif fd not in self._proved:  # A message may come before these news.
-                self._guests.add(fd, (self._endpoint,))
+                self._guests.remove(value)
+                self._note_end(value)
+            elif event != zmq.EVENT_ACCEPTED:
+                self._last_failure = event, value
+            elif value not in self._proved:  # A message may come before these news.
+                self._guests.add(value, (self._endpoint,))
+
+    def _note_end(self, descriptor: int) -> None:
+        """Notes a connection that has ended and never was that of a peer."""
+        # What failed ends at once: the two events follow each other.
+        failure, self._last_failure = self._last_failure, None
+        has_proved = descriptor in self._proved
+        self._proved.discard(descriptor)
+        if has_proved and failure is None:
+            return
+        if failure is None or failure[0] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            crypto = zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
+            self.note(
+                "it does not have the keys of this job"
+                if failure is not None and failure[1] == crypto
+                else "it speaks another protocol, or ended before it said who it is"
+            )
 
     def _answer_zap(self) -> None:
         """Says who may connect, by the rules of ZeroMQ RFC 27."""
@@ -234,7 +264,16 @@ class ClientSockets:
                 zmq.CURVE_SECRETKEY: pair[1].encode(),
             }.items():
                 socket.setsockopt(name, value)
-            socket.connect(f"tcp://{address}")
+            try:
+                socket.connect(f"tcp://{address}")
+            except zmq.ZMQError as error:
+                self._context.destroy(linger=0)
+                os.close(self._wake_in)
+                os.close(self._wake_out)
+                raise RuntimeError(
+                    f"`addresses` has {address!r}, to which this process cannot "
+                    f"connect: {error}. Give the host and port of each server."
+                ) from None
             self.sockets.append(socket)
             self._poller.register(socket, zmq.POLLIN)
 
@@ -283,6 +322,16 @@ class ClientSockets:
         os.close(self._wake_out)
 
 
+def is_listening(address: str) -> bool:
+    """Whether a process accepts connections at "host:port", within half a second."""
+    host, _, port = address.rpartition(":")
+    try:
+        with stream.create_connection((host.strip("[]"), int(port)), _PROBE_S):
+            return True
+    except OSError:
+        return False
+
+
 def _is_server(frame: zmq.Frame) -> bool:
     """Whether a frame came over a connection that has the key of a server."""
     return frame.get("User-Id") == _SERVER
@@ -295,5 +344,9 @@ def _bind_address(address: str) -> str:
     host, _, port = address.rpartition(":")
     if host in ("*", "0.0.0.0", "[::]"):
         return f"*:{port}"
-    found = transport_meeting.find_addresses(host)[0]
+    try:
+        found = transport_meeting.find_addresses(host)[0]
+    except RuntimeError as error:
+        reason = error.__cause__ or error.__context__ or error
+        raise RuntimeError(f"{host!r} has no address here ({reason})") from None
     return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from jdp import buckets
 from jdp.hooks import CommHook
-from jdp.parameter_server import keys, lane, messages, shards
+from jdp.parameter_server import keys, lane, messages, option_checks, shards
 from jdp.parameter_server.client import Client
 from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Place
@@ -46,11 +46,9 @@ class WorkerOptions:
     def __post_init__(self) -> None:
         """Checks every option."""
         for name in ("timeout_s", "wait_timeout_s"):
-            if not 0.01 <= getattr(self, name) <= 1e6:
-                raise ValueError(
-                    f"`{name}` must be from 0.01 to 1e6 seconds, got "
-                    f"{getattr(self, name)}."
-                )
+            option_checks.check_seconds(name, getattr(self, name))
+        option_checks.check_hook("compression", self.compression)
+        option_checks.check_device("device", self.device)
 
 
 class Worker:

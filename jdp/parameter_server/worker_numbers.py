@@ -7,13 +7,11 @@ first one is silent for half a lease, the second one takes its place.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
 
 _LONGEST_GRACE_S = 0.5  # for what a process said before it was killed.
 _GRACES_A_LEASE = 8
 _NUM_PROOFS = 2  # messages that show that a process lives.
 _MOST_REFUSED = 1024
-_MOST_NAMED = 16
 
 
 @dataclasses.dataclass
@@ -111,24 +109,3 @@ class WorkerNumbers:
             f"{worker} too. Give each worker a number of its own: `jdp launch --first` "
             "on every host but the first, or another `index` of `Place`."
         )
-
-
-def find_awaited(
-    clocks: Mapping[bytes, tuple[int, int]],
-    pushed: Collection[bytes] | None,
-    missing: Collection[int],
-) -> tuple[int, ...]:
-    """Returns the workers that others wait for, by number.
-
-    Args:
-      clocks: of each session, its number and how many updates it has made.
-      pushed: sessions whose push is in the synchronous round; None in other modes,
-        where the slowest are waited for.
-      missing: numbers of workers that have not come.
-    """
-    if pushed is None:
-        slowest = min((clock for _, clock in clocks.values()), default=0)
-        found = {worker for worker, clock in clocks.values() if clock == slowest}
-    else:
-        found = {worker for s, (worker, _) in clocks.items() if s not in pushed}
-    return tuple(sorted(found | set(missing))[:_MOST_NAMED])

@@ -37,6 +37,7 @@ class SimulatedServer:
     def __init__(self, job, index):
         self.job, self.index = job, index
         self.disk = {0: ((), {})}  # by count: parameters, and the table.
+        self.is_full = False  # its disk: no checkpoint can be written.
         self.damaged = set()  # counts of what is not what was written.
         self.common = 0  # the newest count that all are known to have had.
         self.epoch_on_disk = 0
@@ -175,7 +176,7 @@ class SimulatedServer:
                     self.note_checkpoints()
                     self.sessions.clear()
                     job.check_params(self)
-                case Save():
+                case Save() if not self.is_full:
                     self.disk[self.replica.version.count] = (
                         self.params,
                         dict(self.replica.settled),
@@ -395,6 +396,8 @@ class Job:
             self.kill_server(rng.randrange(self.num_servers))
         if rng.random() < bad:
             self.damage_checkpoint()
+        full = rng.choice(self.servers)
+        full.is_full = rng.random() < 10 * bad if bad else False
         victim = rng.randrange(len(self.workers))
         if rng.random() < bad / 4 and not self.workers[victim].has_left:
             self.kill_worker(victim)

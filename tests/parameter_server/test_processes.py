@@ -288,6 +288,16 @@ def test_what_the_end_of_a_process_means():
         ({"num_servers": 2, "addresses": ("a:1",), "key_file": "k"}, "must name every"),
         ({"num_servers": 1, "report": "xml"}, '"table" or "json", got \'xml\''),
         ({"num_servers": 1, "restarts": -1}, "`restarts` must be at least 0"),
+        (
+            {
+                "num_servers": 0,
+                "first": 2,
+                "all_workers": 2,
+                "addresses": ("a:1",),
+                "key_file": "k",
+            },
+            "`all_workers` must be at least 3, .* got 2",
+        ),
     ],
 )
 def test_options_of_a_launch_are_checked(options, message):
@@ -317,3 +327,7 @@ def test_places_of_several_hosts_are_counted_on():
         ("worker", 2, 4),
         ("worker", 3, 4),
     ]
+    unknown = launching.RoleOptions(
+        num_servers=0, num_workers=1, addresses=addresses, key_file="k", first=2
+    ).find_places(addresses, "k")
+    assert [(p.index, p.num_workers) for p in unknown] == [(2, None)]

@@ -335,6 +335,14 @@ def test_an_optimizer_that_needs_all_leaves_is_refused_for_several_servers(
         ),
         (lambda: parameter_server.WorkerOptions(timeout_s=0), "`timeout_s` must be"),
         (
+            lambda: parameter_server.ServerOptions(checkpoint_dir=""),
+            "`checkpoint_dir` must be the path of a folder or None, got ''",
+        ),
+        (
+            lambda: parameter_server.ServerOptions(lease_s=float("nan")),
+            "`lease_s` must be from 0.01 to 1e6 seconds, got nan",
+        ),
+        (
             lambda: parameter_server.Place(role="server", index=1, addresses=("a:1",)),
             "less than the 1 servers, got 1",
         ),
@@ -351,6 +359,140 @@ def test_an_optimizer_that_needs_all_leaves_is_refused_for_several_servers(
 def test_options_are_checked(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "kind,name,value",
+    [
+        *[("ServerOptions", "lease_s", v) for v in ("5", None, True, 1j)],
+        ("ServerOptions", "start_timeout_s", "1"),
+        *[("ServerOptions", "checkpoint_every", v) for v in (1.5, True, "1", None)],
+        *[("ServerOptions", "checkpoint_dir", v) for v in (5, b"x", True)],
+        ("ServerOptions", "compression", "int8"),
+        ("ServerOptions", "device", "cpu"),
+        *[("WorkerOptions", "timeout_s", v) for v in ("5", None)],
+        ("WorkerOptions", "wait_timeout_s", "5"),
+        ("WorkerOptions", "compression", hooks.int8),
+        ("WorkerOptions", "device", 0),
+    ],
+)
+def test_options_of_a_wrong_type_are_named(kind, name, value):
+    with pytest.raises(TypeError, match=f"`{name}` must be .* got {value!r}"[:40]):
+        getattr(parameter_server, kind)(**{name: value})
+
+
+@pytest.mark.parametrize("backup", [2, 5])
+def test_a_round_that_waits_for_no_worker_is_refused(tmp_path, backup):
+    mode = parameter_server.sync(backup=backup)
+    job = ThreadJob(tmp_path, PARAMS, optax.sgd(1.0), mode=mode, num_workers=2)
+    with pytest.raises(ValueError, match=f"number of workers, 2, got {backup}"):
+        job.start(0)
+    job.kwargs["mode"] = "sync"
+    with pytest.raises(TypeError, match="`mode` must be `sync.*, got 'sync'"):
+        job.start(0)
+
+
+def test_a_host_without_an_address_is_named(tmp_path):
+    job = ThreadJob(tmp_path, PARAMS, optax.sgd(1.0))
+    job.addresses = ("256.1.1.1:5555",)
+    with pytest.raises(RuntimeError, match="listen at 256.1.1.1:5555: '256.1.1.1' has"):
+        job.start(0)
+    job.addresses = ("*:5555",)
+    with pytest.raises(RuntimeError, match=r"`addresses` has '\*:5555', to which"):
+        job.worker()
+
+
+@pytest.mark.parametrize("what", ["other keys", "garbage", "silence"])
+def test_each_kind_of_stranger_leaves_a_line_in_the_log(tmp_path, caplog, what):
+    with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0)) as own:
+        if what == "other keys":
+            path = str(tmp_path / "other keys")
+            parameter_server.make_keys(path)
+            sockets = ClientSockets(own.addresses, keys.read_keys(path), most_bytes=0)
+            wait_for(lambda: "not have the keys of this job" in caplog.text)
+            sockets.close()
+        else:
+            host, _, port = own.addresses[0].rpartition(":")
+            sent = b"GET / HTTP/1.1\r\n\r\n" + bytes(90) if what == "garbage" else b""
+            for _ in range(3):
+                with socket.create_connection((host, int(port))) as stranger:
+                    stranger.sendall(sent)
+            wait_for(lambda: "it speaks another protocol" in caplog.text)
+        assert "Connections dropped that are not of this job: 1; of the last" in (
+            caplog.text
+        )
+
+
+def test_a_number_that_two_workers_have_is_refused_by_name(tmp_path, caplog):
+    with ThreadJob(
+        tmp_path,
+        PARAMS,
+        optax.sgd(1.0),
+        num_workers=2,
+        mode=parameter_server.asynchronous(),
+        options=parameter_server.ServerOptions(lease_s=4.0, start_timeout_s=0.5),
+    ) as own:
+        process = rf"process {os.getpid()} on {re.escape(socket.gethostname())}"
+        text = rf"number 0 is taken: {process} has it and lives, and {process} says"
+        with own.worker() as worker:
+            with pytest.raises(RuntimeError, match=text + ".*--first"):
+                own.worker()
+            worker.pull()
+            worker.push(PARAMS)
+        # Worker 1 never comes: the other one had its place.
+        own.threads[0].join(20.0)
+        assert not own.threads[0].is_alive()
+    assert re.search("Worker 0 is refused: .*" + text, caplog.text)
+    assert "1 of 2 workers have never come, where others had the" in caplog.text
+    assert "Connections dropped" not in caplog.text
+
+
+def test_a_number_that_no_worker_has_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="less than `num_workers`, got 7 of 2"):
+        parameter_server.Place(
+            role="worker", index=7, addresses=("a:1",), num_workers=2
+        )
+    with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0), num_workers=2) as own:
+        own.num_workers = None  # The worker does not know.
+        with pytest.raises(RuntimeError, match="7 is none of .* workers 0 to 1.*Place"):
+            own.worker(7)
+
+
+def test_a_push_before_any_pull_is_refused_in_sync_mode(tmp_path):
+    with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0)) as own, own.worker() as worker:
+        with pytest.raises(RuntimeError, match="`push` before any `pull`: in sync"):
+            worker.push(PARAMS)
+        worker.pull()
+        worker.push(PARAMS)
+        assert worker.flush() == "applied"
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+def test_a_wait_that_is_too_long_names_the_workers_that_are_waited_for(
+    tmp_path, has_come
+):
+    with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0), num_workers=3) as own:
+        others = [own.worker(i) for i in (1, 2)] if has_come else []
+        worker = own.worker(0, wait_timeout_s=3.0)
+        worker.pull()
+        worker.push(PARAMS)
+        if others:
+            others[1].pull()
+            others[1].push(PARAMS)
+        names = "worker 1: look" if has_come else "worker 1, 2: look"
+        with pytest.raises(RuntimeError, match=f"a push is settled.*wait for {names}"):
+            worker.flush()
+        for each in (worker, *others):
+            each.close()
+
+
+def test_a_worker_after_the_end_is_told_that_nothing_listens(tmp_path):
+    with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0), num_workers=1) as own:
+        with own.worker() as worker:
+            worker.pull()
+        own.threads[0].join(10.0)
+        with pytest.raises(RuntimeError, match="Nothing listens there now: the job is"):
+            own.worker(timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
