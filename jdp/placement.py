@@ -5,7 +5,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -16,7 +16,7 @@ from jdp import buckets, compat, mesh, per_replica, replicas
 from jdp.mesh import World
 from jdp.types import PyTree
 
-Run = TypeVar("Run", bound=Callable[..., Any])
+Run = Callable[..., Any]
 
 
 class _Layout(NamedTuple):

@@ -124,7 +124,9 @@ def place(
             for (path, _), place in zip(described, places, strict=True)
         ]
         # A host array of 64 bits becomes another one of 32, and no program fits both.
-        is_wide = f"`jax_enable_x64` is {jax.config.jax_enable_x64}"
+        is_wide = (
+            f"`jax_enable_x64` is {jax.dtypes.canonicalize_dtype(float) == np.float64}"
+        )
         text = "\n".join([f"`process` is {process}", is_wide, *lines])
         comparison.compare_described(
             world, topic, described, text, differences.explain_places
@@ -259,7 +261,8 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
 
 def _gather(world: World, x: jax.Array) -> jax.Array:
     """Puts an array that is spread over the replicas' devices on all of them, whole."""
-    mesh_of_x = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else world.mesh
+    found = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+    mesh_of_x = found if isinstance(found, jax.sharding.Mesh) else world.mesh
     if [*mesh_of_x.devices.flat] == [*world.mesh.devices.flat]:
         return jax.jit(lambda x: x, out_shardings=world.replicated)(x)
     # XLA's programs take their devices in one order, so it is gathered in its own.

@@ -53,6 +53,7 @@ def top_k(fraction: float) -> CommHook:
     ) -> tuple[jax.Array, jax.Array | None]:
         if not _is_cut(x):
             return all_reduce(x), residual
+        assert residual is not None
         x = x + residual
         _, places = lax.top_k(jnp.abs(x), math.ceil(fraction * x.size))
         sent = x[places]

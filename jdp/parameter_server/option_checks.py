@@ -1,6 +1,5 @@
 """Option checks: is an option of the right type, and in its range?"""
 
-import math
 import numbers
 import os
 from typing import Any
@@ -16,7 +15,7 @@ def check_seconds(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is from 0.01 to 1e6 seconds."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number of seconds, got {value!r}.")
-    if math.isnan(value) or not _LEAST_S <= value <= _MOST_S:
+    if not _LEAST_S <= float(value) <= _MOST_S:
         raise ValueError(f"`{name}` must be from 0.01 to 1e6 seconds, got {value}.")
 
 
