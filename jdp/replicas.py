@@ -124,10 +124,9 @@ def place(
             for (path, _), place in zip(described, places, strict=True)
         ]
         # A host array of 64 bits becomes another one of 32, and no program fits both.
-        is_wide = (
-            f"`jax_enable_x64` is {jax.dtypes.canonicalize_dtype(float) == np.float64}"
-        )
-        text = "\n".join([f"`process` is {process}", is_wide, *lines])
+        is_wide = jax.dtypes.canonicalize_dtype(float) == np.float64
+        settings = [f"`process` is {process}", f"`jax_enable_x64` is {is_wide}"]
+        text = "\n".join([*settings, *lines])
         comparison.compare_described(
             world, topic, described, text, differences.explain_places
         )
