@@ -5,6 +5,8 @@ import gc
 import logging
 import sys
 import traceback
+import types
+import warnings
 from collections.abc import Iterator
 
 # Where orbax, and the event loops that it runs, log tracebacks.
@@ -35,12 +37,14 @@ def quiet_failures() -> Iterator[None]:
     for logger, hold in zip(loggers, filters, strict=True):
         logger.addFilter(hold)
     try:
-        yield
-    except BaseException:
-        held.clear()
-        _collect()
-        held.clear()
-        raise
+        with _quiet_loops():
+            try:
+                yield
+            except BaseException:
+                held.clear()
+                gc.collect()
+                held.clear()
+                raise
     finally:
         for logger, hold in zip(loggers, filters, strict=True):
             logger.removeFilter(hold)
@@ -48,12 +52,25 @@ def quiet_failures() -> Iterator[None]:
             logger.handle(record)
 
 
-def _collect() -> None:
-    """Collects event loops that were half made, which say so on stderr."""
+@contextlib.contextmanager
+def _quiet_loops() -> Iterator[None]:
+    """Drops what event loops and coroutines print that were half made, when collected.
+
+    For a moment that holds for those of other threads too.
+    """
     hook = sys.unraisablehook
-    sys.unraisablehook = lambda _: None
+
+    def drop_loops(args: "sys.UnraisableHookArgs") -> None:
+        is_coroutine = isinstance(args.object, types.CoroutineType)
+        module = getattr(args.object, "__module__", "")
+        if not is_coroutine and module != "asyncio.base_events":
+            hook(args)
+
+    sys.unraisablehook = drop_loops
     try:
-        gc.collect()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited")
+            yield
     finally:
         sys.unraisablehook = hook
 

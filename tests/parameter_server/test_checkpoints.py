@@ -19,6 +19,7 @@ from jdp import parameter_server
 from jdp.parameter_server import (
     checkpoint_files,
     checkpoints,
+    quiet,
     restoring,
     shards,
     updates,
@@ -163,34 +164,47 @@ def test_arrays_without_elements_are_written_and_read(tmp_path, dtype):
         chex.assert_trees_all_equal(found, arrays)
 
 
-def test_a_write_without_descriptors_says_one_line_and_is_removed_later(
-    tmp_path, monkeypatch, caplog, capfd
+def test_a_write_without_descriptors_says_one_line_and_leaves_nothing(
+    tmp_path, caplog, capfd
 ):
     made = _made(tmp_path)
     folder = tmp_path / "server-0-of-1"
     num_open = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with monkeypatch.context() as patch:
-        # As if the check came too early: orbax runs out of them halfway.
-        patch.setattr(checkpoint_files, "_NUM_DESCRIPTORS", 0)
-        for free in (2, 8, 13):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + free, limits[1]))
-            try:
-                made.save(Version(1, 60 + free), ARRAYS, {})
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert all(line.startswith("Server 0 ") for line in lines) and lines, lines
-    assert "Traceback" not in capfd.readouterr().err
+    for free in (0, 2, 8, 30):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + free, limits[1]))
+        try:
+            assert not made.save(Version(1, 60 + free), ARRAYS, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "cannot write the checkpoint of update 60 to" in line
+    assert "Too many open files" in line and not capfd.readouterr().err
+    # What could not be removed at once is removed later.
     (folder / "half-7/arrays").mkdir(parents=True)
-    assert made.save(Version(1, 80), ARRAYS, {})
+    assert made.save(Version(1, 100), ARRAYS, {})
     assert not list(folder.glob("half-*"))
     (folder / "half-9").mkdir()
     made.close()
     assert not list(folder.glob("half-*"))
-    monkeypatch.setattr(checkpoint_files, "_NUM_DESCRIPTORS", limits[0] + 1)
-    assert not Checkpoints(tmp_path, 0, 1).save(Version(1, 90), ARRAYS, {})
-    assert "Too many open files: " in caplog.text
+
+
+def test_tracebacks_of_a_save_that_fails_are_dropped_and_others_are_not(caplog):
+    def save(fails):
+        with quiet.quiet_failures():
+            for name in ("asyncio", "absl"):
+                logging.getLogger(name).error("of a save that fails: %s", fails)
+            if fails:
+                raise OSError("full")
+
+    logging.getLogger("absl").propagate = True
+    save(False)
+    assert caplog.text.count("fails: False") == 2
+    with pytest.raises(OSError, match="full"):
+        save(True)
+    assert "fails: True" not in caplog.text
+    logging.getLogger("asyncio").error("afterwards")
+    assert "afterwards" in caplog.text
 
 
 def test_a_checkpoint_that_is_half_removed_is_not_seen(tmp_path, monkeypatch):
@@ -367,6 +381,8 @@ def test_a_job_goes_on_with_a_disk_that_is_full(tmp_path, caplog):
         subprocess.run(["umount", disk], check=True)
     chex.assert_trees_all_close(found["w"], params["w"] - 12, rtol=1e-4, atol=1e-5)
     assert caplog.text.count("cannot write the checkpoint of update") == 1
+    others = [r for r in caplog.records if r.name != "jdp"]
+    assert not [r for r in others if r.levelno >= logging.WARNING]
 
 
 PARAMS = {"w": np.zeros((4, 3), np.float32), "b": np.zeros(5, np.float32)}
