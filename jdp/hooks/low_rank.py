@@ -344,7 +344,7 @@ def _orthogonalize(matrix: jax.Array, options: _Options) -> jax.Array:
     Returns:
       Shape (n, r); a NaN or an infinity makes its column and those after it NaN.
     """
-    peaks = jnp.abs(matrix).max(0)
+    peaks = jnp.abs(matrix).max(0, keepdims=True)
     columns = (matrix / jnp.where(peaks == 0, 1, peaks)).T
     tolerance = math.sqrt(matrix.shape[0]) * float(jnp.finfo(matrix.dtype).eps)
 
@@ -358,7 +358,7 @@ def _orthogonalize(matrix: jax.Array, options: _Options) -> jax.Array:
         is_dependent = norm <= tolerance * before  # False where it is NaN.
         unit = jnp.where(is_dependent, 0, column) / jnp.where(is_dependent, 1, norm)
         if options.orthogonalization_epsilon:
-            unit = unit / (1 + options.orthogonalization_epsilon / (norm * peaks[k]))
+            unit = unit / (1 + options.orthogonalization_epsilon / (norm * peaks[0, k]))
         return units.at[k].set(unit)
 
     return lax.fori_loop(0, matrix.shape[1], add, jnp.zeros_like(columns)).T

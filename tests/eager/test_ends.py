@@ -32,4 +32,7 @@ def test_one_that_raises_is_named_at_once():
     # JAX may end process 1 when its coordinator, process 0, has ended.
     assert "0" in heard, outcome.output
     for text in heard.values():
-        assert re.search("rank 2 has shut the engine down|process 2 has ended", text)
+        words = (
+            "rank 2 has shut the engine down|process 2 (has ended|failed or is gone)"
+        )
+        assert re.search(words, text, re.IGNORECASE)

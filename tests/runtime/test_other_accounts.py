@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-import resource
 import select
 import socket
 import subprocess
@@ -121,6 +120,17 @@ def _wait_for(condition, job):
         time.sleep(0.02)
 
 
+def _limited(limits, *arguments):
+    """Returns the command that runs Python with a soft and a hard limit of files."""
+    # No `preexec_fn`, for which Python forks: JAX, once it runs, warns of that.
+    code = (
+        "import os, resource, sys; "
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, {limits}); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    return [sys.executable, "-c", code, *arguments]
+
+
 @pytest.mark.parametrize("way", ["name", "tcp", "all"])
 def test_another_account_that_connects_everywhere_does_not_end_a_job(tmp_path, way):
     (tmp_path / "program.py").write_text(
@@ -130,13 +140,12 @@ def test_another_account_that_connects_everywhere_does_not_end_a_job(tmp_path, w
     most = 20_000 if way == "all" else 1024
     limits = min(1024, most), most
     job = subprocess.Popen(
-        [sys.executable, "-m", "jdp.cli.main", "launch", "-n", "2", "program.py"],
+        _limited(limits, "-m", "jdp.cli.main", "launch", "-n", "2", "program.py"),
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": harness.python_path()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
     )
     places, steps = tmp_path / "places", tmp_path / "steps"
     _wait_for(lambda: places.exists() and steps.exists(), job)
@@ -246,11 +255,10 @@ def test_another_account_that_connects_to_a_server_does_not_end_it(tmp_path):
         port = probe.getsockname()[1]
     limits = 1024, 1024
     server = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, str(tmp_path / "keys"), f"127.0.0.1:{port}"],
+        _limited(limits, "-c", _SERVE, str(tmp_path / "keys"), f"127.0.0.1:{port}"),
         env=os.environ | {"PYTHONPATH": harness.python_path()},
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
     )
     assert server.stdout.readline() == "20\n"
     stranger = subprocess.Popen(
