@@ -33,7 +33,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class _Array(msgspec.Struct, frozen=True):
-    """What one process has of an array that its program holds."""
+    """Description of an array that the program of one process holds."""
 
     spec: str
     digest: bytes

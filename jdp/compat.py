@@ -282,7 +282,7 @@ def user_line(eqn: Any) -> str | None:
     return None
 
 
-def library_caller(eqn: Any) -> str | None:
+def caller_in_jdp(eqn: Any) -> str | None:
     """Returns the function of jdp that made an equation; None if none did.
 
     Of functions that call each other it is the outermost one.

@@ -9,7 +9,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 class Transpose:
-    """What the backward pass of `with_transpose` does; shown by its name alone.
+    """Backward pass of `with_transpose`; shown by its name alone.
 
     A program is compared between processes by its text, which has no addresses.
     """

@@ -28,13 +28,13 @@ class Local(NamedTuple):
 
 
 class Seed(NamedTuple):
-    """What a loss was multiplied by before its backward pass, to be weighed."""
+    """Factor that a loss was multiplied with before its backward pass, to weigh it."""
 
     factor: jax.Array  # floating (): the cotangent that the loss got.
-    # What all count together, where `factor` is what the replica counts by the mean of
-    # those with data; None where it is what the replica counts.
+    # None where `factor` is the weight of the replica; else it is that over the mean
+    # weight of the replicas with data.
     totals: Totals | None = None
-    # What divides the sum of the gradients; None: what all count together.
+    # The divisor of the sum of the gradients; None: the total weight.
     divisor: jax.Array | None = None
 
 

@@ -365,7 +365,7 @@ class _Analysis:
         over = names[0] if len(names) == 1 else tuple(names)
         is_loop = eqn.primitive.name == "while"
         what = "end" if is_loop else "choose"
-        caller = compat.library_caller(found.eqn)
+        caller = compat.caller_in_jdp(found.eqn)
         hint = ""
         if caller == "average":
             hint = (
@@ -435,7 +435,7 @@ def _has_groups(eqn: Any) -> bool:
 def _describe(eqn: Any) -> str:
     """The name of a collective, and of the function of jdp that called it."""
     name = exchange.public_name(eqn)
-    caller = compat.library_caller(eqn)
+    caller = compat.caller_in_jdp(eqn)
     if caller is None:
         return f"`lax.{name}`"
     is_own = name.startswith("jdp") or name in sources.OPAQUE

@@ -145,7 +145,7 @@ def note(weighting: Weighting | None) -> None:
 
 
 class Totals(NamedTuple):
-    """What the replicas count together."""
+    """Total weight of the replicas."""
 
     amount: jax.Array  # float32 ().
     num_active: jax.Array  # float32 (): the replicas with data.

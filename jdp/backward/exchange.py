@@ -83,7 +83,7 @@ def line_of(eqn: Any) -> str:
 def describe(eqn: Any) -> str:
     """Returns what a collective is, for a message."""
     if stem(eqn) in sources.OPAQUE:
-        return f"`jdp.{compat.library_caller(eqn)}`{line_of(eqn)}"
+        return f"`jdp.{compat.caller_in_jdp(eqn)}`{line_of(eqn)}"
     return f"`lax.{public_name(eqn)}`{line_of(eqn)}"
 
 

@@ -165,7 +165,7 @@ _REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 @contextlib.contextmanager
 def numbered(kind: str, set_id: int, *, waits: bool = False) -> Iterator[str]:
-    """Names what nobody has named: by kind and set, in the order of the calls.
+    """Numbers calls without a name: by kind and set, in the order of the calls.
 
     A refused call does not count: other processes have not heard of it, and the call
     that follows is the one that they wait for.

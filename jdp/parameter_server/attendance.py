@@ -140,7 +140,7 @@ class Gathering:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody is waited for any more."""
+        """Whether the servers wait for no worker any more."""
         return self._is_over
 
     def begin(self, *, now_s: float) -> None:

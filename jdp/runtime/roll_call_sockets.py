@@ -293,7 +293,7 @@ class _Caller:
           RuntimeError: there is none in time.
         """
         host, port = addresses.split(self._address)
-        reason, refusal = "nobody listens", ""
+        reason, refusal = "no process listens there", ""
         while (left_s := self._left_s()) > 0:
             wait_s = _RETRY_S
             try:
