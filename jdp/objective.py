@@ -58,7 +58,8 @@ def mean_loss(
     average, and JAX is not. Here the parameters pass an identity whose backward pass
     averages, bucket by bucket, in the order of the backward pass. All derivatives are
     those of the mean: `jax.grad`, `jax.jvp`, one of the other, and under `vmap`,
-    `scan`, `while_loop` and `cond`.
+    `scan`, `while_loop` and `cond`. A `custom_vjp` rule that is not linear gets the
+    cotangent of the mean: times the weight of the replica over the mean weight.
 
     Called inside a traced function by every replica, equally often.
 
@@ -95,7 +96,10 @@ def mean_loss(
         program = trace_loss(of_params, own, rest, kwargs)
         _check_no_markers(program, weighting)
         if not reduction.is_alone(axis_name):
-            facts = differentiation.facts_of(program)
+            facts = differentiation.facts_of(program, axis_name)
+            if facts.has_exchanges and weighting is not None:
+                names = mesh.as_axis_names(axis_name)
+                program = program.gated(own, weighting.amount > 0, names)
             own = _averaged_in_backward(params, own, facts, options, weighting)
         loss, _ = program.evaluate(own)
         loss = reduction.cast_varying(loss, axis_name)

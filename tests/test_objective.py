@@ -175,6 +175,39 @@ def test_replicas_count_by_their_samples_and_not_at_all_without(run, divide_by):
     _assert_as_on_one_device(found, jax.jit(lambda p: _some_of(alone, p))(PARAMS))
 
 
+@transforms_compiled_fast
+@pytest.mark.parametrize("divide_by", ["weight", "active"])
+def test_replicas_without_data_send_nothing_through_a_collective(run, divide_by):
+    def loss_fn(params, local, divide):
+        batch, weight = local
+        h = batch["x"] @ params["w0"]
+        total = lax.psum((h * weight[:, None]).sum(0), AXIS)
+        h = jnp.tanh(h - total / lax.psum(weight.sum(), AXIS)) ** 3
+        return divide((h.mean(-1) * weight).sum(), weight.sum())
+
+    def fn(params, local):
+        mean = jdp.mean_loss(
+            lambda p: loss_fn(p, local, jnp.divide),  # By zero, in one replica.
+            weight=local[1].sum(),
+            divide_by=divide_by,
+        )
+        return _some_of(mean, params)
+
+    def whole(params):
+        def own(batch, weight):
+            def divide(x, y):
+                return x / jnp.where(y > 0, y, 1)
+
+            return loss_fn(params, (batch, weight), divide)
+
+        share = WEIGHT.sum(1) if divide_by == "weight" else WEIGHT.any(1)
+        losses = jax.vmap(own, axis_name=AXIS)(SPLIT, WEIGHT)
+        return (losses * share).sum() / share.sum()
+
+    found = run(fn, N, PARAMS, (SPLIT, WEIGHT))
+    _assert_as_on_one_device(found, jax.jit(lambda p: _some_of(whole, p))(PARAMS))
+
+
 def _some_of(fn, params):
     names = ("value and gradient", "forwards over backwards")
     return [DERIVATIVES[name](fn, params) for name in names]
