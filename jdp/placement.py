@@ -1,8 +1,6 @@
 """Placement: does every leaf of a state lie where the step of all replicas needs it?"""
 
-import functools
 import operator
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +13,6 @@ import numpy as np
 from jdp import buckets, compat, mesh, per_replica, replicas
 from jdp.mesh import World
 from jdp.types import PyTree
-
-Run = Callable[..., Any]
 
 
 class _Layout(NamedTuple):
@@ -90,36 +86,6 @@ class _Donations:
     """How often a step of this process took the memory of a state."""
 
     count = 0
-
-
-def in_one_thread(run: Run) -> Run:
-    """Refuses a call of a step while another thread is in a call of the same step.
-
-    Replicas meet in every step. Two threads may begin their steps in another order on
-    each device, and then no device comes to the end of its own. The look costs 0.5 us
-    per call; it sees calls at the same time, not every use of two threads.
-
-    Args:
-      run: method of an object with a `name`, a `world` and a `calling_thread`, which is
-        0 between two calls.
-    """
-
-    @functools.wraps(run)
-    def call(self: Any, *arguments: Any) -> Any:
-        own, other = threading.get_ident(), self.calling_thread
-        if other not in (0, own) and self.world.num_replicas > 1:
-            raise RuntimeError(
-                f"The step `{self.name}` was called while another thread was in a call "
-                "of it. Steps of several replicas are called by one thread at a time: "
-                "with two, devices may wait for each other for ever."
-            )
-        self.calling_thread = own
-        try:
-            return run(self, *arguments)
-        finally:
-            self.calling_thread = other
-
-    return call
 
 
 class StatePlacer:

@@ -118,6 +118,36 @@ def counted(run: Run) -> Run:
     return call
 
 
+def in_one_thread(run: Run) -> Run:
+    """Refuses a call of a step while another thread is in a call of the same step.
+
+    Replicas meet in every step. Two threads may begin their steps in another order on
+    each device, and then no device comes to the end of its own. The look costs 0.5 us
+    per call; it sees calls at the same time, not every use of two threads.
+
+    Args:
+      run: method of an object with a `name`, a `world` and a `calling_thread`, which is
+        0 between two calls.
+    """
+
+    @functools.wraps(run)
+    def call(self: Any, *arguments: Any) -> Any:
+        own, other = threading.get_ident(), self.calling_thread
+        if other not in (0, own) and self.world.num_replicas > 1:
+            raise RuntimeError(
+                f"The step `{self.name}` was called while another thread was in a call "
+                "of it. Steps of several replicas are called by one thread at a time: "
+                "with two, devices may wait for each other for ever."
+            )
+        self.calling_thread = own
+        try:
+            return run(self, *arguments)
+        finally:
+            self.calling_thread = other
+
+    return call
+
+
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Around a wait of the main thread for something that other processes do."""

@@ -240,7 +240,7 @@ class DataParallelStep(Joinable):
             self.last_state = out[0]
         return out
 
-    @placement.in_one_thread
+    @progress.in_one_thread
     @progress.counted
     def run(
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
