@@ -14,17 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdp.eager import carried, checks, lost, messages, stall, startup
-from jdp.eager.entry import Completion, Entry
+from jdp.eager.entry import Completion, Entry, take_agreed
 from jdp.eager.executor import Executor
 from jdp.eager.flight_recorder import FlightRecorder
 from jdp.eager.lead import Lead
-from jdp.eager.messages import (
-    Batch,
-    Doubt,
-    FromRank,
-    ProtocolError,
-    Response,
-)
+from jdp.eager.messages import Batch, Doubt, FromRank, ProtocolError, Response
 from jdp.eager.options import EagerOptions
 from jdp.eager.response_cache import ResponseCache
 from jdp.mesh import World
@@ -103,6 +97,7 @@ class Engine:
         self._says_joined = False
         # Of the thread alone.
         self._order = 0
+        self._agreed: list[Entry | None] = []  # of the batch that is being executed.
         self._watch = lost.Watch()
         self._thread = threading.Thread(target=self._run, name="jdp-eager", daemon=True)
         self._thread.start()
@@ -167,8 +162,9 @@ class Engine:
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
         """Waits until all entries are done, or one has failed; returns whether so."""
-        self._is_awaited = True
-        if self._queue:
+        with self._lock:  # What comes later into the queue is not awaited yet.
+            self._is_awaited = is_awaited = bool(self._queue)
+        if is_awaited:
             self._notify()
         return self._completion.wait(entries, timeout_s)
 
@@ -372,8 +368,13 @@ class Engine:
         agreed_s = time.perf_counter()
         whole = self._cache.apply(batch)
         data = batch.data or itertools.repeat(b"", len(whole))
-        for response, carried_ in zip(whole, data, strict=True):
-            self._execute(response, carried_, agreed_s)
+        # All before one is done: whoever hears that a leaf has failed may submit all
+        # names of its tree again.
+        taken = [self._take_pending(response, agreed_s) for response in whole]
+        self._agreed = list(itertools.chain(*taken))
+        for response, entries, carried_ in zip(whole, taken, data, strict=True):
+            self._execute(response, entries, carried_)
+        self._agreed = []
         if batch.last_joined >= 0:
             self._finish_join(batch.last_joined)
         if batch.closing:
@@ -411,15 +412,15 @@ class Engine:
         if entry is not None:
             self.executor.finish_in_order([entry], [last_joined])
 
-    def _execute(self, response: Response, data: bytes, agreed_s: float) -> None:
-        set_id = response.process_set
+    def _take_pending(self, response: Response, agreed_s: float) -> list[Entry | None]:
         order, self._order = self._order, self._order + 1
-        pop = self._pending.pop
-        entries = [pop((set_id, name), None) for name in response.names]
-        for entry in entries:
-            if entry is not None:
-                entry.record.agreed_s = agreed_s
-                entry.record.order = order
+        keys = [(response.process_set, name) for name in response.names]
+        return take_agreed(self._pending, keys, agreed_s=agreed_s, order=order)
+
+    def _execute(
+        self, response: Response, entries: list[Entry | None], data: bytes
+    ) -> None:
+        set_id = response.process_set
         if response.error:
             self._completion.fail(entries, RuntimeError(response.error))
             return
@@ -451,7 +452,7 @@ class Engine:
             if self.why_dead:
                 return
             self.why_dead = self._refusal = why
-            entries = list(self._pending.values())
+            entries = [*self._agreed, *self._pending.values()]
             self._pending.clear()
             self._queue = []
         if tell:

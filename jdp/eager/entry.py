@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 from jdp.eager.flight_recorder import Record
@@ -94,3 +94,29 @@ def _is_over(entries: Sequence[Entry]) -> bool:
             return True
         is_over = is_over and entry.is_done
     return is_over
+
+
+def take_agreed(
+    pending: MutableMapping[tuple[int, str], Entry],
+    keys: Iterable[tuple[int, str]],
+    *,
+    agreed_s: float,
+    order: int,
+) -> list[Entry | None]:
+    """Takes entries that ranks have agreed on out of those that are pending.
+
+    Args:
+      pending: by process set and name.
+      keys: those that are taken.
+      agreed_s: the time, of `time.perf_counter`.
+      order: how many responses came before.
+
+    Returns:
+      By key its entry; None where this process has submitted none.
+    """
+    entries = [pending.pop(key, None) for key in keys]
+    for entry in entries:
+        if entry is not None:
+            entry.record.agreed_s = agreed_s
+            entry.record.order = order
+    return entries

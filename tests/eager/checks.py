@@ -152,8 +152,9 @@ def run(
 def verify(outcome: harness.Outcome, configuration: str, name: str) -> None:
     """Asserts that no rank of a job found anything wrong."""
     assert outcome.exit_code == 0, outcome.output
-    for rank, found in enumerate(outcome.values):
-        assert not found[configuration][name], f"{rank}: {found[configuration][name]}"
+    found = [each[configuration][name] for each in outcome.values]
+    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
+    assert not wrong, "\n".join(wrong)
 
 
 def _is_well(process: Process, has_raised: bool) -> bool:

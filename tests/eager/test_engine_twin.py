@@ -11,7 +11,7 @@ from jdp.eager import engine as engine_module
 from jdp.eager import lost, requests
 from jdp.eager.controller import Coordinator
 from jdp.eager.engine import Engine
-from jdp.eager.entry import Entry
+from jdp.eager.entry import Completion, Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Response, Spec, encode_spec
 from jdp.eager.response_cache import ResponseCache
@@ -127,11 +127,49 @@ def test_options_that_differ_are_named_on_all(links):
         assert "`spin_s` is 1.0 on process 0 and 0.0 on process 1" in str(error)
 
 
+@pytest.mark.parametrize("is_group", [True, False])
+def test_a_tree_is_submitted_again_as_soon_as_one_of_its_leaves_has_failed(
+    links, monkeypatch, is_group
+):
+    fail = Completion.fail
+
+    def fail_slowly(self, entries, error):
+        fail(self, entries, error)
+        time.sleep(0.02)  # Callers run on before the rest of the batch is done.
+
+    monkeypatch.setattr(Completion, "fail", fail_slowly)
+
+    def reduce(engine, keys, size):
+        group = ("g", len(keys)) if is_group else ("", 0)
+        facts = requests.Facts("all_reduce", eager.global_process_set, "sum")
+        facts = facts._replace(group=group[0], group_size=group[1])
+        options = requests.find_options(engine, *facts)
+        entries = [
+            requests.make_entry(options, f"g[{key}]", np.ones(size)) for key in keys
+        ]
+        engine.submit(entries)
+        assert engine.wait(entries, 20.0)
+        return [str(each.error)[:10] if each.error else "" for each in entries]
+
+    def run(engine):
+        found = []
+        for ours, theirs in (("abc", "abcd"), ("abc", "ab"), ("abc", "abd")):
+            is_odd = engine.rank == 1
+            keys = (theirs if is_odd else ours) if is_group else "abc"
+            first = reduce(engine, keys, 3 if is_odd and not is_group else 2)
+            assert "Mismatched" in first, first
+            found.append(reduce(engine, "abc", 2))
+        return found
+
+    assert _run(run) == [[[""] * 3] * 3] * _SIZE
+
+
 def test_what_nobody_waits_for_is_held_back_and_fused(links):
     def run(engine):
         facts = ("all_reduce", eager.global_process_set, "sum")
         options = requests.find_options(engine, *facts)
         _reduce(engine, "x")
+        assert engine.wait([], 1.0)  # For what is over: nothing is hurried by it.
         values = [np.ones(4, np.float32)] * 20
         entries = [
             requests.make_entry(options, f"n{i}", x) for i, x in enumerate(values)
