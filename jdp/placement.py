@@ -2,8 +2,8 @@
 
 import operator
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.core
@@ -11,17 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import buckets, compat, mesh, per_replica, replicas
+from jdp.flat_state import Finder, FlatState, Structure, Structures
 from jdp.mesh import World
 from jdp.types import PyTree
-
-
-class _Layout(NamedTuple):
-    """Where the leaves of a tree of dicts, lists and tuples are."""
-
-    kind: Any  # the type of the container; None: JAX takes the node apart.
-    size: int
-    inner: tuple[tuple[int, "_Layout"], ...]  # children that are containers.
-    get_leaves: Callable[[list[Any]], list[Any]]  # from a list of the children.
 
 
 class HeldLeaves:
@@ -36,24 +28,31 @@ class HeldLeaves:
         self._largest: Any = None  # a weak reference, or None.
         self._index = 0  # of the largest array.
         self._others: list[Any] = []
-        self._layout: _Layout | None = None
-        self.num_donations = 0  # of all steps, when the arrays were held.
+        self._structure: Structure | None = None
+        self._finder: Finder | None = None
+        self._num_donations = 0  # of all steps, when the arrays were held.
 
-    def hold(self, tree: PyTree) -> bool:
-        """Holds the leaves of `tree`, all of them arrays, in place of the last.
+    def hold(self, flat: FlatState, tree: PyTree) -> bool:
+        """Holds the leaves of a state, all of them arrays, in place of the last.
+
+        Args:
+          flat: the state.
+          tree: the same, as it is found again.
 
         Returns:
-          Whether the tree is laid out in another way than the last, or may be.
+          Whether the state is laid out in another way than the last, or may be.
         """
-        layout, leaves = self._layout, []
-        is_other = layout is None or not _collect(tree, layout, leaves)
+        leaves = list(flat.leaves)
+        is_other = (
+            flat.structure is not self._structure
+            or self._finder is None
+            or self._finder.find(tree) is None
+        )
         if is_other:
-            self._layout = layout = _find_layout(tree)
-            leaves = []
-            _collect(tree, layout, leaves)
+            self._structure, self._finder = flat.structure, Finder(tree)
             sizes = [x.size * x.dtype.itemsize for x in leaves]
             self._index = int(np.argmax(sizes)) if sizes else 0
-        self.num_donations = _Donations.count
+        self._num_donations = _Donations.count
         if leaves:
             self._largest = weakref.ref(
                 leaves.pop(self._index), lambda _: leaves.clear()
@@ -62,24 +61,26 @@ class HeldLeaves:
         return is_other
 
     def forget_layout(self) -> None:
-        """Expects that the next tree may have another structure."""
-        self._layout = None
+        """Expects that the next state may have another structure, or other shapes."""
+        self._finder = None
 
-    def are_leaves_of(self, tree: PyTree) -> bool:
-        """Whether the leaves of `tree` are those held, by identity, and alive."""
-        leaves: list[Any] = []
-        if self._largest is None or self._layout is None:
-            return False
-        if not _collect(tree, self._layout, leaves):
-            return False
-        if len(leaves) != len(self._others) + 1:
-            return False
-        largest = leaves.pop(self._index)
+    def find(self, tree: PyTree) -> FlatState | None:
+        """Returns a state if its leaves are those held, by identity, and alive."""
+        structure = self._structure
+        if self._largest is None or self._finder is None or structure is None:
+            return None
+        leaves = self._finder.find(tree)
+        if leaves is None or len(leaves) != len(self._others) + 1:
+            return None
+        others = list(leaves)
+        largest = others.pop(self._index)
         if largest is not self._largest() or largest.is_deleted():
-            return False
-        if not all(map(operator.is_, leaves, self._others)):
-            return False
-        return self.num_donations == _Donations.count or not _has_deleted(leaves)
+            return None
+        if not all(map(operator.is_, others, self._others)):
+            return None
+        if self._num_donations != _Donations.count and _has_deleted(others):
+            return None
+        return FlatState(leaves, structure)
 
 
 class _Donations:
@@ -106,7 +107,8 @@ class StatePlacer:
         self._donates = donates
         self._returned = HeldLeaves()
         self._passed = HeldLeaves()  # only filled if states are not donated.
-        self._structures: set[Any] = set()
+        self.structures = Structures()
+        self._placed: set[Structure] = set()
         # Whether a batch may be an array of a state, of any that there was: a program
         # may return one with other leaves.
         self.may_share = False
@@ -115,18 +117,24 @@ class StatePlacer:
         self._sizes: set[int] = set()
         self._num_replicas = 1
 
-    def is_known(self, state: PyTree) -> bool:
-        """Whether all leaves of `state` were looked at before, and are alive."""
-        if self._returned.are_leaves_of(state):
-            return True
-        return not self._donates and self._passed.are_leaves_of(state)
+    def find_known(self, state: PyTree) -> FlatState | None:
+        """Returns a state all of whose leaves were looked at before, and are alive."""
+        found = self._returned.find(state)
+        if found is None and not self._donates:
+            found = self._passed.find(state)
+        return found
 
-    def note_returned(self, world: World, state: PyTree) -> None:
-        """Notes what a step returned: distinct arrays, all in their places."""
+    def take_returned(self, world: World, flat: FlatState) -> PyTree:
+        """Returns a state that a step returned: distinct arrays, all in their places.
+
+        It is found again by `find_known`.
+        """
+        state = flat.to_tree()
         if self._donates:
             _Donations.count += 1
-        if self._returned.hold(state):
-            self._note_shared(world, state)
+        if self._returned.hold(flat, state):
+            self._note_shared(world, flat)
+        return state
 
     def note_other_program(self) -> None:
         """Notes that the step may return another structure than before."""
@@ -159,7 +167,7 @@ class StatePlacer:
                 )
             check_is_array(leaf, name)
 
-    def place(self, world: World, state: PyTree) -> PyTree:
+    def place(self, world: World, state: PyTree) -> FlatState:
         """Puts a state on the replicas; leaves that are in place stay what they are.
 
         Every process calls it if one of them has a leaf that is not in its place, or a
@@ -176,17 +184,16 @@ class StatePlacer:
             state = replicas.place(world, state, name="state", topic=topic)
         elif own:
             state = replicas.place_own_rows(world, state)
-        self._structures.add(jax.tree.structure(state))
-        leaves, treedef = jax.tree.flatten(state)
+        flat = self.structures.flatten(state)
+        self._placed.add(flat.structure)
         if self._donates:
-            leaves = _copy_aliases(leaves)
-        state = jax.tree.unflatten(treedef, leaves)
-        self._note_shared(world, state)
-        if not self._donates:
-            self._passed.hold(state)
-        return state
+            flat = FlatState(_copy_aliases(flat.leaves), flat.structure)
+        else:
+            self._passed.hold(flat, state)
+        self._note_shared(world, flat)
+        return flat
 
-    def part_from(self, state: PyTree, arguments: PyTree) -> PyTree:
+    def part_from(self, state: FlatState, arguments: PyTree) -> PyTree:
         """Copies arrays of `arguments` that share memory with a state to be donated."""
         leaves, treedef = jax.tree.flatten(arguments)
         sizes = {x.size * x.dtype.itemsize for x in leaves}
@@ -194,7 +201,7 @@ class StatePlacer:
             return arguments
         taken = {
             address
-            for x in jax.tree.leaves(state)
+            for x in state.leaves
             if not sizes.isdisjoint(self._sizes_beside(x))
             for address in compat.buffer_addresses(x)
         }
@@ -204,13 +211,14 @@ class StatePlacer:
         ]
         return jax.tree.unflatten(treedef, leaves)
 
-    def _note_shared(self, world: World, state: PyTree) -> None:
+    def _note_shared(self, world: World, state: FlatState) -> None:
         """Notes with which arguments a state that is to be donated may share memory."""
         if not self._donates:
             return
-        self.may_share |= world.num_replicas == 1 or any(per_replica.are_own(state))
+        are_own = per_replica.are_own(state.to_tree())
+        self.may_share |= world.num_replicas == 1 or any(are_own)
         self._num_replicas = world.num_replicas
-        for x in jax.tree.leaves(state):
+        for x in state.leaves:
             self._sizes |= self._sizes_beside(x)
 
     def _sizes_beside(self, x: jax.Array) -> set[int]:
@@ -219,7 +227,7 @@ class StatePlacer:
         return {num_bytes, num_bytes // n, num_bytes * n}
 
     def _is_new_structure(self, state: PyTree) -> bool:
-        return jax.tree.structure(state) not in self._structures
+        return self.structures.flatten(state).structure not in self._placed
 
     def _topic(self, state: PyTree, shared: list[int]) -> str:
         """The text by which processes in other parts of the program are told apart."""
@@ -260,56 +268,6 @@ def check_is_array(leaf: Any, name: str) -> None:
         ) from None
 
 
-_OPAQUE = _Layout(None, 0, (), list)
-
-
-def _find_layout(node: Any) -> _Layout:
-    kind = type(node)
-    if kind is dict:
-        children = [*node.values()]
-    elif kind is list or (isinstance(node, tuple) and _is_plain(node)):
-        children = [*node]
-    else:
-        return _OPAQUE
-    is_leaf = [type(child) in compat.ARRAY_TYPES for child in children]
-    inner = tuple(
-        (i, _find_layout(child)) for i, child in enumerate(children) if not is_leaf[i]
-    )
-    indices = [i for i in range(len(children)) if is_leaf[i]]
-    return _Layout(kind, len(children), inner, lambda xs: [xs[i] for i in indices])
-
-
-def _is_plain(node: tuple[Any, ...]) -> bool:
-    """Whether JAX takes all fields of a tuple for children: of some, not the names."""
-    found = jax.tree_util.default_registry.flatten_one_level(node)
-    return found is not None and len([*found[0]]) == len(node)
-
-
-def _collect(node: Any, layout: _Layout, found: list[Any]) -> bool:
-    """Appends the leaves of a tree to `found`; False if it is not laid out like that.
-
-    Leaves come in an order of their own, that of `layout`. In a dict of many arrays it
-    takes a tenth of the time of `jax.tree.leaves`, which sorts the keys. A node where
-    the layout has a leaf is taken for a leaf.
-    """
-    kind, size, inner, get_leaves = layout
-    if kind is None:
-        found.extend(jax.tree.leaves(node))
-        return True
-    if type(node) is not kind or len(node) != size:
-        return False
-    children = node.values() if kind is dict else node
-    if not inner:
-        found.extend(children)
-        return True
-    children = [*children]
-    for i, layout in inner:
-        if not _collect(children[i], layout, found):
-            return False
-    found.extend(get_leaves(children))
-    return True
-
-
 def _has_deleted(leaves: list[Any]) -> bool:
     return any(leaf.is_deleted() for leaf in leaves)
 
@@ -325,7 +283,7 @@ def _not_placed(world: World, state: PyTree) -> tuple[list[int], list[int]]:
     return found
 
 
-def _copy_aliases(leaves: list[Any]) -> list[Any]:
+def _copy_aliases(leaves: Sequence[Any]) -> list[Any]:
     """Copies arrays whose memory an array before them has already.
 
     XLA refuses to be given one buffer twice; on several local CPU devices that ends

@@ -99,6 +99,16 @@ def add_synchronization(made: Synchronization) -> None:
         warn_of_late_weights([made], [made.loss])
 
 
+def warn_of(found: Recording) -> None:
+    """Warns of what the trace of a step has found; once per loss."""
+    for facts in found.distinct_losses():
+        warn_of_never_used(facts)
+        warn_of_undecided(facts)
+    if any(made.divide_by for made in found.synchronizations):
+        warn_of_batch_norms(found.losses)
+        warn_of_late_weights(found.synchronizations, found.losses)
+
+
 def warn_of_never_used(facts: LossFacts) -> None:
     """Warns, by path, of parameters that can never receive a gradient."""
     if not facts.never_used:

@@ -23,6 +23,7 @@ from jdp import (
     weights,
 )
 from jdp.collectives import dispatch
+from jdp.flat_state import FlatState
 from jdp.join import Joinable, JoinHook
 from jdp.mesh import World
 from jdp.placement import StatePlacer
@@ -246,15 +247,14 @@ class DataParallelStep(Joinable):
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; with a divisor the first batch says who has data."""
-        placed = self._place(state, batches)
-        self._call_limit.wait_for_earlier(placed[0])
+        flat, *placed = self._place(state, batches)
+        self._call_limit.wait_for_earlier(flat)
         jitted = self._jitted.get(divide_by) or self._jit(divide_by)
-        out = jitted(*placed)
+        flat, metrics = jitted(flat, *placed)
         placer = self._placer
         if self._binder.has_names and step_arguments.has_static(batches):
             placer.note_other_program()
-        placer.note_returned(self.world, out[0])
-        return out
+        return placer.take_returned(self.world, flat), metrics
 
     @functools.cached_property
     def _call_limit(self) -> progress.CallLimit:
@@ -314,7 +314,8 @@ class DataParallelStep(Joinable):
           *batches: see `trace`.
           **named: see `trace`.
         """
-        return self._jit(None).lower(*self._avals(state, batches, named))
+        avals = self._avals(state, batches, named)
+        return self._compile(self._step_of(None)).lower(*avals)
 
     def fingerprint(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> str:
         """Returns the text of the program for arguments like these.
@@ -366,17 +367,18 @@ class DataParallelStep(Joinable):
 
     def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
         placer = self._placer
-        if self._is_compared and placer.is_known(state):
-            batches = self._binder.place(self.world, batches)
+        flat = placer.find_known(state) if self._is_compared else None
+        if flat is None:
+            flat, batches = self._place_anew(state, batches)
         else:
-            state, batches = self._place_anew(state, batches)
+            batches = self._binder.place(self.world, batches)
         if placer.may_share or step_arguments.is_call(batches):
-            batches = placer.part_from(state, batches)
-        return state, *batches
+            batches = placer.part_from(flat, batches)
+        return flat, *batches
 
     def _place_anew(
         self, state: PyTree, batches: tuple[PyTree, ...]
-    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+    ) -> tuple[FlatState, tuple[PyTree, ...]]:
         """Places a state that did not come from this step as it is."""
         world, placer = self.world, self._placer
         # The other processes may be about to compare theirs with ours.
@@ -387,29 +389,31 @@ class DataParallelStep(Joinable):
         return placer.place(world, state), batches
 
     def _jit(self, divide_by: DivideBy | None) -> Any:
-        """The compiled step; with a divisor its first batch says who has data."""
-        if divide_by in self._jitted:
-            return self._jitted[divide_by]
+        """The compiled step of flat states; see `_step_of`."""
+        if divide_by not in self._jitted:
+            step = self._placer.structures.take_flat(self._step_of(divide_by))
+            self._jitted[divide_by] = self._compile(step)
+        return self._jitted[divide_by]
 
-        core = self._core  # What is compiled keeps no object alive.
+    def _step_of(self, divide_by: DivideBy | None) -> Step:
+        """The step of all replicas; with a divisor its first batch are weights."""
+        # Of the core: what is compiled keeps no object alive.
+        return functools.partial(self._core._trace, divide_by)
 
-        def step(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
-            core._placer.note_other_program()
-            return core._trace(divide_by, state, *batches)
-
-        step.__name__ = self.name  # of the compiled program, in profiles and dumps.
-        self._jitted[divide_by] = jax.jit(
-            step,
+    def _compile(self, fn: Callable[..., Any]) -> Any:
+        fn.__name__ = self.name  # of the compiled program, in profiles and dumps.
+        return jax.jit(
+            fn,
             donate_argnums=(0,) if self._options.donate_state else (),
             compiler_options=_default_compiler_options()
             | self._options.compiler_options,
         )
-        return self._jitted[divide_by]
 
     def _trace(
         self, divide_by: DivideBy | None, state: PyTree, *batches: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Runs when JAX traces; compares the program before it can be compiled."""
+        self._placer.note_other_program()
         world = self.world
         arguments = {"state": state, **step_arguments.by_name(batches)}
         replica_step.check_is_tracing(self.name, arguments)
@@ -429,22 +433,17 @@ class DataParallelStep(Joinable):
     def _check_graph(self, found: Recording) -> None:
         """Compares with the last trace of this step; warns at the first."""
         before, is_main = self._recording, self.world.is_main_process
-        if before is None:
-            for facts in found.distinct_losses() if is_main else ():
-                recording.warn_of_never_used(facts)
-                recording.warn_of_undecided(facts)
-            if is_main and any(made.divide_by for made in found.synchronizations):
-                recording.warn_of_batch_norms(found.losses)
-                recording.warn_of_late_weights(found.synchronizations, found.losses)
-        else:
-            difference = recording.graph_difference(before, found)
+        if before is None and is_main:
+            recording.warn_of(found)
+        difference = before and recording.graph_difference(before, found)
+        if difference:
             text = f"The step `{self.name}` was traced again, and {difference}."
-            if difference is not None and self._options.static_graph:
+            if self._options.static_graph:
                 raise ValueError(
                     f"{text} With `static_graph=True` every trace must find the same; "
                     "leave it out if the difference is meant."
                 )
-            if difference is not None and is_main:
+            if is_main:
                 _logger.warning(text)
         self._recording = found
 

@@ -20,7 +20,7 @@ LAYERS = (
         "progress",
     },
     {"arguments", "sources"},
-    {"mesh", "buckets", "wire", "methods"},
+    {"mesh", "buckets", "wire", "methods", "flat_state"},
     {"weights", "join", "per_replica"},
     {"backward"},
     {"agreement", "sameness", "differences", "captured"},

@@ -386,6 +386,7 @@ def test_in_a_join_a_replica_without_data_does_not_count(is_weighed_after):
     amounts = np.float32([1, 0])  # as of a process that has joined
     found, metrics = step._jit("weight")(*step._place(_variables(), (amounts, x)))
     (loss, stats), grads = _alone(_variables(), x[:6])
+    found = found.to_tree()
     chex.assert_trees_all_close(found, {"params": grads, **stats}, **CLOSE)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
 

@@ -200,19 +200,51 @@ def test_leaves_are_recognised_in_any_container():
         "key": jax.random.key(0),
         "empty": {},
     }
-    state = placer.place(world, tree)
-    assert not placer.is_known(state)
-    placer.note_returned(world, state)
-    assert placer.is_known(state)
-    rebuilt = jax.tree.map(lambda x: x, state)
-    assert placer.is_known({name: rebuilt[name] for name in state})
+    flat = placer.place(world, tree)
+    assert placer.find_known(flat.to_tree()) is None
+    state = placer.take_returned(world, flat)
     leaves, treedef = jax.tree.flatten(state)
+    rebuilt = jax.tree.map(lambda x: x, state)
+    for same in (state, rebuilt, {name: rebuilt[name] for name in state}):
+        found = placer.find_known(same)
+        assert all(a is b for a, b in zip(found.leaves, leaves, strict=True))
+        assert found.structure is flat.structure
     for i in range(len(leaves)):
         others = [*leaves]
-        others[i] = placer.place(world, np.ones(2, np.float32))
-        assert not placer.is_known(jax.tree.unflatten(treedef, others))
-    assert not placer.is_known({**state, "more": leaves[0]})
-    assert not placer.is_known({**state, "a": state["a"][0]})
+        (others[i],) = placer.place(world, np.ones(2, np.float32)).leaves
+        assert placer.find_known(jax.tree.unflatten(treedef, others)) is None
+    for other in (
+        {**state, "more": leaves[0]},
+        {**state, "a": state["a"][0]},
+        dict(reversed(state.items())),
+        dict(zip("bacd", state.values(), strict=True)),
+        {**state, "b": Nested(state["b"].first, ())},
+    ):
+        assert placer.find_known(other) is None
+
+
+def test_leaves_that_change_their_names_are_those_of_the_new_names():
+    step = _double(harness.local_world(2))
+    state = {"a": np.ones(2, np.float32), "b": {"c": np.full(2, 3, np.float32)}}
+    state, _ = step(state, X)
+    state, _ = step({"a": state["b"]["c"], "b": {"c": state["a"]}}, X)
+    chex.assert_trees_all_equal(
+        state, {"a": np.full(2, 12.0, "f4"), "b": {"c": np.full(2, 4.0, "f4")}}
+    )
+    state, _ = step({"z": state["a"], "b": state["b"]}, X)
+    chex.assert_trees_all_equal(
+        state, {"b": {"c": np.full(2, 8.0, "f4")}, "z": np.full(2, 24.0, "f4")}
+    )
+
+
+@pytest.mark.parametrize("donate_state", [True, False])
+def test_arguments_of_the_program_have_the_names_of_the_state(donate_state):
+    step = _double(harness.local_world(2), donate_state=donate_state)
+    state = {"b": Nested([np.ones(1, np.float32)], None), "a": np.ones(2, np.float32)}
+    flat = step._place(state, (X,))
+    text = step._jit(None).lower(*flat).as_text(debug_info=True)
+    for name in ("state['a']", "state['b'].first[0]", "batches[0]"):
+        assert f'"{name}"' in text, text
 
 
 def test_a_state_that_goes_round_is_looked_at_once(monkeypatch):
@@ -410,7 +442,9 @@ def test_a_process_alone_with_a_new_leaf_names_it_in_time():
     def run(world):
         placer = placement.StatePlacer("step", donates=True)
         state = {"head": np.ones(3, np.float32)}
-        placer._structures.add(jax.tree.structure(state))  # both have run it before.
+        placer._placed.add(
+            placer.structures.flatten(state).structure
+        )  # Both have run it before.
         if world.process_index == 1:
             placer.place(world, state)
 

@@ -272,7 +272,10 @@ def test_a_join_adds_no_collective():
     step, x = _mean_step(), np.arange(8, dtype=np.float32)
     amounts = np.ones(4, np.float32)
     texts = [
-        step._jit(divide_by).lower(jnp.ones(()), *batches).compile().as_text()
+        step._jit(divide_by)
+        .lower(*step._place(jnp.ones(()), batches))
+        .compile()
+        .as_text()
         for divide_by, batches in ((None, (x,)), ("weight", (amounts, x)))
     ]
     assert [text.count(" all-reduce(") for text in texts] == [2, 2]

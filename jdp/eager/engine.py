@@ -355,8 +355,7 @@ class Engine:
             self._apply(messages.decode_batch(event.payload))
         else:
             message = messages.decode_from_rank(event.payload)
-            timeline = self.executor.timeline
-            self.lead.receive(event.peer, message, timeline=timeline)
+            self.lead.receive(event.peer, message, timeline=self.executor.timeline)
 
     # What was decided
 
