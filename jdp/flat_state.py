@@ -6,7 +6,7 @@ them over as they are.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,9 +61,9 @@ class FlatState:
 
     __slots__ = ("leaves", "structure")
 
-    def __init__(self, leaves: Sequence[Any], structure: Structure):
-        """Takes what belongs together."""
-        self.leaves = leaves
+    def __init__(self, leaves: Iterable[Any], structure: Structure):
+        """Takes leaves, a list or a tuple, and their structure."""
+        self.leaves: Any = leaves
         self.structure = structure
 
     def to_tree(self) -> PyTree:
@@ -123,13 +123,14 @@ def _find_layout(node: Any, first: int, numbers: list[int]) -> tuple[_Layout, in
       The layout, and how many leaves it has.
     """
     kind = type(node)
-    is_dict = kind is dict
-    if not (is_dict or kind is list or (isinstance(node, tuple) and _is_plain(node))):
+    if kind is dict:
+        keys, children = [*node], [*node.values()]
+    elif kind is list or (isinstance(node, tuple) and _is_plain(node)):
+        keys, children = [*range(len(node))], [*node]
+    else:
         treedef = jax.tree.structure(node)
         numbers.extend(range(first, first + treedef.num_leaves))
         return _Layout(None, treedef, (), list), treedef.num_leaves
-    children = [*node.values()] if is_dict else [*node]
-    keys = [*node] if is_dict else [*range(len(children))]
     inner, own, end = [], {}, first
     mine: list[list[int]] = [[] for _ in children]
     for i in sorted(range(len(children)), key=keys.__getitem__):  # As JAX does.
@@ -144,7 +145,7 @@ def _find_layout(node: Any, first: int, numbers: list[int]) -> tuple[_Layout, in
         numbers.extend(numbers_of_child)
     indices = sorted(own)
     numbers.extend([own[i] for i in indices])
-    form = keys if is_dict else len(children)
+    form = keys if kind is dict else len(children)
     layout = _Layout(kind, form, tuple(inner), _make_picker(indices))
     return layout, end - first
 
