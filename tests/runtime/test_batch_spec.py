@@ -88,7 +88,7 @@ def test_zeros_have_the_dtype(dtype):
 def test_padding_is_at_the_end_and_a_full_batch_is_kept():
     tree = {"a": X, "b": jnp.arange(3)}
     batch = batch_spec.inspect_batch(tree, 0)
-    assert batch_spec.pad_batch(batch, 3) is tree
+    assert batch_spec.pad_batch(batch, 3) is batch.tree
     padded = batch_spec.pad_batch(batch, 5)
     np.testing.assert_array_equal(padded["a"], [[1, 1]] * 3 + [[0, 0]] * 2)
     np.testing.assert_array_equal(padded["b"], [0, 1, 2, 0, 0])

@@ -150,7 +150,36 @@ def test_the_store_is_left_with_the_last_loop_only():
     assert len(left) < 100  # Of some 400; rounds that are over go in folders.
 
 
-def test_full_batches_are_yielded_as_they_are():
+class _Tensor:
+    """A leaf of another library, which shows its memory as those of torch do."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __array__(self, dtype=None, copy=None):
+        return self.memory
+
+
+@pytest.mark.parametrize("as_leaf", [lambda x: x, lambda x: x[:, :1], memoryview,
+                                     _Tensor])  # fmt: skip
+@pytest.mark.parametrize("prefetch", [1, 8])
+def test_a_loader_may_write_all_batches_to_the_same_memory(prefetch, as_leaf):
+    def load():
+        memory = np.zeros((4, 2), np.float32)
+        for i in range(6):
+            memory[:] = i
+            yield {"x": as_leaf(memory)}
+
+    world = harness.local_world(1)
+    found = []
+    for batch, _ in join_batches(load(), world=world, prefetch=prefetch):
+        time.sleep(0.01)  # The reader goes on meanwhile.
+        found.append(batch["x"].tolist())
+    columns = len(found[0][0])
+    assert found == [[[float(i)] * columns] * 4 for i in range(6)]
+
+
+def test_full_batches_of_jax_are_yielded_as_they_are():
     first, second = {"x": jnp.ones((4, 2))}, {"x": np.ones((2, 2))}
     world = harness.local_world(1)
     (a, w), (b, v), (c, u) = join_batches(
