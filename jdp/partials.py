@@ -41,9 +41,13 @@ def reduce_elements(data: jax.Array, op: Op, shape: Sequence[int]) -> Partial:
     return Partial(found.reshape(shape), op)
 
 
-def is_ordered(dtype: Any) -> bool:
-    """Whether a maximum over replicas is known to be the maximum of the whole."""
-    return not jnp.issubdtype(dtype, jnp.complexfloating)
+def has_parts(dtype: Any, op: Op) -> bool:
+    """Whether a reduction is known to be that of what the replicas found."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return op == "sum"
+    # Floats of 8 bits: a sum loses all digits in its parts, and not all have infinities
+    # to begin a maximum with.
+    return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 16
 
 
 def neutral(dtype: Any, op: Op) -> Any:

@@ -45,6 +45,7 @@ _ELEMENTWISE = frozenset(
 _RESHAPES = frozenset(
     {"reshape", "squeeze", "expand_dims", "reshard", "sharding_constraint"}
 )
+_ADDITIONS = ("add", "add_any", "sub", "neg")
 _REDUCTIONS: dict[str, partials.Op] = {
     "reduce_sum": "sum",
     "reduce_max": "max",
@@ -208,6 +209,8 @@ class _Evaluation:
         keys = equation.inputs
         if not any(self._is_foreign(key) for key in keys):
             return values
+        if not equation.outputs and equation.eqn.primitive.name != "cond":
+            return values  # `jax.debug.print` takes no part in what replicas do.
         if not any(isinstance(x, Piece | Partial) for x in values):
             self._foreign.update(equation.outputs)
             # What is written may be read later.
@@ -270,16 +273,26 @@ class _Evaluation:
         return eqn.primitive.name in _ELEMENTWISE
 
     def _linear(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
-        """Sums of partial sums are partial sums, and so are multiples of one."""
+        """Sums of partial sums are partial sums, and so are multiples of one.
+
+        Integers wrap around in any order, but their quotients are truncated. Floats of
+        less than 32 bits are multiplied once they are whole: their parts may round to
+        zero or overflow.
+        """
+        if name not in (*_ADDITIONS, "mul", "div", *_RESHAPES):
+            return None
         are_partial = [isinstance(x, Partial) for x in values]
         parts = [x for x in values if isinstance(x, Partial)]
         if any(isinstance(x, Piece) for x in values) or any(
             x.op != "sum" or x.dtype is not None for x in parts
         ):
             return None
-        if eqn.outvars[0].aval.size != 1:  # To send it would take longer.
+        aval = eqn.outvars[0].aval
+        if aval.size != 1:  # To send it would take longer.
             return None
-        if name in ("add", "add_any", "sub", "neg", *_RESHAPES):
+        is_exact = jnp.issubdtype(aval.dtype, jnp.integer)
+        is_wide = not is_exact and jnp.finfo(aval.dtype).bits >= 32
+        if name in (*_ADDITIONS, *_RESHAPES):
             # What is whole is added on one replica.
             is_first = self._layout.rank == 0
             operands = [
@@ -287,8 +300,8 @@ class _Evaluation:
                 for x, is_partial in zip(values, are_partial, strict=True)
             ]
         elif (
-            (name == "mul" and len(parts) == 1)
-            or (name == "div" and are_partial == [True, False])
+            (name == "mul" and len(parts) == 1 and (is_wide or is_exact))
+            or (name == "div" and are_partial == [True, False] and is_wide)
         ) and self._is_plain(eqn.invars[1 - are_partial.index(True)]):
             operands = [x.data if isinstance(x, Partial) else x for x in values]
         else:
@@ -345,7 +358,7 @@ class _Evaluation:
             (piece,) = values
             left = [d for i, d in enumerate(piece.shape) if i not in eqn.params["axes"]]
             dtype = piece.data.dtype
-            if math.prod(left) != 1 or (op != "sum" and not partials.is_ordered(dtype)):
+            if math.prod(left) != 1 or not partials.has_parts(dtype, op):
                 return None
             data = self._layout.mask(piece, partials.neutral(dtype, op))
             return [partials.reduce_elements(data, op, left)]
@@ -355,8 +368,9 @@ class _Evaluation:
             is_whole = isinstance(a, Piece) and isinstance(b, Piece)
             if is_whole and a.shape == b.shape and len(contracted) == len(a.shape):
                 (_, others), _ = eqn.params["dimension_numbers"]
-                if tuple(contracted) == tuple(others):
-                    dtype = eqn.outvars[0].aval.dtype
+                dtype = eqn.outvars[0].aval.dtype
+                has_parts = partials.has_parts(dtype, "sum")
+                if tuple(contracted) == tuple(others) and has_parts:
                     wide = base.accumulator(dtype, "sum")
                     products = a.data.astype(wide) * b.data.astype(wide)
                     products = self._layout.mask(Piece(products, a.shape), 0)

@@ -151,6 +151,119 @@ def test_limits_of_integers_are_not_lost(dtype):
         _expect_same(here, harness.jit_fast(fn)(row), None, True, dtype)
 
 
+# Arithmetic of sums, of which some is that of their parts and some is not.
+ARITHMETIC = {
+    "quotient": lambda s: lax.div(s, lax.full_like(s, 2)),
+    "quotient by a literal": lambda s: lax.div(s, s.dtype.type(3)),
+    "remainder": lambda s: lax.rem(s, s.dtype.type(3)),
+    "multiple": lambda s: s * s.dtype.type(3),
+    "sum of sums": lambda s: s + s - s.dtype.type(5),
+    "negative": lambda s: -s,
+    "shifts": lambda s: (
+        lax.shift_left(s, s.dtype.type(1)),
+        lax.shift_right_logical(s, s.dtype.type(1)),
+        lax.shift_right_arithmetic(s, s.dtype.type(1)),
+    ),
+    "bits": lambda s: (s & s.dtype.type(5), s | s.dtype.type(5), ~s),
+    "power": lambda s: lax.integer_pow(s, 2),
+    "in another dtype": lambda s: [
+        s.astype(kind) for kind in ("int8", "uint16", "int32", "float16", "float32")
+    ],
+    "half as a float": lambda s: (s.astype(jnp.float32) / 2).astype(s.dtype),
+    "mean": lambda s: jnp.floor_divide(s, s.dtype.type(SIZE)),
+}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"]
+)
+def test_arithmetic_of_integer_sums_is_that_of_the_whole(dtype):
+    rng, info = np.random.default_rng(0), np.iinfo(dtype)
+    rows = [np.ones(SIZE), np.arange(SIZE) % 2, rng.integers(0, 12, SIZE)]
+    rows += [rng.integers(info.min, info.max, SIZE, endpoint=True)]
+    rows = np.stack(rows).astype(dtype)
+
+    def fn(x):
+        total = lax.reduce(x, x.dtype.type(0), lax.add, (0,))
+        return {name: of_sum(total) for name, of_sum in ARITHMETIC.items()}
+
+    for row, here in zip(rows, _run_in_pieces(fn, rows, False), strict=True):
+        expected = harness.jit_fast(fn)(row)
+        for name in ARITHMETIC:
+            _expect_same(here[name], expected[name], None, True, f"{name} of {row}")
+
+
+@pytest.mark.parametrize(
+    "value, factor",
+    [(2.0**-20, 2.0**-5), (2.0**-9, 2.0**10), (6000.0, 2.0**-3)],
+)
+def test_parts_of_narrow_floats_are_not_rounded_to_zero(value, factor):
+    """Each part of such a sum has no such multiple in float16, but the whole has."""
+    rows = np.full((1, SIZE), value, np.float16)
+
+    def fn(x):
+        total = lax.reduce(x, np.float16(0), lax.add, (0,))
+        return total * np.float16(factor), total / np.float16(1 / factor)
+
+    (here,) = _run_in_pieces(fn, rows, False)
+    for x in here:
+        np.testing.assert_allclose(x, SIZE * value * factor, rtol=SIZE * 2.0**-10)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int4"])
+def test_reductions_of_the_narrowest_numbers_are_those_of_the_whole(dtype):
+    rows = jnp.asarray(np.random.default_rng(0).integers(-7, 7, (2, SIZE)), dtype)
+
+    def fn(x):
+        wide = x.astype(jnp.float32)
+        return [jnp.max(x), jnp.min(x), jnp.sum(wide), lax.reduce_sum(x, (0,))]
+
+    for row, here in zip(rows, _run_in_pieces(fn, rows, False), strict=True):
+        _expect_same(here, harness.jit_fast(fn)(row), None, True, dtype)
+
+
+def test_what_only_prints_sees_what_it_would_see_of_the_whole():
+    heard = []
+
+    def hear(name):
+        return lambda *xs: heard.append((name, *(np.asarray(x).tolist() for x in xs)))
+
+    def fn(x):
+        jax.debug.callback(hear("sum"), jnp.sum(x))
+        jax.debug.callback(hear("array and maximum"), x, jnp.max(x))
+        jax.debug.callback(hear("number"), 3)
+        lax.cond(
+            jnp.sum(x) > 0,
+            lambda x: jax.debug.callback(hear("branch"), jnp.sum(x)),
+            lambda x: None,
+            x,
+        )
+        lax.cond(
+            jnp.sum(x) > 0,
+            lambda total: jax.debug.callback(hear("branch of a sum"), total),
+            lambda total: None,
+            jnp.sum(x),
+        )
+
+        def body(carry, _):
+            jax.debug.callback(hear("loop"), carry)
+            return carry + 1, None
+
+        return lax.scan(body, jnp.sum(x), length=2)[0], x + 1
+
+    x = np.arange(SIZE, dtype=np.float32)
+    (found,) = _run_in_pieces(fn, x[None], False)
+    jax.effects_barrier()
+    total = x.sum()
+    assert found[0] == total + 2
+    np.testing.assert_array_equal(found[1], x + 1)
+    expected = [("sum", total), ("array and maximum", x.tolist(), 9.0), ("number", 3)]
+    expected += [("branch", total), ("branch of a sum", total)]
+    expected += [("loop", total), ("loop", total + 1)]
+    key = str  # each replica prints, in any order
+    assert sorted(heard, key=key) == sorted(N * expected, key=key)
+
+
 def test_scalars_are_no_pieces_of_their_own():
     """One replica alone has the piece of a scalar, but all need its value."""
 
