@@ -184,6 +184,8 @@ class DataParallelStep(Joinable):
     with the result, and what it alone may hold of the state goes on being updated.
     """
 
+    join_options = ("divide_by", "example")
+
     def __init__(self, step: Step, options: _Options):
         """Use `data_parallel`."""
         self._is_static = isinstance(step, staticmethod)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from jdp import progress, wire
+from jdp import join, progress, wire
 from jdp.join import Joinable
 from jdp.mesh import World
 from jdp.runtime.departures import Watch
@@ -104,18 +104,17 @@ class Join:
           throw_on_early_termination: whether all processes raise RuntimeError as soon
             as one has no more input and others do. Then each iteration waits for all
             processes on the host.
-          **kwargs: given to the `join_hook` of each joinable.
+          **kwargs: options of the joinables; each `join_hook` gets those that it takes.
 
         Raises:
           ValueError: there is no joinable, or they are of several worlds.
+          TypeError: one is no joinable, or none takes an option of that name.
         """
-        self._joinables = list(joinables)
-        if not self._joinables:
-            raise ValueError("`joinables` is empty; a `Join` requires at least one.")
-        self._world = _common_world(self._joinables)
+        self._joinables = join.as_list(joinables)
+        self._world = join.common_world(self._joinables)
         self.is_enabled = enable
         self._throws = throw_on_early_termination
-        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._hooks = join.make_hooks(self._joinables, kwargs)
         self._members: _Members | None = None
 
     @staticmethod
@@ -467,14 +466,3 @@ def _as_number(name: str) -> int:
     """Returns the number that ends a key of this module; -1: it is none."""
     is_number = name.isascii() and name.isdecimal() and len(name) < 12
     return int(name) if is_number and str(int(name)) == name else -1
-
-
-def _common_world(joinables: Sequence[Joinable]) -> World:
-    worlds = [joinable.join_world for joinable in joinables]
-    for world in worlds[1:]:
-        if world is not worlds[0] and world != worlds[0]:
-            raise ValueError(
-                "`joinables` are of several worlds; those of one `Join` communicate "
-                "among the same processes."
-            )
-    return worlds[0]

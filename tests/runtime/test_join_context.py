@@ -329,6 +329,62 @@ def test_what_cannot_be_joined_is_refused():
         jdp.Joinable()
 
 
+class _Named(_Counter):
+    """A joinable with an option of its own, as the tutorial of torch has one."""
+
+    def join_hook(self, *, sync_max_count=False):
+        self.sync_max_count = sync_max_count
+        return jdp.JoinHook()
+
+
+def _step_to_join():
+    return jdp.data_parallel(lambda w, b: (w, {}), world=harness.local_world(1))
+
+
+@pytest.mark.parametrize(
+    "option,message",
+    [
+        ({"divide_bye": "world"}, "`divide_bye`.* mean `divide_by`"),
+        ({"dividby": "active"}, "`dividby`.* mean `divide_by`"),
+        ({"enabel": False}, "`enabel`.* mean `enable`"),
+        ({"throw_on_early_terminaton": True}, "mean `throw_on_early_termination`"),
+        ({"divide_by_initial_world_size": True}, "True is `divide_by='world'`"),
+        ({"divide_by_initial_world_size": False}, "False is `divide_by='active'`"),
+        ({"exampel": ()}, "mean `example`"),
+        ({"sync_max_cout": True}, "mean `sync_max_count`"),
+        ({"q": 1}, "no option `q`.* options are `divide_by`, `enable`, `example`,"),
+    ],
+)
+def test_an_option_that_no_joinable_takes_is_named_with_the_nearest(option, message):
+    step, named = _step_to_join(), _Named(harness.local_world(1), None)
+    with pytest.raises(TypeError, match=message):
+        jdp.Join([step, named], **option)
+
+
+def test_each_joinable_gets_the_options_that_it_takes():
+    world = harness.local_world(1)
+    step, named, any_option = _step_to_join(), _Named(world, None), _Counter(world, 0)
+    jdp.Join([step, named], divide_by="world", sync_max_count=True)
+    assert named.sync_max_count
+    jdp.Join([step, any_option, named], num_all_reduces=3, divide_by="world")
+    assert any_option.num_all_reduces == 3 and not named.sync_max_count
+    with pytest.raises(ValueError, match="`divide_by` must be"):
+        jdp.Join([step, any_option], divide_by="wrld")
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (lambda step: step, r"must be a list.* `jdp.Join\(\[step\]\)`"),
+        (lambda step: [step, len], r"`joinables\[1\]` must be a `jdp.Joinable`"),
+        (lambda step: 3, "must be a list.* got int"),
+    ],
+)
+def test_what_is_no_list_of_joinables_is_named(make, message):
+    with pytest.raises(TypeError, match=message):
+        jdp.Join(make(_step_to_join()))
+
+
 def test_a_joinable_outside_of_a_context_is_free():
     counter = _Counter(harness.local_world(1), lambda process, value: value)
     counter()
