@@ -97,7 +97,7 @@ def all_reduce(
         process_set=process_set,
     )
     if gradients.is_traced(tree):
-        with named(name, "all_reduce") as name:
+        with named(name, "all_reduce", process_set) as name:
             return gradients.all_reduce(waiting(begin), op, tree, name)
     return begin(tree, name=name).result()
 
@@ -149,7 +149,7 @@ def all_gather(
     if gradients.is_traced(tree):
         average = functools.partial(all_reduce, process_set=process_set)
         place = requests.find_place("all_gather", process_set)
-        with named(name, "all_gather") as name:
+        with named(name, "all_gather", process_set) as name:
             return gradients.all_gather(waiting(begin), average, place, tree, name)
     return begin(tree, name=name).result()
 
@@ -192,7 +192,7 @@ def broadcast(
     if gradients.is_traced(tree):
         average = functools.partial(all_reduce, process_set=process_set)
         is_root = session.rank() == root
-        with named(name, "broadcast") as name:
+        with named(name, "broadcast", process_set) as name:
             return gradients.broadcast(waiting(begin), average, is_root, tree, name)
     return begin(tree, name=name).result()
 
@@ -252,7 +252,7 @@ def reduce_scatter(
     if gradients.is_traced(tree):
         gather = functools.partial(all_gather, process_set=process_set)
         factor = requests.gradient_factor(op, prescale, postscale, process_set)
-        with named(name, "reduce_scatter") as name:
+        with named(name, "reduce_scatter", process_set) as name:
             return gradients.reduce_scatter(waiting(begin), gather, factor, tree, name)
     return begin(tree, name=name).result()
 
@@ -310,7 +310,7 @@ def all_to_all(
     requests.check_set(process_set)
     count = len(process_set.ranks)
     given = requests.check_splits(x, splits, count) or [0] * count
-    with named(name, "all_to_all") as name:
+    with named(name, "all_to_all", process_set) as name:
         result = gradients.all_to_all(waiting(begin), x, given, name)
     return result[0] if splits is None else result
 
@@ -354,10 +354,15 @@ def waiting(begin: Callable[..., Handle]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def named(name: str | None, kind: str) -> Iterator[str]:
-    """Gives the name of a collective with a derivative, as given or counted."""
+def named(name: str | None, kind: str, process_set: ProcessSet) -> Iterator[str]:
+    """Gives the name of a collective with a derivative, as given or counted.
+
+    It is counted with the calls of its kind and set that have none.
+    """
+    requests.check_set(process_set)
     if name is None:
-        with session.numbered(kind, -1, waits=True) as number:
+        set_id = process_set.process_set_id or 0
+        with session.numbered(kind, set_id, waits=True) as number:
             yield number
     else:
         yield arguments.check_name(name)

@@ -85,8 +85,8 @@ class Coordinator:
         self._names.add_set(set_id, ranks)
         self._slots.of_set[set_id] = 0
 
-    def _add_free_set(self, ranks: Sequence[int]) -> int:
-        set_id = self._names.add_free_set(ranks, num_seen=min(self._seen))
+    def _add_new_set(self, ranks: Sequence[int]) -> int:
+        set_id = self._names.add_new_set(ranks, num_seen=min(self._seen))
         self._slots.of_set[set_id] = 0
         return set_id
 
@@ -333,7 +333,7 @@ class Coordinator:
             error = error or self._find_fault(name, spec)
             locals_: tuple[tuple[int, ...], ...] = ()
             if spec.kind == "add_process_set" and not error:
-                locals_ = ((self._add_free_set(spec.shape),),)
+                locals_ = ((self._add_new_set(spec.shape),),)
             if spec.kind == "remove_process_set" and not error:
                 yield from self._remove_process_set(*spec.shape)
             if entry.locals:

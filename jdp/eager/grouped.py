@@ -49,7 +49,7 @@ def grouped_all_reduce(
         process_set=process_set,
     )
     if gradients.is_traced(tree):
-        with named(name, "group") as name:
+        with named(name, "group", process_set) as name:
             return gradients.all_reduce(waiting(begin), op, tree, name, together=True)
     return begin(tree, name=name).result()
 
@@ -100,7 +100,7 @@ def grouped_all_gather(
     if gradients.is_traced(tree):
         average = functools.partial(grouped_all_reduce, process_set=process_set)
         place = requests.find_place("all_gather", process_set)
-        with named(name, "group") as name:
+        with named(name, "group", process_set) as name:
             return gradients.all_gather(
                 waiting(begin), average, place, tree, name, together=True
             )
@@ -153,7 +153,7 @@ def grouped_reduce_scatter(
     if gradients.is_traced(tree):
         gather = functools.partial(grouped_all_gather, process_set=process_set)
         factor = requests.gradient_factor(op, prescale, postscale, process_set)
-        with named(name, "group") as name:
+        with named(name, "group", process_set) as name:
             return gradients.reduce_scatter(
                 waiting(begin), gather, factor, tree, name, together=True
             )

@@ -1,6 +1,5 @@
 """Names: what ranks have said by name, in each process set, and who has joined."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 from jdp.eager import checks
@@ -35,31 +34,34 @@ class Names:
         self._ready: dict[tuple[int, str], None] = {}  # in the order of the last rank.
         # Sets that are gone, with the number of batches before the one that says so.
         self._removed: dict[int, int] = {}
+        self._num_sets = 0  # that there ever were.
         self.add_set(0, range(size))
 
     def add_set(self, set_id: int, ranks: Sequence[int]) -> None:
         """Lets `ranks`, ascending, have names of their own."""
-        assert set_id not in self.members
+        assert set_id >= self._num_sets
+        self._num_sets = set_id + 1
         self.members[set_id] = tuple(ranks)
         self.full[set_id] = sum(1 << rank for rank in ranks)
         self.tables[set_id] = {}
 
-    def add_free_set(self, ranks: Sequence[int], *, num_seen: int) -> int:
-        """Adds a set under the first free number, and returns that.
+    def add_new_set(self, ranks: Sequence[int], *, num_seen: int) -> int:
+        """Adds a set under a number that no set had before, and returns that.
+
+        Ranks count what has no name by the number of the set. Some of them may have
+        been in a set that was removed, and others not: under its number they would go
+        on from different counts, and what they submitted for it would run in the new
+        one.
 
         Args:
           ranks: its members, ascending.
-          num_seen: how many batches every rank has got. The number of a set that was
-            removed is free once all have heard of it; else what a rank had submitted
-            for the old one would count for the new one.
+          num_seen: how many batches every rank has got.
         """
         for set_id, batch in list(self._removed.items()):
-            if num_seen > batch:
+            if num_seen > batch:  # Nothing for it is on its way.
                 del self._removed[set_id]
-        taken = self.members.keys() | self._removed.keys()
-        set_id = next(i for i in itertools.count() if i not in taken)
-        self.add_set(set_id, ranks)
-        return set_id
+        self.add_set(self._num_sets, ranks)
+        return self._num_sets - 1
 
     def remove_set(self, set_id: int, *, num_batches: int) -> dict[str, bytes]:
         """Forgets a set; returns the names that some ranks wait for, with their specs.

@@ -108,7 +108,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forgets a set; its number may become that of another one.
+    """Forgets a set; its number is never that of another one.
 
     Every process calls it, when no operation of the set is under way.
 
@@ -126,6 +126,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not set_id or engine.executor.known_sets.get(set_id) != process_set.ranks:
         return False
     _agree(Spec("remove_process_set", shape=(set_id,)))
+    session.forget_counts(set_id)
     process_set.process_set_id = None
     return True
 

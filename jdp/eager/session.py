@@ -206,6 +206,14 @@ def count_names_anew() -> None:
     _reset_names(num_joins=_Session.num_joins + 1)
 
 
+def forget_counts(set_id: int) -> None:
+    """Forgets how many calls without a name a set had that is gone."""
+    with _Session.lock:
+        for counts in (_Session.counts, _Session.returned):
+            for key in [key for key in counts if key[1] == set_id]:
+                del counts[key]
+
+
 def _reset_names(*, num_joins: int) -> None:
     with _Session.lock:
         _Session.counts.clear()

@@ -1,5 +1,7 @@
 """Checks of gradients: what `jax.grad` makes of a collective, by Horovod's rules."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,31 @@ def _gradient(me: Process, fn, x, weights=None):
         return jnp.sum(y if weights is None else y * weights)
 
     return np.array(jax.grad(loss)(jnp.asarray(x)))
+
+
+def without_a_name_they_are_counted_with_the_calls_of_their_set(me: Process):
+    x = np.ones(2, np.float32)
+    with checks_of_sets.added(me.ranks[:2], me.ranks[1:]) as sets:
+        for mine in sets:
+            if mine.included():
+                for call in (eager.all_reduce, eager.grouped_all_reduce):
+                    found = _gradient(
+                        me,
+                        lambda x, s=mine, c=call: c(x, op="sum", process_set=s),
+                        x,
+                    )
+                    expected = np.full(2, len(mine.ranks), np.float32)
+                    me.expect(found, expected, f"{call.__name__} of {mine}")
+        # Some have counted in one set, and some in two.
+        found = _gradient(me, lambda x: eager.all_reduce(x, op="sum"), x)
+        me.expect(found, np.full(2, me.size, np.float32), "of all")
+    # One that is under way has a name of its own.
+    if me.rank == 0:
+        time.sleep(0.2)
+    handle = eager.all_reduce_async(np.full(2, 5.0), op="sum")
+    found = _gradient(me, lambda x: eager.all_reduce(x, op="sum"), x)
+    me.expect(found, np.full(2, me.size, np.float32), "beside another one")
+    me.expect(eager.synchronize(handle), np.full(2, 5.0 * me.size), "the other one")
 
 
 def of_a_sum_it_is_summed_and_of_an_average_averaged(me: Process):
@@ -216,6 +243,7 @@ def what_has_no_derivative_is_said(me: Process):
 
 
 CHECKS = (
+    without_a_name_they_are_counted_with_the_calls_of_their_set,
     of_a_sum_it_is_summed_and_of_an_average_averaged,
     of_a_scaled_sum_it_is_scaled_too,
     on_a_set_the_ranks_of_the_set_count,

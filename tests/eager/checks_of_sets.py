@@ -144,11 +144,11 @@ def sets_are_what_their_ranks_are(me: Process):
         "before it is added",
     )
     me.expect(eager.add_process_set(unsorted) is unsorted, True, "the same object")
-    me.expect(unsorted.process_set_id, 1)
+    first = unsorted.process_set_id
     me.expect(unsorted.size(), 2)
     me.expect(unsorted.included(), me.rank in (0, 2))
     me.expect(unsorted.rank(), {0: 0, 2: 1}.get(me.rank), "place")
-    me.expect(str(unsorted), "ProcessSet(process_set_id=1, ranks=[0, 2])")
+    me.expect(str(unsorted), f"ProcessSet(process_set_id={first}, ranks=[0, 2])")
     for ranks in ([0, 2], [2, 0], [0, 0, 2], me.ranks, list(me.ranks)[::-1]):
         me.expect_error(
             ValueError,
@@ -158,14 +158,17 @@ def sets_are_what_their_ranks_are(me: Process):
     me.expect_it_works()
     other = eager.add_process_set([1])
     ids = eager.all_gather(np.array([unsorted.process_set_id, other.process_set_id]))
-    me.expect(ids, np.array([1, 2] * me.size), "the same numbers on all ranks")
-    # A number that is free is given again.
+    me.expect(
+        ids, np.array([first, first + 1] * me.size), "the same numbers on all ranks"
+    )
+    # A number is given once.
     me.expect(eager.remove_process_set(unsorted), True)
     me.expect(unsorted.process_set_id, None)
     me.expect(unsorted.size(), None)
-    me.expect(eager.add_process_set([3, 0]).process_set_id, 1, "the free number")
+    fresh = eager.add_process_set([3, 0]).process_set_id
+    me.expect(fresh, first + 2, "a new number")
     again = eager.add_process_set(unsorted)
-    me.expect(again.process_set_id, 3)
+    me.expect(again.process_set_id, first + 3)
     if unsorted.included():
         me.expect_it_works(unsorted)
     for each in (again, other):
@@ -178,9 +181,27 @@ def sets_are_what_their_ranks_are(me: Process):
     me.expect([everybody.size(), everybody.rank()], [me.size, me.rank])
     me.expect(list(everybody.ranks), list(me.ranks))
     three = ProcessSet([0, 3])
-    three.process_set_id = 1
+    three.process_set_id = fresh
     me.expect(eager.remove_process_set(three), True, "by its number and ranks")
     me.expect_it_works()
+
+
+def a_new_set_counts_calls_without_a_name_from_the_start(me: Process):
+    # Rank 1 is in all sets, and the others each in some, so that their counts differ.
+    for ranks in ((0, 1), (1, 2), (0, 1, 3), (1, 3)):
+        with added(ranks) as (mine,):
+            if not mine.included():
+                continue
+            for call in (eager.all_reduce_async, eager.grouped_all_reduce_async):
+                handles = [
+                    call([np.array(x)], op="sum", process_set=mine) for x in (1, 10)
+                ]
+                found = [eager.synchronize(handle) for handle in handles]
+                expected = [[np.array(x * len(ranks))] for x in (1, 10)]
+                me.expect(found, expected, call.__name__)
+            everybody = eager.all_gather_object(me.rank, process_set=mine)
+            me.expect(everybody, list(ranks), "objects")
+            eager.barrier(process_set=mine)
 
 
 def training_on_a_set_leaves_the_others_alone(me: Process):
@@ -258,6 +279,7 @@ CHECKS = (
     sets_may_overlap_and_ranks_submit_in_any_order,
     a_set_of_one_rank_has_what_it_gives,
     sets_are_what_their_ranks_are,
+    a_new_set_counts_calls_without_a_name_from_the_start,
     training_on_a_set_leaves_the_others_alone,
     who_has_joined_is_missed_in_its_sets_alone,
     a_barrier_waits_for_the_ranks_of_its_set_alone,
