@@ -24,7 +24,7 @@ from jdp.backward.exchange import line_of
 _CALLS = (
     flow.CALLS
     | flow.CUSTOM_RULES
-    | {"call", "composite", "eval_jaxpr", "remat", "shard_map"}
+    | {"call", "composite", "custom_vmap_call", "eval_jaxpr", "remat", "shard_map"}
 )
 # The k-th result comes from the k-th operand alone.
 _ELEMENT_BY_ELEMENT = frozenset({"jdp_barrier", "optimization_barrier"})
@@ -227,6 +227,17 @@ class _Analysis:
         found = self.follow(inner, tuple(entering))
         return found.outputs, found.inputs
 
+    def linear_solve(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows the solver, which is what runs; the rest serves derivatives."""
+        if eqn.effects and compat.touches_reference(eqn):
+            return self.plain(eqn, entering)
+        matvec, vecmat, solve, transposed = eqn.params["const_lengths"]
+        first = matvec + vecmat
+        end = first + solve
+        operands = entering[first:end] + entering[end + transposed :]
+        found = self.follow(eqn.params["jaxprs"].solve, tuple(operands))
+        return found.outputs, entering
+
     def run_state(self, eqn: Any, entering: list[int]) -> Any:
         """Follows a function of references, which returns what they hold."""
         found = self.follow(eqn.params["jaxpr"], tuple(entering))
@@ -391,6 +402,7 @@ def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any
     """Rules by the name of a primitive: (equation, entering) -> (leaving, after)."""
     rules: dict[str, Callable[[Any, list[int]], Any]] = {
         "cond": analysis.cond,
+        "custom_linear_solve": analysis.linear_solve,
         "get": analysis.reading,
         "jdp_expect_same": analysis.expected,
         "run_state": analysis.run_state,

@@ -121,7 +121,44 @@ def _double(x_ref, out_ref):
     out_ref[...] = x_ref[...] * 2
 
 
+def _solved(solver, right, matrix=None):
+    """Solves by a solver of JAX; its matrix is applied with a collective in it."""
+    solve = getattr(jax.scipy.sparse.linalg, solver)
+    scale = 3.0 if matrix is None else matrix
+
+    def apply(v):
+        return scale * v + _mean(v)
+
+    return solve(apply, right, maxiter=3)[0]
+
+
+def _root(value, slope=2.0):
+    """The root of `slope * z - value`, by a loop; its derivative is a linear solve."""
+    return lax.custom_root(
+        lambda z: slope * z - value,
+        value,
+        lambda f, z: lax.fori_loop(0, 3, lambda _, z: z - f(z) / 4, z),
+        lambda g, y: y / g(jnp.ones_like(y)),
+    )
+
+
+_with_rule = jax.custom_batching.custom_vmap(_mean)
+_with_rule.def_vmap(lambda size, is_batched, x: (_mean(x), is_batched[0]))
+
+
 SAME = {
+    "cg": lambda w, x: _solved("cg", _mean(x[0])),
+    "bicgstab": lambda w, x: _solved("bicgstab", w),
+    "gmres": lambda w, x: _solved("gmres", w, _mean(x[0, 0]) + 9),
+    "transposed cg": lambda w, x: jax.grad(
+        lambda m: _solved("cg", _mean(x[0]), m).sum()
+    )(w[1] + 4),
+    "cg whose reverse alone differs": lambda w, x: lax.custom_linear_solve(
+        lambda v: v * 2, w, lambda _, y: y / 2, lambda _, y: y / 2 + 0 * x[0]
+    ),
+    "root": lambda w, x: _root(_mean(x[0])),
+    "derivative of a root": lambda w, x: jax.jacobian(_root)(_mean(x[0])),
+    "custom_vmap": lambda w, x: _with_rule(x[0]),
     "constant": lambda w, x: jnp.ones(3),
     "state": lambda w, x: w * 2,
     "psum": lambda w, x: lax.psum(x, "data"),
@@ -235,6 +272,11 @@ DIFFERS = {
     "reference in a loop": functools.partial(_reference_in_loop, value=lambda x: x[0]),
     "an index of its own": lambda w, x: w[x[0, 0].astype(int) % 3],
     "linear algebra": lambda w, x: jnp.linalg.solve(jnp.eye(3) * 9 + x[0], w),
+    "cg": lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: 3 * v, x[0], maxiter=3)[0],
+    "cg of its own matrix": lambda w, x: jax.scipy.sparse.linalg.cg(
+        lambda v: (3 + x[0, 0] ** 2) * v, w, maxiter=3
+    )[0],
+    "root": lambda w, x: _root(w, 2 + x[0, 0] / 8),
     "callback": _host_sum,
     "io_callback": lambda w, x: io_callback(_count(), _SCALAR),
     "io_callback of what is shared": lambda w, x: io_callback(_count(), _SCALAR, w),
@@ -414,6 +456,38 @@ DIVIDED = {
         x.ravel(), "data"
     ).reshape(x.shape),
 }
+
+
+@pytest.mark.parametrize("solver", ["cg", "bicgstab", "gmres"])
+def test_a_solver_that_replicas_end_by_themselves_is_refused(solver):
+    assert "`while` loop" in _refused(lambda w, x: _solved(solver, x[0]))
+
+
+def test_newtons_step_is_that_of_one_device():
+    def loss_fn(w, batch):
+        return jnp.mean((jnp.tanh(batch @ w) - batch.sum(1)) ** 2)
+
+    def make(mean_of):
+        def step(w, batch):
+            f = functools.partial(mean_of, batch=batch)
+            grads = jax.grad(f)(w)
+
+            def apply(v):
+                return jax.jvp(jax.grad(f), (w,), (v,))[1] + v / 2
+
+            found = jax.scipy.sparse.linalg.cg(apply, grads, maxiter=4)[0]
+            return w - found / 4, {}
+
+        return step
+
+    def mean_of(w, batch):
+        return jdp.mean_loss(loss_fn)(w, batch)
+
+    batch = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    step = jdp.data_parallel(make(mean_of), world=harness.local_world(4))
+    expected, _ = make(loss_fn)(jnp.ones(3), batch)
+    found, _ = step(jnp.ones(3), batch)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("place", ["cond", "while", "nested", "test"])
