@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import mesh, reduction, replica_state, usage_flags, weights
+from jdp import mesh, partials, reduction, replica_state, usage_flags, weights
 from jdp.mesh import World
+from jdp.partials import Op, Partial
 from jdp.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 from jdp.weights import Weighting
@@ -80,6 +81,10 @@ def local_sgd(
     After step k of those that follow, parameters are averaged if k is a multiple of
     `period` (Stich, 2019; Lin et al., 2020: post-local SGD). The state of the optimizer
     stays each replica's own.
+
+    Integers and booleans among the parameters stay bit for bit what they are where all
+    replicas have the same. Elsewhere all go on with the mean, computed in JAX's default
+    float and rounded, between the least and the greatest of replicas that have data.
 
         local = jdp.local_sgd(optax.sgd(0.1, momentum=0.9), period=8, warmup_steps=500)
         state = local.init(params)
@@ -198,9 +203,10 @@ def step_apart(
     """Takes the step of this replica; none without data, whatever the gradients."""
     tx = optax.with_extra_args_support(tx)
     updates, new_inner = tx.update(grads, inner.value, params.value, **extra_args)
-    new_params = optax.apply_updates(params.value, updates)
+    new_params = _apply_updates(params.value, updates)
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        new = lax.convert_element_type(new, old.dtype)  # Adam makes floats of integers.
         return lax.select(jnp.broadcast_to(amount > 0, jnp.shape(old)), new, old)
 
     return (
@@ -236,8 +242,29 @@ def _united(
     return {**extra_args, "used": jax.tree.unflatten(treedef, leaves)}
 
 
+def is_exact(x: Any) -> bool:
+    """Whether an array is of integers or booleans, of which a mean is none."""
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """`optax.apply_updates`, but of integers those without an update stay as they are.
+
+    It adds floats to them, which have not all of their digits.
+    """
+
+    def keep(new: Any, old: Any, update: Any) -> Any:
+        return jnp.where(update == 0, old, new) if is_exact(old) else new
+
+    return jax.tree.map(keep, optax.apply_updates(params, updates), params, updates)
+
+
 def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
     """Averages over replicas in one collective a dtype; zeros where nobody counts.
+
+    Integers and booleans get the mean, rounded, between the least and the greatest: so
+    they stay what they are where they are equal. Nothing is known of them where nobody
+    counts.
 
     Args:
       tree: of this replica.
@@ -245,8 +272,40 @@ def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> P
       amount: how much this replica counts, float32 ().
     """
     weighting = Weighting(amount, "weight")
-    mean = reduction.average_weighted(tree, names, lambda: weighting)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), mean, tree)
+    means = reduction.average_weighted(tree, names, lambda: weighting)
+    exact = [x for x in jax.tree.leaves(tree) if is_exact(x)]
+    limits = iter(_find_limits(exact, names, amount))
+
+    def in_dtype(mean: jax.Array, like: jax.Array) -> jax.Array:
+        if is_exact(like):
+            return _round_between(mean, *next(limits))
+        return mean.astype(like.dtype)
+
+    return jax.tree.map(in_dtype, means, tree)
+
+
+def _find_limits(
+    arrays: Sequence[jax.Array], names: tuple[str, ...], amount: jax.Array
+) -> list[tuple[jax.Array, jax.Array]]:
+    """By array the least and the greatest of the replicas that count."""
+    if not arrays:
+        return []
+
+    def part(x: jax.Array, op: Op) -> Partial:
+        neutral = jnp.asarray(partials.neutral(x.dtype, op), x.dtype)
+        return Partial(jnp.where(amount > 0, x, neutral), op)
+
+    ops: tuple[Op, ...] = ("min", "max")
+    found = partials.combine([part(x, op) for op in ops for x in arrays], names)
+    return list(zip(found[: len(arrays)], found[len(arrays) :], strict=True))
+
+
+def _round_between(mean: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    if is_exact(mean):
+        return mean  # It is known to be the same on all.
+    mean = jnp.round(mean)
+    rounded = jnp.where(mean <= low.astype(mean.dtype), low, mean.astype(low.dtype))
+    return jnp.where(mean >= high.astype(mean.dtype), high, rounded)
 
 
 def _mean_or_keep(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:

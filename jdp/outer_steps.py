@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +71,9 @@ def diloco(
 
     With `period=1` and `outer=optax.sgd(1.0)`, inner plain SGD is data-parallel SGD.
 
+    Integers and booleans among the parameters take no outer step, and are not mixed:
+    all replicas go on with what `local_sgd` would make of them.
+
     Args:
       tx: the inner optimizer; its state stays each replica's own.
       period: inner steps between two outer ones of a parameter.
@@ -113,7 +116,7 @@ def diloco(
                 inner,
                 PerReplica(local_training.no_samples(num_fragments, axis_name)),
                 params,
-                [options.outer_tx.init([leaves[i] for i in f]) for f in fragments],
+                [options.outer_tx.init(_stepped(f, leaves)) for f in fragments],
                 _nothing(leaves, fragments) if delay > 1 else {},
                 jnp.zeros((), jnp.int32),
             )
@@ -192,9 +195,14 @@ def _send(
 
     def send(k: int) -> Callable[[], dict[str, jax.Array]]:
         def displacement() -> dict[str, jax.Array]:
-            moved = [outer[i] - leaves[i] for i in fragments[k]]
+            exact = [i for i in fragments[k] if local_training.is_exact(outer[i])]
+            moved = {i: outer[i] - leaves[i] for i in fragments[k] if i not in exact}
+            moved |= {i: leaves[i] for i in exact}
             mean = local_training.mean_by_amount(moved, options.names, seen[k])
-            return _pack(mean, waiting)
+            if exact:  # Of what none has seen anything of, zero is no mean.
+                anyone = lax.psum(seen[k], options.names) > 0
+                mean |= {i: jnp.where(anyone, mean[i], outer[i]) for i in exact}
+            return _pack([mean[i] for i in fragments[k]], waiting)
 
         return displacement
 
@@ -221,14 +229,18 @@ def _apply(
     def step(k: int) -> Callable[..., tuple[Any, Any, Any]]:
         def run(params: Any, outer_params: Any, outer: Any) -> tuple[Any, Any, Any]:
             params, outer_params = list(params), list(outer_params)
-            before = [outer_params[i] for i in fragments[k]]
-            moved = _unpack(averages, before)
+            sent = _unpack(averages, [outer_params[i] for i in fragments[k]])
+            before = _stepped(fragments[k], outer_params)
+            moved = _stepped(range(len(sent)), sent)
             updates, inner = options.outer_tx.update(moved, outer[k], before)
-            after = optax.apply_updates(before, updates)
-            for i, x in zip(fragments[k], after, strict=True):  # pyright: ignore
+            after: Any = iter(optax.apply_updates(before, updates))  # pyright: ignore
+            for i, x in zip(fragments[k], sent, strict=True):
+                own = x
+                if not local_training.is_exact(x):
+                    own = x = next(after)
+                    if options.mixing:  # What is equal stays so, bit for bit.
+                        own = (x + options.mixing * (params[i] - x)).astype(x.dtype)
                 outer_params[i] = x
-                own = options.mixing * params[i] + (1 - options.mixing) * x
-                own = own.astype(x.dtype) if options.mixing else x
                 params[i] = reduction.cast_varying(own, options.names)
             outer = [inner if j == k else old for j, old in enumerate(outer)]
             return params, outer_params, outer
@@ -248,6 +260,11 @@ def _apply(
         outer_params=jax.tree.unflatten(treedef, outer_params),
         outer=outer,
     )
+
+
+def _stepped(fragment: Iterable[int], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a fragment on which the outer optimizer steps."""
+    return [leaves[i] for i in fragment if not local_training.is_exact(leaves[i])]
 
 
 def _due(step: jax.Array, options: _Options) -> jax.Array:

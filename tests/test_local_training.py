@@ -376,6 +376,93 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, state, restored)
 
 
+INTEGERS = {
+    "int8": [-128, 127, 3],
+    "uint8": [255, 0, 3],
+    "int16": [2**15 - 1, -(2**15), 3],
+    "int32": [2**24 + 1, 2**30 + 1, -(2**31)],
+    "uint32": [2**32 - 5, 123456789, 2**24 + 1],
+    "bool": [True, False, True],
+}
+INTEGER_METHODS = {
+    "local_sgd": lambda tx, **more: jdp.local_sgd(tx, **more, period=1),
+    "warmup": lambda tx, **more: jdp.local_sgd(tx, **more, period=2, warmup_steps=1),
+    "diloco": lambda tx, **more: jdp.diloco(tx, **more, period=1),
+    "delay": lambda tx, **more: jdp.diloco(
+        tx, **more, period=2, delay=2, num_fragments=1, mixing=0.3
+    ),
+    "fragments": lambda tx, **more: jdp.diloco(tx, **more, period=2, num_fragments=2),
+}
+
+
+def _with_integers():
+    leaves = {name: np.asarray(x, name) for name, x in INTEGERS.items()}
+    return {**leaves, "w": np.full(3, 0.1, np.float32)}
+
+
+def _run_on_integers(make, tx, steps, rows=None, weights=(1.0,) * N):
+    """Trains with gradients of zero; `rows` is what replicas have to begin with."""
+    world = harness.local_world(N)
+    local = make(tx, world=world)
+    state = local.init(jdp.replicate(world, _with_integers()))
+    if rows is not None:
+        own = jdp.PerReplica({**state.params.value, **rows})
+        state = jdp.replicate(world, state._replace(params=own))
+
+    @jdp.data_parallel(world=world)
+    def step(state, weight):
+        grads = jax.tree.map(jnp.zeros_like, state.params.value)
+        return local.update(grads, state, weight=weight[0]), {}
+
+    for _ in range(steps):
+        state, _ = step(state, np.float32(weights))
+    return state
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("method", INTEGER_METHODS)
+def test_equal_integers_stay_bit_for_bit(method, tx):
+    weights = [3.0, 5.0, 0.0, 1.0]
+    state = _run_on_integers(INTEGER_METHODS[method], tx, 3, weights=weights)
+    for name, x in INTEGERS.items():
+        found = np.asarray(state.params.value[name])
+        assert found.dtype == name
+        np.testing.assert_array_equal(found, N * [x], err_msg=name)
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (3, 5, 0, 1), (0, 0, 0, 0)])
+def test_different_integers_become_the_rounded_mean_within_their_range(method, weights):
+    rng = np.random.default_rng(0)
+    rows = {"bool": rng.random((N, 3)) < 0.5}
+    for name in INTEGERS.keys() - {"bool"}:
+        info = np.iinfo(name)
+        rows[name] = rng.integers(info.min, info.max, (N, 3), name, endpoint=True)
+        rows[name][:, 2] = [info.max - 1, info.max, info.max - 1, info.max]
+    make = INTEGER_METHODS[method]
+    state = _run_on_integers(make, optax.sgd(0.1), 1, rows, weights)
+    for name, x in rows.items():
+        found = np.asarray(state.params.value[name])
+        assert found.dtype == name
+        if not any(weights):
+            kept = x if method == "local_sgd" else N * [INTEGERS[name]]
+            np.testing.assert_array_equal(found, kept)
+            continue
+        assert (found == found[:1]).all()
+        counted = x[np.asarray(weights) > 0]
+        low, high = counted.min(0), counted.max(0)
+        assert ((low <= found) & (found <= high)).all()
+        mean = np.average(x.astype(np.float64), 0, weights)
+        limits = np.clip(np.round(mean), low.astype(float), high.astype(float))
+        np.testing.assert_allclose(found[0], limits, rtol=N * 2.0**-23, atol=0.5)
+
+
+def test_what_is_equal_is_not_changed_by_mixing():
+    make = functools.partial(jdp.diloco, period=1, mixing=0.3)
+    state = _run_on_integers(make, optax.sgd(0.1), 3, weights=(3, 5, 2, 1))
+    np.testing.assert_array_equal(state.params.value["w"], np.full((N, 3), 0.1, "f"))
+
+
 def test_parameters_keep_their_dtypes():
     world = harness.local_world(2)
     params = {"a": np.ones(3, jnp.bfloat16), "b": np.ones((2, 2), np.float32)}
