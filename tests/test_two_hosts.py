@@ -1,4 +1,4 @@
-"""Jobs that span hosts; `make two-hosts` runs the whole table."""
+"""Jobs that span hosts; `make two-hosts` runs the whole table, and large buffers."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_training_spans_hosts(kind, per_host, coordinator, is_keyed, ways, tmp_p
         count += ["--key-file", two_hosts.write_key(tmp_path)]
     with two_hosts.make(kind) as hosts:
         outcomes = hosts.launch(
-            [*count, "-m", "tests.two_hosts_program", *ways],
+            [*count, "-m", "tests.two_hosts_program", "quick", *ways],
             coordinator=coordinator,
             timeout_s=280.0,
         )

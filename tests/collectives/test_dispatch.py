@@ -452,6 +452,9 @@ def _train_on_separate_nodes():
         return opened(size, own, offer, first)
 
     shared_segment._open = open_within_node
+    measurement.fit_links = functools.partial(
+        measurement.fit_links, sizes=(1 << 10, 1 << 20), rounds=2
+    )
     world = jdp.init(axis_name=("node", "data"), num_nodes=2)
     return _train(world, ["psum", "hierarchical"])
 
