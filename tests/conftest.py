@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 from unittest import mock
 
 import jax
@@ -25,6 +26,14 @@ if jaxlib.version.__version_info__ < (0, 11):
     with mock.patch.dict(os.environ, {"XLA_FLAGS": flags}):  # Not for new processes.
         xla_client.CompileOptions()
 
+# For the processes that tests start. Where the environment forbids to keep byte code,
+# each would compile all of jdp anew: a sixth of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+_START = str(pathlib.Path(__file__).parent / "start")
+_GIVEN = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if _START not in _GIVEN:  # A worker has it from the process that started it.
+    os.environ["PYTHONPATH"] = os.pathsep.join([_START, *filter(None, _GIVEN)])
+
 # A file is run by one worker; those that take longest come first, lest one of them is
 # begun when the other worker is nearly done (the option `--no-loadscope-reorder`).
 _LONGEST = (
@@ -41,6 +50,7 @@ _LONGEST = (
     "test_engine.py",
     "test_transport.py",
     "test_join.py",
+    "test_two_hosts.py",
     "test_cluster.py",
     "test_uneven_batches.py",
     "test_usage.py",

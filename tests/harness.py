@@ -48,6 +48,7 @@ def fast_options() -> dict[str, bool | int]:
     Its collectives stay what they are; what is between them becomes simpler machine
     code. Not every XLA has all the options: jaxlib 0.12 has no other emitters, and
     takes two thirds of the time. Asking needs the backend: not before `jdp.init`.
+    Where `compile_fast_environ` has set them for the whole process, none is left.
     """
     options = {
         "xla_backend_optimization_level": 0,
@@ -55,6 +56,9 @@ def fast_options() -> dict[str, bool | int]:
         "xla_cpu_use_fusion_emitters": False,
         "xla_cpu_parallel_codegen_split_count": 1,
     }
+
+    if f"--{next(iter(options))}=0" in os.environ.get("XLA_FLAGS", "").split():
+        return {}  # To ask takes a tenth of the start of a process.
 
     def is_known(name: str) -> bool:
         try:
@@ -105,7 +109,7 @@ def run_processes(
             devices_per_process=devices_per_process,
             grace_s=grace_s,
         )
-        environ = {**compile_fast_environ(), "PYTHONPATH": str(ROOT)}
+        environ = {**compile_fast_environ(), "PYTHONPATH": python_path()}
         if ends_as_usual:
             environ["TESTS_END_AS_USUAL"] = "1"
         start_s = time.monotonic()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 
 def _environ(compiled_as):
     environ = harness.compile_fast_environ() if compiled_as == "fast" else os.environ
-    return {**environ, "PYTHONPATH": str(harness.ROOT), "PYTHONWARNINGS": "error"}
+    return {**environ, "PYTHONPATH": harness.python_path(), "PYTHONWARNINGS": "error"}
 
 
 def _jdp(*arguments):

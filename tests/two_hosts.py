@@ -163,7 +163,7 @@ class Hosts:
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT,
-            env={**kept, "PYTHONPATH": str(harness.ROOT), **(environ or {})},
+            env={**kept, "PYTHONPATH": harness.python_path(), **(environ or {})},
             cwd=harness.ROOT,
         )
 

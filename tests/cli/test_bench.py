@@ -33,7 +33,7 @@ def _jdp(*arguments, **kwargs):
         [sys.executable, "-m", "jdp.cli.main", *arguments],
         env={
             **harness.compile_fast_environ(),
-            "PYTHONPATH": str(harness.ROOT),
+            "PYTHONPATH": harness.python_path(),
             "COLUMNS": "200",
         },
         stdout=subprocess.PIPE,

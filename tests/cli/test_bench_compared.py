@@ -24,7 +24,7 @@ def _bench(path, *arguments):
         + [*SMALL, "--steps", "3", "--json", path],
         env={
             **harness.compile_fast_environ(),
-            "PYTHONPATH": str(harness.ROOT),
+            "PYTHONPATH": harness.python_path(),
             "COLUMNS": "200",
         },
         capture_output=True,

@@ -73,7 +73,7 @@ def test_bench_eager_measures_every_row_and_writes_a_file(tmp_path):
         + ["--json", path],
         env={
             **harness.compile_fast_environ(),
-            "PYTHONPATH": str(harness.ROOT),
+            "PYTHONPATH": harness.python_path(),
             "COLUMNS": "100",
         },
         capture_output=True,

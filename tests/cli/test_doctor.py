@@ -21,7 +21,7 @@ from tests import harness
 def _environ(**environ):
     kept = harness.compile_fast_environ()
     kept = {k: v for k, v in kept.items() if not k.startswith("JDP_")}
-    return {**kept, "PYTHONPATH": str(harness.ROOT), "COLUMNS": "200", **environ}
+    return {**kept, "PYTHONPATH": harness.python_path(), "COLUMNS": "200", **environ}
 
 
 def _lines(text):

@@ -73,7 +73,7 @@ def run_process(tmp_path):
         result = subprocess.run(
             [sys.executable, "-m", "jdp.cli.main", "plan", *arguments],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(harness.ROOT), "COLUMNS": "100"},
+            env={**os.environ, "PYTHONPATH": harness.python_path(), "COLUMNS": "100"},
             capture_output=True,
             text=True,
             timeout=60,

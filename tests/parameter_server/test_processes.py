@@ -38,7 +38,7 @@ class Job:
         self.exit_code = None
         self.log = tempfile.TemporaryFile("w+")
         environ = harness.compile_fast_environ()
-        self.environ = {**environ, "PYTHONPATH": str(harness.ROOT)}
+        self.environ = {**environ, "PYTHONPATH": harness.python_path()}
 
     def wait(self, condition):
         wait_for(lambda: condition() or self.exit_code is not None, self.timeout_s)

@@ -33,7 +33,7 @@ def _start(code, environ=None):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("JDP_")}
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", PRELUDE + textwrap.dedent(code)],
-        env={**clean, "PYTHONPATH": str(harness.ROOT), **(environ or {})},
+        env={**clean, "PYTHONPATH": harness.python_path(), **(environ or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

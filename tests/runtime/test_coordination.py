@@ -153,7 +153,7 @@ def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path, short_path):
     job = subprocess.run(
         [sys.executable, "-m", "jdp.cli.main", "launch", "-n", "2", "program.py"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(harness.ROOT)},
+        env=os.environ | {"PYTHONPATH": harness.python_path()},
         capture_output=True,
         timeout=120.0,
     )

@@ -16,10 +16,9 @@ import uuid
 import psutil
 import pytest
 
-import jdp
 from jdp.runtime import environment, guarding, launch, supervisor
+from tests import harness
 
-ROOT = os.path.dirname(os.path.dirname(jdp.__file__))
 TIMEOUT_S = 20.0
 IGNORE_SIGTERM = """
 import signal, time
@@ -129,7 +128,7 @@ def cli(tmp_path):
             process = subprocess.Popen(
                 [sys.executable, "-m", "jdp.cli.main", *arguments],
                 cwd=tmp_path,
-                env=os.environ | {"PYTHONPATH": ROOT},
+                env=os.environ | {"PYTHONPATH": harness.python_path()},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -790,7 +789,7 @@ def test_closed_descriptors_of_the_launcher_are_no_error(tmp_path, closing):
     process = subprocess.run(
         ["sh", "-c", command],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": ROOT},
+        env=os.environ | {"PYTHONPATH": harness.python_path()},
         capture_output=True,
         text=True,
         timeout=60,
@@ -839,7 +838,7 @@ def test_an_interrupt_while_the_launcher_starts_is_not_lost(tmp_path, after_s):
         process = subprocess.Popen(
             [sys.executable, "-c", command, "launch", "-n", "1", "program.py"],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": ROOT},
+            env=os.environ | {"PYTHONPATH": harness.python_path()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -112,7 +112,7 @@ def start(tmp_path, node, port, *options, environ):
             *("--coordinator", f"127.0.0.1:{port}", *options, "program.py"),
         ],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(harness.ROOT)} | environ,
+        env=os.environ | {"PYTHONPATH": harness.python_path()} | environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

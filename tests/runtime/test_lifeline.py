@@ -418,7 +418,7 @@ def run_by_hand(program, process):
         environment.NUM_PROCESSES: "2",
         environment.NUM_LOCAL_PROCESSES: "2",
         environment.NODE_RANK: "0",
-        "PYTHONPATH": str(harness.ROOT),
+        "PYTHONPATH": harness.python_path(),
         "JAX_PLATFORMS": "cpu",
     }
     started = []

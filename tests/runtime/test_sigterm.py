@@ -92,6 +92,6 @@ def test_a_handler_in_c_stays_also_outside_the_main_thread():
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(harness.ROOT)},
+        env={**os.environ, "PYTHONPATH": harness.python_path()},
     )
     assert "most recent call first" in done.stderr, done.stderr

@@ -574,7 +574,7 @@ for i in range(50):
 def test_a_hub_closes_well_while_strangers_speak():
     # libzmq aborts the process where it does not.
     command = [sys.executable, "-c", _CLOSE_UNDER_FIRE]
-    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
+    environ = {**os.environ, "PYTHONPATH": harness.python_path()}
     subprocess.run(command, check=True, timeout=60, env=environ)
 
 
@@ -652,7 +652,7 @@ class _Star:
 
     def __init__(self, folder, num, heartbeat_s):
         self._folder = folder
-        environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
+        environ = {**os.environ, "PYTHONPATH": harness.python_path()}
         arguments = [str(num), str(heartbeat_s)]
         self.processes = [
             subprocess.Popen(
