@@ -217,7 +217,7 @@ def test_unused_branch_counts_the_steps_of_each_head():
 
 
 def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
-    code, out, err = _launch(2, "examples/accumulation.py", compiled_as="usual")
+    code, out, err = _launch(2, "examples/accumulation.py")
     assert code == 0, err
     memory = dict(re.findall(r"([\w-]+ ?\w*): ([\d.]+) MB of temporary memory", out))
     assert float(memory["micro-batches"]) < float(memory["whole batch"])
