@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, mesh, reduction, weights
+from jdp import buckets, mesh, per_replica, reduction, weights
 from jdp.buckets import BucketAval, BucketPlan, LeafSpec
 from jdp.hooks import base
 from jdp.hooks.base import CommHook, Wire
@@ -167,10 +167,11 @@ def _check_state(
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(hook_state), strict=True)
     for path, (a, b) in zip(wanted, pairs, strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
+            advice = per_replica.explain_rows(b.shape, a.shape)
             raise ValueError(
                 f"`hook_state{path}` is {b.dtype}{list(b.shape)}, but the hook "
-                f"`{hook.name}` has {a.dtype}{list(a.shape)} there for these "
-                "gradients. Make it with the same hook, parameters and plan."
+                f"`{hook.name}` has {a.dtype}{list(a.shape)} there for these gradients."
+                + (advice or " Make it with the same hook, parameters and plan.")
             )
     return hook_state
 

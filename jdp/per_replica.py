@@ -42,6 +42,26 @@ def leave(tree: PyTree) -> PyTree:
     return map_parts(tree, lambda x: x, lambda x: jnp.asarray(x)[None])
 
 
+def explain_rows(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Advice for an array that, inside of a step, still has the rows of all replicas.
+
+    Args:
+      found: shape of the array.
+      expected: shape of what one replica has.
+
+    Returns:
+      A sentence that begins with a space; "" if this is not what is wrong.
+    """
+    if len(found) < 1 or found[1:] != tuple(expected):
+        return ""
+    return (
+        f" It has {found[0]} rows, as of all replicas: something took the "
+        "`jdp.PerReplica` that holds it apart, such as `nnx.split` of an "
+        "`nnx.Optimizer`. Let the modules be the state of the step, `(model, "
+        "optimizer)`, and split the model alone, inside of it."
+    )
+
+
 def are_own(tree: PyTree) -> list[bool]:
     """Returns by leaf of a tree whether it is a replica's own."""
     return jax.tree.leaves(map_parts(tree, lambda _: False, lambda _: True))

@@ -52,9 +52,10 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
 
     Every process calls it with the whole of what was saved; the processes compare the
     values, and the arrays that they hand in are copied. Pieces of `jdp.zero1` are
-    cut anew, bit for bit. Of what else replicas had for themselves, such as what hooks
-    have not sent, each gets the mean: what they send together stays the same in the
-    mean over the replicas.
+    cut anew, bit for bit. What else replicas had for themselves stays bit for bit what
+    it is where all had the same, such as a count of steps. Else each gets the mean, as
+    of what hooks have not sent: what they send together stays the same in the mean over
+    the replicas.
 
     Args:
       saved: the state as it was saved, of host arrays, and of PRNG keys where `like`
@@ -67,7 +68,8 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
     Raises:
       ValueError: `saved` is not one of these parameters; the leaf is named.
       RuntimeError: the processes have other values; on every process, naming the leaf.
-      TypeError: a replica's own array of integers or keys would have to be averaged.
+      TypeError: integers or keys, which have no mean, differ between the replicas that
+        saved them; the leaf is named.
     """
     _compare_values(saved, like, name="saved", topic="resharding of a state")
     paths = buckets.leaf_paths(saved)
@@ -105,10 +107,16 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
             raise _misfit(path, value.shape, x.shape)
         if value.shape[0] == x.shape[0]:
             return _place(value, x)
+        if _has_equal_rows(value):
+            shape = (x.shape[0], *value.shape[1:])
+            rows = jnp if _is_key(value) else np
+            return _place(rows.broadcast_to(value[0], shape), x)
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             raise TypeError(
-                f"`{path}`, {value.dtype}, is of each of {value.shape[0]} replicas; it "
-                f"cannot be averaged for {x.shape[0]} others."
+                f"`{path}`, {value.dtype}, differs between the {value.shape[0]} "
+                f"replicas that saved it; it cannot be averaged for {x.shape[0]} "
+                "others. Make this part anew, and put it in the place of what was "
+                "saved, with a row for each replica that is here."
             )
         wide = np.promote_types(value.dtype, np.float32)
         mean = value.astype(wide).mean(0).astype(value.dtype)
@@ -261,6 +269,15 @@ def _join(rows: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _host(value: Any, name: str, like: Any) -> Any:
+    if not _is_key(value) and not isinstance(value, jax.Array):
+        # Numbers of Python, and arrays of 64 bits, become what JAX makes of them.
+        given = np.asarray(value)
+        value = given.astype(jax.dtypes.canonicalize_dtype(given.dtype))
+        if given.dtype.kind in "iu" and (value != given).any():
+            raise ValueError(
+                f"`{name}` is {given.dtype} and does not fit into {value.dtype}, which "
+                "JAX makes of it. Set `jax_enable_x64`, or pass smaller numbers."
+            )
     value = _as_array(value)
     if value.dtype != like.dtype:
         raise ValueError(f"`{name}` is {value.dtype}, but {like.dtype} here.")
@@ -295,6 +312,15 @@ def _map(
 def _is_key(x: Any) -> bool:
     is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
     return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _has_equal_rows(value: Any) -> bool:
+    """Whether replicas, one a row, have the same bit for bit."""
+    data = np.asarray(jax.random.key_data(value)) if _is_key(value) else value
+    if not data.size:
+        return True
+    rows = np.ascontiguousarray(data).reshape(len(data), -1).view(np.uint8)
+    return bool((rows == rows[0]).all())
 
 
 def _as_array(x: Any) -> Any:

@@ -11,6 +11,7 @@ from jdp import (
     buckets,
     compat,
     compression,
+    per_replica,
     pieces,
     reduction,
     replica_state,
@@ -278,10 +279,12 @@ def _leaves_of(
         data = own[name.key]
         width = layout.width(aval.shape)
         if data.shape != (width,):
+            advice = per_replica.explain_rows(data.shape, (width,))
             raise ValueError(
                 f"The state of `zero1` does not fit: `{name.key}` is in pieces of "
                 f"{list(data.shape)}, but of {[width]} on {layout.num_replicas} "
-                "replicas. Bring a state to other replicas with `jdp.reshard`."
+                "replicas."
+                + (advice or " Bring a state to other replicas with `jdp.reshard`.")
             )
         leaves.append(Piece(data[None], aval.shape))
     return leaves

@@ -110,14 +110,68 @@ def test_pieces_of_another_model_are_named_too():
 
 def test_integers_of_replicas_are_not_averaged():
     saved = PerReplica(np.arange(4))
-    assert jdp.reshard(saved, like=PerReplica(np.zeros(4, int))).value.tolist() == [
-        0,
-        1,
-        2,
-        3,
-    ]
-    with pytest.raises(TypeError, match="cannot be averaged for 3 others"):
+    found = jdp.reshard(saved, like=PerReplica(np.zeros(4, int)))
+    assert found.value.tolist() == [0, 1, 2, 3]
+    message = "differs between the 4 replicas that saved it; .* averaged for 3 others"
+    with pytest.raises(TypeError, match=message):
         jdp.reshard(saved, like=PerReplica(np.zeros(3, int)))
+    keys = PerReplica(jax.random.split(jax.random.key(0), 2))
+    like = PerReplica(jnp.broadcast_to(jax.random.key(0), 3))
+    with pytest.raises(TypeError, match="differs between the 2 replicas"):
+        jdp.reshard(keys, like=like)
+
+
+def test_what_all_replicas_had_alike_stays_bit_for_bit():
+    third = np.float32(1) / 3
+    value = {
+        "count": np.full(3, 2**30 + 1, np.int32),
+        "flag": np.array([[True, False]] * 3),
+        "key": jnp.broadcast_to(jax.random.key(7), 3),
+        "x": np.full((3, 2), third),
+        "nan": np.full((3, 1), np.nan, np.float32),
+        "none": np.zeros((3, 0), np.int32),
+    }
+    like = jax.tree.map(lambda x: jnp.repeat(x[:1], 5, axis=0), value)
+    found = jdp.reshard(PerReplica(value), like=PerReplica(like)).value
+    assert jnp.array_equal(found.pop("key"), like.pop("key"))
+    jax.tree.map(np.testing.assert_array_equal, found, like)
+
+
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
+def test_states_with_a_count_of_steps_go_onto_other_replicas(kind):
+    def make(n):
+        world = harness.local_world(n)
+        make_one = getattr(jdp, kind)
+        local = make_one(optax.adam(0.01), period=2, world=world)
+
+        @jdp.data_parallel(world=world)
+        def step(state, batch):
+            grad_fn = jdp.local_gradients(harness.oracle_loss)
+            return local.update(grad_fn(state.params.value, batch)[1], state), {}
+
+        return local.init(PARAMS), step
+
+    state, step = make(4)
+    for batch in BATCHES[:3]:
+        state, _ = step(state, batch)
+    new, step = make(3)
+    resharded = jdp.reshard(jax.tree.map(np.asarray, state), like=new)
+    assert resharded.inner.value[0].count.tolist() == [3, 3, 3]
+    state, _ = step(resharded, BATCHES[3])
+    assert state.inner.value[0].count.tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("count", [3, np.int64(3), np.array(3), np.int32(3)])
+def test_a_plain_state_may_hold_numbers_of_python(count):
+    world, tx = harness.local_world(2), optax.adam(0.01)
+    like = jdp.zero1(tx, world=world).init(PARAMS)
+    plain = jax.tree.map(np.asarray, tx.init(PARAMS))
+    plain = (plain[0]._replace(count=count), *plain[1:])
+    (found,) = jdp.spread(plain, like=like).shared
+    assert (found.dtype, int(found)) == (jnp.int32, 3)
+    plain = (plain[0]._replace(count=2**31), *plain[1:])
+    with pytest.raises(ValueError, match=r"count \[\]` is int64 and does not fit"):
+        jdp.spread(plain, like=like)
 
 
 def _keyed(n):
@@ -161,13 +215,13 @@ def test_keys_come_back_as_they_were(tmp_path):
     _assert_same(found, state)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-    # On other replicas: all but the replicas' own key.
+    # On other replicas: all but keys that differ.
     fewer, _ = _keyed(2)
+    different = {**state, "own": PerReplica(jax.random.split(jax.random.key(7), 4))}
     with pytest.raises(
-        TypeError, match=r"`\['own'\].value`, key<fry>, is of each of 4"
+        TypeError, match=r"`\['own'\].value`, key<fry>, differs between the 4"
     ):
-        jdp.reshard(state, like=fewer)
-    del fewer["own"], state["own"]
+        jdp.reshard(different, like=fewer)
     _assert_same(jdp.reshard(state, like=fewer), fewer)
     plain = jdp.consolidate(state["opt"], like=jax.eval_shape(tx.init, PARAMS))
     _assert_same(jdp.spread(plain, like=fewer["opt"]), fewer["opt"])

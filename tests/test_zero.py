@@ -459,6 +459,28 @@ def test_the_state_of_flax_nnx():
     )
 
 
+@pytest.mark.parametrize("kind", ["zero1", "top_k"])
+def test_an_optimizer_of_flax_nnx_that_was_split_is_refused_with_advice(kind):
+    world = harness.local_world(2)
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    inner = optax.adam(0.1)
+    tx = jdp.zero1(inner, world=world)
+    if kind == "top_k":
+        tx = jdp.distributed_optimizer(inner, hook=hooks.top_k(0.5), world=world)
+    graph, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        model, optimizer = nnx.merge(graph, state)
+        grads = jax.tree.map(jnp.ones_like, nnx.state(model))
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), {}
+
+    message = "It has 2 rows, as of all replicas.*`nnx.split`.*`\\(model, optimizer\\)`"
+    with pytest.raises(ValueError, match=message):
+        step(state, np.ones((4, 3), np.float32))
+
+
 # Two processes, with the numbers of torch
 
 
