@@ -1,12 +1,14 @@
 """`jdp launch`: the processes of a job, from one command line."""
 
+import errno
 import os
 import re
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from jdp.runtime import job_key, output
+from jdp.runtime import guarding, job_key, output
 from jdp.runtime import launch as launching
 
 # What follows the script belongs to the script, also what looks like our options.
@@ -178,7 +180,13 @@ def launch(
                 report="json" if is_json else "table" if is_table else "",
                 grace_s=grace_s,
             )
-            raise typer.Exit(role_launching.launch_roles(program, roles))
+            raise typer.Exit(
+                _run(
+                    lambda: role_launching.launch_roles(
+                        program, roles, adopts_orphans=True
+                    )
+                )
+            )
         assert num_processes is not None
         options = launching.LaunchOptions(
             num_processes=num_processes,
@@ -192,7 +200,26 @@ def launch(
         program = _command(is_module, target, arguments)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(launching.launch(program, options))
+    raise typer.Exit(
+        _run(lambda: launching.launch(program, options, adopts_orphans=True))
+    )
+
+
+def _run(job: Callable[[], int]) -> int:
+    """Runs a job; what the machine denies the launcher is one line, not a traceback."""
+    try:
+        return job()
+    except OSError as error:
+        text = error.strerror or str(error)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            text += ". Raise `ulimit -n`: each process takes three to six descriptors"
+        elif error.errno == errno.EAGAIN:
+            text += ". Raise `ulimit -u`, or start fewer processes"
+        text = f"the job could not be started or kept up: {text}"
+    except guarding.GuardError as error:
+        text = str(error)
+    typer.echo(f"jdp launch: {text.rstrip().removesuffix('.')}.", err=True)
+    return 1
 
 
 def _command(is_module: bool, target: str, arguments: list[str]) -> launching.Command:

@@ -157,6 +157,7 @@ def launch_roles(
     environ: Mapping[str, str] | None = None,
     stdout_fd: int = 1,
     stderr_fd: int = 2,
+    adopts_orphans: bool = False,
 ) -> int:
     """Runs servers and workers on this host, and returns when the last has ended.
 
@@ -167,6 +168,7 @@ def launch_roles(
       stdout_fd: where their stdout goes, line by line with the number of the process,
         servers first.
       stderr_fd: the same for their stderr and for messages of the launcher.
+      adopts_orphans: see `launch.launch`.
 
     Returns:
       0, or the exit code of what went wrong first.
@@ -201,6 +203,7 @@ def launch_roles(
             grace_s=options.grace_s,
             policy=policy,
             pass_fds=pass_fds,
+            adopts_orphans=adopts_orphans,
         )
         return job.run(launch.worker_arguments(command), environs)
 

@@ -2,55 +2,212 @@
 
 The launcher runs this file by its path, in a session of its own, and holds the other
 end of its stdin. Over it the guard hears the id of the launch and the folder to remove,
-since every account of a host can read a command line. The pipe closes when the launcher
-ends, however it ends: without the byte `DONE` before it, the launcher was killed, and
-the guard ends the job. The file imports neither jdp nor jax, so that it starts in a few
-hundredths of a second.
+since every account of a host can read a command line, and the workers as they start.
+The pipe closes when the launcher ends, however it ends: without the byte `DONE` before
+it, the launcher was killed, and the guard ends the job. The file imports neither jdp
+nor jax, so that it starts in a few hundredths of a second.
+
+A process is of the job if one of these holds, so that none of them need hold alone:
+
+* it was started by a process of the job (`Census.look` sees it within `_LOOK_PERIOD_S`,
+  and `Census.find` sees what is still there);
+* it lost its parent, and the launcher, as "child subreaper", became its parent;
+* it is in a session that a process of the job began;
+* it carries the id of the launch in its environment.
 """
 
+import contextlib
+import ctypes
 import os
+import select
 import signal
+import sys
 import time
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import psutil
 
 READY = b"ready\n"
 DONE = b"d"
 _LAUNCH_ID = "JDP_LAUNCH_ID"  # `environment.LAUNCH_ID`; a test holds them equal.
+# A guard of a job inside this job ends by itself, once it has ended that job.
+IS_GUARD = "JDP_IS_GUARD"
 _SCAN_PERIOD_S = 0.1
+_LOOK_PERIOD_S = 0.2
 # A process between fork and exec still shows the environment of the launcher. It gets
 # this many scans to appear under the launch id.
 _NUM_EMPTY_SCANS = 3
+_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>.
 
 
-def find_processes(launch_id: str) -> list[psutil.Process]:
-    """Lists the live processes that carry `launch_id` in their environment.
+class Process(NamedTuple):
+    """One process: a number is given to another one later, with another start."""
 
-    Children inherit the environment, so grandchildren and processes that left the
-    session of their worker are found too. Processes of other users are passed over.
+    pid: int
+    start: str  # when it began, in units of the system.
+    is_of_inner_job: bool = False  # of a job that a process of this one launched.
+
+
+class _Stat(NamedTuple):
+    parent: int
+    session: int
+    start: str
+    has_ended: bool
+
+
+class Census:
+    """The processes of a job on this host, by all that tells them."""
+
+    def __init__(self, launch_id: str, *, launcher: int, adopts: bool) -> None:
+        """Begins before the first worker.
+
+        Args:
+          launch_id: that workers carry in their environment.
+          launcher: its process id.
+          adopts: whether every child of the launcher from now on is of the job.
+
+        Raises:
+          RuntimeError: this system does not show its processes.
+        """
+        self._launch_id = launch_id
+        outside = _read_stats()
+        if launcher not in outside:
+            raise RuntimeError(
+                "the processes of this host cannot be listed, so those of a job could "
+                "not be ended: `/proc` must be mounted and show this user's processes"
+            )
+        self._launcher = Process(launcher, outside[launcher].start)
+        self._outside = {pid: stat.start for pid, stat in outside.items()}
+        self._seen = set(outside)
+        self._known: dict[int, str] = {}
+        self._sessions: set[int] = set()
+        self._adopts = adopts
+
+    def add(self, process: Process) -> None:
+        """Takes a process for one of the job, such as a worker."""
+        self._known[process.pid] = process.start
+
+    def look(self) -> None:
+        """Takes note of processes that are new, by their parents; costs little."""
+        now = set(_list_pids())
+        new, self._seen = now - self._seen, now
+        for pid in self._known.keys() - now:
+            del self._known[pid]
+        # A child may have a lower number than its parent, once numbers begin anew.
+        stats = {pid: stat for pid in new if (stat := _read_stat(pid)) is not None}
+        is_grown = True
+        while is_grown:
+            is_grown = False
+            for pid, stat in list(stats.items()):
+                if self._is_child(stat) and self._has_parent(stat):
+                    self._known[pid] = stats.pop(pid).start
+                    is_grown = True
+
+    def find(self) -> list[Process]:
+        """Lists the live processes of the job that this user may signal.
+
+        It does not list the launcher and guards.
+        """
+        stats = _read_stats()
+        found = {p for p, start in self._known.items() if _has(stats, p, start)}
+        self._known = {pid: stats[pid].start for pid in found}
+        self._adopts &= _has(stats, *self._launcher[:2])
+        environs = {pid: _read_environ(pid) for pid in stats}
+        found |= {p for p in stats if environs[p].get(_LAUNCH_ID) == self._launch_id}
+        size = -1
+        while len(found) != size:
+            size = len(found)
+            self._sessions |= {pid for pid in found if stats[pid].session == pid}
+            # A number is not given to another process while its session lives.
+            sessions = {s for s in self._sessions if s not in stats or s in found}
+            self._known |= {pid: stats[pid].start for pid in found}
+            for pid in stats.keys() - found:
+                stat = stats[pid]
+                if self._outside.get(pid) == stat.start:
+                    continue
+                if stat.session in sessions or self._is_child(stat):
+                    found.add(pid)
+        return [
+            Process(pid, stats[pid].start, self._is_of_inner_job(environs[pid]))
+            for pid in sorted(found - {os.getpid(), self._launcher.pid})
+            if not stats[pid].has_ended
+            and IS_GUARD not in environs[pid]
+            and _is_ours(pid)
+        ]
+
+    def _is_child(self, stat: _Stat) -> bool:
+        if stat.parent == self._launcher.pid:
+            return self._adopts
+        return stat.parent in self._known
+
+    def _has_parent(self, stat: _Stat) -> bool:
+        """Whether its parent is the one that is known, not another of that number."""
+        start = self._known.get(stat.parent, self._launcher.start)
+        return _is_still(Process(stat.parent, start))
+
+    def _is_of_inner_job(self, environ: dict[str, str]) -> bool:
+        return environ.get(_LAUNCH_ID, self._launch_id) != self._launch_id
+
+
+def adopt_orphans() -> bool:
+    """Lets orphans among the descendants of this process become its children.
+
+    Returns:
+      Whether every child from now on descends from what this process starts. A process
+      that has children already could not tell theirs apart.
     """
-    found = []
-    for process in psutil.process_iter():
-        try:
-            environ = process.environ()
-        except (psutil.Error, OSError):
-            continue  # Ended, a zombie, or not ours to read.
-        if environ.get(_LAUNCH_ID) == launch_id and process.pid != os.getpid():
-            found.append(process)
-    return found
+    if sys.platform != "linux" or os.getpid() == 1:
+        return False
+    own = os.getpid()
+    if any(stat.parent == own for stat in _read_stats().values()):
+        return False
+    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
-def signal_processes(processes: list[psutil.Process], signum: int) -> None:
+def reap_adopted(own: Iterable[int]) -> None:
+    """Takes the ends of children that were adopted, but not those of `own`."""
+    kept = set(own)
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (end := os.waitid(os.P_ALL, 0, options)) is not None:
+            if end.si_pid in kept:
+                return  # Its turn comes; what is behind it in the queue waits.
+            os.waitpid(end.si_pid, os.WNOHANG)
+
+
+def describe(pid: int) -> Process | None:
+    """Returns which process has this number now; None if there is none."""
+    stat = _read_stat(pid)
+    return None if stat is None else Process(pid, stat.start)
+
+
+def signal_processes(processes: Iterable[Process], signum: int) -> None:
     """Sends `signum` to each process that is still the one that was found."""
     for process in processes:
-        try:
-            process.send_signal(signum)
-        except (psutil.Error, OSError):
-            continue  # Ended in between.
+        with contextlib.suppress(OSError):  # Ended in between, or not ours.
+            _signal(process, signum)
 
 
-def kill_all(launch_id: str, *, timeout_s: float) -> list[psutil.Process]:
-    """Kills every process that carries `launch_id`, until no scan finds one.
+def _signal(process: Process, signum: int) -> None:
+    pidfd = None
+    with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, macOS.
+        pidfd = os.pidfd_open(process.pid)
+    try:
+        # With the descriptor, no other process can take its place after this look.
+        if not _is_still(process):
+            return
+        if pidfd is None:
+            os.kill(process.pid, signum)
+        else:
+            signal.pidfd_send_signal(pidfd, signum)
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+def kill_all(census: Census, *, timeout_s: float) -> list[Process]:
+    """Kills every process of the job, until no scan finds one.
 
     Returns:
       What was still there after `timeout_s`; empty when all have ended.
@@ -58,7 +215,7 @@ def kill_all(launch_id: str, *, timeout_s: float) -> list[psutil.Process]:
     deadline_s = time.monotonic() + timeout_s
     num_empty = 0
     while True:
-        left = find_processes(launch_id)
+        left = census.find()
         signal_processes(left, signal.SIGKILL)
         num_empty = 0 if left else num_empty + 1
         if num_empty == _NUM_EMPTY_SCANS or time.monotonic() > deadline_s:
@@ -66,21 +223,54 @@ def kill_all(launch_id: str, *, timeout_s: float) -> list[psutil.Process]:
         time.sleep(_SCAN_PERIOD_S)
 
 
-def encode_charge(launch_id: str, folder: str) -> bytes:
+def encode_charge(launch_id: str, folder: str, *, adopts: bool) -> bytes:
     """Returns what a launcher writes to its guard first; `folder` may be ""."""
-    return launch_id.encode() + b"\0" + os.fsencode(folder) + b"\0"
+    said = (launch_id.encode(), os.fsencode(folder), b"a" if adopts else b"")
+    return b"".join(part + b"\0" for part in said)
 
 
-def _read_charge() -> tuple[str, str] | None:
-    """Inverts `encode_charge`, on stdin; None where the launcher ended before it."""
+def encode_process(process: Process) -> bytes:
+    """Returns what a launcher writes of each worker, and of what it knows besides."""
+    return f"{process.pid} {process.start}\n".encode()
+
+
+def _read_charge() -> tuple[str, str, bool, bytes] | None:
+    """Inverts `encode_charge`, on stdin; None where the launcher ended before it.
+
+    Returns:
+      Its three values, and what came behind them.
+    """
     said = b""
-    while said.count(b"\0") < 2:
+    while said.count(b"\0") < 3:
         chunk = os.read(0, 4096)
         if not chunk:
             return None
         said += chunk
-    launch_id, folder, _ = said.split(b"\0")
-    return launch_id.decode(), os.fsdecode(folder)
+    launch_id, folder, adopts, rest = said.split(b"\0", 3)
+    return launch_id.decode(), os.fsdecode(folder), bool(adopts), rest
+
+
+def _watch(census: Census, said: bytes) -> bool:
+    """Follows the job until the launcher ends; returns whether it said that it would.
+
+    Args:
+      census: of the job.
+      said: what the launcher has written so far.
+    """
+    while True:
+        *lines, said = said.split(b"\n")
+        for line in lines:
+            pid, _, start = line.decode().partition(" ")
+            census.add(Process(int(pid), start))
+        if said == DONE:
+            return True
+        if not select.select([0], [], [], _LOOK_PERIOD_S)[0]:
+            census.look()
+            continue
+        chunk = os.read(0, 4096)
+        if not chunk:
+            return False
+        said += chunk
 
 
 def remove_folder(path: str) -> None:
@@ -103,6 +293,66 @@ def remove_folder(path: str) -> None:
         os.close(fd)
 
 
+def _read_stats() -> dict[int, _Stat]:
+    return {p: stat for p in _list_pids() if (stat := _read_stat(p)) is not None}
+
+
+def _list_pids() -> list[int]:
+    if sys.platform != "linux":
+        return psutil.pids()
+    try:  # psutil has no error of its own for a `/proc` without processes.
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    """Reads what the system says of a process; None if it does not."""
+    if sys.platform != "linux":
+        try:
+            one = psutil.Process(pid)
+            has_ended = one.status() == psutil.STATUS_ZOMBIE
+            start = repr(one.create_time())
+            return _Stat(one.ppid(), os.getsid(pid), start, has_ended)
+        except (psutil.Error, OSError):
+            return None
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in brackets, may have any characters: proc(5).
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    if len(fields) < 20:
+        return None
+    start = fields[19].decode()
+    return _Stat(int(fields[1]), int(fields[3]), start, fields[0] in (b"Z", b"X"))
+
+
+def _read_environ(pid: int) -> dict[str, str]:
+    """Returns the environment of a process; empty where it cannot be read."""
+    try:
+        return psutil.Process(pid).environ()
+    except (psutil.Error, OSError):
+        return {}  # Ended, or not ours to read.
+
+
+def _has(stats: dict[int, _Stat], pid: int, start: str) -> bool:
+    return pid in stats and stats[pid].start == start
+
+
+def _is_still(process: Process) -> bool:
+    stat = _read_stat(process.pid)
+    return stat is not None and stat.start == process.start
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
 def main() -> None:
     """Waits for the end of the launcher; see the module docstring."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -110,10 +360,15 @@ def main() -> None:
     charge = _read_charge()
     if charge is None:
         return
-    launch_id, folder = charge
+    launch_id, folder, adopts, rest = charge
+    try:
+        census = Census(launch_id, launcher=os.getppid(), adopts=adopts)
+    except RuntimeError as error:
+        os.write(1, str(error).encode())
+        return
     os.write(1, READY)
-    if os.read(0, 1) != DONE:
-        kill_all(launch_id, timeout_s=30.0)
+    if not _watch(census, rest):
+        kill_all(census, timeout_s=30.0)
         if folder:
             remove_folder(folder)
 

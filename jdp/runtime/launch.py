@@ -90,6 +90,7 @@ def launch(
     environ: Mapping[str, str] | None = None,
     stdout_fd: int = 1,
     stderr_fd: int = 2,
+    adopts_orphans: bool = False,
 ) -> int:
     """Runs the processes of this host, and returns when the last one has ended.
 
@@ -103,6 +104,8 @@ def launch(
       environ: the environment of the processes; that of the caller by default.
       stdout_fd: where their stdout goes, line by line with the number of the process.
       stderr_fd: the same for their stderr and for messages of the launcher.
+      adopts_orphans: for a caller that does nothing else in this process, such as
+        `jdp launch`: see `supervisor.Supervisor`.
 
     Returns:
       0, or the exit code of the process that failed first; 128 + s where signal s ended
@@ -118,6 +121,7 @@ def launch(
             os.environ if environ is None else environ,
             folder=folder,
             fds=(stdout_fd, stderr_fd),
+            adopts_orphans=adopts_orphans,
         )
 
 
@@ -128,6 +132,7 @@ def _launch(
     *,
     folder: str,
     fds: tuple[int, int],
+    adopts_orphans: bool,
 ) -> int:
     """See `launch`; the processes may share `folder`, or there is none: ""."""
     launch_id = uuid.uuid4().hex
@@ -158,6 +163,7 @@ def _launch(
             grace_s=options.grace_s,
             link=link,
             folder=folder,
+            adopts_orphans=adopts_orphans,
         )
         return job.run(worker_arguments(command), environs)
     finally:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
-import psutil
-
 from jdp.runtime import endings, guard, guarding, launcher_link, output, worker
 from jdp.runtime.endings import Exit, StopState
 
@@ -34,7 +32,6 @@ _KILL_TIMEOUT_S = 10.0
 # after that only if a process outside the job holds it; it gets this long.
 _DRAIN_IDLE_S = 0.5
 _DRAIN_S = 5.0
-_MOST_GUARDS = 5
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -84,12 +81,14 @@ class Supervisor:
         pass_fds: Sequence[int] = (),
         link: launcher_link.LauncherLink | None = None,
         folder: str = "",
+        adopts_orphans: bool = False,
     ) -> None:
         """Takes what every process carries in its environment, and their output.
 
-        The guard removes `folder` if this process is killed.
+        The guard removes `folder` if this process is killed. `adopts_orphans` is for a
+        process that does nothing else: all its children from now on are of the job.
         """
-        self._folder = folder
+        self._kin = guarding.Kin(launch_id, folder, adopts_orphans=adopts_orphans)
         self._link = link
         self._ended_well: dict[int, float] = {}  # when, by process.
         self._absent: set[int] = set()  # that have ended before others met them.
@@ -98,7 +97,6 @@ class Supervisor:
         self._arguments: Sequence[str] = ()
         self._environs: Mapping[int, Mapping[str, str]] = {}
         self._told: set[int] = set()  # who is superfluous.
-        self._launch_id = launch_id
         self._forwarder = forwarder
         self._grace_s = grace_s
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -107,8 +105,6 @@ class Supervisor:
         self._held: list[Exit] = []  # not yet observed.
         self._held_since_s = 0.0
         self._failures = worker.FailurePipe()
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._num_guards = 1
 
     def run(
         self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]
@@ -139,9 +135,18 @@ class Supervisor:
         return self._state.exit_code
 
     def _start(self, process_id: int) -> None:
+        try:
+            self._try_start(process_id)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"process {process_id} could not be started: {error.strerror}",
+            ) from None
+
+    def _try_start(self, process_id: int) -> None:
         stdout_fd, stderr_fd = self._forwarder.open_streams(process_id)
         try:
-            self._running[process_id] = subprocess.Popen(
+            process = subprocess.Popen(
                 self._arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout_fd,
@@ -153,6 +158,8 @@ class Supervisor:
         finally:
             os.close(stdout_fd)
             os.close(stderr_fd)
+        self._running[process_id] = process
+        self._kin.add(process.pid)
 
     def _wait_for_workers(self) -> None:
         while self._running:
@@ -178,6 +185,7 @@ class Supervisor:
                 del self._running[process_id]
                 self._take_end(Exit(process_id, process.returncode))
         self._check_guard()
+        self._kin.look(process.pid for process in self._running.values())
         self._end_superfluous()
         self._hear_of_failures()
         signals = self._take_signals()
@@ -319,18 +327,21 @@ class Supervisor:
         for pid in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signum)
+        # A job inside this one hears it from its own launcher.
         others = [
             process
-            for process in guard.find_processes(self._launch_id)
+            for process in self._kin.find()
             if _group_of(process) not in groups
+            and (signum == signal.SIGKILL or not process.is_of_inner_job)
         ]
         guard.signal_processes(others, signum)
 
     def _sweep(self) -> None:
         """Ends what the workers have left behind."""
-        left = guard.find_processes(self._launch_id)
+        left = self._kin.find()
         if left and not self._state.is_killed:
-            guard.signal_processes(left, signal.SIGTERM)
+            outer = [process for process in left if not process.is_of_inner_job]
+            guard.signal_processes(outer, signal.SIGTERM)
         if self._state.kill_at_s is None:
             kill_at_s = time.monotonic() + self._grace_s
             self._state = self._state._replace(kill_at_s=kill_at_s)
@@ -339,7 +350,7 @@ class Supervisor:
             while time.monotonic() < next_scan_s:
                 self._forwarder.pump(timeout_s=_TICK_S)
             self._observe()
-            left = guard.find_processes(self._launch_id)
+            left = self._kin.find()
             if self._state.is_killed:  # Also those that were started since then.
                 guard.signal_processes(left, signal.SIGKILL)
             if self._is_given_up():
@@ -395,44 +406,21 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Holds the pipe whose end tells the guard that nobody else ends the job."""
+        """Has the job ended if this process cannot do it."""
         try:
-            self._guard = guarding.start(self._launch_id, self._folder)
+            self._kin.open()
             yield
-            assert self._guard is not None and self._guard.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._guard.stdin.write(guard.DONE)
+            self._kin.say_done()
         finally:
-            # After an error, the guard ends the job as if we had been killed.
-            ended, self._guard = self._guard, None
-            if ended is not None:
-                assert ended.stdin is not None
-                ended.stdin.close()
-                try:
-                    ended.wait(guarding.TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    ended.kill()
-                    ended.wait()
+            self._kin.close()  # After an error, the guard ends the job.
             for worker in self._running.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.wait(_TICK_S)
 
     def _check_guard(self) -> None:
         """Starts the guard again if it was killed; the job does not depend on it."""
-        if self._guard is None or self._guard.poll() is None:
-            return
-        code = endings.describe_exit(Exit(0, self._guard.returncode))
-        what = code.removeprefix("process 0 ")
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
-        self._num_guards += 1
-        self._guard = None
-        then = "there is none any more; kill -9 of this launcher would leave processes"
-        if self._num_guards < _MOST_GUARDS:
-            with contextlib.suppress(OSError, RuntimeError):
-                self._guard = guarding.start(self._launch_id, self._folder)
-                then = "another one was started"
-        self._forwarder.print_line(f"jdp launch: the guard {what}; {then}.")
+        if (text := self._kin.check()) is not None:
+            self._forwarder.print_line(f"jdp launch: {text}.")
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -463,7 +451,7 @@ class Supervisor:
             os.close(write_fd)
 
 
-def _group_of(process: psutil.Process) -> int | None:
+def _group_of(process: guard.Process) -> int | None:
     try:
         return os.getpgid(process.pid)
     except OSError:

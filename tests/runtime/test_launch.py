@@ -16,7 +16,7 @@ import uuid
 import psutil
 import pytest
 
-from jdp.runtime import environment, guarding, launch, supervisor
+from jdp.runtime import environment, guard, guarding, launch, supervisor
 from tests import harness
 
 TIMEOUT_S = 20.0
@@ -521,20 +521,31 @@ def test_what_a_process_leaves_behind_may_end_by_itself_first(job):
 
 
 @pytest.mark.multiprocess
-def test_a_pipe_held_outside_the_job_does_not_hang_the_launcher(job):
-    got = job(
-        """
-        import os, subprocess, sys
-        if os.environ["JDP_PROCESS_ID"] == "0":
-            code = "import time; time.sleep(6)"
-            child = subprocess.Popen([sys.executable, "-c", code], env={})
-            print(child.pid, flush=True)
-            child.returncode = 0
-        """
-    )
-    pid = int(got.out.removeprefix("[0] "))
-    assert not has_ended(pid)  # It does not carry the launch id, so it is left alone.
-    os.kill(pid, signal.SIGKILL)
+def test_a_pipe_held_outside_the_job_does_not_hang_the_launcher(job, tmp_path):
+    code = f"""
+import os, time
+while not os.path.exists({str(tmp_path / "pid")!r}):
+    time.sleep(0.01)
+held = open(f"/proc/{{open({str(tmp_path / "pid")!r}).read()}}/fd/1", "w")
+open({str(tmp_path / "held")!r}, "w").close()
+time.sleep(60)
+"""
+    outside = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        got = job(
+            f"""
+            import os, time
+            if os.environ["JDP_PROCESS_ID"] == "0":
+                open({str(tmp_path / "half")!r}, "w").write(str(os.getpid()))
+                os.rename({str(tmp_path / "half")!r}, {str(tmp_path / "pid")!r})
+                while not os.path.exists({str(tmp_path / "held")!r}):
+                    time.sleep(0.01)
+            """
+        )
+        assert outside.poll() is None
+    finally:
+        outside.kill()
+        outside.wait()
     assert got.code == 0
     assert got.elapsed_s < 5.0
 
@@ -589,7 +600,33 @@ def test_a_guard_that_cannot_start_is_an_error(job, monkeypatch, tmp_path):
     assert (tmp_path / "out").read_text() == ""
 
 
+def test_without_a_list_of_processes_there_is_no_job(job, monkeypatch, tmp_path):
+    monkeypatch.setattr(guard, "_list_pids", list)
+    with pytest.raises(guarding.GuardError, match="`/proc` must be mounted"):
+        job("print('never')")
+    assert (tmp_path / "out").read_text() == ""
+
+
 # The command line.
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_without_descriptors_says_so_in_one_line(tmp_path):
+    (tmp_path / "program.py").write_text("import time; time.sleep(60)")
+    command = f'"{sys.executable}" -m jdp.cli.main launch -n 12 program.py'
+    process = subprocess.run(
+        ["sh", "-c", f"ulimit -n 24; exec {command}"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": harness.ROOT},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (process.returncode, process.stdout) == (1, "")
+    assert re.fullmatch(
+        "jdp launch: .* could not be started: Too many open files. Raise .*\n",
+        process.stderr,
+    )
 
 
 @pytest.mark.multiprocess
@@ -686,6 +723,93 @@ def test_nothing_survives_a_launcher_that_is_killed(cli):
     process.kill()
     wait_until(lambda: all(map(has_ended, pids)))
     wait_until(lambda: not find_marked(os.environ["JDP_TEST_MARK"]))
+
+
+# Ways out of the environment, the session and the tree of the job; each prints its pid.
+ESCAPES = {
+    # As `setproctitle`, which writes over what others see of the environment.
+    "worker without a mark": "os.execve(sys.executable, [sys.executable, '-c', SLEEP],"
+    " {'NUMBER': os.environ['JDP_PROCESS_ID']})",
+    "child without a mark": "subprocess.Popen([sys.executable, '-c', SLEEP], env={})",
+    "daemon": """if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execve(sys.executable, [sys.executable, '-c', SLEEP], {})
+    os._exit(0)
+os.wait()""",
+}
+
+
+def start_escaped(cli, escape, then, num_processes=1):
+    """Starts a launcher; returns it with the pids of what escapes."""
+    program = f"""
+import os, signal, subprocess, sys, time
+SLEEP = "import os, signal, time; signal.signal(15, signal.SIG_IGN);"
+SLEEP += "print(os.getpid(), flush=True); time.sleep(60)"
+{escape}
+{then}
+"""
+    command = ("launch", "-n", str(num_processes), "--grace-s", "0.5", "program.py")
+    process = cli(*command, program=program)
+    lines = read_lines(process, num_processes)
+    return process, [int(line.split("] ")[1]) for line in lines]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("escape", ESCAPES.values(), ids=ESCAPES)
+def test_what_has_left_environment_and_session_ends_with_a_killed_launcher(cli, escape):
+    process, pids = start_escaped(cli, escape, "time.sleep(60)", num_processes=2)
+    time.sleep(0.5)  # The guard looks five times a second.
+    process.kill()
+    wait_until(lambda: all(map(has_ended, pids)))
+    wait_until(lambda: not find_marked(os.environ["JDP_TEST_MARK"]))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("escape", list(ESCAPES.values())[1:], ids=list(ESCAPES)[1:])
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_has_left_environment_and_session_ends_with_its_job(cli, escape, code):
+    process, pids = start_escaped(cli, escape, f"time.sleep(0.1); sys.exit({code})")
+    assert process.wait(TIMEOUT_S) == code
+    assert all(map(has_ended, pids))
+
+
+@pytest.mark.multiprocess
+def test_what_the_launcher_does_not_start_is_left_alone(tmp_path):
+    """A child that it has from before, as by `server & exec jdp launch`."""
+    (tmp_path / "program.py").write_text("import sys; sys.exit(3)")
+    child = "sleep 61 & echo $!; exec"
+    command = f'{child} "{sys.executable}" -m jdp.cli.main launch -n 1 program.py'
+    with open(tmp_path / "out", "w") as out:
+        process = subprocess.run(
+            ["sh", "-c", command],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": harness.ROOT},
+            stdout=out,
+            stderr=subprocess.DEVNULL,
+            timeout=60,
+        )
+    assert process.returncode == 3
+    other = psutil.Process(int((tmp_path / "out").read_text()))
+    assert other.status() == psutil.STATUS_SLEEPING
+    other.kill()
+
+
+def test_a_process_that_took_over_a_number_is_no_kin():
+    ours, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    try:
+        census = guard.Census(uuid.uuid4().hex, launcher=os.getpid(), adopts=False)
+        found = guard.describe(ours.pid)
+        census.add(found)
+        census.add(guard.Process(other.pid, "0"))
+        assert census.find() == [found]
+        guard.signal_processes([guard.Process(other.pid, "0")], signal.SIGKILL)
+        assert guard.kill_all(census, timeout_s=TIMEOUT_S) == []
+        assert ours.wait(TIMEOUT_S) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 @pytest.mark.multiprocess
@@ -807,8 +931,8 @@ def test_a_guard_that_is_killed_is_started_again(cli):
         for child in psutil.Process(process.pid).children()
         if "guard.py" in " ".join(child.cmdline())
     ]
-    (guard,) = guards
-    guard.kill()
+    (first,) = guards
+    first.kill()
     assert process.stderr.readline() == (
         "jdp launch: the guard was killed by SIGKILL; another one was started.\n"
     )
