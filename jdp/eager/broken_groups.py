@@ -1,11 +1,13 @@
 """Broken groups: whose leaves can never be ready together, on all ranks.
 
-A rank submits all leaves of a group at once. So where ranks disagree on the group of a
-name that all of them have submitted, all have submitted what they ever will of it; and
-the same where more names wait under a group than it has leaves. What is left of the
-group would wait for ever. It fails, on the ranks that wait for it.
+A rank submits all leaves of a group at once, and no other group of the name before
+those are decided. So where ranks disagree on the group of a name that all of them have
+submitted, all have submitted what they ever will of it. The same holds once every rank
+has submitted as many leaves as its group has. What is left of the group then would wait
+for ever. It fails, on the ranks that wait for it.
 """
 
+import collections
 from collections.abc import Iterable, Iterator, Mapping
 
 from jdp.eager.groups import Groups
@@ -15,6 +17,7 @@ from jdp.eager.names import Names
 from jdp.eager.slots import SlotTable, bits
 
 Key = tuple[int, str]  # a process set, and a group of it.
+_MOST_SHOWN = 4  # leaves of a rank, in an error.
 
 
 def keys_of(set_id: int, specs: Iterable[Spec]) -> set[Key]:
@@ -42,10 +45,10 @@ def fail(
       slots: what these stand for.
 
     Returns:
-      By name its error; also of groups that have more names than leaves.
+      By name its error; also of groups whose leaves differ between ranks.
     """
     parts = (names, groups, hits, slots)
-    for key, why in {**dict(_find_overfull(*parts)), **broken}.items():
+    for key, why in {**dict(_find_torn(*parts)), **broken}.items():
         waiting = _find_waiting(key, *parts)
         groups.held.pop(key, None)
         for name, spec in waiting.items():
@@ -56,20 +59,95 @@ def fail(
             yield Response((name,), (spec,), key[0], error=why)
 
 
-def _find_overfull(
+def _find_torn(
     names: Names, groups: Groups, hits: Hits, slots: SlotTable
 ) -> Iterator[tuple[Key, str]]:
-    """Finds groups with a name that is ready, and more names than they have leaves."""
-    for key, held in list(groups.held.items()):
-        size = decode_spec(held.ready[0].spec).group_size
-        waiting = _find_waiting(key, names, groups, hits, slots)
-        if len(waiting) > size:
-            some = ", ".join(sorted(waiting)[:6])
-            yield (
-                key,
-                f"Mismatched groups: {key[1]!r} has {size} leaves, but ranks have "
-                f"submitted {len(waiting)} names for it: {some}.",
+    """Finds groups of which all has come that ever will, and which are not complete."""
+    parts = (names, groups, hits, slots)
+    pending = hits.pending()
+    cached = {key for key, mask in slots.of_group.items() if mask & pending}
+    touched, names.touched = names.touched | cached, set()
+    for key in touched:
+        if key[0] not in names.members:
+            names.came.pop(key, None)
+            continue
+        awaited = names.full[key[0]] & ~names.joined
+        came = names.came.get(key, 0) | hits.find_ranks(slots.of_group.get(key, 0))
+        if awaited & ~came:
+            continue
+        waiting = _find_waiting(key, *parts)
+        if not waiting:
+            names.came.pop(key, None)
+            continue
+        leaves, is_whole = _find_leaves(key, awaited, *parts)
+        names.came[key] = sum(1 << rank for rank in leaves)
+        if is_whole:
+            yield key, _describe(key[1], leaves, waiting)
+
+
+def _find_leaves(
+    key: Key,
+    awaited: int,
+    names: Names,
+    groups: Groups,
+    hits: Hits,
+    slots: SlotTable,
+) -> tuple[dict[int, set[str]], bool]:
+    """Finds which leaves of a group each rank has submitted, and waits for.
+
+    Returns:
+      By rank the names; and whether all ranks of `awaited`, a bit set, have submitted
+      as many as their groups have.
+    """
+    set_id, group = key
+    leaves: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
+    sizes: dict[int, int] = {}
+
+    def note(rank: int, name: str, spec: bytes) -> None:
+        decoded = decode_spec(spec)
+        if decoded.group == group:
+            leaves[rank].add(name)
+            sizes[rank] = decoded.group_size
+
+    for name, entry in names.tables[set_id].items():
+        for rank in bits(entry.arrived):
+            note(rank, name, entry.odd.get(rank, entry.spec))
+    for slot in bits(hits.pending() & slots.of_group.get(key, 0)):
+        cached = slots.get(slot)
+        for rank in bits(hits.find_ranks(1 << slot)):
+            note(rank, cached.name, cached.spec)
+    held = groups.held.get(key)
+    for each in () if held is None else held.ready:  # All have submitted them.
+        for rank in bits(awaited):
+            note(rank, each.name, each.spec)
+    is_whole = all(len(leaves[r]) >= sizes.get(r, 1) for r in bits(awaited))
+    return dict(leaves), is_whole
+
+
+def _describe(
+    group: str, leaves: Mapping[int, set[str]], waiting: Mapping[str, bytes]
+) -> str:
+    """Says how the leaves of two ranks differ."""
+    first, *others = sorted(leaves) or [-1]
+    for rank in others:
+        ours, theirs = leaves[first], leaves[rank]
+        if ours != theirs:
+            return (
+                f"Mismatched groups: of {group!r}, rank {first} has "
+                f"{_list(ours, ours - theirs)}, but rank {rank} has "
+                f"{_list(theirs, theirs - ours)}."
             )
+    return (
+        f"Mismatched groups: of {group!r}, only {_list(set(waiting), set())} waited "
+        "when all ranks had joined. The rest has run with other leaves."
+    )
+
+
+def _list(leaves: set[str], odd: set[str]) -> str:
+    """Lists names, first those that the other rank has not."""
+    names = [*sorted(odd), *sorted(leaves - odd)]
+    more = len(names) - _MOST_SHOWN
+    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _find_waiting(
@@ -85,8 +163,7 @@ def _find_waiting(
         specs = (entry.spec, *entry.odd.values())
         if any([decode_spec(spec).group == group for spec in specs]):
             found[name] = entry.spec
-    for slot in bits(hits.pending() & slots.of_set[set_id]):
+    for slot in bits(hits.pending() & slots.of_group.get(key, 0)):
         cached = slots.get(slot)
-        if decode_spec(cached.spec).group == group:
-            found[cached.name] = cached.spec
+        found[cached.name] = cached.spec
     return found

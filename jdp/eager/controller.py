@@ -247,7 +247,7 @@ class Coordinator:
             found = self._respond_to_all(self._take_ready(), now_s)
             responses += found
             data += [b""] * len(found)
-        if self._broken or self._groups.held:
+        if self._broken or self._names.touched or self._slots.of_group:
             found = list(self._break_groups())
             responses += found
             data += [b""] * len(found)
@@ -286,7 +286,7 @@ class Coordinator:
         cached = [self._slots.get(slot) for slot in numbers]
         keys = [(set_id, each.name) for each in cached]
         self._slots.touch(keys)
-        if is_plain and not any([each.is_grouped for each in cached]):
+        if is_plain and not any([each.group for each in cached]):
             items = [each.item for each in cached]
             responses = [
                 Response((), (), set_id, (), tuple([numbers[i] for i in together]))
@@ -399,7 +399,7 @@ class Coordinator:
         facts = ready.process_set, ready.name, ready.spec, ready.locals
         is_small = carried.is_small(spec, item.num_bytes)
         carried_bytes = item.num_bytes if is_small else -1
-        cached = Cached(*facts, item, bool(spec.group), carried_bytes)
+        cached = Cached(*facts, item, spec.group, carried_bytes)
         slot = self._slots.give(cached, num_seen=min(self._seen))
         if slot < 0:
             oldest = self._slots.find_oldest(self._in_use())

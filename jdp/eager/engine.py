@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdp.eager import carried, checks, lost, messages, stall, startup
-from jdp.eager.entry import Completion, Entry, take_agreed
+from jdp.eager.entry import Completion, Entry
 from jdp.eager.executor import Executor
 from jdp.eager.flight_recorder import FlightRecorder
 from jdp.eager.lead import Lead
 from jdp.eager.messages import Batch, Doubt, FromRank, ProtocolError, Response
 from jdp.eager.options import EagerOptions
+from jdp.eager.pending import Pending
 from jdp.eager.response_cache import ResponseCache
 from jdp.mesh import World
 from jdp.runtime import transport
@@ -92,7 +93,7 @@ class Engine:
         self._lock = threading.Lock()
         self._queue: list[Entry] = []
         self._queued_s = 0.0  # when the first of them came.
-        self._pending: dict[tuple[int, str], Entry] = {}
+        self._pending = Pending()
         self._join_entry: Entry | None = None
         self._says_joined = False
         # Of the thread alone.
@@ -111,20 +112,11 @@ class Engine:
           ValueError: a name is in use.
           RuntimeError: the engine has ended, or this process has joined.
         """
-        pending, add = self._pending, self._recorder.add
+        add = self._recorder.add
         with self._lock:
             if self._refusal:
                 raise RuntimeError(self._refusal)
-            for i, entry in enumerate(entries):
-                if entry.key in pending:
-                    for earlier in entries[:i]:
-                        del pending[earlier.key]
-                    raise ValueError(
-                        f"`name={entry.key[1]!r}` is the name of an operation that is "
-                        "still being processed. Wait for it with `synchronize`, or use "
-                        "another name."
-                    )
-                pending[entry.key] = entry
+            self._pending.add(entries)
             for entry in entries:
                 add(entry.record)
             is_first = not self._queue
@@ -191,7 +183,7 @@ class Engine:
     def finish_own(self, *, timeout_s: float) -> None:
         """Waits until what this process has submitted is done, or the engine ends."""
         with self._lock:
-            entries = list(self._pending.values())
+            entries = list(self._pending.entries.values())
         self.wait(entries, timeout_s)
 
     def shutdown(self, *, timeout_s: float) -> None:
@@ -276,7 +268,7 @@ class Engine:
             return stall.LOOK_PERIOD_S
         if self.executor.timeline is not None:
             return _IDLE_PERIOD_S
-        is_waiting = self._pending or self._join_entry is not None
+        is_waiting = self._pending.entries or self._join_entry is not None
         return lost.PERIOD_S if is_waiting else None
 
     def _say(self) -> None:
@@ -288,7 +280,8 @@ class Engine:
             is_last, self._says_last = self._says_last, False
         leaves, asks = self._wants_to_leave, self._asks
         self._asks = False
-        is_due = self._watch.is_due() and (self._pending or self._join_entry)
+        waits = self._pending.entries or self._join_entry
+        is_due = self._watch.is_due() and waits
         doubts = self._find_doubts() if is_due else ()
         if not (entries or joined or leaves or asks or is_last or doubts):
             return
@@ -328,7 +321,8 @@ class Engine:
         """Returns the names to ask the coordinator about; see `lost`."""
         with self._lock:
             unsaid = set(map(id, self._queue))
-            said = [each for each in self._pending.values() if id(each) not in unsaid]
+            pending = self._pending.entries.values()
+            said = [each for each in pending if id(each) not in unsaid]
             join = None if self._says_joined else self._join_entry
         return self._watch.ask(said, join)
 
@@ -400,7 +394,7 @@ class Engine:
             )
         else:
             join = self._join_entry
-            entry = lost.find_lost(batch.unknown, self._pending, join)
+            entry = lost.find_lost(batch.unknown, self._pending.entries, join)
             if entry is not None:
                 self._fail(lost.describe(self.rank, entry), tell=True)
 
@@ -414,7 +408,7 @@ class Engine:
     def _take_pending(self, response: Response, agreed_s: float) -> list[Entry | None]:
         order, self._order = self._order, self._order + 1
         keys = [(response.process_set, name) for name in response.names]
-        return take_agreed(self._pending, keys, agreed_s=agreed_s, order=order)
+        return self._pending.take(keys, agreed_s=agreed_s, order=order)
 
     def _execute(
         self, response: Response, entries: list[Entry | None], data: bytes
@@ -437,7 +431,7 @@ class Engine:
 
     def _refuse(self, entry: Entry) -> None:
         request = entry.request
-        self._pending.pop(entry.key)
+        self._pending.drop(entry)
         error = ValueError(
             f"{request.name!r}: process set {request.process_set} has been removed."
         )
@@ -451,8 +445,7 @@ class Engine:
             if self.why_dead:
                 return
             self.why_dead = self._refusal = why
-            entries = [*self._agreed, *self._pending.values()]
-            self._pending.clear()
+            entries = [*self._agreed, *self._pending.take_all()]
             self._queue = []
         if tell:
             self._tell(why)

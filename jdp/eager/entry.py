@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdp.eager.flight_recorder import Record
@@ -19,6 +19,7 @@ class Entry:
         "array",
         "run",
         "is_small",
+        "group",
         "is_done",
         "value",
         "error",
@@ -31,6 +32,7 @@ class Entry:
         array: Any = None,
         run: Callable[[], Any] | None = None,
         is_small: bool = False,
+        group: tuple[int, str] | None = None,
     ):
         """Makes a request that nobody knows of yet.
 
@@ -40,6 +42,7 @@ class Entry:
           array: the tensor that this process gives.
           run: the program that is run instead.
           is_small: whether the tensor may travel with the agreement.
+          group: process set and name of the group that it is a leaf of; None: of none.
         """
         self.key = (request.process_set, request.name)
         self.request = request
@@ -47,6 +50,7 @@ class Entry:
         self.array = array
         self.run = run
         self.is_small = is_small
+        self.group = group
         self.is_done = False
         self.value: Any = None
         self.error: Exception | None = None
@@ -94,29 +98,3 @@ def _is_over(entries: Sequence[Entry]) -> bool:
             return True
         is_over = is_over and entry.is_done
     return is_over
-
-
-def take_agreed(
-    pending: MutableMapping[tuple[int, str], Entry],
-    keys: Iterable[tuple[int, str]],
-    *,
-    agreed_s: float,
-    order: int,
-) -> list[Entry | None]:
-    """Takes entries that ranks have agreed on out of those that are pending.
-
-    Args:
-      pending: by process set and name.
-      keys: those that are taken.
-      agreed_s: the time, of `time.perf_counter`.
-      order: how many responses came before.
-
-    Returns:
-      By key its entry; None where this process has submitted none.
-    """
-    entries = [pending.pop(key, None) for key in keys]
-    for entry in entries:
-        if entry is not None:
-            entry.record.agreed_s = agreed_s
-            entry.record.order = order
-    return entries

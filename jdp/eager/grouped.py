@@ -1,13 +1,16 @@
 """Grouped: collectives of trees whose leaves run all together, or not at all."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jdp.eager import gradients, requests, session
 from jdp.eager.calls import Op, named, waiting
-from jdp.eager.messages import Kind
+from jdp.eager.entry import Entry
+from jdp.eager.flight_recorder import Record
+from jdp.eager.messages import Kind, Request, Spec, encode_spec
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.requests import Handle
 from jdp.types import PyTree
@@ -184,11 +187,26 @@ def _submit(
 ) -> Handle:
     """Submits a group; `factors` are the rest of `requests.Facts`, up to the root."""
     requests.check_set(process_set)
-    if name is None:
+    if name is None or name == "":  # No group has the name "".
         with session.numbered("group", process_set.process_set_id or 0) as name:
             return _submit(kind, tree, name, process_set, *factors)
-    num_leaves = len(jax.tree.leaves(tree))
+    leaves, treedef = jax.tree.flatten(tree)
     options = requests.find_options(
-        session.current_engine(), kind, process_set, *factors, -1, name, num_leaves
+        session.current_engine(), kind, process_set, *factors, -1, name, len(leaves)
     )
-    return requests.submit_tree(options, name, tree)
+    if leaves:
+        return requests.submit_tree(options, name, tree)
+    return _submit_none(options, lambda _: jax.tree.unflatten(treedef, []))
+
+
+def _submit_none(
+    options: requests.CallOptions, finish: Callable[[list[Any]], Any]
+) -> Handle:
+    """Submits a group without leaves, so that ranks hear of it that have some."""
+    group, set_id = options.facts.group, options.set_id
+    name = f"{group} without leaves"
+    spec = encode_spec(Spec("barrier", group=group, group_size=1))
+    record = requests.started(Record(name, "barrier", process_set=set_id))
+    entry = Entry(Request(name, spec, set_id), record, group=options.group)
+    options.engine.submit([entry])
+    return Handle([entry], finish)

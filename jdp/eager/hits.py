@@ -99,6 +99,10 @@ class Hits:
             pending |= hits
         return pending
 
+    def find_ranks(self, slots: int) -> int:
+        """Returns the ranks that have sent some of `slots`, both as bit sets."""
+        return sum(1 << r for r, hits in enumerate(self.of_rank) if hits & slots)
+
     def waited_s(self, *, now_s: float) -> dict[int, float]:
         """Looks how long slots wait, each counted from the first look that finds it.
 

@@ -245,7 +245,7 @@ def _find_fault(spec: Spec) -> str:
         fault = _find_tensor_fault(spec)
         if fault:
             return fault
-    elif spec.dtype or spec.group:
+    elif spec.dtype or spec.group and spec.kind != "barrier":
         return f"dtype {spec.dtype!r} and group {spec.group!r}"
     elif spec.kind == "add_process_set":
         ranks = spec.shape

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from jdp.eager import checks
-from jdp.eager.messages import ProtocolError, Request
+from jdp.eager.messages import ProtocolError, Request, decode_spec
 
 
 class Waiting:
@@ -35,6 +35,10 @@ class Names:
         # Sets that are gone, with the number of batches before the one that says so.
         self._removed: dict[int, int] = {}
         self._num_sets = 0  # that there ever were.
+        # By process set and group, who has submitted leaves by name, as bits. Some of
+        # the leaves may have been decided since; `broken_groups` looks.
+        self.came: dict[tuple[int, str], int] = {}
+        self.touched: set[tuple[int, str]] = set()  # groups, since the last look.
         self.add_set(0, range(size))
 
     def add_set(self, set_id: int, ranks: Sequence[int]) -> None:
@@ -106,11 +110,17 @@ class Names:
         entry.arrived |= 1 << rank
         if request.local:
             entry.locals[rank] = request.local
+        group = decode_spec(spec).group
+        if group:
+            key = (set_id, group)
+            self.came[key] = self.came.get(key, 0) | 1 << rank
+            self.touched.add(key)
         self._note_ready(set_id, name, entry)
 
     def join(self, rank: int) -> None:
         """Notes that a rank has no more data."""
         self.joined |= 1 << rank
+        self.touched.update(self.came)
         for set_id, table in self.tables.items():
             if self.full[set_id] >> rank & 1:
                 for name, entry in table.items():

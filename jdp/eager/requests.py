@@ -81,6 +81,7 @@ class CallOptions:
         self.engine = engine
         self.facts = facts
         self.set_id = set_id
+        self.group = (set_id, facts.group) if facts.group else None
         self.wire = None if facts.compression is None else jnp.dtype(facts.compression)
         # Tensors that come over and over, by name, dtype, shape and so on.
         self.known: dict[Any, _Known] = {}
@@ -363,7 +364,9 @@ def _make_known(options: CallOptions, name: str, array: Any, found: _Known) -> E
         -1,
         time.perf_counter(),
     )
-    return Entry(found.request, record, array, None, found.is_small)
+    return Entry(
+        found.request, record, array, None, found.is_small, group=options.group
+    )
 
 
 def _find_out(

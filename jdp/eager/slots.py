@@ -20,7 +20,7 @@ class Cached(NamedTuple):
     spec: bytes
     locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
     item: Item  # what it is fused by.
-    is_grouped: bool  # whether it runs with others, or not at all.
+    group: str  # what it runs together with, or not at all; "" for itself.
     carried_bytes: int  # of a tensor that may come with the bit; -1: it may not.
 
 
@@ -31,6 +31,7 @@ class SlotTable:
         """Begins empty, with `capacity` slots."""
         self.live = 0  # bits: slots that stand for a name.
         self.of_set: dict[int, int] = {0: 0}  # the same, by process set.
+        self.of_group: dict[tuple[int, str], int] = {}  # by set and group.
         self.capacity = capacity  # of what is given from now on.
         self._slot_of: collections.OrderedDict[tuple[int, str], int] = (
             collections.OrderedDict()  # in the order of use.
@@ -76,6 +77,9 @@ class SlotTable:
             self._slot_of[cached.process_set, cached.name] = slot
             self.live |= 1 << slot
             self.of_set[cached.process_set] |= 1 << slot
+            if cached.group:
+                key = (cached.process_set, cached.group)
+                self.of_group[key] = self.of_group.get(key, 0) | 1 << slot
         return slot
 
     def _find_free(self, num_seen: int) -> int:
@@ -103,6 +107,11 @@ class SlotTable:
         del self._slot_of[cached.process_set, cached.name]
         self.live ^= 1 << slot
         self.of_set[cached.process_set] ^= 1 << slot
+        if cached.group:
+            key = (cached.process_set, cached.group)
+            left = self.of_group.pop(key) ^ 1 << slot
+            if left:
+                self.of_group[key] = left
         self._retired[slot] = (cached, num_batches)
         self._evicted.append(slot)
         return cached

@@ -520,10 +520,16 @@ def a_group_of_other_leaves_leaves_nothing_behind(me: Process):
     for ours, theirs, words in (
         ("ab", "abc", ["Mismatched groups of", "of 2", "of 3"]),
         ("abc", "ab", ["Mismatched groups of", "of 2", "of 3"]),
-        ("ab", "ac", ["Mismatched groups", "has 2 leaves", "3 names"]),
+        ("ab", "ac", ["Mismatched groups: of", "['b']", "['c']"]),
+        ("ab", "cd", ["Mismatched groups: of", "['b']", "['c']"]),
+        ("ab", "", ["Mismatched groups: of", "['b']", "without leaves"]),
+        ("", "a", ["Mismatched groups: of", "['a']", "without leaves"]),
+        ("chain", "", ["Mismatched groups: of", "['a']", "['c']"]),
     ):
         for call in (eager.grouped_all_reduce, eager.grouped_all_gather):
             keys = theirs if me.rank == 1 else ours
+            if ours == "chain":  # No leaf is on all ranks.
+                keys = ("ab", "bc", "ca")[me.rank]
             name = me.name(call.__name__)
             me.expect_error(
                 RuntimeError,
@@ -532,6 +538,33 @@ def a_group_of_other_leaves_leaves_nothing_behind(me: Process):
             )
             every = call({key: np.ones(2) for key in "abc"}, name=name)
             me.expect_equal(sorted(every), ["a", "b", "c"])
+    me.expect_it_works()
+
+
+def a_group_is_refused_while_one_of_its_name_is_under_way(me: Process):
+    one, other = ({key: np.full(2, 1.0) for key in keys} for keys in ("ab", "cde"))
+    calls = (eager.grouped_all_reduce_async, eager.grouped_all_gather_async)
+    for second in calls:
+        for _ in range(2):
+            if me.rank == 1:  # It is late, so that nothing is done before.
+                eager.barrier()
+            first = eager.grouped_all_reduce_async(one, op="sum", name=me.name())
+            if me.rank != 1:
+                for tree in (other, {}):
+                    me.expect_error(
+                        ValueError,
+                        [repr(me.name()), "name of a group", "still being processed"],
+                        lambda c=second, t=tree: c(t, name=me.name()),
+                    )
+                eager.barrier()
+            expected = {key: np.full(2, float(me.size)) for key in "ab"}
+            me.expect(eager.synchronize(first), expected)
+            handle = second(other, name=me.name())
+            me.expect_equal(sorted(eager.synchronize(handle)), ["c", "d", "e"])
+    me.expect(eager.grouped_all_reduce({}, name=me.name()), {}, "no leaves")
+    # It has no name then.
+    found = eager.grouped_all_reduce({"a": 1.0}, op="sum", name="")
+    me.expect(found, {"a": np.array(float(me.size))})
     me.expect_it_works()
 
 
@@ -548,6 +581,7 @@ def several_threads_get_one_object(me: Process):
 CHECKS = (
     a_refused_call_without_a_name_does_not_count,
     a_group_of_other_leaves_leaves_nothing_behind,
+    a_group_is_refused_while_one_of_its_name_is_under_way,
     several_threads_get_one_object,
     shapes_differ,
     as_many_elements_in_another_shape_are_not_the_same,

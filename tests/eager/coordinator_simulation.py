@@ -2,8 +2,9 @@
 
 There are more names than slots, so that slots are taken back and given to others while
 bits for them are on their way. Some names are small, and travel with the agreement;
-some run in groups, in process sets that come and go, or differ between ranks; ranks
-join, and ask whether what they wait for is lost. Every sum is checked, and that every
+some run in groups, in process sets that come and go, or differ between ranks; some
+groups have other leaves on other ranks. Ranks join, and ask whether what they wait for
+is lost. Every sum is checked, and that every
 name is decided once on each rank.
 
 python -m tests.eager.coordinator_simulation --decisions 1000000 --seed 1
@@ -26,6 +27,7 @@ from jdp.eager.response_cache import ResponseCache
 _SHAPES = ((1,), (4,), (1000,))  # the last one is too large to be carried.
 _NUM_NAMES = 14
 _GROUPS = {"g": {"n0", "n1", "n5"}, "h": {"n2", "n3"}}
+_TORN = ("n14", "n15", "n16", "n17")  # names of a group of which ranks may differ.
 
 
 class Wrong(AssertionError):
@@ -40,11 +42,17 @@ class Call(NamedTuple):
     number: int  # how often the name came before, in this process set.
     specs: dict[int, Spec]  # by rank that submits it.
     is_wrong: bool  # whether ranks differ, here or in the group.
+    round: int = 0  # of the plan: all leaves of a group are of one.
 
     @property
     def key(self):
         """What the engine knows it by."""
         return self.set_id, self.name
+
+    def group_of(self, rank):
+        """The process set and group that a rank submits it in, or None."""
+        group = self.specs[rank].group
+        return (self.set_id, group) if group else None
 
 
 @dataclasses.dataclass
@@ -103,6 +111,7 @@ class Simulation:
         # Jobs of few names that are all small are carried mostly.
         self.num_names = rng.choice((2, 5, 8, _NUM_NAMES))
         self.is_small = rng.random() < 0.7
+        self.num_rounds = 0
         self.most = rng.choice(((1,), (1, 2), (1, 1, 2, 5)))
         self.max_sets = rng.choice((1, 2, 4))
 
@@ -125,13 +134,16 @@ class Simulation:
             ranks = [r for r in self.sets[set_id] if last[r] > number]
             calls = self._make_round(set_id, ranks, joins)
             for rank in ranks:
-                order = rng.sample(calls, len(calls))
-                self.ranks[rank].plan.extend(order)
+                mine = [call for call in calls if rank in call.specs]
+                self.ranks[rank].plan.extend(rng.sample(mine, len(mine)))
         for rank in self.ranks:
             rank.joins = joins
 
     def _make_round(self, set_id, ranks, joins):
         rng = self.rng
+        self.num_rounds += 1
+        if rng.random() < 0.1:
+            return self._make_torn(set_id, ranks, not joins)
         num_names = rng.randint(1, min(4, self.num_names))
         names = {f"n{i}" for i in rng.sample(range(self.num_names), num_names)}
         touched = [each for each, of_it in _GROUPS.items() if names & of_it]
@@ -158,7 +170,29 @@ class Simulation:
             is_wrong = bool(odd) and (name == odd or {name, odd} <= set(in_group))
             number = self.counts[set_id, name]
             self.counts[set_id, name] += 1
-            calls.append(Call(set_id, name, number, specs, is_wrong))
+            call = Call(set_id, name, number, specs, is_wrong, self.num_rounds)
+            calls.append(call)
+        return calls
+
+    def _make_torn(self, set_id, ranks, can_differ):
+        """A group whose leaves may differ between ranks; perhaps none is on all."""
+        rng, specs = self.rng, collections.defaultdict(dict)
+        leaves = dict.fromkeys(ranks, _TORN[:2])
+        if can_differ and rng.random() < 0.5:
+            most = rng.randint(1, 3)
+            leaves = {r: rng.sample(_TORN, rng.randint(1, most)) for r in ranks}
+        for rank, names in leaves.items():
+            for name in names:
+                shape = _SHAPES[hash_of(name) % (2 if self.is_small else 3)]
+                spec = Spec("all_reduce", "int64", shape, op="sum")
+                specs[name][rank] = replace(spec, group="t", group_size=len(names))
+        is_torn = len({frozenset(names) for names in leaves.values()}) > 1
+        calls = []
+        for name, of_ranks in specs.items():
+            number = self.counts[set_id, name]
+            self.counts[set_id, name] += 1
+            call = Call(set_id, name, number, of_ranks, is_torn, self.num_rounds)
+            calls.append(call)
         return calls
 
     def _change_sets(self):
@@ -255,15 +289,36 @@ class Simulation:
         return True
 
     def _can_go_on(self, rank):
-        if rank.plan:
-            return rank.plan[0].key not in rank.pending and not rank.has_joined
-        return rank.joins
+        if not rank.plan:
+            return rank.joins
+        call = rank.plan[0]
+        if call.key in rank.pending or rank.has_joined:
+            return False
+        group = call.group_of(rank.rank)
+        if group is None:
+            return True
+        # The leaves of a group are submitted at once: none while a name is in use.
+        names = [
+            each.key
+            for each in rank.plan
+            if each.round == call.round and each.group_of(rank.rank) == group
+        ]
+        rounds = {
+            each.call.round
+            for each in rank.pending.values()
+            if each.call.group_of(rank.rank) == group
+        }
+        return rounds <= {call.round} and not any(key in rank.pending for key in names)
 
     def _submit(self, rank):
         """One message, with all that became ready, as `Engine._say` makes it."""
-        entries, most = [], self.rng.choice(self.most)
-        while rank.plan and len(entries) < most and self._can_go_on(rank):
+        entries, most, whole = [], self.rng.choice(self.most), 0
+        while rank.plan and self._can_go_on(rank):
+            if len(entries) >= most and rank.plan[0].round != whole:
+                break
             call = rank.plan.popleft()
+            if call.name in _TORN:
+                whole = call.round  # All leaves in one message.
             if call.set_id in rank.gone:  # It refuses it by itself.
                 self.decided.setdefault(_Id(call), set()).add(rank.rank)
                 continue

@@ -229,7 +229,12 @@ def _group(names, *, size=None, dtypes=None, group="g"):
 _BROKEN = {
     "one has more leaves": ("ab", "abc", {}, "Mismatched groups of 'a'"),
     "one has fewer leaves": ("abc", "ab", {}, "Mismatched groups of 'a'"),
-    "one has another leaf": ("ab", "ac", {}, "'g' has 2 leaves.*3 names for it: a, b"),
+    "one has another leaf": (
+        "ab",
+        "ac",
+        {},
+        "of 'g', rank 0 has [bc], a, but rank [12] has",
+    ),
     "dtypes differ too": ("ab", "abc", {"a": "int32"}, "Mismatched"),
     "one has no group": ("ab", "a", None, "Mismatched groups of 'a'.*has none"),
 }
@@ -246,6 +251,23 @@ def test_nothing_is_left_of_a_group_that_ranks_do_not_agree_on(
     requests.append(_group(theirs, size=0 if dtypes is None else None, dtypes=dtypes))
     if is_turned:
         requests.reverse()
+    _check_that_nothing_is_left(requests, text, is_cached=is_cached)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "leaves", [("ab", "bc", "ca"), ("ab", "cd", "ef"), ("ab", "ab", "c"), "abc"]
+)
+def test_nothing_is_left_of_a_group_without_a_leaf_on_all_ranks(
+    leaves, order, is_cached
+):
+    requests = [_group(leaves[i]) for i in order]
+    text = "Mismatched groups: of 'g', rank 0 has .*, but rank [12] has .*\\."
+    _check_that_nothing_is_left(requests, text, is_cached=is_cached)
+
+
+def _check_that_nothing_is_left(requests, text, *, is_cached):
     job = Job(3)
     if is_cached:
         for each in requests:  # All agree on the one, and then on the other.
@@ -255,6 +277,9 @@ def test_nothing_is_left_of_a_group_that_ranks_do_not_agree_on(
     for rank, each in enumerate(requests):
         before = len(job.executed[rank])
         job.submit(rank, *each)
+        if rank < 2:  # No rank hears of it before all have come.
+            job.settle()
+            assert len(job.executed[rank]) == before
     job.settle()
     for rank, each in enumerate(requests):
         mine = {request.name for request in each}
@@ -271,6 +296,40 @@ def test_nothing_is_left_of_a_group_that_ranks_do_not_agree_on(
     job.settle()
     for executed in job.executed:
         assert sorted(executed[-1][1]) == ["a", "b", "c"] and not executed[-1][2]
+
+
+def test_leaves_of_a_rank_that_has_joined_end_with_the_join_at_the_latest():
+    job = Job(3)
+    job.submit(2, *_group("ab"), joined=True)
+    job.settle()
+    for rank in range(2):
+        assert not job.executed[2]
+        job.submit(rank, *_group("ac"))
+        job.settle()
+    assert [sorted(names) for _, names, _ in job.executed[2]] == [["a", "c"]]
+    assert not job.executed[2][0][2]
+    for rank in range(2):
+        job.submit(rank, joined=True)
+        job.settle()
+    ((_, names, error),) = job.executed[2][1:]
+    assert names == ("b",) and "only b waited when all ranks had joined" in error
+    assert job.last_joined == [[1]] * 3 and not job.coordinator.has_waiting
+
+
+def test_those_that_have_not_joined_hear_that_their_leaves_differ():
+    job = Job(3)
+    for rank, names in ((0, "ab"), (1, "bc")):
+        job.submit(rank, *_group(names))
+    job.settle()
+    assert not job.executed[0]
+    job.submit(2, joined=True)
+    job.settle()
+    for rank in range(2):
+        assert len(job.executed[rank]) == 3
+        assert all("rank 0 has a, b, but" in text for *_, text in job.executed[rank])
+        job.submit(rank, *_group("ab"))
+    job.settle()
+    assert job.executed[1][-1] == (0, ("a", "b"), "")
 
 
 def test_a_group_whose_process_set_goes_with_it_fails():

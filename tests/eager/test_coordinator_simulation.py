@@ -2,6 +2,7 @@
 
 import pytest
 
+from jdp.eager import broken_groups
 from jdp.eager.controller import Coordinator
 from jdp.eager.hits import Hits
 from jdp.eager.response_cache import ResponseCache
@@ -77,9 +78,21 @@ def _reuse_slots_at_once(monkeypatch):
     monkeypatch.setattr(Coordinator, "_give_slot", hurry)
 
 
+def _leave_torn_groups(monkeypatch):
+    """Groups of which ranks have other leaves wait for ever."""
+    monkeypatch.setattr(broken_groups, "_find_torn", lambda *parts: iter(()))
+
+
+def _tear_groups_at_the_first_leaves(monkeypatch):
+    """Groups fail before all ranks have come."""
+    monkeypatch.setattr(Hits, "find_ranks", lambda self, slots: (1 << 8) - 1)
+
+
 @pytest.mark.parametrize(
     "defect",
     [
+        _leave_torn_groups,
+        _tear_groups_at_the_first_leaves,
         _keep_data_of_retired_slots,
         _keep_data_of_slots_taken_back,
         _keep_data_that_one_rank_did_not_send,
