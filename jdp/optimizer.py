@@ -11,6 +11,7 @@ from jax import lax
 from jdp import (
     buckets,
     grad_sync,
+    outer_transforms,
     reduction,
     update_arguments,
     usage_flags,
@@ -48,6 +49,11 @@ def distributed_optimizer(
     replica has any, the state stays bit for bit what it was, and updates are -0.0,
     which changes no parameter.
 
+    What looks at gradients goes inside:
+    `jdp.distributed_optimizer(optax.chain(optax.clip_by_global_norm(1.0), tx))`. In
+    front of it, in an `optax.chain` around, each replica would clip by its own norm; a
+    step of `jdp.data_parallel` refuses that.
+
     Args:
       tx: the optimizer.
       divide_by: see `sync_gradients`, as for the other options.
@@ -74,6 +80,7 @@ def distributed_optimizer(
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         update_arguments.check_shapes(updates, params)
+        updates = outer_transforms.mark(updates, "distributed_optimizer")
         extra_args = update_arguments.check_extra(extra_args, axis_name)
         weighting = weights.resolve(weight, divide_by)
         inner_state, hook_state = state, None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jdp import compat, sources
+from jdp import compat, outer_transforms, sources
 from jdp.backward import exchange, flow
 from jdp.backward.exchange import line_of
 
@@ -146,6 +146,7 @@ class _Analysis:
             known = {var: x for var, x in pairs if x}
             for eqn in body.eqns:
                 self._follow_equation(eqn, known)
+            outer_transforms.check(body, lambda x: bool(_read(known, x) & self._all))
             outputs = tuple(_read(known, var) for var in body.outvars)
             inputs = tuple(_read(known, var) for var in body.invars)
             self._followed[key] = jaxpr, _Followed(outputs, inputs)

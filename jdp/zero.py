@@ -11,6 +11,7 @@ from jdp import (
     buckets,
     compat,
     compression,
+    outer_transforms,
     per_replica,
     pieces,
     reduction,
@@ -131,6 +132,7 @@ def zero1(
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         _check_arguments(updates, state, params)
+        updates = outer_transforms.mark(updates, "zero1")
         layout = layouts.find_layout(axis_name)
         extra_args = update_arguments.check_extra(extra_args, axis_name)
         weighting = weights.resolve(weight, divide_by)

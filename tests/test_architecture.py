@@ -19,7 +19,7 @@ LAYERS = (
         "compat_kernels",
         "progress",
     },
-    {"arguments", "sources"},
+    {"arguments", "sources", "outer_transforms"},
     {"mesh", "buckets", "wire", "methods", "flat_state"},
     {"weights", "join", "per_replica"},
     {"backward"},
