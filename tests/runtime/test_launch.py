@@ -793,6 +793,7 @@ def test_what_the_launcher_does_not_start_is_left_alone(tmp_path):
     other = psutil.Process(int((tmp_path / "out").read_text()))
     assert other.status() == psutil.STATUS_SLEEPING
     other.kill()
+    other.wait(TIMEOUT_S)
 
 
 def test_a_process_that_took_over_a_number_is_no_kin():
