@@ -14,6 +14,7 @@ import os
 import pathlib
 import resource
 import shutil
+import stat
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -33,8 +34,17 @@ _NUM_DESCRIPTORS = 64  # that orbax and tensorstore may open at once.
 _Digest = Annotated[str, Meta(min_length=32, max_length=32)]
 
 
+# What is not there, or is another kind of thing, is damage; any other error of a disk
+# may pass, such as ESTALE, EIO or EMFILE.
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, or is not what was written."""
+    """A checkpoint is not what was written."""
+
+
+class FormatError(RuntimeError):
+    """A checkpoint is whole, and of another version of jdp."""
 
 
 class _Leaf(msgspec.Struct, frozen=True):
@@ -47,6 +57,12 @@ class _File(msgspec.Struct, frozen=True, order=True):
     path: str  # below the folder of the arrays.
     num_bytes: messages.Count
     digest: _Digest
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What the manifest of every version has."""
+
+    format: int
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -63,6 +79,7 @@ class Manifest(msgspec.Struct, frozen=True):
     settled: bytes  # the table of pushes, as msgpack.
 
 
+_header = msgspec.json.Decoder(_Header)
 _manifest = msgspec.json.Decoder(Manifest)
 _table = msgspec.msgpack.Decoder(dict[messages.Identity, Settled])
 
@@ -130,6 +147,8 @@ def read_manifest(folder: pathlib.Path, *, place: tuple[int, int]) -> Manifest:
 
     Raises:
       CheckpointError: it is missing, damaged, or that of another server.
+      FormatError: it is of another version.
+      OSError: it cannot be read now.
     """
     try:
         with (folder / _MANIFEST).open("rb") as file:
@@ -138,7 +157,7 @@ def read_manifest(folder: pathlib.Path, *, place: tuple[int, int]) -> Manifest:
         raise CheckpointError(
             "it has no manifest: it is part of a copy, or of an older jdp"
         ) from None
-    except OSError as error:
+    except _MISSING as error:
         raise CheckpointError(
             f"its manifest cannot be read: {error.strerror}"
         ) from None
@@ -146,13 +165,16 @@ def read_manifest(folder: pathlib.Path, *, place: tuple[int, int]) -> Manifest:
     if digest != _digest(text).encode():
         raise CheckpointError("its manifest does not have the checksum it begins with")
     try:
+        found = wire.decode_with(_header.decode, text).format
+        if found != _FORMAT:
+            raise FormatError(
+                f"`{folder}` is a checkpoint of format {found}, of "
+                f"{'a newer' if found > _FORMAT else 'an older'} jdp, and this jdp "
+                f"reads format {_FORMAT}"
+            )
         manifest = wire.decode_with(_manifest.decode, text)
     except wire.DecodeError as error:
         raise CheckpointError(f"its manifest is none: {error}") from None
-    if manifest.format != _FORMAT:
-        raise CheckpointError(
-            f"it has format {manifest.format}, and this jdp reads {_FORMAT}"
-        )
     if (manifest.server, manifest.num_servers) != place:
         raise CheckpointError(
             f"it is that of server {manifest.server} of {manifest.num_servers}"
@@ -169,9 +191,12 @@ def read(
 
     Raises:
       CheckpointError: something is missing, or is not what was written.
+      FormatError: it is of another version.
+      OSError: it cannot be read now.
     """
     manifest = read_manifest(folder, place=place)
     _check_files(folder / _ARRAYS, manifest.files)
+    _check_descriptors()
     arrays = _restore(folder / _ARRAYS, manifest.leaves)
     for i, (array, leaf) in enumerate(zip(arrays, manifest.leaves, strict=True)):
         if _describe(array) != leaf:
@@ -221,20 +246,29 @@ def _digest(data: Any) -> str:
 
 def _find_files(folder: pathlib.Path) -> list[_File]:
     found = []
-    for path in folder.rglob("*"):
-        if path.is_file():
+    # `Path.rglob` passes over folders that cannot be read.
+    for parent, _, names in os.walk(folder, onerror=_raise):
+        for path in (pathlib.Path(parent, name) for name in names):
+            found_stat = path.stat()
+            if not stat.S_ISREG(found_stat.st_mode):
+                continue
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, _new_digest).hexdigest()
-            name, num_bytes = str(path.relative_to(folder)), path.stat().st_size
-            found.append(_File(name, num_bytes, digest))
+            name = str(path.relative_to(folder))
+            found.append(_File(name, found_stat.st_size, digest))
     return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _check_files(folder: pathlib.Path, wanted: Sequence[_File]) -> None:
     """Raises CheckpointError unless the files are those that were written."""
     try:
-        found = {file.path: file for file in _find_files(folder)}
-    except OSError as error:
+        is_there = folder.is_dir()
+        found = {f.path: f for f in (_find_files(folder) if is_there else ())}
+    except _MISSING as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from None
     for file in wanted:
         other = found.get(file.path)
@@ -308,11 +342,11 @@ def _restore(path: pathlib.Path, leaves: Sequence[_Leaf]) -> list[np.ndarray]:
         ]
     except (MemoryError, CheckpointError):
         raise
-    # Damaged files come out of orbax, tensorstore, zstandard and JSON as errors of any
-    # class; there is no list of them.
+    # The files are those that were written. Orbax, tensorstore and zstandard say in
+    # errors of any class what keeps them from reading; there is no list of them.
     except Exception as error:
         text = wire.printable(f"{type(error).__name__}: {error}", most=200)
-        raise CheckpointError(f"its arrays cannot be read: {text}") from None
+        raise OSError(f"its arrays cannot be read: {text}") from None
 
 
 def _sync(folder: pathlib.Path) -> None:

@@ -40,7 +40,8 @@ class Checkpoints:
         """Opens the folder of a server, or makes it.
 
         Raises:
-          RuntimeError: orbax is not installed, or the folder cannot be written.
+          RuntimeError: orbax is not installed, the folder cannot be read or written,
+            or it has a checkpoint of another version; nothing is changed then.
           ValueError: the folder is that of another number of servers.
         """
         if importlib.util.find_spec("orbax.checkpoint") is None:
@@ -66,13 +67,14 @@ class Checkpoints:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self._folder)
-            newest = self._scan()
-            self._progress = ProgressFile(self._folder / "progress")
+            try:
+                newest = self._scan()
+                self._progress = ProgressFile(self._folder / "progress")
+            except BaseException:
+                self._lock.close()
+                raise
         except OSError as error:
-            raise RuntimeError(
-                f"`checkpoint_dir` {str(self._folder)!r} cannot be used: {error}. A "
-                "server needs to read and write there."
-            ) from None
+            raise _cannot_be_used(self._folder, error) from None
         if self._progress.damage:
             self._has_lost = self._has_lost or bool(self._counts)
             _logger.error(
@@ -127,11 +129,18 @@ class Checkpoints:
         self._write_progress(version, self._progress.found.common)
 
     def read_attendance(self) -> bytes:
-        """Returns what `note_attendance` has written; b"" for nothing."""
+        """Returns what `note_attendance` has written; b"" for nothing.
+
+        Raises:
+          RuntimeError: it cannot be read.
+        """
+        path = self._folder / _ATTENDANCE
         try:
-            return (self._folder / _ATTENDANCE).read_bytes()
-        except OSError:
+            return path.read_bytes()
+        except FileNotFoundError:
             return b""
+        except OSError as error:
+            raise _cannot_be_used(path, error) from None
 
     def note_attendance(self, data: bytes) -> None:
         """Writes down which workers have come and left; b"" removes it."""
@@ -193,13 +202,19 @@ class Checkpoints:
         return True
 
     def load(self, count: int) -> tuple[list[np.ndarray], dict[bytes, Settled]] | None:
-        """Reads a checkpoint; None if it is not what was written, and is refused."""
+        """Reads a checkpoint; None if it is not what was written, and is refused.
+
+        Raises:
+          RuntimeError: it cannot be read now; it stays as it is.
+        """
         folder = self._folder / f"updates-{count}"
         try:
             return checkpoint_files.read(folder, place=self._place)
         except CheckpointError as error:
             self._refuse(count, error)
             return None
+        except OSError as error:
+            raise _cannot_be_used(folder, error) from None
 
     def keep(self, count: int) -> None:
         """Takes note that this is the newest checkpoint that all servers have."""
@@ -216,23 +231,36 @@ class Checkpoints:
         self._lock.close()
 
     def _scan(self) -> Version:
-        """Finds what there is; returns the newest version."""
+        """Finds what there is; returns the newest version.
+
+        Raises:
+          RuntimeError: a checkpoint is of another version. Nothing is changed then, nor
+            at an OSError.
+        """
+        refused, has_refused = [], False
         newest = Version()
-        self._remove_leftovers()
         for path in sorted(self._folder.iterdir()):
-            if path.name.startswith("refused-"):
-                self._has_lost = True
+            has_refused |= path.name.startswith("refused-")
             if (match := _FOLDER.fullmatch(path.name)) is None:
                 continue
             try:
                 found = checkpoint_files.read_manifest(path, place=self._place)
             except CheckpointError as error:
-                self._refuse(int(match[1]), error)
+                refused.append((int(match[1]), error))
+            except checkpoint_files.FormatError as error:
+                raise RuntimeError(
+                    f"`checkpoint_dir` cannot be used: {error}. Nothing was changed. "
+                    "Start with the jdp that wrote it, or give another folder."
+                ) from None
             else:
                 count = found.version.count
                 self._counts.add(count)
                 self._runs[count], self._states[count] = found.run, found.state
                 newest = max(newest, found.version)
+        self._has_lost |= has_refused
+        self._remove_leftovers()
+        for count, error in refused:
+            self._refuse(count, error)
         return newest
 
     def _tell_failure(self, count: int, error: OSError) -> None:
@@ -291,6 +319,13 @@ class Checkpoints:
     def _write_progress(self, version: Version, common: int) -> None:
         # A disk that is full is named where a checkpoint is written.
         self._progress.write(Progress(version, common))
+
+
+def _cannot_be_used(path: pathlib.Path, error: OSError) -> RuntimeError:
+    return RuntimeError(
+        f"`checkpoint_dir` {str(path)!r} cannot be used: {error}. A server needs to "
+        "read and write there. Nothing was changed: start it again once that works."
+    )
 
 
 def find_superfluous(counts: Collection[int], common: int) -> list[int]:

@@ -1,8 +1,11 @@
 """Checkpoints that are damaged, missing, half written, or that no disk takes."""
 
+import contextlib
 import errno
+import json
 import logging
 import os
+import pathlib
 import resource
 import shutil
 import struct
@@ -138,6 +141,89 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_is_there(
     assert found.find_counts() == (20,) and found.load(20) is not None
     assert "Server 0 refuses the checkpoint of update 40" in caplog.text
     assert message in caplog.text
+
+
+def _tree(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if path.name != "lock"
+    }
+
+
+class _Disk:
+    """Answers with an error where a file of some name is opened or listed."""
+
+    def __init__(self, monkeypatch, number, name):
+        self._number, self._name, self._monkeypatch = number, name, monkeypatch
+        for owner, function in ((pathlib.Path, "open"), (os, "scandir")):
+            self._patch(owner, function)
+
+    def _patch(self, owner, function):
+        real = getattr(owner, function)
+
+        def call(path, *args, **kwargs):
+            if isinstance(path, str | os.PathLike) and self._is_sick(os.fspath(path)):
+                raise OSError(self._number, os.strerror(self._number), str(path))
+            return real(path, *args, **kwargs)
+
+        self._monkeypatch.setattr(owner, function, call)
+
+    def _is_sick(self, path):
+        return os.path.basename(path) == self._name
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES]
+)
+@pytest.mark.parametrize("name", ["manifest", "attendance", "arrays", "d", "0.npz"])
+def test_a_disk_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, number, name):
+    made = _made(tmp_path)
+    made.note_attendance(b"someone")
+    made.close()
+    folder = tmp_path / "server-0-of-1"
+    (file, *_) = [p for p in _files(folder / "updates-40") if p.name != "manifest"]
+    name = file.name if name == "0.npz" else name
+    before = _tree(folder)
+    with monkeypatch.context() as patch:
+        _Disk(patch, number, name)
+        with pytest.raises(RuntimeError, match="(?s)cannot be used: .*once that works"):
+            with contextlib.closing(Checkpoints(tmp_path, 0, 1)) as found:
+                found.read_attendance()
+                found.load(40)
+    assert _tree(folder) == before
+    found = Checkpoints(tmp_path, 0, 1)
+    assert found.find_counts() == (20, 40) and found.load(40) is not None
+
+
+def test_an_array_that_orbax_cannot_read_now_is_no_damage(tmp_path, monkeypatch):
+    _made(tmp_path)
+
+    def fail():
+        raise ValueError("Too many open files")
+
+    monkeypatch.setattr(checkpoint_files, "_open", fail)
+    found = Checkpoints(tmp_path, 0, 1)
+    with pytest.raises(RuntimeError, match="cannot be used: .*Too many open files"):
+        found.load(40)
+    assert (tmp_path / "server-0-of-1" / "updates-40").is_dir()
+
+
+@pytest.mark.parametrize("number, age", [(1, "an older"), (3, "a newer")])
+def test_a_checkpoint_of_another_format_is_refused_untouched(tmp_path, number, age):
+    _made(tmp_path).close()
+    folder = tmp_path / "server-0-of-1"
+    _flip(folder / "updates-20" / "manifest", 100)  # Not even this is renamed.
+    text = json.dumps({"format": number, "other": "fields"}).encode()
+    digest = checkpoint_files._digest(text).encode()
+    (folder / "updates-40" / "manifest").write_bytes(digest + b"\n" + text)
+    (folder / "half-60").mkdir()
+    before = _tree(folder)
+    with pytest.raises(
+        RuntimeError, match=f"updates-40.* format {number}, of {age} jdp"
+    ):
+        Checkpoints(tmp_path, 0, 1)
+    assert _tree(folder) == before
 
 
 def test_what_was_half_written_is_removed_and_what_is_no_checkpoint_stays(tmp_path):
