@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.core
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,6 +19,8 @@ SCALAR_ADVICE = (
     "state, or name the argument in `replicated_argnames`."
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _ALIGNMENT = 64  # of memory that JAX keeps on CPU as it is, in bytes.
 _LARGE_BYTES = 1 << 16  # below, a copy of JAX's own costs less than aligned memory.
 
@@ -108,6 +111,16 @@ def find_current_world() -> World | None:
     return _CurrentWorld.world
 
 
+def check_world(world: Any) -> None:
+    """Raises TypeError unless `world` is a `World`."""
+    if not isinstance(world, World):
+        raise TypeError(
+            "`world` must be what `jdp.init` returned, got "
+            f"{type(world).__name__}. It is the first argument of `jdp.replicate` and "
+            "`jdp.global_batch`, and `world=` elsewhere."
+        )
+
+
 def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Returns one axis name, or several, as a tuple."""
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
@@ -149,6 +162,22 @@ def check_axis_name(axis_name: AxisName) -> None:
             "`axis_name` must be one name or a pair of names (across nodes, within a "
             f"node), got {axis_name!r}."
         )
+
+
+def without_ambient(fn: Callable[P, T]) -> Callable[P, T]:
+    """Hides from a function the mesh that `jax.set_mesh` has set around it, if any.
+
+    JAX refuses to trace a `shard_map`, and operations on arrays, over another mesh.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not jax.sharding.get_abstract_mesh().axis_names:  # 0.2 us.
+            return fn(*args, **kwargs)
+        with jax.set_mesh(None):
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def make_mesh(
@@ -195,10 +224,11 @@ def global_batch(world: World, local_batch: PyTree) -> PyTree:
       replicas on dimension 0.
 
     Raises:
-      TypeError: a leaf is no array.
+      TypeError: a leaf is no array, or a value that JAX traces.
       ValueError: a leaf has no dimension 0, is empty, does not divide among the
         replicas of this process, or is a global array with another sharding.
     """
+    check_world(world)
     leaves, treedef = jax.tree.flatten(local_batch)
     placed = [
         leaf if _is_split(world, leaf) else _split_leaf(world, local_batch, i, leaf)
@@ -218,6 +248,11 @@ def _is_split(world: World, leaf: Any) -> bool:
 def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Array:
     if not isinstance(leaf, jax.Array):
         leaf = _as_host_array(tree, index, leaf)
+    elif isinstance(leaf, jax.core.Tracer):
+        raise TypeError(
+            f"{_describe(tree, index)} is a value that JAX traces. Batches are placed "
+            "from Python, outside of `jit` and `vmap`."
+        )
     elif leaf.is_deleted():
         raise RuntimeError(
             f"{_describe(tree, index)} was deleted, or donated to a function; make a "

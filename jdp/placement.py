@@ -1,9 +1,10 @@
 """Placement: does every leaf of a state lie where the step of all replicas needs it?"""
 
+import functools
 import operator
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -14,6 +15,29 @@ from jdp import buckets, compat, mesh, per_replica, replicas
 from jdp.flat_state import Finder, FlatState, Structure, Structures
 from jdp.mesh import World
 from jdp.types import PyTree
+
+T = TypeVar("T")
+
+
+def from_python(run: Callable[..., T]) -> Callable[..., T]:
+    """Says of a call that fails while JAX traces that this is why.
+
+    What fails there is whatever looks first at a value that JAX traces.
+
+    Args:
+      run: method of an object with a `name`.
+    """
+
+    @functools.wraps(run)
+    def call(self: Any, *arguments: Any) -> T:
+        try:
+            return run(self, *arguments)
+        except Exception:
+            if not _is_traced(arguments):
+                raise
+            raise _while_tracing(self.name) from None
+
+    return call
 
 
 class HeldLeaves:
@@ -154,11 +178,7 @@ class StatePlacer:
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
             name = f"The state's leaf `{jax.tree_util.keystr(path) or '(root)'}`"
             if isinstance(leaf, jax.core.Tracer):
-                raise TypeError(
-                    f"The step `{self._name}` was called while JAX traces. It is "
-                    "compiled as a whole; call it from Python, or use "
-                    "`jdp.value_and_grad` under your own `jit` and `shard_map`."
-                )
+                raise _while_tracing(self._name)
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise RuntimeError(
                     f"The state was donated to an earlier call of `{self._name}`, or "
@@ -266,6 +286,20 @@ def check_is_array(leaf: Any, name: str) -> None:
             "class of one's own is taken apart once it is registered with "
             "`jax.tree_util.register_dataclass`."
         ) from None
+
+
+def _is_traced(arguments: PyTree) -> bool:
+    """Whether an argument is traced, or whatever is computed here."""
+    probes = [jax.device_put(np.float32(0)), *jax.tree.leaves(arguments)]
+    return any(isinstance(x, jax.core.Tracer) for x in probes)
+
+
+def _while_tracing(step: str) -> TypeError:
+    return TypeError(
+        f"The step `{step}` was called while JAX traces. It is compiled as a whole; "
+        "call it from Python, or use `jdp.value_and_grad` under your own `jit` and "
+        "`shard_map`."
+    )
 
 
 def _has_deleted(leaves: list[Any]) -> bool:

@@ -32,6 +32,7 @@ def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> N
       RuntimeError: they differ; on every process, naming the first difference and
         both values. Or a process failed or did not come within `world.timeout_s`.
     """
+    mesh.check_world(world)
     topic = "comparison of programs"
     with agreement.reporting(world, topic):
         jaxpr = jax.make_jaxpr(fn)(*args)
@@ -54,6 +55,7 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
         first element, and both values. Or a process did not come in time.
       ValueError: a leaf is split over the replicas.
     """
+    mesh.check_world(world)
     comparison.compare_values(world, tree, name="tree", topic="comparison of replicas")
 
 
@@ -80,10 +82,14 @@ def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
       RuntimeError: structure, a shape or a dtype differs between the processes, or a
         leaf is on all replicas in one process and not in another; on every process,
         naming the path and both values.
+      TypeError: `world` or `process` is something else.
       ValueError: an array of a `jdp.PerReplica` has not a row for each replica, or has
         them on other devices of several processes; an array
         lies on devices that are not those of the replicas; or there is no such process.
     """
+    mesh.check_world(world)
+    if isinstance(process, bool) or not isinstance(process, int | np.integer):
+        raise TypeError(f"`process` must be an integer, got {process!r}.")
     if not 0 <= process < world.process_count:
         raise ValueError(
             f"`process` must be one of the {world.process_count} processes, from 0 to "
@@ -93,6 +99,7 @@ def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
     return place(world, tree, name="tree", topic=topic, process=process)
 
 
+@mesh.without_ambient
 def place(
     world: World, tree: PyTree, *, name: str, topic: str, process: int = 0
 ) -> PyTree:
@@ -155,6 +162,7 @@ def place_own_rows(world: World, tree: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
+@mesh.without_ambient
 def place_own_value(world: World, leaf: Any, name: str) -> jax.Array:
     """Puts what this process has on each of its replicas; sends nothing.
 
@@ -181,6 +189,7 @@ def place_own_value(world: World, leaf: Any, name: str) -> jax.Array:
     return _place(world, value, like=leaf)
 
 
+@mesh.without_ambient
 def copy_from(world: World, tree: PyTree, *, process: int) -> PyTree:
     """Gives all replicas what one process has of a replicated tree.
 

@@ -28,7 +28,15 @@ def saved_like(state: PyTree, *, num_replicas: int) -> PyTree:
     Returns:
       The same tree of numpy arrays, which take no memory and hold nothing; for PRNG
       keys, which numpy does not have, new arrays of keys.
+
+    Raises:
+      TypeError: `num_replicas` is no integer.
+      ValueError: it is below 1.
     """
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int | np.integer):
+        raise TypeError(f"`num_replicas` must be an integer, got {num_replicas!r}.")
+    if num_replicas < 1:
+        raise ValueError(f"`num_replicas` must be at least 1, got {num_replicas}.")
 
     def like(x: Any, shape: tuple[int, ...]) -> Any:
         if _is_key(x):

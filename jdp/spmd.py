@@ -1,7 +1,6 @@
 """SPMD: a train step of one replica becomes the step of all of them."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from jdp import (
     recording,
     replica_step,
     step_arguments,
+    step_options,
     weights,
 )
 from jdp.collectives import dispatch
@@ -31,6 +31,7 @@ from jdp.recording import Recording
 from jdp.replica_step import Program, Step
 from jdp.step_arguments import CallBinder, Names
 from jdp.step_join import StepJoinHook
+from jdp.step_options import StepOptions
 from jdp.types import PyTree
 from jdp.weights import DivideBy
 
@@ -135,6 +136,7 @@ def data_parallel(
 
     Raises:
       ValueError: a name is no parameter of the step.
+      TypeError: `step` is no function, or an option is of another type.
       TypeError: from a call: the step takes no such argument, or a leaf is no array.
       RuntimeError: from a call: the processes do not have the same state or the same
         program; on every process, naming the difference.
@@ -147,31 +149,18 @@ def data_parallel(
       RuntimeError: from a call: the state was donated before.
     """
 
-    options = _Options(
+    options = StepOptions(
         world=world,
         static_argnames=static_argnames,
         replicated_argnames=replicated_argnames,
         donate_state=donate_state,
         check_vma=check_vma,
         static_graph=static_graph,
-        compiler_options=compiler_options or {},
+        compiler_options=compiler_options,
     )
     if step is None:
         return lambda step: DataParallelStep(step, options)
     return DataParallelStep(step, options)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options of `data_parallel`."""
-
-    world: World | None
-    static_argnames: Names
-    replicated_argnames: Names
-    donate_state: bool
-    check_vma: bool
-    static_graph: bool
-    compiler_options: dict[str, Any]
 
 
 class DataParallelStep(Joinable):
@@ -186,8 +175,9 @@ class DataParallelStep(Joinable):
 
     join_options = ("divide_by", "example")
 
-    def __init__(self, step: Step, options: _Options):
+    def __init__(self, step: Step, options: StepOptions):
         """Use `data_parallel`."""
+        step_options.check_step(step)
         self._is_static = isinstance(step, staticmethod)
         self._is_of_class = isinstance(step, classmethod)
         if isinstance(step, staticmethod | classmethod):
@@ -209,12 +199,18 @@ class DataParallelStep(Joinable):
         self._jitted: dict[DivideBy | None, Any] = {}
         self._join_hook: StepJoinHook | None = None  # of the `jdp.Join` it is in.
         self.last_state: PyTree | None = None
+        self._owners: tuple[type, ...] = (type,)
         self._core = self  # of a bound step the one without the object.
         self._bound = methods.PerObject(
             lambda owner: DataParallelStep(methods.bind_weakly(step, owner), options),
             _BoundStep,
             what=f"The step `{self.name}`",
         )
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Notes of which class the step is a method."""
+        if not (self._is_static or self._is_of_class):
+            self._owners = (type, owner)
 
     def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
         """Returns the step of an object, for a step that is a method."""
@@ -229,7 +225,9 @@ class DataParallelStep(Joinable):
         self, state: PyTree, /, *batches: PyTree, **named: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
-        if isinstance(state, type):  # `classmethod(step)`, from Python 3.13 on.
+        # `Trainer.step(trainer, state, batch)`; of `classmethod(step)` the class, from
+        # Python 3.13 on. An object that JAX takes apart is a state.
+        if isinstance(state, self._owners) and jax.tree_util.all_leaves((state,)):
             return self.__get__(state)(*batches, **named)
         if named or self._binder.has_names:
             batches = self._binder.bind(batches, named)
@@ -243,6 +241,8 @@ class DataParallelStep(Joinable):
             self.last_state = out[0]
         return out
 
+    @placement.from_python
+    @mesh.without_ambient
     @progress.in_one_thread
     @progress.counted
     def run(
@@ -304,6 +304,7 @@ class DataParallelStep(Joinable):
         """See `jdp.Joinable`."""
         return self.world
 
+    @mesh.without_ambient
     def lower(
         self, state: PyTree, /, *batches: PyTree, **named: PyTree
     ) -> jax.stages.Lowered:
@@ -317,8 +318,10 @@ class DataParallelStep(Joinable):
           **named: see `trace`.
         """
         avals = self._avals(state, batches, named)
-        return self._compile(self._step_of(None)).lower(*avals)
+        compiled = self._options.compile(self._step_of(None), self.name)
+        return compiled.lower(*avals)
 
+    @mesh.without_ambient
     def fingerprint(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> str:
         """Returns the text of the program for arguments like these.
 
@@ -337,6 +340,7 @@ class DataParallelStep(Joinable):
         constants = captured.find(program.jaxprs)
         return f"{program}\ncaptured arrays: {constants.digest.hex()}"
 
+    @mesh.without_ambient
     def trace(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> Recording:
         """Traces the step for arguments like these, to see what it synchronises.
 
@@ -394,22 +398,13 @@ class DataParallelStep(Joinable):
         """The compiled step of flat states; see `_step_of`."""
         if divide_by not in self._jitted:
             step = self._placer.structures.take_flat(self._step_of(divide_by))
-            self._jitted[divide_by] = self._compile(step)
+            self._jitted[divide_by] = self._options.compile(step, self.name)
         return self._jitted[divide_by]
 
     def _step_of(self, divide_by: DivideBy | None) -> Step:
         """The step of all replicas; with a divisor its first batch are weights."""
         # Of the core: what is compiled keeps no object alive.
         return functools.partial(self._core._trace, divide_by)
-
-    def _compile(self, fn: Callable[..., Any]) -> Any:
-        fn.__name__ = self.name  # of the compiled program, in profiles and dumps.
-        return jax.jit(
-            fn,
-            donate_argnums=(0,) if self._options.donate_state else (),
-            compiler_options=_default_compiler_options()
-            | self._options.compiler_options,
-        )
 
     def _trace(
         self, divide_by: DivideBy | None, state: PyTree, *batches: PyTree
@@ -455,16 +450,6 @@ class DataParallelStep(Joinable):
         options = replica_step.Options(self.world, divide_by, self._options.check_vma)
         step = functools.partial(step_arguments.run, self._step, self.world)
         return replica_step.trace_step(step, options, state, batches)
-
-
-def _default_compiler_options() -> dict[str, Any]:
-    # On CPU this pass merges all all-reduces into one that runs buffer by buffer, after
-    # the last gradient. Apart, buckets of 25 MiB overlap with the backward pass: 240 ms
-    # a step instead of 300 ms with one flat buffer of 100 MB, and the same time where
-    # there is but one bucket (2 processes, gloo; docs/performance.md).
-    if jax.default_backend() == "cpu":
-        return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
-    return {}
 
 
 class _BoundStep(DataParallelStep):

@@ -54,13 +54,14 @@ class CallBinder:
         """Checks the names.
 
         Raises:
+          TypeError: a name is no text.
           ValueError: a name is no parameter of the step, is the state, or is given as
             static and as replicated.
         """
         self._step = step
         self._name = name
-        self._static = _as_names(static_argnames)
-        self._replicated = _as_names(replicated_argnames)
+        self._static = _as_names("static_argnames", static_argnames)
+        self._replicated = _as_names("replicated_argnames", replicated_argnames)
         self.has_names = bool(self._static or self._replicated)
         # Python numbers of the last call and what they became, by name.
         self._placed: dict[str, tuple[Any, jax.Array]] = {}
@@ -340,10 +341,19 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return aval.shape, aval.dtype
 
 
-def _as_names(names: Names) -> tuple[str, ...]:
-    if names is None:
+def _as_names(option: str, names: Names) -> tuple[str, ...]:
+    found = (names,) if isinstance(names, str) else names
+    if found is None:
         return ()
-    return (names,) if isinstance(names, str) else tuple(names)
+    if not isinstance(found, Iterable):
+        found = (found,)
+    found = tuple(found)
+    for name in found:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"`{option}` must hold names of parameters, as text, got {name!r}."
+            )
+    return found
 
 
 def _count_named(named: dict[str, PyTree]) -> str:

@@ -41,7 +41,7 @@ LAYERS = (
     {"optimizer", "zero"},
     {"resharding", "placement"},
     {"step_arguments"},
-    {"replica_step", "step_join"},
+    {"replica_step", "step_join", "step_options"},
     {"spmd"},
     {"batch_norm"},
     {"flax_linen", "flax_nnx"},

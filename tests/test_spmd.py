@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import functools
 
 import chex
@@ -9,6 +10,7 @@ import pytest
 from jax import lax
 
 import jdp
+from jdp import eager
 from tests import harness
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
@@ -184,11 +186,174 @@ def test_a_step_must_return_a_pair():
         step({"w": np.ones(2)}, np.ones(4))
 
 
-def test_a_step_is_not_called_inside_jit():
-    step = jdp.data_parallel(_sgd_step, world=harness.local_world(2))
-    (batch,) = harness.oracle_batches(1)
-    with pytest.raises(TypeError, match="`_sgd_step` was called while JAX traces"):
-        jax.jit(step)(harness.oracle_params(), batch)
+_TRACED_CALLS = {
+    "state": lambda step, state, batch: jax.jit(lambda s: step(s, batch))(state),
+    "batch": lambda step, state, batch: jax.jit(lambda b: step(state, b))(batch),
+    "batch in vmap": lambda step, state, batch: jax.vmap(lambda b: step(state, b))(
+        np.stack([batch] * 2)
+    ),
+    "neither": lambda step, state, batch: jax.jit(lambda: step(state, batch))(),
+    "scan": lambda step, state, batch: jax.lax.scan(step, state, np.stack([batch] * 2)),
+    "grad": lambda step, state, batch: jax.grad(lambda b: step(state, b)[1].sum())(
+        batch
+    ),
+    "eval_shape": lambda step, state, batch: jax.eval_shape(step, state, batch),
+}
+
+
+@pytest.mark.parametrize("call", _TRACED_CALLS)
+@pytest.mark.parametrize("state_of", ["host", "replicas", "step"])
+@pytest.mark.parametrize("is_placed", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_step_is_not_called_inside_jit(n, is_placed, state_of, call):
+    world = harness.local_world(n)
+
+    @functools.partial(jdp.data_parallel, world=world, donate_state=False)
+    def step(state, batch):
+        return state + jdp.average(batch.mean()), batch.mean()
+
+    batch = np.ones((4, 3), np.float32)
+    state = np.zeros(3, np.float32)
+    if state_of == "replicas":
+        state = jdp.replicate(world, state)
+    if state_of == "step":
+        state, _ = step(state, batch)
+    if is_placed and call not in ("batch in vmap", "scan"):
+        batch = jdp.global_batch(world, batch)
+    with pytest.raises(TypeError, match="`step` was called while JAX traces"):
+        _TRACED_CALLS[call](step, state, batch)
+    new_state, _ = step(state, np.ones((4, 3), np.float32))
+    np.testing.assert_array_equal(new_state, np.asarray(state) + 1)
+
+
+def test_a_batch_is_not_placed_inside_jit():
+    world = harness.local_world(2)
+    with pytest.raises(TypeError, match="`.'x'.` is a value that JAX traces"):
+        jax.jit(lambda x: jdp.global_batch(world, {"x": x}))(np.ones(4))
+
+
+_MESHES = {
+    "explicit": lambda: jax.make_mesh((4,), ("data",)),
+    "other name": lambda: jax.make_mesh((2, 2), ("a", "b")),
+    "one device": lambda: jax.make_mesh((1,), ("a",), devices=jax.devices()[1:2]),
+}
+
+
+@pytest.mark.parametrize("make_mesh", _MESHES.values(), ids=_MESHES)
+def test_a_step_does_not_see_the_mesh_that_is_set_around_it(make_mesh):
+    world = harness.local_world(2)
+    num_traces = []
+
+    @functools.partial(jdp.data_parallel, world=world)
+    def step(state, batch):
+        num_traces.append(1)
+        return state + jdp.average(batch.mean()), {}
+
+    batch = np.ones((4, 3), np.float32)
+    with jax.set_mesh(make_mesh()):
+        state = jdp.replicate(world, np.zeros(3, np.float32))
+        state, _ = step(state, batch)
+        jdp.check_replicas(state, world=world)
+    state, _ = step(state, batch)
+    with jax.set_mesh(make_mesh()):
+        state, _ = step(state, batch)
+        assert jax.sharding.get_abstract_mesh().axis_names  # It is still set.
+        np.testing.assert_array_equal(np.asarray(state), 3)
+        assert len(num_traces) <= 2  # Not one for each mesh that is set.
+        jdp.describe(step, state, batch)
+        step.lower(state, batch)
+        step.trace(state, batch)
+        step.fingerprint(state, batch)
+
+
+class _Trainer:
+    rate = 2.0
+
+    @functools.partial(jdp.data_parallel, world=harness.local_world(2))
+    def step(self, state, batch):
+        return state + self.rate * jdp.average(batch.mean()), {}
+
+
+class _SlowTrainer(_Trainer):
+    rate = 1.0
+
+    @functools.partial(jdp.data_parallel, world=harness.local_world(2))
+    def step(self, state, batch):
+        return state + self.rate, {}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Model:
+    value: jax.Array
+
+    @functools.partial(jdp.data_parallel, world=harness.local_world(2))
+    def step(self, batch):
+        return _Model(self.value + jdp.average(batch.mean())), {}
+
+
+def test_a_method_is_called_through_its_class():
+    batch = np.ones((4, 3), np.float32)
+    trainer, slow = _Trainer(), _SlowTrainer()
+    state, _ = _Trainer.step(trainer, np.zeros(3, np.float32), batch)
+    state, _ = _Trainer.step(slow, state, batch=batch)
+    state, _ = _SlowTrainer.step(slow, state, batch)
+    np.testing.assert_array_equal(np.asarray(state), 4)
+    assert _Trainer.step.__get__(trainer) is trainer.step
+    model, _ = _Model.step(_Model(np.zeros(3, np.float32)), batch)  # It is the state.
+    np.testing.assert_array_equal(np.asarray(model.value), 1)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"world": 3}, "`world` must be what `jdp.init` returned, got int"),
+        ({"donate_state": "yes"}, "`donate_state` must be True or False, got 'yes'"),
+        ({"check_vma": None}, "`check_vma` must be True or False, got None"),
+        ({"static_graph": 1}, "`static_graph` must be True or False, got 1"),
+        ({"static_argnames": 3}, "`static_argnames` must hold names.* got 3"),
+        ({"replicated_argnames": [1]}, "`replicated_argnames` must hold names.* got 1"),
+        ({"compiler_options": "x"}, "`compiler_options` must be a dict.* got str"),
+    ],
+)
+def test_an_option_of_another_type_is_named(options, message):
+    with pytest.raises(TypeError, match=message):
+        jdp.data_parallel(_sgd_step, **options)
+
+
+@pytest.mark.parametrize("step", [3, harness.local_world(1), {}])
+def test_what_is_no_function_is_no_step(step):
+    with pytest.raises(TypeError, match="`step` must be a function"):
+        jdp.data_parallel(step)
+
+
+_WITH_WORLD = {
+    "replicate": lambda x: jdp.replicate(x, harness.local_world(1)),
+    "check_replicas": lambda x: jdp.check_replicas(x, world=x),
+    "global_batch": lambda x: jdp.global_batch(x, harness.local_world(1)),
+    "join_batches": lambda x: jdp.join_batches([], world=x),
+    "check_same_program": lambda x: jdp.check_same_program(len, world=x),
+    "eager.init": lambda x: eager.init(x),
+}
+
+
+@pytest.mark.parametrize("call", _WITH_WORLD.values(), ids=_WITH_WORLD)
+def test_what_is_no_world_is_named(call):
+    with pytest.raises(TypeError, match="`world` must be what `jdp.init` returned"):
+        call(np.ones(3))
+
+
+def test_numbers_of_another_type_are_named():
+    state = np.zeros(3, np.float32)
+    world = harness.local_world(1)
+    with pytest.raises(TypeError, match="`process` must be an integer, got '0'"):
+        jdp.replicate(world, state, process="0")
+    with pytest.raises(TypeError, match="`num_replicas` must be an integer, got 2.5"):
+        jdp.saved_like(state, num_replicas=2.5)
+    with pytest.raises(ValueError, match="`num_replicas` must be at least 1, got 0"):
+        jdp.saved_like(state, num_replicas=0)
+    with pytest.raises(TypeError, match="`options` must be .*EagerOptions.* got dict"):
+        eager.init(world, {"timeout_s": 3})
 
 
 def test_other_batch_sizes_compile_again():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from jdp import mesh
 from jdp.eager import process_set, session
 from jdp.eager.options import EagerOptions
 from jdp.eager.process_set import ProcessSet
@@ -31,7 +32,15 @@ def init(
         or process sets; the last three on every process.
       ValueError: two of `process_sets` are the same, or one is that of all processes,
         or has a rank that is none of this job. The engine does not run then.
+      TypeError: `world` or `options` is something else.
     """
+    if world is not None:
+        mesh.check_world(world)
+    if not (options is None or isinstance(options, EagerOptions)):
+        raise TypeError(
+            "`options` must be `jdp.eager.EagerOptions(...)`, got "
+            f"{type(options).__name__}."
+        )
     runs_already = session.is_running()
     engine = session.start(world, options)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp import mesh
 from jdp.mesh import World
 from jdp.runtime import batch_spec, forks
 from jdp.runtime.departures import Watch
@@ -68,6 +69,7 @@ def join_batches(
         failed on another process (the one where it failed raises what it caught), specs
         differ, a process has not read a batch or not come within `world.timeout_s`.
     """
+    mesh.check_world(world)
     if prefetch < 1:
         raise ValueError(f"`prefetch` must be at least 1, got {prefetch}.")
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
