@@ -6,6 +6,7 @@ engine goes on everywhere.
 
 import numbers
 import operator
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,6 +97,31 @@ def check_factor(value: Any, argument: str) -> float:
         f"`{argument}` must be a real number, the same for all elements, got "
         f"{value!r}. Multiply the array before the call with what differs."
     )
+
+
+def check_timeout(timeout_s: Any) -> float | None:
+    """Returns a longest wait in seconds as `float`; None where there is no limit.
+
+    Args:
+      timeout_s: given by the caller; None, and what no clock can hold, is no limit.
+
+    Raises:
+      TypeError: it is no number.
+      ValueError: it is negative or not a number.
+    """
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):
+        raise TypeError(
+            f"`timeout_s` must be a number of seconds or None, got {timeout_s!r} of "
+            f"type {type(timeout_s).__name__}."
+        )
+    if not timeout_s >= 0:
+        raise ValueError(
+            f"`timeout_s` must be at least 0 seconds, got {timeout_s}. Pass None to "
+            "wait without a limit."
+        )
+    return float(timeout_s) if timeout_s <= threading.TIMEOUT_MAX else None
 
 
 def check_op(op: Any) -> str:

@@ -27,9 +27,10 @@ def init(
       process_sets: sets to add, as `add_process_set` does; the same on all processes.
 
     Raises:
-      RuntimeError: there is no world, the engine runs with another world or other
-        options, a process did not come within `world.timeout_s`, or has other options
-        or process sets; the last three on every process.
+      RuntimeError: there is no world, this process was forked from one in which the
+        engine runs, the engine runs with another world or other options, a process
+        did not come within `world.timeout_s`, or has other options or process sets;
+        the last three on every process.
       ValueError: two of `process_sets` are the same, or one is that of all processes,
         or has a rank that is none of this job. The engine does not run then.
       TypeError: `world` or `options` is something else.

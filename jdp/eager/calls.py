@@ -33,7 +33,8 @@ def synchronize(handle: Handle, *, timeout_s: float | None = None) -> Any:
 
     Args:
       handle: what a function whose name ends in `_async` returned.
-      timeout_s: longest wait, in seconds; None: until it is done, or the engine ends.
+      timeout_s: longest wait, in seconds; None or infinite: until it is done, or the
+        engine ends.
 
     Returns:
       What the function without `_async` returns; the same object again at later calls.
@@ -41,6 +42,8 @@ def synchronize(handle: Handle, *, timeout_s: float | None = None) -> Any:
     Raises:
       TimeoutError: it is not done in time; the ranks that others wait for are named.
         The operation is still under way.
+      ValueError: `timeout_s` is negative or no number.
+      TypeError: `timeout_s` is of another type.
       RuntimeError: the ranks asked for different things under its name, or a process
         is gone or late; on all ranks.
     """

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jdp.eager import requests, session
+from jdp.eager import arguments, requests, session
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
@@ -16,15 +16,21 @@ def barrier(
     """Waits until all processes of the set have come to it.
 
     Args:
-      timeout_s: longest wait, in seconds; None: until they have, or the engine ends.
+      timeout_s: longest wait, in seconds; None or infinite: until they have, or the
+        engine ends.
       process_set: who takes part.
 
     Raises:
       TimeoutError: they have not come in time; the ranks that are missing are named.
         This process has come all the same: the next call is for the next barrier.
+      ValueError: `timeout_s` is negative or no number, or this process is not in the
+        set.
+      TypeError: `timeout_s` is of another type.
       RuntimeError: see `synchronize`.
     """
     engine = session.current_engine()
+    timeout_s = arguments.check_timeout(timeout_s)
+    requests.check_set(process_set)
     set_id = requests.find_set(engine, "barrier", process_set)
     with session.numbered("barrier", set_id) as name:
         request = Request(name, encode_spec(Spec("barrier")), set_id)

@@ -34,13 +34,13 @@ class ProcessSet:
         """Position of this process in it; None while not added, or not in it."""
         if not self.included():
             return None
-        return self.ranks.index(session.current_engine().rank)
+        return self.ranks.index(session.rank())
 
     def included(self) -> bool | None:
         """Whether this process is in it; None while it is not added."""
         if self.process_set_id is None:
             return None
-        return session.current_engine().rank in self.ranks
+        return session.rank() in self.ranks
 
     def __repr__(self) -> str:
         """As in `ProcessSet(process_set_id=1, ranks=[0, 2])`."""

@@ -49,10 +49,12 @@ class Handle:
 
     def is_done(self) -> bool:
         """Whether `result` returns, or raises, at once."""
-        return all([entry.is_done for entry in self._entries])
+        return all([entry.is_done for entry in self._entries]) or session.is_forked()
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Returns the result, the same object on all threads; see `synchronize`."""
+        if timeout_s is not None:
+            timeout_s = arguments.check_timeout(timeout_s)
         entries = self._entries  # Before the look: they go after it is set.
         if not self._is_read:
             value = self._finish(session.wait_for(entries, timeout_s))

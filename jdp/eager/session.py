@@ -23,7 +23,7 @@ class _Session:
     """Like the world, there is one engine; and what its names are counted by."""
 
     engine: Engine | None = None
-    pid = 0  # of the process that started it, not of children that it forks.
+    is_forked = False  # whether the engine is that of a process that forked this one.
     why_ended = ""
     # By kind and set: the next number, and smaller ones that refused calls gave back.
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -37,8 +37,10 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     """Starts the engine, or returns the one that runs; see `jdp.eager.init`.
 
     Raises:
-      RuntimeError: one runs with another world or other options; see also there.
+      RuntimeError: one runs with another world or other options, or in the process that
+        forked this one; see also there.
     """
+    check_is_not_forked()
     engine = _Session.engine
     if engine is not None and not engine.why_dead:
         for name, given, has in (
@@ -56,7 +58,6 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     options = EagerOptions.from_environ() if options is None else options
     _reset_names(num_joins=0)
     engine = _Session.engine = Engine(world, options)
-    _Session.pid = os.getpid()
     # The last to be registered runs first: before what the engine stands on is closed.
     atexit.unregister(_leave)
     atexit.register(_leave)
@@ -67,8 +68,11 @@ def shutdown() -> None:
     """Ends the engine on all processes; nothing happens where it does not run.
 
     Operations that all processes have submitted are executed first. Others raise
-    RuntimeError on the processes that wait for them.
+    RuntimeError on the processes that wait for them. In a child that was forked nothing
+    happens: the engine is that of its parent.
     """
+    if _Session.is_forked:
+        return
     engine, _Session.engine = _Session.engine, None
     if engine is not None:
         engine.shutdown(timeout_s=engine.options.timeout_s)
@@ -79,9 +83,10 @@ def is_initialized() -> bool:
     """Whether this process has called `init`, and not `shutdown` after it.
 
     True also where the engine has ended since another process shut it down or is gone;
-    calls raise RuntimeError then, and `init` starts a new one.
+    calls raise RuntimeError then, and `init` starts a new one. False in a child that
+    was forked after `init`.
     """
-    return _Session.engine is not None
+    return _Session.engine is not None and not _Session.is_forked
 
 
 def is_running() -> bool:
@@ -98,8 +103,17 @@ def current_engine() -> Engine:
     """Returns the engine.
 
     Raises:
-      RuntimeError: it does not run.
+      RuntimeError: it does not run, or in the process that forked this one.
     """
+    engine = _Session.engine
+    if engine is not None and not _Session.is_forked:
+        return engine
+    check_is_not_forked()
+    return _known_engine()
+
+
+def _known_engine() -> Engine:
+    """Returns the engine, in a child that was forked that of its parent."""
     engine = _Session.engine
     if engine is None:
         if _Session.why_ended:
@@ -114,25 +128,48 @@ def current_engine() -> Engine:
     return engine
 
 
+def is_forked() -> bool:
+    """Whether this process was forked by one that has an engine."""
+    return _Session.is_forked
+
+
+def check_is_not_forked() -> None:
+    """Raises RuntimeError in a forked child, where no thread runs the engine."""
+    if _Session.is_forked:
+        raise RuntimeError(
+            "This process was forked from one in which the eager engine runs. The "
+            "engine's thread and connections are those of the parent, and a child can "
+            "neither use them nor start an engine of its own. Call collectives in the "
+            'parent, or start the child with `multiprocessing.get_context("spawn")`.'
+        )
+
+
+def _note_fork() -> None:
+    _Session.is_forked = _Session.engine is not None
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 def rank() -> int:
     """Returns the number of this process."""
-    return current_engine().rank
+    return _known_engine().rank
 
 
 def size() -> int:
     """Returns the number of processes."""
-    return current_engine().size
+    return _known_engine().size
 
 
 def local_rank() -> int:
     """Returns the number of this process among those of its host."""
-    engine = current_engine()
+    engine = _known_engine()
     return _local_ranks(engine.nodes)[engine.rank]
 
 
 def local_size() -> int:
     """Returns the number of processes of this host."""
-    engine = current_engine()
+    engine = _known_engine()
     return engine.nodes.count(engine.nodes[engine.rank])
 
 
@@ -142,14 +179,14 @@ def cross_rank() -> int:
     Where all hosts have as many processes it is the number of the host, in the order
     of the first rank of each.
     """
-    engine = current_engine()
+    engine = _known_engine()
     locals_ = _local_ranks(engine.nodes)
     return locals_[: engine.rank].count(locals_[engine.rank])
 
 
 def cross_size() -> int:
     """Returns the number of processes with the `local_rank` of this one, one a host."""
-    engine = current_engine()
+    engine = _known_engine()
     locals_ = _local_ranks(engine.nodes)
     return locals_.count(locals_[engine.rank])
 
@@ -273,7 +310,7 @@ def stop_timeline() -> None:
 def _leave() -> None:
     """Shuts down at the end of a program that has not done so."""
     engine = _Session.engine
-    if engine is None or engine.why_dead or os.getpid() != _Session.pid:
+    if engine is None or engine.why_dead or _Session.is_forked:
         return
     # The others may be a moment late with what this process has submitted. One that
     # ends with an exception will not go on with them.

@@ -1,6 +1,8 @@
 """Checks of errors: what ranks hear that ask for different or impossible things."""
 
+import math
 import re
+import time
 from concurrent import futures
 
 import jax
@@ -568,6 +570,29 @@ def a_group_is_refused_while_one_of_its_name_is_under_way(me: Process):
     me.expect_it_works()
 
 
+def a_wait_is_checked_before_anything_is_submitted(me: Process):
+    x = np.ones(2)
+    for timeout_s, kind in ((-1, ValueError), (math.nan, ValueError), ("x", TypeError)):
+        if me.rank == 1:  # A barrier that had been submitted would be one too many.
+            me.expect_error(
+                kind, ["`timeout_s`"], lambda t=timeout_s: eager.barrier(timeout_s=t)
+            )
+        handle = eager.all_reduce_async(x, op="sum", name=me.name())
+        for _ in range(2):  # Also when it is done.
+            me.expect_error(
+                kind,
+                ["`timeout_s`"],
+                lambda h=handle, t=timeout_s: eager.synchronize(h, timeout_s=t),
+            )
+            found = eager.synchronize(handle, timeout_s=math.inf)
+            me.expect(found, x * me.size)
+    if me.rank == 1:
+        time.sleep(0.2)
+    for timeout_s in (math.inf, 1e300, 60, None):
+        eager.barrier(timeout_s=timeout_s)
+    me.expect_it_works()
+
+
 def several_threads_get_one_object(me: Process):
     for i in range(20):
         tree = {"a": np.full(3, i), "b": jnp.ones(2)} if i % 2 else np.full(4, i)
@@ -582,6 +607,7 @@ CHECKS = (
     a_refused_call_without_a_name_does_not_count,
     a_group_of_other_leaves_leaves_nothing_behind,
     a_group_is_refused_while_one_of_its_name_is_under_way,
+    a_wait_is_checked_before_anything_is_submitted,
     several_threads_get_one_object,
     shapes_differ,
     as_many_elements_in_another_shape_are_not_the_same,

@@ -26,6 +26,29 @@ def test_a_name_of_any_kind_of_str_becomes_a_plain_one(name):
     assert type(checked) is str and checked == "x"
 
 
+@pytest.mark.parametrize("timeout_s", [0, 2, 1.5, np.float32(0.5), np.int64(3)])
+def test_a_longest_wait_is_a_number_of_seconds(timeout_s):
+    checked = arguments.check_timeout(timeout_s)
+    assert type(checked) is float and checked == timeout_s
+
+
+@pytest.mark.parametrize("timeout_s", [None, float("inf"), 1e300, 10**400])
+def test_a_wait_longer_than_a_clock_holds_has_no_limit(timeout_s):
+    assert arguments.check_timeout(timeout_s) is None
+
+
+@pytest.mark.parametrize("timeout_s", [-1, -0.001, float("-inf"), float("nan")])
+def test_a_negative_wait_is_refused(timeout_s):
+    with pytest.raises(ValueError, match="`timeout_s` must be at least 0 seconds, got"):
+        arguments.check_timeout(timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", ["x", "1", True, b"1", [1.0], 1j])
+def test_a_wait_that_is_no_number_is_refused(timeout_s):
+    with pytest.raises(TypeError, match="`timeout_s` must be a number of seconds"):
+        arguments.check_timeout(timeout_s)
+
+
 @pytest.mark.parametrize("name", [3, b"x", True, None, ["x"], np.array("x")])
 def test_a_name_that_is_no_str_is_refused(name):
     with pytest.raises(TypeError, match="`name` must be a str, got"):
