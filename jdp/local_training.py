@@ -6,6 +6,7 @@ Between averages every replica has parameters of its own, so they are a
 is what the next gradient is taken at.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import mesh, partials, reduction, replica_state, usage_flags, weights
+from jdp import (
+    mesh,
+    partials,
+    reduction,
+    replica_state,
+    update_arguments,
+    usage_flags,
+    weights,
+)
 from jdp.mesh import World
 from jdp.partials import Op, Partial
 from jdp.per_replica import PerReplica
@@ -108,9 +117,13 @@ def local_sgd(
     Raises:
       ValueError: a period is below 1, a pair goes without a pair of axes, or its second
         is no multiple of its first; `warmup_steps` is negative.
+      TypeError: `tx` is no optimizer, or a number of steps is no integer.
     """
+    update_arguments.check_optimizer(tx, "local_sgd")
     names = mesh.as_axis_names(axis_name)
-    periods = (period,) if isinstance(period, int) else tuple(period)
+    given = period if isinstance(period, Sequence) else (period,)
+    periods = tuple(as_integer("period", each) for each in given)
+    warmup_steps = as_integer("warmup_steps", warmup_steps)
     _check_periods(periods, names, warmup_steps)
     # Over what is averaged, how often: the widest last.
     reaches = [names[-1:], names] if len(periods) == 2 else [names]
@@ -320,10 +333,24 @@ def _mean_or_keep(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> Py
     return jax.tree.map(choose, mean, tree)
 
 
+def as_integer(name: str, value: Any) -> int:
+    """Returns an integer of Python or numpy.
+
+    Raises:
+      TypeError: it is another number, or none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be an integer, a number of steps, got {value!r}."
+        ) from None
+
+
 def _check_periods(
     periods: Sequence[int], names: tuple[str, ...], warmup_steps: int
 ) -> None:
-    if min(periods) < 1 or len(periods) > 2:
+    if not 1 <= len(periods) <= 2 or min(periods) < 1:
         raise ValueError(
             f"`period` must be at least 1, or a pair of such, got {periods}."
         )

@@ -67,7 +67,13 @@ def distributed_optimizer(
 
     Returns:
       An optax transformation; its `update` raises what `sync_gradients` raises.
+
+    Raises:
+      TypeError: `tx` is no optimizer, or `hook` no hook.
+      ValueError: `divide_by`, `packing` or `all_reduce` is unknown.
     """
+    update_arguments.check_optimizer(tx, "distributed_optimizer")
+    weights.check_divide_by(divide_by)
     inner = optax.with_extra_args_support(tx)
 
     def update(
@@ -171,7 +177,11 @@ def skip_unused(
       An optax transformation. Its `update` raises ValueError if `used` is missing, if
       the gradients do not have the structure of `used`, of `params` or of the state,
       or if `tx` mixes parameters; TypeError if a leaf of `used` is not one boolean.
+
+    Raises:
+      TypeError: `tx` is no optimizer.
     """
+    update_arguments.check_optimizer(tx, "skip_unused")
     inner = optax.with_extra_args_support(tx)
     # A cache of what follows from the structure and the shapes alone.
     slots: dict[Any, list[PyTree]] = {}

@@ -11,7 +11,14 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdp import buckets, local_training, mesh, reduction, replica_state
+from jdp import (
+    buckets,
+    local_training,
+    mesh,
+    reduction,
+    replica_state,
+    update_arguments,
+)
 from jdp.local_training import LocalTraining
 from jdp.mesh import World
 from jdp.per_replica import PerReplica
@@ -94,10 +101,20 @@ def diloco(
     Raises:
       ValueError: a number is out of range, or `num_fragments` does not divide `period`;
         from `init`: there are fewer leaves than fragments.
+      TypeError: `tx` or `outer` is no optimizer, or a number is none or no integer.
     """
+    update_arguments.check_optimizer(tx, "diloco")
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    update_arguments.check_optimizer(outer, "diloco", argument="outer")
+    period = local_training.as_integer("period", period)
+    num_fragments = local_training.as_integer("num_fragments", num_fragments)
+    delay = local_training.as_integer("delay", delay)
+    if not isinstance(mixing, int | float | np.number | None):
+        raise TypeError(f"`mixing` must be a number or None, got {mixing!r}.")
     _check(period, num_fragments, delay, mixing)
     options = _Options(
-        outer or optax.sgd(0.7, momentum=0.9, nesterov=True),
+        outer,
         period // num_fragments,
         num_fragments,
         delay,

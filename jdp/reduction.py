@@ -37,8 +37,8 @@ def make_options(
     """Validates the public arguments and resolves them into `Options`.
 
     Raises:
-      ValueError: `all_reduce` is a string other than "auto", or `packing` is "tuple"
-        with a hook.
+      ValueError: `all_reduce` is no function and not "auto", `packing` is unknown, or
+        "tuple" with a hook.
       TypeError: `hook` is no hook.
     """
     if hook is not None and not isinstance(hook, CommHook):
@@ -46,18 +46,20 @@ def make_options(
             "`hook` must be a `jdp.hooks.CommHook`, such as `jdp.hooks.int8()`, got "
             f"{hook!r}."
         )
+    if packing not in (None, "flat", "tuple"):
+        raise ValueError(f"`packing` must be 'flat' or 'tuple', got {packing!r}.")
     if hook is not None and packing == "tuple":
         raise ValueError(
             "`packing='tuple'` sends leaves as they are, but a hook takes flat "
             "buffers. Leave one of the two out."
         )
-    if isinstance(all_reduce, str):
-        if all_reduce != "auto":
-            raise ValueError(
-                "`all_reduce` must be a function of `jdp.collectives`, 'auto' or None, "
-                f"got {all_reduce!r}."
-            )
+    if isinstance(all_reduce, str) and all_reduce == "auto":
         all_reduce = dispatch.auto_all_reduce
+    elif all_reduce is not None and not callable(all_reduce):
+        raise ValueError(
+            "`all_reduce` must be a function of `jdp.collectives`, 'auto' or None, "
+            f"got {all_reduce!r}."
+        )
     return Options(axis_name, plan, packing, all_reduce, hook)
 
 
@@ -419,8 +421,6 @@ def _divide(
 
 def choose_packing(packing: Packing | None, all_reduce: AllReduce | None) -> Packing:
     """Returns the packing that is used; "flat" on CPU and for an `all_reduce`."""
-    if packing not in (None, "flat", "tuple"):
-        raise ValueError(f"`packing` must be 'flat' or 'tuple', got {packing!r}.")
     if all_reduce is not None:
         if packing == "tuple":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Update arguments: what an optimizer is given beside the gradients."""
+"""Update arguments: what an optimizer is, and is given beside the gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +10,29 @@ import numpy as np
 
 from jdp import buckets, compat, mesh
 from jdp.types import AxisName, PyTree
+
+
+def check_optimizer(tx: Any, wrapper: str, *, argument: str = "tx") -> None:
+    """Raises TypeError for what is no optimizer of optax, such as `optax.adam` itself.
+
+    Args:
+      tx: what was given.
+      wrapper: function of jdp that was called.
+      argument: its argument.
+    """
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        return
+    name = getattr(tx, "__name__", None)
+    got = repr(tx) if name is None else f"the function `{name}`"
+    advice = ", such as `optax.adam(1e-3)`."
+    if name is not None:
+        advice = f". Call it: `jdp.{wrapper}(..., {argument}=optax.{name}(...))`."
+        if argument == "tx":
+            advice = f". Call it: `jdp.{wrapper}(optax.{name}(...))`."
+    raise TypeError(
+        f"`{argument}` of `jdp.{wrapper}` must be an optimizer of optax, a pair of "
+        f"`init` and `update`, got {got}{advice}"
+    )
 
 
 def check_shapes(grads: PyTree, params: PyTree | None) -> None:

@@ -105,7 +105,18 @@ def zero1(
       takes `weight` as `sync_gradients` does, and leaves the state as it is, with
       updates of -0.0, where no replica has data. It raises what `sync_gradients`
       raises, and ValueError for a state of other parameters.
+
+    Raises:
+      TypeError: `tx` is no optimizer, `hook` no hook, or `halves` are none.
+      ValueError: `divide_by` is unknown.
     """
+    update_arguments.check_optimizer(tx, "zero1")
+    weights.check_divide_by(divide_by)
+    if not isinstance(halves, Halves):
+        raise TypeError(
+            "`halves` must be the halves of an all-reduce, such as "
+            f"`jdp.collectives.RING`, got {halves!r}."
+        )
     inner = optax.with_extra_args_support(tx)
     options = reduction.make_options(axis_name, plan, None, None, hook)
 
