@@ -1,4 +1,4 @@
-"""Refusals: messages of peers with the keys that make no sense."""
+"""Refusals: messages of peers with the keys that make no sense, and other workers."""
 
 import logging
 import time
@@ -6,6 +6,7 @@ import time
 from jdp import wire
 
 _LOG_PERIOD_S = 5.0
+_MOST_WORKERS = 4096  # whose last line is remembered.
 _logger = logging.getLogger("jdp")
 
 
@@ -20,8 +21,8 @@ class Refusals:
         """
         self.count = 0
         self._who = who
-        self._num_logged = 0
-        self._quiet_until_s = float("-inf")
+        self._messages, self._workers = _Throttle(), _Throttle()
+        self._come_at_s: dict[int, float] = {}  # by worker.
 
     def note(self, reason: str) -> None:
         """Counts one, and logs it unless another was logged a moment ago.
@@ -30,15 +31,52 @@ class Refusals:
           reason: goes on after "it ".
         """
         self.count += 1
+        if num := self._messages.take():
+            _logger.warning(
+                "%s has refused messages of peers that have the keys of this job: %d; "
+                "of the last one, it %s.",
+                self._who,
+                num,
+                wire.printable(reason),
+            )
+
+    def note_worker(self, worker: int, text: str) -> None:
+        """Counts a worker that may not join, and logs it as `note` does.
+
+        Args:
+          worker: its number.
+          text: why, in printable characters.
+        """
+        self.count += 1
+        if num := self._workers.take():
+            more = f" Before it, {num - 1} were refused." if num > 1 else ""
+            _logger.warning("Worker %d is refused: %s%s", worker, text, more)
+
+    def note_come(self, worker: int) -> None:
+        """Logs that a worker has come, unless it came a moment ago too."""
+        now_s = time.monotonic()
+        if now_s < self._come_at_s.pop(worker, float("-inf")) + _LOG_PERIOD_S:
+            self._come_at_s[worker] = now_s
+            return
+        if len(self._come_at_s) >= _MOST_WORKERS:
+            del self._come_at_s[next(iter(self._come_at_s))]
+        self._come_at_s[worker] = now_s
+        _logger.info("Worker %d has come.", worker)
+
+
+class _Throttle:
+    """Lets one line pass every few seconds."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._quiet_until_s = float("-inf")
+
+    def take(self) -> int:
+        """Returns how many events the line is for; 0: there is none to be written."""
+        self._num += 1
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:
-            return
-        _logger.warning(
-            "%s has refused messages of peers that have the keys of this job: %d; of "
-            "the last one, it %s.",
-            self._who,
-            self.count - self._num_logged,
-            wire.printable(reason),
-        )
-        self._num_logged = self.count
+            return 0
         self._quiet_until_s = now_s + _LOG_PERIOD_S
+        num, self._num = self._num, 0
+        return num

@@ -1,7 +1,6 @@
 """Service: the loop of one server, between sockets, protocol and parameters."""
 
 import dataclasses
-import logging
 import secrets
 import time
 
@@ -50,7 +49,6 @@ _STATUS_PERIOD_S = 0.2  # of what servers tell each other again, lest it was los
 _REPORT_PERIOD_S = 1.0
 _STOP_TIMEOUT_S = 3.0  # less than what `jdp launch` gives from SIGTERM to SIGKILL.
 _END_TIMEOUT_S = 30.0  # for the last checkpoints of the others.
-_logger = logging.getLogger("jdp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +295,7 @@ class Service:
             return
         known = self._sessions.get(hello.session)
         if known is None:
-            _logger.info("Worker %d has come.", hello.worker)
+            self._refusals.note_come(hello.worker)
             least, offer = self._shard.layout.num_bytes, hello.lane
             shared = offer and lane.open_lane(offer, least_bytes=least)
             known = Session(route, hello.worker, shared)
@@ -317,7 +315,7 @@ class Service:
 
     def _refuse(self, route: bytes, hello: Hello, text: str) -> None:
         text = wire.printable(text, most=2000)
-        _logger.warning("Worker %d is refused: %s", hello.worker, text)
+        self._refusals.note_worker(hello.worker, text)
         self._socket.send(route, messages.encode_refusal(text))
 
     def _join(self, hello: Hello) -> bool:

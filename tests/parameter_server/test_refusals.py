@@ -164,7 +164,7 @@ def test_strangers_and_garbage_are_dropped(job, caplog):
     endpoint = f"tcp://{job.addresses[0]}"
     found, ping = keys.read_keys(job.key_file), messages.encode(Ping(b"nobody", 0))
     refusals = job.servers[0]._service._refusals
-    refusals._quiet_until_s = -1.0  # whatever was refused by tests before.
+    refusals._messages._quiet_until_s = -1.0  # whatever was refused by tests before.
     with caplog.at_level(logging.WARNING, "jdp"), strangers.fire(endpoint):
         sockets = ClientSockets(job.addresses, found, most_bytes=0)
         wait_for(
@@ -181,6 +181,31 @@ def test_strangers_and_garbage_are_dropped(job, caplog):
         sockets.close()
     logged = [r for r in caplog.records if "Server 0 has refused" in r.getMessage()]
     assert 1 <= len(logged) < 5
+    assert _still_works(job)
+
+
+def test_hellos_that_are_refused_do_not_flood_the_log(job, caplog):
+    """Also those that are welcome, of a worker that leaves and comes again."""
+    caplog.set_level(logging.INFO)
+    known, ping = keys.read_keys(job.key_file), messages.encode(Ping(b"nobody", 0))
+    num_refused = job.servers[0].metrics["refused"]
+    others = ClientSockets(job.addresses, known, most_bytes=100)
+    wait_for(lambda: others.send(0, ping) or others.poll(0.05) or others.receive())
+    plan = shards.plan_shards(PARAMS, 1).plan
+    for i in range(200):
+        session = i.to_bytes(8, "little")
+        other = Hello(session, 0, 0, 9, [], "", Version(), None)
+        others.send(0, messages.encode(other), None)
+        fits = Hello(
+            session, 3, 0, 1, shards.describe_leaves(plan), "", Version(), None
+        )
+        others.send(0, messages.encode(fits), None)
+        others.send(0, messages.encode(messages.Leave(session)), None)
+    wait_for(lambda: job.servers[0].metrics["refused"] >= num_refused + 200)
+    others.close()
+    lines = [r.message for r in caplog.records if re.match("Worker [03] ", r.message)]
+    assert len([x for x in lines if "Server 0 of 1 listens here" in x]) <= 2
+    assert len([x for x in lines if x == "Worker 3 has come."]) <= 2
     assert _still_works(job)
 
 
