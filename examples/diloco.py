@@ -22,7 +22,7 @@ import jdp
 
 CONTEXT = 16  # characters from which the next one is told.
 WIDTHS = (CONTEXT * 32, 256, 256, 128)
-NUM_HELD_OUT = 8192  # samples.
+NUM_HELD_OUT = 8192  # samples, at most.
 
 
 def load_text() -> np.ndarray:
@@ -107,7 +107,8 @@ def main(num_steps: int, period: int, batch_size: int, seed: int) -> None:
         jax.block_until_ready(state)
         seconds = time.perf_counter() - start_s
         sent = psutil.net_io_counters().bytes_sent - sent
-        held_out = draw(np.random.default_rng(0), split, len(text), NUM_HELD_OUT)
+        count = NUM_HELD_OUT - NUM_HELD_OUT % world.num_replicas
+        held_out = draw(np.random.default_rng(0), split, len(text), count)
         loss = float(evaluate(params_of(state), held_out)[1]["loss"])
         jdp.check_replicas(params_of(state), world=world)
         if world.is_main_process:

@@ -7,6 +7,7 @@ import numpy as np
 
 from jdp import wire
 
+_BATCH = "batch"  # begins the names of arguments that are split over the processes.
 WEAK_TYPE = " with weak_type"  # behind dtype and shape of a leaf.
 _MOST_TEXT_BYTES = 32 << 20  # of a program; one of 100,000 lines has 10 MB.
 
@@ -38,7 +39,7 @@ def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
                 theirs_there = their_specs[path]
                 text = (
                     f"`{path}` is not the same on all processes: {spec} on process 0, "
-                    f"{theirs_there} on process {process}. "
+                    f"{theirs_there} on process {process}{_shapes_of(path)}. "
                 )
                 if spec.removesuffix(WEAK_TYPE) == theirs_there.removesuffix(WEAK_TYPE):
                     return text + _ABOUT_WEAK_TYPE
@@ -63,6 +64,11 @@ def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
         )
     owner, (path, spec) = (0, only_ours[0]) if only_ours else (process, only_theirs[0])
     return f"{head}Only process {owner} has `{path}` ({spec}). {_ONE_TREE}"
+
+
+def _shapes_of(path: str) -> str:
+    """Says what the shape of a leaf is, where it is not what a process passed."""
+    return " (shapes over all processes)" if path.startswith(_BATCH) else ""
 
 
 def unpack(data: bytes) -> str:

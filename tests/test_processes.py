@@ -182,6 +182,7 @@ FAULTS = {
         {"order": (1, 0)},
     ),
     "program": (_square(), _square(), {"rate": 0.2}),
+    "batch": (_square(), _square(), {}),  # Of other sizes.
 }
 EXPECTED = {
     "number": "Only process 1 has `state['z']` (float32[2])",
@@ -193,6 +194,8 @@ EXPECTED = {
     "`state['_b']` (float32[3,3])",
     "order in a list": "traced different programs",
     "program": "traced different programs",
+    "batch": "`batch[0]` is not the same on all processes: float32[4,3] on process 0, "
+    "float32[8,3] on process 1 (shapes over all processes). Pass an array",
 }
 
 
@@ -204,7 +207,8 @@ def _commit_faults(world):
         kwargs = options if world.process_index == 1 else {}
         step = jdp.data_parallel(functools.partial(_update, **kwargs))
         leaf = jax.tree.leaves(state)[0]
-        batch = np.ones((2, leaf.shape[0]), leaf.dtype)
+        is_longer = name == "batch" and world.process_index == 1
+        batch = np.ones((4 if is_longer else 2, leaf.shape[0]), leaf.dtype)
         # As it comes, and as an already replicated state.
         found[name] = harness.error_text(lambda: step(state, batch))  # noqa: B023
         device_state = _replicate_alone(world, state)
