@@ -24,7 +24,15 @@ from jdp.backward.exchange import line_of
 _CALLS = (
     flow.CALLS
     | flow.CUSTOM_RULES
-    | {"call", "composite", "custom_vmap_call", "eval_jaxpr", "remat", "shard_map"}
+    | {
+        "call",
+        "composite",
+        "custom_vmap_call",
+        "eval_jaxpr",
+        "linear_call",
+        "remat",
+        "shard_map",
+    }
 )
 # The k-th result comes from the k-th operand alone.
 _ELEMENT_BY_ELEMENT = frozenset({"jdp_barrier", "optimization_barrier"})

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax import lax
 from jax._src import effects
+from jax.custom_derivatives import linear_call
 from jax.experimental import buffer_callback, io_callback
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
@@ -159,6 +160,9 @@ SAME = {
     "root": lambda w, x: _root(_mean(x[0])),
     "derivative of a root": lambda w, x: jax.jacobian(_root)(_mean(x[0])),
     "custom_vmap": lambda w, x: _with_rule(x[0]),
+    "linear_call": lambda w, x: linear_call(
+        lambda r, v: r * _mean(v), lambda r, v: r * v, w, x[0]
+    ),
     "constant": lambda w, x: jnp.ones(3),
     "state": lambda w, x: w * 2,
     "psum": lambda w, x: lax.psum(x, "data"),
@@ -277,6 +281,9 @@ DIFFERS = {
         lambda v: (3 + x[0, 0] ** 2) * v, w, maxiter=3
     )[0],
     "root": lambda w, x: _root(w, 2 + x[0, 0] / 8),
+    "linear_call": lambda w, x: linear_call(
+        lambda r, v: r * v, lambda r, v: r * v, x[0], w
+    ),
     "callback": _host_sum,
     "io_callback": lambda w, x: io_callback(_count(), _SCALAR),
     "io_callback of what is shared": lambda w, x: io_callback(_count(), _SCALAR, w),
