@@ -33,7 +33,7 @@ def diff(
         one, other = flight_recorder.read_dump(a), flight_recorder.read_dump(b)
         found = divergence.find_divergence(one, other)
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise _bad_file(error, "the flight records that the log names") from None
     console = rich.console.Console()
     console.print(_make_table([one, other]))
     # Names may hold brackets, which are no markup, and lines are for grep: not wrapped.
@@ -68,9 +68,15 @@ def merge(
     try:
         ranks = eager_timeline.merge(files, out)
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise _bad_file(error, "the timelines that ranks wrote") from None
     noun = "rank" if len(ranks) == 1 else "ranks"
     typer.echo(f"{out}: {noun} {', '.join(map(str, ranks))}")
+
+
+def _bad_file(error: OSError | ValueError, wanted: str) -> typer.BadParameter:
+    if not isinstance(error, OSError):
+        return typer.BadParameter(str(error))
+    return typer.BadParameter(f"{error.strerror}: '{error.filename}'. Name {wanted}.")
 
 
 def _make_table(dumps: list[Dump]) -> rich.table.Table:

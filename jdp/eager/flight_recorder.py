@@ -9,8 +9,8 @@ import contextlib
 import logging
 import os
 import pathlib
+import secrets
 import tempfile
-import threading
 import time
 from typing import SupportsIndex
 
@@ -19,6 +19,7 @@ import msgspec
 _logger = logging.getLogger("jdp")
 _FORMAT = "jdp flight record"
 VERSION = 1  # of dumps.
+_MOST_WRITING_S = 60.0  # from the first byte of a file to its name.
 _MOST_FILES = 10  # of one rank that `dump_into` leaves in a folder.
 
 
@@ -160,20 +161,28 @@ class FlightRecorder:
     def dump_into(self, folder: str, reason: str) -> None:
         """Writes the records to a file of this process, and logs where it is.
 
-        The ten newest files of this rank stay in the folder, older ones go.
+        The ten newest files of this rank stay in the folder, older ones go, with what
+        processes that were killed left half written.
 
         Args:
           folder: for the file; "": that of the system for temporary files.
           reason: why.
         """
-        folder = folder or tempfile.gettempdir()
-        path = pathlib.Path(folder, f"jdp_flight_{os.getpid()}.rank{self._rank}.json")
+        parent = pathlib.Path(folder or tempfile.gettempdir())
+        end = f".rank{self._rank}.json"
+        path = parent / f"jdp_flight_{os.getpid()}{end}"
         try:
-            self.dump(path, reason)
+            try:
+                self.dump(path, reason)
+            except OSError:
+                # Another account can put something of its own there before, and in a
+                # folder such as /tmp this one cannot replace it.
+                path = parent / f"jdp_flight_{os.getpid()}-{secrets.token_hex(8)}{end}"
+                self.dump(path, reason)
         except OSError as error:
             _logger.warning("The flight recorder cannot be written: %s", error)
         else:
-            self._drop_oldest(path.parent)
+            self._drop_oldest(parent)
             _logger.warning(
                 "Rank %d wrote its last requests to %s; compare two ranks with "
                 "`jdp timeline diff`.",
@@ -182,16 +191,16 @@ class FlightRecorder:
             )
 
     def _drop_oldest(self, folder: pathlib.Path) -> None:
-        """Keeps the newest files of this rank and this user."""
-        found = []
-        for path in folder.glob(f"jdp_flight_*.rank{self._rank}.json"):
+        """Keeps the newest files of this rank and this user, and none half written."""
+        for _, path in _find_own(folder, f"jdp_flight_*.rank{self._rank}.json")[
+            :-_MOST_FILES
+        ]:
             with contextlib.suppress(OSError):  # Another job removes its own.
-                status = path.lstat()
-                if status.st_uid == os.geteuid():
-                    found.append((status.st_mtime_ns, path))
-        for _, path in sorted(found)[:-_MOST_FILES]:
-            with contextlib.suppress(OSError):
                 path.unlink()
+        for written_s, path in _find_own(folder, ".jdp_flight_*"):
+            if time.time() - written_s > _MOST_WRITING_S:  # Its process was killed.
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def dump(self, path: str | os.PathLike[str], reason: str) -> None:
         """Writes the records to a file, in one piece or not at all.
@@ -218,11 +227,11 @@ class FlightRecorder:
         )
         data = _encode(dump)
         path = pathlib.Path(path)
-        me = f"{os.getpid()}.{threading.get_ident()}"
-        beside = path.with_name(f".{path.name}.{me}")
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
-            # Of this user alone: names and shapes tell of the model.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            # Of this user alone: names and shapes tell of the model. A file that is
+            # there already may be another account's.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(beside, flags, 0o600), "wb") as file:
                 file.write(data)
             os.replace(beside, path)
@@ -230,6 +239,17 @@ class FlightRecorder:
             with contextlib.suppress(OSError):
                 beside.unlink()
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def _find_own(folder: pathlib.Path, pattern: str) -> list[tuple[float, pathlib.Path]]:
+    """Lists the files of this user with the times of their last write, oldest first."""
+    found = []
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):  # Another job removes its own.
+            status = path.lstat()
+            if status.st_uid == os.geteuid():
+                found.append((status.st_mtime, path))
+    return sorted(found)
 
 
 def read_dump(path: str | os.PathLike[str]) -> Dump:

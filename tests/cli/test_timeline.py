@@ -59,7 +59,10 @@ def test_ranks_that_went_apart(run):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["a.json", "none.json"], "No such file or directory: 'none.json'"),
+        (
+            ["a.json", "none.json"],
+            "No such file or directory: 'none.json'. Name the flight records that the",
+        ),
         (["a.json", "text.json"], "text.json is not a flight record"),
         (["a.json", "a.json"], "Both dumps are of rank 0"),
         (["a.json"], "Missing argument 'B'"),

@@ -197,3 +197,25 @@ def test_the_ten_newest_files_of_a_rank_are_kept(tmp_path):
     new = f"jdp_flight_{os.getpid()}.rank1.json"
     assert left == {new} | {f"jdp_flight_{i}.rank1.json" for i in range(5, 14)}
     assert all(path.exists() for path in others)
+
+
+def test_a_name_that_is_taken_does_not_keep_the_record(tmp_path, caplog):
+    """As a file of another account is in a folder such as /tmp."""
+    taken = tmp_path / f"jdp_flight_{os.getpid()}.rank1.json"
+    (taken / "file").mkdir(parents=True)
+    recorder = flight_recorder.FlightRecorder(rank=1, size=2)
+    recorder.dump_into(str(tmp_path), "a test")
+    (written,) = tmp_path.glob("jdp_flight_*-*.rank1.json")
+    assert flight_recorder.read_dump(written).reason == "a test"
+    assert str(written) in caplog.text
+    assert taken.is_dir()
+    assert not list(tmp_path.glob(".jdp_flight_*"))
+
+
+def test_what_was_left_half_written_is_dropped(tmp_path):
+    old, new = (tmp_path / f".jdp_flight_1.rank{i}.json.ab" for i in range(2))
+    for path in (old, new):
+        path.write_text("{")
+    os.utime(old, (0, 0))
+    flight_recorder.FlightRecorder(rank=1, size=2).dump_into(str(tmp_path), "a test")
+    assert (old.exists(), new.exists()) == (False, True)
