@@ -51,6 +51,7 @@ def fail(
     for key, why in {**dict(_find_torn(*parts)), **broken}.items():
         waiting = _find_waiting(key, *parts)
         groups.held.pop(key, None)
+        names.came.pop(key, None)
         for name, spec in waiting.items():
             names.tables[key[0]].pop(name, None)
             slot = slots.find(key[0], name)
@@ -64,9 +65,7 @@ def _find_torn(
 ) -> Iterator[tuple[Key, str]]:
     """Finds groups of which all has come that ever will, and which are not complete."""
     parts = (names, groups, hits, slots)
-    pending = hits.pending()
-    cached = {key for key, mask in slots.of_group.items() if mask & pending}
-    touched, names.touched = names.touched | cached, set()
+    touched, names.touched = names.touched, set()
     for key in touched:
         if key[0] not in names.members:
             names.came.pop(key, None)

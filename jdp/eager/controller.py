@@ -171,6 +171,7 @@ class Coordinator:
         if len(self._slots.of_set) > 1 or self._groups.held:
             self._check_hits(rank, hits)
         self._hits.add(rank, hits, data)
+        self._names.touched.update(self._slots.find_groups(hits))
 
     def _match_data(
         self, rank: int, hits: int, message: FromRank
@@ -231,6 +232,7 @@ class Coordinator:
             raise ProtocolError(f"rank {rank} has joined twice")
         self._last_joined = rank
         self._names.join(rank)
+        self._names.touched.update(self._slots.of_group)
 
     def decide(self, *, now_s: float) -> Batch | None:
         """Returns what all ranks do next, or None if there is nothing."""
@@ -247,7 +249,7 @@ class Coordinator:
             found = self._respond_to_all(self._take_ready(), now_s)
             responses += found
             data += [b""] * len(found)
-        if self._broken or self._names.touched or self._slots.of_group:
+        if self._broken or self._names.touched:
             found = list(self._break_groups())
             responses += found
             data += [b""] * len(found)

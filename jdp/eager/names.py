@@ -38,7 +38,8 @@ class Names:
         # By process set and group, who has submitted leaves by name, as bits. Some of
         # the leaves may have been decided since; `broken_groups` looks.
         self.came: dict[tuple[int, str], int] = {}
-        self.touched: set[tuple[int, str]] = set()  # groups, since the last look.
+        # Groups of which more has come since the last look, by name or by slot.
+        self.touched: set[tuple[int, str]] = set()
         self.add_set(0, range(size))
 
     def add_set(self, set_id: int, ranks: Sequence[int]) -> None:
@@ -77,6 +78,7 @@ class Names:
         del self.members[set_id], self.full[set_id]
         self._removed[set_id] = num_batches
         self._ready = {key: None for key in self._ready if key[0] != set_id}
+        self.came = {key: bits for key, bits in self.came.items() if key[0] != set_id}
         return {name: each.spec for name, each in self.tables.pop(set_id).items()}
 
     def was_removed(self, set_id: int, *, seen: int) -> bool:

@@ -32,6 +32,7 @@ class SlotTable:
         self.live = 0  # bits: slots that stand for a name.
         self.of_set: dict[int, int] = {0: 0}  # the same, by process set.
         self.of_group: dict[tuple[int, str], int] = {}  # by set and group.
+        self.grouped = 0  # all of these.
         self.capacity = capacity  # of what is given from now on.
         self._slot_of: collections.OrderedDict[tuple[int, str], int] = (
             collections.OrderedDict()  # in the order of use.
@@ -48,6 +49,15 @@ class SlotTable:
     def get(self, slot: int) -> Cached:
         """Returns what a slot stands for."""
         return self._cached[slot]
+
+    def find_groups(self, slots: int) -> Iterator[tuple[int, str]]:
+        """Returns the groups, by process set and name, of which slots are in a set."""
+        left = slots & self.grouped
+        while left:
+            cached = self._cached[(left & -left).bit_length() - 1]
+            key = (cached.process_set, cached.group)
+            left &= ~self.of_group[key]
+            yield key
 
     def find_retired(self, slot: int) -> Cached | None:
         """Returns what a slot stood for, of which some ranks may still speak."""
@@ -80,6 +90,7 @@ class SlotTable:
             if cached.group:
                 key = (cached.process_set, cached.group)
                 self.of_group[key] = self.of_group.get(key, 0) | 1 << slot
+                self.grouped |= 1 << slot
         return slot
 
     def _find_free(self, num_seen: int) -> int:
@@ -109,6 +120,7 @@ class SlotTable:
         self.of_set[cached.process_set] ^= 1 << slot
         if cached.group:
             key = (cached.process_set, cached.group)
+            self.grouped ^= 1 << slot
             left = self.of_group.pop(key) ^ 1 << slot
             if left:
                 self.of_group[key] = left

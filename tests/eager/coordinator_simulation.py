@@ -280,6 +280,8 @@ class Simulation:
             rank.joins = False
             if rank.log != self.ranks[0].log:
                 raise Wrong("the ranks were told different things")
+        if self.coordinator._names.came:
+            raise Wrong(f"{self.coordinator._names.came} is left of groups")
         for call, heard in self.decided.items():
             if heard != set(call.specs):
                 raise Wrong(f"{call} was decided on {heard} alone")
