@@ -217,12 +217,16 @@ def _write(
 
 def describe_error(error: BaseException) -> str:
     """Returns the class and the first line of an error, such as "ValueError: no"."""
-    try:
-        lines = str(error).splitlines() or [""]
-    except Exception:  # It is the user's class.
-        lines = [""]
+    lines = _text_of(error).splitlines() or [""]
     name = type(error).__name__
     return f"{name}: {lines[0]}"[:_MAX_REASON] if lines[0] else name
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # It is the user's class.
+        return ""
 
 
 def find_culprit(error: BaseException) -> int | None:
@@ -240,7 +244,7 @@ def find_culprit(error: BaseException) -> int | None:
             return process
         if _is_of_jax(cause):
             timeout_s = _PEER_IS_HEARD_S
-            if named := _NAMED.search(str(cause)):
+            if named := _NAMED.search(_text_of(cause)):
                 return int(named[1])
     lifeline = sys.modules.get("jdp.runtime.lifeline")
     if lifeline is None:
@@ -257,7 +261,9 @@ def is_consequence(error: BaseException) -> bool:
     """
     return any(
         _is_of_jax(cause)
-        and bool(_BROKEN.search(describe_error(cause)) or _NAMED.search(str(cause)))
+        and bool(
+            _BROKEN.search(describe_error(cause)) or _NAMED.search(_text_of(cause))
+        )
         for cause in _chain(error)
     )
 
@@ -271,12 +277,13 @@ def _is_of_jax(error: BaseException) -> bool:
 
 def _chain(error: BaseException) -> list[BaseException]:
     """Returns `error` and what it was raised from or because of."""
-    found = []
+    found: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in found:
+    # By identity: `==` of the user's class may raise, or compare arrays.
+    while cause is not None and not any(cause is each for each in found):
         found.append(cause)
-        is_hidden = cause.__suppress_context__
-        cause = cause.__cause__ or (None if is_hidden else cause.__context__)
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = context if cause.__cause__ is None else cause.__cause__
     return found
 
 
@@ -353,7 +360,14 @@ def _exit_code(error: SystemExit) -> int:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF
-    print(error.code, file=sys.stderr)
+    try:
+        print(error.code, file=sys.stderr)
+    except Exception:  # It is the user's class; Python itself ends with 1, silently.
+        name = type(error.code).__name__
+        print(
+            f"`sys.exit` got an object of class {name}, whose text fails",
+            file=sys.stderr,
+        )
     return 1
 
 

@@ -130,6 +130,46 @@ def test_a_broken_excepthook_does_not_hide_the_error(tmp_path):
     assert "ZeroDivisionError" in got.stderr
 
 
+@pytest.mark.parametrize(
+    "method", ["__eq__", "__bool__", "__str__", "__len__", "__hash__", "__repr__"]
+)
+def test_an_error_whose_methods_raise_is_the_last_that_is_shown(tmp_path, method):
+    """As `==` of a dataclass with arrays does."""
+    (tmp_path / "train.py").write_text(
+        f"""
+class Odd(Exception):
+    def {method}(self, *args):
+        raise ValueError("ambiguous")
+class JaxRuntimeError(Odd):
+    pass
+try:
+    raise JaxRuntimeError(1)
+except Odd as error:
+    raise Odd(2) from error
+"""
+    )
+    ours = run_worker("script", "train.py", cwd=tmp_path)
+    python = run(["train.py"], tmp_path)
+    assert (ours.returncode, ours.stderr) == (1, python.stderr)
+    assert "direct cause" in ours.stderr
+
+
+def test_an_exit_with_what_cannot_be_shown_fails(tmp_path):
+    (tmp_path / "train.py").write_text(
+        """
+import atexit, sys
+atexit.register(print, "after success")
+class Odd:
+    def __str__(self):
+        raise ValueError("no text")
+sys.exit(Odd())
+"""
+    )
+    got = run_worker("script", "train.py", cwd=tmp_path)
+    text = "`sys.exit` got an object of class Odd, whose text fails\n"
+    assert (got.returncode, got.stdout, got.stderr) == (1, "", text)
+
+
 @pytest.mark.parametrize("code, shown", [(0, "exit handler\n"), (1, "")])
 def test_exit_handlers_run_only_after_success(tmp_path, code, shown):
     (tmp_path / "program.py").write_text(
