@@ -285,7 +285,9 @@ def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> P
       amount: how much this replica counts, float32 ().
     """
     weighting = Weighting(amount, "weight")
-    means = reduction.average_weighted(tree, names, lambda: weighting)
+    real = jax.dtypes.canonicalize_dtype(float)
+    wide = jax.tree.map(lambda x: x.astype(real) if is_exact(x) else x, tree)
+    means = reduction.average_weighted(wide, names, lambda: weighting)
     exact = [x for x in jax.tree.leaves(tree) if is_exact(x)]
     limits = iter(_find_limits(exact, names, amount))
 
@@ -314,8 +316,6 @@ def _find_limits(
 
 
 def _round_between(mean: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    if is_exact(mean):
-        return mean  # It is known to be the same on all.
     mean = jnp.round(mean)
     rounded = jnp.where(mean <= low.astype(mean.dtype), low, mean.astype(low.dtype))
     return jnp.where(mean >= high.astype(mean.dtype), high, rounded)

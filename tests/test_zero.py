@@ -399,6 +399,31 @@ def test_a_function_of_a_replicas_own_samples_is_refused_unless_it_averages():
     assert step_size[1] == pytest.approx(step_size[2], rel=1e-4) and step_size[1] > 0
 
 
+def test_an_update_may_print_sums_beside_what_a_replica_has():
+    world, heard, inner = harness.local_world(2), [], optax.adam(0.1)
+
+    def update(updates, state, params=None, *, own, **extra_args):
+        total = optax.tree.sum(updates)
+        jax.debug.callback(lambda *xs: heard.append([*map(float, xs)]), total, own())
+        return inner.update(updates, state, params)
+
+    tx = jdp.zero1(
+        optax.GradientTransformationExtraArgs(inner.init, update), world=world
+    )
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        params, opt = state
+        _, grads = jdp.local_gradients(lambda p, x: (p * x.mean()).sum())(params, x)
+        updates, opt = tx.update(grads, opt, params, own=lambda: x.sum())
+        return (optax.apply_updates(params, updates), opt), {}
+
+    params = np.ones(7, np.float32)
+    step((params, tx.init(params)), np.float32([1, 3]))
+    jax.effects_barrier()
+    assert sorted(heard) == [[14.0, 1.0], [14.0, 3.0]]
+
+
 WRONG_ORDERS = {
     "steps": lambda tx: optax.MultiSteps(tx, 2),
     "if finite": lambda tx: optax.apply_if_finite(tx, 3),
