@@ -1,9 +1,12 @@
-"""Arguments: which arguments of a loss are its parameters."""
+"""Arguments: which arguments of a loss are its parameters, and what a number is."""
 
 import functools
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from jdp.types import PyTree
 
@@ -48,21 +51,66 @@ def pick(
     return Arguments(of_params, chosen[0] if is_one else chosen, rest)
 
 
+def as_count(value: Any, name: str, *, least: int) -> int:
+    """Returns an option that counts something.
+
+    Args:
+      value: what was given.
+      name: of the option.
+      least: the smallest that makes sense.
+
+    Raises:
+      TypeError: it is no integer.
+      ValueError: it is below `least`.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an integer, got {value!r}.") from None
+    if count < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {count}.")
+    return count
+
+
+def check_number(value: Any, name: str) -> None:
+    """Raises TypeError if an option is no real number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"`{name}` must be a number, got {value!r}.")
+
+
+def as_floating(dtype: Any, name: str) -> Any:
+    """Returns an option that is a floating dtype.
+
+    Raises:
+      TypeError: it is none.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f"`{name}` must be a floating dtype, such as `jnp.bfloat16`, got "
+            f"{dtype if found is None else found!s}."
+        )
+    return found
+
+
 def _places(argnums: int | Sequence[int], count: int) -> list[int]:
     try:
         given = argnums if isinstance(argnums, Sequence) else [argnums]
-        numbers = [operator.index(number) for number in given]
+        found = [operator.index(number) for number in given]
     except TypeError:
         raise TypeError(
             f"`argnums` must be an integer or a tuple of integers, got {argnums!r}."
         ) from None
-    for number in numbers:
+    for number in found:
         if not -count <= number < count:
             raise ValueError(
                 f"`argnums={argnums!r}` names the positional argument {number}, but "
                 f"the call has {count}. Pass parameters by position."
             )
-    places = [number % count for number in numbers]
+    places = [number % count for number in found]
     if len(set(places)) < len(places) or not places:
         raise ValueError(
             f"`argnums={argnums!r}` must name at least one argument, and each once."

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import compat
+from jdp import arguments, compat
 from jdp.types import PyTree
 
 # The defaults of torch's DistributedDataParallel (reducer.hpp): a small first bucket,
@@ -143,8 +143,11 @@ def plan_buckets(
 
     Raises:
       ValueError: `order` is no permutation of the leaf indices, or a size is negative.
-      TypeError: a leaf is neither an array nor a number, or is a PRNG key.
+      TypeError: a leaf is neither an array nor a number, or is a PRNG key; or a size is
+        no number.
     """
+    arguments.check_number(bucket_bytes, "bucket_bytes")
+    arguments.check_number(first_bucket_bytes, "first_bucket_bytes")
     if bucket_bytes < 0 or first_bucket_bytes < 0:
         raise ValueError(
             "`bucket_bytes` and `first_bucket_bytes` must be at least 0, got "

@@ -89,6 +89,8 @@ class CommHook(NamedTuple):
     init: HookInit
     apply: HookApply
     name: str = "custom"  # as tables show it.
+    # Whether all that it sends is to be summed, so that another hook may do that.
+    only_sums: bool = True
 
 
 class ErrorFeedbackState(NamedTuple):

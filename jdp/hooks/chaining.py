@@ -28,14 +28,23 @@ def chain(*hooks: CommHook) -> CommHook:
       The hook; its state is the list of theirs.
 
     Raises:
-      ValueError: no hooks; or from `init`: one that is not the last does not sum what
-        it sends.
+      TypeError: one is no hook.
+      ValueError: no hooks; or one that is not the last does not sum what it sends:
+        `int8`, `top_k`, `rows`, or from `init` a hook of your own.
     """
     if not hooks:
         raise ValueError("`chain` needs at least one hook.")
+    for hook in hooks:
+        if not isinstance(hook, CommHook):
+            raise TypeError(
+                "`chain` takes hooks, such as `jdp.hooks.cast(jnp.bfloat16)`, got "
+                f"{hook!r}."
+            )
     first, *rest = hooks
     if not rest:
         return first
+    if not first.only_sums:
+        raise _not_the_last(first.name)
     inner = chain(*rest)
 
     def init(avals: Sequence[BucketAval]) -> list[PyTree]:
@@ -48,7 +57,8 @@ def chain(*hooks: CommHook) -> CommHook:
         sums, outer_state = first.apply(buckets, state[0], through)
         return sums, [outer_state, through.states]
 
-    return CommHook(init, apply, " + ".join([first.name, inner.name]))
+    name = " + ".join([first.name, inner.name])
+    return CommHook(init, apply, name, inner.only_sums)
 
 
 class _OnlySums:
@@ -131,8 +141,9 @@ def _sent(hook: CommHook, avals: Sequence[BucketAval]) -> list[BucketAval]:
     ]
 
 
-def _not_the_last() -> ValueError:
+def _not_the_last(name: str = "") -> ValueError:
+    which = f" (`{name}`)" if name else ""
     return ValueError(
-        "`chain`: a hook that is not the last does not sum what it sends, so the next "
-        "one cannot compress it. Put `int8`, `top_k` or `rows` at the end."
+        f"`chain`: a hook that is not the last{which} does not sum what it sends, so "
+        "the next one cannot compress it. Put `int8`, `top_k` or `rows` at the end."
     )

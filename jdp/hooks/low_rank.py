@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdp import arguments
 from jdp import buckets as packing
 from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
@@ -82,6 +83,11 @@ def power_sgd(
     the state: the residuals of that bucket begin again at zero, and its Q is kept. A
     column of Q that a mean of lower rank leaves at zero is drawn anew.
 
+    P and Q are sums of products in float32, which must be in its range: of n replicas,
+    a matrix whose largest element is above 3.4e38 / (n sqrt(max(a, b))) may arrive as
+    infinity or NaN, and one whose largest element is below 1.2e-38 sqrt(max(a, b)) as
+    zeros, which error feedback adds to the next gradient.
+
     Args:
       rank: r; more is closer and sends more.
       start_step: plain all-reduces in as many steps before; gradients change fast in
@@ -98,12 +104,13 @@ def power_sgd(
       The hook; its state is a `PowerSGDState`.
 
     Raises:
+      TypeError: `rank` or `start_step` is no integer, or another option no number.
       ValueError: `rank` is below 1, or `start_step` below 0.
     """
-    if rank < 1:
-        raise ValueError(f"`rank` must be at least 1, got {rank}.")
-    if start_step < 0:
-        raise ValueError(f"`start_step` must be at least 0, got {start_step}.")
+    rank = arguments.as_count(rank, "rank", least=1)
+    start_step = arguments.as_count(start_step, "start_step", least=0)
+    arguments.check_number(min_compression_rate, "min_compression_rate")
+    arguments.check_number(orthogonalization_epsilon, "orthogonalization_epsilon")
     options = _Options(
         rank,
         start_step,
@@ -288,8 +295,13 @@ def _sum_packed(arrays: list[jax.Array], all_reduce: HookAllReduce) -> list[jax.
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """In float32 throughout: the power method loses what the factors round away."""
-    dtype = jnp.promote_types(jnp.float32, a.dtype)
+    dtype = _wide(a.dtype)
     return jnp.dot(a.astype(dtype), b.astype(dtype), precision=lax.Precision.HIGHEST)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype itself, or float32 in place of a narrower one."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def _orthogonalize_all(
@@ -345,7 +357,10 @@ def _orthogonalize(matrix: jax.Array, options: _Options) -> jax.Array:
       Shape (n, r); a NaN or an infinity makes its column and those after it NaN.
     """
     peaks = jnp.abs(matrix).max(0, keepdims=True)
-    columns = (matrix / jnp.where(peaks == 0, 1, peaks)).T
+    # XLA may multiply by the inverse, which is taken for zero where it is subnormal.
+    step_down = jnp.where(peaks > 2.0**64, jnp.asarray(2.0**-64, matrix.dtype), 1)
+    divisor = jnp.where(peaks == 0, 1, peaks * step_down)
+    columns = (matrix * step_down / divisor).T
     tolerance = math.sqrt(matrix.shape[0]) * float(jnp.finfo(matrix.dtype).eps)
 
     def add(k: jax.Array, units: jax.Array) -> jax.Array:

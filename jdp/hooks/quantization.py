@@ -6,18 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdp import arguments
 from jdp.buckets import BucketAval
 from jdp.collectives import base
 from jdp.hooks.base import CommHook, HookAllReduce, is_real, sum_rows
 
 _LARGEST = 127
-_SCALE_BYTES = 4  # float32.
+_PEAK_BYTES = 4  # float32.
 
 
 def int8(*, chunk_size: int = 256) -> CommHook:
     """Returns the hook that sends 8 bits an element, a quarter of float32.
 
-    A chunk of a bucket is rounded to multiples of its own scale, max |x| / 127. Replica
+    A chunk of a bucket is rounded to multiples of its own scale, max |x| / 127, at any
+    magnitude that is a normal number of float32. Replica
     i gets part i of every bucket so, sums it in float32, and sends the sum to all in
     the same way. The error of an element of the sum is at most half of the scale of its
     chunk on each replica, and half of that of the sum; it is not fed back.
@@ -25,16 +27,16 @@ def int8(*, chunk_size: int = 256) -> CommHook:
     A chunk that holds a NaN or an infinity arrives as NaN, all of it.
 
     Args:
-      chunk_size: most elements with one scale, whose 4 bytes travel with them.
+      chunk_size: most elements with one maximum, whose 4 bytes travel with them.
 
     Returns:
       The hook; it has no state. Buckets of other than real floats travel as they are.
 
     Raises:
+      TypeError: `chunk_size` is no integer.
       ValueError: `chunk_size` is less than 1.
     """
-    if chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
+    chunk_size = arguments.as_count(chunk_size, "chunk_size", least=1)
 
     def send(x: jax.Array, all_reduce: HookAllReduce) -> jax.Array:
         if not is_real(x.dtype) or x.size == 0:
@@ -59,30 +61,38 @@ def int8(*, chunk_size: int = 256) -> CommHook:
     ) -> tuple[list[jax.Array], tuple[()]]:
         return [send(x, all_reduce) for x in buckets], state
 
-    return CommHook(init, apply, "int8")
+    return CommHook(init, apply, "int8", only_sums=False)
 
 
 def _encode(rows: jax.Array, width: int) -> jax.Array:
-    """Packs rows, float32 (r, m), with their scales into int8 (r, m + 4 m / width)."""
+    """Packs rows, float32 (r, m), with their peaks into int8 (r, m + 4 m / width).
+
+    A scale, peak / 127, may be subnormal, which a device takes for zero, where the peak
+    is not. So the peak is sent, and the scale is never computed.
+    """
     chunks = rows.reshape(rows.shape[0], -1, width)
     peaks = jnp.abs(chunks).max(-1)
     is_finite = jnp.isfinite(chunks).all(-1)
-    scales = jnp.where(is_finite, peaks / _LARGEST, jnp.nan)
-    steps = jnp.round(chunks / jnp.where(scales > 0, scales, 1)[..., None])
+    peaks = jnp.where(is_finite, peaks, jnp.nan)
+    # XLA may multiply by the inverse, which is taken for zero where it is subnormal.
+    step_down = jnp.where(peaks > 2.0**64, jnp.float32(2.0**-64), 1)
+    divisor = jnp.where(peaks > 0, peaks * step_down, 1)
+    shares = chunks * step_down[..., None] / divisor[..., None]
+    steps = jnp.round(shares * _LARGEST)
     steps = jnp.where(is_finite[..., None], steps, 0).astype(jnp.int8)
-    scale_bytes = lax.bitcast_convert_type(scales, jnp.int8)
+    peak_bytes = lax.bitcast_convert_type(peaks, jnp.int8)
     return jnp.concatenate(
-        [x.reshape(rows.shape[0], -1) for x in (steps, scale_bytes)], axis=1
+        [x.reshape(rows.shape[0], -1) for x in (steps, peak_bytes)], axis=1
     )
 
 
 def _decode(packed: jax.Array, width: int) -> jax.Array:
     """The inverse of `_encode`, but for what was rounded."""
     num_rows, size = packed.shape
-    num_chunks = size // (width + _SCALE_BYTES)
-    steps, scale_bytes = jnp.split(packed, [num_chunks * width], axis=1)
-    scales = lax.bitcast_convert_type(
-        scale_bytes.reshape(num_rows, num_chunks, _SCALE_BYTES), jnp.float32
+    num_chunks = size // (width + _PEAK_BYTES)
+    steps, peak_bytes = jnp.split(packed, [num_chunks * width], axis=1)
+    peaks = lax.bitcast_convert_type(
+        peak_bytes.reshape(num_rows, num_chunks, _PEAK_BYTES), jnp.float32
     )
     steps = steps.reshape(num_rows, num_chunks, width).astype(jnp.float32)
-    return (steps * scales[..., None]).reshape(num_rows, -1)
+    return (steps / _LARGEST * peaks[..., None]).reshape(num_rows, -1)

@@ -1,13 +1,13 @@
 """Row selection: of the gradient of a table only the rows that are not zero travel."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jdp import arguments
 from jdp import buckets as packing
 from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
@@ -50,12 +50,7 @@ def rows(max_rows: int) -> CommHook:
       TypeError: `max_rows` is no integer.
       ValueError: `max_rows` is below 1.
     """
-    try:
-        max_rows = operator.index(max_rows)
-    except TypeError:
-        raise TypeError(f"`max_rows` must be an integer, got {max_rows!r}.") from None
-    if max_rows < 1:
-        raise ValueError(f"`max_rows` must be at least 1, got {max_rows}.")
+    max_rows = arguments.as_count(max_rows, "max_rows", least=1)
 
     def init(avals: Sequence[BucketAval]) -> RowsState:
         return RowsState(tuple(aval.leaf_shapes for aval in avals))
@@ -67,7 +62,7 @@ def rows(max_rows: int) -> CommHook:
         sums = [_sum(x, shapes, max_rows, all_reduce) for x, shapes in pairs]
         return sums, state
 
-    return CommHook(init, apply, f"rows({max_rows})")
+    return CommHook(init, apply, f"rows({max_rows})", only_sums=False)
 
 
 def _sum(
@@ -129,7 +124,8 @@ def _sum_rows_of(
     indices_of_all = all_reduce.gather(packing.pack(indices))
     sums = []
     for table in tables:
-        wide: Any = jnp.promote_types(table.dtype, jnp.float32)
+        is_narrow = jnp.finfo(table.dtype).bits < 32
+        wide: Any = jnp.dtype(jnp.float32) if is_narrow else table.dtype
         sums.append(jnp.zeros_like(values_of_all, wide, shape=table.shape))
     # One replica after the other, so that all of them round the same.
     for values, places in zip(values_of_all, indices_of_all, strict=True):

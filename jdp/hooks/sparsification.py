@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdp import arguments
 from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, ErrorFeedbackState, HookAllReduce, is_real
 from jdp.per_replica import PerReplica
@@ -32,8 +33,10 @@ def top_k(fraction: float) -> CommHook:
       other than real floats travel as they are.
 
     Raises:
+      TypeError: `fraction` is no number.
       ValueError: `fraction` is not above 0 and at most 1.
     """
+    arguments.check_number(fraction, "fraction")
     if not 0 < fraction <= 1:
         raise ValueError(
             f"`fraction` must be above 0 and at most 1, got {fraction}: with none of "
@@ -79,7 +82,7 @@ def top_k(fraction: float) -> CommHook:
         residuals = PerReplica([residual for _, residual in pairs])
         return [total for total, _ in pairs], ErrorFeedbackState(residuals)
 
-    return CommHook(init, apply, f"top_k({fraction:g})")
+    return CommHook(init, apply, f"top_k({fraction:g})", only_sums=False)
 
 
 def _is_cut(bucket: BucketAval | jax.Array) -> bool:

@@ -24,6 +24,9 @@ def init_state(
 ) -> PyTree:
     """Makes the state of a hook, to be kept in the train state.
 
+    It knows leaves by their place and their shapes, not by their names: make it anew
+    where parameters are added, removed, renamed or reordered.
+
     Inside of a step it is that of one replica. Outside, every process calls it, and its
     `jdp.PerReplica` parts are split over the replicas.
 

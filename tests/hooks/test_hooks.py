@@ -450,6 +450,17 @@ def test_all_reduces_of_the_collectives_sum_what_hooks_send():
         (lambda: hooks.rows(0), ValueError, "`max_rows` must be at least 1, got 0"),
         (lambda: hooks.rows(0.5), TypeError, "`max_rows` must be an integer"),
         (lambda: hooks.chain(), ValueError, "`chain` needs at least one hook"),
+        (lambda: hooks.chain(hooks.int8), TypeError, "`chain` takes hooks"),
+        (lambda: hooks.cast("bf16"), TypeError, "`jnp.bfloat16`, got bf16"),
+        (lambda: hooks.int8(chunk_size=2.5), TypeError, "`chunk_size` must be an int"),
+        (lambda: hooks.power_sgd("4"), TypeError, "`rank` must be an integer"),
+        (lambda: hooks.power_sgd(1, start_step=0.5), TypeError, "`start_step` must be"),
+        (
+            lambda: hooks.power_sgd(1, min_compression_rate="2"),
+            TypeError,
+            "`min_compression_rate` must be a number",
+        ),
+        (lambda: hooks.top_k("0.1"), TypeError, "`fraction` must be a number"),
     ],
 )
 def test_options_out_of_range_are_named(make, kind, message):
@@ -457,8 +468,36 @@ def test_options_out_of_range_are_named(make, kind, message):
         make()
 
 
-@pytest.mark.parametrize("first", [hooks.int8(), hooks.top_k(0.5), hooks.rows(1)])
+@pytest.mark.parametrize(
+    "first",
+    [
+        hooks.int8(),
+        hooks.top_k(0.5),
+        hooks.rows(1),
+        hooks.chain(hooks.cast(jnp.bfloat16), hooks.int8()),
+    ],
+)
 def test_what_does_not_sum_belongs_at_the_end_of_a_chain(first):
-    hook = hooks.chain(first, hooks.cast(jnp.bfloat16))
+    with pytest.raises(ValueError, match="Put `int8`, `top_k` or `rows` at the end"):
+        hooks.chain(first, hooks.cast(jnp.bfloat16))
+
+
+def test_a_hook_of_ones_own_that_does_not_sum_is_found_by_init():
+    own = hooks.int8()._replace(only_sums=True)
+    hook = hooks.chain(own, hooks.cast(jnp.bfloat16))
     with pytest.raises(ValueError, match="Put `int8`, `top_k` or `rows` at the end"):
         hook.init(_plan().bucket_avals())
+
+
+@pytest.mark.parametrize("scale", [1.5e-38, 1e-36, 1e-20, 1.0, 1e20, 8e37])
+def test_int8_sends_every_magnitude_of_float32(scale):
+    x = np.array([[1, -0.5, 0.25, 1], [1, 1, -1, 0.5]] * 2, np.float32) * scale
+
+    def fn(x):
+        return hooks.int8(chunk_size=2).apply([x], (), base.Wire(AXIS, None))[0][0]
+
+    total = np.asarray(_on_all(fn)(x), np.float64)
+    # Half a step of each replica, and of the sum; and what is subnormal becomes zero.
+    bound = 4 * scale * (1 / 127) + 4 * 1.2e-38
+    assert np.abs(total - np.float64(x).sum(0)).max() <= bound
+    assert np.abs(total[:, 0] / scale - 4).max() <= 4 / 127

@@ -15,6 +15,9 @@ SHAPE = (40, 30)
 N = 2
 RANKS = [1, 2, 4, 8]
 SCALES = [1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30]
+# Numbers of which products and sums of sqrt(a) or sqrt(b) terms are in range.
+SMALLEST = float(np.finfo(np.float32).tiny) * max(SHAPE) ** 0.5
+LARGEST = float(np.finfo(np.float32).max) / (N * max(SHAPE) ** 0.5)
 EPS = float(np.finfo(np.float32).eps)
 
 
@@ -59,6 +62,24 @@ def test_a_gradient_of_no_higher_rank_arrives_whole_at_every_scale(rank):
                 total, state = step(_on_replicas(x), state)
                 np.testing.assert_array_equal(total[0], total[1])
                 assert _error(np.float64(total[0]), N * x) <= 30 * EPS, (low, scale)
+
+
+@pytest.mark.parametrize("scale", [SMALLEST, 0.9 * LARGEST])
+def test_so_it_does_at_both_ends_of_the_range(scale):
+    start, step = _runner(hooks.power_sgd(1))
+    x, state = np.ones(SHAPE) * scale, start
+    for _ in range(3):
+        total, state = step(_on_replicas(x), state)
+        assert _error(np.float64(total[0]), N * x) <= 30 * EPS
+
+
+def test_what_is_below_the_range_is_fed_back():
+    start, step = _runner(hooks.power_sgd(1))
+    x, sent, state = np.ones(SHAPE) * SMALLEST / 4, 0.0, start
+    for _ in range(64):
+        total, state = step(_on_replicas(x), state)
+        sent = sent + np.float64(total[0])
+    assert np.abs(sent - 64 * N * x).max() <= N * SMALLEST
 
 
 @pytest.mark.parametrize("rank", RANKS)
