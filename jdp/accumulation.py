@@ -72,7 +72,8 @@ def accumulate_gradients(
         parameter. Complex parameters keep theirs.
       weight: shape (n,), one number a sample, cut as the batches are: 1 for a true
         sample, 0 for padding. A micro-batch counts by its sum, and not at all,
-        whatever comes of it, where that is 0; so does the replica.
+        whatever comes of it, where that is 0; so does the replica. One number of NaN or
+        below zero makes loss and gradients NaN; a negative constant is refused.
       divide_by: see `sync_gradients`, as for the other options.
       axis_name: see `sync_gradients`.
       plan: see `sync_gradients`; its dtypes are those of the sums.
@@ -91,14 +92,14 @@ def accumulate_gradients(
       ValueError: here: `num_micro_batches` is below 1; from a call: fewer samples than
         micro-batches, or leaves or `weight` with different numbers of them; and what
         `value_and_grad` raises.
-      TypeError: here: `dtype` is not a floating dtype.
+      TypeError: here: `num_micro_batches` is no integer, or `dtype` is not a floating
+        dtype.
     """
-    if num_micro_batches < 1:
-        raise ValueError(
-            f"`num_micro_batches` must be at least 1, got {num_micro_batches}."
-        )
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`dtype` must be a floating dtype, got {jnp.dtype(dtype)}.")
+    num_micro_batches = arguments.as_count(
+        num_micro_batches, "num_micro_batches", least=1
+    )
+    if dtype is not None:
+        dtype = arguments.as_floating(dtype, "dtype")
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
@@ -114,7 +115,9 @@ def accumulate_gradients(
             batch, of_samples = cut
             objective = None
             if of_samples is not None:
-                amount = of_samples.sum() / (1 if of_all else _divisor(own_total))
+                amount = of_samples.sum()
+                if not of_all:
+                    amount = amount / _divisor(own_total)
                 objective = weights.resolve(amount, "weight")
             local = differentiation.differentiate(
                 of_params,
@@ -135,14 +138,14 @@ def accumulate_gradients(
                 assert objective is not None
                 weigh_grads = functools.partial(
                     _weigh_seeded,
-                    objective.amount > 0,
+                    weights.has_data(objective.amount),
                     _share_of_all(local.seed, weighting if of_all else None, axis_name),
                 )
             add = functools.partial(_add, weigh_grads)
             sums = jax.tree.map(add, sums, local.grads)
             metrics = jax.tree.map(weights.as_inexact, (local.loss, local.aux))
             decided = [
-                x if of_samples is None else x & (of_samples.sum() > 0)
+                x if of_samples is None else x & weights.has_data(of_samples.sum())
                 for x in jax.tree.leaves(local.used)
                 if not usage_flags.is_static(x)
             ]
@@ -239,13 +242,14 @@ def _check_weight(
 ) -> jax.Array | None:
     if weight is None:
         return None
+    weights.check_constant(weight)
     of_samples = jnp.asarray(weight)
     if of_samples.shape != (num_samples,):
         raise ValueError(
             f"`weight` has shape {of_samples.shape}; it must hold one number for each "
             f"of the {num_samples} samples, to be cut as the batches are."
         )
-    return of_samples
+    return weights.nan_if_negative(of_samples)
 
 
 def _weigh(
@@ -255,9 +259,8 @@ def _weigh(
     if of_samples is None or total is None:
         return share * x
     amount = of_samples.sum() / _divisor(total)
-    weighting = Weighting(amount.astype(jnp.float32), "weight")
-    weighed = weights.weigh(x, weighting).astype(x.dtype)
-    return weights.zero_unless(amount > 0, weighed)
+    weighed = weights.weigh(x, Weighting(amount, "weight")).astype(x.dtype)
+    return weights.zero_unless(weights.has_data(amount), weighed)
 
 
 def _weigh_seeded(
@@ -275,16 +278,16 @@ def _share_of_all(
 ) -> jax.Array | None:
     """Returns what a micro-batch counts whose losses were multiplied by shares of it.
 
-    That is its mean over the replicas with data; with `weighting`, what each replica
-    counts with all its samples, by that mean of all micro-batches.
+    That is the largest of a replica; with `weighting`, what each replica counts with
+    all its samples, that over the largest of all micro-batches together.
     """
     if seed.totals is None:
         return None
-    mean = weights.divide(*seed.totals, jnp.float32)
+    largest = seed.totals.largest
     if weighting is None:
-        return mean
+        return largest
     of_all = weights.sum_over_replicas(weighting.amount, axis_name)
-    return mean * weights.divide(of_all.num_active, of_all.amount, jnp.float32)
+    return weights.ratio(largest, of_all.largest, largest.dtype)
 
 
 def _seed_of_all(
@@ -294,17 +297,16 @@ def _seed_of_all(
     if seed.totals is None:
         return Seed(weighting.amount) if of_all else None
     totals = weights.sum_over_replicas(weighting.amount, axis_name)
-    mean = weights.divide(*totals, jnp.float32)
-    factor = weights.divide(weighting.amount, mean, jnp.float32)
     if weighting.divide_by == "world":
-        divisor = jnp.float32(mesh.axis_size(axis_name))
+        size = jnp.asarray(mesh.axis_size(axis_name), totals.amount.dtype)
+        divisor = jnp.where(jnp.isnan(totals.amount), jnp.nan, size)
         return Seed(weighting.amount, totals, divisor)
-    return Seed(factor, totals, totals.num_active)
+    return differentiation.seed_of(weighting.amount, totals, totals.amount.dtype)[1]
 
 
 def _divisor(total: jax.Array | None) -> jax.Array:
     assert total is not None
-    return jnp.where(total > 0, total, 1)
+    return jnp.where(weights.has_data(total), total, jnp.ones((), total.dtype))
 
 
 def _groups(

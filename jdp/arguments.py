@@ -90,8 +90,9 @@ def as_floating(dtype: Any, name: str) -> Any:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(
-            f"`{name}` must be a floating dtype, such as `jnp.bfloat16`, got "
-            f"{dtype if found is None else found!s}."
+            f"`{name}` must be a floating dtype, got "
+            f"{repr(dtype) if found is None else found}. Pass one such as "
+            "`jnp.bfloat16`."
         )
     return found
 

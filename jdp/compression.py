@@ -86,7 +86,7 @@ def mean_over_replicas(
         for i, part in zip(bucket, parts, strict=True):
             synced[i] = part.astype(leaves[i].dtype)
     if weighting is not None:  # Without any data nothing happens.
-        has_data = jnp.greater(total, 0)
+        has_data = weights.has_data(total)
         for i in (i for bucket in bucketed for i in bucket):
             synced[i] = weights.zero_unless(has_data, synced[i])
         state = jax.tree.map(
@@ -108,7 +108,7 @@ def hook_bytes(
 class Share(NamedTuple):
     """How much the gradients of this replica count, of the mean that is 1."""
 
-    factor: jax.Array  # float32 ().
+    factor: jax.Array  # float32 or float64 ().
     has_data: jax.Array  # bool ().
 
 
@@ -126,21 +126,31 @@ def find_share(
     if weighting is None:
         return None
     num_replicas = mesh.axis_size(options.axis_name)
-    has_data = weighting.amount > 0
+    amount = weighting.amount
+    has_data = weights.has_data(amount)
     if weighting.divide_by == "world" and divisor is None:
-        return Share(jnp.where(has_data, 1.0, 0.0), has_data)
-    amount = 1.0 if is_weighed else weighting.amount
-    by = total if divisor is None else divisor
-    by = jnp.where(jnp.equal(by, 0), 1, by)
-    factor = (amount * num_replicas / by).astype(jnp.float32)
+        return Share(jnp.sign(amount), has_data)
+    # The quotient is as precise as what it is multiplied with may be.
+    dtype = jnp.result_type(float)
+    own = jnp.ones((), dtype) if is_weighed else amount
+    factor = weights.ratio(
+        own * num_replicas, total if divisor is None else divisor, dtype
+    )
     return Share(factor, has_data)
 
 
-def scale(buffer: jax.Array, share: Share | None) -> jax.Array:
-    """Returns what the mean over the replicas is to be taken of."""
+def scale(x: jax.Array, share: Share | None) -> jax.Array:
+    """Returns what the mean over the replicas is to be taken of.
+
+    Weighed float16 comes back as float32: times n, it may be out of its range where the
+    mean is not.
+    """
     if share is None:
-        return buffer
-    scaled = (buffer * share.factor).astype(buffer.dtype)
+        return x
+    wide = weights.wide_dtype(x.dtype)
+    scaled = x.astype(wide) * share.factor.astype(jnp.finfo(wide).dtype)
+    if x.dtype != jnp.float16:
+        scaled = scaled.astype(x.dtype)
     return weights.zero_unless(share.has_data, scaled)
 
 

@@ -31,8 +31,8 @@ class Seed(NamedTuple):
     """Factor that a loss was multiplied with before its backward pass, to weigh it."""
 
     factor: jax.Array  # floating (): the cotangent that the loss got.
-    # None where `factor` is the weight of the replica; else it is that over the mean
-    # weight of the replicas with data.
+    # None where `factor` is the weight of the replica; else it is that over the largest
+    # weight of a replica.
     totals: Totals | None = None
     # The divisor of the sum of the gradients; None: the total weight.
     divisor: jax.Array | None = None
@@ -73,7 +73,7 @@ def differentiate(
     factor, seed = _find_seed(program, facts, weighting, axis_name)
     if facts.has_exchanges and factor is not None:
         names = mesh.as_axis_names(axis_name)
-        program = program.gated(own, factor > 0, names)
+        program = program.gated(own, weights.has_data(factor), names)
 
     def run(params: PyTree) -> tuple[jax.Array, Any]:
         if find_unused:
@@ -108,8 +108,10 @@ def _find_seed(
     does, or reduces by itself, gradients are weighed afterwards.
 
     Not so where gradients go through a collective: what comes of it belongs to the
-    losses of several replicas. There each loss is multiplied by its share, which is
-    exactly 1 where all that have data count the same.
+    losses of several replicas. There each loss is multiplied by its weight over the
+    largest weight, which is exactly 1 where all that have data count the same. It is
+    never more, so that nothing overflows that would not without weights; the rest of
+    the mean is divided by after the sum, in float32 or wider.
     """
     # Gradients that stay local are weighed later, but a `jdp.Join` knows who has data.
     known = weighting or weights.resolve(None, "weight")
@@ -119,16 +121,24 @@ def _find_seed(
     if facts.has_exchanges:
         is_binary = known.divide_by != "weight" or weights.is_ambient(known)
         if is_binary or program.markers:
-            return (amount > 0).astype(jnp.float32), None
+            return jnp.sign(amount), None
         totals = weights.sum_over_replicas(amount, axis_name)
-        mean = weights.divide(*totals, jnp.float32)
-        factor = weights.divide(amount, mean, jnp.float32)
-        return factor, Seed(factor, totals, totals.num_active)
+        return seed_of(amount, totals, program.jaxpr.out_avals[0].dtype)
     if weighting is None or weighting.divide_by != "weight" or program.markers:
         return None, None
     if not program.is_scalable or program.has_custom_backward:
         return None, None
     return amount, Seed(amount)
+
+
+def seed_of(amount: jax.Array, totals: Totals, dtype: Any) -> tuple[jax.Array, Seed]:
+    """Returns the share of the largest weight that a replica counts, and the seed.
+
+    Both are in `dtype`, that of the loss, or in float32 if it is narrower.
+    """
+    factor = weights.ratio(amount, totals.largest, dtype)
+    divisor = weights.ratio(totals.amount, totals.largest, dtype)
+    return factor, Seed(factor, totals, divisor)
 
 
 def facts_of(program: LossProgram, axis_name: AxisName = "data") -> LossFacts:

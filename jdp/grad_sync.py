@@ -58,8 +58,10 @@ def sync_gradients(
       weight: scalar, floating or integer: how many samples this replica has. None
         counts every replica the same, but in a `jdp.Join`, which knows who has data.
         The gradients of a replica of weight 0 do not count, whatever they hold, NaN
-        included; without any data all gradients are zero. The total weight rides in a
-        bucket. float16 gradients travel as float32.
+        included; without any data all gradients are zero. A weight of NaN makes all
+        gradients NaN, and so does one below zero; as a constant, that is refused. The
+        total weight rides in a bucket. float16 gradients travel as float32, so that the
+        mean is finite wherever it is in their range.
       divide_by: what divides the sum over the replicas. "weight": the total weight, so
         that each sample counts the same. "active": the number of replicas with data,
         each of which counts the same. "world": the number of all replicas; what is
@@ -89,10 +91,11 @@ def sync_gradients(
     Raises:
       ValueError: `axis_name` is not bound, the gradients do not fit the plan, they
         were summed over the axis already, `used` has another structure, `weight` is
-        not a scalar, `packing` does not go with `all_reduce` or `hook`, or
-        `hook_state` is not that of the hook for these gradients.
+        not a scalar or is a negative constant, `all_reduce` does not sum, `packing`
+        does not go with `all_reduce` or `hook`, or `hook_state` is not that of the
+        hook for these gradients.
       TypeError: a leaf has an integer or boolean dtype, one of `used` is no bool,
-        `weight` is not a real number, or `hook` is no hook.
+        `weight` is not a real number, `plan` is no plan, or `hook` is no hook.
     """
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
     weighting = weights.resolve(weight, divide_by)
@@ -239,8 +242,11 @@ def value_and_grad(
         flow decides.
       allow_int: whether parameters may hold integers, booleans and PRNG keys, whose
         gradients are zeros of dtype float0, as in `jax.value_and_grad`.
-      weight: see `sync_gradients`. In a step of `jdp.data_parallel` its metrics are
-        averaged with it too.
+      weight: see `sync_gradients`, also of NaN and negative weights, which make loss
+        and gradients NaN. In a step of `jdp.data_parallel` its metrics are averaged
+        with it too. Where gradients go through a collective, the cotangent of the loss
+        is the weight over the largest of a replica, never above 1: nothing overflows
+        that would not without weights.
       divide_by: see `sync_gradients`. It concerns the gradients; the loss is the mean
         over what has data also with "world", and 0 where nothing has.
       axis_name: the axis, or axes, over which replicas lie.

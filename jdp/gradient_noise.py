@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp import mesh, weights
+from jdp import arguments, mesh, weights
 from jdp.types import AxisName, PyTree
 from jdp.weights import Weighting
 
@@ -79,8 +79,10 @@ def noise_scale(*, decay: float = 0.99) -> NoiseScale:
       with data, or of norms that are not finite.
 
     Raises:
+      TypeError: `decay` is no number.
       ValueError: `decay` is out of range.
     """
+    arguments.check_number(decay, "decay")
     if not 0 <= decay < 1:
         raise ValueError(f"`decay` must be at least 0 and less than 1, got {decay}.")
 
@@ -134,7 +136,7 @@ def as_rider(
     """
     square = _square(grads)
     if factor is not None:
-        square = square / factor**2
+        square = square / factor.astype(square.dtype) ** 2
     if jnp.finfo(dtype).bits < 32:
         dtype = jnp.float32
     return jnp.stack([square, 1 / samples]).astype(dtype)

@@ -33,7 +33,8 @@ def sync_in_backward(
     Args:
       params: pytree of parameters, or of what is computed from parameters alone: this
         layer's slice. Never of anything that depends on a batch.
-      weight: see `sync_gradients`; the same as that of `jdp.value_and_grad`.
+      weight: see `sync_gradients`, also of NaN and negative weights; the same as that
+        of `jdp.value_and_grad`.
       divide_by: see `sync_gradients`, as for the other options.
       axis_name: see `sync_gradients`.
       packing: see `sync_gradients`.

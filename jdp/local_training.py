@@ -202,7 +202,7 @@ def find_amount(weight: jax.typing.ArrayLike | None, axis_name: AxisName) -> jax
     weighting = weights.resolve(weight, "weight")
     weights.note(weighting)
     amount = jnp.ones((), jnp.float32) if weighting is None else weighting.amount
-    return reduction.cast_varying(amount, axis_name)
+    return reduction.cast_varying(amount.astype(jnp.float32), axis_name)
 
 
 def step_apart(
@@ -220,7 +220,8 @@ def step_apart(
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         new = lax.convert_element_type(new, old.dtype)  # Adam makes floats of integers.
-        return lax.select(jnp.broadcast_to(amount > 0, jnp.shape(old)), new, old)
+        has_data = jnp.broadcast_to(weights.has_data(amount), jnp.shape(old))
+        return lax.select(has_data, new, old)
 
     return (
         jax.tree.map(choose, new_params, params.value),
@@ -308,7 +309,7 @@ def _find_limits(
 
     def part(x: jax.Array, op: Op) -> Partial:
         neutral = jnp.asarray(partials.neutral(x.dtype, op), x.dtype)
-        return Partial(jnp.where(amount > 0, x, neutral), op)
+        return Partial(jnp.where(weights.has_data(amount), x, neutral), op)
 
     ops: tuple[Op, ...] = ("min", "max")
     found = partials.combine([part(x, op) for op in ops for x in arrays], names)
@@ -324,7 +325,7 @@ def _round_between(mean: jax.Array, low: jax.Array, high: jax.Array) -> jax.Arra
 def _mean_or_keep(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
     """The mean, typed as what may differ; the tree itself where nobody counts."""
     mean = mean_by_amount(tree, names, amount)
-    anyone = lax.psum(amount, names) > 0
+    anyone = weights.has_data(lax.psum(amount, names))
 
     def choose(mean: jax.Array, own: jax.Array) -> jax.Array:
         flag, mean = reduction.cast_varying((anyone, mean), names)

@@ -1,5 +1,6 @@
 """Objective: the loss of all replicas, as a function that optimizers differentiate."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -59,7 +60,8 @@ def mean_loss(
     averages, bucket by bucket, in the order of the backward pass. All derivatives are
     those of the mean: `jax.grad`, `jax.jvp`, one of the other, and under `vmap`,
     `scan`, `while_loop` and `cond`. A `custom_vjp` rule that is not linear gets the
-    cotangent of the mean: times the weight of the replica over the mean weight.
+    cotangent of the mean: times the weight of the replica over the mean weight, or,
+    in a loss of float16, over the largest weight, lest it overflow.
 
     Called inside a traced function by every replica, equally often.
 
@@ -71,7 +73,8 @@ def mean_loss(
         Derivatives in other arguments are of this replica alone.
       weight: how many samples this replica has; see `sync_gradients`. The value of a
         replica without data does not count, nor does its gradient, whatever they are;
-        without any data both are zero. Metrics of the step do not get it.
+        without any data both are zero. A weight of NaN or below zero makes both NaN;
+        a negative constant is refused. Metrics of the step do not get it.
       divide_by: see `average`.
       axis_name: see `sync_gradients`, as for the other options.
       plan: see `sync_gradients`; by default one in `gradient_order`.
@@ -99,13 +102,45 @@ def mean_loss(
             facts = differentiation.facts_of(program, axis_name)
             if facts.has_exchanges and weighting is not None:
                 names = mesh.as_axis_names(axis_name)
-                program = program.gated(own, weighting.amount > 0, names)
-            own = _averaged_in_backward(params, own, facts, options, weighting)
+                has_data = weights.has_data(weighting.amount)
+                program = program.gated(own, has_data, names)
+            peak = None
+            if weighting is not None and program.has_narrow_range:
+                peak = _find_peak(params, weighting, axis_name)
+            own = _averaged_in_backward(params, own, facts, options, weighting, peak)
+            loss = reduction.cast_varying(program.evaluate(own)[0], axis_name)
+            wide = loss if peak is None else _divided_in_backward(loss, peak)
+            mean = reduction.average_weighted(wide, axis_name, lambda: weighting)
+            return mean.astype(loss.dtype)
         loss, _ = program.evaluate(own)
-        loss = reduction.cast_varying(loss, axis_name)
         return reduction.average_weighted(loss, axis_name, lambda: weighting)
 
     return mean
+
+
+def _find_peak(
+    params: PyTree, weighting: Weighting, axis_name: AxisName
+) -> jax.Array | None:
+    """Returns the largest factor of a cotangent, float32 (): n times its share.
+
+    In float16 that would overflow where the mean does not, so cotangents are divided by
+    it on their way, and the mean of all is multiplied by it. None where JAX adds up
+    gradients itself, by types: there the factors are at most 1.
+    """
+    tracked = mesh.tracked_axes(axis_name)
+    if not all(tracked <= compat.varying_axes(x) for x in jax.tree.leaves(params)):
+        return None
+    amount = reduction.cast_varying(weighting.amount, axis_name)
+    totals = weights.sum_over_replicas(amount, axis_name)
+    share = weights.ratio(totals.largest, totals.amount, jnp.float32)
+    share = jnp.where(share == 0, jnp.ones_like(share), share)
+    return share * mesh.axis_size(axis_name)
+
+
+def _divided_in_backward(loss: jax.Array, peak: jax.Array) -> jax.Array:
+    """Returns a loss in float32 or wider, whose cotangent is divided by `peak`."""
+    wide = loss.astype(weights.wide_dtype(loss.dtype))
+    return compat_cotangents.scale(wide, 1 / peak, in_backward=True)
 
 
 def _averaged_in_backward(
@@ -114,11 +149,13 @@ def _averaged_in_backward(
     facts: LossFacts,
     options: Options,
     weighting: Weighting | None,
+    peak: jax.Array | None,
 ) -> PyTree:
     """Returns `own`, whose cotangents are averaged on their way back.
 
     The mean of the losses gives each replica its weight, and each cotangent is times
-    the number of replicas, so that the plain mean of the cotangents is right.
+    the number of replicas, so that the plain mean of the cotangents is right; times
+    `peak` if they were divided by that.
     """
     leaves, treedef = jax.tree.flatten(own)
     tracked = mesh.tracked_axes(options.axis_name)
@@ -132,7 +169,9 @@ def _averaged_in_backward(
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
     # It outlives the trace, so it must not hold its arrays.
-    def transpose(cotangents: list[jax.Array | None]) -> list[jax.Array]:
+    def transpose(
+        cotangents: list[jax.Array | None], *peaks: jax.Array
+    ) -> list[jax.Array]:
         given = dict(zip(places, cotangents, strict=True))
         missing = [i for i in range(len(avals)) if given.get(i) is None]
         zeros = {i: jnp.zeros(avals[i].shape, avals[i].dtype) for i in missing}
@@ -141,22 +180,38 @@ def _averaged_in_backward(
             jax.tree.unflatten(treedef, whole), options.axis_name
         )
         plan = buckets.fit_plan(options.plan, tree, facts.timeline.order())
+        for peak in peaks:
+            tree, plan = _scaled(tree, peak), _widened(plan)
         planned = options._replace(plan=plan)
         means, *_ = reduction.mean_over_replicas(tree, planned, done=missing)
         grad_sync.record(planned, divide_by, (), facts, missing)
         found = jax.tree.leaves(reduction.cast_varying(means, options.axis_name))
-        return [found[i] for i in places]
+        return [found[i].astype(avals[i].dtype) for i in places]
 
     found = compat_cotangents.with_transpose(
         [jnp.asarray(leaves[i]) for i in places],
         Transpose("mean_over_replicas", transpose),
+        [] if peak is None else [peak],
     )
     for i, x in zip(places, found, strict=True):
         leaves[i] = x
     if weighting is not None:  # What comes back where there is no data may be NaN.
-        has_data = weighting.amount > 0
+        has_data = weights.has_data(weighting.amount)
         leaves = [_without_gradient_unless(has_data, x) for x in leaves]
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _scaled(tree: PyTree, peak: jax.Array) -> PyTree:
+    """Returns cotangents times `peak`, in float32 or wider."""
+    wide = jax.tree.map(lambda x: x.astype(weights.wide_dtype(x.dtype)), tree)
+    return jax.tree.map(lambda x: compat_cotangents.scale(x, peak), wide)
+
+
+def _widened(plan: BucketPlan) -> BucketPlan:
+    leaves = [
+        dataclasses.replace(x, dtype=weights.wide_dtype(x.dtype)) for x in plan.leaves
+    ]
+    return dataclasses.replace(plan, leaves=tuple(leaves))
 
 
 def _without_gradient_unless(has_data: jax.Array, x: jax.Array) -> jax.Array:

@@ -102,7 +102,7 @@ def distributed_optimizer(
         if weighting is None:
             out, inner_state = step()
         else:
-            has_data = jnp.greater(synced.total, 0)
+            has_data = weights.has_data(synced.total)
             out, inner_state = _choose_tree(has_data, step, inner_state)
         if hook_state is None:
             return out, inner_state

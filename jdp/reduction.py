@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import buckets, compat, mesh, weights
+from jdp import buckets, compat, mesh, option_checks, weights
 from jdp.buckets import BucketPlan
-from jdp.collectives import dispatch
 from jdp.hooks.base import CommHook
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
@@ -37,30 +36,17 @@ def make_options(
     """Validates the public arguments and resolves them into `Options`.
 
     Raises:
-      ValueError: `all_reduce` is no function and not "auto", `packing` is unknown, or
-        "tuple" with a hook.
-      TypeError: `hook` is no hook.
+      ValueError: `all_reduce` is no function and not "auto", or does not sum;
+        `packing` is unknown, or "tuple" with a hook.
+      TypeError: `plan` is no plan, or `hook` no hook.
     """
-    if hook is not None and not isinstance(hook, CommHook):
-        raise TypeError(
-            "`hook` must be a `jdp.hooks.CommHook`, such as `jdp.hooks.int8()`, got "
-            f"{hook!r}."
-        )
-    if packing not in (None, "flat", "tuple"):
-        raise ValueError(f"`packing` must be 'flat' or 'tuple', got {packing!r}.")
-    if hook is not None and packing == "tuple":
-        raise ValueError(
-            "`packing='tuple'` sends leaves as they are, but a hook takes flat "
-            "buffers. Leave one of the two out."
-        )
-    if isinstance(all_reduce, str) and all_reduce == "auto":
-        all_reduce = dispatch.auto_all_reduce
-    elif all_reduce is not None and not callable(all_reduce):
-        raise ValueError(
-            "`all_reduce` must be a function of `jdp.collectives`, 'auto' or None, "
-            f"got {all_reduce!r}."
-        )
-    return Options(axis_name, plan, packing, all_reduce, hook)
+    return Options(
+        axis_name,
+        option_checks.check_plan(plan),
+        packing,
+        option_checks.find_all_reduce(all_reduce),
+        option_checks.check_hook(hook, packing),
+    )
 
 
 def average(
@@ -82,7 +68,8 @@ def average(
     Args:
       tree: pytree of arrays or numbers.
       weight: see `sync_gradients`. Values of a replica without data do not count,
-        whatever they are; the average of no data is zero.
+        whatever they are; the average of no data is zero, with a weight of NaN or below
+        zero it is NaN. A negative constant is refused.
       divide_by: "weight" averages by weight; with "active" and "world" each replica
         with data counts the same.
       axis_name: the axis, or axes, over which replicas lie.
@@ -174,8 +161,9 @@ def mean_over_replicas(
     own = _weigh(cast_varying(list(riders), axis_name), weighting)
     seats = [_seat(groups, rider) for rider in own]
     sums, total = _sum_groups(groups, num_replicas, options, weighting, divisor is None)
-    by_world = weighting is not None and weighting.divide_by == "world"
-    by = (num_replicas if by_world else total) if divisor is None else divisor
+    by = total if divisor is None else divisor
+    if weighting is not None and weighting.divide_by == "world" and divisor is None:
+        by = jnp.where(jnp.isnan(total), total, num_replicas)
     synced = list(leaves)  # keeps the leaves that are in no bucket.
     # What rides comes after the gradients: in groups of its own, and within a group.
     for bucket, group in zip(bucketed, sums[: len(bucketed)], strict=True):
@@ -201,8 +189,10 @@ def mean_of_riders(
     groups: list[list[jax.Array]] = []
     own = _weigh(cast_varying(list(riders), options.axis_name), weighting)
     seats = [_seat(groups, rider) for rider in own]
-    if not groups and weighting is not None:  # The total travels alone.
-        groups = [[cast_varying(jnp.zeros(0), options.axis_name)]]
+    if weighting is not None and not any(_holds(x[0], weighting) for x in groups):
+        # The total travels alone.
+        alone = jnp.zeros(0, weighting.amount.dtype)
+        groups.append([cast_varying(alone, options.axis_name)])
     flat = options._replace(packing="flat")
     sums, total = _sum_groups(groups, num_replicas, flat, weighting)
     means = [
@@ -228,6 +218,11 @@ def _seat(groups: list[list[jax.Array]], rider: jax.Array) -> tuple[int, int]:
     return len(groups) - 1, 0
 
 
+def _holds(x: jax.Array, weighting: Weighting) -> bool:
+    """Whether a sum in the dtype of `x` keeps all digits of the weights."""
+    return jnp.finfo(x.dtype).bits == 64 or weighting.amount.dtype != jnp.float64
+
+
 def _vary_alike(a: jax.Array, b: jax.Array) -> bool:
     # Packed together, both would be taken to differ where one of them may.
     return compat.varying_axes(a) == compat.varying_axes(b)
@@ -244,8 +239,8 @@ def _alone(
         return grads, list(riders), 1
     leaves, treedef = jax.tree.flatten(grads)
     for i in (i for bucket in bucketed for i in bucket):
-        leaves[i] = weights.zero_unless(weighting.amount > 0, leaves[i])
-    means = [weights.zero_unless(weighting.amount > 0, x) for x in riders]
+        leaves[i] = weights.of_one(weighting.amount, leaves[i])
+    means = [weights.of_one(weighting.amount, x) for x in riders]
     return jax.tree.unflatten(treedef, leaves), means, weighting.amount
 
 
@@ -298,6 +293,7 @@ def _sum_groups(
         return _reduce(groups, options, None, find_scale), num_replicas
     # The total rides in the first group that it fits in, or in one of its own.
     fitting = [g for g, x in enumerate(groups) if _vary_alike(x[0], weighting.amount)]
+    fitting.sort(key=lambda g: not _holds(groups[g][0], weighting))
     seat = fitting[0] if fitting else len(groups)
     groups = [*groups] if fitting else [*groups, []]
     dtype = groups[seat][0].dtype if fitting else jnp.float32
@@ -312,7 +308,7 @@ def _sum_groups(
         total = weights.decode(reduced[seat].arrays[-1])
         return weights.divide(jnp.ones(()), total, jnp.float32)
 
-    has_data = weighting.amount > 0
+    has_data = weights.has_data(weighting.amount)
     sums = _reduce(groups, options, has_data, find_inverse)
     total = weights.decode(sums[seat].arrays.pop())
     return sums if fitting else sums[:seat], total

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdp import compat, mesh
@@ -20,7 +21,9 @@ _NUM_PIECES = 3  # of 8 bits each, the significand of bfloat16; float32 has 24.
 class Weighting(NamedTuple):
     """How much this replica counts."""
 
-    amount: jax.Array  # float32 (); 0 for a replica without data.
+    # float32 (), float64 where the weight is of 64 bits; 0 for a replica without data,
+    # NaN where it is none.
+    amount: jax.Array
     divide_by: DivideBy
 
 
@@ -97,8 +100,12 @@ def resolve(
 ) -> Weighting | None:
     """Returns how this replica counts; None where every replica counts the same.
 
+    A traced weight below zero, which no replica can have, becomes NaN, as a NaN stays
+    one: what is averaged with it is NaN, too.
+
     Raises:
-      ValueError: `weight` is not a scalar, or `divide_by` is unknown.
+      ValueError: `weight` is not a scalar or is a negative constant, or `divide_by` is
+        unknown.
       TypeError: `weight` is not a real number.
     """
     check_divide_by(divide_by)
@@ -108,6 +115,9 @@ def resolve(
         if ambient is None or divide_by == "weight":
             return ambient
         return ambient._replace(divide_by=divide_by)
+    if isinstance(weight, str | bytes):
+        raise TypeError(f"`weight` must be a real number, got {weight!r}.")
+    check_constant(weight)
     x = jnp.asarray(weight)
     if x.shape != ():
         raise ValueError(
@@ -116,10 +126,30 @@ def resolve(
         )
     if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"`weight` must be a real number, got {x.dtype}.")
-    amount = x.astype(jnp.float32)
-    # Negative numbers and NaN count as no data.
-    amount = jnp.where(amount > 0, amount if divide_by == "weight" else 1.0, 0.0)
-    return Weighting(amount, divide_by)
+    amount = nan_if_negative(x)
+    return Weighting(amount if divide_by == "weight" else jnp.sign(amount), divide_by)
+
+
+def check_constant(weight: jax.typing.ArrayLike) -> None:
+    """Raises ValueError if a weight that is known already is negative."""
+    if isinstance(weight, bool | int | float | np.generic | np.ndarray):
+        known = np.asarray(weight)
+        if known.dtype.kind in "if" and (known < 0).any():
+            raise ValueError(
+                "`weight` must be at least 0, how many samples a replica has, got "
+                f"{weight!r}. Pass 0 where there is no data."
+            )
+
+
+def nan_if_negative(weight: jax.Array) -> jax.Array:
+    """Returns numbers as floats of 32 or 64 bits; negative ones as NaN."""
+    x = weight.astype(jnp.float64 if weight.dtype.itemsize == 8 else jnp.float32)
+    return jnp.where(x < 0, jnp.asarray(jnp.nan, x.dtype), x)
+
+
+def has_data(amount: jax.Array | int) -> jax.Array:
+    """Whether an amount, or a total, is one of data: also NaN, which is to be seen."""
+    return jnp.not_equal(amount, 0)
 
 
 def check_divide_by(divide_by: str) -> None:
@@ -147,15 +177,27 @@ def note(weighting: Weighting | None) -> None:
 class Totals(NamedTuple):
     """Total weight of the replicas."""
 
-    amount: jax.Array  # float32 ().
-    num_active: jax.Array  # float32 (): the replicas with data.
+    amount: jax.Array  # () of the dtype of the amounts.
+    largest: jax.Array  # likewise: what the replica with most data counts.
 
 
 def sum_over_replicas(amount: jax.Array, axis_name: AxisName) -> Totals:
-    """Returns the totals of `amount`, float32 (), by a small collective."""
-    pair = jnp.stack([amount, (amount > 0).astype(amount.dtype)])
-    missing = mesh.tracked_axes(axis_name) - compat.varying_axes(pair)
-    return Totals(*lax.psum(compat.cast_varying(pair, sorted(missing)), axis_name))
+    """Returns the totals of `amount`, a float (), by a small collective."""
+    names = mesh.as_axis_names(axis_name)
+    is_mine = jnp.arange(lax.axis_size(names)) == lax.axis_index(names)
+    own = jnp.where(is_mine, amount, jnp.zeros((), amount.dtype))
+    missing = mesh.tracked_axes(axis_name) - compat.varying_axes(own)
+    amounts = lax.psum(compat.cast_varying(own, sorted(missing)), names)
+    return Totals(amounts.sum(), amounts.max())
+
+
+def ratio(amount: jax.Array, total: jax.Array, dtype: Any) -> jax.Array:
+    """Returns `amount / total` in float32 or wider, as `dtype` is; 0 for a total of 0.
+
+    A quotient of narrower amounts is as precise as what is multiplied by it.
+    """
+    wide = jnp.finfo(wide_dtype(dtype)).dtype
+    return divide(amount.astype(wide), total, wide)
 
 
 def weigh(x: jax.Array, weighting: Weighting) -> jax.Array:
@@ -177,9 +219,16 @@ def widen(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.bfloat16 else x.astype(wide_dtype(x.dtype))
 
 
-def zero_unless(has_data: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `x`, or zeros, whatever it holds, where `has_data`, bool (), is False."""
-    return lax.select(jnp.broadcast_to(has_data, x.shape), x, jnp.zeros_like(x))
+def zero_unless(is_kept: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x`, or zeros, whatever it holds, where `is_kept`, bool (), is False."""
+    return lax.select(jnp.broadcast_to(is_kept, x.shape), x, jnp.zeros_like(x))
+
+
+def of_one(amount: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the mean over one replica: `x`, zeros without data, or NaN of a NaN."""
+    kind = jnp.isnan(amount) * 2 + (amount == 0)
+    kind = jnp.broadcast_to(kind.astype(jnp.int32), x.shape)
+    return lax.select_n(kind, x, jnp.zeros_like(x), jnp.full_like(x, jnp.nan))
 
 
 def divide(x: jax.Array, total: jax.Array | int, dtype: Any) -> jax.Array:
@@ -201,6 +250,7 @@ def encode(amount: jax.Array, dtype: Any, axis_name: AxisName) -> jax.Array:
     """
     if dtype != jnp.bfloat16:
         return amount.astype(dtype)
+    amount = amount.astype(jnp.float32)
     pieces = []
     for _ in range(_NUM_PIECES):
         # XLA may leave out a cast to bfloat16 and back, but not this.

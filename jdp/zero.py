@@ -179,7 +179,7 @@ def zero1(
         own = _as_pieces(steps, layout)
         leaves = _in_kinds(new, names, layout)
         if weighting is not None:  # Without any data nothing happens.
-            has_data = jnp.greater(scattered.total, 0)
+            has_data = weights.has_data(scattered.total)
             own, leaves = _unless_empty(has_data, own, leaves, before)
         updates = jax.tree.unflatten(treedef_out, _gather_all(own, layout, halves))
         return updates, _make_state(names, leaves, scattered.hook_state)
@@ -377,7 +377,8 @@ def _scatter(
         rows = [layout.rows(compression.scale(leaves[i], share)) for i in bucket]
         parts = layouts.scatter(rows, layout, halves)
         for i, part in zip(bucket, parts, strict=True):
-            pieces_[i] = Piece(part, jnp.shape(leaves[i]))
+            # float16 is weighed in float32.
+            pieces_[i] = Piece(part.astype(leaves[i].dtype), jnp.shape(leaves[i]))
     tree = jax.tree.unflatten(plan.treedef, pieces_)
     return _Scattered(tree, used, total, hook_state)
 

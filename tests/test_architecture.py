@@ -29,6 +29,7 @@ LAYERS = (
     {"replica_state"},
     {"collectives"},
     {"hooks"},
+    {"option_checks"},
     {"reduction"},
     {"compression", "buffer_sync"},
     {"recording", "layer_sync", "gradient_noise", "usage_flags", "partials"},

@@ -324,9 +324,8 @@ def test_micro_batches_without_data_use_nothing(run):
     assert jax.tree.map(float, grads) == {"a": 1.5, "b": 0.0}
 
 
-@pytest.mark.parametrize("weight", [-1.0, -np.inf, np.nan, 0])
-def test_what_is_not_positive_counts_as_no_data(weight):
-    amounts = np.array([2, weight, 1], np.float32)
+def test_a_weight_of_zero_is_no_data():
+    amounts = np.array([2, 0, 1], np.float32)
 
     def fn(_, local):
         x, weight = local

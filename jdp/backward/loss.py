@@ -75,7 +75,12 @@ class LossProgram:
         the range of a dtype within ends before that of float32.
         """
         loss_bits = jnp.finfo(self.jaxpr.out_avals[0].dtype).bits
-        return loss_bits >= 32 and not _has_narrow_range(self.jaxpr.jaxpr)
+        return loss_bits >= 32 and not self.has_narrow_range
+
+    @functools.cached_property
+    def has_narrow_range(self) -> bool:
+        """Whether the range of a dtype within ends before that of float32."""
+        return _has_narrow_range(self.jaxpr.jaxpr)
 
     @functools.cached_property
     def batch_norms(self) -> tuple[str, ...]:

@@ -451,7 +451,7 @@ def test_all_reduces_of_the_collectives_sum_what_hooks_send():
         (lambda: hooks.rows(0.5), TypeError, "`max_rows` must be an integer"),
         (lambda: hooks.chain(), ValueError, "`chain` needs at least one hook"),
         (lambda: hooks.chain(hooks.int8), TypeError, "`chain` takes hooks"),
-        (lambda: hooks.cast("bf16"), TypeError, "`jnp.bfloat16`, got bf16"),
+        (lambda: hooks.cast("bf16"), TypeError, "got 'bf16'. Pass one such"),
         (lambda: hooks.int8(chunk_size=2.5), TypeError, "`chunk_size` must be an int"),
         (lambda: hooks.power_sgd("4"), TypeError, "`rank` must be an integer"),
         (lambda: hooks.power_sgd(1, start_step=0.5), TypeError, "`start_step` must be"),
