@@ -144,6 +144,6 @@ def _sent(hook: CommHook, avals: Sequence[BucketAval]) -> list[BucketAval]:
 def _not_the_last(name: str = "") -> ValueError:
     which = f" (`{name}`)" if name else ""
     return ValueError(
-        f"`chain`: a hook that is not the last{which} does not sum what it sends, so "
+        f"`chain`: a hook that is not the last does not sum what it sends{which}, so "
         "the next one cannot compress it. Put `int8`, `top_k` or `rows` at the end."
     )
