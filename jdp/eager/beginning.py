@@ -27,8 +27,8 @@ def init(
       process_sets: sets to add, as `add_process_set` does; the same on all processes.
 
     Raises:
-      RuntimeError: there is no world, this process was forked from one in which the
-        engine runs, the engine runs with another world or other options, a process
+      RuntimeError: there is no world, this process was forked from a process of a
+        job, the engine runs with another world or other options, a process
         did not come within `world.timeout_s`, or has other options or process sets;
         the last three on every process.
       ValueError: two of `process_sets` are the same, or one is that of all processes,

@@ -23,7 +23,7 @@ def poll(handle: Handle) -> bool:
       handle: what a function whose name ends in `_async` returned.
 
     Returns:
-      False while it is under way; True also if it has failed.
+      False while it is under way; True also if `synchronize` raises at once.
     """
     return handle.is_done()
 

@@ -30,7 +30,8 @@ def grouped_all_reduce(
 
     Args:
       tree: pytree of arrays; all are ready before any is reduced.
-      name: see `all_reduce`; the group has it too.
+      name: see `all_reduce`; the group has it too, and for itself while it is under
+        way.
       op: see `all_reduce`.
       prescale: see `all_reduce`.
       postscale: see `all_reduce`.
@@ -90,7 +91,8 @@ def grouped_all_gather(
 
     Args:
       tree: pytree of arrays, shape (n, ...); all are ready before any is gathered.
-      name: see `all_reduce`; the group has it too.
+      name: see `all_reduce`; the group has it too, and for itself while it is under
+        way.
       process_set: see `all_reduce`.
 
     Returns:
@@ -133,7 +135,8 @@ def grouped_reduce_scatter(
 
     Args:
       tree: pytree of arrays, shape (n, ...); all are ready before any is reduced.
-      name: see `all_reduce`; the group has it too.
+      name: see `all_reduce`; the group has it too, and for itself while it is under
+        way.
       op: "average" or "sum".
       prescale: see `all_reduce`.
       postscale: see `all_reduce`.

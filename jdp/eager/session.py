@@ -23,7 +23,8 @@ class _Session:
     """Like the world, there is one engine; and what its names are counted by."""
 
     engine: Engine | None = None
-    is_forked = False  # whether the engine is that of a process that forked this one.
+    # Whether a process with an engine, or in a job of several, has forked this one.
+    is_forked = False
     why_ended = ""
     # By kind and set: the next number, and smaller ones that refused calls gave back.
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -37,10 +38,10 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     """Starts the engine, or returns the one that runs; see `jdp.eager.init`.
 
     Raises:
-      RuntimeError: one runs with another world or other options, or in the process that
-        forked this one; see also there.
+      RuntimeError: one runs with another world or other options, or this process was
+        forked from a process of a job; see also there.
     """
-    check_is_not_forked()
+    _check_is_not_forked()
     engine = _Session.engine
     if engine is not None and not engine.why_dead:
         for name, given, has in (
@@ -103,12 +104,13 @@ def current_engine() -> Engine:
     """Returns the engine.
 
     Raises:
-      RuntimeError: it does not run, or in the process that forked this one.
+      RuntimeError: it does not run, or this process was forked from a process of a
+        job.
     """
     engine = _Session.engine
     if engine is not None and not _Session.is_forked:
         return engine
-    check_is_not_forked()
+    _check_is_not_forked()
     return _known_engine()
 
 
@@ -129,23 +131,25 @@ def _known_engine() -> Engine:
 
 
 def is_forked() -> bool:
-    """Whether this process was forked by one that has an engine."""
+    """Whether the engine, or the world, is that of a process that forked this one."""
     return _Session.is_forked
 
 
-def check_is_not_forked() -> None:
+def _check_is_not_forked() -> None:
     """Raises RuntimeError in a forked child, where no thread runs the engine."""
     if _Session.is_forked:
         raise RuntimeError(
-            "This process was forked from one in which the eager engine runs. The "
-            "engine's thread and connections are those of the parent, and a child can "
+            "This process was forked from a process of a job. The thread and the "
+            "connections of the eager engine are those of the parent, and a child can "
             "neither use them nor start an engine of its own. Call collectives in the "
             'parent, or start the child with `multiprocessing.get_context("spawn")`.'
         )
 
 
 def _note_fork() -> None:
-    _Session.is_forked = _Session.engine is not None
+    world = mesh.find_current_world()
+    is_in_job = world is not None and world.process_count > 1
+    _Session.is_forked = _Session.engine is not None or is_in_job
 
 
 os.register_at_fork(after_in_child=_note_fork)

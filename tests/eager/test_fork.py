@@ -49,24 +49,32 @@ def _call_all(done, late):
     return found
 
 
-def _fork():
-    eager.init(jdp.init(timeout_s=60.0))
-    rank = eager.rank()
-    done = eager.all_reduce_async(np.ones(2), op="sum", name="done")
-    eager.barrier()  # The child sees it done, and not read.
-    late = eager.all_reduce_async(np.ones(2), name="late") if rank == 0 else done
+def _in_child(fn):
+    """Calls `fn` in a child that is forked; returns what it does, and the status."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)  # Ends a child that waits for ever.
         try:
-            os.write(writer, json.dumps(_call_all(done, late)).encode())
+            os.write(writer, json.dumps(fn()).encode())
         finally:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:
         found = json.loads(pipe.read() or b"{}")
-    status = os.waitpid(pid, 0)[1]
+    return found, os.waitpid(pid, 0)[1]
+
+
+def _fork():
+    world = jdp.init(timeout_s=60.0)
+    first, _ = _in_child(lambda: harness.error_text(eager.init)[0])
+    eager.init(world)
+    rank = eager.rank()
+    done = eager.all_reduce_async(np.ones(2), op="sum", name="done")
+    eager.barrier()  # The child sees it done, and not read.
+    late = eager.all_reduce_async(np.ones(2), name="late") if rank == 0 else done
+    found, status = _in_child(lambda: _call_all(done, late))
+    found = {"init before the parent": first, **found}
     eager.barrier()
     if rank == 1:
         eager.all_reduce(np.ones(2), name="late")
