@@ -338,12 +338,13 @@ def _edits_its_path(spec: importlib.machinery.ModuleSpec) -> bool:
 
 
 def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    try:
+        addresses.split(address)
+    except ValueError as error:
         raise ValueError(
-            f"`coordinator` must be host:port with a port from 1 to 65535, such as "
-            f"10.0.0.1:29500, got {address!r}."
-        )
+            f"`coordinator` {error}. Give the host and the port alone, such as "
+            "10.0.0.1:29500, also without `http://`."
+        ) from None
 
 
 def _free_port() -> int:

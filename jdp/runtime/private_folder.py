@@ -2,26 +2,35 @@
 
 Only this user can enter the folder, and its name is random, so that no other account
 can have made it first. A launcher makes one before it starts anything and removes it at
-the end; without a launcher, the process that needs one does.
+the end; without a launcher, the process that needs one does. It holds a lock on the
+folder: one of a process that was killed is removed when the next one is made.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 
 from jdp.runtime import environment, forks
 
 PREFIX = "jdp-"
+_LOCKED_PREFIX = f"{PREFIX}o"  # and eight more: other folders may be used unlocked.
+_LOCKED_CHARACTERS = len(_LOCKED_PREFIX) + 8
+_LOCKING_S = 60.0  # from the name of a folder to its lock, at most.
 _MOST_BYTES = 80  # Linux takes 107 of a Unix socket's path; its name has up to 27.
 _ODD = frozenset("%?#")
 _OPEN_TO_ALL = stat.S_IWOTH | stat.S_ISVTX
 
 
-def make() -> str:
-    """Makes a folder of this user alone, in TMPDIR if its path is short enough.
+@contextlib.contextmanager
+def make() -> Iterator[str]:
+    """Yields a folder of this user alone, in TMPDIR if its path is short enough.
+
+    The caller removes it; until then this process, or one that it forks, has its lock.
 
     Raises:
       OSError: none can be made.
@@ -30,9 +39,16 @@ def make() -> str:
     for parent in _find_parents():
         try:
             _check_parent(parent)
-            return tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+            folder = tempfile.mkdtemp(prefix=_LOCKED_PREFIX, dir=parent)
         except OSError as error:
             problem = problem or error
+            continue
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # Not every file system has locks.
+                stack.callback(os.close, _lock(folder))
+            _remove_ownerless(parent)
+            yield folder
+        return
     assert problem is not None
     raise problem
 
@@ -43,15 +59,14 @@ def for_launch() -> Iterator[str]:
 
     Processes of the job then look for one themselves, and say what follows from it.
     """
-    try:
-        folder = make()
-    except OSError:
-        yield ""
-        return
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(make())
+        except OSError:
+            folder = ""
+        else:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -67,12 +82,12 @@ def enter() -> Iterator[str]:
     if is_private(folder):
         yield folder
         return
-    folder = make()
     remove = forks.only_here(shutil.rmtree)
-    try:
-        yield folder
-    finally:
-        remove(folder, ignore_errors=True)
+    with make() as folder:
+        try:
+            yield folder
+        finally:
+            remove(folder, ignore_errors=True)
 
 
 def is_private(folder: str) -> bool:
@@ -97,13 +112,45 @@ def remove_socket(path: str) -> None:
             os.rmdir(folder)
 
 
+def _lock(folder: str) -> int:
+    """Returns a descriptor that holds the lock of a folder.
+
+    Raises:
+      OSError: another process has it, or there is no such folder or lock.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_ownerless(parent: str) -> None:
+    """Removes the folders of this user in `parent` whose process was killed."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            folder = os.path.join(parent, name)
+            if (
+                name.startswith(_LOCKED_PREFIX)
+                and len(name) == _LOCKED_CHARACTERS
+                and is_private(folder)
+                and time.time() - os.lstat(folder).st_mtime > _LOCKING_S
+            ):
+                with contextlib.suppress(OSError):
+                    fd = _lock(folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(fd)
+
+
 def _find_parents() -> list[str]:
     given = os.environ.get("TMPDIR")
     return [*([os.path.abspath(given)] if given else []), "/tmp", "/dev/shm"]
 
 
 def _check_parent(parent: str) -> None:
-    if len(os.fsencode(parent)) + len("/jdp-12345678") > _MOST_BYTES:
+    if len(os.fsencode(parent)) + len("/jdp-o12345678") > _MOST_BYTES:
         raise OSError(f"{parent}: too long for the path of a Unix socket")
     # gRPC takes the path for a URI, and the roll call shows it.
     if not parent.isprintable() or not _ODD.isdisjoint(parent):

@@ -71,6 +71,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """The end of the roll call: an error for all, or the world of the processes."""
 
     error: str | None = None
+    missing: int | None = None  # a process that did not come in time.
     nodes: list[str] = []  # of each process, by process id.
     host: str = ""  # an address of process 0, as its peers on other hosts reach it.
     session: str = ""  # makes the key of this run; 32 hexadecimal digits.
@@ -160,7 +161,8 @@ def judge(roll: RollCall, *, now_s: float) -> Verdict | None:
     shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
     return Verdict(
         error=f"{len(missing)} of {roll.num_processes} processes did not come in time: "
-        f"{shown}. Look at their logs, and at whether they can reach the coordinator."
+        f"{shown}. Look at their logs, and at whether they can reach the coordinator.",
+        missing=missing[0],
     )
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from jdp import progress
 from jdp.runtime import addresses, job_key, roll_call
 from jdp.runtime.roll_call import Challenge, Hello, Refused, Verdict
 
@@ -71,7 +72,7 @@ def call_roll(
     else:
         verdict, meeting = _Caller(own, address, timeout_s, key).attend()
     if verdict.error is not None:
-        raise RuntimeError(verdict.error)
+        raise progress.blame(RuntimeError(verdict.error), verdict.missing)
     return meeting
 
 
@@ -134,7 +135,8 @@ class _Host:
             why = f"{count} connections were refused, which did not {wanted}: {shown}."
             if self._key:
                 why += " Give all the same `--key-file` or `JDP_JOB_KEY`."
-            verdict = Verdict(error=f"{verdict.error} {why}")
+            error = f"{verdict.error} {why}"
+            verdict = Verdict(error=error, missing=verdict.missing)
         return verdict
 
     def _step(self, server: socket.socket) -> None:

@@ -206,3 +206,31 @@ def test_a_folder_that_others_can_enter_is_not_used(monkeypatch, tmp_path):
     with coordination.make_path(is_one_launch=True) as path:
         assert os.path.dirname(path) != str(folder)
         coordination._check_path(path)
+
+
+def test_the_folder_of_a_process_that_was_killed_goes_with_the_next_one(short_path):
+    """Not that of one that lives, of an earlier jdp without locks, or a young one."""
+    hold = "from jdp.runtime import private_folder as p; import time\n"
+    hold += "with p.make() as folder: print(folder, flush=True); time.sleep(60)"
+    environ = os.environ | {"PYTHONPATH": harness.python_path()}
+    command = [sys.executable, "-c", hold]
+    processes = [
+        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    lives, dead, young = folders = [p.stdout.readline().strip() for p in processes]
+    unlocked = short_path / "jdp-12345678"
+    unlocked.mkdir(mode=0o700)
+    for folder in (lives, dead, unlocked):
+        os.utime(folder, (0, 0))
+    for process in processes[1:]:
+        process.kill()
+        process.wait()
+    with private_folder.make() as folder:
+        assert [os.path.exists(f) for f in folders] == [True, False, True]
+        assert unlocked.exists()
+    os.rmdir(folder)
+    processes[0].kill()
+    for process in processes:
+        process.wait()
+        process.stdout.close()

@@ -182,8 +182,10 @@ def wait_until(condition):
         ({"coordinator_address": "host"}, "must be host:port .* got 'host'"),
         ({"coordinator_address": ":1"}, "must be host:port"),
         ({"coordinator_address": "host:"}, "must be host:port"),
-        ({"coordinator_address": "host:0"}, "must be host:port"),
-        ({"coordinator_address": "host:65536"}, "must be host:port"),
+        ({"coordinator_address": "host:0"}, "must have a port from 1 to 65535"),
+        ({"coordinator_address": "host:65536"}, "must have a port from 1 to"),
+        ({"coordinator_address": "http://a:29"}, "must be host:port .* got 'http"),
+        ({"coordinator_address": "fe80::1:29"}, r"must be host:port or \[IPv6\]:port"),
     ],
 )
 def test_options_say_what_is_wrong_with_them(options, message):
@@ -607,6 +609,23 @@ def test_without_a_list_of_processes_there_is_no_job(job, monkeypatch, tmp_path)
     assert (tmp_path / "out").read_text() == ""
 
 
+@pytest.mark.multiprocess
+def test_a_process_that_never_comes_to_init_is_the_reason(job):
+    got = job(
+        """
+        import os, time
+        if os.environ["JDP_PROCESS_ID"] == "1":
+            time.sleep(60)
+        import jdp
+        jdp.init(timeout_s=1.0)
+        """,
+        environ=os.environ | {"PYTHONPATH": harness.python_path()},
+    )
+    text = "process 0 failed with exit code 1, because of process 1.\n"
+    assert got.code == 1 and text in got.err
+    assert "1 of 2 processes did not come in time: 1." in got.err
+
+
 # The command line.
 
 
@@ -617,7 +636,7 @@ def test_a_launcher_without_descriptors_says_so_in_one_line(tmp_path):
     process = subprocess.run(
         ["sh", "-c", f"ulimit -n 24; exec {command}"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": harness.ROOT},
+        env=os.environ | {"PYTHONPATH": harness.python_path()},
         capture_output=True,
         text=True,
         timeout=60,
@@ -784,7 +803,7 @@ def test_what_the_launcher_does_not_start_is_left_alone(tmp_path):
         process = subprocess.run(
             ["sh", "-c", command],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": harness.ROOT},
+            env=os.environ | {"PYTHONPATH": harness.python_path()},
             stdout=out,
             stderr=subprocess.DEVNULL,
             timeout=60,
