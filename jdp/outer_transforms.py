@@ -103,14 +103,15 @@ def _is_nonlinear(eqn: Any, differ: Sequence[bool]) -> bool:
     return False
 
 
-_Frame = tuple[str, str, int]  # file, qualified name and line.
+_Frame = tuple[str, str, int]  # file, qualified name and place in its bytecode.
 
 
 def _frames_of(eqn: Any) -> list[_Frame]:
     """The functions that made an equation, the outermost first."""
     traceback = eqn.source_info.traceback
-    frames = traceback.frames if traceback else ()
-    return [(f.file_name, f.function_name, f.line_num) for f in reversed(frames)]
+    codes, places = traceback.raw_frames() if traceback else ((), ())
+    found = zip(codes, places, strict=True)
+    return [(code.co_filename, code.co_qualname, place) for code, place in found][::-1]
 
 
 def _outer_call(frames: list[_Frame]) -> list[_Frame]:

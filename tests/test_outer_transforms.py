@@ -176,6 +176,20 @@ def _through_an_optimizer(params, x):
     return jdp.local_gradients(loss)(params, x)
 
 
+def test_another_call_of_optax_is_of_the_user_even_in_the_same_line():
+    """To clip each replica by its own norm, on purpose."""
+    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.scale(2.0))
+    inner = jdp.distributed_optimizer(optax.sgd(0.1))
+    outer = optax.chain(optax.scale(1.0), inner)
+
+    def update(grads, state, params):
+        # fmt: off
+        return outer.update(clip.update(grads, clip.init(params))[0], state, params)
+        # fmt: on
+
+    _trace(optax.GradientTransformation(outer.init, update))
+
+
 @pytest.mark.parametrize("take_gradients", [_scaled, _through_an_optimizer])
 def test_what_the_user_does_to_gradients_is_none_of_it(take_gradients):
     inner = jdp.distributed_optimizer(optax.sgd(0.1))
