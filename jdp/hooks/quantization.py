@@ -95,4 +95,7 @@ def _decode(packed: jax.Array, width: int) -> jax.Array:
         peak_bytes.reshape(num_rows, num_chunks, _PEAK_BYTES), jnp.float32
     )
     steps = steps.reshape(num_rows, num_chunks, width).astype(jnp.float32)
-    return (steps / _LARGEST * peaks[..., None]).reshape(num_rows, -1)
+    # A bit less than float32 has, so that XLA does not take it for nothing, and leaves
+    # the product alone: it would divide `peaks` instead, which may become subnormal.
+    shares = lax.reduce_precision(steps / _LARGEST, exponent_bits=8, mantissa_bits=22)
+    return (shares * peaks[..., None]).reshape(num_rows, -1)

@@ -501,3 +501,22 @@ def test_int8_sends_every_magnitude_of_float32(scale):
     bound = 4 * scale * (1 / 127) + 4 * 1.2e-38
     assert np.abs(total - np.float64(x).sum(0)).max() <= bound
     assert np.abs(total[:, 0] / scale - 4).max() <= 4 / 127
+
+
+@pytest.mark.parametrize("scale", [1.5e-38, 1e-36, 8e37])
+def test_so_it_does_in_a_step_that_xla_rearranges(scale):
+    # What tests leave out otherwise.
+    optimized = {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
+    world = harness.local_world(4)
+
+    @jdp.data_parallel(world=world, donate_state=False, compiler_options=optimized)
+    def step(state, x):
+        grads = {"w": jnp.ones((64, 64)) * x[0]}
+        return jdp.sync_gradients(grads, hook=hooks.int8()), {}
+
+    x = np.full(4, scale, np.float32)
+    found, _ = step({"w": jnp.zeros((64, 64))}, x)
+    np.testing.assert_allclose(found["w"], scale, rtol=1e-5)
