@@ -309,6 +309,7 @@ def check_same_structure(tree: PyTree, name: str, other: PyTree, other_name: str
 
 def first_difference(a: list[str], b: list[str], a_name: str, b_name: str) -> str:
     """Returns a line that names the first of two lists of paths that differs."""
+    # What the longer one has more is named below.
     for x, y in zip(a, b, strict=False):
         if x != y:
             return (
