@@ -94,7 +94,7 @@ def _is_nonlinear(eqn: Any, differ: Sequence[bool]) -> bool:
         body = getattr(inner, "jaxpr", inner)
         if len(body.invars) != len(entering):
             continue
-        known = dict(zip(body.invars, entering, strict=True))
+        known: dict[Any, bool] = dict(zip(body.invars, entering, strict=True))
         for each in body.eqns:
             found = [not hasattr(x, "val") and known.get(x, False) for x in each.invars]
             if _is_nonlinear(each, found):
@@ -109,8 +109,9 @@ _Frame = tuple[str, str, int]  # file, qualified name and place in its bytecode.
 def _frames_of(eqn: Any) -> list[_Frame]:
     """The functions that made an equation, the outermost first."""
     traceback = eqn.source_info.traceback
-    codes, places = traceback.raw_frames() if traceback else ((), ())
-    found = zip(codes, places, strict=True)
+    if not traceback:
+        return []
+    found = zip(*traceback.raw_frames(), strict=True)
     return [(code.co_filename, code.co_qualname, place) for code, place in found][::-1]
 
 
