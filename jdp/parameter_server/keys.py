@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from jdp import wire
+from jdp.parameter_server import option_checks
 from jdp.runtime import job_key
 
 ROLE = "JDP_PARAMETER_SERVER_ROLE"
@@ -56,23 +57,33 @@ class Place:
         """Checks what one process can check alone."""
         if self.role not in ("server", "worker"):
             raise ValueError(f'`role` must be "server" or "worker", got {self.role!r}.')
+        if not isinstance(self.addresses, tuple | list):
+            raise TypeError(
+                "`addresses` must be a tuple of texts, host:port of each server, got "
+                f"{self.addresses!r}."
+            )
         if not self.addresses:
             raise ValueError("`addresses` must have one of each server, got none.")
         for address in self.addresses:
             check_address(address)
+        if not isinstance(self.key_file, str | os.PathLike):
+            raise TypeError(f"`key_file` must be a path, got {self.key_file!r}.")
+        # What is frozen is set this way, once.
+        object.__setattr__(self, "addresses", tuple(self.addresses))
+        object.__setattr__(self, "key_file", os.fspath(self.key_file))
+        index = option_checks.check_count("index", self.index, 0)
+        object.__setattr__(self, "index", index)
+        if self.num_workers is not None:
+            count = option_checks.check_count("num_workers", self.num_workers, 1)
+            object.__setattr__(self, "num_workers", count)
         least = len(self.addresses) if self.role == "server" else None
-        if self.index < 0 or (least is not None and self.index >= least):
+        if least is not None and self.index >= least:
             raise ValueError(
-                f"`index` of a {self.role} must be at least 0"
-                + (f" and less than the {least} servers" if least else "")
-                + f", got {self.index}."
+                "`index` of a server must be at least 0 and less than the "
+                f"{least} servers, got {self.index}."
             )
         if self.num_workers is None:
             return
-        if self.num_workers < 1:
-            raise ValueError(
-                f"`num_workers` must be at least 1 or None, got {self.num_workers}."
-            )
         if self.role == "worker" and self.index >= self.num_workers:
             raise ValueError(
                 f"`index` of a worker must be less than `num_workers`, got "
@@ -211,11 +222,13 @@ def _check_keys(found: Keys) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError unless `address` is host:port."""
+    """Raises TypeError or ValueError unless `address` is host:port."""
+    if not isinstance(address, str):
+        raise TypeError(f"`addresses` must be texts, host:port, got {address!r}.")
     host, _, port = address.rpartition(":")
     # Digits of other scripts are decimal too.
     is_number = port.isascii() and port.isdecimal() and len(port) < 6
-    if not host or not is_number or not 0 < int(port) < 1 << 16:
+    if not host or "/" in host or not is_number or not 0 < int(port) < 1 << 16:
         raise ValueError(
             "`addresses` must be host:port with a port from 1 to 65535, such as "
             f"10.0.0.1:5555, got {address!r}."

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from jdp import wire
-from jdp.parameter_server import keys, metrics
+from jdp.parameter_server import keys, metrics, option_checks
 from jdp.parameter_server.keys import Place
 from jdp.runtime import environment, launch, output, supervisor
 from jdp.runtime.supervisor import Exit
@@ -46,10 +46,7 @@ class RoleOptions:
     def __post_init__(self) -> None:
         """Checks every option."""
         for name in ("num_servers", "num_workers", "first", "restarts"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"`{name}` must be at least 0, got {getattr(self, name)}."
-                )
+            option_checks.check_count(name, getattr(self, name), 0)
         if self.num_servers + self.num_workers == 0:
             raise ValueError("There must be a server or a worker to start.")
         if self.report not in ("", "table", "json"):

@@ -13,7 +13,8 @@ class Sync:
 
     def __post_init__(self) -> None:
         """Checks the number."""
-        option_checks.check_count("backup", self.backup, 0)
+        count = option_checks.check_count("backup", self.backup, 0)
+        object.__setattr__(self, "backup", count)
 
     def __str__(self) -> str:
         """As it is written."""
@@ -37,7 +38,8 @@ class Bounded:
 
     def __post_init__(self) -> None:
         """Checks the number."""
-        option_checks.check_count("staleness", self.staleness, 1)
+        count = option_checks.check_count("staleness", self.staleness, 1)
+        object.__setattr__(self, "staleness", count)
 
     def __str__(self) -> str:
         """As it is written."""

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import jax
+import optax
 
 from jdp.hooks import CommHook
 
@@ -19,12 +20,37 @@ def check_seconds(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be from 0.01 to 1e6 seconds, got {value}.")
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raises TypeError or ValueError unless `value` is an int of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
+def check_count(name: str, value: Any, least: int) -> int:
+    """Returns `value`, also one of numpy, as an int.
+
+    Raises:
+      TypeError: it is no whole number.
+      ValueError: it is less than `least`.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
     if value < least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    return int(value)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+
+
+def check_is(name: str, value: Any, kind: type, wanted: str) -> None:
+    """Raises TypeError unless `value` is a `kind`, of which `wanted` is an example."""
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` must be {wanted}, got {value!r}.")
+
+
+def check_optimizer(value: Any) -> None:
+    """Raises TypeError unless `value` is an optimizer of optax."""
+    check_is(
+        "tx", value, optax.GradientTransformation, "an optimizer, as `optax.sgd(0.1)`"
+    )
 
 
 def check_folder(name: str, value: Any) -> None:

@@ -63,7 +63,8 @@ class ServerOptions:
         """Checks every option."""
         for name in ("lease_s", "start_timeout_s"):
             option_checks.check_seconds(name, getattr(self, name))
-        option_checks.check_count("checkpoint_every", self.checkpoint_every, 0)
+        every = option_checks.check_count("checkpoint_every", self.checkpoint_every, 0)
+        object.__setattr__(self, "checkpoint_every", every)
         if self.checkpoint_dir is not None:
             option_checks.check_folder("checkpoint_dir", self.checkpoint_dir)
         option_checks.check_hook("compression", self.compression)
@@ -108,7 +109,8 @@ class Server:
         Raises:
           RuntimeError: there is no place, no key file, no memory, or somebody else
             listens at the address.
-          TypeError: a parameter is not of a floating dtype, or `mode` is no mode.
+          TypeError: a parameter is not of a floating dtype, or an argument is of
+            another type.
           ValueError: `mode` waits for no worker, the hook cannot compress a push, or
             the optimizer does not work on leaves one by one, and there are several
             servers.
@@ -117,12 +119,17 @@ class Server:
         from jdp.parameter_server import service, sockets
 
         place = Place.from_environ() if place is None else place
+        options = ServerOptions() if options is None else options
+        option_checks.check_is("place", place, Place, "a `Place` or None")
+        option_checks.check_is(
+            "options", options, ServerOptions, "`ServerOptions(...)`"
+        )
+        option_checks.check_optimizer(tx)
         if place.role != "server":
             raise ValueError(
                 f"`place` is that of a {place.role}. Make a `Server` where its role is "
                 '"server", and a `Worker` elsewhere.'
             )
-        options = ServerOptions() if options is None else options
         mode = modes.sync() if mode is None else mode
         num_servers = len(place.addresses)
         modes.check_num_workers(mode, place.num_workers)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdp import buckets
+from jdp import buckets, mesh
 from jdp.buckets import BucketAval, BucketPlan
 from jdp.types import PyTree
 
@@ -108,11 +108,19 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
     """
     paths, leaves = buckets.leaf_paths(params), jax.tree.leaves(params)
     for path, leaf in zip(paths, leaves, strict=True):
+        mesh.check_has_no_mask(leaf, f"`params{path}`")
+        is_number = isinstance(leaf, int | float | complex)
+        if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"`params{path}` must be an array, got {type(leaf).__name__}."
+            )
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 f"`params{path}` is {jnp.result_type(leaf)}; parameters must be of a "
                 "floating dtype. Keep what is not trained out of them."
             )
+    if not leaves:
+        raise ValueError("`params` must have an array, got none.")
     if len(leaves) < num_servers:
         raise ValueError(
             f"`params` has {len(leaves)} leaves, too few for {num_servers} servers: "
@@ -171,6 +179,8 @@ def check_gradient(plan: BucketPlan, grads: PyTree) -> list[Any]:
             raise TypeError(
                 f"`grads{path}` must be an array, got {type(leaf).__name__}."
             )
+        mesh.check_has_no_mask(leaf, f"`grads{path}`")
+        mesh.check_has_known_dtype(leaf, f"`grads{path}`")
         shape, dtype = np.shape(leaf), jnp.result_type(leaf)
         if (shape, dtype) != (spec.shape, spec.dtype):
             raise ValueError(

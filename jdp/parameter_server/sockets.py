@@ -27,6 +27,7 @@ _MONITORED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_BACKLOG = 4096  # all workers connect at once.
 _LINGER_MS = 500
 _RECONNECT_MS = 50
 _MOST_RECONNECT_MS = 1000
@@ -78,6 +79,7 @@ class ServerSocket:
             zmq.SNDHWM: _MOST_QUEUED,
             zmq.RCVHWM: _MOST_QUEUED,
             zmq.IPV6: 1,
+            zmq.BACKLOG: _BACKLOG,
             zmq.MAXMSGSIZE: max(most_bytes, _SMALLEST_LIMIT) + 4096,
             zmq.ROUTER_HANDOVER: 1,
             zmq.CURVE_SERVER: 1,

@@ -1,10 +1,14 @@
 """Staleness: a learning rate that is smaller for gradients of old parameters."""
 
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from jdp.parameter_server import option_checks
 
 
 def scale_by_staleness(
@@ -20,9 +24,18 @@ def scale_by_staleness(
       tx: any optax transformation.
       power: 0: staleness makes no difference.
 
+    Raises:
+      TypeError: `tx` is no optimizer, or `power` is no number.
+      ValueError: `power` is out of its range.
+
     Returns:
       The transformation; its `update` takes `staleness=`, int ().
     """
+    option_checks.check_optimizer(tx)
+    is_array = isinstance(power, jax.Array | np.ndarray) and power.shape == ()
+    is_number = isinstance(power, numbers.Real) or is_array
+    if not is_number or isinstance(power, bool):
+        raise TypeError(f"`power` must be a number, at least 0, got {power!r}.")
     if not 0 <= power < float("inf"):
         raise ValueError(f"`power` must be a number, at least 0, got {power}.")
     inner = optax.with_extra_args_support(tx)

@@ -49,6 +49,7 @@ class WorkerOptions:
             option_checks.check_seconds(name, getattr(self, name))
         option_checks.check_hook("compression", self.compression)
         option_checks.check_device("device", self.device)
+        option_checks.check_flag("shared_memory", self.shared_memory)
 
 
 class Worker:
@@ -75,15 +76,20 @@ class Worker:
         Raises:
           RuntimeError: a server does not answer, or refuses this worker: its model or
             its jdp is another one.
+          TypeError: an argument is of another type.
           ValueError: the hook cannot compress a push.
         """
         # Here, for whoever needs only the types must not wait for zmq.
         from jdp.parameter_server.connection import Connection
 
         place = Place.from_environ() if place is None else place
+        options = WorkerOptions() if options is None else options
+        option_checks.check_is("place", place, Place, "a `Place` or None")
+        option_checks.check_is(
+            "options", options, WorkerOptions, "`WorkerOptions(...)`"
+        )
         if place.role != "worker":
             raise ValueError(f'`place` is that of a {place.role}, not of a "worker".')
-        options = WorkerOptions() if options is None else options
         self._device = options.device or jax.local_devices()[0]
         self._shards = shards.plan_shards(params, len(place.addresses))
         self._template = jax.tree.map(
@@ -239,14 +245,22 @@ class Worker:
           The value of each step.
 
         Raises:
+          TypeError: `grad_fn` does not return a pair, or `batches` is no iterable.
           ValueError: the arrays of a batch have different first dimensions, or none.
           RuntimeError: see `pull` and `push`.
         """
+        option_checks.check_is("batches", batches, Iterable, "an iterable of batches")
         params = self.pull()
         for batch in batches:
             if not self._welcome.is_sync:
                 self.prefetch()
-            value, grads = grad_fn(params, batch)
+            made = grad_fn(params, batch)
+            if not isinstance(made, tuple | list) or len(made) != 2:
+                raise TypeError(
+                    "`grad_fn` must return (value, grads), as `jax.value_and_grad` "
+                    f"makes, got {type(made).__name__}."
+                )
+            value, grads = made
             self.push(grads, num_samples=_count_samples(batch))
             params = self.pull()
             yield value

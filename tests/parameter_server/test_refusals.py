@@ -406,6 +406,107 @@ def test_options_of_a_wrong_type_are_named(kind, name, value):
         getattr(parameter_server, kind)(**{name: value})
 
 
+SERVED = {"role": "server", "index": 0, "addresses": ("127.0.0.1:9",)}
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *[("index", v) for v in ("0", 1.0, True, None)],
+        *[("num_workers", v) for v in (1.5, "2", True)],
+        *[("addresses", v) for v in ("127.0.0.1:99", None, (5,), (b"127.0.0.1:9",))],
+        *[("key_file", v) for v in (None, 5)],
+    ],
+)
+def test_a_place_of_a_wrong_type_is_named(name, value):
+    with pytest.raises(TypeError, match=f"`{name}` must be"):
+        parameter_server.Place(**{**SERVED, name: value})
+
+
+def test_an_address_with_a_scheme_is_refused():
+    with pytest.raises(ValueError, match="`addresses` must be host:port .* 'http://a"):
+        parameter_server.Place(**{**SERVED, "addresses": ("http://a:29",)})
+
+
+def test_numbers_of_numpy_are_whole_numbers(tmp_path):
+    one = np.int64(1)
+    place = parameter_server.Place(
+        role="worker", index=np.int32(0), addresses=["a:1"], num_workers=one
+    )
+    assert place == parameter_server.Place(
+        role="worker", index=0, addresses=("a:1",), num_workers=1
+    )
+    found = (
+        place.index,
+        place.num_workers,
+        parameter_server.bounded(staleness=one).staleness,
+        parameter_server.sync(backup=one).backup,
+        parameter_server.ServerOptions(
+            checkpoint_every=one, checkpoint_dir="x"
+        ).checkpoint_every,
+    )
+    assert [type(x) for x in found] == [int] * 5
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        *[("tx", {"tx": tx}) for tx in (None, optax.sgd, 5)],
+        ("place", {"place": "x"}),
+        *[
+            ("options", {"options": options})
+            for options in ({}, parameter_server.WorkerOptions())
+        ],
+        *[
+            (r"params\['a'\]", {"params": {"a": leaf}})
+            for leaf in ("x", object(), np.ma.masked_array(np.ones(2, np.float32)))
+        ],
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(name, change):
+    given = {
+        "params": PARAMS,
+        "tx": optax.sgd(1.0),
+        "place": parameter_server.Place(**SERVED),
+        **change,
+    }
+    params, tx = given.pop("params"), given.pop("tx")
+    with pytest.raises(TypeError, match=f"`{name}` (must be|is a masked array)"):
+        parameter_server.Server(params, tx, **given)
+    if name == "tx":
+        with pytest.raises(TypeError, match="`tx` must be an optimizer"):
+            parameter_server.scale_by_staleness(tx)
+
+
+@pytest.mark.parametrize("power", [None, "1", 1j, True])
+def test_a_power_that_is_no_number_is_named(power):
+    with pytest.raises(TypeError, match="`power` must be a number"):
+        parameter_server.scale_by_staleness(optax.sgd(1.0), power=power)
+
+
+def test_a_worker_names_what_is_of_a_wrong_type(job):
+    with pytest.raises(TypeError, match="`shared_memory` must be True or False"):
+        parameter_server.WorkerOptions(shared_memory="no")
+    place = parameter_server.Place(**{**SERVED, "role": "worker"})
+    with pytest.raises(TypeError, match="`options` must be"):
+        parameter_server.Worker(
+            PARAMS, place=place, options=parameter_server.ServerOptions()
+        )
+    with job.worker() as worker:
+        worker.pull()
+        masked = np.ma.masked_array(PARAMS["b"], [1, 0, 0])
+        with pytest.raises(TypeError, match=r"`grads\['b'\]` is a masked array"):
+            worker.push({**PARAMS, "b": masked})
+        with pytest.raises(TypeError, match=r"`grads\['b'\]` .*byte order"):
+            worker.push({**PARAMS, "b": np.ones(3, ">f4")})
+        with pytest.raises(TypeError, match="`grad_fn` must return .*, got float"):
+            next(worker.steps(lambda params, batch: 1.0, [np.ones((2, 2))]))
+        with pytest.raises(TypeError, match="`batches` must be an iterable"):
+            next(worker.steps(lambda params, batch: (1.0, params), None))
+        worker.push(PARAMS)
+        assert worker.flush() == "applied"
+
+
 @pytest.mark.parametrize("backup", [2, 5])
 def test_a_round_that_waits_for_no_worker_is_refused(tmp_path, backup):
     mode = parameter_server.sync(backup=backup)
