@@ -145,7 +145,9 @@ def make_keys(path: str | os.PathLike[str]) -> None:
 
     Raises:
       FileExistsError: there is such a file; keys are not overwritten.
+      TypeError: `path` is none.
     """
+    option_checks.check_is("path", path, (str, os.PathLike), "the path of a file")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(_encode_new())

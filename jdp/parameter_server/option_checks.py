@@ -40,7 +40,7 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")
 
 
-def check_is(name: str, value: Any, kind: type, wanted: str) -> None:
+def check_is(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
     """Raises TypeError unless `value` is a `kind`, of which `wanted` is an example."""
     if not isinstance(value, kind):
         raise TypeError(f"`{name}` must be {wanted}, got {value!r}.")

@@ -478,6 +478,12 @@ def test_arguments_of_a_wrong_type_are_named(name, change):
             parameter_server.scale_by_staleness(tx)
 
 
+@pytest.mark.parametrize("path", [None, 987])
+def test_keys_need_a_path(path):
+    with pytest.raises(TypeError, match="`path` must be the path of a file, got"):
+        parameter_server.make_keys(path)
+
+
 @pytest.mark.parametrize("power", [None, "1", 1j, True])
 def test_a_power_that_is_no_number_is_named(power):
     with pytest.raises(TypeError, match="`power` must be a number"):
