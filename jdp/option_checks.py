@@ -97,7 +97,7 @@ def find_all_reduce(all_reduce: Any) -> AllReduce | None:
             f"`all_reduce` must sum buffers over the replicas, but `{name}` does not. "
             f"{_REMEDIES.get(name, _PASS_A_SUM)}"
         )
-    if not callable(function):
+    if isinstance(all_reduce, str) or not callable(function):
         raise ValueError(
             "`all_reduce` must be a function of `jdp.collectives`, 'auto' or None, got "
             f"{all_reduce!r}."

@@ -191,7 +191,7 @@ def sum_over_replicas(amount: jax.Array, axis_name: AxisName) -> Totals:
     return Totals(amounts.sum(), amounts.max())
 
 
-def ratio(amount: jax.Array, total: jax.Array, dtype: Any) -> jax.Array:
+def ratio(amount: jax.Array, total: jax.Array | int, dtype: Any) -> jax.Array:
     """Returns `amount / total` in float32 or wider, as `dtype` is; 0 for a total of 0.
 
     A quotient of narrower amounts is as precise as what is multiplied by it.
