@@ -116,13 +116,13 @@ def check_timeout(timeout_s: Any) -> float | None:
             f"`timeout_s` must be a number of seconds or None, got {timeout_s!r} of "
             f"type {type(timeout_s).__name__}."
         )
-    seconds = float(timeout_s)
+    seconds: Any = timeout_s  # An integer may be more than a float can hold.
     if not seconds >= 0:
         raise ValueError(
             f"`timeout_s` must be at least 0 seconds, got {timeout_s}. Pass None to "
             "wait without a limit."
         )
-    return seconds if seconds <= threading.TIMEOUT_MAX else None
+    return float(seconds) if seconds <= threading.TIMEOUT_MAX else None
 
 
 def check_op(op: Any) -> str:
