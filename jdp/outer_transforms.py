@@ -65,7 +65,7 @@ def check(jaxpr: Any, differs: Callable[[Any], bool]) -> None:
     seen: set[int] = set()
     for marker in marked:
         call = _outer_call(_frames_of(marker))
-        waiting = list(marker.invars)
+        waiting = list(marker.invars) if call else []
         while waiting:
             atom = waiting.pop()
             eqn = None if hasattr(atom, "val") else makers.get(atom)
@@ -116,9 +116,11 @@ def _frames_of(eqn: Any) -> list[_Frame]:
 
 
 def _outer_call(frames: list[_Frame]) -> list[_Frame]:
-    """The frames up to the first of optax."""
-    depth = next(i for i, (file, *_) in enumerate(frames) if file.startswith(_OPTAX))
-    return frames[: depth + 1]
+    """The frames up to the first of optax; none where JAX keeps no tracebacks."""
+    for i, (file, *_) in enumerate(frames):
+        if file.startswith(_OPTAX):
+            return frames[: i + 1]
+    return []
 
 
 def _is_in_call(frames: list[_Frame], call: list[_Frame]) -> bool:
