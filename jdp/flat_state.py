@@ -158,9 +158,15 @@ def _make_picker(indices: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _is_plain(node: tuple[Any, ...]) -> bool:
-    """Whether JAX takes all fields of a tuple for children: of some, not the names."""
+    """Whether JAX knows all of a tuple by its type and its fields, in their order."""
+    kind = type(node)
+    if kind is tuple:
+        return True
+    # A class that is registered has static data of its own, or other children.
     found = jax.tree_util.default_registry.flatten_one_level(node)
-    return found is not None and len([*found[0]]) == len(node)
+    if found is None or found[1] is not kind:
+        return False
+    return len(found[0]) == len(node) and all(map(operator.is_, found[0], node))
 
 
 def _collect(node: Any, layout: _Layout, found: list[Any]) -> bool:

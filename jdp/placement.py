@@ -18,6 +18,8 @@ from jdp.types import PyTree
 
 T = TypeVar("T")
 
+_MAX_PARTS = 16  # of a state, of which each has an array that is held weakly.
+
 
 def from_python(run: Callable[..., T]) -> Callable[..., T]:
     """Says of a call that fails while JAX traces that this is why.
@@ -43,14 +45,15 @@ def from_python(run: Callable[..., T]) -> Callable[..., T]:
 class HeldLeaves:
     """Arrays of one state that need no second look, without keeping them alive.
 
-    The largest array is held weakly. When it dies, the others are let go: a program
-    that drops its state frees the memory.
+    Of each part of the state, such as parameters and optimizer state, the largest array
+    is held weakly. When one dies, all others are let go: a program that drops a part of
+    its state frees the memory.
     """
 
     def __init__(self) -> None:
         """Starts with no arrays."""
-        self._largest: Any = None  # a weak reference, or None.
-        self._index = 0  # of the largest array.
+        self._largest: list[weakref.ref[Any]] = []  # of each part.
+        self._places: list[int] = []  # of these among the leaves, ascending.
         self._others: list[Any] = []
         self._structure: Structure | None = None
         self._finder: Finder | None = None
@@ -66,7 +69,6 @@ class HeldLeaves:
         Returns:
           Whether the state is laid out in another way than the last, or may be.
         """
-        leaves = list(flat.leaves)
         is_other = (
             flat.structure is not self._structure
             or self._finder is None
@@ -74,14 +76,17 @@ class HeldLeaves:
         )
         if is_other:
             self._structure, self._finder = flat.structure, Finder(tree)
-            sizes = [x.size * x.dtype.itemsize for x in leaves]
-            self._index = int(np.argmax(sizes)) if sizes else 0
+            self._places = _find_largest(tree, flat.leaves)
         self._num_donations = _Donations.count
-        if leaves:
-            self._largest = weakref.ref(
-                leaves.pop(self._index), lambda _: leaves.clear()
-            )
-        self._others = leaves
+        others = list(flat.leaves)
+
+        def let_go(_: Any) -> None:
+            others.clear()
+
+        self._largest = [weakref.ref(others[i], let_go) for i in self._places]
+        for i in reversed(self._places):
+            del others[i]
+        self._others = others
         return is_other
 
     def forget_layout(self) -> None:
@@ -91,15 +96,18 @@ class HeldLeaves:
     def find(self, tree: PyTree) -> FlatState | None:
         """Returns a state if its leaves are those held, by identity, and alive."""
         structure = self._structure
-        if self._largest is None or self._finder is None or structure is None:
+        if not self._largest or self._finder is None or structure is None:
             return None
         leaves = self._finder.find(tree)
-        if leaves is None or len(leaves) != len(self._others) + 1:
+        if leaves is None or len(leaves) != len(self._others) + len(self._largest):
             return None
         others = list(leaves)
-        largest = others.pop(self._index)
-        if largest is not self._largest() or largest.is_deleted():
-            return None
+        for i, reference in zip(self._places, self._largest, strict=True):
+            largest = reference()
+            if largest is None or others[i] is not largest or largest.is_deleted():
+                return None
+        for i in reversed(self._places):
+            del others[i]
         if not all(map(operator.is_, others, self._others)):
             return None
         if self._num_donations != _Donations.count and _has_deleted(others):
@@ -133,9 +141,6 @@ class StatePlacer:
         self._passed = HeldLeaves()  # only filled if states are not donated.
         self.structures = Structures()
         self._placed: set[Structure] = set()
-        # Whether a batch may be an array of a state, of any that there was: a program
-        # may return one with other leaves.
-        self.may_share = False
         # Sizes in bytes of arguments that may share memory with a leaf: its own, and
         # where one of the two is in parts those. A key and its data differ in shape.
         self._sizes: set[int] = set()
@@ -235,8 +240,6 @@ class StatePlacer:
         """Notes with which arguments a state that is to be donated may share memory."""
         if not self._donates:
             return
-        are_own = per_replica.are_own(state.to_tree())
-        self.may_share |= world.num_replicas == 1 or any(are_own)
         self._num_replicas = world.num_replicas
         for x in state.leaves:
             self._sizes |= self._sizes_beside(x)
@@ -300,6 +303,28 @@ def _while_tracing(step: str) -> TypeError:
         "call it from Python, or use `jdp.value_and_grad` under your own `jit` and "
         "`shard_map`."
     )
+
+
+def _find_largest(tree: PyTree, leaves: Sequence[Any]) -> list[int]:
+    """Returns the place among the leaves of the largest array of each part of a tree.
+
+    Parts are the children of the first node that has several; of many it is one part.
+    """
+    parts = [tree]
+    while len(parts) == 1:
+        node = jax.tree_util.default_registry.flatten_one_level(parts[0])
+        if node is None or not (children := [*node[0]]):
+            break
+        parts = children
+    if len(parts) > _MAX_PARTS:
+        parts = [tree]
+    places, end = [], 0
+    for part in parts:
+        first, end = end, end + jax.tree.structure(part).num_leaves
+        sizes = [x.size * x.dtype.itemsize for x in leaves[first:end]]
+        if sizes:
+            places.append(first + int(np.argmax(sizes)))
+    return places
 
 
 def _has_deleted(leaves: list[Any]) -> bool:

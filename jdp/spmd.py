@@ -378,7 +378,7 @@ class DataParallelStep(Joinable):
             flat, batches = self._place_anew(state, batches)
         else:
             batches = self._binder.place(self.world, batches)
-        if placer.may_share or step_arguments.is_call(batches):
+        if self._options.donate_state:
             batches = placer.part_from(flat, batches)
         return flat, *batches
 

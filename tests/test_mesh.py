@@ -57,6 +57,16 @@ def test_the_caller_may_go_on_writing_to_an_array(n, num_columns, offset, place)
     assert (np.asarray(placed) == 1).all()
 
 
+def test_memory_that_was_read_only_during_the_call_is_copied():
+    world = harness.local_world(1)
+    x = np.ones(1 << 17, np.float32)
+    view = x[:]
+    x.flags.writeable = False
+    placed = jdp.global_batch(world, x)
+    view[:] = 2
+    assert (np.asarray(placed) == 1).all()
+
+
 def test_a_copy_is_equal_in_every_layout_and_dtype():
     for x in (
         np.arange(60_000.0).reshape(300, 200).T,

@@ -274,6 +274,77 @@ def test_a_state_that_is_dropped_is_freed():
     assert [ref() for ref in references] == [None, None]
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize(
+    "make", [lambda *parts: parts, lambda a, b: [{"p": a, "o": b}]]
+)
+def test_a_part_of_a_state_that_is_dropped_is_freed(make, kept):
+    def part():
+        return {"a": np.ones(9, np.float32), "b": np.ones(3, np.float32)}
+
+    step = _double(harness.local_world(2))
+    state, _ = step(make(part(), part()), X)
+    parts = jax.tree.leaves(state)[:2], jax.tree.leaves(state)[2:]
+    del state
+    references = [weakref.ref(x) for x in parts[1 - kept]]
+    kept_part = parts[kept]
+    del parts
+    gc.collect()
+    assert [ref() for ref in references] == [None, None]
+    assert len(kept_part) == 2
+
+
+def test_none_in_place_of_an_array_that_is_gone_is_looked_at():
+    step = _double(harness.local_world(2))
+    state, _ = step({"w": np.ones(2, np.float32)}, X)
+    del state
+    assert step({"w": None}, X)[0] == {"w": None}
+
+
+@jax.tree_util.register_pytree_node_class
+class Layer(tuple):
+    """A tuple with static data of its own."""
+
+    rate = 1
+
+    def tree_flatten(self):
+        return tuple(self), self.rate
+
+    @classmethod
+    def tree_unflatten(cls, rate, children):
+        layer = cls(children)
+        layer.rate = rate
+        return layer
+
+
+def test_static_data_of_a_tuple_that_changes_is_seen():
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(state, x):
+        layer = Layer([x * state.rate for x in state])
+        layer.rate = state.rate
+        return layer, {}
+
+    state = Layer([np.ones(2, np.float32)] * 2)
+    for rate in (2, 10):
+        state.rate = rate
+        state, _ = step(state, X)
+    assert (float(state[0][0]), state.rate) == (20, 10)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_batch_in_the_memory_of_a_state_is_copied(n):
+    world = harness.local_world(n)
+    step = _double(world)
+    state, _ = step({"t": np.ones((4, 2), np.float32), "u": np.ones(2, np.float32)}, X)
+    for _ in range(2):
+        shards = [shard.data for shard in state["t"].addressable_shards]
+        batch = jax.make_array_from_single_device_arrays(
+            (4 * n, 2), world.split, shards
+        )
+        state, metrics = step(state, batch)
+    assert float(metrics["n"]) == 32 and float(state["t"][0, 0]) == 8
+
+
 @pytest.mark.parametrize(
     "leaf,kind", [(jnp.tanh, "function|PjitFunction|custom_jvp"), ("relu", "str")]
 )
