@@ -289,6 +289,11 @@ class DataParallelStep(Joinable):
         """
         weights.check_divide_by(divide_by)
         if example is not None:
+            if not isinstance(example, tuple | list) or not example:
+                raise TypeError(
+                    "`example` must be the arguments of a call, `(state, *batches)`, "
+                    f"got {example!r}."
+                )
             example = example[0], *self._binder.bind(example[1:], {})
             self.last_state = example[0]
         elif any(

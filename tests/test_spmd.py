@@ -446,6 +446,12 @@ def test_a_join_adds_no_collective():
     assert [text.count(" all-reduce(") for text in texts] == [2, 2]
 
 
+@pytest.mark.parametrize("example", [5, ()])
+def test_an_example_that_is_no_call_is_refused_by_the_join(example):
+    with pytest.raises(TypeError, match=r"`example` must be the arguments of a call"):
+        jdp.Join([_mean_step()], example=example)
+
+
 def test_a_divisor_that_is_none_is_refused_by_the_join():
     with pytest.raises(ValueError, match="or 'world', got 'wieght'"):
         jdp.Join([_mean_step()], divide_by="wieght")
