@@ -72,10 +72,11 @@ class Census:
         """
         self._launch_id = launch_id
         outside = _read_stats()
-        if launcher not in outside:
+        if launcher not in outside or not _is_own_proc():
             raise RuntimeError(
                 "the processes of this host cannot be listed, so those of a job could "
-                "not be ended: `/proc` must be mounted and show this user's processes"
+                "not be ended: `/proc` must be mounted, be that of this process "
+                "namespace, and show this user's processes"
             )
         self._launcher = Process(launcher, outside[launcher].start)
         self._outside = {pid: stat.start for pid, stat in outside.items()}
@@ -94,6 +95,7 @@ class Census:
         new, self._seen = now - self._seen, now
         for pid in self._known.keys() - now:
             del self._known[pid]
+        self._forget_sessions()
         # A child may have a lower number than its parent, once numbers begin anew.
         stats = {pid: stat for pid in new if (stat := _read_stat(pid)) is not None}
         is_grown = True
@@ -104,6 +106,15 @@ class Census:
                     self._known[pid] = stats.pop(pid).start
                     is_grown = True
 
+    def _forget_sessions(self) -> None:
+        """Forgets sessions without a process of the job: their numbers come again."""
+        led = self._sessions & self._known.keys()
+        if led != self._sessions:
+            for pid in self._known:
+                with contextlib.suppress(OSError):
+                    led.add(os.getsid(pid))
+            self._sessions &= led
+
     def find(self) -> list[Process]:
         """Lists the live processes of the job that this user may signal.
 
@@ -112,6 +123,7 @@ class Census:
         stats = _read_stats()
         found = {p for p, start in self._known.items() if _has(stats, p, start)}
         self._known = {pid: stats[pid].start for pid in found}
+        self._sessions &= {stat.session for stat in stats.values()}
         self._adopts &= _has(stats, *self._launcher[:2])
         environs = {pid: _read_environ(pid) for pid in stats}
         found |= {p for p in stats if environs[p].get(_LAUNCH_ID) == self._launch_id}
@@ -291,6 +303,16 @@ def remove_folder(path: str) -> None:
         pass  # Another process of the job has been faster, or may not be refused.
     finally:
         os.close(fd)
+
+
+def _is_own_proc() -> bool:
+    """Whether `/proc` shows this process under the number that it has for itself."""
+    if sys.platform != "linux":
+        return True
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
 
 
 def _read_stats() -> dict[int, _Stat]:

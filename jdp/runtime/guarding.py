@@ -34,6 +34,8 @@ class Kin:
         """
         self._launch_id, self._folder = launch_id, folder
         self._adopts = adopts_orphans
+        # The first process of a namespace gets its orphans, of the job or not.
+        self._reaps = adopts_orphans and os.getpid() == 1
         self._census: guard.Census | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._num_guards = 1
@@ -47,6 +49,7 @@ class Kin:
           GuardError: the same, or this system does not show its processes.
         """
         self._adopts = self._adopts and guard.adopt_orphans()
+        self._reaps |= self._adopts
         try:
             self._census = guard.Census(
                 self._launch_id, launcher=os.getpid(), adopts=self._adopts
@@ -76,7 +79,7 @@ class Kin:
             return
         self._look_at_s = now_s + _LOOK_PERIOD_S
         self._census.look()
-        if self._adopts:
+        if self._reaps:
             own = set(workers) | ({self._guard.pid} if self._guard else set())
             guard.reap_adopted(own)
 

@@ -832,6 +832,53 @@ def test_a_process_that_took_over_a_number_is_no_kin():
         other.wait()
 
 
+def test_a_session_that_is_over_is_no_longer_of_the_job():
+    ours = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    census = guard.Census(uuid.uuid4().hex, launcher=os.getpid(), adopts=False)
+    census.add(guard.describe(ours.pid))
+    assert [each.pid for each in census.find()] == [ours.pid]
+    assert census._sessions == {ours.pid}
+    census.look()
+    assert census._sessions == {ours.pid}
+    ours.kill()
+    ours.wait()
+    census.look()
+    assert census._sessions == set()  # Its number may be that of another one soon.
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("has_own_proc", [True, False])
+def test_the_launcher_may_be_the_first_process_of_a_namespace(tmp_path, has_own_proc):
+    unshare = ["unshare", "--pid", "--fork", *["--mount-proc"] * has_own_proc]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces of process numbers need root")
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent(
+            """
+            import subprocess, time
+            for _ in range(5):
+                subprocess.run(["sh", "-c", "true & exit"])
+            time.sleep(1)
+            listed = subprocess.run(["ps", "-eo", "stat"], capture_output=True)
+            print(listed.stdout.count(b"Z"), "zombies")
+            """
+        )
+    )
+    done = subprocess.run(
+        [*unshare, sys.executable, "-m", "jdp.cli.main", "launch", "-n", "1"]
+        + ["program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": harness.python_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if has_own_proc:
+        assert (done.returncode, done.stdout) == (0, "[0] 0 zombies\n")
+    else:
+        assert done.returncode == 1 and "be that of this process" in done.stderr
+
+
 @pytest.mark.multiprocess
 def test_a_job_inside_a_job_ends_with_the_outer_one(cli, tmp_path):
     (tmp_path / "inner.py").write_text(f"import os; print(os.getpid())\n{SLEEP}")
