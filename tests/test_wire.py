@@ -103,7 +103,7 @@ FUZZED = {
         flight_recorder: _Header, flight_recorder: Dump""",
     "parameter_server.fuzz": """
         messages: ToServer, messages: ToWorker, messages: ToFollower, metrics: Line,
-        keys: Keys, checkpoint_files: Manifest,
+        keys: Keys, checkpoint_files: _Header, checkpoint_files: Manifest,
         checkpoint_files: dict[messages.Identity; Settled], attendance: Record""",
     # Files that only their owner gives to a tool.
     "": "custom_choice: cls, timeline: list[dict[str; Any]]",

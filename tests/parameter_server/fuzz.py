@@ -278,6 +278,7 @@ def fuzz_manifest(rng, num_messages):
     )
 
     def decode(data):
+        wire.decode_with(checkpoint_files._header.decode, data)
         found = wire.decode_with(checkpoint_files._manifest.decode, data)
         wire.decode_with(checkpoint_files._table.decode, found.settled)
 
