@@ -4,19 +4,19 @@ A rank submits all leaves of a group at once, and no other group of the name bef
 those are decided. So where ranks disagree on the group of a name that all of them have
 submitted, all have submitted what they ever will of it. The same holds once every rank
 has submitted as many leaves as its group has. What is left of the group then would wait
-for ever. It fails, on the ranks that wait for it.
+for ever. It fails, on the ranks that wait for it. Ranks that have joined count where
+they have submitted leaves before: what the others have runs only if it is the same.
 """
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
 
-from jdp.eager.groups import Groups
+from jdp.eager.groups import Groups, Key
 from jdp.eager.hits import Hits
 from jdp.eager.messages import Response, Spec, decode_spec
 from jdp.eager.names import Names
 from jdp.eager.slots import SlotTable, bits
 
-Key = tuple[int, str]  # a process set, and a group of it.
 _MOST_SHOWN = 4  # leaves of a rank, in an error.
 
 
@@ -58,6 +58,43 @@ def fail(
             if slot is not None:
                 hits.drop(slot)
             yield Response((name,), (spec,), key[0], error=why)
+
+
+def has_more(
+    broken: dict[Key, str],
+    taken: int,
+    names: Names,
+    groups: Groups,
+    hits: Hits,
+    slots: SlotTable,
+    key: Key,
+) -> bool:
+    """Whether a rank that has joined waits for leaves that a group has not.
+
+    Args:
+      broken: where it is noted then, with why.
+      taken: slots that are ready and may not be held yet, as a bit set.
+      names: see `fail`.
+      groups: see `fail`.
+      hits: see `fail`.
+      slots: see `fail`.
+      key: of a group, of which as many leaves as it has are held.
+    """
+    if not names.joined:  # Then all have submitted just these.
+        return False
+    held = groups.held[key].ready
+    leaves = {each.name for each in held}
+    more = set(_find_waiting(key, names, groups, hits, slots))
+    more |= {slots.get(s).name for s in bits(taken & slots.of_group.get(key, 0))}
+    more -= leaves
+    if not more and len(held) <= decode_spec(held[0].spec).group_size:
+        return False
+    why = (
+        f"Mismatched groups: of {key[1]!r}, {_list(leaves, set())} came, but a rank "
+        f"that has joined waits for {_list(more, set())}."
+    )
+    broken.setdefault(key, why)
+    return True
 
 
 def _find_torn(

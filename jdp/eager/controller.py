@@ -7,6 +7,7 @@ name and everything that was said of it. A rank that submits it again sends the 
 of the slot, as a bit; the bit sets of all ranks, combined by AND, are what is ready.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ class Coordinator:
         self.num_batches = 0  # sent to all ranks.
         self._names = Names(size)
         self._groups = Groups()
-        self._broken: dict[broken_groups.Key, str] = {}  # with why; not said yet.
+        self._broken: dict[groups.Key, str] = {}  # with why; not said yet.
         self._last_joined = -1
         self._stop = ""
         self._is_asked = False  # to stop.
@@ -77,6 +78,7 @@ class Coordinator:
         self._seen = [0] * size
         self._slots = SlotTable(options.cache_capacity)
         self._hits = Hits(size)
+        self._parts = (self._names, self._groups, self._hits, self._slots)
         self._refused: list[Response] = []  # of process sets that are gone.
         self._warm: dict[tuple[int, int], _Warm] = {}  # by process set and slots.
 
@@ -246,11 +248,12 @@ class Coordinator:
             responses += found
             data += [carried.reduce_taken(each, taken, specs) for each in found]
         if self._names.has_ready:
-            found = self._respond_to_all(self._take_ready(), now_s)
+            found = self._respond_to_all(self._take_ready(), now_s, slots=0)
             responses += found
             data += [b""] * len(found)
         if self._broken or self._names.touched:
-            found = list(self._break_groups())
+            found = list(broken_groups.fail(self._broken, *self._parts))
+            self._broken.clear()
             responses += found
             data += [b""] * len(found)
         last_joined = -1
@@ -299,15 +302,20 @@ class Coordinator:
             for slot, each in zip(numbers, cached, strict=True):
                 error = self._why_not_joined(set_id, each.name, each.spec)
                 ready.append(Ready(*each[:4], slot, error))
-            responses = self._respond_to_all(ready, now_s)
+            responses = self._respond_to_all(ready, now_s, slots=slots)
         if is_plain and not self._groups.held:
             if len(self._warm) == _MAX_WARM:
                 self._warm.clear()
             self._warm[set_id, slots] = _Warm(keys, tuple(responses))
         return responses
 
-    def _respond_to_all(self, ready: Iterable[Ready], now_s: float) -> list[Response]:
-        complete = self._groups.complete(ready, now_s=now_s)
+    def _respond_to_all(
+        self, ready: Iterable[Ready], now_s: float, *, slots: int
+    ) -> list[Response]:
+        """Makes the responses of what is ready, of which `slots` are a bit set."""
+        torn = (self._broken, slots, *self._parts)
+        has_more = functools.partial(broken_groups.has_more, *torn)
+        complete = self._groups.complete(ready, has_more, now_s=now_s)
         responses = [
             Response((r.name,), (r.spec,), r.process_set, error=r.error)
             for r in complete
@@ -324,7 +332,7 @@ class Coordinator:
         """Takes the names that every rank has submitted; checks them."""
         for set_id, name, entry in self._names.take_ready():
             error = self._why_not_joined(set_id, name, entry.spec)
-            broken: set[broken_groups.Key] = set()
+            broken: set[groups.Key] = set()
             if entry.odd:
                 specs = {entry.first: entry.spec} | entry.odd
                 decoded = {rank: decode_spec(spec) for rank, spec in specs.items()}
@@ -345,12 +353,6 @@ class Coordinator:
             yield Ready(
                 set_id, name, entry.spec, locals_, error=error, is_alone=is_alone
             )
-
-    def _break_groups(self) -> Iterator[Response]:
-        """Fails what is left of groups that can never be complete."""
-        broken, self._broken = self._broken, {}
-        parts = (self._names, self._groups, self._hits, self._slots)
-        return broken_groups.fail(broken, *parts)
 
     def _find_fault(self, name: str, spec: Spec) -> str:
         """Returns why what all ranks agree on cannot be done; "" if it can."""
@@ -468,11 +470,4 @@ class Coordinator:
 
         Of cached names the wait is counted from the first call that finds it.
         """
-        return late.find_stalls(
-            self._names,
-            self._groups,
-            self._hits,
-            self._slots,
-            now_s=now_s,
-            after_s=after_s,
-        )
+        return late.find_stalls(*self._parts, now_s=now_s, after_s=after_s)

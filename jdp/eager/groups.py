@@ -1,6 +1,6 @@
 """Groups: what runs together or not at all, and what runs as one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from jdp.eager import fusion
@@ -20,6 +20,9 @@ class Ready(NamedTuple):
     is_alone: bool = False  # whether it fails without the rest of its group.
 
 
+Key = tuple[int, str]  # a process set, and a group of it.
+
+
 class _Held(NamedTuple):
     """What is ready of a group."""
 
@@ -32,13 +35,18 @@ class Groups:
 
     def __init__(self) -> None:
         """Begins with none."""
-        self.held: dict[tuple[int, str], _Held] = {}  # by process set and group.
+        self.held: dict[Key, _Held] = {}
 
-    def complete(self, ready: Iterable[Ready], *, now_s: float) -> list[Ready]:
+    def complete(
+        self, ready: Iterable[Ready], has_more: Callable[[Key], bool], *, now_s: float
+    ) -> list[Ready]:
         """Holds back what belongs to a group until all of the group is ready.
 
         Args:
           ready: names that have become ready.
+          has_more: whether ranks wait for leaves of a group, of which as many as it has
+            are held, that are not among these. It stays held then, for nothing can run
+            of it.
           now_s: the time.
 
         Returns:
@@ -55,7 +63,7 @@ class Groups:
             key = (each.process_set, spec.group)
             held = self.held.setdefault(key, _Held([], now_s)).ready
             held.append(each)
-            if len(held) < spec.group_size:
+            if len(held) < spec.group_size or has_more(key):
                 continue
             del self.held[key]
             error = next((one.error for one in held if one.error), "")

@@ -298,22 +298,66 @@ def _check_that_nothing_is_left(requests, text, *, is_cached):
         assert sorted(executed[-1][1]) == ["a", "b", "c"] and not executed[-1][2]
 
 
-def test_leaves_of_a_rank_that_has_joined_end_with_the_join_at_the_latest():
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("theirs", ["ac", "cd", "a", "abc", "c", "cde"])
+@pytest.mark.parametrize("when", ["before", "after", "last"])
+def test_other_leaves_than_those_of_a_rank_that_has_joined_are_an_error(
+    theirs, when, is_cached
+):
     job = Job(3)
-    job.submit(2, *_group("ab"), joined=True)
+    if is_cached:
+        for names in ("ab", theirs):
+            for rank in range(3):
+                job.submit(rank, *_group(names))
+            job.settle()
+    before = len(job.executed[2])
+    if when == "before":
+        job.submit(2, *_group("ab"), joined=True)
+        job.settle()
+    # At last all have joined before the coordinator decides anything.
+    for rank in range(2):
+        job.submit(rank, *_group(theirs), joined=when == "last")
+    if when == "before":
+        job.settle()
+    else:
+        job.submit(2, *_group("ab"), joined=True)
     job.settle()
-    for rank in range(2):
-        assert not job.executed[2]
-        job.submit(rank, *_group("ac"))
+    for executed in job.executed:
+        failed = {n: error for _, names, error in executed[before:] for n in names}
+        assert set(failed) == {*"ab", *theirs}
+        assert all("Mismatched groups" in error for error in failed.values())
+    if when != "last":
+        for rank in range(2):
+            job.submit(rank, joined=True)
         job.settle()
-    assert [sorted(names) for _, names, _ in job.executed[2]] == [["a", "c"]]
-    assert not job.executed[2][0][2]
-    for rank in range(2):
-        job.submit(rank, joined=True)
+    assert len(set(map(tuple, job.last_joined))) == 1 and len(job.last_joined[0]) == 1
+    assert not job.coordinator.has_waiting
+    before = len(job.executed[2])
+    for rank in range(3):
+        job.submit(rank, *_group("ab"))
+    job.settle()
+    for executed in job.executed:
+        ran = [name for _, names, error in executed[before:] for name in names]
+        assert sorted(ran) == ["a", "b"] and not executed[-1][2]
+
+
+@pytest.mark.parametrize("when", ["before", "last"])
+def test_the_same_leaves_as_those_of_a_rank_that_has_joined_run(when):
+    job = Job(3)
+    for k in range(3):  # By name, and then by slot.
+        job.submit(2, *_group("ab"), joined=True)
+        if when == "before":
+            job.settle()
+        for rank in range(2):
+            job.submit(rank, *_group("ab"), joined=when == "last")
         job.settle()
-    ((_, names, error),) = job.executed[2][1:]
-    assert names == ("b",) and "only b waited when all ranks had joined" in error
-    assert job.last_joined == [[1]] * 3 and not job.coordinator.has_waiting
+        for rank in range(2) if when == "before" else ():
+            job.submit(rank, *_group("cd"))
+            job.submit(rank, joined=True)
+        job.settle()
+        assert all(len(each) == k + 1 for each in job.last_joined)
+    assert not any(error for executed in job.executed for *_, error in executed)
+    assert not job.coordinator.has_waiting
 
 
 def test_those_that_have_not_joined_hear_that_their_leaves_differ():
