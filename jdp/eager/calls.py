@@ -153,7 +153,7 @@ def all_gather(
         average = functools.partial(all_reduce, process_set=process_set)
         place = requests.find_place("all_gather", process_set)
         with named(name, "all_gather", process_set) as name:
-            return gradients.all_gather(waiting(begin), average, place, tree, name)
+            return gradients.all_gather(begin, average, place, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -365,7 +365,7 @@ def named(name: str | None, kind: str, process_set: ProcessSet) -> Iterator[str]
     requests.check_set(process_set)
     if name is None:
         set_id = process_set.process_set_id or 0
-        with session.numbered(kind, set_id, waits=True) as number:
+        with session.numbered(kind, set_id) as number:
             yield number
     else:
         yield arguments.check_name(name)

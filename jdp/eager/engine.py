@@ -20,7 +20,7 @@ from jdp.eager.flight_recorder import FlightRecorder
 from jdp.eager.lead import Lead
 from jdp.eager.messages import Batch, Doubt, FromRank, ProtocolError, Response
 from jdp.eager.options import EagerOptions
-from jdp.eager.pending import Pending
+from jdp.eager.pending import Pending, Submitted
 from jdp.eager.response_cache import ResponseCache
 from jdp.mesh import World
 from jdp.runtime import transport
@@ -83,6 +83,7 @@ class Engine:
         self.known_options: dict[Any, Any] = {}
         self.why_dead = ""  # why nothing goes on; "" while it does.
         self._refusal = ""  # why nothing can be submitted; "" while it can.
+        self.submitted = Submitted()
         # What callers and the thread share; the lock is for what follows it.
         self._is_waiting = False  # the thread, for news.
         self._is_awaited = False  # something that is in the queue.
@@ -117,6 +118,7 @@ class Engine:
             if self._refusal:
                 raise RuntimeError(self._refusal)
             self._pending.add(entries)
+            self.submitted.count += 1
             for entry in entries:
                 add(entry.record)
             is_first = not self._queue

@@ -14,11 +14,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
 
-from jdp import buckets
 from jdp.types import PyTree
 
 Collective = Callable[..., Any]  # (tree, name=) -> tree.
+Begin = Callable[..., Any]  # (tree, name=) -> Handle of it.
 Forward = Callable[[Any, str], tuple[Any, Any]]  # -> (result, what backward needs).
 _LINEAR = ("sum", "average")
 _SUFFIX = ".gradient"  # of the names of collectives of gradients.
@@ -58,9 +59,7 @@ def _describe_others() -> str:
     )
 
 
-def all_reduce(
-    call: Collective, op: str, tree: PyTree, name: str, *, together: bool = False
-) -> PyTree:
+def all_reduce(call: Collective, op: str, tree: PyTree, name: str) -> PyTree:
     """The gradient of a sum or an average is reduced in the same way.
 
     Others have none: a gradient that comes to them is a TypeError.
@@ -70,7 +69,6 @@ def all_reduce(
       op: its reduction.
       tree: pytree of arrays, of which some are traced.
       name: of the collective.
-      together: whether all leaves go in one call, or each in its own.
     """
 
     def forward(x: PyTree, name: str) -> tuple[Any, Any]:
@@ -86,34 +84,36 @@ def all_reduce(
             )
         return call(gradient, name=name)
 
-    return _map(forward, backward, tree, name, together=together)
+    return _call_with_vjp(forward, backward, tree, name)
 
 
 def all_gather(
-    call: Collective,
-    average: Collective,
-    place: int,
-    tree: PyTree,
-    name: str,
-    *,
-    together: bool = False,
+    begin: Begin, average: Collective, place: int, tree: PyTree, name: str
 ) -> PyTree:
     """The gradient is averaged, and each process takes the rows that were its own.
 
     Args:
-      call: see `all_reduce`.
+      begin: begins the collective, of a tree and a name.
       average: the average over the same processes.
       place: of this process among them.
       tree: see `all_reduce`.
       name: see `all_reduce`.
-      together: see `all_reduce`.
     """
 
     def forward(x: PyTree, name: str) -> tuple[Any, Any]:
-        num_rows = jax.tree.map(lambda x: np.array([x.shape[0]]), x)
-        counts = call(num_rows, name=f"{name}.rows")
+        # A scalar has no rows, and is refused on all ranks.
+        num_rows = jax.tree.map(lambda x: x.shape[0] if x.ndim else 0, x)
+        # First what may be refused here, or the others would hear of the rows alone.
+        whole = begin(x, name=name)
+        rows = jax.tree.map(lambda n: np.array([n]), num_rows)
+        counting = begin(rows, name=f"{name}.rows")
+        try:
+            counts = counting.result()
+        except RuntimeError:
+            whole.result()  # Its name is free only then.
+            raise
         ends = jax.tree.map(lambda count: int(count[: place + 1].sum()), counts)
-        return call(x, name=name), (jax.tree.map(lambda n: int(n[0]), num_rows), ends)
+        return whole.result(), (num_rows, ends)
 
     def backward(kept: Any, gradient: PyTree, name: str) -> Any:
         num_rows, ends = kept
@@ -125,7 +125,7 @@ def all_gather(
             is_leaf=_is_none,
         )
 
-    return _map(forward, backward, tree, name, together=together)
+    return _call_with_vjp(forward, backward, tree, name)
 
 
 def broadcast(
@@ -133,24 +133,18 @@ def broadcast(
 ) -> PyTree:
     """The gradient is averaged on the root, and zero on others; see `all_gather`."""
 
-    def forward(x: jax.Array, name: str) -> tuple[Any, Any]:
+    def forward(x: PyTree, name: str) -> tuple[Any, Any]:
         return call(x, name=name), None
 
-    def backward(_: Any, gradient: jax.Array, name: str) -> Any:
+    def backward(_: Any, gradient: PyTree, name: str) -> Any:
         mean = average(gradient, name=name)
-        return mean if is_root else jnp.zeros_like(mean)
+        return mean if is_root else jax.tree.map(jnp.zeros_like, mean)
 
-    return _map(forward, backward, tree, name)
+    return _call_with_vjp(forward, backward, tree, name)
 
 
 def reduce_scatter(
-    call: Collective,
-    gather: Collective,
-    factor: float,
-    tree: PyTree,
-    name: str,
-    *,
-    together: bool = False,
+    call: Collective, gather: Collective, factor: float, tree: PyTree, name: str
 ) -> PyTree:
     """The gradient is gathered, and multiplied with `factor`; see `all_gather`."""
 
@@ -160,7 +154,7 @@ def reduce_scatter(
     def backward(_: Any, gradient: PyTree, name: str) -> Any:
         return jax.tree.map(lambda g: g * factor, gather(gradient, name=name))
 
-    return _map(forward, backward, tree, name, together=together)
+    return _call_with_vjp(forward, backward, tree, name)
 
 
 def all_to_all(call: Callable[..., Any], x: jax.Array, splits: Any, name: str) -> Any:
@@ -187,37 +181,33 @@ def all_to_all(call: Callable[..., Any], x: jax.Array, splits: Any, name: str) -
         missing = int(num_rows) - back.shape[0]  # Rows that were sent to nobody.
         return jnp.pad(back, [(0, missing)] + [(0, 0)] * (back.ndim - 1))
 
-    return _map(forward, backward, x, name)
+    return _call_with_vjp(forward, backward, x, name)
 
 
-def _map(
-    forward: Forward,
-    backward: Backward,
-    tree: PyTree,
-    name: str,
-    *,
-    together: bool = False,
+def _call_with_vjp(
+    forward: Forward, backward: Backward, tree: PyTree, name: str
 ) -> PyTree:
-    """Applies a collective with its derivative to the tree, or to each leaf."""
+    """Applies a collective with its derivative to all leaves of a tree at once.
+
+    Where one of them is refused, the other processes hear of none.
+    """
     tree = jax.tree.map(jnp.asarray, tree)
-    if together:
-        return _call_with_vjp(forward, backward, name, tree)
-    leaves, treedef = jax.tree.flatten(tree)
-    paths = ["" if path == "(root)" else path for path in buckets.leaf_paths(tree)]
-    results = [
-        _call_with_vjp(forward, backward, name + path, leaf)
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, results)
-
-
-def _call_with_vjp(forward: Forward, backward: Backward, name: str, x: PyTree) -> Any:
+    if any([_is_pushed_forward(leaf) for leaf in jax.tree.leaves(tree)]):
+        raise TypeError(_describe_others())
     try:
-        return _call(forward, backward, name, x)
+        return _call(forward, backward, name, tree)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(_describe_others()) from error  # JAX does not say of what.
+
+
+def _is_pushed_forward(leaf: jax.Array) -> bool:
+    """Whether `jax.jvp` traces it, which JAX itself says only after the collective."""
+    if not isinstance(leaf, ad.JVPTracer):
+        return False
+    # That of a `jax.grad` which goes by `jax.jvp` is recorded, for the way back.
+    return "Jaxpr" not in type(leaf.tangent).__name__
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -54,7 +54,7 @@ def grouped_all_reduce(
     )
     if gradients.is_traced(tree):
         with named(name, "group", process_set) as name:
-            return gradients.all_reduce(waiting(begin), op, tree, name, together=True)
+            return gradients.all_reduce(waiting(begin), op, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -106,9 +106,7 @@ def grouped_all_gather(
         average = functools.partial(grouped_all_reduce, process_set=process_set)
         place = requests.find_place("all_gather", process_set)
         with named(name, "group", process_set) as name:
-            return gradients.all_gather(
-                waiting(begin), average, place, tree, name, together=True
-            )
+            return gradients.all_gather(begin, average, place, tree, name)
     return begin(tree, name=name).result()
 
 
@@ -160,9 +158,7 @@ def grouped_reduce_scatter(
         gather = functools.partial(grouped_all_gather, process_set=process_set)
         factor = requests.gradient_factor(op, prescale, postscale, process_set)
         with named(name, "group", process_set) as name:
-            return gradients.reduce_scatter(
-                waiting(begin), gather, factor, tree, name, together=True
-            )
+            return gradients.reduce_scatter(waiting(begin), gather, factor, tree, name)
     return begin(tree, name=name).result()
 
 

@@ -235,7 +235,7 @@ def _named(name: str | None, kind: str, process_set: ProcessSet) -> Iterator[str
     requests.check_set(process_set)
     if name is None or name == "":
         set_id = process_set.process_set_id or 0
-        with session.numbered(kind, set_id, waits=True) as number:
+        with session.numbered(kind, set_id) as number:
             yield number
     else:
         yield arguments.check_name(name)

@@ -1,8 +1,15 @@
 """Pending: what this process has submitted, and is not decided."""
 
+import threading
 from collections.abc import Iterable, Sequence
 
 from jdp.eager.entry import Entry
+
+
+class Submitted(threading.local):
+    """How often the thread that looks has submitted something."""
+
+    count = 0
 
 
 class Pending:

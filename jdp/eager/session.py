@@ -200,28 +200,24 @@ def _local_ranks(nodes: Sequence[str]) -> list[int]:
     return [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
 
 
-# What is raised where a call is made, and no other process hears of.
-_REFUSALS = (ValueError, TypeError, NotImplementedError)
-
-
 @contextlib.contextmanager
-def numbered(kind: str, set_id: int, *, waits: bool = False) -> Iterator[str]:
+def numbered(kind: str, set_id: int) -> Iterator[str]:
     """Numbers calls without a name: by kind and set, in the order of the calls.
 
-    A refused call does not count: other processes have not heard of it, and the call
-    that follows is the one that they wait for.
+    A call that fails before it has submitted anything does not count: other processes
+    have not heard of it, and the call that follows is the one that they wait for. Once
+    something is submitted the call counts, whatever it raises.
 
     Args:
       kind: of the operation.
       set_id: of the process set.
-      waits: whether the block also waits. Then RuntimeError is raised on all ranks, and
-        the call counts.
 
     Raises:
       RuntimeError: nothing can be submitted.
     """
-    current_engine().check_is_open()
-    refusals = _REFUSALS if waits else (Exception,)
+    engine = current_engine()
+    engine.check_is_open()
+    num_before = engine.submitted.count
     with _Session.lock:
         joins, returned = _Session.num_joins, _Session.returned[kind, set_id]
         if returned:
@@ -232,9 +228,10 @@ def numbered(kind: str, set_id: int, *, waits: bool = False) -> Iterator[str]:
             _Session.counts[kind, set_id] = count + 1
     try:
         yield f"{UNNAMED}{kind} {f'{joins} ' if joins else ''}{count}"
-    except refusals:
+    except BaseException:
         with _Session.lock:
-            if joins == _Session.num_joins:
+            is_heard = engine.submitted.count != num_before
+            if joins == _Session.num_joins and not is_heard:
                 _Session.returned[kind, set_id].add(count)
         raise
 

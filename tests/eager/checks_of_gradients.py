@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import eager
+from jdp.eager import session
 from tests import harness
 from tests.eager import checks_of_sets
 from tests.eager.checks import Process
@@ -242,7 +243,129 @@ def what_has_no_derivative_is_said(me: Process):
     me.expect_it_works()
 
 
+_OF_TREES = (
+    eager.all_reduce,
+    eager.all_gather,
+    eager.broadcast,
+    eager.reduce_scatter,
+    eager.grouped_all_reduce,
+    eager.grouped_all_gather,
+    eager.grouped_reduce_scatter,
+)
+
+
+def _total(call, name):
+    """Returns the sum of what a collective gives, as a function of an array."""
+
+    def total(x):
+        splits = [[1] * x.shape[0]] if call is eager.all_to_all else []
+        y = call(x, *splits, name=name)
+        return jnp.sum(y[0] if splits else y)
+
+    return total
+
+
+def _expect_unheard(me: Process, words, fn, what: str):
+    """What `fn` calls is refused on this rank, and no other one hears of it."""
+    submitted = session.current_engine().submitted
+    before = submitted.count
+    try:
+        text = f"no error, but {fn()}"
+    except TypeError as error:
+        text = str(error)
+    me.expect_equal(words in text, True, text)
+    me.expect_equal(submitted.count - before, 0, f"submitted by {what}")
+
+
+def what_a_transformation_refuses_is_heard_by_nobody(me: Process):
+    x = jnp.ones((me.size, 2))
+    many = jnp.stack([x, x])
+    for call in (*_OF_TREES, eager.all_to_all):
+        for name in (None, me.name(call.__name__)):
+            total = _total(call, name)
+            if me.rank == 1:
+                for how, fn in {
+                    "jit": lambda t=total: jax.jit(t)(x),
+                    "jit of grad": lambda t=total: jax.jit(jax.grad(t))(x),
+                    "vmap": lambda t=total: jax.vmap(t)(many),
+                    "vmap of grad": lambda t=total: jax.vmap(jax.grad(t))(many),
+                    "checkpoint": lambda t=total: jax.checkpoint(t)(x),
+                    "hessian": lambda t=total: jax.hessian(t)(x),
+                    "jvp": lambda t=total: jax.jvp(t, (x,), (x,)),
+                }.items():
+                    what = f"{call.__name__} under {how}"
+                    _expect_unheard(me, "while JAX traces", fn, what)
+            # The right call is the one that the others wait for.
+            pull = jax.vjp(total, x)[1]
+            if me.rank == 1:
+                fn = lambda p=pull: jax.vmap(p)(jnp.ones(2))  # noqa: E731
+                what = f"the gradient of {call.__name__}"
+                _expect_unheard(me, "while JAX traces", fn, what)
+            me.expect_equal(pull(jnp.ones(()))[0].shape, x.shape, call.__name__)
+
+
+def leaves_of_a_tree_go_together_or_not_at_all(me: Process):
+    x = jnp.ones((me.size, 2))
+    engine = session.current_engine()
+    for call in _OF_TREES:
+        is_gather = call in (eager.all_gather, eager.grouped_all_gather)
+
+        def both(a, b, call=call):
+            return call({"a": a, "b": b})
+
+        def total(a, b, both=both):
+            return sum(jnp.sum(y) for y in jax.tree.leaves(both(a, b)))
+
+        if me.rank == 1:
+            key = jax.random.key(0)
+            fn = lambda t=total, k=key: jax.grad(t)(x, k)  # noqa: E731
+            _expect_unheard(me, "got keys", fn, call.__name__)
+        y, pull = jax.vjp(both, x, x)
+        if me.rank == 1:
+            many = jax.tree.map(lambda y: jnp.stack([y, y]), y["b"])
+            fn = lambda p=pull, y=y, m=many: jax.vmap(  # noqa: E731
+                lambda b: p({"a": y["a"], "b": b})
+            )(m)
+            what = f"the gradient of {call.__name__}"
+            _expect_unheard(me, "while JAX traces", fn, what)
+        me.expect_equal(len(pull(y)), 2)
+        before = engine.submitted.count
+        jax.grad(total, (0, 1))(x, x)
+        # There, back, and how many rows each rank has.
+        me.expect_equal(engine.submitted.count - before, 2 + is_gather, call.__name__)
+
+
+def a_scalar_is_refused_on_all_ranks_also_under_a_derivative(me: Process):
+    for call in (eager.all_gather, eager.grouped_all_gather, eager.reduce_scatter):
+        for x in (jnp.ones(()), jnp.ones(()) if me.rank else jnp.ones(2)):
+
+            def total(x, call=call):
+                return jnp.sum(call(x))
+
+            me.expect_error(RuntimeError, [], lambda t=total, x=x: jax.grad(t)(x))
+        me.expect(call(np.ones(me.size, "f4")).ndim, 1, call.__name__)
+
+
+def a_number_is_given_back_only_where_nothing_was_heard(me: Process):
+    names = []
+    for is_heard in (False, True, False):
+        try:
+            with session.numbered("a check", 0) as name:
+                names.append(name)
+                if is_heard:
+                    eager.all_reduce(np.ones(1), name=me.name())
+                raise ValueError("refused")
+        except ValueError:
+            pass
+    me.expect_equal(names[0] == names[1], True, "without a word")
+    me.expect_equal(names[1] == names[2], False, "once heard")
+
+
 CHECKS = (
+    what_a_transformation_refuses_is_heard_by_nobody,
+    leaves_of_a_tree_go_together_or_not_at_all,
+    a_scalar_is_refused_on_all_ranks_also_under_a_derivative,
+    a_number_is_given_back_only_where_nothing_was_heard,
     without_a_name_they_are_counted_with_the_calls_of_their_set,
     of_a_sum_it_is_summed_and_of_an_average_averaged,
     of_a_scaled_sum_it_is_scaled_too,
