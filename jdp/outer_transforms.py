@@ -6,6 +6,7 @@ program looks at what the same call of optax has made of them before: only what 
 linear gives of their mean what it gives of the gradients of all replicas.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,9 @@ _NONLINEAR = frozenset(
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 # It clips what single samples have, which must come before any mean.
 _PER_SAMPLE = "_privacy.py"
+_UPDATE = ".<locals>.update"  # In the name of what a transformation does.
+# In whose frames JAX traces all that is made to take a gradient.
+_DIFFERENTIATE = frozenset({"vjp", "_vjp", "jvp", "_jvp", "linearize"})
 
 
 def mark(grads: PyTree, name: str) -> PyTree:
@@ -48,24 +52,37 @@ def mark(grads: PyTree, name: str) -> PyTree:
     return jax.tree.map(mark_one, grads)
 
 
-def check(jaxpr: Any, differs: Callable[[Any], bool]) -> None:
-    """Checks the gradients that are marked in a jaxpr; not in those within.
+def check(
+    jaxpr: Any, differs: Callable[[Any], bool], known: dict[int, str | None]
+) -> None:
+    """Checks the gradients that are marked in a jaxpr, or in those within.
+
+    What equations within a jaxpr within make of them is left to a check of that one.
 
     Args:
       jaxpr: an open one.
       differs: whether an atom of it may differ between the replicas.
+      known: of earlier checks, by the id of a jaxpr: what averages in it.
 
     Raises:
       ValueError: optax made something of them that is not linear.
     """
-    marked = [eqn for eqn in jaxpr.eqns if eqn.primitive is _marked_p]
+    marked = {}
+    for eqn in jaxpr.eqns:
+        name = _mark_in(eqn, known)
+        if name is not None:
+            marked[id(eqn)] = eqn, name
     if not marked:
         return
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    seen: set[int] = set()
-    for marker in marked:
-        call = _outer_call(_frames_of(marker))
-        waiting = list(marker.invars) if call else []
+    linear: set[tuple[int, tuple[bool, ...]]] = set()
+    met: dict[tuple[_Frame, ...], set[int]] = {}  # by call, what is looked at already.
+    for marker, name in marked.values():
+        averaging = _frames_of(marker)
+        if not any(_is_optax(frame) for frame in averaging):
+            continue
+        seen = met.setdefault(tuple(averaging), set())
+        waiting = list(marker.invars)
         while waiting:
             atom = waiting.pop()
             eqn = None if hasattr(atom, "val") else makers.get(atom)
@@ -73,34 +90,65 @@ def check(jaxpr: Any, differs: Callable[[Any], bool]) -> None:
                 continue
             seen.add(id(eqn))
             frames = _frames_of(eqn)
-            if not _is_in_call(frames, call):
-                continue  # The gradients, as they come to optax.
-            if _is_nonlinear(eqn, [differs(x) for x in eqn.invars]):
-                raise ValueError(_explain(frames, marker.params["name"]))
+            shared = _last_shared(frames, averaging)
+            if id(eqn) in marked or _is_origin(frames, shared, averaging):
+                continue
+            is_optax = all(_is_library(file) for file, *_ in frames[shared:])
+            differ = [differs(x) for x in eqn.invars]
+            culprit = _find_nonlinear(eqn, differ, linear) if is_optax else None
+            if culprit is not None:
+                raise ValueError(_explain(_frames_of(culprit), name))
             waiting += eqn.invars
 
 
-def _is_nonlinear(eqn: Any, differ: Sequence[bool]) -> bool:
-    """Whether an equation is not linear in those of its operands that differ."""
-    name = eqn.primitive.name
-    if not any(differ):
-        return False
-    if name in _NONLINEAR or (name in _PRODUCTS and sum(differ) > 1):
-        return True
-    if name in ("cond", "select_n") and differ[0] or name == "div" and differ[1]:
-        return True
-    entering = differ[1:] if name == "cond" else differ
+def _mark_in(eqn: Any, known: dict[int, str | None]) -> str | None:
+    """What averages in an equation, or in the jaxprs within; None if nothing does."""
+    if eqn.primitive is _marked_p:
+        return eqn.params["name"]
     for inner in jaxprs_in_params(eqn.params):
         body = getattr(inner, "jaxpr", inner)
-        if len(body.invars) != len(entering):
+        if id(body) not in known:
+            found = (_mark_in(each, known) for each in body.eqns)
+            known[id(body)] = next((name for name in found if name), None)
+        if known[id(body)] is not None:
+            return known[id(body)]
+    return None
+
+
+def _find_nonlinear(
+    eqn: Any, differ: Sequence[bool], linear: set[tuple[int, tuple[bool, ...]]]
+) -> Any | None:
+    """An equation, or one within, that is not linear in its operands that differ.
+
+    Args:
+      eqn: that optax made.
+      differ: by operand.
+      linear: jaxprs that were found to be, by id and by which inputs differ.
+    """
+    name = eqn.primitive.name
+    if not any(differ):
+        return None
+    if name in _NONLINEAR or (name in _PRODUCTS and sum(differ) > 1):
+        return eqn
+    if name in ("cond", "select_n") and differ[0] or name == "div" and differ[1]:
+        return eqn
+    entering = tuple(differ[1:] if name == "cond" else differ)
+    for inner in jaxprs_in_params(eqn.params):
+        body = getattr(inner, "jaxpr", inner)
+        key, maker = (id(body), entering), body.debug_info.func_filename
+        if len(body.invars) != len(entering) or key in linear:
             continue
+        if maker and not _is_library(maker):
+            continue  # Optax calls a function of the user that is in a `jax.jit`.
         known: dict[Any, bool] = dict(zip(body.invars, entering, strict=True))
         for each in body.eqns:
             found = [not hasattr(x, "val") and known.get(x, False) for x in each.invars]
-            if _is_nonlinear(each, found):
-                return True
+            culprit = _find_nonlinear(each, found, linear)
+            if culprit is not None:  # JAX may have traced its own functions elsewhere.
+                return culprit if maker and maker.startswith(_OPTAX) else eqn
             known.update(dict.fromkeys(each.outvars, any(found)))
-    return False
+        linear.add(key)
+    return None
 
 
 _Frame = tuple[str, str, int]  # file, qualified name and place in its bytecode.
@@ -115,28 +163,38 @@ def _frames_of(eqn: Any) -> list[_Frame]:
     return [(code.co_filename, code.co_qualname, place) for code, place in found][::-1]
 
 
-def _outer_call(frames: list[_Frame]) -> list[_Frame]:
-    """The frames up to the first of optax; none where JAX keeps no tracebacks."""
-    for i, (file, *_) in enumerate(frames):
-        if file.startswith(_OPTAX):
-            return frames[: i + 1]
-    return []
+def _is_optax(frame: _Frame) -> bool:
+    return frame[0].startswith(_OPTAX)
 
 
-def _is_in_call(frames: list[_Frame], call: list[_Frame]) -> bool:
-    """Whether the frames are of the same call of optax, and it called no one else."""
-    depth = len(call) - 1
-    return (
-        frames[:depth] == call[:depth]
-        and len(frames) > depth
-        and frames[depth][:2] == call[depth][:2]
-        and all(_is_library(file) for file, *_ in frames[depth:])
+def _last_shared(frames: list[_Frame], others: list[_Frame]) -> int:
+    """The index of the innermost call that two equations share; -1 if none."""
+    pairs = zip(frames, others, strict=False)  # One is in more calls than the other.
+    for i, (one, other) in enumerate(pairs):
+        if one[:2] != other[:2]:
+            return i - 1
+        if one != other:
+            return i
+    return min(len(frames), len(others)) - 1
+
+
+def _is_origin(frames: list[_Frame], shared: int, averaging: list[_Frame]) -> bool:
+    """Whether an equation makes the gradients as they come to optax.
+
+    It is outside of the call of optax that averages; or in it, where a gradient is
+    taken, as by a function given to SAM, or is still of single samples.
+    """
+    if not any(_is_optax(frame) for frame in averaging[: shared + 1]):
+        return True
+    return any(
+        file.endswith(_PER_SAMPLE) or (file == _JAX_API and name in _DIFFERENTIATE)
+        for file, name, _ in frames[shared:]
     )
 
 
 def _is_library(file: str) -> bool:
     if file.startswith(_LIBRARIES):
-        return not file.endswith(_PER_SAMPLE)
+        return True
     return file.startswith(_PYTHON) and "-packages" not in file
 
 
@@ -144,7 +202,7 @@ def _explain(frames: list[_Frame], name: str) -> str:
     found = [
         ("contrib." if file.startswith(_CONTRIB) else "") + function.split(".<")[0]
         for file, function, _ in frames
-        if file.startswith(_OPTAX) and ".<locals>.update" in function
+        if file.startswith(_OPTAX) and _UPDATE in function
     ]
     maker = f"optax.{found[-1]}" if found else "A transformation of optax"
     return (
@@ -174,6 +232,7 @@ def _folder(module: Any) -> str:
 _OPTAX, _PYTHON = _folder(optax), _folder(os)
 _CONTRIB = os.path.join(_OPTAX, "contrib", "")
 _LIBRARIES = (_OPTAX, _folder(jax), "<")
+_JAX_API = inspect.unwrap(jax.vjp).__code__.co_filename
 
 _marked_p = Primitive("jdp_before_mean")
 _marked_p.def_impl(lambda x, *, name: x)

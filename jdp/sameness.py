@@ -129,6 +129,7 @@ class _Analysis:
         self._followed: dict[tuple[int, tuple[int, ...]], tuple[Any, _Followed]] = {}
         self._met: dict[int, tuple[Any, list[_Met]]] = {}
         self._sources: dict[int, tuple[Any, int]] = {}
+        self._marked: dict[int, str | None] = {}
         self._rules = _make_rules(self)
 
     def mask(self, axis_names: Iterable[Any]) -> int:
@@ -154,7 +155,9 @@ class _Analysis:
             known = {var: x for var, x in pairs if x}
             for eqn in body.eqns:
                 self._follow_equation(eqn, known)
-            outer_transforms.check(body, lambda x: bool(_read(known, x) & self._all))
+            outer_transforms.check(
+                body, lambda x: bool(_read(known, x) & self._all), self._marked
+            )
             outputs = tuple(_read(known, var) for var in body.outvars)
             inputs = tuple(_read(known, var) for var in body.invars)
             self._followed[key] = jaxpr, _Followed(outputs, inputs)

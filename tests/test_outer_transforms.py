@@ -88,6 +88,85 @@ def test_it_is_found_in_other_wrappers(index):
         _trace(tx)
 
 
+def _scan(update):
+    def scan(grads, state, params=None):
+        def body(carry, _):
+            return update(grads, carry[1], params), None
+
+        return jax.lax.scan(body, (grads, state), length=1)[0]
+
+    return scan
+
+
+def _within(wrap, tx):
+    return optax.GradientTransformationExtraArgs(tx.init, wrap(tx.update))
+
+
+BETWEEN = {  # What stands between, or around the averaging: (inner) -> what is behind.
+    "stateless": lambda inner: optax.chain(
+        optax.stateless_with_tree_map(lambda g, p: g * 2.0), inner
+    ),
+    "casts": lambda inner: optax.chain(
+        optax.stateless_with_tree_map(lambda g, p: g.astype(jnp.bfloat16)),
+        optax.stateless_with_tree_map(lambda g, p: g.astype(jnp.float32)),
+        inner,
+    ),
+    "own": lambda inner: optax.chain(_own_clip(), inner),
+    "conditionally_mask": lambda inner: optax.conditionally_mask(
+        inner, lambda step, **_: step >= 0
+    ),
+    "jit": lambda inner: _within(jax.jit, inner),
+    "checkpoint": lambda inner: _within(jax.checkpoint, inner),
+    "scan": lambda inner: _within(_scan, inner),
+    "nested": lambda inner: _within(jax.jit, _within(_scan, _within(jax.jit, inner))),
+    "all": lambda inner: optax.chain(_own_clip(), _within(jax.jit, inner)),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_it_is_found_behind_code_of_the_user_and_outside_of_a_jaxpr(wrapper, name):
+    inner = WRAPPERS[wrapper](optax.sgd(0.1), world=harness.local_world(2))
+    behind = BETWEEN[name](inner)
+    _trace(optax.chain(optax.scale(2.0), behind))
+    _trace(optax.chain(_own_clip(), behind))
+    # The user calls optax in a transformation of his own, on purpose.
+    clip = optax.clip(1.0)
+    own = optax.stateless(lambda g, p: clip.update(g, clip.init(g))[0])
+    _trace(optax.chain(own, behind))
+    with pytest.raises(ValueError, match=f"`optax.clip` stands before `jdp.{wrapper}`"):
+        _trace(optax.chain(clip, behind))
+    with pytest.raises(ValueError, match=f"`optax.clip` stands before `jdp.{wrapper}`"):
+        _trace(optax.chain(_within(jax.jit, clip), behind))
+
+
+def test_it_is_found_in_a_chain_that_code_of_the_user_calls():
+    inner = optax.chain(optax.clip(1.0), jdp.distributed_optimizer(optax.sgd(0.1)))
+    own = optax.GradientTransformation(
+        inner.init, lambda grads, state, params: inner.update(grads, state, params)
+    )
+    with pytest.raises(ValueError, match=r"`optax\.clip` stands before"):
+        _trace(optax.chain(optax.scale(2.0), own))
+
+
+def test_values_that_reach_the_averaging_in_many_ways_are_looked_at_once():
+    def many(grads, params):
+        def double(x):
+            return x + x
+
+        for _ in range(40):
+            double = jax.jit(lambda x, inner=double: inner(x) + inner(x))
+        for _ in range(40):  # 2**40 ways to the gradients, and into the jaxprs.
+            grads = jax.tree.map(lambda x: x + x, grads)
+        return jax.tree.map(double, grads)
+
+    inner = jdp.distributed_optimizer(optax.sgd(0.1))
+    _trace(optax.chain(optax.stateless(many), inner))
+    _trace(optax.chain(optax.stateless(jax.jit(many)), inner))
+    with pytest.raises(ValueError, match="`optax.clip` stands before"):
+        _trace(optax.chain(optax.clip(1.0), optax.stateless(many), inner))
+
+
 def test_it_is_found_in_a_loop_and_in_an_optimizer_of_nnx():
     tx = optax.chain(optax.clip(1.0), jdp.distributed_optimizer(optax.sgd(0.1)))
     world = harness.local_world(2)
@@ -138,6 +217,7 @@ ALLOWED = {
     "masked": optax.masked(optax.scale(2.0), {"w": True, "b": False}),
     "own": _own_clip(),
     "stateless": optax.stateless_with_tree_map(lambda g, p: g / (1 + jnp.abs(g))),
+    "jit": optax.stateless(jax.jit(lambda g, p: jax.tree.map(jnp.tanh, g))),
 }
 
 
@@ -176,18 +256,58 @@ def _through_an_optimizer(params, x):
     return jdp.local_gradients(loss)(params, x)
 
 
-def test_another_call_of_optax_is_of_the_user_even_in_the_same_line():
-    """To clip each replica by its own norm, on purpose."""
-    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.scale(2.0))
+def _in_one_line(clip, tx, grads, state, params):
+    # fmt: off
+    return tx.update(clip.update(grads, clip.init(params))[0], state, params)
+    # fmt: on
+
+
+def _by_a_helper(clip, tx, grads, state, params):
+    def update(tx, grads, state):
+        return tx.update(grads, state, params)
+
+    grads, _ = update(clip, grads, clip.init(params))
+    return update(tx, grads, state)
+
+
+def _in_a_loop(clip, tx, grads, state, params):
+    for each, old in ((clip, clip.init(params)), (tx, state)):
+        grads, new = each.update(grads, old, params)
+    return grads, new
+
+
+CLIP = optax.clip_by_global_norm(1.0)
+
+
+@pytest.mark.parametrize(
+    ("update", "clip"),
+    [
+        (_in_one_line, optax.chain(CLIP, optax.scale(2.0))),
+        (_by_a_helper, optax.chain(CLIP, optax.scale(2.0))),
+        (_in_a_loop, CLIP),
+    ],
+)
+def test_to_clip_each_replica_on_purpose_is_another_call_of_optax(update, clip):
     inner = jdp.distributed_optimizer(optax.sgd(0.1))
     outer = optax.chain(optax.scale(1.0), inner)
+    _trace(
+        optax.GradientTransformation(
+            outer.init,
+            lambda grads, state, params: update(clip, outer, grads, state, params),
+        )
+    )
 
-    def update(grads, state, params):
-        # fmt: off
-        return outer.update(clip.update(grads, clip.init(params))[0], state, params)
-        # fmt: on
 
-    _trace(optax.GradientTransformation(outer.init, update))
+def test_chains_that_one_place_calls_in_turn_are_taken_for_one():
+    """As docs/zero1.md says: tracebacks do not tell these calls apart."""
+    clip, inner = optax.chain(CLIP), jdp.distributed_optimizer(optax.sgd(0.1))
+    outer = optax.chain(optax.scale(1.0), inner)
+    tx = optax.GradientTransformation(
+        outer.init,
+        lambda grads, state, params: _in_a_loop(clip, outer, grads, state, params),
+    )
+    with pytest.raises(ValueError, match="`optax.clip_by_global_norm` stands before"):
+        _trace(tx)
 
 
 @pytest.mark.parametrize("take_gradients", [_scaled, _through_an_optimizer])
