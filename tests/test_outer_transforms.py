@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax._src.lib import _jax  # Only this switches tracebacks off.
 
 import jdp
 from tests import harness
@@ -317,7 +318,8 @@ def test_what_the_user_does_to_gradients_is_none_of_it(take_gradients):
     _trace(inner, take_gradients)
 
 
-def test_a_gradient_within_sam_may_be_of_each_replica():
+@pytest.mark.parametrize("differentiate", [jdp.local_gradients, jax.value_and_grad])
+def test_a_gradient_within_sam_may_be_of_each_replica(differentiate):
     world = harness.local_world(2)
     inner = jdp.distributed_optimizer(optax.sgd(0.1), world=world)
     adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
@@ -325,7 +327,7 @@ def test_a_gradient_within_sam_may_be_of_each_replica():
 
     @jdp.data_parallel(world=world)
     def step(state, x):
-        grad_fn = jdp.local_gradients(_loss)
+        grad_fn = differentiate(_loss)
         updates, opt = tx.update(
             grad_fn(state[0], x)[1],
             state[1],
@@ -346,3 +348,15 @@ def test_gradients_of_single_samples_are_clipped_in_front():
         return 0.0, grad_fn(params, x[:, None])
 
     _trace(optax.chain(private, inner), per_sample)
+
+
+def test_nothing_is_refused_without_tracebacks():
+    tx = optax.chain(optax.clip(1.0), jdp.distributed_optimizer(optax.sgd(0.1)))
+    _jax.set_tracebacks_enabled(False)
+    try:
+        _trace(tx)
+        _trace(optax.chain(optax.clip(1.0), _within(jax.jit, tx)))
+    finally:
+        _jax.set_tracebacks_enabled(True)
+    with pytest.raises(ValueError, match="`optax.clip` stands before"):
+        _trace(tx)
