@@ -163,6 +163,10 @@ def broadcast_parameters(
 def _broadcast_tree(
     params: PyTree, root: int, name: str, process_set: ProcessSet
 ) -> PyTree:
+    # What is wrong here must be found before the others hear of the tree.
+    nothing = ("", 1.0, 1.0, None)
+    engine = session.current_engine()
+    requests.find_options(engine, "broadcast", process_set, *nothing, root)
     leaves, treedef = jax.tree.flatten(params)
     paths = buckets.leaf_paths(params)
     keys = [jax.random.key_impl(x) if arguments.is_key(x) else None for x in leaves]
@@ -172,7 +176,7 @@ def _broadcast_tree(
     ]
     is_array = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in leaves]
     for path, x, a in zip(paths, leaves, is_array, strict=True):
-        if a:  # Else it would be refused in the middle, when others wait already.
+        if a:
             requests.as_array(x, path)
     layout = [
         [path, a if key is None else f"keys of {key}"]

@@ -143,7 +143,7 @@ class Simulation:
         rng = self.rng
         self.num_rounds += 1
         if rng.random() < 0.1:
-            return self._make_torn(set_id, ranks, not joins)
+            return self._make_torn(set_id, ranks)
         num_names = rng.randint(1, min(4, self.num_names))
         names = {f"n{i}" for i in rng.sample(range(self.num_names), num_names)}
         touched = [each for each, of_it in _GROUPS.items() if names & of_it]
@@ -174,11 +174,11 @@ class Simulation:
             calls.append(call)
         return calls
 
-    def _make_torn(self, set_id, ranks, can_differ):
+    def _make_torn(self, set_id, ranks):
         """A group whose leaves may differ between ranks; perhaps none is on all."""
         rng, specs = self.rng, collections.defaultdict(dict)
         leaves = dict.fromkeys(ranks, _TORN[:2])
-        if can_differ and rng.random() < 0.5:
+        if rng.random() < 0.5:
             most = rng.randint(1, 3)
             leaves = {r: rng.sample(_TORN, rng.randint(1, most)) for r in ranks}
         for rank, names in leaves.items():

@@ -88,9 +88,15 @@ def _tear_groups_at_the_first_leaves(monkeypatch):
     monkeypatch.setattr(Hits, "find_ranks", lambda self, slots: (1 << 8) - 1)
 
 
+def _run_what_ranks_that_have_joined_have_not(monkeypatch):
+    """Groups run whatever leaves a rank has that has joined."""
+    monkeypatch.setattr(broken_groups, "has_more", lambda *parts: False)
+
+
 @pytest.mark.parametrize(
     "defect",
     [
+        _run_what_ranks_that_have_joined_have_not,
         _leave_torn_groups,
         _tear_groups_at_the_first_leaves,
         _keep_data_of_retired_slots,
