@@ -497,6 +497,10 @@ def a_refused_call_without_a_name_does_not_count(me: Process):
             lambda: eager.broadcast_parameters({"w": rows, "n": 1}),
         ),
         (
+            lambda: eager.broadcast_parameters({"w": rows, "n": 1}, root=9),
+            lambda: eager.broadcast_parameters({"w": rows, "n": 1}),
+        ),
+        (
             lambda: gradient(jnp.ones(2), op="no"),
             lambda: gradient(jnp.ones(2), op="sum"),
         ),

@@ -111,4 +111,4 @@ def test_the_simulation_finds_a_coordinator_that_is_wrong(monkeypatch, defect):
     # By its sums alone.
     monkeypatch.setattr(Hits, "slots_with_data", lambda self, rank: set())
     with pytest.raises(coordinator_simulation.Wrong):
-        coordinator_simulation.simulate(30_000, 9, per_job=500)
+        coordinator_simulation.simulate(30_000, 5, per_job=500)
