@@ -89,7 +89,7 @@ class Finder:
         numbers: list[int] = []
         self._layout, _ = _find_layout(example, 0, numbers)
         order = sorted(range(len(numbers)), key=numbers.__getitem__)
-        self._sort = _make_picker(order)
+        self._sort = _make_picker(order, len(order))
 
     def find(self, tree: PyTree) -> Sequence[Any] | None:
         """Returns what `jax.tree.leaves` does; None if `tree` is laid out differently.
@@ -146,12 +146,15 @@ def _find_layout(node: Any, first: int, numbers: list[int]) -> tuple[_Layout, in
     indices = sorted(own)
     numbers.extend([own[i] for i in indices])
     form = keys if kind is dict else len(children)
-    layout = _Layout(kind, form, tuple(inner), _make_picker(indices))
+    get_leaves = _make_picker(indices, len(children))
+    layout = _Layout(kind, form, tuple(inner), get_leaves)
     return layout, end - first
 
 
-def _make_picker(indices: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Returns what takes the elements at `indices` of a list of the same length."""
+def _make_picker(indices: list[int], size: int) -> Callable[[list[Any]], Sequence[Any]]:
+    """Returns what takes the elements at `indices` of a list of `size` elements."""
+    if indices == [*range(size)]:
+        return lambda xs: xs
     if len(indices) < 2:  # For which `itemgetter` returns no tuple.
         return lambda xs: [xs[i] for i in indices]
     return operator.itemgetter(*indices)

@@ -64,16 +64,13 @@ class HeldLeaves:
 
         Args:
           flat: the state.
-          tree: the same, as it is found again.
+          tree: the same, as it is found again: with its dicts in the order of those of
+            the last one, if that had the same structure.
 
         Returns:
-          Whether the state is laid out in another way than the last, or may be.
+          Whether the state has another structure than the last, or may have.
         """
-        is_other = (
-            flat.structure is not self._structure
-            or self._finder is None
-            or self._finder.find(tree) is None
-        )
+        is_other = self._finder is None or flat.structure is not self._structure
         if is_other:
             self._structure, self._finder = flat.structure, Finder(tree)
             self._places = _find_largest(tree, flat.leaves)
@@ -214,6 +211,7 @@ class StatePlacer:
         if self._donates:
             flat = FlatState(_copy_aliases(flat.leaves), flat.structure)
         else:
+            self._passed.forget_layout()  # Keys may come in any order.
             self._passed.hold(flat, state)
         self._note_shared(world, flat)
         return flat
