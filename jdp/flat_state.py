@@ -14,6 +14,10 @@ import jax
 from jdp import compat
 from jdp.types import PyTree
 
+# Of a tree with more, JAX finds the leaves faster: measured with 145 leaves, 60 us more
+# than a call of the compiled step in place of 100 to 130. Of one dict it is 50 for 36.
+_MOST_CONTAINERS = 8
+
 
 class Structure:
     """A structure of states: one object for each, compared by identity."""
@@ -88,6 +92,9 @@ class Finder:
         """Looks at how `example`, a tree of `jax.Array`s, is laid out."""
         numbers: list[int] = []
         self._layout, _ = _find_layout(example, 0, numbers)
+        if _count_containers(self._layout) > _MOST_CONTAINERS:
+            numbers = [*range(len(numbers))]
+            self._layout = _Layout(None, jax.tree.structure(example), (), list)
         order = sorted(range(len(numbers)), key=numbers.__getitem__)
         self._sort = _make_picker(order, len(order))
 
@@ -149,6 +156,10 @@ def _find_layout(node: Any, first: int, numbers: list[int]) -> tuple[_Layout, in
     get_leaves = _make_picker(indices, len(children))
     layout = _Layout(kind, form, tuple(inner), get_leaves)
     return layout, end - first
+
+
+def _count_containers(layout: _Layout) -> int:
+    return 1 + sum(_count_containers(inner) for _, inner in layout.inner)
 
 
 def _make_picker(indices: list[int], size: int) -> Callable[[list[Any]], Sequence[Any]]:

@@ -223,6 +223,19 @@ def test_leaves_are_recognised_in_any_container():
         assert placer.find_known(other) is None
 
 
+def test_leaves_are_recognised_in_many_containers():
+    world = harness.local_world(2)
+    placer = placement.StatePlacer("step", donates=True)
+    tree = {f"layer{i}": {"w": np.ones(2, np.float32)} for i in range(20)}
+    state = placer.take_returned(world, placer.place(world, tree))
+    found = placer.find_known(dict(reversed(state.items())))
+    leaves = jax.tree.leaves(state)
+    assert all(a is b for a, b in zip(found.leaves, leaves, strict=True))
+    renamed = {f"other{name}": layer for name, layer in state.items()}
+    assert placer.find_known(renamed) is None
+    assert placer.find_known({**state, "layer3": state["layer4"]}) is None
+
+
 def test_leaves_that_change_their_names_are_those_of_the_new_names():
     step = _double(harness.local_world(2))
     state = {"a": np.ones(2, np.float32), "b": {"c": np.full(2, 3, np.float32)}}
