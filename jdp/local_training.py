@@ -277,8 +277,8 @@ def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> P
     """Averages over replicas in one collective a dtype; zeros where nobody counts.
 
     Integers and booleans get the mean, rounded, between the least and the greatest: so
-    they stay what they are where they are equal. Nothing is known of them where nobody
-    counts.
+    they stay what they are where they are equal. Nothing is known of them where no
+    replica counts.
 
     Args:
       tree: of this replica.

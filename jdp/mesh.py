@@ -292,7 +292,7 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
 
 
 def own_copy(x: np.ndarray) -> np.ndarray:
-    """Returns a copy of `x`, to which nobody else writes.
+    """Returns a copy of `x` in memory that no caller writes to.
 
     JAX reads an array of numpy after `jax.device_put` has returned: on CPU it keeps
     aligned memory as its own, whatever `may_alias` says, and copies other memory in a

@@ -102,7 +102,7 @@ def check(
 
 
 def _mark_in(eqn: Any, known: dict[int, str | None]) -> str | None:
-    """What averages in an equation, or in the jaxprs within; None if nothing does."""
+    """Returns the averaging in an equation or in its jaxprs; None if there is none."""
     if eqn.primitive is _marked_p:
         return eqn.params["name"]
     for inner in jaxprs_in_params(eqn.params):

@@ -363,8 +363,8 @@ class Engine:
         agreed_s = time.perf_counter()
         whole = self._cache.apply(batch)
         data = batch.data or itertools.repeat(b"", len(whole))
-        # All before one is done: whoever hears that a leaf has failed may submit all
-        # names of its tree again.
+        # All before one is done: a caller that hears that a leaf has failed may submit
+        # all names of its tree again.
         taken = [self._take_pending(response, agreed_s) for response in whole]
         self._agreed = list(itertools.chain(*taken))
         for response, entries, carried_ in zip(whole, taken, data, strict=True):

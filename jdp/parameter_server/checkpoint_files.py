@@ -60,7 +60,7 @@ class _File(msgspec.Struct, frozen=True, order=True):
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """What the manifest of every version has."""
+    """The part of a manifest that all formats share."""
 
     format: int
 

@@ -18,7 +18,7 @@ _LOOK_PERIOD_S = 0.2
 
 
 class GuardError(RuntimeError):
-    """The job has nobody to end it if its launcher is killed, so it is not started."""
+    """No guard could end the job if its launcher is killed, so it is not started."""
 
 
 class Kin:
