@@ -109,7 +109,7 @@ def _ask_nvml() -> tuple[bool | None, str]:
     try:
         import pynvml  # the package nvidia-ml-py; only GPUs need it.
     except ImportError:
-        return None, "install nvidia-ml-py (pip install 'jdp[gpu]')"
+        return None, "pip install nvidia-ml-py"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -27,7 +27,7 @@ def hierarchical_all_reduce(
       x: shape (n,).
       axis_name: the axis across nodes and the axis within a node, in that order.
       op: "sum", "mean", "min", "max" or "product".
-      within: `jdp.collectives.RING` or `HALVING_DOUBLING`.
+      within: `jdp.collectives.RING`, `HALVING_DOUBLING` or `SHARED_MEMORY`.
       across: all-reduce of one part over the nodes; takes `op=` if `op` is not "sum" or
         "mean".
 

@@ -379,7 +379,7 @@ def _make_optimizer(names: list[str], *, noise: float, seed: int) -> Any:
     except ImportError as error:
         raise RuntimeError(
             "Autotuning needs bayesian-optimization, which is not installed: "
-            "pip install 'jdp[autotune]'."
+            "pip install 'bayesian-optimization>=3.1'."
         ) from error
     optimizer = BayesianOptimization(
         None,

@@ -46,7 +46,7 @@ class Checkpoints:
         """
         if importlib.util.find_spec("orbax.checkpoint") is None:
             raise RuntimeError(
-                "`checkpoint_dir` needs orbax: `pip install 'jdp[checkpoints]'`."
+                "`checkpoint_dir` needs orbax: `pip install 'orbax-checkpoint>=0.11'`."
             )
         root = pathlib.Path(folder).absolute()
         for other in root.glob("server-*-of-*"):

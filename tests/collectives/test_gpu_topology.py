@@ -85,4 +85,4 @@ def test_without_a_driver_nothing_is_claimed():
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
     is_connected, because = gpu_topology._ask_nvml()
-    assert is_connected is None and "jdp[gpu]" in because
+    assert is_connected is None and "nvidia-ml-py" in because

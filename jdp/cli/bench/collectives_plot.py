@@ -14,7 +14,7 @@ def check_can_plot() -> None:
     """Raises typer.BadParameter where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(
-            "needs matplotlib: pip install 'jdp[plot]'.", param_hint="--plot"
+            "needs matplotlib: pip install matplotlib.", param_hint="--plot"
         )
 
 
