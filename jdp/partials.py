@@ -20,7 +20,6 @@ class Partial(NamedTuple):
 
     data: jax.Array
     op: Op
-    dtype: Any = None  # of the result, where it is another than that of `data`.
 
 
 def reduce_elements(data: jax.Array, op: Op, shape: Sequence[int]) -> Partial:
@@ -122,7 +121,7 @@ def _decode(x: jax.Array, partial: Partial) -> jax.Array:
         wide = jnp.promote_types(dtype, jnp.float32)
         bits = jnp.where(x < 0, x ^ jnp.iinfo(x.dtype).max, x)
         x = lax.bitcast_convert_type(bits, wide)
-    return x.astype(dtype if partial.dtype is None else partial.dtype)
+    return x.astype(dtype)
 
 
 def _integer_like(dtype: Any) -> Any:

@@ -50,6 +50,9 @@ _REDUCTIONS: dict[str, partials.Op] = {
     "reduce_sum": "sum",
     "reduce_max": "max",
     "reduce_min": "min",
+    # Of booleans; of integers they are bitwise.
+    "reduce_or": "max",
+    "reduce_and": "min",
 }
 _INLINED = {
     "jit": "jaxpr",
@@ -284,7 +287,7 @@ class _Evaluation:
         are_partial = [isinstance(x, Partial) for x in values]
         parts = [x for x in values if isinstance(x, Partial)]
         if any(isinstance(x, Piece) for x in values) or any(
-            x.op != "sum" or x.dtype is not None for x in parts
+            x.op != "sum" for x in parts
         ):
             return None
         aval = eqn.outvars[0].aval
@@ -346,18 +349,13 @@ class _Evaluation:
 
     def _reduction(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
         """Reduces all elements of pieces, so that only the others' part is missing."""
-        if name in ("reduce_and", "reduce_or") and values[0].data.dtype == jnp.bool_:
-            found = self._reduction(
-                {"reduce_and": "reduce_min", "reduce_or": "reduce_max"}[name],
-                eqn,
-                [Piece(values[0].data.astype(jnp.int32), values[0].shape)],
-            )
-            return found and [found[0]._replace(dtype=jnp.bool_)]
         op = _REDUCTIONS.get(name)
         if op is not None:
             (piece,) = values
             left = [d for i, d in enumerate(piece.shape) if i not in eqn.params["axes"]]
             dtype = piece.data.dtype
+            if name in ("reduce_and", "reduce_or") and dtype != jnp.bool_:
+                return None
             if math.prod(left) != 1 or not partials.has_parts(dtype, op):
                 return None
             data = self._layout.mask(piece, partials.neutral(dtype, op))

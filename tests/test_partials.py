@@ -1,6 +1,7 @@
 """Reductions of pieces: the bits of the reduction of the whole, whatever is in it."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ CASES = dict(_special_values())
 
 def _run_in_pieces(fn, rows, check_vma):
     """`fn` of whole arrays, of each of which a replica has a piece."""
-    aval = jax.ShapeDtypeStruct((SIZE,), rows.dtype)
+    aval = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
     def on_replica(rows):
         place = layout.find_layout("data")
@@ -149,6 +150,31 @@ def test_limits_of_integers_are_not_lost(dtype):
 
     for row, here in zip(rows, _run_in_pieces(fn, rows, True), strict=True):
         _expect_same(here, harness.jit_fast(fn)(row), None, True, dtype)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (1,), (3, 1)])
+def test_reductions_of_fewer_elements_than_replicas(shape):
+    """Some replicas, or all, have padding and nothing else."""
+    plain = np.arange(math.prod(shape), dtype=np.float32).reshape(shape) - 1.5
+    rows = np.stack([plain, -plain, np.full(shape, NAN, np.float32)])
+
+    def reduce(reduction, x):
+        return reduction(x, tuple(range(x.ndim)))
+
+    def fn(x):
+        whole, bits = [reduce(f, x) for f in (lax.reduce_max, lax.reduce_min)], x > 0
+        whole += [jnp.sum(x), jnp.prod(x), jnp.vdot(x, x), jnp.linalg.norm(x)]
+        whole += [jnp.max(x, initial=0), jnp.min(x, initial=-1), jnp.cumsum(x)]
+        of_bits = lax.reduce_or, lax.reduce_and, lax.reduce_max, lax.reduce_min
+        for reduction in of_bits:
+            whole += [reduce(reduction, bits), reduce(reduction, x != x)]
+            whole += [reduce(reduction, bits.astype(jnp.int32))]
+        whole += [reduce(lax.reduce_xor, bits.astype(jnp.uint8)), jnp.any(bits, axis=0)]
+        return whole + [jnp.where(jnp.isnan(x).any(), -x, x), jnp.all(bits, axis=-1)]
+
+    for row, here in zip(rows, _run_in_pieces(fn, rows, True), strict=True):
+        expected = harness.jit_fast(fn)(row)
+        _expect_same(here, expected, np.float32, False, f"{row}")
 
 
 # Arithmetic of sums, of which some is that of their parts and some is not.
