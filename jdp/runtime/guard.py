@@ -39,6 +39,10 @@ _LOOK_PERIOD_S = 0.2
 # this many scans to appear under the launch id.
 _NUM_EMPTY_SCANS = 3
 _PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>.
+# A tracker of `multiprocessing` removes shared memory and semaphores of its clients
+# once they are dead, as soon as its pipe closes.
+_TRACKER = b"resource_tracker import main"  # in its command line.
+_TRACKING_S = 1.0
 
 
 class Process(NamedTuple):
@@ -218,17 +222,38 @@ def _signal(process: Process, signum: int) -> None:
             os.close(pidfd)
 
 
+def kill(processes: Iterable[Process], *, since_s: float) -> None:
+    """Kills processes; a tracker of `multiprocessing` gets a moment to clean up.
+
+    Args:
+      processes: those that were found.
+      since_s: when the others of the job were killed first, on the monotonic clock.
+    """
+    spares = time.monotonic() - since_s < _TRACKING_S
+    killed = [each for each in processes if not (spares and is_tracker(each.pid))]
+    signal_processes(killed, signal.SIGKILL)
+
+
+def is_tracker(pid: int) -> bool:
+    """Returns whether a process removes what others leave; see `_TRACKER`."""
+    try:
+        return any(_TRACKER in os.fsencode(a) for a in psutil.Process(pid).cmdline())
+    except (psutil.Error, OSError):
+        return False
+
+
 def kill_all(census: Census, *, timeout_s: float) -> list[Process]:
     """Kills every process of the job, until no scan finds one.
 
     Returns:
       What was still there after `timeout_s`; empty when all have ended.
     """
-    deadline_s = time.monotonic() + timeout_s
+    start_s = time.monotonic()
+    deadline_s = start_s + timeout_s
     num_empty = 0
     while True:
         left = census.find()
-        signal_processes(left, signal.SIGKILL)
+        kill(left, since_s=start_s)
         num_empty = 0 if left else num_empty + 1
         if num_empty == _NUM_EMPTY_SCANS or time.monotonic() > deadline_s:
             return left

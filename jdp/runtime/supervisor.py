@@ -323,6 +323,9 @@ class Supervisor:
 
     def _signal(self, signum: int) -> None:
         """Signals the group of each worker, and what has left these groups."""
+        if signum == signal.SIGKILL:
+            self._kill(self._kin.find())
+            return
         groups = {process.pid for process in self._running.values()}
         for pid in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -331,10 +334,13 @@ class Supervisor:
         others = [
             process
             for process in self._kin.find()
-            if _group_of(process) not in groups
-            and (signum == signal.SIGKILL or not process.is_of_inner_job)
+            if _group_of(process) not in groups and not process.is_of_inner_job
         ]
         guard.signal_processes(others, signum)
+
+    def _kill(self, left: Sequence[guard.Process]) -> None:
+        assert self._state.kill_at_s is not None
+        guard.kill(left, since_s=self._state.kill_at_s)
 
     def _sweep(self) -> None:
         """Ends what the workers have left behind."""
@@ -352,7 +358,7 @@ class Supervisor:
             self._observe()
             left = self._kin.find()
             if self._state.is_killed:  # Also those that were started since then.
-                guard.signal_processes(left, signal.SIGKILL)
+                self._kill(left)
             if self._is_given_up():
                 pids = [process.pid for process in left]
                 self._forwarder.print_line(

@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import glob
 import os
 import re
 import signal
@@ -35,6 +36,13 @@ time.sleep(60)
 """
 # Without a flush: what is printed is shown at once.
 SLEEP = "print('ready'); import time; time.sleep(60)"
+# Of the process alone, with a tracker that ends with it.
+SHARED_MEMORY = """
+import os
+from multiprocessing import shared_memory
+name = f"{os.environ['JDP_TEST_MARK']}_{os.environ['JDP_PROCESS_ID']}"
+memory = shared_memory.SharedMemory(name, create=True, size=8)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +67,10 @@ def find_marked(mark):
         except (psutil.Error, OSError):
             continue
     return [process for process in found if process.pid != os.getpid()]
+
+
+def find_memory():
+    return glob.glob(f"/dev/shm/{os.environ['JDP_TEST_MARK']}_*")
 
 
 @dataclasses.dataclass
@@ -460,15 +472,21 @@ def test_a_program_that_failed_and_is_aborted_on_its_way_out_failed(job):
 @pytest.mark.multiprocess
 def test_sigkill_follows_when_sigterm_is_ignored(job):
     program = f"""
-import os, sys, time
+import os, subprocess, sys, time
 if os.environ["JDP_PROCESS_ID"] == "1":
     time.sleep(0.5)
     sys.exit(3)
+{SHARED_MEMORY}
+# It does not end with its clients, as a tracker does.
+code = "import signal, time; signal.signal(15, 1); time.sleep(60)"
+code += " # resource_tracker import main"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 {IGNORE_SIGTERM}
 """
     got = job(program, grace_s=0.5)
     assert got.code == 3
-    assert 1.0 <= got.elapsed_s < 5.0
+    assert 1.0 <= got.elapsed_s < 6.0
+    assert not find_memory()
 
 
 @pytest.mark.multiprocess
@@ -733,15 +751,17 @@ def test_a_second_interrupt_kills_at_once(cli):
 def test_nothing_survives_a_launcher_that_is_killed(cli):
     process = cli(
         *("launch", "-n", "2", "program.py"),
-        program=f"{GRANDCHILD}\nprint('pid', os.getpid(), flush=True)\n"
-        f"{IGNORE_SIGTERM}",
+        program=f"{GRANDCHILD}\n{SHARED_MEMORY}\n"
+        f"print('pid', os.getpid(), flush=True)\n{IGNORE_SIGTERM}",
     )
     pids = [int(pid) for pid in re.findall(r"(\d+)\n", "".join(read_lines(process, 5)))]
     assert len(pids) == 3
     assert not any(map(has_ended, pids))
+    assert len(find_memory()) == 2
     process.kill()
     wait_until(lambda: all(map(has_ended, pids)))
     wait_until(lambda: not find_marked(os.environ["JDP_TEST_MARK"]))
+    assert not find_memory()
 
 
 # Ways out of the environment, the session and the tree of the job; each prints its pid.
