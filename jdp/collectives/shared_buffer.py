@@ -398,8 +398,11 @@ def _part(size: int, itemsize: int, rank: int, count: int) -> tuple[int, int]:
     return ends[rank], ends[rank + 1]
 
 
+@np.errstate(all="ignore")
 def reduce(operands: Sequence[np.ndarray], op: Op, *, out: np.ndarray) -> None:
     """Reduces arrays of one process into `out`, which may be the first of them.
+
+    What overflows is infinite, and inf - inf is nan, without a warning, as in JAX.
 
     Args:
       operands: two or more, of one shape and dtype.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdp.eager import arguments, gradients, requests, session
+from jdp.eager import arguments, gradients, requests, results, session
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.requests import Handle
 from jdp.types import PyTree
@@ -333,6 +333,7 @@ def all_to_all_async(
             return all_to_all_async(x, splits, name=name, process_set=process_set)
     name = arguments.check_name(name)
     array = requests.as_array(x, name)
+    kind = results.kind_of(array)
     entry = requests.make_entry(
         options,
         name,
@@ -343,7 +344,7 @@ def all_to_all_async(
 
     def finish(values: list[Any]) -> Any:
         ((received, counts),) = values
-        received = requests.restore(received, array, None)
+        received = results.restore(received, kind)
         if splits is None:
             return received
         return received, np.array(counts, np.int32)

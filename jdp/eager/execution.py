@@ -317,7 +317,8 @@ def _scale(x: Array, factor: float) -> Array:
         return x
     dtype = np.dtype(x.dtype)
     wide = numerics.scaled_in(dtype)
-    return (x.astype(wide) * wide.type(factor)).astype(dtype)
+    with np.errstate(all="ignore"):
+        return (x.astype(wide) * wide.type(factor)).astype(dtype)
 
 
 def _own_flat(array: Array | None, spec: Spec, prescale: float) -> Array:

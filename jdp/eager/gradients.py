@@ -23,6 +23,8 @@ Begin = Callable[..., Any]  # (tree, name=) -> Handle of it.
 Forward = Callable[[Any, str], tuple[Any, Any]]  # -> (result, what backward needs).
 _LINEAR = ("sum", "average")
 _SUFFIX = ".gradient"  # of the names of collectives of gradients.
+# Arrays go between host and devices whatever the caller's own arithmetic may do.
+_TRANSFERS = functools.partial(jax.transfer_guard, "allow")
 Backward = Callable[[Any, Any, str], Any]  # (that, gradient of the result) -> of x.
 
 
@@ -191,18 +193,18 @@ def _call_with_vjp(
 
     Where one of them is refused, the other processes hear of none.
     """
-    tree = jax.tree.map(jnp.asarray, tree)
     if any([_is_pushed_forward(leaf) for leaf in jax.tree.leaves(tree)]):
         raise TypeError(_describe_others())
     try:
-        return _call(forward, backward, name, tree)
+        with _TRANSFERS():
+            return _call(forward, backward, name, jax.tree.map(jnp.asarray, tree))
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(_describe_others()) from error  # JAX does not say of what.
 
 
-def _is_pushed_forward(leaf: jax.Array) -> bool:
+def _is_pushed_forward(leaf: Any) -> bool:
     """Whether `jax.jvp` traces it, which JAX itself says only after the collective."""
     if not isinstance(leaf, ad.JVPTracer):
         return False
@@ -228,7 +230,8 @@ def _run_backward(
     gradient = jax.tree.map(
         lambda g: None if g.dtype == jax.dtypes.float0 else g, gradient
     )
-    return (backward(kept, gradient, f"{name}{_SUFFIX}"),)
+    with _TRANSFERS():
+        return (backward(kept, gradient, f"{name}{_SUFFIX}"),)
 
 
 def _is_none(x: Any) -> bool:

@@ -1,6 +1,5 @@
 """Requests: from the arrays of a call to what the engine takes, and back."""
 
-import functools
 import math
 import threading
 import time
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import buckets, mesh
-from jdp.eager import arguments, carried, gradients, numerics, session
+from jdp.eager import arguments, carried, gradients, numerics, results, session
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
 from jdp.eager.flight_recorder import Record
@@ -27,7 +26,7 @@ from jdp.eager.messages import (
     encode_spec,
 )
 from jdp.eager.process_set import ProcessSet
-from jdp.types import Device, PyTree
+from jdp.types import PyTree
 
 _finishing = threading.Lock()  # of what the first of several threads returns.
 _MAX_KNOWN = 1 << 12  # options that are kept, and encoded requests of each.
@@ -271,9 +270,10 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
         return Handle(entries, _take_one)
     if isinstance(tree, np.ndarray | jax.Array):
         array = as_array(tree, name)
+        kind = results.kind_of(array)
         entries = (make_entry(options, name, array),)
         options.engine.submit(entries)
-        return Handle(entries, functools.partial(_restore_one, array, options.wire))
+        return Handle(entries, lambda values: results.restore(values[0], kind))
     leaves, treedef = jax.tree.flatten(tree)
     names = [
         name if path == "(root)" else arguments.check_name(name + path)
@@ -284,13 +284,14 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
         make_entry(options, each, array)
         for each, array in zip(names, arrays, strict=True)
     ]
+    kinds = [results.kind_of(array) for array in arrays]
     if entries:
         options.engine.submit(entries)
 
     def finish(values: list[Any]) -> PyTree:
         restored = [
-            restore(value, array, options.wire)
-            for value, array in zip(values, arrays, strict=True)
+            results.restore(value, kind)
+            for value, kind in zip(values, kinds, strict=True)
         ]
         return jax.tree.unflatten(treedef, restored)
 
@@ -347,7 +348,7 @@ def make_entry(
             known.clear()
         found = known[key] = _find_out(options, name, array, local)
     if found.is_cast:
-        array = array.astype(options.wire)
+        array = results.cast(array, options.wire)
     if is_jax:
         array = _own_part(array)
     return _make_known(options, name, array, found)
@@ -428,30 +429,6 @@ def _device_of(array: Any) -> str:
     return device.platform
 
 
-def restore(value: Any, given: Any, wire: np.dtype | None) -> Any:
-    """Returns a result as the kind of array that was given, with its dtype."""
-    if wire is not None and value.dtype != given.dtype:
-        value = value.astype(given.dtype)
-    if isinstance(given, np.ndarray):
-        return value
-    if given.is_fully_addressable:
-        # A third of the time of `device_put`, and no copy of what is aligned.
-        default = jax.config.jax_default_device  # pyright: ignore
-        if default is None and given.devices() == _first():
-            return jnp.asarray(value)
-        return jax.device_put(value, given.sharding)
-    # A copy on each device; `device_put` would ask the other processes.
-    return jax.make_array_from_callback(
-        given.shape, given.sharding, lambda index: value[index]
-    )
-
-
-@functools.cache
-def _first() -> set[Device]:
-    """Where JAX puts what nobody says where to put."""
-    return {jax.local_devices()[0]}
-
-
 def _own_part(array: jax.Array) -> Any:
     """What numpy can read on CPU; on other devices the array of this process."""
     if _device_of(array) == "cpu":
@@ -461,10 +438,6 @@ def _own_part(array: jax.Array) -> Any:
 
 def _take_one(values: list[Any]) -> Any:
     return values[0]
-
-
-def _restore_one(given: Any, wire: np.dtype | None, values: list[Any]) -> Any:
-    return restore(values[0], given, wire)
 
 
 def started(record: Record) -> Record:

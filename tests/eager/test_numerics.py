@@ -136,8 +136,7 @@ def _run(name, arrays, op, **factors):
     members = Members(harness.local_world(1), 0, tuple(range(len(arrays))))
     members.__dict__["place"] = 0
     job = Job([spec], [()], [arrays[0]])
-    with np.errstate(all="ignore"):
-        (found,) = execution.run(job, _Here(others), members, Scratch())
+    (found,) = execution.run(job, _Here(others), members, Scratch())
     assert found.dtype == jnp.dtype(name) and found.shape == arrays[0].shape
     return found
 
@@ -150,7 +149,6 @@ def _assert_same(found, expected, text):
         np.testing.assert_array_equal(found.astype(wide), expected.astype(wide), text)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_a_rank_that_has_joined_changes_nothing_in_any_dtype(name, op):
@@ -179,7 +177,6 @@ def test_a_rank_that_has_joined_changes_nothing_in_any_dtype(name, op):
     _assert_same(found, _reduce([first, second], op, 3, dtype), f"{first} {second}")
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", DTYPES)
 def test_factors_are_not_rounded_to_the_dtype(name):
     for factor in (0.5, 1 / 1024, 3.0, 1000.0, -1.0, 0.1):
@@ -196,8 +193,9 @@ def _check_factor(name, factor):
         expected = [e if held else 0 for e, held in zip(exact, is_held, strict=True)]
     else:
         wide = np.float32 if dtype.itemsize <= 2 else dtype
-        product = x.astype(wide) * np.asarray(factor).astype(wide)
-        expected, is_held = product.astype(dtype), np.ones(4, bool)
+        with np.errstate(all="ignore"):
+            product = x.astype(wide) * np.asarray(factor).astype(wide)
+            expected, is_held = product.astype(dtype), np.ones(4, bool)
     op = "product" if dtype.kind == "c" else "max"
     for factors in ({"prescale": factor}, {"postscale": factor}):
         found = _run(name, [x], op, **factors)
@@ -221,3 +219,16 @@ def test_an_average_over_more_ranks_than_the_dtype_counts_to(name):
     out = np.empty(2, dtype)
     shared_buffer.reduce(arrays, "mean", out=out)
     assert [int(x) for x in out] == [0, 0]
+
+
+@pytest.mark.parametrize("name", [x for x in DTYPES if "int" not in x])
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_out_of_range_or_no_number_warns_of_nothing(name, op):
+    if not _takes(name, op, has_joined=False):
+        return
+    low, high = numerics.limits(jnp.dtype(name)) if op != "product" else (1, 1)
+    given = [[high, low, high], [low, low, np.nan]]
+    with np.errstate(all="ignore"):
+        arrays = [np.array(x).astype(name) for x in given]
+    for factor in (1.0, 1e300):  # Warnings are errors.
+        _run(name, arrays, op, prescale=factor, postscale=factor)

@@ -8,6 +8,7 @@ import numpy as np
 _LIMIT = 1021  # 2^-limit and 2^limit are normal numbers of float64.
 
 
+@np.errstate(all="ignore")
 def combine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b, in the dtype of `a`.
 
