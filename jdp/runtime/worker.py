@@ -28,6 +28,7 @@ from typing import NamedTuple
 _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
 _FAILURE_FD = "JDP_FAILURE_FD"
+_TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is no C long.
 # Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
 _RECORD = struct.Struct("<cidii?")
 _FAILED, _BEGAN, _JOINED, _ENDED, _LOST = b"f", b"b", b"j", b"e", b"l"
@@ -89,7 +90,8 @@ class FailurePipe:
         for kind, process_id, at_s, code, culprit, follows in _RECORD.iter_unpack(data):
             if kind == _FAILED:
                 failure = Failure(at_s, code, culprit, follows)
-                self._failures.setdefault(process_id, failure)
+                first = self._failures.setdefault(process_id, failure)
+                self._failures[process_id] = first._replace(code=code)
             elif kind == _BEGAN:
                 self.in_init.add(process_id)
             elif kind == _JOINED:
@@ -141,14 +143,15 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() != _Own.pid:
-            _print_exception(error)
-            _exit_if_child(code)
+            _exit_if_child(_print_exception(error) or code)
         at_s = time.monotonic()
         culprit = find_culprit(error)
         follows = is_consequence(error)
         _write(_FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         _tell_others(describe_error(error), culprit)
-        _print_exception(error)
+        if (hook_code := _print_exception(error)) is not None:
+            code = hook_code or code  # What the others were told is not taken back.
+            _write(_FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         if culprit is not None:
             # JAX aborts all when process 0 ends; the culprit gets to say what it has.
             time.sleep(_CULPRIT_FIRST_S)
@@ -359,7 +362,7 @@ def _exit_code(error: SystemExit) -> int:
     if error.code is None:
         return 0
     if isinstance(error.code, int):
-        return error.code & 0xFF
+        return (error.code if -_TOO_LARGE <= error.code < _TOO_LARGE else -1) & 0xFF
     try:
         print(error.code, file=sys.stderr)
     except Exception:  # It is the user's class; Python itself ends with 1, silently.
@@ -401,8 +404,12 @@ def _flush() -> None:
             continue  # None, broken or closed: nothing that could be shown.
 
 
-def _print_exception(error: BaseException) -> None:
-    """Shows `error` as Python would: without the frames that led to the program."""
+def _print_exception(error: BaseException) -> int | None:
+    """Shows `error` as Python would: without the frames that led to the program.
+
+    Returns:
+      The exit code that the program's `sys.excepthook` asks for, if it does.
+    """
     trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -412,11 +419,14 @@ def _print_exception(error: BaseException) -> None:
     error.__traceback__ = trace
     try:
         sys.excepthook(type(error), error, trace)
+    except SystemExit as end:
+        return _exit_code(end)
     except BaseException as hook_error:
         print("Error in sys.excepthook:", file=sys.stderr)
         sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)
         sys.__excepthook__(type(error), error, trace)
+    return None
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def test_a_program_sees_what_python_shows_it(tree, kind, target, flags):
         "import sys; sys.exit(3)",
         "import sys; sys.exit(-1)",
         "import sys; sys.exit(256)",
+        "import sys; sys.exit(10**30)",
         "import sys; sys.exit('why')",
         "import sys; sys.exit((1, 2))",
         "def f():\n    raise ValueError('no')\n\nf()",
@@ -97,6 +98,7 @@ def test_a_program_sees_what_python_shows_it(tree, kind, target, flags):
         "x = = 1",
         "import nothing_of_this_name",
         "import sys\nsys.excepthook = lambda *a: print('hook', a[0])\n1 / 0",
+        "import sys\nsys.excepthook = lambda *a: sys.exit(5)\n1 / 0",
         "print('half', end=''); 1 / 0",
     ],
 )
