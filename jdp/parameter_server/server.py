@@ -13,6 +13,7 @@ import optax
 
 from jdp.hooks import CommHook
 from jdp.parameter_server import (
+    by_leaf,
     keys,
     modes,
     option_checks,
@@ -134,7 +135,7 @@ class Server:
         num_servers = len(place.addresses)
         modes.check_num_workers(mode, place.num_workers)
         plan = shards.plan_shards(params, num_servers)
-        updates.check_is_by_leaf(tx, params, plan)
+        by_leaf.check_is_by_leaf(tx, params, plan)
         checkpoints = None
         if options.checkpoint_dir is not None:
             checkpoints = Checkpoints(options.checkpoint_dir, place.index, num_servers)

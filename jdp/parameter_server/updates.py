@@ -11,7 +11,6 @@ import optax
 from jax import lax
 
 from jdp import buckets
-from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.parameter_server import shards
 from jdp.parameter_server.shards import Shards
 from jdp.types import Device, PyTree
@@ -169,65 +168,6 @@ class Updater:
         )
         params: Any = optax.apply_updates(state.params, updates)
         return _State(params, opt_state)
-
-
-def check_is_by_leaf(
-    tx: optax.GradientTransformation, params: PyTree, plan: Shards
-) -> None:
-    """Raises ValueError if `tx` mixes leaves where servers have some each.
-
-    It follows the program of `tx`, over any number of steps; no value is looked at, so
-    what mixes leaves only for some gradients, as `optax.clip_by_global_norm` does, is
-    found too.
-    """
-    if len(plan.of_server) == 1:
-        return
-    found = _find_mixed(optax.with_extra_args_support(tx), params)
-    if found is not None:
-        paths = plan.plan.leaf_paths()
-        first, second = (paths[i] for i in found)
-        raise ValueError(
-            f"The optimizer mixes leaves: `{first}` and `{second}`, for example, and "
-            f"each of the {len(plan.of_server)} servers has only some of them. Clip by "
-            "norm before `Worker.push`, take an optimizer that updates each leaf by "
-            "itself, or start one server."
-        )
-
-
-def _find_mixed(
-    tx: optax.GradientTransformationExtraArgs, params: PyTree
-) -> tuple[int, int] | None:
-    """Returns two leaves that meet in an update or in a part of the state, if any."""
-    avals = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params
-    )
-    own = [Sets(1 << i, 1 << i) for i in range(len(jax.tree.leaves(avals)))]
-
-    def step(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        return tx.update(grads, state, params, staleness=jnp.int32(1))
-
-    init = jax.make_jaxpr(tx.init)(avals)
-    state_avals = jax.eval_shape(tx.init, avals)
-    update = jax.make_jaxpr(step)(avals, avals, state_avals)
-    flow = FlowAnalysis(by_value=True)
-    state = flow.propagate(init.jaxpr, own)
-    while True:
-        found = flow.propagate(update.jaxpr, [*own, *own, *state])
-        updates, after = found[: len(own)], found[len(own) :]
-        # The state of the next step; it depends on no less than this one.
-        after = [
-            Sets(a.must | b.must, a.may | b.may)
-            for a, b in zip(state, after, strict=True)
-        ]
-        mixed = [s.may | o.may for s, o in zip(updates, own, strict=True)]
-        mixed += [s.may for s in after]
-        for bits in mixed:
-            if bits.bit_count() > 1:
-                first, second = [i for i in range(len(own)) if bits >> i & 1][:2]
-                return first, second
-        if after == state:
-            return None
-        state = after
 
 
 def _describe_nodes(tree: PyTree) -> str:

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -13,7 +14,15 @@ import optax
 import pytest
 
 from jdp import hooks, parameter_server
-from jdp.parameter_server import admission, keys, lane, messages, shards, updates
+from jdp.parameter_server import (
+    admission,
+    by_leaf,
+    keys,
+    lane,
+    messages,
+    shards,
+    updates,
+)
 from jdp.parameter_server.messages import Hello, LaneOffer, Ping, Pong, Version
 from jdp.parameter_server.sockets import ClientSockets
 from tests.parameter_server.jobs import ThreadJob, free_addresses, wait_for
@@ -335,13 +344,58 @@ def test_an_optimizer_that_needs_all_leaves_is_refused_for_several_servers(
     tx, is_by_leaf
 ):
     params = {f"w{i}": np.zeros((3, 4), np.float32) for i in range(4)}
-    updates.check_is_by_leaf(tx, params, shards.plan_shards(params, 1))
+    by_leaf.check_is_by_leaf(tx, params, shards.plan_shards(params, 1))
     if is_by_leaf:
-        updates.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
+        by_leaf.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
         return
     text = r"mixes leaves: `\['w\d'\]` and `\['w\d'\]`, for example, and each of the 2"
     with pytest.raises(ValueError, match=text):
-        updates.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
+        by_leaf.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
+
+
+def _scaled(find_scale):
+    """Scales by what `find_scale` makes of the tree, from the state of the step."""
+
+    def update(updates, state, params=None):
+        scale = find_scale(updates)
+        updates = jax.tree.map(lambda x: x * state, updates)
+        return updates, jax.lax.fori_loop(0, 2, lambda _, s: s + scale, state)
+
+    return optax.GradientTransformation(lambda params: jax.numpy.ones(()), update)
+
+
+def _add_noise_by_shape(updates, params):
+    key = jax.random.key(0)
+    return jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), updates)
+
+
+@pytest.mark.parametrize(
+    "tx,message",
+    [
+        (optax.add_noise(1.0, 0.5, key=jax.random.key(0)), "draws random numbers"),
+        (optax.noisy_sgd(0.1, key=0), "updates `.*` otherwise where it has all 4 le"),
+        (_scaled(lambda updates: len(jax.tree.leaves(updates))), "counts leaves"),
+        (_scaled(optax.tree.size), "than where it has the 2 of server 0"),
+        (_scaled(lambda updates: 4), None),
+        (optax.stateless(_add_noise_by_shape), None),
+        (optax.conditionally_mask(optax.adam(0.1), lambda step, **_: step > 1), None),
+        (optax.contrib.muon(0.1), None),
+        (
+            optax.masked(optax.sgd(0.1), lambda p: {k: x.ndim for k, x in p.items()}),
+            "cannot be given the leaves of server 0 alone: a mask.*'ndim'",
+        ),
+        (optax.freeze({f"w{i}": i == 1 for i in range(4)}), None),
+        (optax.monitor({"x": lambda u: 1}), "another structure after its first"),
+    ],
+    ids="noise noisy-sgd leaves size constant by-shape cond muon mask freeze "
+    "grows".split(),
+)
+def test_an_optimizer_that_steps_otherwise_on_some_leaves_is_refused(tx, message):
+    params = {f"w{i}": np.zeros((3, 4), np.float32) for i in range(4)}
+    by_leaf.check_is_by_leaf(tx, params, shards.plan_shards(params, 1))
+    expected = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with expected:
+        by_leaf.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
 
 
 @pytest.mark.parametrize(
