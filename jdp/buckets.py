@@ -81,7 +81,9 @@ class BucketPlan:
 
     def leaf_paths(self) -> list[str]:
         """Path of each leaf, as in `['dense']['kernel']`."""
-        return leaf_paths(jax.tree.unflatten(self.treedef, range(len(self.leaves))))
+        # As a class of the user's may check what it is made of.
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
+        return leaf_paths(jax.tree.unflatten(self.treedef, avals))
 
     def describe(self) -> str:
         """Returns a table of the buckets: bytes, dtype and leaves, by path."""

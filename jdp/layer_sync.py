@@ -12,6 +12,8 @@ from jdp.reduction import Packing
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
 
+_Leaves = list[jax.Array]
+
 
 def sync_in_backward(
     params: PyTree,
@@ -47,36 +49,39 @@ def sync_in_backward(
     mesh.axis_size(axis_name)
     reduction.choose_packing(packing, options.all_reduce)
     weighting = weights.resolve(weight, divide_by)
-    varying = [frozenset(compat.varying_axes(x)) for x in jax.tree.leaves(params)]
+    # Of leaves: JAX puts text in the place of an operand's, which a class may refuse.
+    operands, treedef = jax.tree.flatten(params)
+    varying = [frozenset(compat.varying_axes(x)) for x in operands]
 
     @jax.custom_vjp
-    def identity(params: PyTree, amount: jax.Array | None) -> PyTree:
-        return reduction.cast_varying(params, axis_name)
+    def identity(leaves: _Leaves, amount: jax.Array | None) -> _Leaves:
+        return reduction.cast_varying(leaves, axis_name)
 
-    def forward(params: PyTree, amount: jax.Array | None) -> tuple[PyTree, Any]:
-        return identity(params, amount), amount
+    def forward(leaves: _Leaves, amount: jax.Array | None) -> tuple[_Leaves, Any]:
+        return identity(leaves, amount), amount
 
-    def backward(amount: jax.Array | None, cotangents: PyTree) -> tuple[PyTree, Any]:
-        plan = buckets.default_plan(cotangents)
+    def backward(amount: jax.Array | None, cotangents: _Leaves) -> tuple[_Leaves, Any]:
+        tree = jax.tree.unflatten(treedef, cotangents)
+        plan = buckets.default_plan(tree)
         here = None if weighting is None else weighting._replace(amount=amount)
         means, *_ = reduction.mean_over_replicas(
-            cotangents, options._replace(plan=plan), weighting=here
+            tree, options._replace(plan=plan), weighting=here
         )
-        leaves, treedef = jax.tree.flatten(means)
         # As the types of custom_vjp want it: the cotangent varies as the operand did.
         leaves = [
             compat.cast_varying(x, sorted(axes))
-            for x, axes in zip(leaves, varying, strict=True)
+            for x, axes in zip(jax.tree.leaves(means), varying, strict=True)
         ]
-        return jax.tree.unflatten(treedef, leaves), jax.tree.map(jnp.zeros_like, amount)
+        return leaves, jax.tree.map(jnp.zeros_like, amount)
 
-    def marker(params: PyTree, amount: jax.Array | None) -> PyTree:
-        return identity(params, amount)
+    def marker(leaves: _Leaves, amount: jax.Array | None) -> _Leaves:
+        return identity(leaves, amount)
 
     identity.defvjp(forward, backward)
     # By its name `flow` finds it in a jaxpr.
     marker.__name__ = _marker_name(axis_name, weighting)
-    return jax.jit(marker)(params, None if weighting is None else weighting.amount)
+    amount = None if weighting is None else weighting.amount
+    return jax.tree.unflatten(treedef, jax.jit(marker)(operands, amount))
 
 
 def check_markers(

@@ -1,12 +1,13 @@
 """Per replica: the parts of a train state of which every replica has its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jdp import buckets
 from jdp.types import PyTree
 
 
@@ -25,11 +26,10 @@ class PerReplica(NamedTuple):
     value: PyTree
 
 
-def specs(tree: PyTree, axis_names: tuple[str, ...]) -> PyTree:
-    """Returns how the leaves of a state, outside of a step, lie over the replicas."""
-    return map_parts(
-        tree, lambda _: PartitionSpec(), lambda _: PartitionSpec(axis_names)
-    )
+def specs(tree: PyTree, axis_names: tuple[str, ...]) -> list[PartitionSpec]:
+    """Returns how each leaf of a state, outside of a step, lies over the replicas."""
+    kinds = PartitionSpec(), PartitionSpec(axis_names)
+    return [kinds[is_own] for is_own in are_own(tree)]
 
 
 def enter(tree: PyTree) -> PyTree:
@@ -64,7 +64,9 @@ def explain_rows(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
 
 def are_own(tree: PyTree) -> list[bool]:
     """Returns by leaf of a tree whether it is a replica's own."""
-    return jax.tree.leaves(map_parts(tree, lambda _: False, lambda _: True))
+    # The tree is not rebuilt: the user's classes may refuse leaves that are no arrays.
+    nodes = jax.tree.leaves(tree, is_leaf=_is_own)
+    return [_is_own(node) for node in nodes for _ in jax.tree.leaves(node)]
 
 
 def split_leaves(tree: PyTree) -> tuple[list[Any], list[Any]]:
@@ -75,11 +77,40 @@ def split_leaves(tree: PyTree) -> tuple[list[Any], list[Any]]:
     return parts
 
 
-def merge_leaves(treedef: Any, shared: list[Any], own: list[Any]) -> PyTree:
-    """The inverse of `split_leaves`."""
-    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+def merge_leaves(
+    are_own: Sequence[bool], shared: Sequence[Any], own: Sequence[Any]
+) -> list[Any]:
+    """The inverse of `split_leaves`; returns the leaves of a tree, given `are_own`."""
     left = iter(shared), iter(own)
-    return jax.tree.unflatten(treedef, [next(left[k]) for k in are_own(tree)])
+    return [next(left[is_own]) for is_own in are_own]
+
+
+class Outline(NamedTuple):
+    """A tree without its arrays, by leaf: a class may refuse what is no array."""
+
+    treedef: Any
+    paths: list[str]
+    are_own: list[bool]
+    leaves: list[Any]  # `jax.ShapeDtypeStruct`s, and what was no `jax.Array`.
+
+    @property
+    def num_shared(self) -> int:
+        """Leaves that all replicas share."""
+        return self.are_own.count(False)
+
+    def unflatten(self, leaves: list[Any]) -> PyTree:
+        """Returns the tree with other leaves."""
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def outline(tree: PyTree) -> Outline:
+    """Returns what outlives the trace of a tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    avals = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
+        for x in leaves
+    ]
+    return Outline(treedef, buckets.leaf_paths(tree), are_own(tree), avals)
 
 
 def map_parts(

@@ -76,7 +76,7 @@ def init_on_replicas(
 
     def run(*args: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
         tree = init(*args)
-        made.append(jax.tree.structure(tree))
+        made.append((jax.tree.structure(tree), per_replica.are_own(tree)))
         return per_replica.split_leaves(per_replica.leave(tree))
 
     names = world.axis_names
@@ -90,7 +90,9 @@ def init_on_replicas(
     if world.store is not None:
         _compare(world, mapped, args, topic)
     shared, own = jax.jit(mapped)(*args)
-    return per_replica.merge_leaves(made[-1], shared, own)
+    treedef, are_own = made[-1]
+    leaves = per_replica.merge_leaves(are_own, shared, own)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def copy_per_replica(

@@ -26,6 +26,7 @@ from jdp import (
 )
 from jdp.backward import flow
 from jdp.mesh import World
+from jdp.per_replica import Outline
 from jdp.sameness import Spread
 from jdp.types import PyTree
 from jdp.weights import DivideBy, Weighting
@@ -56,8 +57,8 @@ class Program:
         """
         self._step = step
         self._averaging = averaging
-        self._state = jax.tree.structure(made.state)
-        self._metrics = jax.tree.structure(made.metrics)
+        self._state = made.state
+        self._metrics = made.metrics
 
     def __str__(self) -> str:
         """Returns the text of all that runs."""
@@ -71,27 +72,30 @@ class Program:
     def run(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Returns the new state and the metrics of the step."""
         results = _run(self._step, jax.tree.leaves((state, batches)))
-        state, metrics, amount = self.split(results)
-        shared, own = per_replica.split_leaves(metrics)
+        leaves, (shared, own), amount = self.split(results)
         if self._averaging is not None:
             shared = _run(self._averaging, [*shared, *amount])
-        return state, per_replica.merge_leaves(self._metrics, shared, own)
+        metrics = per_replica.merge_leaves(self._metrics.are_own, shared, own)
+        return self._state.unflatten(leaves), self._metrics.unflatten(metrics)
 
-    def split(self, results: list[Any]) -> tuple[PyTree, PyTree, list[Any]]:
+    def split(
+        self, results: list[Any]
+    ) -> tuple[list[Any], tuple[list[Any], list[Any]], list[Any]]:
         """Takes the results of the step apart.
 
         Returns:
-          The state, the metrics with a row for each replica, and, in a list of one or
-          none, how much each replica counts.
+          The leaves of the state; those of the metrics, with a row for each replica,
+          which all share, and of their own; and, in a list of one or none, how much
+          each replica counts.
         """
-        first = self._state.num_leaves
-        end = first + self._metrics.num_leaves
-        are_own = per_replica.are_own(jax.tree.unflatten(self._state, range(first)))
-        num_shared = are_own.count(False)
+        num_shared, first = self._state.num_shared, len(self._state.leaves)
+        end = first + len(self._metrics.leaves)
         state = per_replica.merge_leaves(
-            self._state, results[:num_shared], results[num_shared:first]
+            self._state.are_own, results[:num_shared], results[num_shared:first]
         )
-        metrics = jax.tree.unflatten(self._metrics, results[first:end])
+        metrics: tuple[list[Any], list[Any]] = ([], [])
+        for x, is_own in zip(results[first:end], self._metrics.are_own, strict=True):
+            metrics[is_own].append(x)
         return state, metrics, results[end:]
 
 
@@ -114,14 +118,18 @@ def trace_step(
     world = options.world
     split = PartitionSpec(world.axis_names)
     made: list[_Made] = []
+    treedef = jax.tree.structure(state)
 
-    def run(state: PyTree, *batches: PyTree) -> Any:
-        found = _run_on_replica(step, options, per_replica.enter(state), batches)
-        made.append(_without_arrays(found))
-        shared, own = per_replica.split_leaves(per_replica.leave(found.state))
-        weighting = found.replica.noted
+    def run(leaves: list[Any], *batches: PyTree) -> Any:
+        state = per_replica.enter(jax.tree.unflatten(treedef, leaves))
+        found = _run_on_replica(step, options, state, batches)
+        new_state, metrics, replica, counts = found
+        trees = per_replica.outline(new_state), per_replica.outline(metrics)
+        made.append(_Made(*trees, replica.without_arrays(), counts))
+        shared, own = per_replica.split_leaves(per_replica.leave(new_state))
+        weighting = replica.noted
         amounts = [] if weighting is None else [weighting.amount]
-        raw = [*jax.tree.leaves(found.metrics), *amounts]
+        raw = [*jax.tree.leaves(metrics), *amounts]
         return shared, own, [jnp.asarray(x)[None] for x in raw]
 
     mapped = jax.shard_map(
@@ -136,7 +144,7 @@ def trace_step(
     )
     is_single = world.num_replicas == 1
     with compat.skip_size_one_axes() if is_single else contextlib.nullcontext():
-        traced = jax.make_jaxpr(mapped)(state, *batches)
+        traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
         found = made[-1]
         if is_single:
             return _make_program(traced, found, _inexact_if_weighed(found), world)
@@ -189,28 +197,12 @@ def _has_nonfinite(leaf: Any) -> bool:
 
 
 class _Made(NamedTuple):
-    """What the step of one replica returned."""
+    """What the step of one replica returned, and outlives its trace."""
 
-    state: PyTree
-    metrics: PyTree
+    state: Outline
+    metrics: Outline
     replica: weights.Replica
     sample_counts: frozenset[int]  # the lengths of this replica's batches.
-
-    @property
-    def num_shared(self) -> int:
-        """Leaves of the state that all replicas share."""
-        return per_replica.are_own(self.state).count(False)
-
-
-def _without_arrays(found: _Made) -> _Made:
-    """What outlives the trace of the step, which must hold none of its arrays."""
-    state, metrics = jax.tree.map(_as_aval, (found.state, found.metrics))
-    replica = found.replica.without_arrays()
-    return found._replace(state=state, metrics=metrics, replica=replica)
-
-
-def _as_aval(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
 
 
 class _Spreads(NamedTuple):
@@ -233,7 +225,8 @@ def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
 
 def _run_on_replica(
     step: Step, options: Options, state: PyTree, batches: tuple[PyTree, ...]
-) -> _Made:
+) -> tuple[PyTree, PyTree, weights.Replica, frozenset[int]]:
+    """Returns the new state, the metrics, and what a `_Made` has beside these."""
     ambient = None
     if options.divide_by is not None:
         ambient = Weighting(batches[0][0], options.divide_by)
@@ -259,7 +252,7 @@ def _run_on_replica(
     for path, leaf in _with_paths(metrics):
         _check_is_array(path, leaf)
     counts = frozenset(x.shape[0] for x in step_arguments.split_leaves(batches))
-    return _Made(state, metrics, replica, counts)
+    return state, metrics, replica, counts
 
 
 def _check_is_array(path: str, leaf: Any) -> None:
@@ -279,17 +272,17 @@ def _check_is_array(path: str, leaf: Any) -> None:
 def _find_spreads(traced: Any, found: _Made, world: World) -> _Spreads:
     body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
     spreads = sameness.find_spreads(body, inputs, world.axis_names)
-    first = jax.tree.structure(found.state).num_leaves
-    end = first + jax.tree.structure(found.metrics).num_leaves
-    return _Spreads(spreads[: found.num_shared], spreads[first:end])
+    first = len(found.state.leaves)
+    end = first + len(found.metrics.leaves)
+    return _Spreads(spreads[: found.state.num_shared], spreads[first:end])
 
 
 def _check_state(
     traced: Any, found: _Made, spreads: _Spreads, options: Options
 ) -> None:
     """Raises ValueError if replicas would go apart behind a state that is shared."""
-    flags = zip(_with_paths(found.state), per_replica.are_own(found.state), strict=True)
-    paths = [path for (path, _), is_own in flags if not is_own]
+    flags = zip(found.state.paths, found.state.are_own, strict=True)
+    paths = [path for path, is_own in flags if not is_own]
     refused = [
         i
         for i, spread in enumerate(spreads.shared)
@@ -385,9 +378,9 @@ def _check_metrics(found: _Made, spreads: Sequence[Spread], world: World) -> lis
       ValueError: it is one per sample.
     """
     differing = []
-    own = per_replica.are_own(found.metrics)
-    for (path, leaf), spread, is_own in zip(
-        _with_paths(found.metrics), spreads, own, strict=True
+    tree = found.metrics
+    for path, leaf, spread, is_own in zip(
+        tree.paths, tree.leaves, spreads, tree.are_own, strict=True
     ):
         differing.append(bool(spread.axes) and not is_own)
         if not differing[-1]:
@@ -427,9 +420,7 @@ def _dtype_of(x: Any) -> Any:
 def _inexact_if_weighed(found: _Made) -> list[bool]:
     """What the weight of a single replica concerns: 0 makes zeros of it."""
     is_weighed = found.replica.noted is not None
-    pairs = zip(
-        jax.tree.leaves(found.metrics), per_replica.are_own(found.metrics), strict=True
-    )
+    pairs = zip(found.metrics.leaves, found.metrics.are_own, strict=True)
     return [
         is_weighed and not own and jnp.issubdtype(_dtype_of(x), jnp.inexact)
         for x, own in pairs
@@ -441,7 +432,7 @@ def _make_program(
 ) -> Program:
     """Adds what averages the metrics of `differing` leaves."""
     program = Program(traced, None, found)
-    own = per_replica.are_own(found.metrics)
+    own = found.metrics.are_own
     if all(own):
         return program
     weighting = found.replica.of_metrics() if any(differing) else None
@@ -464,7 +455,6 @@ def _make_program(
         check_vma=False,
     )
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.out_avals]
-    _, metrics, amount = program.split(avals)
-    shared, _ = per_replica.split_leaves(metrics)
+    _, (shared, _), amount = program.split(avals)
     averaging = jax.make_jaxpr(mapped)(shared, amount)
     return Program(traced, averaging, found)

@@ -154,34 +154,38 @@ def zero1(
         if used is not None:
             extra_args["used"] = scattered.used
         extra, merge = update_arguments.split_arrays(extra_args)
-        avals = jax.tree.map(_aval, (updates, params, extra))
-        whole_state = jax.eval_shape(inner.init, params)
-        names = _names(whole_state, params)
-        before = _leaves_of(state, names, whole_state, layout)
-        cut = jax.tree.map(layout.cut, params)
-        args = (scattered.grads, before, cut, extra)
-        treedef = jax.tree.structure(whole_state)
+        # Of leaves: a class of the user's may refuse what is no array, as a piece is.
+        grads, of_grads = jax.tree.flatten(updates)
+        leaves, of_params = jax.tree.flatten(params)
+        whole, names, of_state = _init_avals(inner, params)
+        before = _leaves_of(state, names, whole, layout)
+        args = (scattered.grads, before, [layout.cut(x) for x in leaves], extra)
+        avals = jax.tree.map(_aval, (grads, whole, leaves, extra))
+        made: list[Any] = []
 
-        def step(grads: PyTree, leaves: Any, params: PyTree, extra: Any) -> Any:
-            state = jax.tree.unflatten(treedef, leaves)
-            out, new = inner.update(grads, state, params, **merge(extra))
+        def step(grads: list, state: list, params: list, extra: list) -> Any:
+            whole_state = jax.tree.unflatten(of_state, state)
+            out, new = inner.update(
+                jax.tree.unflatten(of_grads, grads),
+                whole_state,
+                jax.tree.unflatten(of_params, params),
+                **merge(extra),
+            )
             found = jax.tree.leaves(new)
-            if len(found) != len(leaves):
+            if len(found) != len(state):
                 buckets.check_same_structure(
-                    new, "The state that the optimizer returns", state, _OF_INIT
+                    new, "The state that the optimizer returns", whole_state, _OF_INIT
                 )
-            return out, found
+            made.append(jax.tree.structure(out))
+            return jax.tree.leaves(out), found
 
-        out, new = pieces.run(
-            step, args, (avals[0], jax.tree.leaves(whole_state), *avals[1:]), layout
-        )
-        steps, treedef_out = jax.tree.flatten(out, is_leaf=_is_piece)
+        steps, new = pieces.run(step, args, avals, layout)
         own = _as_pieces(steps, layout)
         leaves = _in_kinds(new, names, layout)
         if weighting is not None:  # Without any data nothing happens.
             has_data = weights.has_data(scattered.total)
             own, leaves = _unless_empty(has_data, own, leaves, before)
-        updates = jax.tree.unflatten(treedef_out, _gather_all(own, layout, halves))
+        updates = jax.tree.unflatten(made[-1], _gather_all(own, layout, halves))
         return updates, _make_state(names, leaves, scattered.hook_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -216,6 +220,22 @@ def _names(state: PyTree, params: PyTree) -> list[_Name]:
         _Name(path, jnp.shape(x), jnp.shape(x) in of_params and not _is_key(x))
         for path, x in zip(paths, jax.tree.leaves(state), strict=True)
     ]
+
+
+def _init_avals(
+    inner: optax.GradientTransformation, params: PyTree
+) -> tuple[list[jax.ShapeDtypeStruct], list[_Name], Any]:
+    """Returns shapes and dtypes of a new inner state, names, and its treedef."""
+    made: list[Any] = []
+
+    def init(params: PyTree) -> list[Any]:
+        state = inner.init(params)
+        made[:] = _names(state, params), jax.tree.structure(state)
+        return jax.tree.leaves(state)
+
+    avals = jax.eval_shape(init, params)
+    names, treedef = made
+    return avals, names, treedef
 
 
 def _cut_state(
@@ -264,7 +284,7 @@ def _aval(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _leaves_of(
-    state: ZeroState, names: list[_Name], whole: PyTree, layout: Layout
+    state: ZeroState, names: list[_Name], whole: list[Any], layout: Layout
 ) -> list[Any]:
     """The arrays of the inner state: pieces, or shared.
 
@@ -285,7 +305,7 @@ def _leaves_of(
             "Call `init` again when parameters are added, removed or reshaped."
         )
     leaves = []
-    for name, aval in zip(names, jax.tree.leaves(whole), strict=True):
+    for name, aval in zip(names, whole, strict=True):
         if not name.is_cut:
             leaves.append(jnp.asarray(shared[name.key]))
             continue
@@ -333,7 +353,7 @@ def _as_pieces(leaves: list[Any], layout: Layout) -> list[Piece]:
 class _Scattered(NamedTuple):
     """What a replica has after the reduction."""
 
-    grads: PyTree  # of `Piece`s.
+    grads: list[Any]  # leaves; `Piece`s, but for those that carry no data.
     used: PyTree | None  # by any replica.
     total: jax.Array | int  # how much all replicas count together.
     hook_state: PyTree
@@ -363,7 +383,7 @@ def _scatter(
         )
         if decided:
             used = usage_flags.from_rider(used, means.riders[0])
-        found = jax.tree.map(layout.cut, means.grads)
+        found = [layout.cut(x) for x in jax.tree.leaves(means.grads)]
         return _Scattered(found, used, means.total, means.hook_state)
     leaves = reduction.check_are_local(grads, plan, (), options.axis_name)
     pieces_: list[Any] = list(leaves)
@@ -379,8 +399,7 @@ def _scatter(
         for i, part in zip(bucket, parts, strict=True):
             # float16 is weighed in float32.
             pieces_[i] = Piece(part.astype(leaves[i].dtype), jnp.shape(leaves[i]))
-    tree = jax.tree.unflatten(plan.treedef, pieces_)
-    return _Scattered(tree, used, total, hook_state)
+    return _Scattered(pieces_, used, total, hook_state)
 
 
 def _gather_all(own: list[Piece], layout: Layout, halves: Halves) -> list[jax.Array]:

@@ -1,5 +1,7 @@
 """What every replica has for itself, in a state that is replicated otherwise."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,3 +214,47 @@ def test_a_state_that_processes_would_make_differently_is_refused_on_all():
         assert "differs between the replicas" in found["reshard"]
         assert "differs between the replicas" in found["spread"]
         assert "only process 1 has `state['opt'].own" in found["consolidate"]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Checked:
+    """As a train state that checks its fields whenever it is made."""
+
+    def __init__(self, w, b):
+        for x in (w, b):
+            if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+                raise TypeError(f"no array: {x!r}")
+        self.w, self.b = w, b
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(k), vars(self)[k]) for k in "wb"], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_classes_are_made_of_arrays_alone():
+    world = harness.local_world(2)
+    tx = jdp.zero1(optax.adam(0.1), world=world)
+
+    def loss_fn(params, batch):
+        params = jdp.sync_in_backward(params)
+        return jnp.mean((batch.w @ params.w + params.b - batch.b) ** 2)
+
+    @functools.partial(jdp.data_parallel, world=world)
+    def step(state, batch):
+        params, opt, own = state
+        _, grads = jdp.value_and_grad(loss_fn)(params, batch)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt, own), {"own": own, "p": own}
+
+    params = _Checked(np.ones(3, np.float32), np.zeros((), np.float32))
+    rows = _Checked(np.ones((4, 3), np.float32), np.ones(4, np.float32))
+    state = params, tx.init(params), PerReplica(_Checked(np.ones((2, 1)), np.ones(2)))
+    assert "['w']" not in str(jdp.describe(step, state, rows))
+    (params, *_), metrics = step(state, rows)
+    np.testing.assert_allclose(params.w, 0.9, rtol=1e-6)
+    assert metrics["own"].value.w.shape == (2, 1)
+    (batch, _), *_ = jdp.join_batches([rows], world=world)
+    assert batch.w is not None

@@ -26,13 +26,8 @@ class LossProgram:
 
     jaxpr: Any  # closed: (leaves of the parameters) -> (loss, *arrays of aux).
     treedef: Any  # of the parameters.
+    paths: tuple[str, ...]  # of each leaf.
     unflatten_aux: Callable[[list[Any]], PyTree]
-
-    @functools.cached_property
-    def paths(self) -> list[str]:
-        """The path of each leaf."""
-        leaves = range(self.treedef.num_leaves)
-        return buckets.leaf_paths(jax.tree.unflatten(self.treedef, leaves))
 
     @functools.cached_property
     def used(self) -> Sets:
@@ -234,7 +229,8 @@ def trace_loss(
         return [loss, *arrays]
 
     closed = jax.make_jaxpr(flat_loss)(*leaves)
-    return LossProgram(closed, treedef, rest[-1])
+    paths = tuple(buckets.leaf_paths(params))
+    return LossProgram(closed, treedef, paths, rest[-1])
 
 
 def gradient_order(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp import mesh, wire
+from jdp import buckets, mesh, wire
 from jdp.types import PyTree
 
 _KEY = "key<"
@@ -67,7 +67,7 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
         )
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, np.ma.MaskedArray):
-            path = _leaf_paths(treedef)[i]
+            path = buckets.leaf_paths(tree)[i]
             name = f"The leaf `{path}` of batch {index} (counted from 0)"
             mesh.check_has_no_mask(leaf, name)
     leaves = [
@@ -76,7 +76,7 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
     for i, leaf in enumerate(leaves):
         problem = _find_problem(leaf, leaves[0])
         if problem:
-            path = _leaf_paths(treedef)[i]
+            path = buckets.leaf_paths(tree)[i]
             raise ValueError(
                 f"The leaf `{path}` of batch {index} (counted from 0) {problem}."
             )
@@ -90,13 +90,14 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
     return Batch(tree, leaves, (treedef, kinds), leaves[0].shape[0])
 
 
-def make_spec(signature: Signature) -> Spec:
+def make_spec(batch: Batch) -> Spec:
     """Describes a batch so that another process can compare it, or make zeros."""
-    treedef, kinds = signature
-    paths = _leaf_paths(treedef)
+    treedef, kinds = batch.signature
     leaves = [
         LeafSpec(path, _name_of(dtype), tuple(shape))
-        for path, (dtype, shape) in zip(paths, kinds, strict=True)
+        for path, (dtype, shape) in zip(
+            buckets.leaf_paths(batch.tree), kinds, strict=True
+        )
     ]
     return Spec(_as_text(treedef), _encode_treedef(treedef), tuple(leaves))
 
@@ -252,12 +253,6 @@ def _find_problem(leaf: Any, first: Any) -> str | None:
 
 def _as_text(treedef: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(treedef))  # Not the same everywhere.
-
-
-def _leaf_paths(treedef: Any) -> list[str]:
-    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path) or "(root)" for path, _ in paths]
 
 
 def _encode_treedef(treedef: Any) -> bytes | None:

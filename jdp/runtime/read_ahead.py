@@ -156,7 +156,7 @@ class ReadAhead:
                 spec = None
                 if batch.signature != signature:
                     signature = batch.signature
-                    spec = batch_spec.make_spec(signature)
+                    spec = batch_spec.make_spec(batch)
                 self._add(batch, spec)
         except BaseException as error:  # Raised again by `take`.
             self._end(error)

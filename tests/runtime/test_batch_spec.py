@@ -22,7 +22,7 @@ X = np.ones((3, 2), np.float32)
 
 
 def _spec(tree):
-    return batch_spec.make_spec(batch_spec.inspect_batch(tree, 0).signature)
+    return batch_spec.make_spec(batch_spec.inspect_batch(tree, 0))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_differences_name_the_leaf_or_the_structures():
 def test_keys_of_random_numbers_are_padded_as_keys():
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
     batch = batch_spec.inspect_batch({"key": keys, "x": X}, 0)
-    spec = batch_spec.make_spec(batch.signature)
+    spec = batch_spec.make_spec(batch)
     assert [leaf.dtype for leaf in spec.leaves] == ["key<rbg>", "float32"]
     assert batch_spec.find_fault(spec) is None
     padded = batch_spec.pad_batch(batch, 5)["key"]
