@@ -145,12 +145,12 @@ def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
       Shape (num_replicas, m): row i is what replica i has sent to this one.
     """
     names = mesh.as_axis_names(axis_name)
-    rest = rows.shape[1:]
-    rows = rows.reshape(*[lax.axis_size(name) for name in names], *rest)
+    shape = rows.shape
+    rows = rows.reshape(*[lax.axis_size(name) for name in names], *shape[1:])
     # Along one axis after the other: `vmap` takes no more than one name.
     for dimension, name in enumerate(names):
         rows = lax.all_to_all(rows, name, dimension, dimension, tiled=True)
-    return rows.reshape(-1, *rest)
+    return rows.reshape(shape)
 
 
 def pad(x: jax.Array, multiple: int) -> jax.Array:

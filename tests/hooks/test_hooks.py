@@ -317,6 +317,19 @@ def test_no_state_holds_an_empty_array(hook):
     assert all(x.size for x in jax.tree.leaves(hook.init(avals)))
 
 
+@every_hook
+def test_a_bucket_without_elements_is_reduced_like_any_other(hook):
+    dtypes = "float32", "bfloat16", "float16", "int32"
+    avals = [jdp.buckets.BucketAval([(0, 5)], np.dtype(dtype)) for dtype in dtypes]
+
+    def fn(*xs):
+        return hook.apply([*xs], hook.init(avals), base.Wire(AXIS, None))[0]
+
+    xs = [jax.ShapeDtypeStruct((3, 0), aval.dtype) for aval in avals]
+    found = jax.eval_shape(jax.vmap(fn, axis_name=AXIS), *xs)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in xs]
+
+
 @pytest.mark.parametrize(
     "hook",
     [HOOKS["power_sgd"], hooks.chain(hooks.power_sgd(1), hooks.int8())],
