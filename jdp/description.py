@@ -122,7 +122,7 @@ def describe(
       always or at times; bytes on the wire. `str` makes a table of it, `to_json` JSON.
 
     Raises:
-      TypeError: `step` is not a step of `jdp.data_parallel`.
+      TypeError: `step` is not a step of `jdp.data_parallel`, or a leaf is no array.
     """
     if not isinstance(step, DataParallelStep):
         raise TypeError(

@@ -247,7 +247,7 @@ def _is_split(world: World, leaf: Any) -> bool:
 
 def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Array:
     if not isinstance(leaf, jax.Array):
-        leaf = _as_host_array(tree, index, leaf)
+        leaf = as_host_array(tree, index, leaf)
     elif isinstance(leaf, jax.core.Tracer):
         raise TypeError(
             f"{_describe(tree, index)} is a value that JAX traces. Batches are placed "
@@ -289,6 +289,25 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
     shards = jax.device_put(parts, list(world.local_devices))
     shape = (part * world.num_replicas, *leaf.shape[1:])
     return jax.make_array_from_single_device_arrays(shape, world.split, shards)
+
+
+def as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
+    """Returns a leaf of a batch as an array of numpy.
+
+    Raises:
+      TypeError: it is no array, or one that JAX does not have; it is named.
+    """
+    check_has_no_mask(leaf, _describe(tree, index))
+    array = np.asarray(leaf)
+    check_has_known_dtype(leaf, _describe(tree, index))
+    if array.dtype.kind not in "biufcV":
+        raise TypeError(
+            f"{_describe(tree, index)} is a {type(leaf).__name__}, no array. Pass "
+            "pytrees of arrays. A flag or a text is named in `static_argnames`. A "
+            "class of one's own is taken apart once it is registered with "
+            "`jax.tree_util.register_dataclass`."
+        )
+    return array
 
 
 def own_copy(x: np.ndarray) -> np.ndarray:
@@ -339,20 +358,6 @@ def check_has_known_dtype(leaf: object, name: str) -> None:
         raise TypeError(
             f"{name} has dtype {leaf.dtype}, which JAX does not have. {advice}"
         ) from None
-
-
-def _as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
-    check_has_no_mask(leaf, _describe(tree, index))
-    array = np.asarray(leaf)
-    check_has_known_dtype(leaf, _describe(tree, index))
-    if array.dtype.kind not in "biufcV":
-        raise TypeError(
-            f"{_describe(tree, index)} is a {type(leaf).__name__}, no array. Pass "
-            "pytrees of arrays. A flag or a text is named in `static_argnames`. A "
-            "class of one's own is taken apart once it is registered with "
-            "`jax.tree_util.register_dataclass`."
-        )
-    return array
 
 
 def _describe(tree: PyTree, index: int) -> str:

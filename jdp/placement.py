@@ -178,7 +178,7 @@ class StatePlacer:
           TypeError: a leaf is no array, or a value that JAX traces.
         """
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-            name = f"The state's leaf `{jax.tree_util.keystr(path) or '(root)'}`"
+            name = _name_of(path)
             if isinstance(leaf, jax.core.Tracer):
                 raise _while_tracing(self._name)
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
@@ -263,14 +263,23 @@ class StatePlacer:
 
 
 def state_avals(world: World, state: PyTree) -> PyTree:
-    """Returns shapes, dtypes and shardings of a state that is in its place."""
-    leaves, treedef = jax.tree.flatten(state)
+    """Returns shapes, dtypes and shardings of a state that is in its place.
+
+    Raises:
+      TypeError: a leaf is no array.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     avals = []
-    for leaf, is_own in zip(leaves, per_replica.are_own(state), strict=True):
+    for (path, leaf), is_own in zip(leaves, per_replica.are_own(state), strict=True):
+        check_is_array(leaf, _name_of(path))
         aval = jax.eval_shape(lambda x: x, leaf)
         sharding = world.split if is_own else world.replicated
         avals.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
     return jax.tree.unflatten(treedef, avals)
+
+
+def _name_of(path: Any) -> str:
+    return f"The state's leaf `{jax.tree_util.keystr(path) or '(root)'}`"
 
 
 def check_is_array(leaf: Any, name: str) -> None:

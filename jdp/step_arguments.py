@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdp import buffer_sync, compat, mesh, placement, replicas
+from jdp import buckets, buffer_sync, compat, mesh, placement, replicas
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -279,35 +280,43 @@ def global_avals(world: World, batches: tuple[PyTree, ...]) -> tuple[PyTree, ...
       batches: of arrays or `jax.ShapeDtypeStruct`s, with the samples of this process.
 
     Raises:
+      TypeError: a leaf is no array.
       ValueError: a batch has no dimension 0.
     """
 
-    def of_batch(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def of_batches(tree: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(tree)
+        avals = [of_batch(tree, i, leaf) for i, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(treedef, avals)
+
+    def of_batch(tree: PyTree, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, np.ndarray) or not hasattr(leaf, "dtype"):
+            mesh.as_host_array(tree, index, leaf)
         shape, dtype = _shape_and_dtype(leaf)
         if not shape:
+            path = buckets.leaf_paths(tree)[index]
             raise ValueError(
-                f"The batch's leaf `{jax.tree_util.keystr(path) or '(root)'}` is a "
-                f"scalar; {mesh.SCALAR_ADVICE}"
+                f"The batch's leaf `{path}` is a scalar; {mesh.SCALAR_ADVICE}"
             )
         if not (isinstance(leaf, jax.Array) and leaf.sharding == world.split):
             shape = (shape[0] * world.process_count, *shape[1:])
         return jax.ShapeDtypeStruct(shape, dtype, sharding=world.split)
 
+    def of_replicated(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        name = path[0].key + jax.tree_util.keystr(path[1:])
+        placement.check_is_array(leaf, f"The argument `{name}`")
+        shape, dtype = _shape_and_dtype(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=world.replicated)
+
     if not is_call(batches):
-        return jax.tree_util.tree_map_with_path(of_batch, batches)
+        return of_batches(batches)
     *others, call = batches
     found = dataclasses.replace(
         call,
-        batches=jax.tree_util.tree_map_with_path(of_batch, call.batches),
-        replicated=jax.tree.map(functools.partial(whole_aval, world), call.replicated),
+        batches=of_batches(call.batches),
+        replicated=jax.tree_util.tree_map_with_path(of_replicated, call.replicated),
     )
-    return *jax.tree_util.tree_map_with_path(of_batch, tuple(others)), found
-
-
-def whole_aval(world: World, leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of an array, or number, that each replica holds whole."""
-    shape, dtype = _shape_and_dtype(leaf)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=world.replicated)
+    return *of_batches(tuple(others)), found
 
 
 def run(

@@ -451,3 +451,14 @@ def test_batches_of_unequal_lengths_are_warned_of(length, is_warned, recwarn):
     step(jnp.float32(0), np.ones(8, np.float32), np.ones(length, np.float32))
     found = ["`batch[0]` 8, `batch[1]` 4" in str(w.message) for w in recwarn.list]
     assert found == [True] * is_warned
+
+
+@pytest.mark.parametrize("name", ["state", "x", "rate"])
+def test_what_is_no_array_is_refused_alike_by_a_call_and_a_look(name):
+    step, refusals = _scaled(replicated_argnames="rate"), set()
+    given = {"state": np.float32(1), "x": X, "rate": 1.0, name: {"a": "text"}}
+    for look in (step, functools.partial(jdp.describe, step), step.fingerprint):
+        with pytest.raises(TypeError, match=r"\['a'\]` is a str") as caught:
+            look(given["state"], x=given["x"], rate=given["rate"])
+        refusals.add(str(caught.value))
+    assert len(refusals) == 1
