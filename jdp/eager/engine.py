@@ -116,7 +116,7 @@ class Engine:
         add = self._recorder.add
         with self._lock:
             if self._refusal:
-                raise RuntimeError(self._refusal)
+                raise lost.as_error(self._refusal)
             self._pending.add(entries)
             self.submitted.count += 1
             for entry in entries:
@@ -131,7 +131,7 @@ class Engine:
     def check_is_open(self) -> None:
         """Raises RuntimeError if the engine has ended, or this process has joined."""
         if self._refusal:
-            raise RuntimeError(self._refusal)
+            raise lost.as_error(self._refusal)
 
     def submit_join(self, entry: Entry) -> None:
         """Says that this process has no more data.
@@ -455,7 +455,7 @@ class Engine:
         if self._join_entry is not None:
             entries.append(self._join_entry)
             self._join_entry = None
-        self._completion.fail(entries, RuntimeError(why))
+        self._completion.fail(entries, lost.as_error(why))
         if entries:
             self.dump(why)
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jdp import mesh
+from jdp import mesh, progress
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
 from jdp.eager.messages import UNNAMED
@@ -285,7 +285,8 @@ def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[A
         if entry.error is not None:
             # Several callers may wait for one failure; each gets a traceback.
             if type(entry.error) is RuntimeError:
-                raise RuntimeError(str(entry.error))
+                culprit = progress.culprit_of(entry.error)
+                raise progress.blame(RuntimeError(str(entry.error)), culprit)
             raise entry.error
     return [entry.value for entry in entries]
 

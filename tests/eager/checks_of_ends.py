@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 import jdp
-from jdp import eager
+from jdp import eager, progress
 
 _MANY = 400_000
 
@@ -33,4 +33,5 @@ def run(how: str, late: int) -> None:
     try:
         eager.all_reduce(x, name="alone")
     except RuntimeError as error:
+        assert progress.culprit_of(error) == ends  # A launcher names it.
         print(f"RANK {rank} HEARD {error}", flush=True)
