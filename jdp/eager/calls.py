@@ -24,7 +24,11 @@ def poll(handle: Handle) -> bool:
 
     Returns:
       False while it is under way; True also if `synchronize` raises at once.
+
+    Raises:
+      TypeError: `handle` is something else.
     """
+    _check_handle(handle)
     return handle.is_done()
 
 
@@ -43,11 +47,21 @@ def synchronize(handle: Handle, *, timeout_s: float | None = None) -> Any:
       TimeoutError: it is not done in time; the ranks that others wait for are named.
         The operation is still under way.
       ValueError: `timeout_s` is negative or no number.
-      TypeError: `timeout_s` is of another type.
+      TypeError: `timeout_s` is of another type, or `handle` is none.
       RuntimeError: the ranks asked for different things under its name, or a process
         is gone or late; on all ranks.
     """
+    _check_handle(handle)
     return handle.result(timeout_s)
+
+
+def _check_handle(handle: Any) -> None:
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            "`handle` must be what a function whose name ends in `_async` returned, "
+            f"got {type(handle).__name__}. Of several handles pass one at a time, as "
+            "in `jax.tree.map(eager.synchronize, handles)`."
+        )
 
 
 def all_reduce(

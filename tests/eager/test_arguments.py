@@ -140,3 +140,11 @@ def test_derivatives_that_are_not_supported_are_told(transform):
     x = jnp.ones(3) if transform is jax.vmap else 1.0
     with pytest.raises(TypeError, match="none of second order.* `_async` have none"):
         transform(lambda x: requests.as_array(x, "x"))(x)
+
+
+@pytest.mark.parametrize("handle", [{}, [], "x", None, np.zeros(2)])
+@pytest.mark.parametrize("call", [eager.synchronize, eager.poll])
+def test_what_is_no_handle_is_refused(call, handle):
+    message = f"`handle` must be .* got {type(handle).__name__}.* one at a time"
+    with pytest.raises(TypeError, match=message):
+        call(handle)
