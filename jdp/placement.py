@@ -273,7 +273,9 @@ def state_avals(world: World, state: PyTree) -> PyTree:
     for (path, leaf), is_own in zip(leaves, per_replica.are_own(state), strict=True):
         check_is_array(leaf, _name_of(path))
         aval = jax.eval_shape(lambda x: x, leaf)
-        sharding = world.split if is_own else world.replicated
+        sharding = world.replicated
+        if is_own:
+            sharding = replicas.sharding_of_rows(world, aval.shape)
         avals.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
     return jax.tree.unflatten(treedef, avals)
 

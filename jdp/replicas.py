@@ -1,5 +1,6 @@
 """Replicas: is the state, and is the program, the same in every process?"""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,8 +211,15 @@ def is_replicated(world: World, x: Any) -> bool:
 
 
 def is_split(world: World, x: Any) -> bool:
-    """Returns whether the array `x` is split over the replicas on its dimension 0."""
-    return _has_sharding(x, world.split)
+    """Returns whether every replica has its row of the array `x`, on dimension 0."""
+    is_placed = _has_sharding(x, sharding_of_rows(world, jnp.shape(x)))
+    return is_placed and x.shape[0] == world.num_replicas
+
+
+def sharding_of_rows(world: World, shape: Sequence[int]) -> NamedSharding:
+    """Returns how an array lies that has a row for each replica."""
+    # Programs of JAX return arrays without elements as replicated, whatever they were.
+    return world.split if math.prod(shape) else world.replicated
 
 
 _IN_PLACE = "is on all replicas"
@@ -245,7 +253,7 @@ def _has_sharding(x: Any, sharding: NamedSharding) -> bool:
 
 
 def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
-    if _has_sharding(leaf, world.split):
+    if is_split(world, leaf):
         return leaf
     if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != world.num_replicas:
         raise ValueError(
@@ -264,7 +272,7 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
     if not isinstance(leaf, jax.Array):
         rows = mesh.own_copy(rows)
     placed = jax.make_array_from_callback(
-        rows.shape, world.split, lambda where: rows[where]
+        rows.shape, sharding_of_rows(world, rows.shape), lambda where: rows[where]
     )
     return _as_keys(placed, like=leaf)
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jdp
-from jdp import replica_state
+from jdp import replica_state, replicas
 from jdp.per_replica import PerReplica
 from tests import harness
 
@@ -54,6 +54,21 @@ def test_what_was_placed_is_not_copied_again():
     again = jdp.replicate(world, placed)
     for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(again), strict=True):
         assert a is b
+
+
+def test_rows_without_elements_are_in_place_wherever_they_come_from():
+    """One program takes what the host, `init` and a step have made."""
+    world = harness.local_world(2)
+    step = jdp.data_parallel(lambda state, batch: (state, {}), world=world)
+    copied = jdp.copy_per_replica(np.zeros((0, 3), np.float32), world=world)
+    placed = jdp.replicate(world, PerReplica(np.zeros((2, 0, 3), np.float32)))
+    batch = np.zeros(2, np.float32)
+    states = placed, copied, *(step(state, batch)[0] for state in (placed, copied))
+    assert len({state.value.sharding for state in states}) == 1
+    for state in states[2:]:
+        assert replicas.place_own_rows(world, state).value is state.value
+    with pytest.raises(ValueError, match=r"must be 2, .* got shape \(0, 3\)"):
+        step(PerReplica(jdp.replicate(world, np.zeros((0, 3)))), batch)
 
 
 def test_a_pair_of_axes():
@@ -126,9 +141,11 @@ def _train_apart():
     def step(state, batch):
         own = state["own"].value + lax.axis_index("data") + 1
         total = lax.psum(batch.sum(), "data")
-        return {"own": PerReplica(own), "shared": state["shared"] + total}, {}
+        new = {"own": PerReplica(own), "shared": state["shared"] + total}
+        return {**new, "none": state["none"]}, {}
 
     state = {"own": PerReplica(np.zeros((n, 2))), "shared": np.float32(0)}
+    state["none"] = jdp.copy_per_replica(np.zeros((0, 3), np.float32))
     with jdp.Join([step], example=(state, np.zeros(1, np.float32))):
         for _ in range(1 + rank):
             state, _ = step(state, np.ones(1, np.float32))
