@@ -98,8 +98,8 @@ def init(
 
     Without arguments the place of this process comes from `jdp launch`, else from what
     `jax.distributed` detects (Slurm, Open MPI, Kubernetes, TPU), else this process is
-    alone and its devices are the replicas. Called again with the same arguments it
-    returns the same world.
+    alone and its devices are the replicas, as with `num_processes=1` and nothing else.
+    Called again with the same arguments it returns the same world.
 
     Args:
       coordinator_address: "host:port" at which process 0 listens. With it go
@@ -119,7 +119,8 @@ def init(
       The world; functions that take `world=None` use it.
 
     Raises:
-      ValueError: an argument is out of range or missing.
+      ValueError: an argument is out of range or missing, also where the environment
+        says that there are several processes and not where they meet.
       RuntimeError: called before with other arguments, or after JAX has chosen its
         devices; the coordinator cannot be reached, its port is taken, or processes are
         missing, doubled or do not fit.
@@ -192,7 +193,10 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
         "num_processes": options.num_processes,
         "process_id": options.process_id,
     }
-    if any(value is not None for value in explicit.values()):
+    given = [name for name, value in explicit.items() if value is not None]
+    if given == ["num_processes"] and options.num_processes == 1:
+        return None
+    if given:
         missing = [name for name, value in explicit.items() if value is None]
         if missing:
             raise ValueError(
@@ -201,7 +205,12 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
             )
         return Place(**explicit, local_device_ids=options.local_device_ids)
     launched = LaunchEnvironment.from_environ(environ)
-    return _launched_place(launched, options) if launched else _detected_place(options)
+    if launched is not None:
+        return _launched_place(launched, options)
+    place = _detected_place(options)
+    if place is None:
+        environment.check_is_alone(environ)
+    return place
 
 
 def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> Place:

@@ -30,6 +30,13 @@ _NUMBERS_OF_CLUSTERS = (
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
+# What launchers set in each of several processes, where JAX does not find these; the
+# first is their number. Slurm sets `SLURM_NTASKS` also where nobody has called srun.
+_OF_OTHER_LAUNCHERS = (
+    ("WORLD_SIZE", "RANK", "MASTER_ADDR"),  # torchrun.
+    ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI.
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI 5.
+)
 _TEXTS_OF_CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
 
 
@@ -87,6 +94,25 @@ class LaunchEnvironment:
                 None if devices is None else _parse_int(environ, DEVICES_PER_PROCESS)
             ),
         )
+
+
+def check_is_alone(environ: Mapping[str, str]) -> None:
+    """Refuses an environment that a launcher made which JAX does not know; pure.
+
+    Raises:
+      ValueError: it says that there are several processes.
+    """
+    for names in _OF_OTHER_LAUNCHERS:
+        if all(environ.get(name) for name in names) and (
+            environ[names[0]].isdecimal() and int(environ[names[0]]) > 1
+        ):
+            shown = ", ".join(f"`{name}={environ[name]!r}`" for name in names)
+            raise ValueError(
+                f"This process is one of several, by {shown}, of a launcher that JAX "
+                "does not find. Give `coordinator_address`, `num_processes` and "
+                "`process_id`, or start the job with `jdp launch`; with "
+                "`num_processes=1` alone, this process is alone."
+            )
 
 
 def explain_cluster(environ: Mapping[str, str], error: Exception) -> str:

@@ -91,3 +91,33 @@ def test_garbage_of_open_mpi_names_what_is_not_set(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", uri)
     with pytest.raises(ValueError, match="'OMPI_COMM_WORLD_SIZE' is not set"):
         jdp.init(timeout_s=5)
+
+
+_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+_MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+_OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("environ", [_TORCHRUN, _MPICH, _OPEN_MPI])
+def test_one_of_several_that_jax_does_not_find_is_refused(monkeypatch, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="one of several") as refused:
+        jdp.init()
+    for name, value in environ.items():
+        assert f"`{name}={value!r}`" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        _TORCHRUN | {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "2", "RANK": "0"},  # Of nobody in particular.
+        _MPICH | {"PMI_SIZE": "x"},
+        # `python train.py` in the shell of `salloc`.
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"},
+    ],
+)
+def test_what_is_left_of_an_allocation_is_no_job(environ):
+    environment.check_is_alone(environ)
