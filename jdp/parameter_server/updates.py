@@ -15,6 +15,9 @@ from jdp.parameter_server import shards
 from jdp.parameter_server.shards import Shards
 from jdp.types import Device, PyTree
 
+# Updates until a state keeps its dtypes and structure; more than any optimizer needs.
+_MOST_FORMS = 4
+
 
 class _State(NamedTuple):
     """What an update changes."""
@@ -49,9 +52,11 @@ class Updater:
         self._plan = plan
         self._server = server
         self._update = jax.jit(self._make_update, donate_argnums=0)
-        self._compiled: dict[int, Any] = {}  # by number of pushes.
+        self._compiled: dict[tuple[int, int], Any] = {}  # by form and number of pushes.
         self._initial = params
         self._state = self._begin(params)
+        self._form = 0  # of the state, in `_forms`.
+        self._forms = self._find_forms()
 
     def apply(
         self,
@@ -76,6 +81,7 @@ class Updater:
                 parts.astype(_weight_dtype()),
                 np.int32(staleness),
             )
+            self._form = min(self._form + 1, len(self._forms) - 1)
         # Who waits for memory that is shared must not go on before it was read.
         jax.block_until_ready(self._state)
 
@@ -84,16 +90,15 @@ class Updater:
         shards.copy_leaves(self._shard, self._find_leaves(), buffers)
 
     def save(self) -> list[np.ndarray]:
-        """Returns copies of all arrays that make the state."""
-        return [np.array(x) for x in jax.tree.leaves(self._state)]
+        """Returns copies of all arrays that make the state; of a key, its data."""
+        return [np.array(_without_key(x)) for x in jax.tree.leaves(self._state)]
 
     def describe(self) -> tuple[str, ...]:
         """Returns what each array of the state is, and how the optimizer's nests."""
-        leaves = zip(
-            buckets.leaf_paths(self._state), jax.tree.leaves(self._state), strict=True
-        )
+        state = self._forms[-1]
+        leaves = zip(buckets.leaf_paths(state), jax.tree.leaves(state), strict=True)
         arrays = [f"`{path}` {x.dtype}{list(x.shape)}" for path, x in leaves]
-        return (*arrays, f"a state {_describe_nodes(self._state.opt_state)}")
+        return (*arrays, f"a state {_describe_nodes(state.opt_state)}")
 
     def load(self, arrays: Sequence[np.ndarray]) -> None:
         """Takes what `save` has returned.
@@ -101,38 +106,69 @@ class Updater:
         Raises:
           RuntimeError: it is that of other parameters, or of another optimizer.
         """
-        leaves, treedef = jax.tree.flatten(self._state)
         found = [(tuple(x.shape), np.dtype(x.dtype)) for x in arrays]
-        wanted = [(x.shape, np.dtype(x.dtype)) for x in leaves]
-        if found != wanted:
+        kinds = [list(map(_saved_as, jax.tree.leaves(form))) for form in self._forms]
+        if found not in kinds:
             raise RuntimeError(
                 "The checkpoint is that of other parameters, of another optimizer or "
-                f"of another number of servers.\n  here:       {wanted[:4]} ...\n"
+                f"of another number of servers.\n  here:       {kinds[-1][:4]} ...\n"
                 f"  checkpoint: {found[:4]} ...\nGive another `checkpoint_dir`."
             )
-        self._state = jax.tree.unflatten(
-            treedef, [jax.device_put(x, self._device) for x in arrays]
-        )
+        # The last of those that look alike: a checkpoint is made after updates.
+        self._form = max(i for i, kind in enumerate(kinds) if kind == found)
+        leaves, treedef = jax.tree.flatten(self._forms[self._form])
+        put = [jax.device_put(x, self._device) for x in arrays]
+        self._state = jax.tree.unflatten(treedef, map(_with_key, put, leaves))
 
     def reset(self) -> None:
         """Goes back to the parameters it was given."""
-        self._state = self._begin(self._initial)
+        self._state, self._form = self._begin(self._initial), 0
 
     def warm_up(self, num_pushes: int) -> None:
         """Compiles the update for so many pushes at once, before there are any."""
         self._compile(num_pushes)
 
     def _compile(self, num_pushes: int) -> Any:
-        if num_pushes not in self._compiled:
-            avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._shard.avals]
-            lowered = self._update.lower(
-                self._state,
-                (tuple(avals),) * num_pushes,
-                jax.ShapeDtypeStruct((num_pushes,), _weight_dtype()),
-                jax.ShapeDtypeStruct((), jnp.int32),
+        place = self._form, num_pushes
+        if place not in self._compiled:
+            # A state that takes another form has no use for the memory of the old one.
+            is_settled = self._form == len(self._forms) - 1
+            update = self._update if is_settled else jax.jit(self._make_update)
+            lowered = update.lower(
+                self._forms[self._form], *self._find_avals(num_pushes)
             )
-            self._compiled[num_pushes] = lowered.compile()
-        return self._compiled[num_pushes]
+            self._compiled[place] = lowered.compile()
+        return self._compiled[place]
+
+    def _find_avals(self, num_pushes: int) -> tuple[Any, ...]:
+        """Shapes and dtypes of what an update takes beside the state."""
+        avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._shard.avals)
+        return (
+            (avals,) * num_pushes,
+            jax.ShapeDtypeStruct((num_pushes,), _weight_dtype()),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
+
+    def _find_forms(self) -> list[_State]:
+        """Returns shapes and dtypes of the state at first, and after each update.
+
+        An update may change them at first, as that of parameters of two dtypes may; the
+        last of these forms stays.
+
+        Raises:
+          ValueError: none stays.
+        """
+        forms = [jax.eval_shape(lambda state: state, self._state)]
+        while len(forms) <= _MOST_FORMS:
+            form = self._update.eval_shape(forms[-1], *self._find_avals(1))
+            if _is_alike(form, forms[-1]):
+                return forms
+            forms.append(form)
+        raise ValueError(
+            "The optimizer's state has another structure, or other shapes or dtypes, "
+            f"after each of the first {_MOST_FORMS} updates, so that no program and no "
+            "checkpoint fits it. Take an optimizer whose state keeps them."
+        )
 
     def _begin(self, params: PyTree) -> _State:
         own = self._plan.find_parts(params, self._server)
@@ -168,6 +204,34 @@ class Updater:
         )
         params: Any = optax.apply_updates(state.params, updates)
         return _State(params, opt_state)
+
+
+def _is_alike(one: PyTree, other: PyTree) -> bool:
+    """Whether one program takes both."""
+    has_one_structure = jax.tree.structure(one) == jax.tree.structure(other)
+    return has_one_structure and jax.tree.leaves(one) == jax.tree.leaves(other)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _without_key(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _with_key(x: jax.Array, like: Any) -> jax.Array:
+    """Makes a key of its data, where `like` is of a key."""
+    if not _is_key(like):
+        return x
+    impl = jax.random.key_impl(jnp.zeros((), like.dtype))
+    return jax.random.wrap_key_data(x, impl=impl)
+
+
+def _saved_as(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of what `Updater.save` makes of it."""
+    data = jax.eval_shape(_without_key, aval)
+    return data.shape, np.dtype(data.dtype)
 
 
 def _describe_nodes(tree: PyTree) -> str:

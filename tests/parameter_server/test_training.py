@@ -108,6 +108,66 @@ def test_a_mean_of_finite_gradients_is_finite_and_of_equal_ones_their_own(
         np.testing.assert_array_equal(found, grads)
 
 
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.noisy_sgd(0.1, key=jax.random.key(0)),
+        optax.noisy_sgd(0.1, key=jax.random.key(0, impl="rbg")),
+        # Its moments are of the dtype of the parameters, then of the step size.
+        optax.inject_hyperparams(optax.adam)(1e-2, eps=1e-3),
+        optax.chain(optax.sgd(0.1), optax.monitor({"norm": optax.tree.norm})),
+    ],
+    ids="key other-key settles grows".split(),
+)
+def test_a_state_of_any_form_steps_as_on_one_device_and_outlives_a_restart(
+    tx, num_before
+):
+    params = {"a": jnp.ones(4, jnp.bfloat16), "norm": jnp.ones(3)}
+    plan, device = shards.plan_shards(params, 1), jax.local_devices()[0]
+    (shard,) = plan.of_server
+    first = updates.Updater(params, tx, plan, 0, device)
+    grads = jax.tree.map(lambda x: x / 3, params)
+    push = [np.zeros(a.shape, a.dtype) for a in shard.avals]
+    shards.copy_leaves(shard, jax.tree.leaves(grads), push)
+
+    @jax.jit
+    def step(params, state):
+        found, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, found), state
+
+    expected = params, tx.init(params)
+    for _ in range(num_before):
+        first.apply([push], [1.0], 0)
+        expected = step(*expected)
+    again = updates.Updater(params, tx, plan, 0, device)
+    assert again.describe() == first.describe()
+    again.load(first.save())
+    for _ in range(2):
+        again.apply([push], [1.0], 0)
+        expected = step(*expected)
+    found = [np.zeros_like(x) for x in push]
+    again.copy_into(found)
+    copied = [np.zeros_like(x) for x in push]
+    shards.copy_leaves(shard, jax.tree.leaves(expected[0]), copied)
+    for own, other in zip(found, copied, strict=True):
+        np.testing.assert_allclose(
+            own.astype(np.float32), other.astype(np.float32), rtol=1e-6
+        )
+
+
+def test_a_state_that_never_settles_is_refused():
+    def update(updates, state, params=None):
+        return updates, jnp.concatenate([state, state])
+
+    tx = optax.GradientTransformation(lambda params: jnp.zeros(1), update)
+    plan = shards.plan_shards({"w": np.zeros(2, np.float32)}, 1)
+    with pytest.raises(ValueError, match="after each of the first 4 updates"):
+        updates.Updater(
+            {"w": np.zeros(2, np.float32)}, tx, plan, 0, jax.local_devices()[0]
+        )
+
+
 def test_a_gradient_that_overflows_in_the_dtype_of_the_hook_is_rejected(tmp_path):
     params = {"w": np.zeros(3, np.float32)}
     hook = hooks.cast("float16")
