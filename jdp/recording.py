@@ -99,6 +99,12 @@ def add_synchronization(made: Synchronization) -> None:
         warn_of_late_weights([made], [made.loss])
 
 
+def has_synchronized() -> bool:
+    """Whether what is being traced has synchronised gradients."""
+    found = _current.get()
+    return found is not None and bool(found.synchronizations)
+
+
 def warn_of(found: Recording) -> None:
     """Warns of what the trace of a step has found; once per loss."""
     for facts in found.distinct_losses():

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jdp import (
     compat,
     per_replica,
+    recording,
     reduction,
     sameness,
     sources,
@@ -362,8 +363,16 @@ def _explain_spread(spread: Spread, traced: Any, output: int, world: World) -> s
             f"same: `lax.pmean(x, {world.axis_name!r})`, or `jdp.broadcast_from(x, 0, "
             f"axis_name={world.axis_name!r})`."
         )
+    hint = ""
+    if recording.has_synchronized():
+        hint = (
+            " The step averages some gradients already. Of a metric take "
+            f"`lax.psum(x, {world.axis_name!r})`, `jdp.average(x)` or "
+            f"`lax.all_gather(x, {world.axis_name!r}, tiled=True)` before it is added "
+            "up; of running statistics `jdp.sync_buffers(stats)`. Else:"
+        )
     return (
-        f"{text}{line}. Average gradients: `jdp.value_and_grad` in place of "
+        f"{text}{line}.{hint} Average gradients: `jdp.value_and_grad` in place of "
         "`jax.value_and_grad` or `nnx.value_and_grad`, `jdp.sync_gradients`, or "
         f"`lax.pmean(grads, {world.axis_name!r})`. A loss that an optimizer "
         "differentiates itself is `jdp.mean_loss(loss_fn)`."

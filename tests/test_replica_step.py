@@ -625,6 +625,13 @@ def test_a_refusal_names_what_helps_for_the_state_that_it_names():
     def number(state, x):
         return state + lax.axis_index("data"), {}
 
+    def add_up(state, x):
+        return (state[0] - jdp.sync_gradients(x.mean()), state[1] + x.sum()), {}
+
+    text = _refusal_of(add_up, (0.0, 0.0), batch)
+    assert "Of a metric take `lax.psum(x, 'data')`" in text
+    text = _refusal_of(lambda s, x: (s + x.sum(), {}), 0.0, batch)
+    assert "Of a metric" not in text and "Average gradients" in text
     assert "`jdp.sync_buffers(stats)`" in _refusal_of(normalise, stats, batch)
     text = _refusal_of(reduce_rate, plateau.init(jnp.zeros(())), batch)
     assert "value=jdp.average(loss)" in text
