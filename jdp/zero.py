@@ -180,12 +180,15 @@ def zero1(
             return jax.tree.leaves(out), found
 
         steps, new = pieces.run(step, args, avals, layout)
-        own = _as_pieces(steps, layout)
+        places = [i for i, x in enumerate(steps) if not _is_float0(x)]
+        own = _as_pieces([steps[i] for i in places], layout)
         leaves = _in_kinds(new, names, layout)
         if weighting is not None:  # Without any data nothing happens.
             has_data = weights.has_data(scattered.total)
             own, leaves = _unless_empty(has_data, own, leaves, before)
-        updates = jax.tree.unflatten(made[-1], _gather_all(own, layout, halves))
+        for i, x in zip(places, _gather_all(own, layout, halves), strict=True):
+            steps[i] = x
+        updates = jax.tree.unflatten(made[-1], steps)
         return updates, _make_state(names, leaves, scattered.hook_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -277,6 +280,11 @@ def _is_key(x: Any) -> bool:
 
 def _is_piece(x: Any) -> bool:
     return isinstance(x, Piece)
+
+
+def _is_float0(x: Any) -> bool:
+    """Whether it is a gradient of integers, which holds nothing to cut or to send."""
+    return not _is_piece(x) and x.dtype == jax.dtypes.float0
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:
@@ -383,7 +391,9 @@ def _scatter(
         )
         if decided:
             used = usage_flags.from_rider(used, means.riders[0])
-        found = [layout.cut(x) for x in jax.tree.leaves(means.grads)]
+        found = [
+            x if _is_float0(x) else layout.cut(x) for x in jax.tree.leaves(means.grads)
+        ]
         return _Scattered(found, used, means.total, means.hook_state)
     leaves = reduction.check_are_local(grads, plan, (), options.axis_name)
     pieces_: list[Any] = list(leaves)

@@ -159,6 +159,31 @@ def test_with_a_hook(hook):
     assert bool(jax.tree.leaves(state.hook)) == (hook.name != "none")
 
 
+@pytest.mark.parametrize("hook", [None, hooks.none()], ids=["no hook", "none"])
+def test_gradients_of_integers_pass_through(hook):
+    labels = {"w": "trained", "n": "frozen"}
+    inner = {"trained": optax.sgd(0.5), "frozen": optax.set_to_zero()}
+    world = harness.local_world(2)
+    tx = jdp.zero1(optax.partition(inner, labels), hook=hook, world=world)
+
+    @functools.partial(jdp.data_parallel, world=world)
+    def step(state, batch):
+        params, opt = state
+
+        def loss_fn(params):
+            return (params["w"] * batch).sum()
+
+        grads = jax.grad(loss_fn, allow_int=True)(params)
+        updates, opt = tx.update(grads, opt, params, weight=batch.sum())
+        assert updates["n"].dtype == jax.dtypes.float0
+        return ({**params, "w": params["w"] + updates["w"]}, opt), {}
+
+    params = {"w": np.ones(3, np.float32), "n": np.arange(4)}
+    state = jdp.replicate(world, (params, tx.init(params)))
+    (params, _), _ = step(state, np.array([1.0, 3.0], np.float32))
+    np.testing.assert_allclose(params["w"], 1 - 0.5 * (1 + 9) / 4, rtol=1e-6)
+
+
 def test_a_hook_compresses_as_it_does_without():
     world, hook = harness.local_world(4), hooks.top_k(0.1)
     plain = jdp.distributed_optimizer(optax.adam(0.01), hook=hook, world=world)
