@@ -151,7 +151,10 @@ class Checkpoints:
             if not data:
                 path.unlink(missing_ok=True)
                 return
-            half.write_bytes(data)
+            # Of another account, a link may lead to a file of this one.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(half, flags, 0o644), "wb") as file:
+                file.write(data)
             half.rename(path)
 
     def save(

@@ -21,7 +21,8 @@ class FolderLock:
           RuntimeError: another process has it.
           OSError: the file cannot be opened.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        # Of another account, a link may lead to a file of this one.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(folder / "lock", flags, 0o644)
         self._close = weakref.finalize(self, os.close, descriptor)
         try:

@@ -53,6 +53,7 @@ def make_lane(num_bytes: int) -> tuple[Lane, LaneFile] | None:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     descriptor = os.memfd_create("jdp-parameter-server", flags)
     try:
+        os.fchmod(descriptor, 0o600)  # It is made with 0777.
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         mapped = mmap.mmap(descriptor, size)

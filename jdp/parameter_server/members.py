@@ -15,7 +15,7 @@ class Member:
 
     worker: int
     lease_end_s: float
-    clock: int  # updates that it made, counted from the slowest when it joined.
+    clock: int  # settled pushes, counted from the slowest when it joined.
     since_index: int  # of the log; what was held for it before was dropped.
     push: Push | None = None  # not settled.
     pull: Pull | None = None  # not handed out.
@@ -25,7 +25,7 @@ Members = Mapping[bytes, Member]
 
 
 def find_clock(members: Members) -> int:
-    """Returns the updates of the slowest, 0 if there is none."""
+    """Returns the clock of the slowest, 0 if there is none."""
     return min((m.clock for m in members.values()), default=0)
 
 

@@ -71,12 +71,12 @@ def asynchronous() -> Asynchronous:
 def bounded(*, staleness: int) -> Bounded:
     """Updates at each push, but of no worker that is too far ahead.
 
-    The push of a worker waits while it would have made over `staleness` more updates
-    than the slowest worker since that joined (Ho et al., 2013, "More Effective
-    Distributed ML via a Stale Synchronous Parallel Parameter Server").
+    The push of a worker waits while it would have made over `staleness` more pushes
+    than the slowest worker since that joined; a rejected push counts (Ho et al., 2013,
+    "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server").
 
     Args:
-      staleness: how many updates a worker may be ahead, at least 1.
+      staleness: how many pushes a worker may be ahead, at least 1.
     """
     return Bounded(staleness)
 

@@ -48,9 +48,10 @@ def check_is(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) 
 
 def check_optimizer(value: Any) -> None:
     """Raises TypeError unless `value` is an optimizer of optax."""
-    check_is(
-        "tx", value, optax.GradientTransformation, "an optimizer, as `optax.sgd(0.1)`"
-    )
+    wanted = "an optimizer, as `optax.sgd(0.1)`"
+    if isinstance(value, optax.MultiSteps):
+        wanted += " or `optax.MultiSteps(...).gradient_transformation()`"
+    check_is("tx", value, optax.GradientTransformation, wanted)
 
 
 def check_folder(name: str, value: Any) -> None:

@@ -37,7 +37,8 @@ class ProgressFile:
           OSError: it cannot be opened.
         """
         self.damage = ""  # what is wrong with it.
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        # Of another account, a link may lead to a file of this one.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o644)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         data = os.pread(self._descriptor, 2 * _SLOT_BYTES + 1, 0)

@@ -390,15 +390,15 @@ class Lead:
             member = self._members[session]
             push = member.push
             assert push is not None
-            if self._is_rejected(push):
-                self._ready.remove(session)
-                self._discard(push, "rejected")
-                return True
             if members.is_too_far_ahead(member, self._members, self.options.mode):
                 continue
             self._ready.remove(session)
+            # A turn, whatever became of it: nobody waits for who pushes.
             member.clock += 1
-            self._apply([push])
+            if self._is_rejected(push):
+                self._discard(push, "rejected")
+            else:
+                self._apply([push])
             return True
         return False
 

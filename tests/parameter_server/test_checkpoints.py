@@ -321,6 +321,23 @@ def test_a_folder_is_one_servers_at_a_time(tmp_path):
     Checkpoints(tmp_path, 0, 2).close()
 
 
+@pytest.mark.parametrize("name", ["lock", "progress", "half-attendance"])
+def test_a_link_in_the_folder_is_not_followed(tmp_path, name):
+    own = tmp_path / "a file of the user"
+    own.write_text("precious")
+    folder = tmp_path / "run" / "server-0-of-1"
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to(own)
+    if name.startswith("half-"):
+        found = Checkpoints(tmp_path / "run", 0, 1)
+        (folder / name).symlink_to(own)  # After it was cleared away.
+        found.note_attendance(b"x")
+    else:
+        with pytest.raises(RuntimeError, match=f"cannot be used: .*{folder / name}"):
+            Checkpoints(tmp_path / "run", 0, 1)
+    assert own.read_text() == "precious"
+
+
 def _describe(params, tx):
     device = jax.local_devices()[0]
     plan = shards.plan_shards(params, 1)

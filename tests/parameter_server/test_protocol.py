@@ -226,6 +226,26 @@ def test_a_first_round_waits_for_different_workers():
     assert gathering.is_over(2, is_first=True, now_s=59.0)
 
 
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_worker_whose_pushes_are_all_rejected_holds_nobody_back(mode):
+    lead = Lead(LeadOptions(mode=mode, lease_s=5.0), b"lead")
+    lead.begin((0,), 0)
+    lead.decide(now_s=0.0)
+    lead.restored({})
+    for worker, session in enumerate((b"good", b"nan")):
+        assert lead.join(session, worker, now_s=0.0)
+    for sequence in range(1, 9):
+        for session in (b"good", b"nan"):
+            is_finite = session == b"good"
+            lead.push(
+                Push(session, sequence, lead.version, 1.0, is_finite, False, False)
+            )
+        lead.decide(now_s=0.0)
+        assert lead.num_waiting == 0, f"a push waits: for {lead.find_awaited()}"
+    # With a backup, one of two may be late instead.
+    assert lead.counts["applied"] == 8 or mode == modes.sync(backup=1)
+
+
 def test_a_silent_worker_is_waited_for_and_the_job_ends_without_it():
     lead = _lead(2, start_timeout_s=60.0)
     lead.join(b"a", 0, now_s=0.0)

@@ -28,6 +28,7 @@ from jdp.parameter_server.sockets import ClientSockets
 from tests.parameter_server.jobs import ThreadJob, free_addresses, wait_for
 from tests.runtime import strangers
 
+MULTI_STEPS = optax.MultiSteps(optax.sgd(0.1), 2)
 PARAMS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
 
 
@@ -234,6 +235,7 @@ def test_a_lane_must_be_what_it_says(tmp_path, monkeypatch):
     own, file = made
     offer = file.offer
     own.pushed[:3] = b"abc"
+    assert os.stat(offer.path).st_mode & 0o777 == 0o600
     opened = lane.open_lane(offer, least_bytes=1000)
     assert opened is not None and bytes(opened.pushed[:3]) == b"abc"
     other = tmp_path / "file"
@@ -505,7 +507,7 @@ def test_numbers_of_numpy_are_whole_numbers(tmp_path):
 @pytest.mark.parametrize(
     "name, change",
     [
-        *[("tx", {"tx": tx}) for tx in (None, optax.sgd, 5)],
+        *[("tx", {"tx": tx}) for tx in (None, optax.sgd, 5, MULTI_STEPS)],
         ("place", {"place": "x"}),
         *[
             ("options", {"options": options})
@@ -529,6 +531,9 @@ def test_arguments_of_a_wrong_type_are_named(name, change):
         parameter_server.Server(params, tx, **given)
     if name == "tx":
         with pytest.raises(TypeError, match="`tx` must be an optimizer"):
+            parameter_server.scale_by_staleness(tx)
+    if type(tx) is optax.MultiSteps:
+        with pytest.raises(TypeError, match=r"or `.*\.gradient_transformation\(\)`"):
             parameter_server.scale_by_staleness(tx)
 
 
