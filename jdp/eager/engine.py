@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jdp.eager import carried, checks, lost, messages, stall, startup
+from jdp.eager import carried, checks, lost, messages, pending, stall, startup
 from jdp.eager.entry import Completion, Entry
 from jdp.eager.executor import Executor
 from jdp.eager.flight_recorder import FlightRecorder
@@ -113,20 +113,22 @@ class Engine:
           ValueError: a name is in use.
           RuntimeError: the engine has ended, or this process has joined.
         """
-        add = self._recorder.add
-        with self._lock:
-            if self._refusal:
-                raise lost.as_error(self._refusal)
-            self._pending.add(entries)
-            self.submitted.count += 1
-            for entry in entries:
-                add(entry.record)
-            is_first = not self._queue
+        try:
+            with self._lock:
+                if self._refusal:
+                    raise lost.as_error(self._refusal)
+                is_first = not self._queue
+                if is_first:
+                    self._queued_s = entries[0].record.submitted_s
+                self._pending.put(entries, self._queue)
+                self.submitted.count += 1
+                for entry in entries:
+                    self._recorder.add(entry.record)
             if is_first:
-                self._queued_s = entries[0].record.submitted_s
-            self._queue.extend(entries)
-        if is_first:
-            self._notify()
+                self._notify()
+        except BaseException:  # Of a signal's handler, perhaps after they were put.
+            self._link.wake()
+            raise
 
     def check_is_open(self) -> None:
         """Raises RuntimeError if the engine has ended, or this process has joined."""
@@ -139,20 +141,18 @@ class Engine:
         Raises:
           RuntimeError: it has said so before, or the engine has ended.
         """
-        with self._lock:
-            if self._join_entry is not None:
-                raise RuntimeError(
-                    "`join` was called again before all processes had joined."
-                )
-            self.check_is_open()
-            self._join_entry = entry
-            self._says_joined = True
-            self._refusal = (
-                "This process has called `join`, and has no more data until all "
-                "processes have. Wait for it before another operation."
-            )
-            self._recorder.add(entry.record)
-        self._notify()
+        try:
+            with self._lock:
+                if self._join_entry is not None:
+                    raise RuntimeError(pending.JOINED_TWICE)
+                self.check_is_open()
+                self._join_entry, self._says_joined = entry, True
+                self._refusal = pending.JOINED
+                self._recorder.add(entry.record)
+            self._notify()
+        except BaseException:  # See `submit`.
+            self._link.wake()
+            raise
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
         """Waits until all entries are done, or one has failed; returns whether so."""
@@ -198,8 +198,12 @@ class Engine:
     def _notify(self) -> None:
         """Makes the thread look at the queue."""
         if self._is_waiting:
-            self._is_waiting = False
-            self._link.wake()
+            try:
+                self._is_waiting = False
+                self._link.wake()
+            except BaseException:  # Nobody else would wake it.
+                self._link.wake()
+                raise
 
     # The thread
 
@@ -323,8 +327,8 @@ class Engine:
         """Returns the names to ask the coordinator about; see `lost`."""
         with self._lock:
             unsaid = set(map(id, self._queue))
-            pending = self._pending.entries.values()
-            said = [each for each in pending if id(each) not in unsaid]
+            entries = self._pending.entries.values()
+            said = [each for each in entries if id(each) not in unsaid]
             join = None if self._says_joined else self._join_entry
         return self._watch.ask(said, join)
 

@@ -5,6 +5,13 @@ from collections.abc import Iterable, Sequence
 
 from jdp.eager.entry import Entry
 
+# Why nothing more can be submitted.
+JOINED = (
+    "This process has called `join`, and has no more data until all processes have. "
+    "Wait for it before another operation."
+)
+JOINED_TWICE = "`join` was called again before all processes had joined."
+
 
 class Submitted(threading.local):
     """How often the thread that looks has submitted something."""
@@ -24,19 +31,32 @@ class Pending:
         self.entries: dict[tuple[int, str], Entry] = {}
         self._groups: set[tuple[int, str]] = set()
 
-    def add(self, entries: Sequence[Entry]) -> None:
-        """Adds some entries, of one group or of none; all or none.
+    def put(self, entries: Sequence[Entry], queue: list[Entry]) -> None:
+        """Adds some entries, of one group or of none, also to a queue; all or none.
+
+        Also where a signal's handler raises meanwhile: a name that is in use without
+        being in the queue would be so for ever.
 
         Raises:
           ValueError: a name is in use.
         """
+        num_before = len(queue)
+        try:
+            self._add(entries)
+            queue.extend(entries)
+        except BaseException:
+            del queue[num_before:]
+            for entry in entries:
+                if self.entries.get(entry.key) is entry:
+                    self.drop(entry)
+            raise
+
+    def _add(self, entries: Sequence[Entry]) -> None:
         pending, group = self.entries, entries[0].group
         if group is not None and group in self._groups:
             raise ValueError(_describe("a group", group[1]))
-        for i, entry in enumerate(entries):
+        for entry in entries:
             if entry.key in pending:
-                for earlier in entries[:i]:
-                    del pending[earlier.key]
                 raise ValueError(_describe("an operation", entry.key[1]))
             pending[entry.key] = entry
         if group is not None:

@@ -348,6 +348,7 @@ def make_entry(
             known.clear()
         found = known[key] = _find_out(options, name, array, local)
     if found.is_cast:
+        assert options.wire is not None
         array = results.cast(array, options.wire)
     if is_jax:
         array = _own_part(array)

@@ -218,20 +218,21 @@ def numbered(kind: str, set_id: int) -> Iterator[str]:
     engine = current_engine()
     engine.check_is_open()
     num_before = engine.submitted.count
-    with _Session.lock:
-        joins, returned = _Session.num_joins, _Session.returned[kind, set_id]
-        if returned:
-            count = min(returned)
-            returned.remove(count)
-        else:
-            count = _Session.counts[kind, set_id]
-            _Session.counts[kind, set_id] = count + 1
+    count = -1
     try:
+        with _Session.lock:
+            joins, returned = _Session.num_joins, _Session.returned[kind, set_id]
+            if returned:
+                count = min(returned)
+                returned.remove(count)
+            else:
+                count = _Session.counts[kind, set_id]
+                _Session.counts[kind, set_id] = count + 1
         yield f"{UNNAMED}{kind} {f'{joins} ' if joins else ''}{count}"
     except BaseException:
         with _Session.lock:
             is_heard = engine.submitted.count != num_before
-            if joins == _Session.num_joins and not is_heard:
+            if count >= 0 and joins == _Session.num_joins and not is_heard:
                 _Session.returned[kind, set_id].add(count)
         raise
 
