@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jdp import reduction
 from jdp.recording import LossFacts, Synchronization
 from jdp.spmd import DataParallelStep
+from jdp.step_arguments import NotGiven
 from jdp.types import PyTree
 
 if TYPE_CHECKING:
@@ -103,7 +104,11 @@ class Description:
 
 
 def describe(
-    step: DataParallelStep, state: PyTree, /, *batches: PyTree, **named: PyTree
+    step: DataParallelStep,
+    state: PyTree = NotGiven,
+    /,
+    *batches: PyTree,
+    **named: PyTree,
 ) -> Description:
     """Describes what a step of `jdp.data_parallel` sends.
 

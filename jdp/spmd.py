@@ -29,7 +29,7 @@ from jdp.mesh import World
 from jdp.placement import StatePlacer
 from jdp.recording import Recording
 from jdp.replica_step import Program, Step
-from jdp.step_arguments import CallBinder, Names
+from jdp.step_arguments import CallBinder, Names, NotGiven
 from jdp.step_join import StepJoinHook
 from jdp.step_options import StepOptions
 from jdp.types import PyTree
@@ -222,12 +222,14 @@ class DataParallelStep(Joinable):
         return self
 
     def __call__(
-        self, state: PyTree, /, *batches: PyTree, **named: PyTree
+        self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
         # `Trainer.step(trainer, state, batch)`; of `classmethod(step)` the class, from
         # Python 3.13 on. An object that JAX takes apart is a state.
         if isinstance(state, self._owners) and jax.tree_util.all_leaves((state,)):
+            if state is NotGiven:
+                return self(self._binder.take_state(named), **named)
             return self.__get__(state)(*batches, **named)
         if named or self._binder.has_names:
             batches = self._binder.bind(batches, named)
@@ -311,7 +313,7 @@ class DataParallelStep(Joinable):
 
     @mesh.without_ambient
     def lower(
-        self, state: PyTree, /, *batches: PyTree, **named: PyTree
+        self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
     ) -> jax.stages.Lowered:
         """Lowers the step for arguments like these, to look at the program.
 
@@ -327,7 +329,9 @@ class DataParallelStep(Joinable):
         return compiled.lower(*avals)
 
     @mesh.without_ambient
-    def fingerprint(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> str:
+    def fingerprint(
+        self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
+    ) -> str:
         """Returns the text of the program for arguments like these.
 
         It ends with a digest of the arrays that the step captures. Values of arguments
@@ -346,7 +350,9 @@ class DataParallelStep(Joinable):
         return f"{program}\ncaptured arrays: {constants.digest.hex()}"
 
     @mesh.without_ambient
-    def trace(self, state: PyTree, /, *batches: PyTree, **named: PyTree) -> Recording:
+    def trace(
+        self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
+    ) -> Recording:
         """Traces the step for arguments like these, to see what it synchronises.
 
         Values are not read, nothing runs, and no other process is asked.
@@ -365,6 +371,8 @@ class DataParallelStep(Joinable):
         self, state: PyTree, batches: tuple[PyTree, ...], named: dict[str, PyTree]
     ) -> tuple[PyTree, ...]:
         """Shapes, dtypes and shardings of the arguments of all processes together."""
+        if state is NotGiven:
+            state = self._binder.take_state(named)
         arguments = self._binder.bind(batches, named)
         return (
             placement.state_avals(self.world, state),

@@ -41,6 +41,10 @@ class CallArguments:
     form: CallForm = dataclasses.field(metadata={"static": True})
 
 
+class NotGiven:
+    """Stands for the state of a call without arguments by position."""
+
+
 class CallBinder:
     """Tells the arguments of one step apart, by the names of its parameters."""
 
@@ -64,8 +68,9 @@ class CallBinder:
         self._static = _as_names("static_argnames", static_argnames)
         self._replicated = _as_names("replicated_argnames", replicated_argnames)
         self.has_names = bool(self._static or self._replicated)
-        # Python numbers of the last call and what they became, by name.
-        self._placed: dict[str, tuple[Any, jax.Array]] = {}
+        # Python numbers of the last call, and what they became with or without 64
+        # bits, by name.
+        self._placed: dict[str, tuple[Any, bool, jax.Array]] = {}
         self._check_names()
 
     @functools.cached_property
@@ -99,6 +104,21 @@ class CallBinder:
                         f"`{option}` has {name!r}, the state of the step "
                         f"`{self._name}{self._signature}`. Name arguments after it."
                     )
+
+    def take_state(self, named: dict[str, PyTree]) -> PyTree:
+        """Takes the state out of the arguments that were given by name.
+
+        Raises:
+          TypeError: it is not there.
+        """
+        first = next(iter(self._signature.parameters.values()), None)
+        if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD:
+            if first.name in named:
+                return named.pop(first.name)
+        raise TypeError(
+            f"The step `{self._name}{self._signature}` was called without a state, its "
+            "first argument."
+        )
 
     def bind(
         self, batches: tuple[PyTree, ...], named: dict[str, PyTree]
@@ -187,8 +207,9 @@ class CallBinder:
         return *mesh.global_batch(world, tuple(others)), placed
 
     def _place_replicated(self, world: World, name: str, value: PyTree) -> PyTree:
-        last, placed = self._placed.get(name, (None, None))
-        if last is value and placed is not None:
+        is_wide = jax.config.jax_enable_x64  # pyright: ignore
+        last, was_wide, placed = self._placed.get(name, (None, False, None))
+        if last is value and was_wide is is_wide and placed is not None:
             return placed
 
         def place(path: Any, leaf: Any) -> jax.Array:
@@ -198,7 +219,7 @@ class CallBinder:
 
         placed = jax.tree_util.tree_map_with_path(place, value)
         if type(value) in (int, float, complex, bool):
-            self._placed[name] = (value, placed)
+            self._placed[name] = (value, is_wide, placed)
         return placed
 
 

@@ -48,6 +48,32 @@ def test_batches_by_name_and_by_position_are_one_program():
     assert traces == [((2,), True)]
 
 
+@pytest.mark.parametrize("option", [{}, {"replicated_argnames": "x"}])
+def test_the_state_goes_by_its_name_too(option):
+    @jdp.data_parallel(world=_world(), **option)
+    def step(params, x):
+        return params + jdp.average(x.mean()), {}
+
+    for call in (step, lambda **named: step(**dict(reversed(named.items())))):
+        assert float(call(params=np.float32(0), x=X)[0]) == 1.5
+    shapes = {"params": jax.ShapeDtypeStruct((), np.float32), "x": X}
+    assert step.fingerprint(**shapes) == step.fingerprint(shapes["params"], x=X)
+    step.lower(**shapes)
+    jdp.describe(step, **shapes)
+    with pytest.raises(TypeError, match=r"was called without a state"):
+        step(x=X)
+    with pytest.raises(TypeError, match="multiple values for argument 'params'"):
+        step(np.float32(0), X, params=np.float32(0))
+
+
+def test_a_python_number_is_placed_anew_with_64_bits():
+    step, rate = _scaled(), 0.1
+    step(np.float32(0), X, rate=rate)
+    with jax.enable_x64(True):
+        state, _ = step(np.float64(0), X.astype(np.float64), rate=rate)
+        assert float(state) == 1.5 * 0.1
+
+
 @pytest.mark.parametrize("options", [{}, {"static_argnames": ()}])
 def test_a_step_without_named_options_takes_batches_by_name(options):
     @jdp.data_parallel(world=_world(), **options)

@@ -74,10 +74,13 @@ def shutdown() -> None:
     """
     if _Session.is_forked:
         return
-    engine, _Session.engine = _Session.engine, None
+    engine = _Session.engine
     if engine is not None:
+        own = f"rank {engine.rank} has shut the engine down"
+        _Session.why_ended = engine.why_dead or own  # For other threads, meanwhile.
+        _Session.engine = None
         engine.shutdown(timeout_s=engine.options.timeout_s)
-        _Session.why_ended = engine.why_dead
+        _Session.why_ended = engine.why_dead or own
 
 
 def is_initialized() -> bool:

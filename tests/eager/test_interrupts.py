@@ -1,4 +1,4 @@
-"""Interrupts: a signal's handler raises in the middle of a submission."""
+"""Interrupts: a signal or a shutdown comes in the middle of a call."""
 
 import linecache
 import sys
@@ -71,3 +71,17 @@ def test_an_interrupted_join_goes_on():
             assert session.current_engine().wait([entry], 5.0), count
         eager.barrier(timeout_s=5.0)
     assert count > 5
+
+
+def test_what_another_thread_calls_during_a_shutdown_hears_of_it(monkeypatch):
+    running, found = session.current_engine(), []
+
+    def shutdown(*, timeout_s):
+        found.append(harness.error_text(eager.barrier)[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "shutdown", shutdown)
+        eager.shutdown()
+    running.shutdown(timeout_s=5.0)
+    eager.init(harness.local_world(1))
+    assert "rank 0 has shut the engine down" in found[0]
