@@ -13,7 +13,8 @@ def psum_all_reduce(x: jax.Array, axis_name: AxisName, *, op: Op = "sum") -> jax
     """Reduces with the collectives of XLA, under the contract of this package.
 
     XLA has no product of replicas: theirs is taken of what `lax.all_gather` returns,
-    num_replicas times the memory of `x`.
+    num_replicas times the memory of `x`. NaN in a minimum or a maximum becomes whatever
+    the backend makes of it: on CPU it is lost.
 
     Args:
       x: shape (n,).
