@@ -167,7 +167,7 @@ class Checkpoints:
         """Writes a checkpoint, whole or not at all, and drops old ones.
 
         A disk that is full, or cannot be written for another reason, does not end the
-        job: the log says so, again after 8, 16, ... failures, and when it is over.
+        job: the log says so, again after 8, 16, ... failures, when it is over, and at the end.
 
         Returns:
           Whether it was written.
@@ -229,6 +229,14 @@ class Checkpoints:
 
     def close(self) -> None:
         """Ends; nothing of the folder stays open, or half written."""
+        if self._num_failures:
+            _logger.error(
+                "Server %d ends, and could not write what came last: the newest "
+                "checkpoint in `%s` is %s.",
+                self._place[0],
+                self._folder,
+                self._name_newest(),
+            )
         self._remove_leftovers()
         self._progress.close()
         self._lock.close()
@@ -281,8 +289,11 @@ class Checkpoints:
             self._folder,
             error.strerror or error,
             again,
-            f"that of update {max(self._counts)}" if self._counts else "none",
+            self._name_newest(),
         )
+
+    def _name_newest(self) -> str:
+        return f"that of update {max(self._counts)}" if self._counts else "none"
 
     def _remove_leftovers(self) -> None:
         """Removes what could not be removed at once, such as without descriptors."""

@@ -458,6 +458,13 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(tmp_path, monkeypatch, capl
         assert made.save(Version(1, 120), ARRAYS, {})
     assert "writes checkpoints again" in caplog.text
     assert made.find_counts() == (20, 40, 120)
+    made.close()
+    assert "could not write what came last" not in caplog.text
+    is_full, made = True, Checkpoints(tmp_path, 0, 1)
+    assert not made.save(Version(1, 140), ARRAYS, {})
+    made.close()
+    assert "came last: the newest checkpoint in" in caplog.text
+    assert "server-0-of-1` is that of update 120." in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
