@@ -167,7 +167,8 @@ class Checkpoints:
         """Writes a checkpoint, whole or not at all, and drops old ones.
 
         A disk that is full, or cannot be written for another reason, does not end the
-        job: the log says so, again after 8, 16, ... failures, when it is over, and at the end.
+        job: the log says so, again after 8, 16, ... failures, when it is over, and at
+        the end.
 
         Returns:
           Whether it was written.
