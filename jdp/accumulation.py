@@ -110,9 +110,12 @@ def accumulate_gradients(
         weighting = weights.resolve(own_total, divide_by)
         of_all = of_samples is not None and divide_by == "weight"
         traced: list[Local] = []  # what the program tells, without arrays.
+        of_metrics: list[Any] = []
+        # Leaves are stacked: a class of the user's may check their dimensions.
+        cuts, of_cuts = jax.tree.flatten((batches, of_samples))
 
-        def micro_step(share: float, sums: PyTree, cut: Any) -> Any:
-            batch, of_samples = cut
+        def micro_step(share: float, sums: PyTree, cut: list[jax.Array]) -> Any:
+            batch, of_samples = jax.tree.unflatten(of_cuts, cut)
             objective = None
             if of_samples is not None:
                 amount = of_samples.sum()
@@ -143,23 +146,24 @@ def accumulate_gradients(
                 )
             add = functools.partial(_add, weigh_grads)
             sums = jax.tree.map(add, sums, local.grads)
-            metrics = jax.tree.map(weights.as_inexact, (local.loss, local.aux))
+            metrics, treedef = jax.tree.flatten((local.loss, local.aux))
+            of_metrics.append(treedef)
             decided = [
                 x if of_samples is None else x & weights.has_data(of_samples.sum())
                 for x in jax.tree.leaves(local.used)
                 if not usage_flags.is_static(x)
             ]
-            return sums, (jax.tree.map(weigh, metrics), decided)
+            return sums, ([weigh(weights.as_inexact(x)) for x in metrics], decided)
 
         sums = _zeros(params, dtype, axis_name)
         parts = []
-        cuts = (batches, of_samples)
         for share, micro_batches in _groups(cuts, num_samples, num_micro_batches):
             step = functools.partial(micro_step, share)
             sums, part = _loop(step, sums, micro_batches)
             parts.append(part)
-        metrics = [jax.tree.map(lambda x: x.sum(0), m) for m, _ in parts]
-        loss, aux = jax.tree.map(lambda *xs: sum(xs), *metrics)
+        metrics = [[x.sum(0) for x in m] for m, _ in parts]
+        metrics = [sum(xs) for xs in zip(*metrics, strict=True)]
+        loss, aux = jax.tree.unflatten(of_metrics[-1], metrics)
         decided = [
             jnp.any(jnp.concatenate(xs))
             for xs in zip(*(d for _, d in parts), strict=True)
@@ -310,9 +314,9 @@ def _divisor(total: jax.Array | None) -> jax.Array:
 
 
 def _groups(
-    batches: PyTree, num_samples: int, num_micro_batches: int
-) -> list[tuple[float, PyTree]]:
-    """Cuts into micro-batches; those of one size are stacked.
+    batches: list[Any], num_samples: int, num_micro_batches: int
+) -> list[tuple[float, list[jax.Array]]]:
+    """Cuts arrays into micro-batches; those of one size are stacked.
 
     Returns:
       For each size, the larger first, the share of the samples that one micro-batch
@@ -327,7 +331,7 @@ def _groups(
             continue
         end = start + count * size
         cut = functools.partial(_cut, start=start, end=end, count=count)
-        groups.append((size / num_samples, jax.tree.map(cut, batches)))
+        groups.append((size / num_samples, [cut(x) for x in batches]))
         start = end
     return groups
 
@@ -337,11 +341,11 @@ def _cut(x: Any, *, start: int, end: int, count: int) -> jax.Array:
     return part.reshape(count, (end - start) // count, *part.shape[1:])
 
 
-def _loop(step: Callable[..., Any], sums: PyTree, stacked: PyTree) -> Any:
+def _loop(step: Callable[..., Any], sums: PyTree, stacked: list[jax.Array]) -> Any:
     """`lax.scan`, and no loop for a single turn."""
-    if jax.tree.leaves(stacked)[0].shape[0] > 1:
+    if stacked[0].shape[0] > 1:
         return lax.scan(step, sums, stacked)
-    sums, found = step(sums, jax.tree.map(lambda x: x[0], stacked))
+    sums, found = step(sums, [x[0] for x in stacked])
     return sums, jax.tree.map(lambda x: x[None], found)
 
 

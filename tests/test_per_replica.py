@@ -241,6 +241,8 @@ class _Checked:
         for x in (w, b):
             if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
                 raise TypeError(f"no array: {x!r}")
+            if len(x.shape) > 2:
+                raise TypeError(f"more than rows: {x!r}")
         self.w, self.b = w, b
 
     def tree_flatten_with_keys(self):
@@ -256,20 +258,30 @@ def test_classes_are_made_of_arrays_alone():
     tx = jdp.zero1(optax.adam(0.1), world=world)
 
     def loss_fn(params, batch):
-        params = jdp.sync_in_backward(params)
-        return jnp.mean((batch.w @ params.w + params.b - batch.b) ** 2)
+        return jnp.mean((batch.w @ params.w + params.b - batch.b) ** 2), batch
+
+    def synced_loss(params, batch):
+        return loss_fn(jdp.sync_in_backward(params), batch)[0]
+
+    @functools.partial(jdp.data_parallel, world=world)
+    def accumulate(params, batch):
+        (loss, _), grads = jdp.accumulate_gradients(loss_fn, 2, has_aux=True)(
+            params, batch
+        )
+        return jax.tree.map(jnp.subtract, params, grads), loss
 
     @functools.partial(jdp.data_parallel, world=world)
     def step(state, batch):
         params, opt, own = state
-        _, grads = jdp.value_and_grad(loss_fn)(params, batch)
+        _, grads = jdp.value_and_grad(synced_loss)(params, batch)
         updates, opt = tx.update(grads, opt, params)
         return (optax.apply_updates(params, updates), opt, own), {"own": own, "p": own}
 
     params = _Checked(np.ones(3, np.float32), np.zeros((), np.float32))
     rows = _Checked(np.ones((4, 3), np.float32), np.ones(4, np.float32))
     state = params, tx.init(params), PerReplica(_Checked(np.ones((2, 1)), np.ones(2)))
-    assert "['w']" not in str(jdp.describe(step, state, rows))
+    assert ".w" in str(jdp.describe(accumulate, params, rows))
+    assert ".w" in str(jdp.describe(step, state, rows))
     (params, *_), metrics = step(state, rows)
     np.testing.assert_allclose(params.w, 0.9, rtol=1e-6)
     assert metrics["own"].value.w.shape == (2, 1)
