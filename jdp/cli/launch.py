@@ -197,7 +197,14 @@ def launch(
             grace_s=grace_s,
             key=job_key.read_file(key_file) if key_file else None,
         )
-        program = _command(is_module, target, arguments)
+        try:
+            program = _command(is_module, target, arguments)
+        except ValueError as error:
+            if num_nodes == 1:
+                raise
+            # Other hosts may have it: they hear how the processes here end.
+            typer.echo(f"jdp launch: {error}", err=True)
+            program = _command(is_module, target, arguments, is_checked=False)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(
@@ -222,9 +229,12 @@ def _run(job: Callable[[], int]) -> int:
     return 1
 
 
-def _command(is_module: bool, target: str, arguments: list[str]) -> launching.Command:
+def _command(
+    is_module: bool, target: str, arguments: list[str], *, is_checked: bool = True
+) -> launching.Command:
     return launching.Command(
         kind="module" if is_module else "script",
         target=target,
         arguments=tuple(arguments),
+        is_checked=is_checked,
     )

@@ -33,9 +33,12 @@ class Command:
     kind: Literal["script", "module"]
     target: str  # A path, or a dotted name.
     arguments: tuple[str, ...] = ()
+    is_checked: bool = True  # False: the processes fail where there is none.
 
     def __post_init__(self) -> None:
         """Looks for the target where the processes will look for it."""
+        if not self.is_checked:
+            return
         if self.kind == "script":
             _check_script(self.target)
         else:

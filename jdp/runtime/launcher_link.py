@@ -20,6 +20,7 @@ _PURPOSE = "launchers"
 _MOST_PROCESSES = 1 << 31
 _MOST_SIGNAL = 64  # of Linux.
 _MOST_SAID = 40  # `star` takes no more of one member.
+_MEET_S = 30.0  # A host that starts so much later does not hear of a failure.
 _DECODER = msgspec.msgpack.Decoder(Exit)
 _logger = logging.getLogger("jdp")
 
@@ -55,6 +56,7 @@ class LauncherLink:
         self._absent: dict[int, float] = {}
         self._refusals: list[str] = []
         self._lock = threading.Lock()
+        self._meet_by_s = time.monotonic() + _MEET_S
         listener = star.listen(*place) if node == 0 else None
         self.fd, self._news_fd = os.pipe()
         os.set_blocking(self._news_fd, False)
@@ -101,6 +103,12 @@ class LauncherLink:
         with self._lock:
             refusals, self._refusals = self._refusals, []
         return refusals
+
+    def meets_for_s(self) -> float:
+        """Returns how long hosts that have not come get; 0.0 where all have."""
+        if self._star.has_met_all():
+            return 0.0
+        return max(0.0, self._meet_by_s - time.monotonic())
 
     def close(self) -> None:
         """Leaves the others, which go on."""

@@ -113,6 +113,7 @@ class Star:
         self._refused = refused
         self._warned: set[str] = set()  # addresses of what was refused.
         self._is_welcome = False  # Member 0 has answered.
+        self._met: set[int] = set()  # by member 0, also who has left since.
         self._unheard: list[Frame] = []  # said before that.
         self._reconnect_s: float | None = None
         self._connect_by_s = time.monotonic() + connect_timeout_s
@@ -134,6 +135,12 @@ class Star:
         """Waits until member 0 is linked to all others, or this one to member 0."""
         with self._sent:
             return self._sent.wait_for(self._is_whole, timeout_s)
+
+    def has_met_all(self) -> bool:
+        """Whether each member has come once; of others than 0, whether that has."""
+        if self._member == 0:
+            return len(self._met) == self._num_members - 1
+        return self._is_welcome
 
     def say_now(self, body: bytes, *, timeout_s: float = 0.5) -> None:
         """Tells all other members before it returns; in the thread of the star."""
@@ -336,6 +343,7 @@ class Star:
             line.member = frame.member
             line.unsent += line.codec.encode(Frame("hello", 0))
             line.unsent += b"".join(map(line.codec.encode, self._history))
+            self._met.add(frame.member)
             return
         if frame.member != line.member or frame.kind in ("hello", "lost"):
             raise Refused(f"member {line.member} speaks for member {frame.member}")

@@ -128,6 +128,7 @@ class Supervisor:
                     self._sweep()
                     self._drain()
                     self._report()
+                    self._tell_late_hosts()
             finally:
                 self._forwarder.close()
                 self._flush()
@@ -390,6 +391,19 @@ class Supervisor:
             self._forwarder.print_line(
                 f"jdp launch: ended by {endings.signal_name(cause)}."
             )
+
+    def _tell_late_hosts(self) -> None:
+        """Waits a while for hosts that have not come yet, to tell them of a failure."""
+        link = self._link
+        if link is None or not isinstance(self._state.cause, Exit):
+            return
+        if link.meets_for_s():
+            self._forwarder.print_line(
+                "jdp launch: not all hosts have come yet; this launcher waits up to "
+                f"{link.meets_for_s():.0f} s to tell them. Ctrl-C ends that."
+            )
+        while link.meets_for_s() and not self._take_signals():
+            self._forwarder.pump(timeout_s=_TICK_S)
 
     def _flush(self) -> None:
         """Waits for the readers of our output, as any program does.

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jdp import wire
-from jdp.runtime import launcher_link
+from jdp.runtime import launch, launcher_link
 from jdp.runtime.endings import Exit
 from tests import harness
 
@@ -208,6 +208,37 @@ def test_a_failure_before_the_first_step_is_named_on_all_hosts(
         f"jdp launch: process {process} on node {process} {text}."
         in (said[1 - process])
     )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_host_that_comes_later_hears_of_a_failure(tmp_path, early):
+    (tmp_path / "late.py").write_text("import time; time.sleep(60)")
+    port = find_port()
+    says = [tmp_path / f"says{node}" for node in range(2)]
+    for each in says:
+        each.touch()
+
+    def run(world):
+        node = world.process_index
+        options = launch.LaunchOptions(
+            num_processes=1,
+            num_nodes=2,
+            node_rank=node,
+            coordinator_address=f"127.0.0.1:{port}",
+            key=KEY,
+        )
+        target = "not there.py" if node == early else str(tmp_path / "late.py")
+        command = launch.Command(kind="script", target=target, is_checked=False)
+        while node != early and "hosts have come" not in says[early].read_text():
+            time.sleep(0.1)
+        with open(says[node], "wb") as out:
+            fds = {"stdout_fd": out.fileno(), "stderr_fd": out.fileno()}
+            return launch.launch(command, options, **fds)
+
+    assert harness.run_threads(run, 2, timeout_s=60.0) == [1, 1]
+    text = f"process {early} on node {early} failed with exit code 1."
+    assert text in says[1 - early].read_text()
 
 
 @pytest.mark.multiprocess
