@@ -212,13 +212,15 @@ def is_replicated(world: World, x: Any) -> bool:
 
 def is_split(world: World, x: Any) -> bool:
     """Returns whether every replica has its row of the array `x`, on dimension 0."""
-    is_placed = _has_sharding(x, sharding_of_rows(world, jnp.shape(x)))
+    places = world.split, sharding_of_rows(world, jnp.shape(x))
+    is_placed = any(_has_sharding(x, sharding) for sharding in places)
     return is_placed and x.shape[0] == world.num_replicas
 
 
 def sharding_of_rows(world: World, shape: Sequence[int]) -> NamedSharding:
-    """Returns how an array lies that has a row for each replica."""
-    # Programs of JAX return arrays without elements as replicated, whatever they were.
+    """Returns how an array is placed that has a row for each replica."""
+    # Programs of JAX return most arrays without elements as replicated, whatever they
+    # were; since JAX 0.12 not all. With another sharding the step is compiled again.
     return world.split if math.prod(shape) else world.replicated
 
 

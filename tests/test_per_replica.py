@@ -57,18 +57,18 @@ def test_what_was_placed_is_not_copied_again():
 
 
 def test_rows_without_elements_are_in_place_wherever_they_come_from():
-    """One program takes what the host, `init` and a step have made."""
     world = harness.local_world(2)
     step = jdp.data_parallel(lambda state, batch: (state, {}), world=world)
-    copied = jdp.copy_per_replica(np.zeros((0, 3), np.float32), world=world)
-    placed = jdp.replicate(world, PerReplica(np.zeros((2, 0, 3), np.float32)))
-    batch = np.zeros(2, np.float32)
-    states = placed, copied, *(step(state, batch)[0] for state in (placed, copied))
-    assert len({state.value.sharding for state in states}) == 1
-    for state in states[2:]:
-        assert replicas.place_own_rows(world, state).value is state.value
+    batch, none = np.zeros(2, np.float32), np.zeros((2, 0, 3), np.float32)
+    placed = jdp.replicate(world, PerReplica([none, batch]))
+    copied = jdp.copy_per_replica([none[0]], world=world)
+    returned, of_copied = (step(state, batch)[0] for state in (placed, copied))
+    for own in (placed, returned, copied, of_copied):
+        assert replicas.place_own_rows(world, own).value[0] is own.value[0]
+    # Else the step would be compiled twice.
+    assert returned.value[0].sharding == placed.value[0].sharding
     with pytest.raises(ValueError, match=r"must be 2, .* got shape \(0, 3\)"):
-        step(PerReplica(jdp.replicate(world, np.zeros((0, 3)))), batch)
+        step(PerReplica([jdp.replicate(world, none[0])]), batch)
 
 
 def test_a_pair_of_axes():
