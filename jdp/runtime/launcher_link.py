@@ -148,6 +148,7 @@ class LauncherLink:
         else:
             todo = "`--nodes`, `--coordinator` and `JDP_JOB_ID` must be the same on all"
         with self._lock:
+            self._meet_by_s = 0.0  # It has come, and will not be told.
             self._refusals.append(f"{who} was refused: {error}; {todo}")
         self._wake()
 
