@@ -253,8 +253,8 @@ def take_moments(
       The moments to normalise with, and the new running statistics, which are not
       differentiated: what they were, where no sample of any replica counts.
     """
-    wide = jnp.promote_types(inputs.x.dtype, jnp.float32)
-    wide = jnp.promote_types(wide, dtype)
+    wides = [weights.wide_dtype(each) for each in (inputs.x.dtype, dtype)]
+    wide = jax.dtypes.canonicalize_dtype(np.promote_types(*wides))
     mean, var, total = _union(inputs.x.astype(wide), inputs.weight, options)
     shape = [inputs.x.shape[a] for a in options.feature_axes]
     real = jnp.finfo(dtype).dtype

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
 
-from jdp import batch_norm
+from jdp import batch_norm, weights
 from jdp.batch_norm import Moments
 from jdp.types import AxisName
 
@@ -186,7 +186,7 @@ def _normalize(
         moments = running if is_wide else Moments(*(v.astype(kept) for v in running))
     else:
         dtype = jnp.result_type(x) if module.dtype is None else module.dtype
-        dtype = jnp.promote_types(dtype, jnp.float32) if is_wide else dtype
+        dtype = weights.wide_dtype(dtype) if is_wide else dtype
         if not is_initializing:
             inputs = batch_norm.count_samples(x, options, weight=weight, mask=mask)
         moments, updated = batch_norm.take_moments(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdp import weights
 from jdp.collectives import base
 from jdp.types import AxisName
 
@@ -100,7 +101,7 @@ def _encode(x: jax.Array, op: Op) -> jax.Array:
     if op == "sum":
         return x
     if jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(weights.wide_dtype(x.dtype))
         kind = _integer_like(x.dtype)
         bits = lax.bitcast_convert_type(x, kind)
         # Of negative numbers the magnitude is turned around.
@@ -118,7 +119,7 @@ def _encode(x: jax.Array, op: Op) -> jax.Array:
 def _decode(x: jax.Array, partial: Partial) -> jax.Array:
     dtype = partial.data.dtype
     if partial.op != "sum" and jnp.issubdtype(dtype, jnp.floating):
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = weights.wide_dtype(dtype)
         bits = jnp.where(x < 0, x ^ jnp.iinfo(x.dtype).max, x)
         x = lax.bitcast_convert_type(bits, wide)
     return x.astype(dtype)

@@ -268,11 +268,12 @@ def decode(total: jax.Array) -> jax.Array:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """The dtype itself, or float32 in place of a narrower one."""
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+    """The dtype itself, or float32 in place of a narrower one or of integers."""
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return dtype if is_inexact and jnp.finfo(dtype).bits >= 32 else np.dtype("float32")
 
 
 def as_inexact(x: Any) -> jax.Array:
     """Returns a number or an array as one that can be averaged."""
     x = jnp.asarray(x)
-    return x.astype(jnp.result_type(x.dtype, float))
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)

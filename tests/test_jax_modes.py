@@ -63,15 +63,29 @@ def _sgd(params, grads):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
+def _are_gradients(tree):
+    is_like = isinstance(tree, dict) and tree.keys() == PARAMS.keys()
+    return is_like and jnp.result_type(tree["w"]) == np.float32  # Flags are bools.
+
+
 def _of(grad_fn, **find):
     """A step with `value_and_grad`, or its like, of these options."""
 
     def step(params, batch):
         options = {k: v(batch) for k, v in find.items()}
         out = grad_fn(**options)(params, batch)
-        while not isinstance(out[1], dict) or out[1].keys() != PARAMS.keys():
+        while not _are_gradients(out[1]):
             out = out[0]
         return _sgd(params, out[1]), {}
+
+    return PARAMS, step
+
+
+def _counted():
+    def step(params, batch):
+        is_large = batch["x"] > 0.5
+        count = jdp.average({"own": is_large.sum(0), "half": is_large.mean()})
+        return params, {"count": is_large.sum(), "any": is_large.any(), **count}
 
     return PARAMS, step
 
@@ -208,6 +222,7 @@ PARTS = {
     "all_reduce": lambda: _of(_grad(all_reduce=jdp.collectives.ring_all_reduce)),
     "sync_in_backward": lambda: _of(_grad(loss=of_layers)),
     "sync_gradients": _synced,
+    "metrics": _counted,
     "accumulate": lambda: _of(_accumulate()),
     "accumulate weights": lambda: _of(
         _accumulate(find_unused=True), weight=lambda b: b["weight"]
@@ -254,12 +269,15 @@ def _kinds(state):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_it_runs_under_all_checks(part):
+    has_adam = part in ("distributed_optimizer", "skip_unused", "zero1")
+    promotion = "standard" if has_adam else "strict"  # Adam of optax needs it.
     state, step = PARTS[part]()
     kinds = _kinds(state)
     step = jdp.data_parallel(step, world=_world(), donate_state=False)
     with (
         jax.checking_leaks(),
         jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion(promotion),
         jax.debug_nans(True),
     ):
         for _ in range(2):
