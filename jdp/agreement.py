@@ -195,8 +195,9 @@ def _wait(world: World, key: str, process: int, topic: str, timeout_s: float) ->
         raise _Missing(
             f"Process {process} did not come to the {topic} within "
             f"{world.timeout_s:g} s; "
-            "it may have stopped, or be in another part of the program (a batch of "
-            f"another size, one step more or less).{why}",
+            "it may have stopped, or be in another part of the program (one step more "
+            "or less). Or this process alone traces anew, for a batch or state of "
+            f"another size or dtype, or under another `jax.config` than there.{why}",
             process,
         ) from None
 
