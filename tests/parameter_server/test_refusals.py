@@ -126,7 +126,9 @@ def test_another_number_of_servers_is_refused(job):
         addresses=(job.addresses[0], job.addresses[0]),
         key_file=job.key_file,
     )
-    with pytest.raises(RuntimeError, match="0 of 1 listens here, and .* server 1 of 2"):
+    with pytest.raises(
+        RuntimeError, match=r"0 of 1 listens here, and .* server \d of 2"
+    ):
         parameter_server.Worker(PARAMS, place=place)
 
 
