@@ -73,8 +73,8 @@ def _run_threads(fn, n, **kwargs):
     return harness.run_threads(run, n, **kwargs)
 
 
-def _wait_for_threads():
-    deadline_s = time.monotonic() + 5.0
+def _wait_for_threads(timeout_s):
+    deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         names = [t.name for t in threading.enumerate() if t.name in _NAMES]
         if not names:
@@ -86,8 +86,9 @@ def _wait_for_threads():
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
-    gc.collect()
-    assert _wait_for_threads() == []
+    if _wait_for_threads(0.2):  # Of a loop in a cycle, which only this finds.
+        gc.collect()  # Seconds where thousands of tests have left what JAX keeps.
+        assert _wait_for_threads(5.0) == []
 
 
 @pytest.mark.parametrize("counts", [(5, 8, 0), (0, 0), (1,), (0, 1, 40), (3, 3, 3, 3)])
@@ -525,7 +526,7 @@ def _train(counts, fault=None):
     _, error = _collect(
         join_batches([jdp.global_batch(world, np.ones((1, 1)))], world=world)
     )
-    return total, count, _wait_for_threads(), _keys(world), str(error)
+    return total, count, _wait_for_threads(5.0), _keys(world), str(error)
 
 
 def _keys(world):
