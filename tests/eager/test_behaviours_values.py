@@ -39,7 +39,7 @@ class Configuration(NamedTuple):
 
 
 CONFIGURATIONS = {
-    "shared_memory": Configuration({}, (2, 3, 4), 3),
+    "shared_memory": Configuration({}, (2, 3, 4), 2),
     "uncached_unfused_in_pieces": Configuration(
         {"cache_capacity": 0, "fusion_bytes": 0, "shared_memory_bytes": 4096}, (2, 3), 1
     ),
