@@ -132,7 +132,8 @@ def data_parallel(
     Returns:
       A callable `(state, *batches, **more) -> (state, metrics)`. The state may be
       anything that `jdp.replicate` takes; every batch is a pytree of host arrays with
-      the samples of this process, or what `jdp.global_batch` returned.
+      the samples of this process, or what `jdp.global_batch` returned. All go by
+      position or by name, as the parameters of `step` are called.
 
     Raises:
       ValueError: a name is no parameter of the step.

@@ -221,7 +221,7 @@ def numbered(kind: str, set_id: int) -> Iterator[str]:
     engine = current_engine()
     engine.check_is_open()
     num_before = engine.submitted.count
-    count = -1
+    count, joins = -1, 0
     try:
         with _Session.lock:
             joins, returned = _Session.num_joins, _Session.returned[kind, set_id]
