@@ -165,6 +165,9 @@ def test_a_tree_is_submitted_again_as_soon_as_one_of_its_leaves_has_failed(
 
 
 def test_what_nobody_waits_for_is_held_back_and_fused(links):
+    # The first that waits hurries all: where one is slow, not all of its own are there.
+    have_submitted = threading.Barrier(_SIZE)
+
     def run(engine):
         facts = ("all_reduce", eager.global_process_set, "sum")
         options = requests.find_options(engine, *facts)
@@ -179,6 +182,7 @@ def test_what_nobody_waits_for_is_held_back_and_fused(links):
             time.sleep(0.001)
         time.sleep(0.2)
         assert not any(entry.is_done for entry in entries)
+        have_submitted.wait(10.0)
         started_s = time.monotonic()
         assert engine.wait(entries, 20.0)
         assert time.monotonic() - started_s < 2.0
