@@ -204,7 +204,7 @@ def _without_integers(total: jax.Array) -> Any:
 
 
 def _without_arrays(local: Local) -> Local:
-    """What outlives the trace of the loop that it was made in."""
+    """Facts that outlive the trace of the loop."""
     used = None if local.used is None else usage_flags.without_arrays(local.used)
     # Of its seed remains which of its parts there are.
     seed = jax.tree.map(lambda _: None, local.seed)

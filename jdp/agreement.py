@@ -15,7 +15,7 @@ _RAISE_S = 0.2  # from there until the others have said so.
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What one process brings to a meeting."""
+    """Contribution of one process to a meeting."""
 
     topic: str
     body: bytes = b""
@@ -23,7 +23,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What process 0 decided, the same for all."""
+    """Decision of process 0, the same for all processes."""
 
     body: bytes = b""
     error: str | None = None

@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What one replica normalises, and what of it counts."""
+    """Samples that one replica normalises, and how much each counts."""
 
     x: jax.Array  # (n, ...); zero where it neither counts nor is finite.
     # Both have the number of dimensions of x, each of size 1 or that of x.

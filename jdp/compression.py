@@ -18,7 +18,7 @@ from jdp.weights import Weighting
 
 
 class Means(NamedTuple):
-    """What `mean_over_replicas` of `jdp.reduction` returns, and the next state."""
+    """Results of `jdp.reduction.mean_over_replicas`, and the next state."""
 
     grads: PyTree
     riders: list[jax.Array]

@@ -43,7 +43,7 @@ class BucketDescription:
 
 @dataclasses.dataclass(frozen=True)
 class SynchronizationDescription:
-    """What one `value_and_grad`, or its like, sends in a step."""
+    """Traffic of one `value_and_grad`, or its like, in a step."""
 
     buckets: tuple[BucketDescription, ...]  # in the order sent.
     riders: tuple[str, ...]  # what travels in the buckets beside gradients.
@@ -59,7 +59,7 @@ class SynchronizationDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a step sends; as text it is a table."""
+    """Traffic of a step; as text, a table."""
 
     name: str
     num_replicas: int
@@ -94,7 +94,7 @@ class Description:
         return text.getvalue()
 
     def __rich__(self) -> "Group":
-        """What `rich.print` shows: a table for each synchronisation."""
+        """Form for `rich.print`: a table for each synchronisation."""
         from rich.console import Group
 
         title = f"{self.name} on {self.num_replicas} replicas"

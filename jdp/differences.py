@@ -20,7 +20,7 @@ _ABOUT_WEAK_TYPE = (
 
 
 class Details(msgspec.Struct, frozen=True):
-    """What there is to say of a program, in full."""
+    """Full description of a program, in which a difference can be found."""
 
     leaves: list[tuple[str, str]]  # path; dtype and shape.
     program: bytes  # the jaxpr's text, compressed.

@@ -17,7 +17,7 @@ from jdp.weights import Totals, Weighting
 
 
 class Local(NamedTuple):
-    """What one replica has after its backward pass."""
+    """Results of the backward pass of one replica."""
 
     loss: jax.Array
     aux: PyTree

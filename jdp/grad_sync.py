@@ -107,7 +107,7 @@ def sync_gradients(
 
 
 class Synced(NamedTuple):
-    """What all replicas have after a reduction."""
+    """Results of a reduction, the same on all replicas."""
 
     grads: PyTree
     used: PyTree | None

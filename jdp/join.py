@@ -11,7 +11,7 @@ from jdp.types import Device
 
 
 class JoinContext(Protocol):
-    """What a `Joinable` knows of the `jdp.Join` that it is in."""
+    """View of a `Joinable` of its `jdp.Join`."""
 
     is_enabled: bool  # False: every process has as many iterations.
     last_joiner: int | None  # index of a process; known once all have joined.
@@ -22,7 +22,7 @@ class JoinContext(Protocol):
 
 
 class JoinHook:
-    """What a process does in place of an iteration, and after the last of all.
+    """Actions of a process in place of an iteration, and after the last one of all.
 
     Both do nothing unless they are overridden.
     """

@@ -18,7 +18,7 @@ ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 
 
 class Piece(NamedTuple):
-    """What a replica has of an array."""
+    """Part of an array on one replica."""
 
     # Shape (1, ceil(size / num_replicas)): a state is handed to a step in rows, and XLA
     # neither copies nor computes twice what keeps its shape from there to the result.

@@ -186,7 +186,7 @@ def local_sgd(
 def begin_apart(
     tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName
 ) -> tuple[PerReplica, PerReplica]:
-    """What a replica begins with, of its own."""
+    """Initial state of a replica's own."""
     own = reduction.cast_varying(jax.tree.map(jnp.asarray, params), axis_name)
     inner = reduction.cast_varying(jax.tree.map(jnp.asarray, tx.init(own)), axis_name)
     return PerReplica(own), PerReplica(inner)

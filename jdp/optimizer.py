@@ -333,7 +333,7 @@ def _select(flag: jax.Array, old: Any, new: Any) -> jax.Array:
 
 
 def _negative_zero(dtype: Any) -> complex:
-    """What changes no number, not even -0.0, when it is added."""
+    """Returns an array that changes no number, not even -0.0, when it is added."""
     return complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
 
 

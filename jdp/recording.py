@@ -13,7 +13,7 @@ from jdp.buckets import BucketPlan
 
 @dataclasses.dataclass(frozen=True)
 class LossFacts:
-    """What the program of a loss tells, by leaf index of the parameters."""
+    """Facts from the program of a loss, by leaf index of the parameters."""
 
     paths: tuple[str, ...]
     timeline: Timeline
@@ -29,7 +29,7 @@ class LossFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Synchronization:
-    """What one call of `value_and_grad`, or of its like, synchronises in a step."""
+    """Synchronisation by one call of `value_and_grad`, or its like, in a step."""
 
     plan: BucketPlan
     packing: str  # "flat" or "tuple".
@@ -48,7 +48,7 @@ class Synchronization:
 
 @dataclasses.dataclass
 class Recording:
-    """What was traced, in the order of the program."""
+    """Traced synchronisations, in the order of the program."""
 
     losses: list[LossFacts] = dataclasses.field(default_factory=list)
     synchronizations: list[Synchronization] = dataclasses.field(default_factory=list)

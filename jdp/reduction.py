@@ -234,7 +234,7 @@ def _alone(
     riders: Sequence[jax.Array],
     weighting: Weighting | None,
 ) -> tuple[PyTree, list[jax.Array], jax.Array | int]:
-    """What one replica has as the mean: its own, and zeros where it has no data."""
+    """Mean over a single replica: its own values, and zeros where it has no data."""
     if weighting is None:
         return grads, list(riders), 1
     leaves, treedef = jax.tree.flatten(grads)
@@ -259,7 +259,7 @@ def _weigh(arrays: Sequence[jax.Array], weighting: Weighting | None) -> list[jax
 
 
 class _Reduced(NamedTuple):
-    """What became of the arrays of one collective."""
+    """Arrays of one collective after the reduction."""
 
     arrays: list[jax.Array]
     is_mean: bool = False  # whether the all-reduce has divided them.

@@ -198,7 +198,7 @@ def _has_nonfinite(leaf: Any) -> bool:
 
 
 class _Made(NamedTuple):
-    """What the step of one replica returned, and outlives its trace."""
+    """Results of the step of one replica that outlive its trace."""
 
     state: Outline
     metrics: Outline
@@ -427,7 +427,7 @@ def _dtype_of(x: Any) -> Any:
 
 
 def _inexact_if_weighed(found: _Made) -> list[bool]:
-    """What the weight of a single replica concerns: 0 makes zeros of it."""
+    """Returns by metric whether a weight of 0 of a single replica makes it 0."""
     is_weighed = found.replica.noted is not None
     pairs = zip(found.metrics.leaves, found.metrics.are_own, strict=True)
     return [

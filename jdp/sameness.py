@@ -99,7 +99,7 @@ def _maker_of(jaxpr: Any, index: int) -> Any | None:
 
 
 class _Followed(NamedTuple):
-    """What became of a jaxpr's values."""
+    """Result of following a jaxpr's values."""
 
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]  # as they entered; but a reference holds what was written.

@@ -24,7 +24,7 @@ Names = str | Iterable[str] | None
 
 
 class CallForm(NamedTuple):
-    """What of a call belongs to the program."""
+    """Parts of a call that belong to the program."""
 
     positional: tuple[str, ...]  # names of arguments given by position, in order.
     static: tuple[tuple[str, type, Any], ...]  # name, type, value; sorted by name.

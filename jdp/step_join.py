@@ -14,7 +14,7 @@ from jdp.weights import DivideBy
 
 
 class JoinedStep(Protocol):
-    """What the hook needs of a step."""
+    """Parts of a step that the hook needs."""
 
     name: str
     last_state: PyTree | None

@@ -35,7 +35,7 @@ def _as_aval(weighting: Weighting | None) -> Weighting | None:
 
 
 class Replica:
-    """What is known of the weights while the step of one replica is traced."""
+    """State of the weighting while the step of one replica is traced."""
 
     def __init__(self, ambient: Weighting | None):
         """Starts with what holds for all that is given no weight."""
@@ -52,7 +52,7 @@ class Replica:
             self._is_out_of_reach = True
 
     def without_arrays(self) -> "Replica":
-        """What it knows, for when the trace has ended: an amount is a shape."""
+        """Copy for use after the trace has ended: amounts become shapes."""
         copy = Replica(_as_aval(self.ambient))
         copy._trace = None
         copy._last = _as_aval(self._last)

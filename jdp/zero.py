@@ -359,7 +359,7 @@ def _as_pieces(leaves: list[Any], layout: Layout) -> list[Piece]:
 
 
 class _Scattered(NamedTuple):
-    """What a replica has after the reduction."""
+    """Values of one replica after the reduction."""
 
     grads: list[Any]  # leaves; `Piece`s, but for those that carry no data.
     used: PyTree | None  # by any replica.

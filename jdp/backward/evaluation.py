@@ -168,7 +168,7 @@ def _inlined(
 
 
 def _kind(eqn: Any) -> Any:
-    """What equations have in common that run the same; None if it cannot be told."""
+    """Returns a key that equal computations share, or None if it cannot be told."""
     if eqn.effects or any(True for _ in jaxprs_in_params(eqn.params)):
         return None
     avals = tuple(v.aval for v in eqn.invars)

@@ -189,7 +189,7 @@ class FlowAnalysis:
         return branches
 
     def carry_sets(self, eqn: Any, entering: Sequence[Sets]) -> list[Sets]:
-        """What reaches the carries of a loop, over all iterations.
+        """Returns the sources that reach the carries of a loop, over all iterations.
 
         `must` is left empty.
 
@@ -284,7 +284,7 @@ class LoopShape(NamedTuple):
 
 
 class Derivative(NamedTuple):
-    """What the rule of a `custom_jvp`, or of a `custom_vjp`, does."""
+    """Program of the rule of a `custom_jvp` or `custom_vjp`."""
 
     # (operands, tangents of `inputs`) -> tangents of `outputs`; or, if backward,
     # (operands, cotangents of `outputs`) -> cotangents of `inputs`.

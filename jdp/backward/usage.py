@@ -30,7 +30,7 @@ UNMARKED = Marks(flow.NOTHING, None)
 
 
 class Evaluated(NamedTuple):
-    """What a marked run of a jaxpr, or of an equation, gives."""
+    """Result of a marked run of a jaxpr or an equation."""
 
     results: list[Any]
     marks: list[Marks]  # of the results.

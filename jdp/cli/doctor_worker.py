@@ -67,7 +67,7 @@ def _what_it_takes(implementation: Implementation) -> str:
 
 
 def _describe_topology(world: jdp.World) -> dict[str, str]:
-    """What the custom all-reduce must know of GPUs; nothing on other devices."""
+    """Facts about GPUs for the custom all-reduce; none on other devices."""
     topology = gpu_topology.find_topology(world)
     if topology.platform != "gpu":
         return {}

@@ -59,7 +59,7 @@ class Curve(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What connects replicas, and how fast they reduce."""
+    """Links between replicas, and how fast replicas reduce."""
 
     latency_s: float  # of one message.
     bandwidth_bytes_per_s: float  # of one replica, sending and receiving at once.
@@ -95,7 +95,7 @@ class Node:
 
 
 class Work(NamedTuple):
-    """What an algorithm does, counted."""
+    """Steps, bytes and reductions of an algorithm."""
 
     num_rounds: int = 0  # messages that wait for each other.
     num_messages: int = 0  # `ppermute`s; two a round if both directions are in use.
@@ -104,13 +104,13 @@ class Work(NamedTuple):
     reduced_bytes: int = 0  # one after another, in the dtype of the accumulator.
 
     def __add__(self, other: "Work") -> "Work":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What is done one after the other, the busiest replica being the same."""
+        """Work of both in sequence, where one replica is the busiest in both."""
         return Work(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What an all-reduce is predicted to do, and to take."""
+    """Predicted cost and time of an all-reduce."""
 
     work: Work
     communication_s: float

@@ -25,7 +25,7 @@ MAX_BLOCKS = 66
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """What is known of the GPUs that replicas lie on.
+    """Facts about the GPUs of the replicas.
 
     Attributes:
       platform: of the devices: "gpu", "cpu" or "tpu".

@@ -127,7 +127,7 @@ _may_measure: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What is known of a world."""
+    """Facts found about a world."""
 
     world: World
     topology: Topology
@@ -137,7 +137,7 @@ class _Found:
 
 
 class _Last:
-    """What was found last; like the world, there is one."""
+    """Result of the last search; like the world, there is one."""
 
     lock = threading.Lock()
     found: _Found | None = None

@@ -17,7 +17,7 @@ _CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132  # cuda.h, CUDA 12.1 and newer.
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process knows of its devices and their host."""
+    """Facts of one process about its devices and their host."""
 
     platform: str
     host: str

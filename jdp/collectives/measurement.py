@@ -35,7 +35,7 @@ _TRIED_SIZE = 100_003  # no multiple of anything; its sums are exact in float32.
 
 
 class Seconds(msgspec.Struct, frozen=True):
-    """What one all-reduce added to a program, one figure a round."""
+    """Seconds that one all-reduce added to a program, one figure per round."""
 
     algorithm: str
     num_bytes: int

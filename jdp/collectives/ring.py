@@ -125,7 +125,7 @@ RING = Halves(ring_reduce_scatter, ring_all_gather)
 
 
 class _Lane:
-    """What travels around in one direction: `width` elements from `start` of a part."""
+    """Stream in one direction of the ring: `width` elements from `start` of a part."""
 
     def __init__(
         self, group: Group, direction: int, start: jax.Array | int, width: int

@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What goes through the shared memory at once."""
+    """Piece of the data that goes through the shared memory at once."""
 
     size: int  # elements.
     others: list[Segment]  # what other processes sum; everything, in one stage.
@@ -55,14 +55,14 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What of each process goes through the shared memory at once."""
+    """Segments of all processes that go through the shared memory at once."""
 
     size: int  # elements.
     runs: list[Segment]  # in chunks.
 
 
 class SharedBuffer:
-    """What processes of one host reduce through; see `create_shared_buffer`."""
+    """Shared memory in which processes of a host reduce; see `create_shared_buffer`."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class _Hello(msgspec.Struct, frozen=True):
-    """What a process says when all map the memory."""
+    """Message of a process when all processes map the memory."""
 
     peer: Peer
     path: str = ""
@@ -58,7 +58,7 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """What the first process says when all have mapped it."""
+    """Message of the first process when all processes have mapped the memory."""
 
     peers: list[Peer] = []
     error: str | None = None

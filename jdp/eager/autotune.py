@@ -39,7 +39,7 @@ _HIERARCHICAL = ("hierarchical_all_reduce", "hierarchical_all_gather")
 
 
 class Tunable(msgspec.Struct, frozen=True, array_like=True):
-    """What can be changed while the engine runs, the same on all ranks.
+    """Options that may change while the engine runs, the same on all ranks.
 
     Attributes:
       fusion_bytes: most bytes of operations that run as one; 0: none do.
@@ -286,7 +286,7 @@ class _Meter:
 
 
 class _Search:
-    """What to try next, by what was tried: first numbers, then switches.
+    """Chooses the next trial from the past ones: first numbers, then switches.
 
     Switches come last, one after another and each kept if it helps, because what they
     change is not seen before the numbers are good. Horovod has the same order, but

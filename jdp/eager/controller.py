@@ -38,7 +38,7 @@ JOIN = (-1, "join")  # what stands for `join` where names are asked for.
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator goes by.
+    """Options of the coordinator.
 
     Attributes:
       fusion_bytes: most bytes of operations that run as one; 0: none do.
@@ -52,14 +52,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Warm(NamedTuple):
-    """What was said when just these slots were ready."""
+    """Responses made when exactly these slots were ready."""
 
     keys: list[tuple[int, str]]  # process set and name.
     responses: tuple[Response, ...]
 
 
 class Coordinator:
-    """What rank 0 knows of all ranks, and decides."""
+    """Coordinator on rank 0: tracks the requests of all ranks and decides."""
 
     def __init__(self, size: int, options: Options):
         """Begins with all ranks in process set 0."""

@@ -211,7 +211,7 @@ def _agreement(a: Dump, b: Dump, shared: set[int]) -> str:
 
 
 def _notes(a: Dump, b: Dump, shared: set[int]) -> list[str]:
-    """What is no difference, but helps to see what happened."""
+    """Remarks that are no difference, but help to see what happened."""
     pairs = _match(a, b, shared).pairs
     more = " Another rank has not submitted it." if a.size > 2 else ""
     notes = [
@@ -311,7 +311,7 @@ def _common_stretch(a: Dump, b: Dump, shared: set[int]) -> _Stretch:
 
 
 def _by_order(dump: Dump, shared: set[int]) -> dict[int, set[_Key]]:
-    """What ran at each position; several names, where a fused operation has one."""
+    """Names of the operation at each position; several where it was fused."""
     ran: dict[int, set[_Key]] = {}
     for record in dump.records:
         if record.order >= 0 and record.process_set in shared:
@@ -373,7 +373,7 @@ def _key(record: Record) -> _Key:
 
 
 def _spec(record: Record) -> Spec:
-    """What must be the same on all ranks."""
+    """Properties that must be the same on all ranks."""
     shape = record.shape[record.kind in _HAS_LOCAL_FIRST :]
     return Spec(cast(Kind, record.kind), record.dtype, shape, op=record.op)
 

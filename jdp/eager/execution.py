@@ -343,7 +343,7 @@ def _aligned_copy(flat: np.ndarray) -> np.ndarray:
 
 
 def _neutral(spec: Spec) -> np.ndarray:
-    """What changes nothing in a reduction, flat."""
+    """Returns the neutral elements of a reduction, flat."""
     dtype = jnp.dtype(spec.dtype)
     size = math.prod(spec.shape)
     if spec.op in ("min", "max"):

@@ -43,7 +43,7 @@ class SetState(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What is known of a response that comes over and over."""
+    """Cached facts about a response that comes repeatedly."""
 
     response: Response
     specs: list[Spec]
@@ -53,7 +53,7 @@ class _Prepared(NamedTuple):
 
 
 class Executor:
-    """What runs on one process."""
+    """Work that runs on one process."""
 
     def __init__(
         self,

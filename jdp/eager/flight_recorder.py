@@ -68,7 +68,7 @@ class Record(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class Dump(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process had recorded.
+    """Records of one process.
 
     Attributes:
       format: says what the file is.
@@ -98,7 +98,7 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Header(msgspec.Struct):
-    """What every version of the file has."""
+    """Fields that every version of the file has."""
 
     format: str
     version: int

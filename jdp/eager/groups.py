@@ -24,7 +24,7 @@ Key = tuple[int, str]  # a process set, and a group of it.
 
 
 class _Held(NamedTuple):
-    """What is ready of a group."""
+    """Members of a group that are ready."""
 
     ready: list[Ready]
     since_s: float

@@ -53,7 +53,7 @@ class ProtocolError(Exception):
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):
-    """What must be the same on all ranks that submit one name.
+    """Properties that must be the same on all ranks that submit one name.
 
     Attributes:
       kind: the operation.
@@ -94,7 +94,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank says.
+    """Message of one rank to the coordinator.
 
     Attributes:
       seen: how many batches of responses it has got.
@@ -123,7 +123,7 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """What all ranks of a process set do next.
+    """Operation that all ranks of a process set do next.
 
     Attributes:
       names: of the tensors, in the order in which they are packed; those that are
@@ -145,7 +145,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator says to all ranks, one batch after another.
+    """Message of the coordinator to all ranks.
 
     Attributes:
       responses: to be executed in this order.

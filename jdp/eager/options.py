@@ -11,7 +11,7 @@ _MAX_SPIN_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagerOptions:
-    """What the eager engine goes by; the same on all processes.
+    """Options of the eager engine; the same on all processes.
 
     Each field can also be set by the variable `JDP_EAGER_` and its name in capitals,
     such as `JDP_EAGER_FUSION_BYTES`. docs/eager.md has them beside Horovod's.

@@ -65,7 +65,7 @@ class Handle:
 
 
 class _Known(NamedTuple):
-    """What is known of a tensor that has come before."""
+    """Cached facts about a tensor that has come before."""
 
     request: Request
     dtype: str
@@ -75,7 +75,7 @@ class _Known(NamedTuple):
 
 
 class CallOptions:
-    """What a call says of all its tensors; of one engine, checked once."""
+    """Options of a call for all its tensors; checked once per engine."""
 
     def __init__(self, engine: Engine, facts: "Facts", set_id: int):
         """Use `find_options`."""
@@ -89,7 +89,7 @@ class CallOptions:
 
 
 class Facts(NamedTuple):
-    """What the arguments of a call are, but for its name and tensors."""
+    """Arguments of a call, but for its name and tensors."""
 
     kind: Kind
     process_set: ProcessSet
@@ -431,7 +431,7 @@ def _device_of(array: Any) -> str:
 
 
 def _own_part(array: jax.Array) -> Any:
-    """What numpy can read on CPU; on other devices the array of this process."""
+    """Returns what numpy reads on CPU, or this process's part on other devices."""
     if _device_of(array) == "cpu":
         return np.asarray(array)
     return array if array.is_fully_addressable else array.addressable_data(0)

@@ -12,7 +12,7 @@ from jdp.types import Device
 
 
 class Kind(NamedTuple):
-    """What a result has of the array that was given, which may be donated meanwhile."""
+    """Properties of the given array, which may be donated meanwhile, for its result."""
 
     dtype: np.dtype
     sharding: Sharding | None = None  # None: an array of numpy.

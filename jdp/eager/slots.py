@@ -13,7 +13,7 @@ from jdp.eager.fusion import Item
 
 
 class Cached(NamedTuple):
-    """What a slot stands for."""
+    """Request that a slot stands for."""
 
     process_set: int
     name: str

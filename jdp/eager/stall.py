@@ -20,7 +20,7 @@ class StallState(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What follows from a look."""
+    """Conclusions from one look at the pending requests."""
 
     warning: str | None = None  # for the log of rank 0.
     stop: str | None = None  # why the engine ends on all ranks.

@@ -31,7 +31,7 @@ _MOST_UNROLLED = 64  # rows; each is an operation of the program.
 
 
 class HookAllReduce(Protocol):
-    """What a hook sends through; every replica makes the same calls."""
+    """Collectives that a hook may use; every replica makes the same calls."""
 
     num_replicas: int
 
@@ -94,7 +94,7 @@ class CommHook(NamedTuple):
 
 
 class ErrorFeedbackState(NamedTuple):
-    """What was not sent yet (Seide et al., 2014; Karimireddy et al., 2019)."""
+    """Gradients not sent yet (Seide et al., 2014; Karimireddy et al., 2019)."""
 
     # PerReplica of a list: per bucket shape (n,), dtype of the bucket, or None of a
     # bucket that travels as it is.

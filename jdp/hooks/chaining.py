@@ -62,7 +62,7 @@ def chain(*hooks: CommHook) -> CommHook:
 
 
 class _OnlySums:
-    """What a hook may send through that is not the last: sums."""
+    """Collectives for a hook that is not the last: sums alone."""
 
     def exchange(self, rows: jax.Array) -> jax.Array:
         raise _not_the_last()

@@ -28,7 +28,7 @@ class _Matrix(NamedTuple):
 
 
 class PowerSGDState(NamedTuple):
-    """What PowerSGD keeps from step to step."""
+    """State that PowerSGD keeps from step to step."""
 
     step: jax.Array  # number of steps taken, int32 ().
     # By bucket and matrix the last Q, shape (num_columns, rank), the same on all

@@ -9,7 +9,7 @@ from jdp.parameter_server.messages import Hello, MessageError, Push, Version
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """What a server compares a hello with."""
+    """Facts that a server compares a hello with."""
 
     server: int
     num_servers: int

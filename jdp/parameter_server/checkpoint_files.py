@@ -66,7 +66,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint consists of; its file begins with a digest of the rest."""
+    """Contents of a checkpoint; its file begins with a digest of the rest."""
 
     format: int
     server: messages.Number

@@ -67,7 +67,7 @@ class _Pulling:
 
 
 class Client:
-    """What a worker knows; without clocks, sockets and arrays.
+    """State machine of a worker; pure, without clocks, sockets and arrays.
 
     One push and one pull at a time are under way. What the methods return is to be
     sent, to the server with that number; nothing is lost where a message is, for what

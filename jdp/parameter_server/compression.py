@@ -68,7 +68,7 @@ class _Player(_Recorder):
 
 
 class _Codec:
-    """What a hook makes of buckets of these shapes, and of what it sent."""
+    """Encoder and decoder of a hook, for buckets of given shapes."""
 
     def __init__(self, hook: CommHook, avals: Sequence[BucketAval]) -> None:
         self._hook = hook

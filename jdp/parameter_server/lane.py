@@ -32,7 +32,7 @@ class Lane:
 
 
 class LaneFile:
-    """What keeps an offer open, for a server that comes or comes back."""
+    """Open offer of a lane, for a server that comes or comes back."""
 
     def __init__(self, descriptor: int, offer: LaneOffer):
         """Use `make_lane`."""

@@ -8,7 +8,7 @@ from jdp.parameter_server.modes import Mode
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeadOptions:
-    """What server 0 goes by.
+    """Options of server 0.
 
     Attributes:
       mode: when an update is made.

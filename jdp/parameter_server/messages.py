@@ -157,7 +157,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What became of the last push of a session, and the version after it."""
+    """Outcome of the last push of a session, and the version after it."""
 
     sequence: Count
     outcome: Outcome
@@ -299,7 +299,7 @@ to_follower = msgspec.msgpack.Decoder(ToFollower)
 
 
 class MessageError(Exception):
-    """What came is no message, or makes no sense; the text goes on after "it "."""
+    """A received message is malformed; the text goes on after "it "."""
 
 
 class RefusedError(Exception):

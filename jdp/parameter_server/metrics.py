@@ -23,7 +23,7 @@ _RATE_WINDOW_S = 5.0  # of which updates a second are the mean.
 
 @dataclasses.dataclass
 class Metrics:
-    """What server 0 counts; bytes are its own.
+    """Counters of server 0; bytes are its own.
 
     Attributes:
       num_pushed_bytes, num_pulled_bytes: of arrays, by socket or shared memory.

@@ -47,7 +47,7 @@ _logger = logging.getLogger("jdp")
 
 
 class Lead:
-    """What server 0 knows, and what follows from it; without clocks and sockets.
+    """State machine of server 0; pure, without clocks and sockets.
 
     Call what has happened, then `decide`, then execute what it returns: entries of the
     log, each of which this state already goes by. After a `Restore`, call `restored`

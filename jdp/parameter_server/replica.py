@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What is to be done for an entry that was executed."""
+    """Result of an executed entry: work to do, and settled pushes."""
 
     parts: list[Part]  # of an `Apply`, in its order.
     settled: dict[bytes, Settled]  # what became of pushes by it.

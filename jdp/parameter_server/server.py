@@ -33,7 +33,7 @@ from jdp.types import Device, PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What servers go by; the same on all of them.
+    """Options of servers; the same on all of them.
 
     Attributes:
       lease_s: after how many seconds of silence a worker is left out; it may come back.
@@ -190,7 +190,7 @@ class Server:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What has happened so far, as a line of the report; on server 0."""
+        """Events so far, as a line of the report; on server 0."""
         return dict(self._service.summarize())
 
     def serve(self) -> None:

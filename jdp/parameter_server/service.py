@@ -53,7 +53,7 @@ _END_TIMEOUT_S = 30.0  # for the last checkpoints of the others.
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a service works with."""
+    """Parts that a service works with."""
 
     socket: ServerSocket
     updater: Updater
@@ -63,7 +63,7 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """What is not for the protocol."""
+    """Work that the protocol does not do."""
 
     hook_name: str
     report: metrics.Report

@@ -59,7 +59,7 @@ def make_memory(num_bytes: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What one server has."""
+    """Leaves of one server."""
 
     buckets: tuple[tuple[int, ...], ...]  # leaf indices, in packing order.
     avals: tuple[BucketAval, ...]  # of the packed buckets.

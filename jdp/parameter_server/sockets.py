@@ -41,7 +41,7 @@ _WORKER, _SERVER = "worker", "server"  # how ZAP calls who has which key.
 
 
 class Message(NamedTuple):
-    """What has come."""
+    """Received message."""
 
     source: bytes | int  # the route to a worker, or the number of a server.
     header: memoryview

@@ -20,7 +20,7 @@ _MOST_FORMS = 4
 
 
 class _State(NamedTuple):
-    """What an update changes."""
+    """State that an update changes."""
 
     params: PyTree  # the leaves of this server; `optax.MaskedNode` for the others.
     opt_state: PyTree

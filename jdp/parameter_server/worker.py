@@ -23,7 +23,7 @@ from jdp.types import Device, PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a worker goes by.
+    """Options of a worker.
 
     Attributes:
       compression: the hook that pushes go through: `jdp.hooks.cast`, `int8` or `top_k`,
@@ -149,7 +149,7 @@ class Worker:
 
     @property
     def counts(self) -> dict[Outcome, int]:
-        """What became of pushes that are settled: "applied", "late", "rejected"."""
+        """Counts of settled pushes by outcome: "applied", "late", "rejected"."""
         return self._connection.counts
 
     def pull(self) -> PyTree:

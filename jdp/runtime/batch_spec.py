@@ -41,7 +41,7 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(NamedTuple):
-    """What a process has read."""
+    """Structure, shapes and dtypes of the batch that a process has read."""
 
     tree: PyTree
     leaves: list[Any]

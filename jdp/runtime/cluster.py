@@ -78,7 +78,7 @@ class _InitOptions:
 
 
 class _Initialized:
-    """What `init` was called with; there is one job for a process."""
+    """Arguments of the last call of `init`; a process has one job."""
 
     options: _InitOptions | None = None
 

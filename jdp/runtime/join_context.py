@@ -40,7 +40,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Task(NamedTuple):
-    """What a process that has joined does next."""
+    """Next action of a process that has joined."""
 
     kind: Literal["shadow", "wait", "end"]
     process: int = -1  # whom to wait for.

@@ -23,7 +23,7 @@ from jdp.runtime import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """What every process runs.
+    """Program that every process runs.
 
     Raises:
       ValueError: there is no such script or module. Modules are looked up without

@@ -35,7 +35,7 @@ SpecChange = tuple[int, Spec]
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
-    """What one process says in one round."""
+    """Message of one process in one round."""
 
     # Samples per replica of each batch read since the last announcement.
     sizes: tuple[int, ...] = ()
@@ -47,7 +47,7 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """What process 0 says to all in one round."""
+    """Answer of process 0 to all processes in one round."""
 
     sizes: tuple[int, ...] = ()  # samples per replica of each new iteration.
     specs: tuple[tuple[int, int], ...] = ()  # (offset in `sizes`, number of the spec).

@@ -51,7 +51,7 @@ def open_missing() -> None:
 
 @dataclasses.dataclass(eq=False)
 class _Stream:
-    """What one process writes to one of its two outputs."""
+    """Output of one process on stdout or stderr."""
 
     owner: int  # Unique among the streams.
     process_id: int

@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 class ReadAhead:
-    """What the loop, the reader and the agent of one process share."""
+    """State that the loop, the reader and the agent of one process share."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ _STYLE = re.compile(rb"\x1b\[([0-9;:]*)m")
 
 
 class PlainState(NamedTuple):
-    """What stands on the current line of a file or a pipe."""
+    """Text on the current line of a file or a pipe."""
 
     open_owner: int | None = None  # Whose text there has no newline.
     is_partial: bool = False  # It has no carriage return either, and goes on.

@@ -23,7 +23,7 @@ _MAX_FRAME_BYTES = 1 << 14
 
 
 class Refused(RuntimeError):
-    """What came is not of this job, or not of this protocol."""
+    """A message of another job or another protocol arrived."""
 
 
 class OtherJob(Refused):

@@ -17,7 +17,7 @@ _logger = logging.getLogger("jdp")
 
 
 class _Own:
-    """What a process counts and notes for itself."""
+    """Counters and notes that a process keeps for itself."""
 
     def __init__(self) -> None:
         self._rounds = itertools.count()
@@ -135,7 +135,7 @@ def _context(key: str) -> str:
 
 
 class _Shared:
-    """What the members of one in-memory job share."""
+    """State that the members of one in-memory job share."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -36,7 +36,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Policy(Protocol):
-    """What the end of one process means for the job; without clocks and processes."""
+    """Rules for the end of a process: its effect on the job. Pure, without clocks."""
 
     def judge(
         self, end: Exit, running: Collection[int]

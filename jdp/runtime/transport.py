@@ -211,7 +211,7 @@ class MemoryLink:
 
 
 class FrameError(Exception):
-    """What came is not a frame; the text says what a process did, as "sent ..."."""
+    """A message is not a frame; the text says what the process did, as "sent ..."."""
 
 
 def encode(kind: int, payload: bytes = b"") -> bytes:

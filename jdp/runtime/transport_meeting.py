@@ -29,7 +29,7 @@ _logger = logging.getLogger("jdp")
 
 
 class _Offer(msgspec.Struct, frozen=True):
-    """What a process publishes first, behind a byte with its version."""
+    """First message of a process, after a byte with its version."""
 
     public_key: bytes  # of CURVE, in Z85.
     options: LinkOptions

@@ -43,7 +43,7 @@ _BROKEN = re.compile(
 
 
 class Failure(NamedTuple):
-    """What a worker says of the end of its program.
+    """A worker's report of the end of its program.
 
     Attributes:
       at_s: when, on the monotonic clock of this host.
@@ -168,7 +168,7 @@ def _take_failure_fd() -> int | None:
 
 
 class _Own:
-    """What this process has of its launcher; without one, nothing."""
+    """Connections of this process to its launcher; empty without one."""
 
     failure_fd: int | None = None
     pid: int = 0  # Children that this process forks do not speak for it.

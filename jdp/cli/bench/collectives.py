@@ -144,7 +144,7 @@ def summarize(seconds: dict[str, list[float]], num_replicas: int) -> dict[str, A
 def _choices(
     measured: list[Seconds], num_replicas: int, links: Links
 ) -> list[dict[str, Any]]:
-    """What `choose` picks from all but Adasum, which is no sum."""
+    """Returns the choice of `choose` among all but Adasum, which is no sum."""
     sizes = sorted({each.num_bytes for each in measured})
     found = []
     for size in sizes:

@@ -27,7 +27,7 @@ JsonFile = Annotated[
 
 
 class Options(NamedTuple):
-    """What all of these commands are told."""
+    """Options that all of these commands share."""
 
     num_processes: int
     blocks: int

@@ -48,7 +48,7 @@ Starter = Callable[[int, int, Sequence[int], pathlib.Path], Group | None]
 
 
 class Turn(NamedTuple):
-    """What a variant took in a round."""
+    """Figures of a variant in one round."""
 
     seconds: float  # of the median step.
     sent_bytes: float  # over TCP, by one process, in a step.

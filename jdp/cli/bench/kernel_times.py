@@ -137,7 +137,7 @@ class Kernel(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called in a table."""
+        """Name in a table."""
         return (
             f"{self.algorithm} n={self.num_replicas} {self.num_bytes >> 10} KiB "
             f"blocks={self.launch.num_blocks}"

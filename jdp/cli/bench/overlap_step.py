@@ -16,7 +16,7 @@ from jdp.cli.bench.channel import StepConfig
 
 
 class State(NamedTuple):
-    """What a step carries; the loss too, for metrics would be averaged."""
+    """State of a step; with the loss, since metrics would be averaged."""
 
     params: Any
     loss: Any  # of the last step, ().

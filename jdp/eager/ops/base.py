@@ -34,7 +34,7 @@ class Members:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What an implementation is asked whether it takes; the same on all members."""
+    """Facts by which an implementation accepts work; the same on all members."""
 
     kind: Kind
     op: str  # of a reduction; "" otherwise.
