@@ -161,7 +161,7 @@ def _meet(
         # One that has failed, or that is not there, reads nothing.
         came = [p for p, other in enumerate(records) if p and other.error is None]
         _wait_until_read(world, round_index, came)
-    if round_index > 0:  # Whoever is in this round has read the last one's verdict.
+    if round_index > 0:  # A process in this round has read the last verdict.
         world.store.delete(_key(round_index - 1, "verdict"))
     return verdict
 

@@ -40,7 +40,7 @@ def mean_over_replicas(
     """`reduction.mean_over_replicas`, through `options.hook` if there is one.
 
     The hook gets the gradients of a replica times n w / W, where w is how much it
-    counts of W together: their mean is what is wanted, whoever counts how much, and
+    counts of W together: their mean is what is wanted, for any weights, and
     they are the undivided gradients where all count the same. What rides with them is
     summed exactly, before, in a collective of its own.
 

@@ -198,7 +198,7 @@ def no_samples(count: int, axis_name: AxisName) -> jax.Array:
 
 
 def find_amount(weight: jax.typing.ArrayLike | None, axis_name: AxisName) -> jax.Array:
-    """How much this replica has seen in this step: float32 (), 1 if nobody says."""
+    """Amount that this replica has seen in this step: float32 (), 1 by default."""
     weighting = weights.resolve(weight, "weight")
     weights.note(weighting)
     amount = jnp.ones((), jnp.float32) if weighting is None else weighting.amount
@@ -274,7 +274,7 @@ def _apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
-    """Averages over replicas in one collective a dtype; zeros where nobody counts.
+    """Averages over replicas, one collective per dtype; zeros where no replica counts.
 
     Integers and booleans get the mean, rounded, between the least and the greatest: so
     they stay what they are where they are equal. Nothing is known of them where no
@@ -323,7 +323,7 @@ def _round_between(mean: jax.Array, low: jax.Array, high: jax.Array) -> jax.Arra
 
 
 def _mean_or_keep(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
-    """The mean, typed as what may differ; the tree itself where nobody counts."""
+    """The mean, typed as what may differ; the tree itself where no replica counts."""
     mean = mean_by_amount(tree, names, amount)
     anyone = weights.has_data(lax.psum(amount, names))
 

@@ -277,8 +277,8 @@ class DataParallelStep(Joinable):
     ) -> JoinHook:
         """Returns what stands in for this step; see `jdp.Joinable`.
 
-        `last_state` is then what the last call in the `jdp.Join` returned, whoever
-        made it; after it that of the last joiner, of several the process with the
+        `last_state` is then what the last call in the `jdp.Join` returned, by
+        either; after it that of the last joiner, of several the process with the
         highest index, bit for bit the same on all. Where no process calls the step, it
         is the state of `example`, or of the `jdp.Join` before.
 

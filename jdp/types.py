@@ -43,12 +43,12 @@ class Store(Protocol):
         """Waits for `key` and returns its value.
 
         Raises:
-          TimeoutError: nobody set the key within `timeout_s` seconds.
+          TimeoutError: the key was not set within `timeout_s` seconds.
         """
         ...
 
     def try_get(self, key: str) -> bytes | None:
-        """Returns the value of `key`, or None while nobody has set it."""
+        """Returns the value of `key`, or None while it is not set."""
         ...
 
     def list_directory(self, directory: str) -> dict[str, bytes]:

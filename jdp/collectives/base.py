@@ -160,7 +160,7 @@ def pad(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def default_num_chunks(num_bytes: int, bytes_per_chunk: int) -> int:
-    """Returns into how many chunks to cut a buffer if nobody says.
+    """Returns the default number of chunks of a buffer.
 
     One; on CPU as many as keep a chunk at `bytes_per_chunk`: replicas of one process
     share its caches, and what falls out of them takes twice as long.

@@ -63,5 +63,5 @@ def butterfly_all_reduce(
 
 
 def default_num_chunks(num_elements: int, itemsize: int) -> int:
-    """Returns into how many chunks a buffer is cut if nobody says."""
+    """Returns the default number of chunks of a buffer."""
     return base.default_num_chunks(num_elements * itemsize, _CHUNK_BYTES)

@@ -124,7 +124,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # One stage for two replicas, as the second stage saves nothing there. Not measured by
-# jdp: nobody had several GPUs at hand yet. The switch is taken once it was measured.
+# jdp, which has not run on several GPUs yet. The switch is taken once it was measured.
 THRESHOLDS = Thresholds(
     limits=(
         Limits(num_replicas=2, one_stage_below=None),

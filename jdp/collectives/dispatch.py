@@ -112,7 +112,7 @@ auto_all_reduce = AutoAllReduce()
 
 @contextlib.contextmanager
 def without_measuring() -> Iterator[None]:
-    """While tracing: asks nobody; "auto" is `psum` if nothing is known yet."""
+    """While tracing: asks no process; "auto" is `psum` if nothing is known yet."""
     token = _may_measure.set(False)
     try:
         yield

@@ -101,7 +101,7 @@ def time_all_reduces(
 def find_failure(world: World, all_reduces: Mapping[str, AllReduce]) -> str | None:
     """Tries all-reduces on small buffers; every process calls it, all get the same.
 
-    Nobody begins before it was compiled everywhere.
+    No process begins before all have compiled it.
 
     Args:
       world: the replicas.

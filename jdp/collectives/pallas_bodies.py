@@ -30,7 +30,7 @@ def one_stage(peers: Peers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -> Non
         reduce_at(pl.multiple_of(i * t.tile, t.tile))
         _when(t.has_tail and i == t.num_tiles - 1, lambda: reduce_at(t.size - t.tile))
 
-    peers.meet(1)  # Nobody may go and free `x` while a peer reads it.
+    peers.meet(1)  # No replica may go on and free `x` while a peer reads it.
 
 
 def two_stage(
@@ -89,7 +89,7 @@ def two_stage(
 
         _when(t.has_tail and i == tail_index, gather_tail)
 
-    peers.meet(2)  # Nobody may go while a peer reads its part.
+    peers.meet(2)  # No replica may go on while a peer reads its part.
 
 
 def multimem(peers: RemotePeers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -> None:
@@ -115,7 +115,7 @@ def multimem(peers: RemotePeers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -
 
         _when(_is_full(t) or first + i < t.num_tiles, reduce)
 
-    peers.meet_by_switch()  # All parts are there, and nobody reads any more.
+    peers.meet_by_switch()  # All parts are there, and no peer reads any more.
 
 
 def _reduce(

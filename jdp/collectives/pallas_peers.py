@@ -29,7 +29,7 @@ class Tiling:
 
     A tile is what the 128 threads of a warpgroup load in `unroll` vectors of 16 bytes
     each. What is left after the last whole tile, the tail, is reduced as a tile that
-    ends with the buffer, by the warpgroup of the last whole tile, so that nobody else
+    ends with the buffer, by the warpgroup of the last whole tile, so that no other
     writes where the two overlap.
     """
 
@@ -255,7 +255,7 @@ class SoloPeers(Peers):
 
     The input has a row for each replica, shape (num_replicas, n). A pair of references
     stands for a temporary buffer: the own one, and the rows that the peers would have
-    written. This is a lower bound: memory in place of NVLink, and nobody to wait for.
+    written. This is a lower bound: memory in place of NVLink, and no peer to wait for.
     """
 
     def __init__(self, tiling: Tiling, rank: int):

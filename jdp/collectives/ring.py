@@ -52,7 +52,7 @@ def ring_all_reduce(
     buffer = base.pad(x, n * len(directions) * num_chunks)
     width = buffer.size // (n * len(directions) * num_chunks)
 
-    # In place: in a step `x` is a bucket that nobody needs afterwards. A second buffer
+    # In place: in a step `x` is a bucket without a later use. A second buffer
     # of fresh pages takes as long on CPU as all the sums; so does the copy that XLA
     # makes where the loop carries another shape than (n,).
     def reduce_chunk(j: jax.Array | int, buffer: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ def ring_all_reduce(
 
 
 def default_num_chunks(num_elements: int, itemsize: int, num_parts: int) -> int:
-    """Returns into how many chunks a buffer is cut if nobody says."""
+    """Returns the default number of chunks of a buffer."""
     num_columns = -(-num_elements // num_parts)
     return base.default_num_chunks(num_columns * itemsize, _CHUNK_BYTES)
 

@@ -264,7 +264,7 @@ class SharedBuffer:
     ) -> None:
         own, dtype = self._rank, arrays[0].dtype
         num_bytes = piece.size * dtype.itemsize
-        if not piece.own:  # One stage: nobody has a part of its own.
+        if not piece.own:  # One stage: no process has a part of its own.
             side = (self._round + 1) % 2
             slots = list(self._small[side, :, :num_bytes].view(dtype))
             for i, where, at in piece.others:

@@ -314,7 +314,7 @@ class _Last(NamedTuple):
     """The last reduction of the function that is traced."""
 
     trace: Any
-    token: jax.Array  # uint32 (1,); whoever takes it comes later.
+    token: jax.Array  # uint32 (1,); a reduction that takes it comes later.
     number: int
 
 

@@ -1,7 +1,7 @@
 """Shared segment: memory that processes of one host share, and how far each one is.
 
 The memory is a file in /dev/shm that never has a name: the other processes open it
-through the first one's entry in /proc. So nothing is left, whoever is killed when.
+through the first one's entry in /proc. So nothing is left, whichever process is killed.
 """
 
 import ctypes

@@ -1,10 +1,10 @@
 """Controller: the coordinator, which knows what is ready everywhere and orders it.
 
 Pure: it has no thread, socket or clock. Ranks may submit names in any order; the
-coordinator says to all in one order what runs, so that nobody waits in a collective
-that others have not begun. What was negotiated once gets a slot of the cache, by its
-name and everything that was said of it. A rank that submits it again sends the number
-of the slot, as a bit; the bit sets of all ranks, combined by AND, are what is ready.
+coordinator tells all ranks one order of operations, so that no rank waits in a
+collective that others have not begun. A negotiated operation gets a slot of the cache,
+by its name and all its properties. A rank that submits it again sends the number of the
+slot, as a bit; the bit sets of all ranks, combined by AND, are what is ready.
 """
 
 import functools

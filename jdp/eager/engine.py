@@ -201,7 +201,7 @@ class Engine:
             try:
                 self._is_waiting = False
                 self._link.wake()
-            except BaseException:  # Nobody else would wake it.
+            except BaseException:  # No other call would wake it.
                 self._link.wake()
                 raise
 

@@ -34,7 +34,7 @@ class Entry:
         is_small: bool = False,
         group: tuple[int, str] | None = None,
     ):
-        """Makes a request that nobody knows of yet.
+        """Makes a request that is not submitted yet.
 
         Args:
           request: what the other ranks hear of it.

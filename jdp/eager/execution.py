@@ -61,7 +61,7 @@ class Scratch:
         """Begins with none."""
         self._buffers: dict[np.dtype, np.ndarray] = {}
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
-        self.marks: list[tuple[str, float]] | None = None  # None: nobody looks.
+        self.marks: list[tuple[str, float]] | None = None  # None: not recorded.
 
     def mark(self, phase: str) -> None:
         """Notes, for the timeline, that a phase has ended which began at the last mark.

@@ -180,7 +180,7 @@ def all_to_all(call: Callable[..., Any], x: jax.Array, splits: Any, name: str) -
     def backward(kept: Any, gradients: Any, name: str) -> Any:
         received, num_rows = kept
         back, _ = call(gradients[0], np.asarray(received), name=name)
-        missing = int(num_rows) - back.shape[0]  # Rows that were sent to nobody.
+        missing = int(num_rows) - back.shape[0]  # Rows that were not sent.
         return jnp.pad(back, [(0, missing)] + [(0, 0)] * (back.ndim - 1))
 
     return _call_with_vjp(forward, backward, x, name)

@@ -30,7 +30,7 @@ Kind = Literal[
 
 # A process set, a name, and which submission of it this is on its rank.
 Doubt = tuple[int, str, int]
-# What names begin with that nobody gave: they are counted, and never come again.
+# Prefix of names that the user did not give: they are counted, and never come again.
 UNNAMED = "unnamed "
 # The shape of a scalar in kinds whose first dimension may differ: `()` is that of rows
 # of one number.

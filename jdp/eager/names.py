@@ -12,7 +12,7 @@ class Waiting:
     __slots__ = ("first", "spec", "arrived", "odd", "locals", "since_s")
 
     def __init__(self, first: int, spec: bytes, now_s: float):
-        """Begins with nobody; `first` is the rank that comes first."""
+        """Begins without ranks; `first` is the rank that comes first."""
         self.first = first
         self.spec = spec
         self.arrived = 0  # a bit for each rank.

@@ -20,7 +20,7 @@ class EagerOptions:
       fusion_bytes: most bytes of operations that run as one; 0: none do.
       fuse_groups: whether a group may run together with what is not in it.
       cycle_time_s: how long the engine holds back what is ready, for more to come,
-        while nobody waits for it, in seconds; up to ten times as long while more comes
+        while no call waits for it, in seconds; up to ten times as long while more comes
         at least every 50 µs. 0: not at all.
       spin_s: how long the engine looks for news without sleeping, in seconds, each time
         after it had some: a thread takes some 50 µs to wake. It does not where cores

@@ -73,5 +73,5 @@ def _fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
 
 @functools.cache
 def _first() -> set[Device]:
-    """Where JAX puts what nobody says where to put."""
+    """Returns the device that JAX uses by default."""
     return {jax.local_devices()[0]}

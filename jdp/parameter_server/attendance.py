@@ -56,7 +56,7 @@ class Attendance:
         """Takes what server 0 had written before it was killed.
 
         It counts at once where one launcher has started both, else as soon as a worker
-        is met that was there: what is written may be of a run that nobody goes on with.
+        is met that was there: the file may be of a run that is not continued.
         """
         try:
             record = wire.decode_with(_decoder.decode, data)

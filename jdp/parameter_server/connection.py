@@ -66,7 +66,7 @@ class Connection:
         self._payloads: list[memoryview] = []  # of the push, by server.
         self._has_lane = [False] * len(addresses)
         self._pulled: dict[int, Any] = {}  # by server, of the pull.
-        self._has_asked = False  # for parameters that nobody has taken.
+        self._has_asked = False  # for parameters that were not taken yet.
         self._failure = ""
         self._longest_gap_s = 0.0  # between two ticks of the thread.
         self._is_closing = False
@@ -101,7 +101,7 @@ class Connection:
             return self._client.sequence
 
     def pull(self, *, after: int) -> None:
-        """Begins a pull, unless there is one that nobody has taken."""
+        """Begins a pull, unless the result of one was not taken yet."""
         with self._acting():
             if not self._has_asked:
                 self._has_asked = True

@@ -44,7 +44,7 @@ class Place:
       addresses: "host:port" of each server, the same everywhere. A server listens at
         its own.
       num_workers: of the job; None: they come and go.
-      key_file: what `make_keys` has written. Whoever can read it may join.
+      key_file: what `make_keys` has written. Any process that can read it may join.
     """
 
     role: Literal["server", "worker"]
@@ -140,8 +140,8 @@ def _read_number(environ: Mapping[str, str], name: str) -> int:
 def make_keys(path: str | os.PathLike[str]) -> None:
     """Writes new keys, for the processes of one job, to a file of this user alone.
 
-    Copy it to the other hosts of the job, and to nobody else: whoever has it can push
-    and pull, and can pass for a server.
+    Copy it to the other hosts of the job alone: a holder can push and pull, and can
+    pass for a server.
 
     Raises:
       FileExistsError: there is such a file; keys are not overwritten.

@@ -87,7 +87,7 @@ def open_lane(offer: LaneOffer, *, least_bytes: int) -> Lane | None:
         return None
     try:
         # On another host the path may be anything. Without the seal its owner could cut
-        # it off, and whoever touches it then is killed.
+        # it off, and a process that touches it then is killed.
         if not _is_ours(os.fstat(descriptor), size):
             return None
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:

@@ -32,7 +32,7 @@ class Asynchronous:
 
 @dataclasses.dataclass(frozen=True)
 class Bounded:
-    """Each push is an update, and nobody runs away; see `bounded`."""
+    """Each push is an update, and no worker runs far ahead; see `bounded`."""
 
     staleness: int
 
@@ -64,7 +64,7 @@ def sync(*, backup: int = 0) -> Sync:
 
 
 def asynchronous() -> Asynchronous:
-    """Updates at each push, whoever sends it, and lets nobody wait."""
+    """Updates at each push of any worker, and lets none wait."""
     return Asynchronous()
 
 

@@ -393,7 +393,7 @@ class Lead:
             if members.is_too_far_ahead(member, self._members, self.options.mode):
                 continue
             self._ready.remove(session)
-            # A turn, whatever became of it: nobody waits for who pushes.
+            # A turn, whatever its outcome: no worker waits for one that pushes.
             member.clock += 1
             if self._is_rejected(push):
                 self._discard(push, "rejected")

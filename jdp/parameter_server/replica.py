@@ -17,7 +17,7 @@ from jdp.parameter_server.messages import (
 from jdp.parameter_server.restoring import settle
 
 # Of how many sessions it is remembered which pushes were settled: of those that settled
-# one last. Whoever is forgotten must not re-send a push that it sent so long ago.
+# one last. A forgotten session must not re-send a push that it sent so long ago.
 _MOST_SESSIONS = 4096
 
 

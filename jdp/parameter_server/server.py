@@ -116,7 +116,7 @@ class Server:
             the optimizer does not work on leaves one by one, and there are several
             servers.
         """
-        # Here, for whoever needs only the types must not wait for zmq.
+        # Here: users of the types alone must not wait for zmq.
         from jdp.parameter_server import service, sockets
 
         place = Place.from_environ() if place is None else place

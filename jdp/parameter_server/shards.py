@@ -136,7 +136,7 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
     sizes = [sum(plan.leaves[i].num_bytes for i in b) for b in plan.buckets]
     owned: list[list[int]] = [[] for _ in range(num_servers)]
     load = [0] * num_servers
-    # The largest first, each to whoever has least: at most 4/3 of the best (Graham).
+    # The largest first, each where there is least: at most 4/3 of the best (Graham).
     for number in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
         server = min(range(num_servers), key=lambda k: (load[k], len(owned[k]), k))
         owned[server].append(number)

@@ -1,7 +1,7 @@
 """Sockets: one server hears many workers, and each of these many servers.
 
 A server has a ROUTER, a worker a DEALER for each server, and so does a server for
-server 0. CURVE encrypts; whoever has the key file may connect, and nobody else. They
+server 0. CURVE encrypts; only holders of the key file may connect. They
 connect again by themselves; what was under way is lost then, and said again by the
 protocol.
 """
@@ -58,7 +58,7 @@ class ServerSocket:
         Args:
           address: "host:port".
           keys: of the job.
-          most_bytes: the longest payload; whoever sends more is cut off.
+          most_bytes: the longest payload; a peer that sends more is cut off.
 
         Raises:
           RuntimeError: somebody else does at this address, or it is not of this host.

@@ -79,7 +79,7 @@ class Worker:
           TypeError: an argument is of another type.
           ValueError: the hook cannot compress a push.
         """
-        # Here, for whoever needs only the types must not wait for zmq.
+        # Here: users of the types alone must not wait for zmq.
         from jdp.parameter_server.connection import Connection
 
         place = Place.from_environ() if place is None else place

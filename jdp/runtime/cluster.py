@@ -349,7 +349,7 @@ def _choose_devices(place: Place | None, options: _InitOptions) -> None:
 
 
 def _leave_at_once_on_failure() -> None:
-    """Ends the process at once after an exception that nobody caught.
+    """Ends the process at once after an uncaught exception.
 
     JAX waits at exit, for up to 300 s, until all processes have come to the end. The
     peers of a process that failed never do: they wait for it in a collective.

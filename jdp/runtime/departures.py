@@ -24,7 +24,7 @@ from jdp.runtime import forks, worker
 from jdp.types import Store
 
 # Nothing is polled before the first notice: a `get` that times out leaves memory behind
-# in process 0 (see `DistributedStore.get`), and whoever leaves or closes sets the key.
+# in process 0 (see `DistributedStore.get`), and all who leave or close set the key.
 _GET_TIMEOUT_S = 3600.0
 _POLL_PERIOD_S = 0.2
 _JOIN_TIMEOUT_S = 2.0

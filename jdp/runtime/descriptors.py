@@ -9,7 +9,7 @@ _MOST = 1 << 16  # Some programs go through all numbers when they start another.
 def raise_limit() -> None:
     """Raises the soft limit of open descriptors to the hard one, at most to 65536.
 
-    The usual soft limit is 1024. Whoever can connect to a port can use that many up;
+    The usual soft limit is 1024. Peers that reach a port can use that many up;
     gloo, which XLA uses on CPU, aborts the process then. Processes that this one starts
     inherit the limit.
     """

@@ -29,7 +29,7 @@ class StopState(NamedTuple):
 
     exit_code: int = 0
     cause: Exit | signal.Signals | None = None  # None: nothing went wrong so far.
-    kill_at_s: float | None = None  # None: nobody was told to end.
+    kill_at_s: float | None = None  # None: no process was told to end.
     is_killed: bool = False
     term_at_s: float | None = None  # SIGINT was sent, and SIGTERM follows.
 

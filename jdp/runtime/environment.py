@@ -31,7 +31,7 @@ _NUMBERS_OF_CLUSTERS = (
     *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 # What launchers set in each of several processes, where JAX does not find these; the
-# first is their number. Slurm sets `SLURM_NTASKS` also where nobody has called srun.
+# first is their number. Slurm sets `SLURM_NTASKS` also without a call of srun.
 _OF_OTHER_LAUNCHERS = (
     ("WORLD_SIZE", "RANK", "MASTER_ADDR"),  # torchrun.
     ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI.

@@ -331,7 +331,7 @@ def find_culprit(*, timeout_s: float = 0.0, is_consequence: bool = False) -> int
 
 
 def _leave_at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # Python's own: nobody caught it.
+    error = getattr(sys, "last_value", None)  # Python's own: it was not caught.
     if error is None:
         leave(None)
     else:

@@ -14,7 +14,7 @@ No schedule deadlocks. Say a round is not complete. A process that has not annou
 has not ended and has nothing undecided, so all that it holds is decided. Either it
 holds fewer than `prefetch` batches, and its reader reads: that comes to something new,
 an end or an error. Or its loop has decided iterations before it. What is decided is the
-same for all, so a loop that is at the earliest of them waits for nobody, all loops can
+same for all, so a loop that is at the earliest of them need not wait, all loops can
 begin all decided iterations, and then every queue has space. When the round is
 complete, every process has ended or has announced a batch that is not decided, so at
 least one iteration is decided, or the end or an error; a new spec takes one round more.
@@ -51,7 +51,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
     sizes: tuple[int, ...] = ()  # samples per replica of each new iteration.
     specs: tuple[tuple[int, int], ...] = ()  # (offset in `sizes`, number of the spec).
-    proposal: Spec | None = None  # gets the next number if nobody objects.
+    proposal: Spec | None = None  # gets the next number unless a process objects.
     is_end: bool = False  # there is no iteration after these.
     error: str | None = None  # why not, where it is not the end of all inputs.
     is_read_error: bool = False  # those whose reading failed raise what they caught.

@@ -159,7 +159,7 @@ class Rounds:
         return wire.decode(value, Decision, what="The decision of process 0")
 
     def _delete_old(self, index: int) -> None:
-        """Deletes what everybody has passed: whoever is in a round ended the last."""
+        """Deletes keys that all have passed: in a round, the last one is over."""
         store = self._world.store
         assert store is not None
         for directory in self._retired:

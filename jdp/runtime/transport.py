@@ -37,8 +37,8 @@ class Link(Protocol):
     """The end of the star that one process holds.
 
     Messages of one process to another arrive in the order they were sent, whole, once.
-    None is dropped but those that a lost process had not read. Whoever is lost stays
-    lost: the hub sees the loss of any spoke, a spoke only that of the hub.
+    None is dropped but those that a lost process had not read. A lost process
+    stays lost: the hub sees the loss of any spoke, a spoke only that of the hub.
 
     One thread uses it; any thread may call `wake`.
     """
@@ -109,7 +109,7 @@ class LinkOptions:
 def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
     """Opens the link of this process; every process of the job calls it once a key.
 
-    Returns once all are connected. Where there is one process only, nobody is.
+    Returns once all are connected. A single process is connected to none.
 
     Args:
       world: the job.
@@ -122,7 +122,7 @@ def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
     """
     if world.process_count == 1:
         return make_memory_links(1, options=options)[0]
-    # Here, for whoever needs only the types must not wait for zmq.
+    # Here: users of the types alone must not wait for zmq.
     from jdp.runtime import transport_meeting
 
     return transport_meeting.open_link(world, key=key, options=options)
@@ -269,7 +269,7 @@ def check_route(rank: int, peer: int, num_processes: int) -> None:
         return
     linked = f"processes 1 to {num_processes - 1}" if rank == 0 else "process 0 only"
     if num_processes == 1:
-        linked = "nobody: it is alone"
+        linked = "no process: it is alone"
     raise ValueError(
         f"`peer` must be linked to process {rank}, which has links to {linked}; "
         f"got {peer}."

@@ -18,7 +18,7 @@ _BACKLOG = 4096  # all spokes connect at once.
 # A frame of CURVE is 33 bytes longer than ours; its handshake has one of some 320.
 _OVERHEAD_BYTES = 1024
 # As good as never. With -1, which means never, libzmq forgets at the end of a
-# connection what it had brought and nobody had read. libzmq may double it, in an int.
+# connection the messages that were not read yet. libzmq may double it, in an int.
 _NEVER_MS = 1_000_000_000
 _LOG_PERIOD_S = 5.0
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
@@ -118,7 +118,7 @@ def end(
     """Closes everything; what is to be sent leaves first, or its time is over."""
     for _, line in lines.values():
         line.close()
-    # A monitor that nobody reads would halt libzmq's thread. There is no `unbind`: it
+    # A monitor that is not read would halt libzmq's thread. There is no `unbind`: it
     # drops what has not left yet.
     for watched in sockets:
         watched.disable_monitor()
@@ -163,7 +163,7 @@ class Line:
             return True
 
     def hang_up(self) -> None:
-        """Ends the connection, whoever else holds it."""
+        """Ends the connection, also where others hold it."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)

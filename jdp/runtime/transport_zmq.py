@@ -1,7 +1,7 @@
 """Transport over ZeroMQ: the sockets behind a link.
 
 The hub has a ROUTER, each spoke a DEALER. CURVE encrypts, and proves who is who: public
-keys are exchanged through the store, the hub admits each of them once, and nobody else.
+keys are exchanged through the store, the hub admits each of them once, and no other.
 There is no reconnecting, so that a message is either delivered or its sender is lost.
 
 A second pair of sockets, the pulse, carries heartbeats only. libzmq sends none while a

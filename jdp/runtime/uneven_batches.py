@@ -173,7 +173,7 @@ class _Closer:
 
     def _run(self) -> None:
         assert self._close is not None
-        error = getattr(sys, "last_value", None)  # Nobody caught it.
+        error = getattr(sys, "last_value", None)  # It was not caught.
         if error is not None:
             self.reason = _as_reason(error)
         self._close()

@@ -263,7 +263,7 @@ def test_many_spokes(star):
 
 def test_a_process_alone_has_a_link_to_nobody():
     (alone,) = transport.make_memory_links(1)
-    with pytest.raises(ValueError, match="links to nobody: it is alone"):
+    with pytest.raises(ValueError, match="links to no process: it is alone"):
         alone.send(1, b"")
     assert alone.wait(0.0) == []
     alone.close()

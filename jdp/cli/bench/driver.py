@@ -153,7 +153,7 @@ def spawn(
 
 
 def free_port() -> int:
-    """Returns a port of this host that nobody listens at."""
+    """Returns a free port of this host."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

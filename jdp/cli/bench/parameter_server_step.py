@@ -78,7 +78,7 @@ def _run_slowed(
 ) -> list[float]:
     """Trains with the last worker slowed; returns seconds an update of the servers.
 
-    For so many steps of each worker, or, where nobody waits for another, for a while.
+    For so many steps of each worker, or, where none waits for another, for a while.
     """
     params = worker.pull()
     start_s, before = time.perf_counter(), worker.version[1]
