@@ -1,4 +1,4 @@
-"""Roll call: is everybody there, once each, before `jax.distributed` starts?
+"""Roll call: have all processes come, once each, before `jax.distributed` starts?
 
 `jax.distributed.initialize` aborts the process when the coordinator cannot be reached,
 a process is missing, or two claim one id. So the processes first meet at the same
