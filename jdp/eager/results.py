@@ -43,8 +43,7 @@ def restore(value: Any, kind: Kind) -> Any:
                 value.shape, kind.sharding, lambda index: value[index]
             )
         # A third of the time of `device_put`, and no copy of what is aligned.
-        default = jax.config.jax_default_device  # pyright: ignore
-        if default is None and kind.sharding.device_set == _first():
+        if _is_default(kind.sharding):
             return jnp.asarray(value)
         return jax.device_put(value, _fit(kind.sharding, value.shape))
 
@@ -71,7 +70,17 @@ def _fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
         return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
+def _is_default(sharding: Sharding) -> bool:
+    """Whether it is that of an array for which no place is given."""
+    if jax.config.jax_default_device is not None:  # pyright: ignore
+        return False
+    if jax.sharding.get_abstract_mesh().axis_names:  # of `jax.set_mesh`.
+        return False
+    return (sharding.device_set, sharding.memory_kind) == _default()
+
+
 @functools.cache
-def _first() -> set[Device]:
-    """Returns the device that JAX uses by default."""
-    return {jax.local_devices()[0]}
+def _default() -> tuple[set[Device], str | None]:
+    """Returns the device, and its kind of memory, that JAX uses by default."""
+    device = jax.local_devices()[0]
+    return {device}, device.default_memory().kind

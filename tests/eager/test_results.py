@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdp import eager
 from jdp.eager import results
@@ -62,6 +62,21 @@ def test_64_bits_are_kept_where_jax_has_32():
         handle = eager.all_reduce_async(jnp.array([1 + 2.0**-40]))
     found = eager.synchronize(handle)
     assert found.dtype == np.float64 and np.asarray(found)[0] == 1 + 2.0**-40
+
+
+def test_a_result_lies_where_its_array_lay_within_a_mesh_and_in_other_memory():
+    device = jax.local_devices()[0]
+    mesh = Mesh(np.array(jax.local_devices()[:2]), ("d",))
+    for kind in {each.kind for each in device.addressable_memories()}:
+        x = jax.device_put(np.arange(4.0), SingleDeviceSharding(device, kind))
+        for found in (eager.all_reduce(x), _within(mesh, eager.all_reduce, x)):
+            np.testing.assert_array_equal(found, x)
+            assert found.sharding == x.sharding
+
+
+def _within(mesh, call, x):
+    with jax.set_mesh(mesh):
+        return call(x)
 
 
 @pytest.mark.parametrize("num_rows", [0, 3, 4])
