@@ -25,6 +25,7 @@ from jdp import (
 from jdp.buckets import BucketPlan
 from jdp.differentiation import Local, Seed
 from jdp.hooks.base import CommHook
+from jdp.micro_metrics import MicroMetrics
 from jdp.reduction import Packing
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy, Weighting
@@ -63,7 +64,9 @@ def accumulate_gradients(
       num_micro_batches: how many; at least 1.
       argnums: see `value_and_grad`; the other positional arguments are batches.
       has_aux: whether `loss_fn` returns a pair. Metrics are averaged as the loss is,
-        integers and booleans in float32; they stay local.
+        integers and booleans in float32; they stay local. One with a row per sample
+        is refused; in a `jdp.PerReplica` it becomes the rows of all samples, in the
+        order of the batch, of any dtype and not weighed.
       find_unused: whether to return which parameters any micro-batch used, on any
         replica.
       allow_int: see `value_and_grad`.
@@ -90,10 +93,11 @@ def accumulate_gradients(
 
     Raises:
       ValueError: here: `num_micro_batches` is below 1; from a call: fewer samples than
-        micro-batches, or leaves or `weight` with different numbers of them; and what
-        `value_and_grad` raises.
+        micro-batches, or leaves or `weight` with different numbers of them; a metric
+        that has a row per sample, or not one shape for micro-batches of both sizes;
+        and what `value_and_grad` raises.
       TypeError: here: `num_micro_batches` is no integer, or `dtype` is not a floating
-        dtype.
+        dtype; from a call: a metric has no mean, such as a PRNG key.
     """
     num_micro_batches = arguments.as_count(
         num_micro_batches, "num_micro_batches", least=1
@@ -110,9 +114,17 @@ def accumulate_gradients(
         weighting = weights.resolve(own_total, divide_by)
         of_all = of_samples is not None and divide_by == "weight"
         traced: list[Local] = []  # what the program tells, without arrays.
-        of_metrics: list[Any] = []
         # Leaves are stacked: a class of the user's may check their dimensions.
         cuts, of_cuts = jax.tree.flatten((batches, of_samples))
+
+        def run_on(size: int) -> Any:
+            batch, _ = jax.tree.unflatten(of_cuts, [_repeat(x, size) for x in cuts])
+            own = reduction.cast_varying(params, axis_name)
+            return of_params(own, *batch, **kwargs)
+
+        groups = _groups(cuts, num_samples, num_micro_batches)
+        sizes = [cut[0].shape[1] for _, cut in groups]
+        metrics = MicroMetrics(run_on, sizes, num_micro_batches)
 
         def micro_step(share: float, sums: PyTree, cut: list[jax.Array]) -> Any:
             batch, of_samples = jax.tree.unflatten(of_cuts, cut)
@@ -146,24 +158,21 @@ def accumulate_gradients(
                 )
             add = functools.partial(_add, weigh_grads)
             sums = jax.tree.map(add, sums, local.grads)
-            metrics, treedef = jax.tree.flatten((local.loss, local.aux))
-            of_metrics.append(treedef)
+            found = metrics.leaves((local.loss, local.aux), cut[0].shape[0], weigh)
             decided = [
                 x if of_samples is None else x & weights.has_data(of_samples.sum())
                 for x in jax.tree.leaves(local.used)
                 if not usage_flags.is_static(x)
             ]
-            return sums, ([weigh(weights.as_inexact(x)) for x in metrics], decided)
+            return sums, (found, decided)
 
         sums = _zeros(params, dtype, axis_name)
         parts = []
-        for share, micro_batches in _groups(cuts, num_samples, num_micro_batches):
+        for share, micro_batches in groups:
             step = functools.partial(micro_step, share)
             sums, part = _loop(step, sums, micro_batches)
             parts.append(part)
-        metrics = [[x.sum(0) for x in m] for m, _ in parts]
-        metrics = [sum(xs) for xs in zip(*metrics, strict=True)]
-        loss, aux = jax.tree.unflatten(of_metrics[-1], metrics)
+        loss, aux = metrics.join([found for found, _ in parts])
         decided = [
             jnp.any(jnp.concatenate(xs))
             for xs in zip(*(d for _, d in parts), strict=True)
@@ -339,6 +348,12 @@ def _groups(
 def _cut(x: Any, *, start: int, end: int, count: int) -> jax.Array:
     part = jnp.asarray(x)[start:end]
     return part.reshape(count, (end - start) // count, *part.shape[1:])
+
+
+def _repeat(x: Any, size: int) -> jax.Array:
+    """Returns `size` samples, all of them the first one."""
+    x = jnp.asarray(x)
+    return jnp.broadcast_to(x[:1], (size, *x.shape[1:]))
 
 
 def _loop(step: Callable[..., Any], sums: PyTree, stacked: list[jax.Array]) -> Any:

@@ -71,6 +71,55 @@ def test_metrics_are_averaged_as_the_loss_is():
     assert float(loss) == 2.0
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 6])  # of 6 samples.
+def test_rows_of_samples_keep_their_order_and_are_never_averaged(num_micro_batches):
+    x = np.arange(12, dtype=np.float32).reshape(6, 2)
+    size = 6 // num_micro_batches
+
+    def run(metrics):
+        def loss_fn(p, x):
+            return (p * x).mean(), metrics(x)
+
+        grad_fn = jdp.accumulate_gradients(loss_fn, num_micro_batches, has_aux=True)
+        return _run(grad_fn, np.float32(1), x, n=1)[0][1]
+
+    rows = {"x": x, "is_large": x[:, 0] > 5}
+    found = run(lambda x: jdp.PerReplica({"x": x, "is_large": x[:, 0] > 5}))
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[0], found.value), rows)
+    # As long as a micro-batch by chance, such as a statistic of each feature.
+    chance = run(lambda x: {"k": x.mean() * jnp.ones(size)})
+    chex.assert_trees_all_close(chance, {"k": np.full(size, 5.5)}, atol=1e-6, rtol=0)
+    if num_micro_batches > 1:
+        message = (
+            r"`\['x'\]`, float32\[\d, 2\], seems to have a row per sample of a micro"
+        )
+        with pytest.raises(ValueError, match=message):
+            run(lambda x: {"x": x})
+
+
+def test_metrics_of_unlike_shapes_are_not_added():
+    x = np.arange(5, dtype=np.float32)  # micro-batches of 2, 1, 1 and 1.
+
+    def run(metrics):
+        grad_fn = jdp.accumulate_gradients(
+            lambda p, x: ((p * x).mean(), metrics(x)), 4, has_aux=True
+        )
+        return _run(grad_fn, np.float32(1), x, n=1)[0][1]
+
+    found = run(lambda x: jdp.PerReplica(x))
+    np.testing.assert_array_equal(found.value[0], x)
+    with pytest.raises(
+        ValueError, match=r"`\['a'\]`, float32\[2\], seems to have a row"
+    ):
+        run(lambda x: {"a": x})
+    with pytest.raises(ValueError, match=r"has shape \(3, 2\) for .* of 2 .* \(3, 1\)"):
+        run(lambda x: jnp.ones((3, 1)) * x)
+    with pytest.raises(
+        TypeError, match=r"`\['key'\]` is key<fry>\[\], which has no mean"
+    ):
+        run(lambda x: {"key": jax.random.key(0)})
+
+
 def _compiled(grad_fn, params, batch, **kwargs):
     step = jdp.data_parallel(
         _step(grad_fn), world=harness.local_world(4), donate_state=False, **kwargs
