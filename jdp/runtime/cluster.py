@@ -207,9 +207,9 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
     launched = LaunchEnvironment.from_environ(environ)
     if launched is not None:
         return _launched_place(launched, options)
-    place = _detected_place(options)
-    if place is None:
-        environment.check_is_alone(environ)
+    is_alone = environment.is_in_shell_of_slurm(environ)
+    place = None if is_alone else _detected_place(options)
+    environment.check_count(environ, place.num_processes if place else 1)
     return place
 
 

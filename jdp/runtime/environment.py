@@ -1,7 +1,7 @@
 """Launch environment: how a launcher tells a process its place in the job."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 COORDINATOR_ADDRESS = "JDP_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JDP_NUM_PROCESSES"
@@ -36,7 +36,10 @@ _OF_OTHER_LAUNCHERS = (
     ("WORLD_SIZE", "RANK", "MASTER_ADDR"),  # torchrun.
     ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI.
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI 5.
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),  # MVAPICH2.
+    ("HOROVOD_SIZE", "HOROVOD_RANK"),  # horovodrun.
 )
+_FOUND_BY_JAX = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 _TEXTS_OF_CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
 
 
@@ -96,22 +99,43 @@ class LaunchEnvironment:
         )
 
 
-def check_is_alone(environ: Mapping[str, str]) -> None:
+def is_in_shell_of_slurm(environ: Mapping[str, str]) -> bool:
+    """Returns whether the process runs in the interactive step of `salloc`; pure.
+
+    There `SLURM_NTASKS` is that of the allocation, and the step has one task.
+    """
+    return (
+        environ.get("SLURM_STEP_NUM_TASKS") == "1"
+        and environ.get("SLURM_PROCID") == "0"
+        and environ.get("SLURM_NTASKS", "1") != "1"
+        # Each part of such a step counts its own tasks.
+        and "SLURM_HET_SIZE" not in environ
+        and "OMPI_MCA_orte_hnp_uri" not in environ  # mpirun was called there.
+    )
+
+
+def check_count(environ: Mapping[str, str], num_processes: int) -> None:
     """Refuses an environment that a launcher made which JAX does not know; pure.
 
+    Args:
+      environ: what is checked; no `jdp launch` made it.
+      num_processes: of the place that JAX finds in it; 1 where it finds none.
+
     Raises:
-      ValueError: it says that there are several processes.
+      ValueError: by another launcher there are more processes.
     """
     for names in _OF_OTHER_LAUNCHERS:
         if all(environ.get(name) for name in names) and (
-            environ[names[0]].isdecimal() and int(environ[names[0]]) > 1
+            environ[names[0]].isdecimal() and int(environ[names[0]]) > num_processes
         ):
-            shown = ", ".join(f"`{name}={environ[name]!r}`" for name in names)
+            found = [n for n in _FOUND_BY_JAX if environ.get(n) == str(num_processes)]
+            while_found = f" (it finds {num_processes} by {_show(environ, found)})"
             raise ValueError(
-                f"This process is one of several, by {shown}, of a launcher that JAX "
-                "does not find. Give `coordinator_address`, `num_processes` and "
-                "`process_id`, or start the job with `jdp launch`; with "
-                "`num_processes=1` alone, this process is alone."
+                f"This process is one of several, by {_show(environ, names)}, of a "
+                f"launcher that JAX does not find{while_found if found else ''}. Give "
+                "`coordinator_address`, `num_processes` and `process_id`, or start the "
+                "job with `jdp launch`; with `num_processes=1` alone, this process is "
+                "alone."
             )
 
 
@@ -126,7 +150,7 @@ def explain_cluster(environ: Mapping[str, str], error: Exception) -> str:
     wrong = [name for name in numbers if not environ[name].isdecimal()]
     if not wrong:
         wrong = numbers + [name for name in _TEXTS_OF_CLUSTERS if name in environ]
-    shown = ", ".join(f"`{name}={environ[name]!r}`" for name in wrong)
+    shown = _show(environ, wrong)
     missing = f"{error} is not set" if isinstance(error, KeyError) else str(error)
     return (
         f"The place of this process in a job of Slurm or Open MPI cannot be read from "
@@ -134,6 +158,10 @@ def explain_cluster(environ: Mapping[str, str], error: Exception) -> str:
         "of the cluster does, or unset them to start without it, or give "
         "`coordinator_address`, `num_processes` and `process_id`."
     )
+
+
+def _show(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}={environ[name]!r}`" for name in names)
 
 
 def _parse_int(environ: Mapping[str, str], name: str) -> int:

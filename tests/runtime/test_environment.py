@@ -98,7 +98,22 @@ _MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 _OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize("environ", [_TORCHRUN, _MPICH, _OPEN_MPI])
+_MVAPICH = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
+_HOROVOD = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+_OTHERS = [_TORCHRUN, _MPICH, _OPEN_MPI, _MVAPICH, _HOROVOD]
+# In a step of one task, as by `srun -n1`.
+_STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+_SHELL = _STEP | {"SLURM_NTASKS": "4"}  # of `salloc` with an interactive step.
+
+
+@pytest.mark.parametrize("environ", _OTHERS)
 def test_one_of_several_that_jax_does_not_find_is_refused(monkeypatch, environ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -106,6 +121,44 @@ def test_one_of_several_that_jax_does_not_find_is_refused(monkeypatch, environ):
         jdp.init()
     for name, value in environ.items():
         assert f"`{name}={value!r}`" in str(refused.value)
+
+
+@pytest.mark.parametrize("other", _OTHERS)
+@pytest.mark.parametrize("step", [_STEP, _SHELL])
+def test_one_of_several_in_a_step_of_one_task_is_refused(monkeypatch, step, other):
+    for name, value in (step | other).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="one of several") as refused:
+        jdp.init(timeout_s=1)
+    for name, value in other.items():
+        assert f"`{name}={value!r}`" in str(refused.value)
+    assert ("finds 1 by `SLURM_NTASKS='1'`" in str(refused.value)) == (step is _STEP)
+
+
+def test_a_launcher_in_each_task_of_a_step_is_refused():
+    # `srun -N2 torchrun --nnodes 2 --nproc-per-node 2`.
+    environ = _STEP | {"SLURM_NTASKS": "2"} | _TORCHRUN | {"WORLD_SIZE": "4"}
+    with pytest.raises(ValueError, match="WORLD_SIZE='4'.*2 by `SLURM_NTASKS='2'`"):
+        environment.check_count(environ, 2)
+
+
+def test_launchers_that_agree_are_taken():
+    environment.check_count(_STEP | {"SLURM_NTASKS": "2"} | _MPICH, 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (_SHELL, True),
+        (_STEP, False),
+        ({}, False),
+        (_SHELL | {"SLURM_STEP_NUM_TASKS": "4"}, False),
+        (_SHELL | {"SLURM_HET_SIZE": "4"}, False),
+        (_SHELL | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.96.0.1:34911"}, False),
+    ],
+)
+def test_the_shell_of_an_allocation_is_told_from_a_task(environ, expected):
+    assert environment.is_in_shell_of_slurm(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,4 +173,4 @@ def test_one_of_several_that_jax_does_not_find_is_refused(monkeypatch, environ):
     ],
 )
 def test_what_is_left_of_an_allocation_is_no_job(environ):
-    environment.check_is_alone(environ)
+    environment.check_count(environ, 1)
