@@ -19,10 +19,11 @@ def saved_like(state: PyTree, *, num_replicas: int) -> PyTree:
     """Returns what a state is like that was saved on another number of replicas.
 
     For the target of a checkpoint's `restore`; `jdp.reshard` then brings what was
-    restored to the replicas that are here.
+    restored to the replicas that are here. orbax rounds to the dtypes of its target:
+    where an optimizer's state has wider ones after its first step, pass such a state.
 
     Args:
-      state: a new one, of the replicas that are here; values are not read.
+      state: one of the replicas that are here; values are not read.
       num_replicas: of the job that saved it.
 
     Returns:
@@ -71,10 +72,14 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
       like: a new state of the replicas that are here; where its arrays lie is kept.
 
     Returns:
-      The saved values in the shapes of `like`.
+      The saved values in the shapes of `like`. Floats have the dtype that was saved,
+      which training goes on with: in some states, such as that of
+      `optax.inject_hyperparams` for parameters of several dtypes, it changes in the
+      first step.
 
     Raises:
-      ValueError: `saved` is not one of these parameters; the leaf is named.
+      ValueError: `saved` is not one of these parameters, or has integers, floats or
+        keys where `like` has another of the three; the leaf is named.
       RuntimeError: the processes have other values; on every process, naming the leaf.
       TypeError: integers or keys, which have no mean, differ between the replicas that
         saved them; the leaf is named.
@@ -88,7 +93,7 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
     def take(x: Any) -> tuple[str, Any]:
         path, value = next(found)
         value = _as_array(value)
-        if value.dtype != x.dtype:
+        if not _is_of_kind(value, x):
             advice = " Wrap it with `jax.random.wrap_key_data`." if _is_key(x) else ""
             raise ValueError(
                 f"`{path}` was saved as {value.dtype}, but is {x.dtype} here.{advice}"
@@ -105,7 +110,7 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
         path, value = take(x)
         if value.ndim != 2 or value.shape[1] != -(-size // value.shape[0]):
             raise _misfit(path, value.shape, x.shape)
-        flat = np.zeros(x.shape, x.dtype).reshape(-1)
+        flat = np.zeros(x.shape, value.dtype).reshape(-1)
         flat[:size] = value.reshape(-1)[:size]
         return _place(flat.reshape(x.shape), x)
 
@@ -195,11 +200,11 @@ def spread(whole: PyTree, *, like: PyTree) -> PyTree:
         some; where its arrays lie is kept, and so is the state of hooks.
 
     Returns:
-      The values of `whole` in the form of `like`.
+      The values of `whole` in the form of `like`; floats keep their dtype.
 
     Raises:
-      ValueError: `whole` is of other parameters or another optimizer; the array is
-        named.
+      ValueError: `whole` is of other parameters or another optimizer, or has integers,
+        floats or keys where `like` has another of the three; the array is named.
       RuntimeError: the processes have other values; on every process, naming the array.
     """
     _compare_values(whole, like, name="whole", topic="cutting of a state")
@@ -215,7 +220,7 @@ def spread(whole: PyTree, *, like: PyTree) -> PyTree:
         own = []
         for name, x in zip(node.own_names, node.own.value, strict=True):
             value = _host(values[name], name, x).reshape(-1)
-            flat = np.zeros(math.prod(x.shape), x.dtype)
+            flat = np.zeros(math.prod(x.shape), value.dtype)
             flat[: value.size] = value
             own.append(_place(flat.reshape(x.shape), x))
         return node._replace(shared=shared, own=PerReplica(own))
@@ -287,7 +292,7 @@ def _host(value: Any, name: str, like: Any) -> Any:
                 "JAX makes of it. Set `jax_enable_x64`, or pass smaller numbers."
             )
     value = _as_array(value)
-    if value.dtype != like.dtype:
+    if not _is_of_kind(value, like):
         raise ValueError(f"`{name}` is {value.dtype}, but {like.dtype} here.")
     return value
 
@@ -320,6 +325,16 @@ def _map(
 def _is_key(x: Any) -> bool:
     is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
     return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_of_kind(value: Any, like: Any) -> bool:
+    """Whether a step can go on with `value`: of one dtype, or another float of JAX's.
+
+    The state of some optimizers has other floats after its first update than before.
+    """
+    are_floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (value, like))
+    is_of_jax = are_floats and value.dtype == jax.dtypes.canonicalize_dtype(value.dtype)
+    return value.dtype == like.dtype or is_of_jax
 
 
 def _has_equal_rows(value: Any) -> bool:

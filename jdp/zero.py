@@ -157,10 +157,12 @@ def zero1(
         # Of leaves: a class of the user's may refuse what is no array, as a piece is.
         grads, of_grads = jax.tree.flatten(updates)
         leaves, of_params = jax.tree.flatten(params)
-        whole, names, of_state = _init_avals(inner, params)
-        before = _leaves_of(state, names, whole, layout)
+        names, of_state = _names_of_init(inner, params)
+        before = _leaves_of(state, names, layout)
         args = (scattered.grads, before, [layout.cut(x) for x in leaves], extra)
-        avals = jax.tree.map(_aval, (grads, whole, leaves, extra))
+        # Of the state as it is: dtypes may settle in the first update.
+        wholes = (grads, before, leaves, extra)
+        avals = jax.tree.map(_aval, wholes, is_leaf=_is_piece)
         made: list[Any] = []
 
         def step(grads: list, state: list, params: list, extra: list) -> Any:
@@ -225,10 +227,10 @@ def _names(state: PyTree, params: PyTree) -> list[_Name]:
     ]
 
 
-def _init_avals(
+def _names_of_init(
     inner: optax.GradientTransformation, params: PyTree
-) -> tuple[list[jax.ShapeDtypeStruct], list[_Name], Any]:
-    """Returns shapes and dtypes of a new inner state, names, and its treedef."""
+) -> tuple[list[_Name], Any]:
+    """Returns the names of the arrays of a new inner state, and its treedef."""
     made: list[Any] = []
 
     def init(params: PyTree) -> list[Any]:
@@ -236,9 +238,9 @@ def _init_avals(
         made[:] = _names(state, params), jax.tree.structure(state)
         return jax.tree.leaves(state)
 
-    avals = jax.eval_shape(init, params)
+    jax.eval_shape(init, params)
     names, treedef = made
-    return avals, names, treedef
+    return names, treedef
 
 
 def _cut_state(
@@ -252,7 +254,7 @@ def _cut_state(
             data = layout.cut(x).data[0]
             leaves.append(base.cast_varying(data, layout.axis_name))
         else:
-            leaves.append(jnp.array(x, dtype=x.dtype))
+            leaves.append(jnp.array(x))
     return _make_state(names, leaves, hook_state)
 
 
@@ -288,12 +290,13 @@ def _is_float0(x: Any) -> bool:
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+    """Returns the shape of the whole, and its dtype, which may be weak."""
+    data, shape = x if _is_piece(x) else (x, jnp.shape(x))
+    aval = jax.typeof(data)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _leaves_of(
-    state: ZeroState, names: list[_Name], whole: list[Any], layout: Layout
-) -> list[Any]:
+def _leaves_of(state: ZeroState, names: list[_Name], layout: Layout) -> list[Any]:
     """The arrays of the inner state: pieces, or shared.
 
     Raises:
@@ -313,12 +316,12 @@ def _leaves_of(
             "Call `init` again when parameters are added, removed or reshaped."
         )
     leaves = []
-    for name, aval in zip(names, whole, strict=True):
+    for name in names:
         if not name.is_cut:
             leaves.append(jnp.asarray(shared[name.key]))
             continue
         data = own[name.key]
-        width = layout.width(aval.shape)
+        width = layout.width(name.shape)
         if data.shape != (width,):
             advice = per_replica.explain_rows(data.shape, (width,))
             raise ValueError(
@@ -327,7 +330,7 @@ def _leaves_of(
                 "replicas."
                 + (advice or " Bring a state to other replicas with `jdp.reshard`.")
             )
-        leaves.append(Piece(data[None], aval.shape))
+        leaves.append(Piece(data[None], name.shape))
     return leaves
 
 
