@@ -301,12 +301,14 @@ def _check_state(
             "not show, such as an all-reduce of your own."
         )
     if ".acc_grads" in paths[first]:
-        hint += (
-            " `optax.MultiSteps` goes inside, where it adds up averaged gradients: "
-            "`jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, and so with "
-            "`jdp.zero1`."
+        reason = (
+            "`optax.MultiSteps` adds up gradients that are not averaged yet. Average "
+            "them in front of it (`jdp.value_and_grad`); else it goes inside, where "
+            "they are: `jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, and so "
+            "with `jdp.zero1`."
         )
-    reason = _explain_spread(spread, traced, first, options.world)
+    else:
+        reason = _explain_spread(spread, traced, first, options.world)
     raise ValueError(
         f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
         f"{reason} Hold what is to differ in a `jdp.PerReplica`.{hint}"
