@@ -602,3 +602,29 @@ def test_two_processes_leave_unused_parameters_alone_as_torch_does():
         for k in np.flatnonzero(is_none[:, 4]):
             b = slice(97, 106)
             np.testing.assert_array_equal(found["traj"][k + 1][b], found["traj"][k][b])
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Matrix:
+    """As parameters that check, or convert, their fields whenever they are made."""
+
+    def __init__(self, w, is_checked):
+        assert not is_checked or jnp.ndim(w) == 2, "w must be a matrix"
+        self.w = w if is_checked else jnp.asarray(w, jnp.float32)
+        self.is_checked = is_checked
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("w"), self.w)], self.is_checked
+
+    @classmethod
+    def tree_unflatten(cls, is_checked, children):
+        return cls(*children, is_checked)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_class_that_holds_no_booleans_is_named(is_checked):
+    params = {"a": (_Matrix(np.ones((3, 2), np.float32), is_checked),)}
+    assert ".w" in jdp.plan_buckets(params).describe()
+    cause = "AssertionError: w must be a matrix" if is_checked else "it made float32"
+    with pytest.raises(TypeError, match=f"`_Matrix` does not hold booleans: {cause}"):
+        jdp.used_parameters(lambda p: p["a"][0].w.sum(), params)

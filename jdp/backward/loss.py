@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from jdp import buckets, compat
@@ -193,7 +194,7 @@ class LossProgram:
             decided[i] if i in decided else bool(self.used.may >> i & 1)
             for i in self._indices
         ]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return _unflatten_flags(self.treedef, leaves)
 
 
 def trace_loss(
@@ -281,8 +282,8 @@ def used_parameters(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> 
       (), where control flow does; True where a gradient, zero or not, arrives.
 
     Raises:
-      TypeError: a parameter is an integer or a PRNG key, by path; or the loss is not
-        real.
+      TypeError: a parameter is an integer or a PRNG key, by path; the loss is not
+        real; or a class of the parameters does not hold booleans.
       ValueError: the loss is not a scalar, or has side effects.
     """
     program = trace_loss(loss_fn, params, args)
@@ -434,3 +435,35 @@ def _partition(
         return jax.tree.unflatten(treedef, mixed)
 
     return [x for x, a in zip(leaves, is_taken, strict=True) if a], unflatten
+
+
+def _unflatten_flags(treedef: Any, flags: list[Any]) -> PyTree:
+    """Returns a tree of booleans; TypeError names a class that does not hold them."""
+    try:
+        tree = jax.tree.unflatten(treedef, flags)
+        left = [x for x in jax.tree.leaves(tree) if not _is_flag(x)]
+        made = ", ".join(str(getattr(x, "dtype", x)) for x in left)
+        cause, error = f"it made {made} of them", None
+    except Exception as e:
+        tree, made = None, "nothing"
+        cause, error = f"{type(e).__name__}: {e}", e
+    if not made:
+        return tree
+    # The innermost that fails by itself is to blame.
+    start = 0
+    for child in treedef.children():
+        end = start + child.num_leaves
+        _unflatten_flags(child, flags[start:end])
+        start = end
+    raise TypeError(
+        "Which parameters were used is a tree like the parameters with a boolean for "
+        f"each, but `{treedef.node_data()[0].__name__}` does not hold booleans: "
+        f"{cause}. Let it check and convert its fields only where they are arrays of "
+        "numbers, or when it is made, not when JAX unflattens it; or let the "
+        "parameters be a dict of its fields."
+    ) from error
+
+
+def _is_flag(x: Any) -> bool:
+    is_bool = isinstance(x, bool | np.bool_) or getattr(x, "dtype", None) == np.bool_
+    return is_bool and jnp.shape(x) == ()
