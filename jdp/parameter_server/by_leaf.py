@@ -11,6 +11,7 @@ import optax
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.parameter_server.program_values import ProgramValues
 from jdp.parameter_server.shards import Shards
+from jdp.parameter_server.staleness import run_update
 from jdp.types import PyTree
 
 _NUM_STEPS = 3  # that programs are compared over: what is counted shows in the second.
@@ -27,6 +28,8 @@ def check_is_by_leaf(
     tx: optax.GradientTransformation, params: PyTree, plan: Shards
 ) -> None:
     """Raises ValueError if servers that have some leaves each would step otherwise.
+
+    TypeError if servers cannot call the optimizer; see `run_update`.
 
     It compares programs; no value is looked at, so what mixes leaves only for some
     gradients, as `optax.clip_by_global_norm` does, is found too. The same holds for
@@ -61,15 +64,18 @@ def check_is_by_leaf(
                     f"The optimizer updates `{paths[i]}` otherwise where it has all "
                     f"{len(paths)} leaves than where it has the {len(own)} of server "
                     f"{server}: it draws random numbers for one leaf after the other, "
-                    "as `optax.add_noise` does, or counts leaves or parameters. Add "
-                    "noise before `Worker.push`, take an optimizer that updates each "
-                    "leaf by itself, or start one server."
+                    "as `optax.add_noise` does, counts leaves or parameters, or "
+                    "computes with the widest dtype of all leaves, as "
+                    "`optax.inject_hyperparams` does. Add noise before `Worker.push`, "
+                    "pass `hyperparam_dtype=jnp.float32` to `inject_hyperparams`, take "
+                    "an optimizer that updates each leaf by itself, or start one "
+                    "server."
                 )
 
 
 def _trace(tx: optax.GradientTransformationExtraArgs, avals: PyTree) -> _Program:
     def step(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        return tx.update(grads, state, params, staleness=jnp.int32(1))
+        return run_update(tx, grads, state, params, jnp.int32(1))
 
     init = jax.make_jaxpr(tx.init)(avals)
     state = jax.eval_shape(tx.init, avals)

@@ -110,8 +110,8 @@ class Server:
         Raises:
           RuntimeError: there is no place, no key file, no memory, or somebody else
             listens at the address.
-          TypeError: a parameter is not of a floating dtype, or an argument is of
-            another type.
+          TypeError: a parameter is not of a floating dtype, an argument is of
+            another type, or the optimizer needs more than `staleness=`.
           ValueError: `mode` waits for no worker, the hook cannot compress a push, or
             the optimizer does not work on leaves one by one, and there are several
             servers.

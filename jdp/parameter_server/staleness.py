@@ -1,6 +1,7 @@
 """Staleness: a learning rate that is smaller for gradients of old parameters."""
 
 import numbers
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 
 from jdp.parameter_server import option_checks
+from jdp.types import PyTree
 
 
 def scale_by_staleness(
@@ -58,3 +60,33 @@ def scale_by_staleness(
         return scaled, state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def run_update(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    staleness: jax.Array,
+) -> tuple[PyTree, PyTree]:
+    """Calls the `update` of an optimizer, which is told the staleness, int (), alone.
+
+    Raises:
+      TypeError: it takes other arguments.
+    """
+    try:
+        return tx.update(grads, state, params, staleness=staleness)
+    except TypeError as error:
+        if not _IS_OF_ARGUMENTS.search(str(error)):
+            raise
+        raise TypeError(
+            "A server calls the optimizer with gradients, state, parameters and "
+            f"`staleness=`, and with nothing else, which it does not take: {error}. "
+            "Workers send gradients alone, without the `value=` that "
+            "`optax.contrib.reduce_on_plateau` needs, for example. Take an optimizer "
+            "without such a part."
+        ) from error
+
+
+# As Python words it.
+_IS_OF_ARGUMENTS = re.compile(r"missing \d+ required|unexpected keyword argument")

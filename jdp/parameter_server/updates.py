@@ -13,6 +13,7 @@ from jax import lax
 from jdp import buckets
 from jdp.parameter_server import shards
 from jdp.parameter_server.shards import Shards
+from jdp.parameter_server.staleness import run_update
 from jdp.types import Device, PyTree
 
 # Updates until a state keeps its dtypes and structure; more than any optimizer needs.
@@ -199,8 +200,8 @@ class Updater:
                 leaves[i] = part
         treedef: Any = self._plan.plan.treedef
         grads = jax.tree.unflatten(treedef, leaves)
-        updates, opt_state = self._tx.update(
-            grads, state.opt_state, state.params, staleness=staleness
+        updates, opt_state = run_update(
+            self._tx, grads, state.opt_state, state.params, staleness
         )
         params: Any = optax.apply_updates(state.params, updates)
         return _State(params, opt_state)

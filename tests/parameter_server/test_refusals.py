@@ -1,5 +1,6 @@
 """What does not belong together, or comes from strangers."""
 
+import functools
 import logging
 import os
 import re
@@ -400,6 +401,38 @@ def test_an_optimizer_that_steps_otherwise_on_some_leaves_is_refused(tx, message
     expected = pytest.raises(ValueError, match=message) if message else nullcontext()
     with expected:
         by_leaf.check_is_by_leaf(tx, params, shards.plan_shards(params, 2))
+
+
+def test_hyperparameters_of_the_widest_dtype_are_refused_for_several_servers():
+    params = {"w0": np.zeros(12, np.float32), "w1": np.zeros(12, jax.numpy.bfloat16)}
+    plan = shards.plan_shards(params, 2)
+    make = functools.partial(optax.inject_hyperparams, optax.sgd)
+    with pytest.raises(
+        ValueError, match="widest dtype of all leaves, as `optax.inject_hy"
+    ):
+        by_leaf.check_is_by_leaf(make()(0.1), params, plan)
+    tx = make(hyperparam_dtype=jax.numpy.float32)(0.1)
+    by_leaf.check_is_by_leaf(tx, params, plan)
+
+
+@pytest.mark.parametrize(
+    "tx,message",
+    [
+        (optax.contrib.reduce_on_plateau(), "`staleness=`, .* required .*: 'value'"),
+        (
+            optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0), opaque_mode=True),
+            "and with nothing else, .* unexpected keyword argument 'staleness'",
+        ),
+        (optax.stateless(lambda grads, params: grads["w"] + ()), "unsupported operand"),
+    ],
+    ids="plateau sam other".split(),
+)
+def test_an_optimizer_that_takes_other_arguments_is_refused_at_the_start(tx, message):
+    one, two = (shards.plan_shards(PARAMS, n) for n in (1, 2))
+    with pytest.raises(TypeError, match=message):
+        updates.Updater(PARAMS, tx, one, 0, jax.devices()[0])
+    with pytest.raises(TypeError, match=message):
+        by_leaf.check_is_by_leaf(tx, PARAMS, two)
 
 
 @pytest.mark.parametrize(
