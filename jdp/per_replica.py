@@ -38,8 +38,19 @@ def enter(tree: PyTree) -> PyTree:
 
 
 def leave(tree: PyTree) -> PyTree:
-    """The inverse of `enter`."""
-    return map_parts(tree, lambda x: x, lambda x: jnp.asarray(x)[None])
+    """The inverse of `enter`.
+
+    Raises:
+      TypeError: a class in it refuses one more dimension in front of its arrays.
+    """
+
+    def visit(node: Any) -> Any:
+        if not _is_own(node):
+            return node
+        leaves, treedef = jax.tree.flatten(node)
+        return _unflatten_rows(treedef, [jnp.asarray(x)[None] for x in leaves])
+
+    return jax.tree.map(visit, tree, is_leaf=_is_own)
 
 
 def explain_rows(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
@@ -100,7 +111,8 @@ class Outline(NamedTuple):
 
     def unflatten(self, leaves: list[Any]) -> PyTree:
         """Returns the tree with other leaves."""
-        return jax.tree.unflatten(self.treedef, leaves)
+        unflatten = _unflatten_rows if any(self.are_own) else jax.tree.unflatten
+        return unflatten(self.treedef, leaves)
 
 
 def outline(tree: PyTree) -> Outline:
@@ -122,6 +134,20 @@ def map_parts(
         return jax.tree.map(of_own, node) if _is_own(node) else of_shared(node)
 
     return jax.tree.map(visit, tree, is_leaf=_is_own)
+
+
+def _unflatten_rows(treedef: Any, leaves: list[Any]) -> PyTree:
+    """Returns a tree with parts of the form outside of a step."""
+    try:
+        return jax.tree.unflatten(treedef, leaves)
+    except Exception as error:
+        raise TypeError(
+            "A `jdp.PerReplica` has, outside of a step, a row for each replica: one "
+            "more dimension in front of every array. A class in it refuses that, with "
+            f"{type(error).__name__}: {error}. Let the class check its fields when it "
+            "is made by hand, not when JAX unflattens it, or put a dict of them in its "
+            "place."
+        ) from error
 
 
 def _is_own(node: Any) -> bool:

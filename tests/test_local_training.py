@@ -284,7 +284,9 @@ def test_with_a_delay_what_is_sent_does_not_wait_for_the_step(delay):
         optax.sgd(0.1), period=4, num_fragments=2, delay=delay, world=world
     )
     state = local.init(PARAMS)
-    specs = per_replica.specs(state, world.axis_names)
+    specs = jax.tree.unflatten(
+        jax.tree.structure(state), per_replica.specs(state, world.axis_names)
+    )
 
     def update(grads, state):
         return per_replica.leave(local.update(grads, per_replica.enter(state)))

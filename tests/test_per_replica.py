@@ -253,12 +253,27 @@ class _Checked:
         return cls(*children)
 
 
+def test_a_class_that_refuses_rows_of_all_replicas_is_told_so():
+    world = harness.local_world(2)
+    params = {"a": _Checked(np.ones((3, 2)), np.ones(2))}  # with rows of rank 3.
+    with pytest.raises(
+        TypeError, match="a row for each replica.* TypeError: more than"
+    ):
+        jdp.copy_per_replica(params, world=world)
+    step = jdp.data_parallel(lambda p, x: (p, PerReplica(p)), world=world)
+    with pytest.raises(
+        TypeError, match="a row for each replica.* TypeError: more than"
+    ):
+        step(params, np.ones(2))
+
+
 def test_classes_are_made_of_arrays_alone():
     world = harness.local_world(2)
     tx = jdp.zero1(optax.adam(0.1), world=world)
 
     def loss_fn(params, batch):
-        return jnp.mean((batch.w @ params.w + params.b - batch.b) ** 2), batch
+        loss = jnp.mean((batch.w @ params.w + params.b - batch.b) ** 2)
+        return loss, PerReplica(batch)
 
     def synced_loss(params, batch):
         return loss_fn(jdp.sync_in_backward(params), batch)[0]

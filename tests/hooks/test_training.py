@@ -253,7 +253,9 @@ def test_a_hand_written_shard_map_takes_a_hook():
     batches = harness.oracle_batches(3)
     expected, _, _ = _train(hook, world, batches, "value_and_grad")
     kept = hooks.init_state(hook, PARAMS, world=world)
-    specs = per_replica.specs(kept, world.axis_names)
+    specs = jax.tree.unflatten(
+        jax.tree.structure(kept), per_replica.specs(kept, world.axis_names)
+    )
 
     def step(params, kept, batch):
         grad_fn = jdp.value_and_grad(
