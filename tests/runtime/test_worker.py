@@ -1,6 +1,7 @@
 """Worker: a program sees what Python itself would show it."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -166,7 +167,7 @@ def test_an_exit_with_what_cannot_be_shown_fails(tmp_path):
     (tmp_path / "train.py").write_text(
         """
 import atexit, sys
-atexit.register(print, "after success")
+atexit.register(print, "at the end")
 class Odd:
     def __str__(self):
         raise ValueError("no text")
@@ -175,27 +176,60 @@ sys.exit(Odd())
     )
     got = run_worker("script", "train.py", cwd=tmp_path)
     text = "`sys.exit` got an object of class Odd, whose text fails\n"
-    assert (got.returncode, got.stdout, got.stderr) == (1, "", text)
+    assert (got.returncode, got.stdout, got.stderr) == (1, "at the end\n", text)
 
 
-@pytest.mark.parametrize("code, shown", [(0, "exit handler\n"), (1, "")])
-def test_exit_handlers_run_only_after_success(tmp_path, code, shown):
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)", "1 / 0"])
+def test_threads_and_exit_handlers_end_as_under_python(tmp_path, end):
     (tmp_path / "program.py").write_text(
-        "import atexit, sys\n"
+        "import atexit, sys, threading, time\n"
         "atexit.register(print, 'exit handler')\n"
-        f"sys.exit({code})\n"
+        "file = open('kept', 'w')\n"
+        "file.write('flushed')\n"
+        "def save():\n"
+        "    time.sleep(0.2)\n"
+        "    print('saved')\n"
+        "threading.Thread(target=save).start()\n"
+        f"{end}\n"
     )
+    expected = run(["program.py"], tmp_path)
     got = run_worker("script", "program.py", cwd=tmp_path)
-    assert (got.returncode, got.stdout) == (code, shown)
+    assert (got.returncode, got.stdout) == (
+        expected.returncode,
+        "saved\nexit handler\n",
+    )
+    assert (tmp_path / "kept").read_text() == "flushed"
 
 
-def test_a_failure_does_not_wait_for_threads(tmp_path):
+_JOIN_JAX = """
+import socket, jax
+with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "grace_s", "returncode"),
+    [
+        ("", "0.2", -signal.SIGALRM),
+        ("", "0", 1),
+        # Threads and handlers may wait for other processes, as JAX's own does.
+        (_JOIN_JAX, "50", 1),
+    ],
+)
+def test_a_failure_does_not_wait_for_long(
+    tmp_path, monkeypatch, start, grace_s, returncode
+):
+    monkeypatch.setenv(worker._GRACE_S, grace_s)
     (tmp_path / "program.py").write_text(
-        "import threading, time\n"
+        f"import threading, time\n{start}"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"
         "1 / 0\n"
     )
-    assert run_worker("script", "program.py", cwd=tmp_path).returncode == 1
+    got = run_worker("script", "program.py", cwd=tmp_path)
+    assert got.returncode == returncode
+    assert "ZeroDivisionError" in got.stderr
 
 
 @pytest.mark.parametrize("kind, target", [("script", "spawn.py"), ("module", "spawn")])
