@@ -145,6 +145,9 @@ class LauncherLink:
             who = f"the launcher of node 0 at {where}"
         if isinstance(error, star_codec.OtherKey):
             todo = "give `--key-file` (or `JDP_JOB_KEY`) the same key on all hosts"
+        elif isinstance(error, star_codec.Doubled):
+            error = star_codec.Doubled(f"it has another node {self.node}")
+            todo = "`--node-rank` must be another one on each host"
         else:
             todo = "`--nodes`, `--coordinator` and `JDP_JOB_ID` must be the same on all"
         with self._lock:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from jdp.runtime import addresses
-from jdp.runtime.star_codec import Codec, Frame, OtherJob, Refused
+from jdp.runtime.star_codec import Codec, Doubled, Frame, OtherJob, Refused
 
 _MAX_SAID = 64  # by one member, however often it comes back.
 _MAX_GUESTS = 256  # that have not proved anything yet.
@@ -321,6 +321,8 @@ class Star:
         if not 0 <= frame.member < self._num_members:
             raise Refused(f"it names member {frame.member} of {self._num_members}")
         if self._member != 0:
+            if line.member is None and frame.kind == "doubled":
+                raise Doubled(f"it has another member {self._member}")
             if line.member is None and frame.kind != "hello":
                 raise Refused("member 0 does not begin with a hello")
             if frame.kind == "say":
@@ -339,13 +341,16 @@ class Star:
         if line.member is None:
             known = {other.member for other in self._lines.values()}
             if frame.kind != "hello" or frame.member in known | {0}:
+                line.unsent += line.codec.encode(Frame("doubled", 0))
+                with contextlib.suppress(OSError):
+                    line.flush()
                 raise Refused(f"it begins as member {frame.member}, which is here")
             line.member = frame.member
             line.unsent += line.codec.encode(Frame("hello", 0))
             line.unsent += b"".join(map(line.codec.encode, self._history))
             self._met.add(frame.member)
             return
-        if frame.member != line.member or frame.kind in ("hello", "lost"):
+        if frame.member != line.member or frame.kind not in ("say", "bye"):
             raise Refused(f"member {line.member} speaks for member {frame.member}")
         self._num_said[frame.member] += 1
         if self._num_said[frame.member] > _MAX_SAID:

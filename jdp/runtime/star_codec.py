@@ -34,10 +34,14 @@ class OtherKey(OtherJob):
     """The other end says that it has another key."""
 
 
+class Doubled(OtherJob):
+    """Member 0 says that it has another member of this number."""
+
+
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """One message on a line."""
 
-    kind: Literal["hello", "say", "lost", "bye"]
+    kind: Literal["hello", "say", "lost", "bye", "doubled"]
     member: int  # whom it is from, or who is lost.
     body: bytes = b""
 

@@ -67,6 +67,25 @@ def test_all_launchers_hear_of_a_failure_with_its_host(links):
     assert wait_for(links[1]) == [Exit(0, -signal.SIGKILL, node=0)]
 
 
+def test_a_second_launcher_of_a_node_is_told(links):
+    host, port = links[1]._star._address
+    second = launcher_link.LauncherLink(1, 3, address=f"{host}:{port - 1}", key=KEY)
+    try:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not (refusals := second.take_refusals()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert refusals == [
+            "the launcher of node 0 at 127.0.0.1 was refused: it has another node 1; "
+            "`--node-rank` must be another one on each host"
+        ]
+        assert not links[0].take()
+        links[0].say(Exit(0, 3))
+        assert wait_for(links[1]) == [Exit(0, 3, node=0)]
+    finally:
+        second.close()
+
+
 def test_a_process_that_ended_before_init_is_told_of_apart_from_failures(links):
     links[1].say_absent(5)
     links[1].say_absent(5)
