@@ -196,7 +196,10 @@ def as_it_said(end: Exit, failure: worker.Failure | None) -> Exit:
     """Completes `end`; a program that failed may be aborted on its way out."""
     if failure is None:
         return end
-    return as_failed(end.process_id, failure)
+    said = as_failed(end.process_id, failure)
+    if end.returncode > 0 and said.culprit is None and not said.is_consequence:
+        return said._replace(returncode=end.returncode)  # By `os._exit` in a hook.
+    return said
 
 
 def as_failed(process_id: int, failure: worker.Failure) -> Exit:

@@ -214,3 +214,15 @@ def test_where_links_broke_a_process_that_said_more_need_not_be_named():
     assert endings.find_blamed([_gloo(0, 5.0)], said) == [Exit(1, 3, 7.0)]
     assert endings.find_blamed([Exit(0, 1, 5.0)], said) == []
     assert endings.find_blamed([Exit(0, 0)], said) == []
+
+
+@pytest.mark.parametrize(
+    ("returncode", "culprit", "expected"),
+    [(9, 2, 9), (-signal.SIGABRT, 2, 1), (0, 2, 1), (9, 0, 1)],
+)
+def test_a_process_that_leaves_with_another_code_than_it_said_has_that_code(
+    returncode, culprit, expected
+):
+    said = worker.Failure(at_s=1.0, code=1, culprit=culprit)
+    end = endings.as_it_said(endings.Exit(2, returncode), said)
+    assert end.returncode == expected
