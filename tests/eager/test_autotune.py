@@ -340,5 +340,5 @@ def test_there_must_be_something_to_tune():
 
 def test_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bayes_opt", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'jdp\[autotune\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install 'bayesian-optimization"):
         _tuner()
