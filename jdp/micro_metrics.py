@@ -14,7 +14,7 @@ from jdp.types import PyTree
 class MicroMetrics:
     """Metrics of micro-batches, by leaf: the mean of numbers, or rows of samples.
 
-    Rows are those of a `jdp.PerReplica` whose leaf has a row per sample.
+    Rows are those of a `jdp.PerReplica` whose leaf has a row, or several, per sample.
     """
 
     def __init__(
@@ -81,18 +81,16 @@ class MicroMetrics:
         return jax.tree.unflatten(self._treedef, joined)
 
     def _find_rows(self, metrics: PyTree, size: int) -> list[bool]:
-        """Returns by leaf whether its first dimension is the number of samples."""
+        """Returns by leaf whether its first dimension grows with the samples."""
         found = [shape[:1] == (size,) for shape in self._shapes]
-        if any(found):  # or by chance: the shape of another size tells.
-            other = next((s for s in self._sizes if s != size), size + 1)
-            shapes: list[tuple[int, ...]] = []
-            # A loss may take this size alone: then none of it is known to be by chance.
-            try:
-                jax.eval_shape(lambda: _note_shapes(self._run(other), shapes))
-            except Exception:
-                shapes = []
-            for i, shape in enumerate(shapes[: len(found)]):
-                found[i] = found[i] and shape[:1] == (other,)
+        if any(self._shapes):  # Of another size, for a shape may be one by chance.
+            others = [s for s in self._sizes if s != size]
+            for other in (*others, 2 * size, size + 1):
+                if shapes := self._shapes_at(other):
+                    pairs = list(zip(self._shapes, shapes, strict=True))
+                    found = [_has_rows(*pair, (size, other)) for pair in pairs]
+                    self._check_only_rows_grow(pairs, found)
+                    break
         flags = zip(found, per_replica.are_own(metrics), strict=True)
         for i, (is_row, is_own) in enumerate(flags):
             if is_row and not is_own and self._is_mixed:
@@ -106,10 +104,33 @@ class MicroMetrics:
                 )
         return found
 
+    def _shapes_at(self, size: int) -> list[tuple[int, ...]]:
+        """Returns the shapes at another size; empty where the loss refuses it."""
+        shapes: list[tuple[int, ...]] = []
+        try:
+            jax.eval_shape(lambda: _note_shapes(self._run(size), shapes))
+        except Exception:
+            return []
+        return shapes
+
+    def _check_only_rows_grow(
+        self, pairs: list[tuple[tuple[int, ...], ...]], are_rows: list[bool]
+    ) -> None:
+        for path, (shape, other), is_row in zip(
+            self._paths, pairs, are_rows, strict=True
+        ):
+            if shape != other and not is_row and self._is_mixed:
+                raise ValueError(
+                    f"The shape of the metric `{path}`, {shape}, changes with the "
+                    "number of samples, and the mean over micro-batches would mix "
+                    "different samples. Return a mean over the samples, or, with the "
+                    "samples in its first dimension, a `jdp.PerReplica`."
+                )
+
     def _check(self, i: int, x: Any, size: int) -> None:
         shape, first = jnp.shape(x), self._shapes[i]
         if self._are_rows[i]:
-            is_fit = shape == (size, *first[1:])
+            is_fit = _has_rows(first, shape, (self._sizes[0], size))
         else:
             is_fit = shape == first
         if not is_fit:
@@ -127,6 +148,15 @@ class MicroMetrics:
                 "micro-batches. Return numbers, and take what the loss does not make "
                 "from outside of it."
             )
+
+
+def _has_rows(
+    shape: tuple[int, ...], other: tuple[int, ...], sizes: tuple[int, int]
+) -> bool:
+    """Whether the first dimensions, and they alone, are in the ratio of the sizes."""
+    if len(shape) != len(other) or shape[1:] != other[1:] or not shape or not shape[0]:
+        return False
+    return shape[0] * sizes[1] == other[0] * sizes[0]
 
 
 def _note_shapes(metrics: PyTree, shapes: list[tuple[int, ...]]) -> None:

@@ -112,12 +112,34 @@ def test_metrics_of_unlike_shapes_are_not_added():
         ValueError, match=r"`\['a'\]`, float32\[2\], seems to have a row"
     ):
         run(lambda x: {"a": x})
-    with pytest.raises(ValueError, match=r"has shape \(3, 2\) for .* of 2 .* \(3, 1\)"):
+    with pytest.raises(ValueError, match=r"\(3, 2\), changes with the number"):
         run(lambda x: jnp.ones((3, 1)) * x)
     with pytest.raises(
         TypeError, match=r"`\['key'\]` is key<fry>\[\], which has no mean"
     ):
         run(lambda x: {"key": jax.random.key(0)})
+
+
+@pytest.mark.parametrize("num_micro_batches", [2, 3, 6])
+def test_several_rows_per_sample_are_rows_as_well(num_micro_batches):
+    x = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+    def run(metrics):
+        def loss_fn(p, x):
+            assert x.shape[0] != 2 * size + 1  # A loss may take whole pairs alone.
+            return (p * x).mean(), metrics(x)
+
+        size = 6 // num_micro_batches
+        grad_fn = jdp.accumulate_gradients(loss_fn, num_micro_batches, has_aux=True)
+        return _run(grad_fn, np.float32(1), x, n=1)[0][1]
+
+    found = run(lambda x: jdp.PerReplica({"of tokens": x.reshape(-1) > 5}))
+    np.testing.assert_array_equal(found.value["of tokens"][0], x.reshape(-1) > 5)
+    with pytest.raises(ValueError, match=r"`\['x'\]`, float32\[\d+\], seems to have a"):
+        run(lambda x: {"x": x.reshape(-1)})
+    for wrap in (dict, lambda **kwargs: jdp.PerReplica(kwargs)):
+        with pytest.raises(ValueError, match="changes with the number of samples"):
+            run(lambda x, wrap=wrap: wrap(x=x.T))
 
 
 def _compiled(grad_fn, params, batch, **kwargs):
