@@ -104,7 +104,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._held: list[Exit] = []  # not yet observed.
         self._held_since_s = 0.0
-        self._failures = worker.FailurePipe(grace_s=grace_s)
+        self._failures = worker.FailurePipe()
 
     def run(
         self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]

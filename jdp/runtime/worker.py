@@ -6,10 +6,8 @@ or `... module package.train args...`. The program sees what it would see under
 the interpreter ends; `runpy` would take it back before threads and exit handlers do,
 and they may start processes that import it. The file imports neither jdp nor jax.
 
-A program that fails in `jax.distributed` ends with `os._exit`: the exit handler of JAX
-waits at a barrier for peers that hang in a collective with the process that failed, and
-exit handlers and threads of the program may do so too. Any other program that fails
-ends as under Python, within the grace time of the launcher.
+A program that fails ends with `os._exit`: the exit handler of JAX waits up to 300 s at
+a barrier for peers that hang in a collective with the process that failed.
 """
 
 import atexit
@@ -20,7 +18,6 @@ import importlib.util
 import io
 import os
 import re
-import signal
 import struct
 import sys
 import threading
@@ -31,8 +28,6 @@ from typing import NamedTuple
 _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
 _FAILURE_FD = "JDP_FAILURE_FD"
-_GRACE_S = "JDP_GRACE_S"
-_MOST_GRACE_S = 1e8  # of a timer of the kernel, roughly.
 _TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is no C long.
 # Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
 _RECORD = struct.Struct("<cidii?")
@@ -74,11 +69,11 @@ class FailurePipe:
       lost: the first process that a process has heard of as gone, by process.
     """
 
-    def __init__(self, *, grace_s: float) -> None:
-        """Opens the pipe; a process may take `grace_s` from its failure to its end."""
+    def __init__(self) -> None:
+        """Opens the pipe."""
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
-        self.environ = {_FAILURE_FD: str(self.write_fd), _GRACE_S: str(grace_s)}
+        self.environ = {_FAILURE_FD: str(self.write_fd)}
         self._failures: dict[int, Failure] = {}
         self.in_init: set[int] = set()
         self.joined: set[int] = set()
@@ -122,7 +117,6 @@ def main(argv: list[str]) -> None:
     """Runs the program named by `argv`: its kind, its target, its arguments."""
     kind, target, *arguments = argv
     _Own.failure_fd, _Own.pid = _take_failure_fd(), os.getpid()
-    _Own.grace_s = float(os.environ.pop(_GRACE_S, _Own.grace_s))
     # What jdp imports under this name is this module, and knows the pipe.
     sys.modules["jdp.runtime.worker"] = sys.modules["__main__"]
     program = types.ModuleType("__main__")
@@ -178,7 +172,6 @@ class _Own:
 
     failure_fd: int | None = None
     pid: int = 0  # Children that this process forks do not speak for it.
-    grace_s: float = 5.0
 
 
 def report_failure(
@@ -397,26 +390,10 @@ def _exit_if_child(code: int) -> None:
 
 
 def _exit_unless_zero(code: int) -> None:
-    """Ends the process, unless the program succeeded.
-
-    Threads are joined and exit handlers run where no process of JAX is waited for. What
-    takes too long is ended by the kernel, also where Python no longer runs.
-    """
-    if code == 0:
-        return
-    if _is_in_distributed() or _Own.grace_s == 0.0:
+    """Ends without exit handlers, unless the program succeeded."""
+    if code != 0:
         _flush()
         os._exit(code)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, min(_Own.grace_s, _MOST_GRACE_S))
-    sys.exit(code)
-
-
-def _is_in_distributed() -> bool:
-    module = sys.modules.get("jax.distributed")
-    # Its import may be what failed.
-    is_initialized = None if module is None else vars(module).get("is_initialized")
-    return is_initialized is not None and is_initialized()
 
 
 def _flush() -> None:
