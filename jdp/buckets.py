@@ -64,8 +64,6 @@ class BucketPlan:
     treedef: Hashable  # jax.tree_util.PyTreeDef
     leaves: tuple[LeafSpec, ...]  # in jax.tree.leaves order.
     buckets: tuple[tuple[int, ...], ...]  # indices into `leaves`, in packing order.
-    # Of each leaf: a class of the user's may refuse to be made again to tell them.
-    paths: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -82,8 +80,15 @@ class BucketPlan:
         ]
 
     def leaf_paths(self) -> list[str]:
-        """Path of each leaf, as in `['dense']['kernel']`."""
-        return list(self.paths) or [f"[{i}]" for i in range(len(self.leaves))]
+        """Path of each leaf, as in `['dense']['kernel']`.
+
+        Its index, as in `[0]`, where a class of the tree takes nothing but arrays.
+        """
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
+        try:
+            return leaf_paths(jax.tree.unflatten(self.treedef, avals))
+        except Exception:
+            return [f"[{i}]" for i in range(len(avals))]
 
     def describe(self) -> str:
         """Returns a table of the buckets: bytes, dtype and leaves, by path."""
@@ -167,7 +172,7 @@ def plan_buckets(
         )
     kinds = [(s.dtype, _axes_of(x)) for s, x in zip(specs, leaves, strict=True)]
     buckets = _assign(specs, kinds, order, first_bucket_bytes, bucket_bytes)
-    return BucketPlan(treedef, specs, buckets, tuple(leaf_paths(tree)))
+    return BucketPlan(treedef, specs, buckets)
 
 
 def default_plan(grads: PyTree, order: Sequence[int] | None = None) -> BucketPlan:
