@@ -288,8 +288,10 @@ def groups_of_rows_come_together_or_not_at_all(me: Process):
             handle = call({"y": y, "z": y}, name)
             eager.barrier()
             me.expect(eager.poll(handle), False, "the others have not come")
+            eager.barrier()
         else:
             eager.barrier()
+            eager.barrier()  # Rank 0 has looked.
             handle = call({"y": y, "z": y}, name)
         eager.synchronize(handle)
     found = eager.grouped_all_gather({"x": x, "y": y}, name=me.name("gathered"))
