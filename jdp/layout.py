@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdp import compat
 from jdp.collectives import base
 from jdp.collectives.base import Halves
 from jdp.types import AxisName
@@ -32,6 +33,11 @@ class Layout(NamedTuple):
     axis_name: AxisName
     num_replicas: int
     rank: jax.Array  # int32 ().
+
+    @property
+    def tracked_axes(self) -> frozenset[str]:
+        """The axes whose varying values JAX tracks by type here."""
+        return compat.varying_axes(self.rank)
 
     def cut(self, x: jax.Array) -> Piece:
         """Returns this replica's piece of an array."""

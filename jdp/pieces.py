@@ -309,7 +309,7 @@ class _Evaluation:
             operands = [x.data if isinstance(x, Partial) else x for x in values]
         else:
             return None
-        names = mesh.tracked_axes(self._layout.axis_name)
+        names = self._layout.tracked_axes
         operands = compat.cast_alike(operands, sorted(names))
         (out,) = compat.bind_equation(eqn, operands)
         return [Partial(out, "sum")]
@@ -334,16 +334,16 @@ class _Evaluation:
                 operands.append(x)
         row = (1, self._layout.width(shape))
         if eqn.primitive.name not in ("clamp", "select_n"):
-            operands = [jnp.broadcast_to(x, row) for x in operands]
+            operands = [_broadcast(x, row) for x in operands]
         elif eqn.primitive.name == "select_n":  # Its predicate may be a scalar.
             operands = [
-                x if i == 0 and x.ndim == 0 else jnp.broadcast_to(x, row)
+                x if i == 0 and x.ndim == 0 else _broadcast(x, row)
                 for i, x in enumerate(operands)
             ]
         else:
             low, x, high = operands
-            operands = [low, jnp.broadcast_to(x, row), high]
-        names = mesh.tracked_axes(self._layout.axis_name)
+            operands = [low, _broadcast(x, row), high]
+        names = self._layout.tracked_axes
         operands = compat.cast_alike(operands, sorted(names))
         return [Piece(out, shape) for out in compat.bind_equation(eqn, operands)]
 
@@ -410,7 +410,7 @@ class _Evaluation:
         for branch in branches:
             jax.eval_shape(functools.partial(take, branch, None), *arrays)
         split = [any(column) for column in zip(*kinds, strict=True)]
-        names = sorted(mesh.tracked_axes(self._layout.axis_name))
+        names = sorted(self._layout.tracked_axes)
 
         def run(branch: Any) -> Callable[..., list[Any]]:
             def body(*arrays: Any) -> list[Any]:
@@ -452,6 +452,11 @@ class _Evaluation:
             pieces = [self._known[key] for key in members]
             wholes = layout.gather(pieces, self._layout, xla.PSUM)
             self._known.update(zip(members, wholes, strict=True))
+
+
+def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    # `jnp.broadcast_to` takes 0.1 ms to find that there is nothing to do.
+    return x if x.shape == shape else jnp.broadcast_to(x, shape)
 
 
 def _is_literal(atom: Any) -> bool:
