@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import compat, layout, mesh, partials
+from jdp import compat, flat_program, layout, mesh, partials
 from jdp.collectives import base, xla
+from jdp.flat_program import Equation, is_literal
 from jdp.layout import Layout, Piece
 from jdp.partials import Partial
 from jdp.types import PyTree
@@ -99,19 +100,12 @@ _DIFFERS = (
 )
 
 
-class _Equation(NamedTuple):
-    eqn: Any  # of the jaxpr that it comes from.
-    inputs: list[Any]  # literals, or keys of the environment.
-    outputs: list[Any]
-
-
 class _Evaluation:
     """One run of a program."""
 
     def __init__(self, place: Layout):
         self._layout = place
         self._known: dict[Any, Any] = {}  # by key.
-        self._equations: list[_Equation] = []
         # Keys of what `fn` closes over, and of what is made of that alone. A replica
         # may reduce its own samples there, but pieces must not meet them.
         self._foreign: set[Any] = set()
@@ -120,59 +114,32 @@ class _Evaluation:
         self, closed: Any, args: Sequence[Any], foreign: Sequence[int] = ()
     ) -> list[Any]:
         """Returns the results: pieces or arrays; `foreign` are indices of `args`."""
-        keys = [("argument", i) for i in range(len(args))]
-        self._foreign.update(keys[i] for i in foreign)
-        self._known.update(zip(keys, args, strict=True))
-        outputs = self._inline(closed.jaxpr, closed.consts, keys)
-        waiting = self._equations
+        program = flat_program.flatten(closed, _INLINED)
+        self._foreign.update(program.inputs[i] for i in foreign)
+        self._known.update(zip(program.inputs, args, strict=True))
+        self._known.update(program.constants)
+        self._foreign.update(
+            key
+            for key, value in program.constants.items()
+            if isinstance(value, jax.core.Tracer)
+        )
+        waiting = program.equations
         while waiting:
             waiting = self._wave(waiting)
-        self._combine([key for key in outputs if not _is_literal(key)])
-        return [self._same(key, self._read(key)) for key in outputs]
-
-    def _inline(self, jaxpr: Any, consts: Sequence[Any], args: list[Any]) -> list[Any]:
-        """Lists the equations of a jaxpr; returns the keys of its results."""
-        scope = object()
-        names: dict[Any, Any] = {}
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            names[var] = (scope, var)
-            self._known[names[var]] = const
-            if isinstance(const, jax.core.Tracer):
-                self._foreign.add(names[var])
-        names.update(zip(jaxpr.invars, args, strict=True))
-
-        def key(atom: Any) -> Any:
-            return atom if _is_literal(atom) else names[atom]
-
-        for eqn in jaxpr.eqns:
-            inputs = [key(atom) for atom in eqn.invars]
-            inner = _INLINED.get(eqn.primitive.name)
-            if inner is not None and inner in eqn.params:
-                called = eqn.params[inner]
-                found = self._inline(
-                    getattr(called, "jaxpr", called),
-                    getattr(called, "consts", ()),
-                    inputs,
-                )
-                names.update(zip(eqn.outvars, found, strict=True))
-                continue
-            for var in eqn.outvars:
-                names[var] = (scope, var)
-            outputs = [names[var] for var in eqn.outvars]
-            self._equations.append(_Equation(eqn, inputs, outputs))
-        return [key(atom) for atom in jaxpr.outvars]
+        self._combine([key for key in program.outputs if not is_literal(key)])
+        return [self._same(key, self._read(key)) for key in program.outputs]
 
     def _read(self, key: Any) -> Any:
-        return jnp.asarray(key.val) if _is_literal(key) else self._known[key]
+        return jnp.asarray(key.val) if is_literal(key) else self._known[key]
 
-    def _wave(self, waiting: list[_Equation]) -> list[_Equation]:
+    def _wave(self, waiting: list[Equation]) -> list[Equation]:
         """Runs what can be run here; returns the rest, for which others were asked."""
         left, wanted, whole = [], [], []
         is_held = False  # An effect waits, so that those after it wait, too.
         for equation in waiting:
             is_in_order = compat.has_ordered_effect(equation.eqn)
             if (is_in_order and is_held) or any(
-                not _is_literal(k) and k not in self._known for k in equation.inputs
+                not is_literal(k) and k not in self._known for k in equation.inputs
             ):
                 left.append(equation)
                 is_held |= is_in_order
@@ -195,7 +162,7 @@ class _Evaluation:
         self._gather(whole)
         return left
 
-    def _is_apart(self, equation: _Equation, values: list[Any]) -> bool:
+    def _is_apart(self, equation: Equation, values: list[Any]) -> bool:
         """Whether pieces meet a whole array that may be of a replica's own samples.
 
         Then all is done on whole arrays, and what comes of it may be averaged.
@@ -207,7 +174,7 @@ class _Evaluation:
         pairs = zip(equation.inputs, values, strict=True)
         return any(self._is_foreign(k) and math.prod(x.shape) != 1 for k, x in pairs)
 
-    def _checked(self, equation: _Equation, values: list[Any]) -> list[Any]:
+    def _checked(self, equation: Equation, values: list[Any]) -> list[Any]:
         """Sees to it that numbers that pieces meet are the same on all replicas."""
         keys = equation.inputs
         if not any(self._is_foreign(key) for key in keys):
@@ -226,7 +193,7 @@ class _Evaluation:
         return [self._same(key, x) for key, x in pairs] + values[count:]
 
     def _is_foreign(self, key: Any) -> bool:
-        return not _is_literal(key) and key in self._foreign
+        return not is_literal(key) and key in self._foreign
 
     def _same(self, key: Any, x: Any) -> Any:
         if not self._is_foreign(key) or isinstance(x, Piece) or compat.is_mutable(x):
@@ -234,7 +201,7 @@ class _Evaluation:
         names = mesh.as_axis_names(self._layout.axis_name)
         return compat.expect_same(x, names, _DIFFERS)
 
-    def _missing(self, equation: _Equation, values: list[Any]) -> list[Any]:
+    def _missing(self, equation: Equation, values: list[Any]) -> list[Any]:
         """Returns keys of what an equation wants of other replicas, first of all."""
         keys = equation.inputs
         pairs = list(zip(keys, values, strict=True))
@@ -251,7 +218,7 @@ class _Evaluation:
                 return [k for k in found if self._known[k].shape == ()] or found
         return found
 
-    def _local(self, equation: _Equation, values: list[Any]) -> list[Any] | None:
+    def _local(self, equation: Equation, values: list[Any]) -> list[Any] | None:
         """Runs an equation; returns None if it wants something of other replicas."""
         eqn = equation.eqn
         name = eqn.primitive.name
@@ -316,7 +283,7 @@ class _Evaluation:
 
     def _is_plain(self, atom: Any) -> bool:
         """Whether it is a number that makes no NaN of a partial sum of zero."""
-        return _is_literal(atom) and bool(np.isfinite(atom.val)) and atom.val != 0
+        return is_literal(atom) and bool(np.isfinite(atom.val)) and atom.val != 0
 
     def _elementwise(self, eqn: Any, values: list[Any]) -> list[Any] | None:
         shape = next(x.shape for x in values if isinstance(x, Piece))
@@ -457,7 +424,3 @@ class _Evaluation:
 def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     # `jnp.broadcast_to` takes 0.1 ms to find that there is nothing to do.
     return x if x.shape == shape else jnp.broadcast_to(x, shape)
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
