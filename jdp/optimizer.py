@@ -4,6 +4,7 @@ import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 from jax import lax
@@ -11,6 +12,7 @@ from jax import lax
 from jdp import (
     buckets,
     grad_sync,
+    leaf_updates,
     outer_transforms,
     reduction,
     update_arguments,
@@ -22,6 +24,7 @@ from jdp.buckets import BucketPlan
 from jdp.grad_sync import Packing
 from jdp.hooks.base import CommHook
 from jdp.hooks.state import init_state
+from jdp.leaf_updates import LeafUpdate, Place, StateLayout
 from jdp.mesh import World
 from jdp.types import AllReduce, AxisName, PyTree
 from jdp.weights import DivideBy
@@ -155,11 +158,14 @@ def skip_unused(
         )
         updates, state = tx.update(grads, state, params, used=used)
 
-    `tx` runs once for each parameter, on trees with `()` in place of all others, so
-    masks and labels by path or shape work as before. What mixes parameters comes in
-    front, as above, or goes around, as `optax.apply_if_finite`; `update` refuses it
-    inside. Only masks may come behind: an unused parameter gets an update of -0.0,
-    which alone leaves a parameter of -0.0 as it is.
+    `tx` steps on each parameter by itself, and masks and labels by path or shape work
+    as before: its update of the whole tree is traced, and cut into a program for each
+    parameter. Where one of these would need others, as with the `cond` of
+    `optax.MultiSteps`, `tx` runs once for each, on trees with `()` in place of all
+    others. What mixes parameters comes in front, as above, or goes around, as
+    `optax.apply_if_finite`; `update` refuses it inside. Only masks may come behind: an
+    unused parameter gets an update of -0.0, which alone leaves a parameter of -0.0 as
+    it is.
 
     State keeps the dtypes that `tx.init` gave it. A schedule counts the steps of its
     parameter, and `optax.inject_hyperparams` holds a value for each. Keys made by
@@ -184,15 +190,13 @@ def skip_unused(
     update_arguments.check_optimizer(tx, "skip_unused")
     inner = optax.with_extra_args_support(tx)
     # A cache of what follows from the structure and the shapes alone.
+    layouts: dict[Any, StateLayout | None] = {}
     slots: dict[Any, list[PyTree]] = {}
 
     def init(params: PyTree) -> SkipUnusedState:
-        leaves, treedef = jax.tree.flatten(params)
         leaf_states = {}
-        for i, (name, leaf) in enumerate(zip(_names(params), leaves, strict=True)):
-            place = _Place(treedef, i)
-            whole = inner.init(place.put(leaf))
-            state = place.contract(place.slots(whole), whole)
+        states = _init_leaves(inner, params)
+        for i, (name, state) in enumerate(zip(_names(params), states, strict=True)):
             leaf_states[name] = jax.tree.map(functools.partial(_own, index=i), state)
         return SkipUnusedState(leaf_states)
 
@@ -207,21 +211,51 @@ def skip_unused(
         flags = _check_used(used, updates)
         _check_structures(updates, state, params)
         _check_no_functions(extra_args)
-        leaves, treedef = jax.tree.flatten(updates if params is None else params)
+        like = updates if params is None else params
+        leaves, treedef = jax.tree.flatten(like)
         key = treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        if key not in slots:
+        if key not in layouts:
             _check_separable(inner, updates, params, extra_args)
-            slots[key] = _find_slots(inner, leaves, treedef)
+            layouts[key] = leaf_updates.find_layout(inner, like)
         trees = {"updates": updates, "params": params, **extra_args}
-        return _update_leaves(inner, slots[key], flags, state, trees)
+        names, layout, found = _names(updates), layouts[key], None
+        states = [state.leaf_states[name] for name in names]
+        if layout is not None:
+            found = leaf_updates.trace(inner, layout, trees, states)
+        if found is not None:
+            results = _update_leaves(found, flags, states)
+        else:
+            if key not in slots:
+                slots[key] = _find_slots(inner, leaves, treedef)
+            results = _update_alone(inner, slots[key], flags, states, trees)
+        new = dict(zip(names, (new for _, new in results), strict=True))
+        treedef = jax.tree.structure(updates)
+        return treedef.unflatten(x for x, _ in results), SkipUnusedState(new)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init_leaves(
+    inner: optax.GradientTransformationExtraArgs, params: PyTree
+) -> list[PyTree]:
+    """Returns a state of `inner` for each parameter."""
+    leaves, treedef = jax.tree.flatten(params)
+    layout = leaf_updates.find_layout(inner, params)
+    if layout is not None:
+        parts = layout.split(inner.init(params))
+        return [layout.of_leaf(parts, i) for i in range(len(leaves))]
+    states = []
+    for i, leaf in enumerate(leaves):
+        place = Place(treedef, i)
+        whole = inner.init(place.put(leaf))
+        states.append(place.contract(place.slots(whole), whole))
+    return states
 
 
 def _find_slots(
     inner: optax.GradientTransformationExtraArgs, leaves: list[Any], treedef: Any
 ) -> list[PyTree]:
-    places = [_Place(treedef, i) for i in range(len(leaves))]
+    places = [Place(treedef, i) for i in range(len(leaves))]
 
     def init(leaves: list[Any]) -> list[PyTree]:
         pairs = zip(places, leaves, strict=True)
@@ -232,72 +266,75 @@ def _find_slots(
 
 
 def _update_leaves(
+    updates: list[LeafUpdate], flags: list[Any], states: list[PyTree]
+) -> list[tuple[jax.Array, PyTree]]:
+    """Returns the update and the new state of each parameter."""
+    is_traced = any(
+        isinstance(x, jax.core.Tracer)
+        for x in jax.tree.leaves((flags, [leaf.arguments for leaf in updates]))
+    )
+    calls: dict[Any, Any] = {}
+    results = []
+    for leaf, flag, old in zip(updates, flags, states, strict=True):
+        if usage_flags.is_static(flag) and not flag:
+            results.append((_no_update(leaf.aval), old))
+            continue
+        decided = [] if usage_flags.is_static(flag) else [flag]
+        treedef = jax.tree.structure(old)
+        key = leaf.signature, treedef, len(decided)
+        if key not in calls:
+
+            def leaf_update(
+                decided: list[Any],
+                old: PyTree,
+                arguments: list[Any],
+                run: Any = leaf.run,
+                treedef: Any = treedef,
+            ) -> tuple[jax.Array, PyTree]:
+                def step() -> tuple[jax.Array, PyTree]:
+                    update, *state = run(arguments)
+                    return update, treedef.unflatten(state)
+
+                return _choose(decided[0] if decided else True, step, old)
+
+            calls[key] = jax.jit(leaf_update) if is_traced else leaf_update
+        results.append(calls[key](decided, old, leaf.arguments))
+    return results
+
+
+def _update_alone(
     inner: optax.GradientTransformationExtraArgs,
     slots: list[PyTree],
     flags: list[Any],
-    state: SkipUnusedState,
+    states: list[PyTree],
     trees: dict[str, PyTree],
-) -> tuple[PyTree, SkipUnusedState]:
-    """Runs `inner` on each parameter; `trees` are the arguments of its `update`."""
+) -> list[tuple[jax.Array, PyTree]]:
+    """`_update_leaves`, where `inner` runs on one parameter at a time."""
     treedef = jax.tree.structure(trees["updates"])
     columns = {
         name: jax.tree.leaves(tree)
         for name, tree in trees.items()
         if jax.tree.structure(tree) == treedef
     }
-    updates, leaf_states = [], {}
-    for i, name in enumerate(_names(trees["updates"])):
-        old = state.leaf_states[name]
+    results = []
+    for i, (flag, old) in enumerate(zip(flags, states, strict=True)):
 
         def step(i: int = i, old: Any = old) -> tuple[jax.Array, Any]:
-            place = _Place(treedef, i)
+            place = Place(treedef, i)
             cut = trees | {key: place.put(column[i]) for key, column in columns.items()}
             grads, params = cut.pop("updates"), cut.pop("params")
             whole = place.expand(slots[i], old)
             update, new = inner.update(grads, whole, params, **cut)
             return place.pick(update), place.contract(slots[i], new)
 
-        update, leaf_states[name] = _choose(flags[i], step, old)
-        updates.append(update)
-    return treedef.unflatten(updates), SkipUnusedState(leaf_states)
+        results.append(_choose(flag, step, old))
+    return results
 
 
 def _names(tree: PyTree) -> list[str]:
     # `flax.nnx.Optimizer` calls `init` with variables and `update` with their values.
     paths = buckets.leaf_paths(tree)
     return [path.removesuffix(".value") or "(root)" for path in paths]
-
-
-class _Place(NamedTuple):
-    """One leaf of the trees of a structure, and what is there in such a tree."""
-
-    treedef: Any
-    position: int
-
-    def put(self, x: Any) -> PyTree:
-        # `optax.MaskedNode()` would do, but Python makes each, and there are as many
-        # as the square of the number of parameters: it doubles the time to trace.
-        others = [()] * self.treedef.num_leaves
-        others[self.position] = x
-        return self.treedef.unflatten(others)
-
-    def pick(self, tree: PyTree) -> Any:
-        return self.treedef.flatten_up_to(tree)[self.position]
-
-    def slots(self, state: PyTree) -> PyTree:
-        """Tells the trees that `put` made in `state` from its other leaves."""
-        made = [jax.tree.structure(self.put(x)) for x in (0, optax.MaskedNode())]
-
-        def is_made(tree: PyTree) -> bool:
-            return jax.tree.structure(tree) in made
-
-        return jax.tree.map(is_made, state, is_leaf=is_made)
-
-    def expand(self, slots: PyTree, state: PyTree) -> PyTree:
-        return jax.tree.map(lambda s, x: self.put(x) if s else x, slots, state)
-
-    def contract(self, slots: PyTree, state: PyTree) -> PyTree:
-        return jax.tree.map(lambda s, x: self.pick(x) if s else x, slots, state)
 
 
 def _choose_tree(flag: jax.Array, step: Any, old: Any) -> tuple[PyTree, Any]:
@@ -314,11 +351,14 @@ def _choose(flag: Any, step: Any, old: Any) -> tuple[jax.Array, Any]:
         if flag:
             update, new = step()
             return update, jax.tree.map(_in_type_of, old, new)
-        aval = jax.eval_shape(lambda: step()[0])
-        return lax.full(aval.shape, _negative_zero(aval.dtype), aval.dtype), old
+        return _no_update(jax.eval_shape(lambda: step()[0])), old
     update, new = step()
     state = jax.tree.map(lambda a, b: _select(flag, a, b), old, new)
     return _or_nothing(flag, update), state
+
+
+def _no_update(aval: Any) -> jax.Array:
+    return lax.full(aval.shape, _negative_zero(aval.dtype), aval.dtype)
 
 
 def _or_nothing(flag: jax.Array, update: jax.Array) -> jax.Array:

@@ -92,15 +92,15 @@ def split_arrays(
       The arrays, and a function that puts others in their place.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
 
     def merge(arrays: list[Any]) -> PyTree:
         left = iter(arrays)
-        found = [
-            next(left) if is_one else x
-            for x, is_one in zip(leaves, is_array, strict=True)
-        ]
+        found = [next(left) if is_array(x) else x for x in leaves]
         return jax.tree.unflatten(treedef, found)
 
-    arrays = [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
-    return arrays, merge
+    return [x for x in leaves if is_array(x)], merge
+
+
+def is_array(x: Any) -> bool:
+    """Whether an argument is an array, of JAX or of numpy."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
