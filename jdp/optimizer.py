@@ -90,7 +90,9 @@ def distributed_optimizer(
     ) -> tuple[PyTree, Any]:
         update_arguments.check_shapes(updates, params)
         updates = outer_transforms.mark(updates, "distributed_optimizer")
-        extra_args = update_arguments.check_extra(extra_args, axis_name)
+        extra_args = update_arguments.check_extra(
+            extra_args, tx, distributed_optimizer, axis_name
+        )
         weighting = weights.resolve(weight, divide_by)
         inner_state, hook_state = state, None
         if isinstance(state, HookedState):

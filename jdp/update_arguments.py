@@ -1,5 +1,7 @@
 """Update arguments: what an optimizer is, and is given beside the gradients."""
 
+import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,12 +59,31 @@ def check_shapes(grads: PyTree, params: PyTree | None) -> None:
         )
 
 
-def check_extra(extra_args: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
+def check_extra(
+    extra_args: dict[str, Any],
+    tx: Any,
+    wrapper: Callable[..., Any],
+    axis_name: AxisName,
+) -> dict[str, Any]:
     """Returns extra arguments of `update`, whose arrays must be the same on all.
 
+    Args:
+      extra_args: what `update` was given beside its own arguments, by name.
+      tx: the optimizer that gets them.
+      wrapper: function of jdp that made `update`.
+      axis_name: the axis, or axes, over which replicas lie.
+
     Raises:
+      TypeError: one is an option of `wrapper`, which `tx` itself does not name.
       ValueError: an array may differ between the replicas; it is named.
     """
+    options = inspect.signature(wrapper).parameters
+    for name in options.keys() & extra_args.keys():
+        if name not in inspect.signature(tx.update).parameters:
+            raise TypeError(
+                f"`{name}` is an option of `jdp.{wrapper.__name__}`, not of its "
+                f"`update`. Pass it there: `jdp.{wrapper.__name__}(tx, {name}=...)`."
+            )
     names = mesh.as_axis_names(axis_name)
     flat, treedef = jax.tree_util.tree_flatten_with_path(extra_args)
     leaves = []
@@ -70,12 +91,14 @@ def check_extra(extra_args: dict[str, Any], axis_name: AxisName) -> dict[str, An
         if isinstance(leaf, jax.core.Tracer):
             name = jax.tree_util.keystr(path[:1], simple=True)
             rest = jax.tree_util.keystr(path[1:])
+            near = difflib.get_close_matches(name, ("weight", "used"), n=1)
+            advice = f"Did you mean `{near[0]}`? Else average" if near else "Average"
             leaf = compat.expect_same(
                 leaf,
                 names,
                 f"The extra argument `{name}{rest}` of `update` may differ between "
                 f"the replicas of {axis_name!r}, so that they would take different "
-                "steps. Average it first, with `jdp.average(...)` or, for gradients, "
+                f"steps. {advice} it first, with `jdp.average(...)` or, for gradients, "
                 "`jdp.sync_gradients`. Close over a batch that is for a function: "
                 "`value_fn=lambda params: jdp.mean_loss(loss_fn)(params, batch)`.",
             )

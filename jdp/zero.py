@@ -145,7 +145,7 @@ def zero1(
         _check_arguments(updates, state, params)
         updates = outer_transforms.mark(updates, "zero1")
         layout = layouts.find_layout(axis_name)
-        extra_args = update_arguments.check_extra(extra_args, axis_name)
+        extra_args = update_arguments.check_extra(extra_args, tx, zero1, axis_name)
         weighting = weights.resolve(weight, divide_by)
         weights.note(weighting)
         scattered = _scatter(

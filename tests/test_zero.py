@@ -350,9 +350,9 @@ def test_what_a_replica_used_counts_where_it_has_data():
 def _update_with(make_extra, wrapper, check_vma=True):
     world = harness.local_world(2)
 
-    def update(grads, state, params=None, *, value, **extra_args):
+    def update(grads, state, params=None, *, value, packing=1, halves=1, **extra_args):
         del state, extra_args
-        return jax.tree.map(lambda g: -g * value, grads), ()
+        return jax.tree.map(lambda g: -g * value * max(packing, halves), grads), ()
 
     tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
     tx = wrapper(tx, world=world)
@@ -374,6 +374,29 @@ def test_an_extra_argument_of_one_replica_is_named(wrapper):
     message = r"extra argument `more\['x'\]` of `update`"
     with pytest.raises(ValueError, match=message):
         _update_with(lambda loss: {"value": 1, "more": {"x": loss}}, wrapper)
+
+
+@pytest.mark.parametrize("wrapper", [jdp.zero1, jdp.distributed_optimizer])
+@pytest.mark.parametrize("name", ["divide_by", "axis_name", "plan", "hook", "world"])
+def test_an_option_that_update_is_given_is_refused(wrapper, name):
+    message = rf"`{name}` is an option of `jdp\.{wrapper.__name__}`"
+    with pytest.raises(TypeError, match=message):
+        _update_with(lambda loss: {"value": 1, name: None}, wrapper)
+
+
+@pytest.mark.parametrize("wrapper", [jdp.zero1, jdp.distributed_optimizer])
+def test_an_optimizer_may_name_what_is_called_as_an_option(wrapper):
+    found = _update_with(lambda loss: {"value": 1, "packing": 3, "halves": 3}, wrapper)
+    np.testing.assert_array_equal(found, np.full(4, -3.0))
+
+
+def test_a_name_near_that_of_an_own_argument_is_suggested():
+    for name, own in (("weights", "weight"), ("wieght", "weight"), ("use", "used")):
+        with pytest.raises(ValueError, match=f"Did you mean `{own}`"):
+            _update_with(
+                lambda loss, name=name: {"value": 1, name: loss},
+                jdp.distributed_optimizer,
+            )
 
 
 @pytest.mark.parametrize("wrapper", [jdp.zero1, jdp.distributed_optimizer])
