@@ -1,13 +1,9 @@
 """Cluster: which processes form the job, and the world they make."""
 
-import atexit
 import dataclasses
 import logging
 import os
-import sys
-import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -18,7 +14,6 @@ from jdp.runtime import (
     coordination,
     descriptors,
     environment,
-    forks,
     job_key,
     lifeline,
     roll_call,
@@ -281,7 +276,8 @@ def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.M
         )
     # Else it offers the address of the host's own name, which is 127.0.1.1 on Debian.
     compat.offer_gloo_address(meeting.own_host)
-    _leave_at_once_on_failure()
+    if not worker.has_launcher():  # It ends what fails.
+        lifeline.end_soon_on_failure()
     return meeting
 
 
@@ -346,29 +342,3 @@ def _choose_devices(place: Place | None, options: _InitOptions) -> None:
             f"{jax.local_device_count()}. Call `jdp.init` before anything that uses "
             "a device."
         )
-
-
-def _leave_at_once_on_failure() -> None:
-    """Ends the process at once after an uncaught exception.
-
-    JAX waits at exit, for up to 300 s, until all processes have come to the end. The
-    peers of a process that failed never do: they wait for it in a collective.
-    """
-    failed = threading.Event()
-    report = sys.excepthook
-
-    def hook(kind: Any, error: Any, traceback: Any) -> None:
-        failed.set()
-        report(kind, error, traceback)
-
-    def leave() -> None:
-        if failed.is_set():
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-
-    sys.excepthook = hook
-    atexit.register(
-        forks.only_here(leave)
-    )  # Runs before JAX's own, which was registered earlier.

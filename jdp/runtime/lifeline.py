@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ _CHECK_PERIOD_S = 0.1
 _MEET_TIMEOUT_S = 10.0
 _LINGER_S = 0.7  # of process 0, whose end lets JAX abort the others.
 _STILL_RUNS_S = 60.0
+_FAILED_ENDS_S = 1.5  # of threads and exit handlers; then the others begin to end.
 _WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
 _logger = logging.getLogger("jdp")
 
@@ -264,9 +266,7 @@ class _Lifeline:
             self._star.say_now(msgspec.msgpack.encode(Stuck(*verdict)))
             if self._own == 0:
                 time.sleep(_LINGER_S)
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(AttributeError, OSError, ValueError):
-                    stream.flush()
+            _flush()
             os._exit(1)
 
 
@@ -330,12 +330,54 @@ def find_culprit(*, timeout_s: float = 0.0, is_consequence: bool = False) -> int
     return found
 
 
-def _leave_at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # Python's own: it was not caught.
-    if error is None:
-        leave(None)
-    else:
+def end_soon_on_failure() -> None:
+    """Has this process end soon after an uncaught exception, as a launcher does.
+
+    JAX waits at exit until all processes have come to the end. The others of one that
+    failed never do: they wait for it in a collective. So they are told before Python
+    waits for threads; threads and exit handlers get a moment, and JAX's own none.
+    """
+    # `sys.excepthook` would be too early, and a program may set it later.
+    vars(threading)["_register_atexit"](forks.only_here(_tell_of_failure))
+    # It runs before JAX's, which was registered earlier.
+    atexit.register(forks.only_here(_end_if_failed))
+
+
+def _tell_of_failure() -> None:
+    error = _find_uncaught()
+    if error is not None:
+        threading.Thread(target=_end_late, daemon=True).start()
         leave(worker.describe_error(error), culprit=worker.find_culprit(error))
+
+
+def _end_late() -> None:
+    time.sleep(_FAILED_ENDS_S)
+    _end_if_failed()
+
+
+def _end_if_failed() -> None:
+    error = _find_uncaught()
+    if error is None:
+        return
+    logging.shutdown()
+    _flush()
+    if isinstance(error, KeyboardInterrupt):  # Python ends by the signal itself.
+        with contextlib.suppress(ValueError):  # It is not the main thread.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(130)
+    os._exit(1)
+
+
+def _find_uncaught() -> BaseException | None:
+    """Returns the error that has ended the program, at its end."""
+    if hasattr(sys, "ps1"):  # At a prompt an error ends nothing.
+        return None
+    return getattr(sys, "last_value", None)
+
+
+def _leave_at_exit() -> None:
+    leave(None)
 
 
 def _abandon() -> None:
@@ -347,3 +389,9 @@ def _abandon() -> None:
 def _show(text: str) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
         print(f"jdp: {text}", file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()

@@ -174,6 +174,11 @@ class _Own:
     pid: int = 0  # Children that this process forks do not speak for it.
 
 
+def has_launcher() -> bool:
+    """Returns whether a launcher runs the program of this process, through `main`."""
+    return _Own.failure_fd is not None
+
+
 def report_failure(
     code: int, *, culprit: int | None = None, is_consequence: bool = False
 ) -> None:

@@ -1,6 +1,7 @@
 import atexit
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -287,7 +288,7 @@ def test_after_as_many_steps_a_process_may_take_its_time():
 
 
 PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import jdp
 world = jdp.init(timeout_s=100)
 if world.process_index == PROCESS:
@@ -298,19 +299,37 @@ jdp.replicate(world, {"w": 1.0})
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("fault", "process", "text"),
+    ("fault", "process", "code", "text"),
     [
-        ("sys.exit(3)", 1, "process 1 ended after no step, and process 0 waits for it"),
-        ("raise ValueError('boom')", 1, "process 1 failed (ValueError: boom)"),
-        ("raise ValueError('boom')", 0, "process 0 failed (ValueError: boom)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "process 1 ended without a word"),
-        ("os._exit(3)", 0, "process 0 ended without a word"),
+        (
+            "sys.exit(3)",
+            *(1, 1),
+            "process 1 ended after no step, and process 0 waits for it",
+        ),
+        (  # A thread that Python waits for.
+            "threading.Thread(target=time.sleep, args=(40,)).start(); 1 / 0",
+            *(1, 1),
+            "process 1 failed (ZeroDivisionError: division by zero)",
+        ),
+        (
+            "sys.excepthook = lambda *_: None; raise KeyboardInterrupt",
+            *(0, -signal.SIGINT),
+            "process 0 failed (KeyboardInterrupt)",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            *(1, -signal.SIGKILL),
+            "process 1 ended without a word",
+        ),
+        ("os._exit(3)", 0, 3, "process 0 ended without a word"),
     ],
 )
-def test_without_a_launcher_the_others_end_soon_and_name_it(fault, process, text):
+def test_without_a_launcher_all_end_soon_and_the_others_name_it(
+    fault, process, code, text
+):
     program = PROGRAM.replace("PROCESS", str(process)).replace("FAULT", fault)
-    took_s, code, said = run_by_hand(program, process)
-    assert took_s < 10 and code != 0
+    took_s, codes, said = run_by_hand(program, process)
+    assert took_s < 10 and codes[process] == code and codes[1 - process] != 0
     assert f"jdp: {text}" in said, said
 
 
@@ -340,8 +359,8 @@ for i in range(1000):
 @pytest.mark.multiprocess
 def test_a_process_whose_steps_cannot_end_does_not_go_on_for_long():
     """JAX runs the steps later, and says of no failure before a result is read."""
-    took_s, code, said = run_by_hand(SURVIVOR, 1)
-    assert took_s < lifeline_rules.LOST_GRACE_S + 10 and code != 0
+    took_s, codes, said = run_by_hand(SURVIVOR, 1)
+    assert took_s < lifeline_rules.LOST_GRACE_S + 10 and codes[0] != 0
     assert "jdp: process 1 ended without a word" in said, said
     assert "process 0 has begun a step since, which cannot end" in said, said
 
@@ -411,7 +430,7 @@ def run_by_hand(program, process):
     """Runs two processes without a launcher, of which one ends early.
 
     Returns:
-      How long the other one took from then on, its exit code, and what it wrote.
+      How long the other one took from then on, both exit codes, and what it wrote.
     """
     place = {
         environment.COORDINATOR_ADDRESS: f"127.0.0.1:{launch._free_port()}",
@@ -439,7 +458,8 @@ def run_by_hand(program, process):
         start_s = time.monotonic()
         other = started[1 - process]
         said, _ = other.communicate(timeout=60)
-        return time.monotonic() - start_s, other.returncode, said
+        codes = [each.returncode for each in started]
+        return time.monotonic() - start_s, codes, said
     finally:
         for each in started:
             each.kill()
