@@ -63,13 +63,18 @@ def as_count(value: Any, name: str, *, least: int) -> int:
       TypeError: it is no integer.
       ValueError: it is below `least`.
     """
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.") from None
+    count = as_integer(value, name)
     if count < least:
         raise ValueError(f"`{name}` must be at least {least}, got {count}.")
     return count
+
+
+def as_integer(value: Any, name: str) -> int:
+    """Returns an option that is an integer, or raises TypeError."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an integer, got {value!r}.") from None
 
 
 def check_number(value: Any, name: str) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import mesh, reduction, weights
+from jdp import arguments, mesh, reduction, weights
 from jdp.collectives import base
 from jdp.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
@@ -43,6 +43,7 @@ def sync_buffers(
       `jdp.copy_per_replica` makes it for the first step.
 
     Raises:
+      TypeError: `source` is no integer.
       ValueError: an unknown policy, or there is no such replica.
     """
     if policy not in get_args(BufferPolicy):
@@ -82,6 +83,7 @@ def broadcast_from(
       The same tree, with the values of `source`, the same on all replicas.
 
     Raises:
+      TypeError: `source` is no integer.
       ValueError: there is no such replica.
     """
     _check_source(source, axis_name)
@@ -92,7 +94,7 @@ def broadcast_from(
 
 def _check_source(source: int, axis_name: AxisName) -> int:
     size = mesh.axis_size(axis_name)
-    if not 0 <= source < size:
+    if not 0 <= arguments.as_integer(source, "source") < size:
         raise ValueError(
             f"`source` must be one of the {size} replicas, from 0 to {size - 1}, got "
             f"{source}."

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -14,6 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import compat
 from jdp.types import AxisName, Device, PyTree, Store
 
+_NO_AXIS_NAME = (
+    "`axis_name` must be one name or a pair of names (across nodes, within a node), "
+    "got {!r}."
+)
 SCALAR_ADVICE = (
     "a batch is split on its first dimension. Put what is not per sample into the "
     "state, or name the argument in `replicated_argnames`."
@@ -122,18 +126,29 @@ def check_world(world: Any) -> None:
 
 
 def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
-    """Returns one axis name, or several, as a tuple."""
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    """Returns one axis name, or several, as a tuple.
+
+    Raises:
+      ValueError: there is none, one is no text, or one is there twice.
+    """
+    if isinstance(axis_name, str):
+        axis_name = (axis_name,)
+    names = tuple(axis_name) if isinstance(axis_name, Iterable) else ()
+    are_texts = all(isinstance(name, str) and name for name in names)
+    if not names or not are_texts or len(set(names)) != len(names):
+        raise ValueError(_NO_AXIS_NAME.format(axis_name))
+    return names
 
 
 def axis_size(axis_name: AxisName) -> int:
     """Returns the number of replicas on an axis, or on several, while tracing.
 
     Raises:
-      ValueError: `axis_name` is not bound.
+      ValueError: `axis_name` is no name, or not bound.
     """
+    names = as_axis_names(axis_name)
     try:
-        return lax.axis_size(axis_name)
+        return lax.axis_size(names)
     except NameError:
         raise ValueError(
             f"`axis_name={axis_name!r}` is not bound here; bound axes: "
@@ -157,12 +172,8 @@ def tracked_axes(axis_name: AxisName) -> frozenset[str]:
 
 def check_axis_name(axis_name: AxisName) -> None:
     """Raises ValueError unless `axis_name` is one name or a pair of names."""
-    names = as_axis_names(axis_name)
-    if len(set(names)) != len(names) or len(names) not in (1, 2) or not all(names):
-        raise ValueError(
-            "`axis_name` must be one name or a pair of names (across nodes, within a "
-            f"node), got {axis_name!r}."
-        )
+    if len(as_axis_names(axis_name)) > 2:
+        raise ValueError(_NO_AXIS_NAME.format(axis_name))
 
 
 def without_ambient(fn: Callable[P, T]) -> Callable[P, T]:
@@ -340,7 +351,7 @@ def check_has_no_mask(leaf: object, name: str) -> None:
 
 def check_has_known_dtype(leaf: object, name: str) -> None:
     """Raises TypeError for an array of numpy in a dtype that JAX does not have."""
-    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufcSUV":
+    if not isinstance(leaf, np.ndarray):
         return
     try:
         jax.typeof(leaf)

@@ -1,5 +1,7 @@
 """State that is not trained: whose wins, or that all keep their own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +72,15 @@ def test_it_is_one_collective():
     trees = _trees()
     state = {k: x[0] for k, x in trees.items()}
     assert step.lower(state, trees).as_text().count("stablehlo.all_reduce") == 1
+
+
+@pytest.mark.parametrize("fn", [jdp.broadcast_from, jdp.sync_buffers])
+@pytest.mark.parametrize("source", [1.0, "1", N, -1])
+def test_a_source_is_the_number_of_a_replica(fn, source):
+    call = functools.partial(fn, source=source)
+    kind = ValueError if isinstance(source, int) else TypeError
+    with pytest.raises(kind, match="`source` must be"):
+        jax.vmap(call, axis_name="data")(np.ones(N))
 
 
 def _step(world, policy, source=0):

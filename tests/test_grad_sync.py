@@ -179,6 +179,7 @@ def test_gradients_are_not_averaged_twice():
         lambda x: jdp.sync_gradients({"w": x}),
         lambda x: jdp.value_and_grad(lambda p: p.sum())(x),
         lambda x: jdp.local_gradients(lambda p: p.sum())(x),
+        lambda x: jdp.accumulate_gradients(lambda p, x: (p * x).sum(), 1)(x, x),
         lambda x: jdp.average(x),
     ],
 )
@@ -187,6 +188,24 @@ def test_an_unbound_axis_is_named_with_those_that_are_bound(fn):
         jax.jit(fn)(jnp.ones(3))
     with pytest.raises(ValueError, match=r"is not bound.*\('batch',\)"):
         jax.vmap(fn, axis_name="batch")(jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("axis_name", [("data", "data"), (), "", 0, None, ("a", 1)])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, name: jdp.sync_gradients(x, axis_name=name),
+        lambda x, name: jdp.local_gradients(jnp.sum, axis_name=name)(x),
+        lambda x, name: jdp.accumulate_gradients(jnp.dot, 1, axis_name=name)(x, x),
+        lambda x, name: jdp.average(x, axis_name=name),
+        lambda x, name: jdp.mean_loss(jnp.sum, axis_name=name)(x),
+        lambda x, name: jdp.sync_in_backward(x, axis_name=name),
+        lambda x, name: jdp.broadcast_from(x, 0, axis_name=name),
+    ],
+)
+def test_what_is_no_axis_name_is_refused_by_name(fn, axis_name):
+    with pytest.raises(ValueError, match="`axis_name` must be one name or a pair"):
+        jax.vmap(lambda x: fn(x, axis_name), axis_name="data")(jnp.ones((2, 3)))
 
 
 def test_a_tree_that_does_not_fit_its_plan_is_named():

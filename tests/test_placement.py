@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import re
 import threading
 import weakref
 
@@ -370,6 +371,16 @@ def test_what_is_no_array_is_named(leaf, kind):
     message = r"batch's leaf `\[0\]` is a (\w+), no array.* named in `static_argnames`"
     with pytest.raises(TypeError, match=message):
         step({}, leaf)
+
+
+@pytest.mark.parametrize("dtype", [object, "datetime64[s]", "S4", ">f4", "i4,f4"])
+def test_arrays_in_a_dtype_that_jax_does_not_have_are_named(dtype):
+    leaf, step = np.zeros(4, dtype), _double(harness.local_world(2))
+    message = rf" leaf `\S+` has dtype {re.escape(str(leaf.dtype))}, which JAX does not"
+    with pytest.raises(TypeError, match="batch's" + message):
+        step({"w": X}, leaf)
+    with pytest.raises(TypeError, match="state's" + message):
+        step({"w": leaf}, X)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])

@@ -3,7 +3,7 @@
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ def join_batches(
 
     Raises:
       ValueError: `prefetch` is below 1.
-      TypeError: `batches` is not iterable.
+      TypeError: `batches` is not iterable, or is a dict, which is one batch.
       RuntimeError: while iterating, on all processes at the same iteration: reading
         failed on another process (the one where it failed raises what it caught), specs
         differ, a process has not read a batch or not come within `world.timeout_s`.
@@ -72,6 +72,11 @@ def join_batches(
     mesh.check_world(world)
     if prefetch < 1:
         raise ValueError(f"`prefetch` must be at least 1, got {prefetch}.")
+    if isinstance(batches, Mapping):
+        raise TypeError(
+            "`batches` is a dict, of which an iteration gives the keys. Pass a list of "
+            "batches; of one, `[batch]`."
+        )
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise TypeError(
             f"`batches` must be iterable, got {type(batches).__name__}. Pass a list, a "

@@ -199,9 +199,11 @@ def test_prefetch_must_be_positive(value):
         join_batches([], world=harness.local_world(1), prefetch=value)
 
 
-def test_batches_must_be_iterable():
+def test_batches_must_be_iterable_and_no_batch():
     with pytest.raises(TypeError, match="`batches` must be iterable, got int"):
         join_batches(3, world=harness.local_world(1))  # type: ignore
+    with pytest.raises(TypeError, match=r"`batches` is a dict, .* of one, `\[batch\]`"):
+        join_batches({"x": np.ones(2)}, world=harness.local_world(1))
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
