@@ -205,6 +205,8 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
     is_alone = environment.is_in_shell_of_slurm(environ)
     place = None if is_alone else _detected_place(options)
     environment.check_count(environ, place.num_processes if place else 1)
+    if place is None and not is_alone:
+        environment.check_not_numbered(environ)
     return place
 
 

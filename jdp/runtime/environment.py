@@ -38,6 +38,20 @@ _OF_OTHER_LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI 5.
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),  # MVAPICH2.
     ("HOROVOD_SIZE", "HOROVOD_RANK"),  # horovodrun.
+    ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS"),  # JAXJob of Kubeflow.
+)
+# What they set to the number of a process where they do not say how many there are, and
+# why JAX does not find these.
+_NUMBERED = (
+    (
+        ("JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"),
+        "an indexed Job of Kubernetes, whose other processes JAX finds with the "
+        "package `kubernetes` alone (`pip install 'jax[k8s]'`)",
+    ),
+    (
+        ("PMIX_RANK", "PMIX_NAMESPACE"),
+        "a launcher of MPI, whose other processes JAX does not find",
+    ),
 )
 _FOUND_BY_JAX = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 _TEXTS_OF_CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
@@ -136,6 +150,28 @@ def check_count(environ: Mapping[str, str], num_processes: int) -> None:
                 "`coordinator_address`, `num_processes` and `process_id`, or start the "
                 "job with `jdp launch`; with `num_processes=1` alone, this process is "
                 "alone."
+            )
+
+
+def check_not_numbered(environ: Mapping[str, str]) -> None:
+    """Refuses a process that has a number among others; pure.
+
+    Number 0 is refused as well: otherwise it would train alone while the others fail.
+
+    Args:
+      environ: what is checked; JAX has found no place in it.
+
+    Raises:
+      ValueError: a launcher has numbered this process.
+    """
+    is_counted = any(environ.get(names[0]) for names in _OF_OTHER_LAUNCHERS)
+    for names, launcher in _NUMBERED:
+        if all(environ.get(name) for name in names) and not is_counted:
+            raise ValueError(
+                f"This process has number {environ[names[0]]} in {launcher}, by "
+                f"{_show(environ, names)}. If it is one of several, give "
+                "`coordinator_address`, `num_processes` and `process_id`; if it is "
+                "alone, or each is to train alone, `num_processes=1` and nothing else."
             )
 
 

@@ -100,7 +100,10 @@ _OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 _MVAPICH = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
 _HOROVOD = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
-_OTHERS = [_TORCHRUN, _MPICH, _OPEN_MPI, _MVAPICH, _HOROVOD]
+_JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-0"}
+_OTHERS = [_TORCHRUN, _MPICH, _OPEN_MPI, _MVAPICH, _HOROVOD, _JAXJOB]
+_INDEXED_JOB = {"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+_PMIX = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "a.1"}
 # In a step of one task, as by `srun -n1`.
 _STEP = {
     "SLURM_JOB_ID": "77",
@@ -121,6 +124,32 @@ def test_one_of_several_that_jax_does_not_find_is_refused(monkeypatch, environ):
         jdp.init()
     for name, value in environ.items():
         assert f"`{name}={value!r}`" in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*Kubernetes environment")  # Of JAX.
+@pytest.mark.parametrize(
+    ("environ", "text"), [(_INDEXED_JOB, "package `kubernetes`"), (_PMIX, "MPI")]
+)
+def test_one_with_a_number_that_jax_does_not_find_is_refused(
+    monkeypatch, environ, text
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="in an? .*, whose other processes") as refused:
+        jdp.init()
+    assert text in str(refused.value) and "`num_processes=1`" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # A pod of no indexed Job.
+        {"JOB_COMPLETION_INDEX": "0"},
+        _PMIX | _OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},  # `mpirun -n 1`.
+    ],
+)
+def test_one_without_a_number_or_with_a_count_is_no_part_of_a_job(environ):
+    environment.check_not_numbered(environ)
 
 
 @pytest.mark.parametrize("other", _OTHERS)
