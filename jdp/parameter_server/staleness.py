@@ -53,7 +53,7 @@ def scale_by_staleness(
                 "`scale_by_staleness` needs `update(..., staleness=)`, as a `Server` "
                 "calls it."
             )
-        updates, state = inner.update(updates, state, params, **extra_args)
+        updates, state = _update(inner, updates, state, params, extra_args)
         staleness = jnp.maximum(1, extra_args["staleness"])
         factor = staleness.astype(jnp.float32) ** -power
         scaled = jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates)
@@ -72,21 +72,40 @@ def run_update(
     """Calls the `update` of an optimizer, which is told the staleness, int (), alone.
 
     Raises:
-      TypeError: it takes other arguments.
+      TypeError: it requires other arguments.
     """
     try:
-        return tx.update(grads, state, params, staleness=staleness)
+        return _update(tx, grads, state, params, {"staleness": staleness})
     except TypeError as error:
         if not _IS_OF_ARGUMENTS.search(str(error)):
             raise
         raise TypeError(
             "A server calls the optimizer with gradients, state, parameters and "
-            f"`staleness=`, and with nothing else, which it does not take: {error}. "
+            f"`staleness=`, and with nothing else, which is too little: {error}. "
             "Workers send gradients alone, without the `value=` that "
             "`optax.contrib.reduce_on_plateau` needs, for example. Take an optimizer "
             "without such a part."
         ) from error
 
 
+def _update(
+    tx: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Calls `update`, without the staleness where that takes no such argument."""
+    try:
+        return tx.update(updates, state, params, **extra_args)
+    except TypeError as error:
+        # A signature does not tell: `optax.chain` takes all that one part may not.
+        if _NOT_TAKEN not in str(error):
+            raise
+    rest = {name: x for name, x in extra_args.items() if name != "staleness"}
+    return tx.update(updates, state, params, **rest)
+
+
 # As Python words it.
-_IS_OF_ARGUMENTS = re.compile(r"missing \d+ required|unexpected keyword argument")
+_NOT_TAKEN = "unexpected keyword argument 'staleness'"
+_IS_OF_ARGUMENTS = re.compile(r"missing \d+ required")

@@ -421,7 +421,7 @@ def test_hyperparameters_of_the_widest_dtype_are_refused_for_several_servers():
         (optax.contrib.reduce_on_plateau(), "`staleness=`, .* required .*: 'value'"),
         (
             optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0), opaque_mode=True),
-            "and with nothing else, .* unexpected keyword argument 'staleness'",
+            "grad_fn must be provided",
         ),
         (optax.stateless(lambda grads, params: grads["w"] + ()), "unsupported operand"),
     ],
@@ -429,10 +429,33 @@ def test_hyperparameters_of_the_widest_dtype_are_refused_for_several_servers():
 )
 def test_an_optimizer_that_takes_other_arguments_is_refused_at_the_start(tx, message):
     one, two = (shards.plan_shards(PARAMS, n) for n in (1, 2))
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         updates.Updater(PARAMS, tx, one, 0, jax.devices()[0])
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         by_leaf.check_is_by_leaf(tx, PARAMS, two)
+
+
+SAM = optax.contrib.sam(optax.sgd(1.0), optax.sgd(0.5), sync_period=2)
+
+
+@pytest.mark.parametrize(
+    "tx,scale",
+    [
+        (SAM, 1),
+        (optax.chain(optax.scale(2.0), SAM), 2),
+        (parameter_server.scale_by_staleness(SAM), 1 / 4),
+    ],
+    ids="alone chained scaled".split(),
+)
+def test_an_optimizer_without_an_argument_for_staleness_is_not_given_any(tx, scale):
+    plan = shards.plan_shards(PARAMS, 1)
+    by_leaf.check_is_by_leaf(tx, PARAMS, shards.plan_shards(PARAMS, 2))
+    updater = updates.Updater(PARAMS, tx, plan, 0, jax.devices()[0])
+    ones = [np.ones(aval.shape, aval.dtype) for aval in plan.of_server[0].avals]
+    updater.apply([ones], [1.0], staleness=4)
+    found = [np.empty_like(x) for x in ones]
+    updater.copy_into(found)  # A step up, to where the next gradient is taken.
+    np.testing.assert_array_equal(found, [0.5 * scale * x for x in ones])
 
 
 @pytest.mark.parametrize(
