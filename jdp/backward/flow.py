@@ -6,7 +6,7 @@ control flow decides.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ _SYNC_MARKER = "jdp_sync_in_backward_over_"
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"})
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 # Real results whose derivative JAX takes to be zero.
-_ZERO_DERIVATIVE = frozenset({"ceil", "floor", "round", "sign"})
+_ZERO_DERIVATIVE = frozenset({"bitcast_convert_type", "ceil", "floor", "round", "sign"})
 # The k-th result comes from the k-th operand alone.
 _ELEMENT_BY_ELEMENT = frozenset(
     {
@@ -75,17 +75,26 @@ class FlowAnalysis:
 
     With `by_value` it follows values instead of gradients: through integers, through
     derivatives of zero, and from a predicate to what it chooses. With `cut_markers` no
-    gradient passes `jdp.sync_in_backward`.
+    gradient passes `jdp.sync_in_backward`. `perturbed` has the operands of custom rules
+    that are differentiated (see `perturbation`); None: all.
     """
 
-    def __init__(self, *, by_value: bool = False, cut_markers: bool = False):
+    def __init__(
+        self,
+        *,
+        by_value: bool = False,
+        cut_markers: bool = False,
+        perturbed: Mapping[int, int] | None = None,
+    ):
         """Starts with nothing known."""
         self.markers: set[str] = set()  # names of the markers that have been met.
         self.has_references = False  # whether a mutable array has been met.
         self._by_value = by_value
         self._cut_markers = cut_markers
         self._known: dict[int, tuple[Any, Flow]] = {}  # the jaxpr keeps its id taken.
-        self._derivatives: dict[int, Derivative] = {}  # by the id of a `_known` jaxpr.
+        self._perturbed = perturbed
+        # By the id of the jaxpr, which is kept, and the perturbed operands.
+        self._rules: dict[tuple[int, int], tuple[Any, Derivative, Flow]] = {}
         self._constants: dict[Any, int] = {}  # indices that the program decides.
 
     def of_jaxpr(self, jaxpr: Any) -> Flow:
@@ -159,7 +168,7 @@ class FlowAnalysis:
             may = self.of_jaxpr(called_jaxpr(eqn)).may
             return Flow(may, may)
         if name in CUSTOM_RULES:
-            return self._of_custom_rule(eqn)
+            return self._of_custom_rule(eqn)[1]
         return None
 
     def carries(self, var: Any) -> bool:
@@ -168,8 +177,7 @@ class FlowAnalysis:
 
     def derivative(self, eqn: Any) -> "Derivative":
         """The derivative of an equation that has a rule of its own."""
-        self._of_custom_rule(eqn)
-        return self._derivatives[id(called_jaxpr(eqn))]
+        return self._of_custom_rule(eqn)[0]
 
     def deciding_inputs(self, eqn: Any) -> int:
         """The inputs whose values decide what runs; empty for gradients."""
@@ -264,15 +272,16 @@ class FlowAnalysis:
         (bits,) = self.of_jaxpr(eqn.params["cond_jaxpr"]).may
         return union(bits, [1 << i for i in range(skipped)] + carries)
 
-    def _of_custom_rule(self, eqn: Any) -> Flow:
+    def _of_custom_rule(self, eqn: Any) -> "tuple[Derivative, Flow]":
         jaxpr = called_jaxpr(eqn)
-        if id(jaxpr) not in self._known:
-            made = trace_derivative(eqn)
-            self._derivatives[id(jaxpr)] = made
+        perturbed = -1 if self._perturbed is None else self._perturbed.get(id(eqn), 0)
+        key = id(jaxpr), perturbed
+        if key not in self._rules:
+            made = trace_derivative(eqn, perturbed)
             inner = FlowAnalysis(by_value=True).of_jaxpr(made.jaxpr)
             flow = Flow(made.select(eqn, inner.must), made.select(eqn, inner.may))
-            self._known[id(jaxpr)] = (jaxpr, flow)
-        return self._known[id(jaxpr)][1]
+            self._rules[key] = jaxpr, made, flow
+        return self._rules[key][1:]
 
 
 class LoopShape(NamedTuple):
@@ -290,7 +299,7 @@ class Derivative(NamedTuple):
     # (operands, cotangents of `outputs`) -> cotangents of `inputs`.
     jaxpr: Any
     is_backward: bool
-    inputs: list[int]  # operands that can have a gradient.
+    inputs: list[int]  # operands that are differentiated.
     outputs: list[int]  # results that can have one.
 
     def select(self, eqn: Any, bits: Sequence[int]) -> tuple[int, ...]:
@@ -431,9 +440,13 @@ def _num_invars(jaxpr: Any) -> int:
     return len(open_jaxpr(jaxpr)[0].invars)
 
 
-def trace_derivative(eqn: Any) -> Derivative:
+def trace_derivative(eqn: Any, perturbed: int) -> Derivative:
     """Traces what JAX does to differentiate an equation with a rule of its own."""
-    inputs = [i for i, v in enumerate(eqn.invars) if is_differentiable(v)]
+    inputs = [
+        i
+        for i, v in enumerate(eqn.invars)
+        if perturbed >> i & 1 and is_differentiable(v)
+    ]
     outputs = [o for o, v in enumerate(eqn.outvars) if is_differentiable(v)]
     is_backward = eqn.primitive.name == "custom_vjp_call"
 

@@ -34,7 +34,7 @@ class InjectionAnalysis:
         self._flows = flows
         self._has_any: dict[int, tuple[Any, bool]] = {}  # the jaxpr keeps its id taken.
         self._known: dict[tuple[int, int], tuple[Any, Sets]] = {}
-        self._operands: dict[int, tuple[Any, int]] = {}
+        self._operands: dict[int, tuple[Any, int]] = {}  # by the id of an equation.
 
     def of_jaxpr(self, jaxpr: Any, live: int) -> Sets:
         """The inputs that get an injected gradient, in every or in some execution."""
@@ -137,10 +137,9 @@ class InjectionAnalysis:
         every = sum(1 << i for i, v in enumerate(eqn.invars) if self._carries(v))
         if eqn.primitive.name in _OPAQUE:
             return every
-        called = flow.called_jaxpr(eqn)
-        if id(called) not in self._operands:
-            self._operands[id(called)] = called, self._read_rule(eqn, every)
-        return self._operands[id(called)][1]
+        if id(eqn) not in self._operands:
+            self._operands[id(eqn)] = eqn, self._read_rule(eqn, every)
+        return self._operands[id(eqn)][1]
 
     def _read_rule(self, eqn: Any, every: int) -> int:
         if eqn.params.get("symbolic_zeros"):

@@ -17,6 +17,7 @@ from jdp.backward.exchange import ExchangeAnalysis, GatedEvaluation
 from jdp.backward.flow import FlowAnalysis, Sets, is_differentiable, open_jaxpr
 from jdp.backward.injection import InjectionAnalysis
 from jdp.backward.order import Timeline
+from jdp.backward.perturbation import find_perturbed
 from jdp.backward.usage import MarkedEvaluation, Marks
 from jdp.types import PyTree
 
@@ -60,7 +61,8 @@ class LossProgram:
         """The leaves whose every use is behind a `jdp.sync_in_backward`."""
         if not self.markers:
             return ()
-        local = self._reaching(FlowAnalysis(cut_markers=True)).may
+        analysis = FlowAnalysis(cut_markers=True, perturbed=self._perturbed)
+        local = self._reaching(analysis).may
         return tuple(i for i in self._indices if (self.used.may & ~local) >> i & 1)
 
     @functools.cached_property
@@ -165,8 +167,12 @@ class LossProgram:
     @functools.cached_property
     def _followed(self) -> tuple[FlowAnalysis, Sets]:
         """The analysis, which has been through the program once, and what it found."""
-        analysis = FlowAnalysis()
+        analysis = FlowAnalysis(perturbed=self._perturbed)
         return analysis, self._reaching(analysis)
+
+    @functools.cached_property
+    def _perturbed(self) -> dict[int, int]:
+        return find_perturbed(self.jaxpr.jaxpr)
 
     def _scopes(self, is_match: Callable[[Any], bool]) -> tuple[str, ...]:
         found = _find_equations(self.jaxpr.jaxpr, is_match)

@@ -1,0 +1,98 @@
+"""Perturbation: which operands of a custom rule JAX differentiates with respect to.
+
+A rule may ask, and refuse some: `custom_vjp` those that its function closes over. So it
+must be called with the same ones as by `jax.grad`: those that a parameter leads to,
+whether or not a gradient comes back. Sets are Python integers, one bit an operand.
+"""
+
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jdp import compat
+from jdp.backward import flow
+from jdp.backward.flow import FlowAnalysis, is_differentiable, loop_shape, open_jaxpr
+
+
+def find_perturbed(jaxpr: Any) -> dict[int, int]:
+    """Returns the operands of each equation with a custom rule, by its `id`.
+
+    Where a function is called from several places, those of all of them. What JAX does
+    not differentiate is left out.
+
+    Args:
+      jaxpr: a loss, open, all of whose inputs are parameters.
+    """
+    search = _Search()
+    search.of_jaxpr(jaxpr, (1 << len(jaxpr.invars)) - 1)
+    return search.found
+
+
+class _Search:
+    """Follows JAX's forward pass of derivatives, each jaxpr once for each set."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, int] = {}
+        self._known: dict[tuple[int, int], int] = {}
+        self._flows = FlowAnalysis()
+
+    def of_jaxpr(self, jaxpr: Any, entering: int) -> int:
+        """Returns the perturbed outputs of a jaxpr with these perturbed inputs."""
+        key = id(jaxpr), entering
+        if key not in self._known:
+            self._known[key] = self._walk(open_jaxpr(jaxpr)[0], entering)
+        return self._known[key]
+
+    def _walk(self, body: Any, entering: int) -> int:
+        perturbed: set[Any] = set()
+
+        def add(variables: Any, bits: int) -> None:
+            for i, var in enumerate(variables):
+                if bits >> i & 1 and is_differentiable(var):
+                    perturbed.add(var)
+
+        def read(variables: Any) -> int:
+            bits = 0
+            for i, var in enumerate(variables):
+                if not isinstance(var, Literal) and var in perturbed:
+                    bits |= 1 << i
+            return bits
+
+        add(body.invars, entering)
+        for eqn in body.eqns:
+            bits = read(eqn.invars)
+            # Memory may hold anything.
+            touches = bool(eqn.effects) and compat.touches_reference(eqn)
+            if bits or touches:
+                leaving = self._of_equation(eqn, bits)
+                add(eqn.outvars, -1 if touches else leaving)
+        return read(body.outvars)
+
+    def _of_equation(self, eqn: Any, bits: int) -> int:
+        name = eqn.primitive.name
+        if name in flow.CUSTOM_RULES:
+            self.found[id(eqn)] = self.found.get(id(eqn), 0) | bits
+            return -1
+        if name in flow.CALLS or name == "shard_map":
+            return self.of_jaxpr(flow.called_jaxpr(eqn), bits)
+        if name == "cond":
+            leaving = 0
+            for branch in eqn.params["branches"]:
+                leaving |= self.of_jaxpr(branch, bits >> 1)
+            return leaving
+        if name in ("scan", "while"):
+            return self._of_loop(eqn, bits >> eqn.params.get("cond_nconsts", 0))
+        found = self._flows.of_equation(eqn)
+        if found is None:
+            return -1
+        return sum(1 << k for k, may in enumerate(found.may) if may & bits)
+
+    def _of_loop(self, eqn: Any, entering: int) -> int:
+        loop = loop_shape(eqn)
+        are_carries = (1 << loop.num_carries) - 1
+        while True:
+            leaving = self.of_jaxpr(loop.body, entering)
+            wider = entering | (leaving & are_carries) << loop.num_consts
+            if wider == entering:
+                return leaving | entering >> loop.num_consts & are_carries
+            entering = wider
