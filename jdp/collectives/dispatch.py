@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
@@ -27,6 +28,9 @@ from jdp.collectives.xla import psum_all_reduce
 from jdp.mesh import World
 from jdp.types import AxisName
 
+_logger = logging.getLogger("jdp")
+_BUDGET_S = 10.0  # to measure in.
+
 
 @dataclasses.dataclass(frozen=True)
 class AutoAllReduce:
@@ -35,7 +39,7 @@ class AutoAllReduce:
     Replicas that are CPU processes of one host reduce through shared memory; sums and
     means of GPUs of one host take the custom kernel where `should_use_custom` says so.
     Otherwise the first program that is traced measures with `fit_links`, together with
-    all processes, which takes some seconds, once a job; then `choose` picks. Where
+    all processes, which takes some 10 s at most, once a job; then `choose` picks. Where
     there is no world of `jdp.init`, or the axes are not its axes, it is `psum`.
 
     Before the custom kernel is taken it is tried, once a job: where it does not compile
@@ -160,7 +164,14 @@ def _look(world: World) -> _Found:
     candidates = measurement.candidates(world)
     links = None
     if "shared_memory" not in candidates:
-        links = measurement.fit_links(world, candidates)
+        if world.is_main_process:
+            _logger.info(
+                '`all_reduce="auto"` measures which all-reduce is the fastest on %d '
+                "replicas, once a job, for about %g s at most.",
+                world.num_replicas,
+                _BUDGET_S,
+            )
+        links = measurement.fit_links(world, candidates, budget_s=_BUDGET_S)
     return _Found(world, topology, kernel_fails, candidates, links)
 
 

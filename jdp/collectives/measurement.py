@@ -26,8 +26,9 @@ from jdp.collectives.xla import psum_all_reduce
 from jdp.mesh import World
 from jdp.types import AllReduce
 
-# Bytes that `fit_links` measures.
-SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+# Bytes that `fit_links` measures by itself; those of most buckets first, for there may
+# be no time for all.
+SIZES = (1 << 22, 1 << 20, 1 << 24, 1 << 26, 1 << 15, 1 << 10)
 _BYTES_A_TURN = 1 << 20  # small buffers are reduced many times in a turn.
 _MAX_REPEATS = 20
 _SMALL_BYTES = 4 << 20
@@ -53,6 +54,7 @@ def time_all_reduces(
     sizes: Sequence[int],
     *,
     rounds: int,
+    budget_s: float | None = None,
 ) -> list[Seconds]:
     """Times all-reduces in turns, each as a step would run it.
 
@@ -65,37 +67,75 @@ def time_all_reduces(
       all_reduces: by name.
       sizes: of the buffers, in bytes; float32.
       rounds: how often each has its turn, after one that compiles and one that warms.
+      budget_s: seconds after which none has another turn, but for the first size; they
+        end on all processes at once. None: no end.
 
     Returns:
-      A record for each name and size.
+      A record for each name and size that was measured.
     """
-    found = []
+    is_over: Callable[[], bool] = lambda: False  # noqa: E731
+    found: list[Seconds] = []
+    with_end = is_over if budget_s is None else _make_end(world, budget_s)
     for num_bytes in sizes:
-        count = num_repeats(num_bytes)
-        # The first call after another program finds cold caches and sleeping peers.
-        num_calls = 5 if num_bytes <= _SMALL_BYTES else 1
-        programs = {
-            name: make_program(world, all_reduce, count)
-            for name, all_reduce in {"": lambda x, _: x, **all_reduces}.items()
-        }
-        size = max(1, num_bytes // 4)
-        local = np.zeros(size * world.num_local_replicas, np.float32)
-        shape = (size * world.num_replicas,)
-        x = jax.make_array_from_process_local_data(world.split, local, shape)
-        turns: dict[str, list[float]] = {name: [] for name in programs}
-        for round_index in range(rounds + 2):
-            for name in list(programs)[:: 1 if round_index % 2 == 0 else -1]:
-                seconds = []
-                for _ in range(num_calls):
-                    start_s = time.perf_counter()
-                    x = jax.block_until_ready(programs[name](x))
-                    seconds.append((time.perf_counter() - start_s) / count)
-                turns[name].append(statistics.median(seconds))
-        bare = turns.pop("")
-        for name, seconds in turns.items():
-            net = [a - b for a, b in zip(seconds, bare, strict=True)][2:]
-            found.append(Seconds(name, num_bytes, net))
+        found += _time_size(world, all_reduces, num_bytes, rounds, is_over)
+        is_over = with_end
     return found
+
+
+def _make_end(world: World, budget_s: float) -> Callable[[], bool]:
+    """Returns what says whether the time of any process is over, the same on all."""
+    deadline_s = time.monotonic() + budget_s
+    program = make_program(world, psum_all_reduce, 1)
+
+    def is_over() -> bool:
+        late = np.full(world.num_local_replicas, time.monotonic() > deadline_s)
+        x = jax.make_array_from_process_local_data(
+            world.split, late.astype(np.float32), (world.num_replicas,)
+        )
+        return bool(np.asarray(program(x).addressable_data(0))[0] > 0)
+
+    return is_over
+
+
+def _time_size(
+    world: World,
+    all_reduces: Mapping[str, AllReduce],
+    num_bytes: int,
+    rounds: int,
+    is_over: Callable[[], bool],
+) -> list[Seconds]:
+    """Times one size; without records, if it is over before a round is complete."""
+    if is_over():
+        return []
+    count = num_repeats(num_bytes)
+    # The first call after another program finds cold caches and sleeping peers.
+    num_calls = 5 if num_bytes <= _SMALL_BYTES else 1
+    programs = {
+        name: make_program(world, all_reduce, count)
+        for name, all_reduce in {"": lambda x, _: x, **all_reduces}.items()
+    }
+    size = max(1, num_bytes // 4)
+    local = np.zeros(size * world.num_local_replicas, np.float32)
+    shape = (size * world.num_replicas,)
+    x = jax.make_array_from_process_local_data(world.split, local, shape)
+    turns: dict[str, list[float]] = {name: [] for name in programs}
+    names = list(programs)
+    for name in (names + names[::-1]) * (rounds // 2 + 1) + names * (rounds % 2):
+        if is_over():
+            break
+        seconds = []
+        for _ in range(num_calls):
+            start_s = time.perf_counter()
+            x = jax.block_until_ready(programs[name](x))
+            seconds.append((time.perf_counter() - start_s) / count)
+        turns[name].append(statistics.median(seconds))
+    num_rounds = min(map(len, turns.values()))
+    bare = turns.pop("")
+    found = []
+    for name, seconds in turns.items():
+        pairs = zip(seconds[2:num_rounds], bare[2:num_rounds], strict=True)
+        found.append(Seconds(name, num_bytes, [a - b for a, b in pairs]))
+    return found if num_rounds > 2 else []
 
 
 def find_failure(world: World, all_reduces: Mapping[str, AllReduce]) -> str | None:
@@ -210,6 +250,7 @@ def fit_links(
     *,
     sizes: Sequence[int] = SIZES,
     rounds: int = 5,
+    budget_s: float | None = None,
 ) -> Links:
     """Measures latency, bandwidth and cost of reducing on the running mesh.
 
@@ -221,6 +262,8 @@ def fit_links(
       all_reduces: what to time, by name; None: what `choose` can pick from.
       sizes: bytes of the buffers that are reduced.
       rounds: how often each all-reduce is timed at each size.
+      budget_s: seconds after which nothing more is timed; the first of `sizes` is
+        timed whatever that takes. None: no end.
 
     Returns:
       The links that explain the times of ring, halving-doubling and butterfly best, in
@@ -235,7 +278,9 @@ def fit_links(
     with agreement.reporting(world, topic):
         if all_reduces is None:
             all_reduces = candidates(world)
-        own = time_all_reduces(world, all_reduces, sizes, rounds=rounds)
+        own = time_all_reduces(
+            world, all_reduces, sizes, rounds=rounds, budget_s=budget_s
+        )
     body = agreement.meet(world, topic, msgspec.msgpack.encode(own), lambda all: all[0])
     return make_links(
         wire.decode(body, list[Seconds], what="A list of times"), world.num_replicas

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import time
 
 import jax
@@ -101,6 +102,19 @@ def test_the_mesh_that_is_here():
     assert choose(1 << 12, 2, links) in names
     alone = collectives.fit_links(harness.local_world(1))
     assert predict("ring", 1 << 30, 1, alone).total_s == 0
+
+
+@pytest.mark.parametrize("budget_s,sizes", [(0.0, [2048]), (600.0, [1024, 2048])])
+def test_beyond_its_time_it_measures_the_first_size_alone(budget_s, sizes):
+    links = collectives.fit_links(
+        harness.local_world(2),
+        {"psum": collectives.psum_all_reduce, "ring": collectives.ring_all_reduce},
+        sizes=(2048, 1024),
+        rounds=1,
+        budget_s=budget_s,
+    )
+    found = {c.algorithm: [size for size, _ in c.points] for c in links.measured}
+    assert found == {"psum": sizes, "ring": sizes}
 
 
 def test_what_is_timed_is_the_all_reduce():
@@ -315,7 +329,7 @@ def test_a_kernel_that_was_tried_in_vain_is_not_taken(monkeypatch, world):
     assert "it does not compile" in said[0]
 
 
-def test_auto_trains_where_the_kernel_cannot_run(monkeypatch):
+def test_auto_trains_where_the_kernel_cannot_run(monkeypatch, caplog):
     """CPU devices that are taken for GPUs: the kernel is tried, and left alone."""
     world = harness.local_world(2)
     monkeypatch.setattr(mesh._CurrentWorld, "world", world)
@@ -324,6 +338,7 @@ def test_auto_trains_where_the_kernel_cannot_run(monkeypatch):
     fit = functools.partial(measurement.fit_links, sizes=(1 << 10,), rounds=1)
     monkeypatch.setattr(measurement, "fit_links", fit)
     said = []
+    caplog.set_level("INFO", "jdp")
     auto = collectives.AutoAllReduce(explain=said.append)
     run = jax.shard_map(
         lambda g: jdp.sync_gradients({"a": g[0]}, all_reduce=auto),
@@ -335,6 +350,7 @@ def test_auto_trains_where_the_kernel_cannot_run(monkeypatch):
     np.testing.assert_array_equal(jax.jit(run)(x)["a"], x.mean(0))
     assert "one_stage does not compile here: NotImplementedError" in said[0]
     assert "compiled for cpu" in said[0]
+    assert re.search(r"measures .* 2 replicas, once a job, .* s at most", caplog.text)
 
 
 def test_a_wrong_sum_is_noticed_when_it_is_tried():
@@ -373,6 +389,7 @@ def _run_in_two():
         "picked": _pick_shared_memory(world),
         "trained": _train(world),
         "failure": _fail_in_process_1(world),
+        "ends": _end_early_in_process_1(world),
     }
 
 
@@ -469,6 +486,23 @@ def _pick_shared_memory(world):
 def test_auto_is_shared_memory_on_one_host(in_two):
     for text in (found["picked"] for found in in_two):
         assert "callback" in text and "psum" not in text and "ppermute" not in text
+
+
+def _end_early_in_process_1(world):
+    """Time that is over in one process alone ends the measuring of all."""
+    found = measurement.time_all_reduces(
+        world,
+        {"psum": collectives.psum_all_reduce},
+        (2048, 1024),
+        rounds=1,
+        budget_s=0.0 if world.process_index == 1 else 600.0,
+    )
+    return [each.num_bytes for each in found]
+
+
+@pytest.mark.multiprocess
+def test_all_processes_end_their_measuring_at_once(in_two):
+    assert [found["ends"] for found in in_two] == [[2048], [2048]]
 
 
 def _fail_in_process_1(world):

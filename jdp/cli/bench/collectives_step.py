@@ -82,7 +82,7 @@ def main(port: int, num_devices: int, sizes: Sequence[int]) -> None:
     variants: dict[str, channel.RunSteps] = {}
     # What a job with `all_reduce="auto"` would know before its first step.
     fitted = [size for size in measurement.SIZES if size <= max(sizes)]
-    links = collectives.fit_links(world, sizes=fitted or measurement.SIZES[:1])
+    links = collectives.fit_links(world, sizes=fitted or measurement.SIZES[-1:])
     for curve in links.measured:
         for num_bytes, seconds in curve.points:
             name = f"{FIT}{curve.algorithm} {num_bytes}"
