@@ -402,7 +402,9 @@ def _check_used(used: PyTree | None, updates: PyTree) -> list[Any]:
         raise ValueError(
             "`used` is missing: the optimizer of `skip_unused` must be told which "
             "parameters were used. Take it from `jdp.value_and_grad(find_unused=True)` "
-            "and call `update(grads, state, params, used=used)`."
+            "and call `update(grads, state, params, used=used)`. In `jdp.zero1` and "
+            "`jdp.distributed_optimizer`, an `optax.MultiSteps` around `skip_unused` "
+            "does not hand it on: accumulate with `jdp.accumulate_gradients`."
         )
     return usage_flags.check_used(used, updates)
 

@@ -390,6 +390,21 @@ def test_an_optimizer_may_name_what_is_called_as_an_option(wrapper):
     np.testing.assert_array_equal(found, np.full(4, -3.0))
 
 
+@pytest.mark.parametrize("wrapper", [jdp.zero1, jdp.distributed_optimizer])
+def test_multi_steps_that_hand_nothing_on_to_skip_unused_are_named(wrapper):
+    world = harness.local_world(2)
+    tx = wrapper(optax.MultiSteps(jdp.skip_unused(optax.sgd(1.0)), 2), world=world)
+    state = {"a": np.ones(2, np.float32)}
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        grads = jax.tree.map(lambda p: p * x.sum(), state[0])
+        return tx.update(grads, state[1], state[0], used={"a": True}), {}
+
+    with pytest.raises(ValueError, match="`used` is missing.* `optax.MultiSteps` aro"):
+        step((state, tx.init(state)), np.ones(2, np.float32))
+
+
 def test_a_name_near_that_of_an_own_argument_is_suggested():
     for name, own in (("weights", "weight"), ("wieght", "weight"), ("use", "used")):
         with pytest.raises(ValueError, match=f"Did you mean `{own}`"):
