@@ -1,6 +1,7 @@
 """Compat: the one place that touches private or version-dependent JAX."""
 
 import contextlib
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from jaxlib.mlir.dialects import stablehlo
 # The types of arrays outside of traced functions. `isinstance(x, jax.Array)` takes ten
 # times as long: a metaclass answers, in Python.
 ARRAY_TYPES = frozenset({array.ArrayImpl, prng.PRNGKeyArray})
+# Returns the trace that a tracer belongs to.
+trace_of = operator.attrgetter("_trace")
 
 
 def buffer_addresses(x: Any) -> frozenset[int]:

@@ -179,6 +179,11 @@ class FlowAnalysis:
         """The derivative of an equation that has a rule of its own."""
         return self._of_custom_rule(eqn)[0]
 
+    @property
+    def derivatives(self) -> "list[Derivative]":
+        """Those of all rules that have been met."""
+        return [made for _, made, _ in self._rules.values()]
+
     def deciding_inputs(self, eqn: Any) -> int:
         """The inputs whose values decide what runs; empty for gradients."""
         if not self._by_value:

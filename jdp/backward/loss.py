@@ -2,19 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from jdp import buckets, compat
-from jdp.backward import flow, order, usage
+from jdp.backward import contents, flow, order, usage
 from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.exchange import ExchangeAnalysis, GatedEvaluation
-from jdp.backward.flow import FlowAnalysis, Sets, is_differentiable, open_jaxpr
+from jdp.backward.flow import FlowAnalysis, Sets, is_differentiable
 from jdp.backward.injection import InjectionAnalysis
 from jdp.backward.order import Timeline
 from jdp.backward.perturbation import find_perturbed
@@ -30,6 +32,8 @@ class LossProgram:
     treedef: Any  # of the parameters.
     paths: tuple[str, ...]  # of each leaf.
     unflatten_aux: Callable[[list[Any]], PyTree]
+    run: Callable[..., list[Any]]  # the function that was traced.
+    trace: Callable[[], Any]  # that trace, where something holds it; else None.
 
     @functools.cached_property
     def used(self) -> Sets:
@@ -78,12 +82,12 @@ class LossProgram:
     @functools.cached_property
     def has_narrow_range(self) -> bool:
         """Whether the range of a dtype within ends before that of float32."""
-        return _has_narrow_range(self.jaxpr.jaxpr)
+        return contents.has_narrow_range(self.jaxpr.jaxpr)
 
     @functools.cached_property
     def batch_norms(self) -> tuple[str, ...]:
         """The name scopes in which a `BatchNorm` of Flax takes statistics."""
-        return self._scopes(_is_of_batch_norm)
+        return self._scopes(contents.is_of_batch_norm)
 
     @functools.cached_property
     def has_custom_backward(self) -> bool:
@@ -92,7 +96,9 @@ class LossProgram:
         Of such a rule, as one that clips gradients, a multiple of the loss has not the
         multiple of the gradients.
         """
-        found = _find_equations(self.jaxpr.jaxpr, _has_custom_backward, flow.is_marker)
+        found = contents.find_equations(
+            self.jaxpr.jaxpr, contents.has_custom_backward, flow.is_marker
+        )
         return any(True for _ in found)
 
     def exchanges(self, axis_names: Collection[str]) -> list[Any]:
@@ -107,6 +113,14 @@ class LossProgram:
         self, params: PyTree, has_data: jax.Array, axis_names: Collection[str]
     ) -> "LossProgram":
         """The same, but a replica without data sends others no cotangent."""
+        if self._must_rerun:
+            raise ValueError(
+                "A rule of a `jax.custom_vjp`, `jax.custom_jvp` or "
+                "`jax.custom_gradient` closes over a value that the loss computes. "
+                "That goes with weights only where no gradient goes through a "
+                "collective, as it does here. Pass the value to the function as an "
+                "argument."
+            )
         analysis = ExchangeAnalysis(self._analysis, axis_names, with_casts=True)
         evaluation = GatedEvaluation(analysis, has_data)
 
@@ -123,7 +137,11 @@ class LossProgram:
 
     def evaluate(self, params: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss and aux."""
-        loss, *aux = ProgramRunner().run(self.jaxpr, jax.tree.leaves(params))
+        leaves = jax.tree.leaves(params)
+        if self._must_rerun:
+            loss, *aux = self.run(*leaves)
+        else:
+            loss, *aux = ProgramRunner().run(self.jaxpr, leaves)
         return loss, self.unflatten_aux(aux)
 
     def used_by(self, params: PyTree) -> PyTree:
@@ -135,10 +153,12 @@ class LossProgram:
 
         That is a Python bool where the program decides, else an array, bool ().
         """
-        leaves = jax.tree.leaves(params)
         if not self.undecided:
-            loss, aux = self.evaluate(params)
-            return loss, aux, self._used_tree()
+            return *self.evaluate(params), self._used_tree()
+        leaves, evaluated = jax.tree.leaves(params), None
+        if self._must_rerun:
+            evaluated = self.evaluate(params)
+            leaves = lax.stop_gradient(leaves)
         varying_over = set().union(
             *map(compat.varying_axes, [*leaves, *self.jaxpr.consts])
         )
@@ -156,13 +176,24 @@ class LossProgram:
         )
         made = evaluation.run(self.jaxpr, leaves, marks, live=1)
         loss, *aux = made.results
+        loss, aux = evaluated or (loss, self.unflatten_aux(aux))
         array = evaluation.as_array(evaluation.unite(made.marks[0], made.injected))
         decided = {i: array[k] for k, i in enumerate(self.undecided)}
-        return loss, self.unflatten_aux(aux), self._used_tree(decided)
+        return loss, aux, self._used_tree(decided)
 
     @property
     def _analysis(self) -> FlowAnalysis:
         return self._followed[0]
+
+    @functools.cached_property
+    def _must_rerun(self) -> bool:
+        """Whether a rule closes over a value of the loss, which ended with its trace.
+
+        JAX can call such a rule only while the function runs.
+        """
+        rules = self._analysis.derivatives
+        held = (x for rule in rules for x in contents.tracers_in(rule.jaxpr))
+        return any(compat.trace_of(x) is self.trace() for x in held)
 
     @functools.cached_property
     def _followed(self) -> tuple[FlowAnalysis, Sets]:
@@ -175,7 +206,7 @@ class LossProgram:
         return find_perturbed(self.jaxpr.jaxpr)
 
     def _scopes(self, is_match: Callable[[Any], bool]) -> tuple[str, ...]:
-        found = _find_equations(self.jaxpr.jaxpr, is_match)
+        found = contents.find_equations(self.jaxpr.jaxpr, is_match)
         return tuple(dict.fromkeys(str(eqn.source_info.name_stack) for eqn in found))
 
     @property
@@ -227,17 +258,21 @@ def trace_loss(
         _check_are_parameters(params)
     leaves, treedef = jax.tree.flatten(params)
     rest: list[Callable[[list[Any]], PyTree]] = []
+    traces: list[Callable[[], Any]] = []
 
     def flat_loss(*leaves: jax.Array) -> list[Any]:
         out = loss_fn(jax.tree.unflatten(treedef, leaves), *args, **(kwargs or {}))
         loss, aux = _split(loss_fn, out, has_aux)
         arrays, unflatten_aux = _partition(aux, jax.Array)
         rest.append(unflatten_aux)
+        if not traces and leaves:
+            traces.append(weakref.ref(compat.trace_of(leaves[0])))
         return [loss, *arrays]
 
     closed = jax.make_jaxpr(flat_loss)(*leaves)
     paths = tuple(buckets.leaf_paths(params))
-    return LossProgram(closed, treedef, paths, rest[-1])
+    trace = traces[0] if traces else lambda: None
+    return LossProgram(closed, treedef, paths, rest[-1], flat_loss, trace)
 
 
 def gradient_order(
@@ -317,63 +352,20 @@ def trace_abstractly(
         # The values of its constants are of this trace, and end with it.
         avals = [jax.typeof(x) for x in program.jaxpr.consts]
         closed = ClosedJaxpr(program.jaxpr.jaxpr, avals)
-        programs.append(dataclasses.replace(program, jaxpr=closed))
+        programs.append(dataclasses.replace(program, jaxpr=closed, run=_ended))
         return 0
 
     jax.make_jaxpr(trace)(avals)
     return programs[-1]
 
 
-def _has_narrow_range(jaxpr: Any) -> bool:
-    values = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
-    if any(_is_narrow(getattr(var.aval, "dtype", None)) for var in values):
-        return True
-    inner = (x for eqn in jaxpr.eqns for x in jaxprs_in_params(eqn.params))
-    return any(_has_narrow_range(open_jaxpr(x)[0]) for x in inner)
-
-
-def _find_equations(
-    jaxpr: Any,
-    is_match: Callable[[Any], bool],
-    is_closed: Callable[[Any], bool] = lambda eqn: False,
-) -> Iterator[Any]:
-    """The equations at any depth that match; not those in a closed one."""
-    for eqn in jaxpr.eqns:
-        if is_closed(eqn):
-            continue
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _find_equations(open_jaxpr(inner)[0], is_match, is_closed)
-        if is_match(eqn):
-            yield eqn
-
-
-def _has_custom_backward(eqn: Any) -> bool:
-    return eqn.primitive.name == "custom_vjp_call"
+def _ended(*leaves: Any) -> list[Any]:
+    raise AssertionError("its arguments ended with their trace")
 
 
 def is_of_synced_batch_norm(eqn: Any) -> bool:
     """Whether `jdp.batch_norm` made a collective."""
     return any(file.endswith("jdp/batch_norm.py") for file, _ in compat.frames_of(eqn))
-
-
-def _is_of_batch_norm(eqn: Any) -> bool:
-    if eqn.primitive.name != "reduce_sum":
-        return False
-    # `_compute_stats`, which `LayerNorm` calls too, and not when running averages are
-    # used instead.
-    frames = [
-        function
-        for file, function in compat.frames_of(eqn)
-        if "/flax/" in file and file.endswith("normalization.py")
-    ]
-    return "BatchNorm.__call__" in frames and "_compute_stats" in frames
-
-
-@functools.cache
-def _is_narrow(dtype: Any) -> bool:
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
 def _check_are_parameters(params: PyTree) -> None:

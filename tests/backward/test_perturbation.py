@@ -1,5 +1,7 @@
 """What custom rules are told to be differentiated, against `jax.grad`."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -204,3 +206,66 @@ def test_a_function_with_a_rule_closes_over_what_has_no_gradient(
     )(PARAMS, X)
     expected = jax.grad(lambda p: made_of(p, X).sum())(PARAMS)
     chex.assert_trees_all_close(found, expected)
+
+
+def _holding(kind, rate):
+    """The identity, with a rule that closes over `rate`."""
+    if kind == "custom_jvp":
+        same = jax.custom_jvp(lambda h: h)
+        same.defjvp(lambda primals, tangents: (primals[0], tangents[0] * rate))
+        return same
+    if kind == "custom_gradient":
+        return jax.custom_gradient(lambda h: (h, lambda ct: (ct * rate,)))
+    same = jax.custom_vjp(lambda h: h)
+    if kind == "forward":
+        same.defvjp(lambda h: (h * 1, rate), lambda saved, ct: (ct * saved,))
+    else:
+        same.defvjp(
+            lambda h: (h, None), lambda _, ct: (jax.jit(jnp.multiply)(ct, rate),)
+        )
+    return same
+
+
+def _loss_with_rate(kind, p, x):
+    """The rule closes over what only the loss knows; a branch uses `b` or not."""
+    rate = jnp.exp(x).mean()
+    used = lax.cond(x[0] > 0, lambda: p["b"].sum(), lambda: 0.0)
+    return (_holding(kind, rate)(p["a"] * x) ** 2).sum() + used
+
+
+@pytest.mark.parametrize(
+    "kind", ["custom_jvp", "custom_gradient", "forward", "backward"]
+)
+def test_a_rule_may_close_over_a_value_of_the_loss(kind):
+    loss = functools.partial(_loss_with_rate, kind)
+
+    def evaluate(p):
+        loss_of, _, used = trace_loss(loss, p, (X,)).evaluate_marked(p)
+        return loss_of, used
+
+    found, used = jax.jit(jax.grad(evaluate, has_aux=True))(PARAMS)
+    chex.assert_trees_all_close(found, jax.jit(jax.grad(loss))(PARAMS, X), rtol=1e-5)
+    assert jax.tree.map(bool, used) == {"a": True, "b": True}
+
+
+def test_a_rule_that_closes_over_a_value_refuses_weights_with_a_collective():
+    def loss(p, x):
+        shared = lax.psum(p["a"].sum(), "data")
+        return _loss_with_rate("backward", p, x) + shared
+
+    def grads(p, x):
+        weight = 1.0 + lax.axis_index("data")
+        return jdp.value_and_grad(loss, weight=weight)(p, x)[1]
+
+    with pytest.raises(ValueError, match="closes over a value that the loss computes"):
+        jax.eval_shape(
+            jax.shard_map(
+                grads,
+                mesh=jax.make_mesh((2,), ("data",)),
+                in_specs=(jax.P(), jax.P()),
+                out_specs=jax.P(),
+                check_vma=False,
+            ),
+            PARAMS,
+            X,
+        )
