@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 
-from jax._src import api, distributed
+from jax._src import api, distributed, xla_bridge
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -42,3 +42,15 @@ def abandon() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
     state.client = state.service = state.preemption_sync_manager = None
     atexit.unregister(api.clean_up)
+
+
+def end() -> None:
+    """Ends JAX as its exit handler does, which has nothing to do then."""
+    api.clean_up()
+
+
+def abandon_at_end() -> None:
+    """Has this process end without JAX's own end, which needs all processes."""
+    abandon()
+    # Its destructor waits for programs, and they for other processes.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(xla_bridge._backends))

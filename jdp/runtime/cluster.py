@@ -16,6 +16,7 @@ from jdp.runtime import (
     environment,
     job_key,
     lifeline,
+    program_end,
     roll_call,
     roll_call_sockets,
     sigterm,
@@ -279,7 +280,7 @@ def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.M
     # Else it offers the address of the host's own name, which is 127.0.1.1 on Debian.
     compat.offer_gloo_address(meeting.own_host)
     if not worker.has_launcher():  # It ends what fails.
-        lifeline.end_soon_on_failure()
+        program_end.prepare()
     return meeting
 
 

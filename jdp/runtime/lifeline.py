@@ -15,10 +15,10 @@ import contextlib
 import functools
 import logging
 import os
-import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -32,8 +32,8 @@ _KEY = "jdp/lifeline"  # in the store: where process 0 listens.
 _CHECK_PERIOD_S = 0.1
 _MEET_TIMEOUT_S = 10.0
 _LINGER_S = 0.7  # of process 0, whose end lets JAX abort the others.
+_LEAVING_S = 5.0  # the same, for those that are at their end.
 _STILL_RUNS_S = 60.0
-_FAILED_ENDS_S = 1.5  # of threads and exit handlers; then the others begin to end.
 _WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
 _logger = logging.getLogger("jdp")
 
@@ -55,7 +55,10 @@ class _Lifeline:
         self._ended_s: float | None = None
         self._has_failed = False
         self._has_noted = False
-        self._is_over = threading.Lock()
+        self._ends_since_s: float | None = None
+        self._waits_at_end = False  # the main thread, in `wait_at_end`.
+        self._is_in_vain = False
+        self._end_is_known = threading.Event()
         # Until `_star` is there, its thread waits in `_tick`.
         self._is_made = threading.Event()
         self._star = self._join(world, key)
@@ -111,6 +114,30 @@ class _Lifeline:
             self._ends.post(body)
         self._star.flush(timeout_s=1.0)
 
+    def wait_at_end(self, run_beside: Callable[[Callable[[], None]], None]) -> None:
+        """Waits while JAX ends in another thread, or until it never will.
+
+        JAX waits in C for all processes. If that were the main thread, only the whole
+        process could be ended, without the exit code that Python has for it.
+        """
+
+        def end_jax() -> None:
+            try:
+                compat_distributed.end()
+            finally:
+                self._end_is_known.set()
+
+        try:
+            self._waits_at_end = True
+            run_beside(end_jax)
+            self._end_is_known.wait()
+        except BaseException:  # Of a signal.
+            self._is_in_vain = True
+            raise
+        finally:
+            if self._is_in_vain:
+                compat_distributed.abandon_at_end()
+
     def find_culprit(self, *, is_consequence: bool) -> int | None:
         """Returns the first process that failed or died; see `find_first`."""
         if self._stuck is not None:
@@ -160,6 +187,8 @@ class _Lifeline:
         self._is_made.wait()
         if self._has_failed:
             return None
+        if self._ends_since_s is not None:
+            return self._end_when_others_have(self._ends_since_s)
         now_s = time.monotonic()
         note_s = self._note_waiting(now_s)
         if not self._gone and self._stuck is None:
@@ -167,6 +196,7 @@ class _Lifeline:
         verdict = self._find_verdict(now_s)
         if verdict is not None:
             self._end(verdict)
+            return 0.0
         self._tell(now_s)
         if self._ended_s is not None and len(self._gone) == self._count - 1:
             if not compat_distributed.is_connected():
@@ -255,19 +285,34 @@ class _Lifeline:
                 )
 
     def _end(self, verdict: Verdict) -> None:
-        """Ends this process, after it has told the others and its launcher."""
-        with self._is_over:
-            _show(verdict.text)
-            worker.report_failure(
-                1,
-                culprit=verdict.culprit,
-                is_consequence=verdict.culprit != self._own,
-            )
-            self._star.say_now(msgspec.msgpack.encode(Stuck(*verdict)))
-            if self._own == 0:
-                time.sleep(_LINGER_S)
-            _flush()
-            os._exit(1)
+        """Begins to end this process; the others and its launcher are told."""
+        _show(verdict.text)
+        worker.report_failure(
+            1,
+            culprit=verdict.culprit,
+            is_consequence=verdict.culprit != self._own,
+        )
+        self._star.say_now(msgspec.msgpack.encode(Stuck(*verdict)))
+        self._ends_since_s = time.monotonic()
+
+    def _end_when_others_have(self, since_s: float) -> float | None:
+        least_s = _LINGER_S if self._own == 0 else 0.0
+        limit_s = _LEAVING_S if self.is_needed_by_others() else least_s
+        if time.monotonic() - since_s < limit_s:
+            return _CHECK_PERIOD_S
+        if self._waits_at_end and not self._end_is_known.is_set():
+            self._has_failed = self._is_in_vain = True
+            self._end_is_known.set()
+            return None
+        worker.flush()
+        os._exit(1)
+
+    def is_needed_by_others(self) -> bool:
+        """Returns whether the end of this process would let JAX abort one at its end.
+
+        That one is on its way out, with an exit code of its own.
+        """
+        return self._own == 0 and any(gone.is_leaving for gone in self._gone)
 
 
 class _Current:
@@ -330,50 +375,19 @@ def find_culprit(*, timeout_s: float = 0.0, is_consequence: bool = False) -> int
     return found
 
 
-def end_soon_on_failure() -> None:
-    """Has this process end soon after an uncaught exception, as a launcher does.
+def wait_at_end(run_beside: Callable[[Callable[[], None]], None]) -> None:
+    """Has JAX end, and waits for it unless it waits in vain; for exit handlers.
 
-    JAX waits at exit until all processes have come to the end. The others of one that
-    failed never do: they wait for it in a collective. So they are told before Python
-    waits for threads; threads and exit handlers get a moment, and JAX's own none.
+    Args:
+      run_beside: runs a function in another thread.
     """
-    # `sys.excepthook` would be too early, and a program may set it later.
-    vars(threading)["_register_atexit"](forks.only_here(_tell_of_failure))
-    # It runs before JAX's, which was registered earlier.
-    atexit.register(forks.only_here(_end_if_failed))
+    if _Current.lifeline is not None:
+        _Current.lifeline.wait_at_end(run_beside)
 
 
-def _tell_of_failure() -> None:
-    error = _find_uncaught()
-    if error is not None:
-        threading.Thread(target=_end_late, daemon=True).start()
-        leave(worker.describe_error(error), culprit=worker.find_culprit(error))
-
-
-def _end_late() -> None:
-    time.sleep(_FAILED_ENDS_S)
-    _end_if_failed()
-
-
-def _end_if_failed() -> None:
-    error = _find_uncaught()
-    if error is None:
-        return
-    logging.shutdown()
-    _flush()
-    if isinstance(error, KeyboardInterrupt):  # Python ends by the signal itself.
-        with contextlib.suppress(ValueError):  # It is not the main thread.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        os._exit(130)
-    os._exit(1)
-
-
-def _find_uncaught() -> BaseException | None:
-    """Returns the error that has ended the program, at its end."""
-    if hasattr(sys, "ps1"):  # At a prompt an error ends nothing.
-        return None
-    return getattr(sys, "last_value", None)
+def is_needed_by_others() -> bool:
+    """Returns whether the end of this process would let JAX abort one at its end."""
+    return _Current.lifeline is not None and _Current.lifeline.is_needed_by_others()
 
 
 def _leave_at_exit() -> None:
@@ -389,9 +403,3 @@ def _abandon() -> None:
 def _show(text: str) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
         print(f"jdp: {text}", file=sys.stderr, flush=True)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()

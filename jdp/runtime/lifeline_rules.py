@@ -70,6 +70,11 @@ class Gone(NamedTuple):
     culprit: int | None = None
     broke_s: float | None = None
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its program has ended, not failed, and the process is still there."""
+        return self.steps is not None and self.error is None and self.broke_s is None
+
 
 class Verdict(NamedTuple):
     """Why this process is to be ended."""
@@ -230,5 +235,6 @@ def _advice(gone: Gone) -> str:
         return f"Look at what process {gone.process} wrote last."
     return (
         "A step needs all processes. Give each the same number of steps, or use "
-        "`jdp.join_batches` or `jdp.Join` where they have different amounts of data."
+        "`jdp.join_batches` or `jdp.Join` where they have different amounts of data. "
+        f"If process {gone.process} called `sys.exit`, look at what it wrote last."
     )

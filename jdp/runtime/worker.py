@@ -390,18 +390,19 @@ def _exit_if_child(code: int) -> None:
     for end in (wait_for_threads, atexit._run_exitfuncs):
         with contextlib.suppress(Exception):
             end()
-    _flush()
+    flush()
     os._exit(code)
 
 
 def _exit_unless_zero(code: int) -> None:
     """Ends without exit handlers, unless the program succeeded."""
     if code != 0:
-        _flush()
+        flush()
         os._exit(code)
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Writes what the program has printed, where that is possible."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -192,7 +192,7 @@ def test_both_counts_and_the_remedy_are_named():
         "process 0 ended after 5 calls of the step `step`, and process 1 is in call 6 "
         "of the step `step`. A step needs all processes. Give each the same number of "
         "steps, or use `jdp.join_batches` or `jdp.Join` where they have different "
-        "amounts of data."
+        "amounts of data. If process 0 called `sys.exit`, look at what it wrote last."
     )
 
 
@@ -303,7 +303,7 @@ jdp.replicate(world, {"w": 1.0})
     [
         (
             "sys.exit(3)",
-            *(1, 1),
+            *(1, 3),
             "process 1 ended after no step, and process 0 waits for it",
         ),
         (  # A thread that Python waits for.

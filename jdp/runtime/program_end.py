@@ -1,0 +1,88 @@
+"""Program end: how does a process end that no launcher ends?
+
+JAX waits at exit until all processes have come to the end. The others of one that
+failed never do: they wait for it in a collective. So they are told before Python waits
+for threads; threads and exit handlers get a moment, and JAX's own none. A process that
+ends otherwise keeps its exit code, also where JAX would wait in vain.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from jdp.runtime import forks, lifeline, worker
+
+_FAILED_ENDS_S = 1.5  # of threads and exit handlers; then the others begin to end.
+_LEAVING_S = 5.0  # of others that are at their end, and that JAX would abort.
+
+
+class _Own:
+    """The end of this process."""
+
+    is_prepared: bool = False
+    # For a thread that is there before the end, when Python may start no more.
+    tasks: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
+
+
+def prepare() -> None:
+    """Has this process end soon after an uncaught exception, and keep its exit code."""
+
+    def run() -> None:
+        while True:
+            _Own.tasks.get()()
+
+    threading.Thread(target=run, name="jdp-end", daemon=True).start()
+    # `sys.excepthook` would be too early, and a program may set it later.
+    vars(threading)["_register_atexit"](forks.only_here(_tell_of_failure))
+    # It runs before JAX's, which was registered earlier.
+    atexit.register(forks.only_here(_end_if_failed))
+    _Own.is_prepared = True
+
+
+def _tell_of_failure() -> None:
+    error = _find_uncaught()
+    if error is not None:
+        _Own.tasks.put(_end_late)
+        lifeline.leave(worker.describe_error(error), culprit=worker.find_culprit(error))
+
+
+def _end_late() -> None:
+    time.sleep(_FAILED_ENDS_S)
+    _end_if_failed()
+
+
+def _end_if_failed() -> None:
+    error = _find_uncaught()
+    if error is None:
+        return
+    until_s = time.monotonic() + _LEAVING_S
+    while lifeline.is_needed_by_others() and time.monotonic() < until_s:
+        time.sleep(0.02)
+    logging.shutdown()
+    worker.flush()
+    if isinstance(error, KeyboardInterrupt):  # Python ends by the signal itself.
+        with contextlib.suppress(ValueError):  # It is not the main thread.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(130)
+    os._exit(1)
+
+
+def _find_uncaught() -> BaseException | None:
+    """Returns the error that has ended the program, at its end."""
+    if hasattr(sys, "ps1"):  # At a prompt an error ends nothing.
+        return None
+    return getattr(sys, "last_value", None)
+
+
+@atexit.register  # At import: all exit handlers of programs must run before it.
+def _wait_at_end() -> None:
+    if _Own.is_prepared:
+        lifeline.wait_at_end(_Own.tasks.put)
