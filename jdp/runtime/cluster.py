@@ -152,6 +152,7 @@ def init(
     mesh.set_current_world(world)
     _Initialized.options = options
     if meeting is not None:
+        os.environ[environment.JOINED] = str(os.getpid())
         lifeline.start(world, meeting.session_key)
     worker.report_init(has_joined=True)
     return world
@@ -202,6 +203,7 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
         return Place(**explicit, local_device_ids=options.local_device_ids)
     launched = LaunchEnvironment.from_environ(environ)
     if launched is not None:
+        environment.check_place_is_free(environ, os.getpid())
         return _launched_place(launched, options)
     is_alone = environment.is_in_shell_of_slurm(environ)
     place = None if is_alone else _detected_place(options)

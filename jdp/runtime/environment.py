@@ -12,6 +12,7 @@ NODE_RANK = "JDP_NODE_RANK"
 DEVICES_PER_PROCESS = "JDP_DEVICES_PER_PROCESS"
 LAUNCH_ID = "JDP_LAUNCH_ID"  # The same for all that one launcher started.
 LAUNCH_FOLDER = "JDP_LAUNCH_FOLDER"  # See `private_folder`.
+JOINED = "JDP_JOINED"  # The pid of the process that has taken this place.
 JOB_KEY = "JDP_JOB_KEY"  # The secret of the job; see `job_key`.
 JOB_ID = "JDP_JOB_ID"  # Any text that tells it from other jobs with the same key.
 _REQUIRED = (
@@ -22,7 +23,10 @@ _REQUIRED = (
     NUM_LOCAL_PROCESSES,
     NODE_RANK,
 )
-VARIABLES = (*_REQUIRED, DEVICES_PER_PROCESS, LAUNCH_ID, LAUNCH_FOLDER, JOB_KEY)
+VARIABLES = (
+    *(*_REQUIRED, DEVICES_PER_PROCESS),
+    *(LAUNCH_ID, LAUNCH_FOLDER, JOINED, JOB_KEY),
+)
 
 
 # From which JAX takes the place of a process, besides those of Kubernetes and TPUs.
@@ -151,6 +155,27 @@ def check_count(environ: Mapping[str, str], num_processes: int) -> None:
                 "job with `jdp launch`; with `num_processes=1` alone, this process is "
                 "alone."
             )
+
+
+def check_place_is_free(environ: Mapping[str, str], pid: int) -> None:
+    """Refuses a process that has inherited the place of the one that started it; pure.
+
+    Args:
+      environ: which a launcher made, and where `JOINED` is set by `jdp.init`.
+      pid: of this process.
+
+    Raises:
+      ValueError: another process has taken the place.
+    """
+    owner = environ.get(JOINED)
+    if owner is not None and owner != str(pid):
+        raise ValueError(
+            f"Process {environ.get(PROCESS_ID)} of the job (pid {owner}) has joined it "
+            "and has started this one, which inherits its environment and has no place "
+            "of its own. Pass `num_processes=1`, and nothing else, to be alone; or "
+            f"unset the variables that `jdp launch` set, `{JOINED}` among them, and "
+            "join another job."
+        )
 
 
 def check_not_numbered(environ: Mapping[str, str]) -> None:

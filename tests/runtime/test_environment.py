@@ -50,9 +50,17 @@ def test_variables_lists_every_variable():
     }
     # The name of a job is the user's, so a launcher hands it on as it is.
     assert {*environment.VARIABLES, environment.JOB_ID} == names
-    beside = {environment.LAUNCH_ID, environment.LAUNCH_FOLDER}
+    beside = {environment.LAUNCH_ID, environment.LAUNCH_FOLDER, environment.JOINED}
     beside |= {environment.JOB_KEY, environment.JOB_ID}
     assert set(PLACE.to_environ()) | beside == names
+
+
+def test_a_child_of_a_process_that_has_joined_is_refused():
+    place = PLACE.to_environ()
+    environment.check_place_is_free(place, 8)
+    environment.check_place_is_free(place | {environment.JOINED: "8"}, 8)
+    with pytest.raises(ValueError, match=r"Process 3 .* \(pid 7\).*`num_processes=1`"):
+        environment.check_place_is_free(place | {environment.JOINED: "7"}, 8)
 
 
 def test_the_guard_looks_for_the_launch_id():

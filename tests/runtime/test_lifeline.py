@@ -199,6 +199,7 @@ def test_both_counts_and_the_remedy_are_named():
 def train(num_steps, after_s=0.0):
     """Takes as many steps as `num_steps` has for this process."""
     world = jdp.init(timeout_s=60)
+    assert os.environ[environment.JOINED] == str(os.getpid())  # For its children.
 
     @jdp.data_parallel
     def step(w, x):
