@@ -96,9 +96,17 @@ def accumulate_gradients(
         micro-batches, or leaves or `weight` with different numbers of them; a metric
         that has a row per sample, or not one shape for micro-batches of both sizes;
         and what `value_and_grad` raises.
-      TypeError: here: `num_micro_batches` is no integer, or `dtype` is not a floating
-        dtype; from a call: a metric has no mean, such as a PRNG key.
+      TypeError: here: `loss_fn` is no function, a flag is no bool, `num_micro_batches`
+        is no integer, or `dtype` is not a floating dtype; from a call: a metric has no
+        mean, such as a PRNG key.
     """
+    arguments.check_loss(loss_fn)
+    arguments.check_flags(
+        has_aux=has_aux,
+        find_unused=find_unused,
+        allow_int=allow_int,
+        find_norms=find_norms,
+    )
     num_micro_batches = arguments.as_count(
         num_micro_batches, "num_micro_batches", least=1
     )
@@ -107,6 +115,7 @@ def accumulate_gradients(
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
+        mesh.axis_size(axis_name)
         mesh.axis_size(axis_name)  # It raises, if the axis is not bound.
         of_params, params, batches = arguments.pick(loss_fn, argnums, args)
         num_samples = _num_samples(batches, num_micro_batches)
@@ -114,7 +123,8 @@ def accumulate_gradients(
         own_total = None if of_samples is None else of_samples.sum()
         weighting = weights.resolve(own_total, divide_by)
         of_all = of_samples is not None and divide_by == "weight"
-        traced: list[Local] = []  # what the program tells, without arrays.
+        # What the program tells, without arrays, and what makes a tree of usage flags.
+        traced: list[tuple[Local, Callable[..., PyTree]]] = []
         # Leaves are stacked: a class of the user's may check their dimensions.
         cuts, of_cuts = jax.tree.flatten((batches, of_samples))
 
@@ -125,7 +135,8 @@ def accumulate_gradients(
 
         groups = _groups(cuts, num_samples, num_micro_batches)
         sizes = [cut[0].shape[1] for _, cut in groups]
-        metrics = MicroMetrics(run_on, sizes, num_micro_batches)
+        is_weighed = of_samples is not None
+        metrics = MicroMetrics(run_on, sizes, num_micro_batches, is_weighed=is_weighed)
 
         def micro_step(share: float, sums: PyTree, cut: list[jax.Array]) -> Any:
             batch, of_samples = jax.tree.unflatten(of_cuts, cut)
@@ -147,7 +158,8 @@ def accumulate_gradients(
                 allow_int=allow_int,
             )
             differentiation.check_is_local(local, "accumulate_gradients")
-            traced.append(_without_arrays(local))
+            decided, fill_used = usage_flags.outline(local.used)
+            traced.append((_without_arrays(local), fill_used))
             weigh = functools.partial(_weigh, share, of_samples, own_total)
             weigh_grads = weigh
             if local.seed is not None:
@@ -160,11 +172,8 @@ def accumulate_gradients(
             add = functools.partial(_add, weigh_grads)
             sums = jax.tree.map(add, sums, local.grads)
             found = metrics.leaves((local.loss, local.aux), cut[0].shape[0], weigh)
-            decided = [
-                x if of_samples is None else x & weights.has_data(of_samples.sum())
-                for x in jax.tree.leaves(local.used)
-                if not usage_flags.is_static(x)
-            ]
+            if of_samples is not None:
+                decided = [x & weights.has_data(of_samples.sum()) for x in decided]
             return sums, (found, decided)
 
         sums = _zeros(params, dtype, axis_name)
@@ -178,15 +187,15 @@ def accumulate_gradients(
             jnp.any(jnp.concatenate(xs))
             for xs in zip(*(d for _, d in parts), strict=True)
         ]
-        facts = traced[-1].facts
-        seed = traced[-1].seed
+        told, fill_used = traced[-1]
+        facts, seed = told.facts, told.seed
         if seed is not None and weighting is not None:
             seed = _seed_of_all(seed, weighting, of_all, axis_name)
         local = Local(
             loss,
             aux,
             jax.tree.map(_without_integers, sums),
-            usage_flags.with_decided(traced[-1].used, decided),
+            fill_used(decided),
             dataclasses.replace(facts, timeline=facts.timeline.at_the_end()),
             seed,
         )
@@ -215,10 +224,9 @@ def _without_integers(total: jax.Array) -> Any:
 
 def _without_arrays(local: Local) -> Local:
     """Facts that outlive the trace of the loop."""
-    used = None if local.used is None else usage_flags.without_arrays(local.used)
     # Of its seed remains which of its parts there are.
     seed = jax.tree.map(lambda _: None, local.seed)
-    return local._replace(loss=None, aux=None, grads=None, used=used, seed=seed)
+    return local._replace(loss=None, aux=None, grads=None, used=None, seed=seed)
 
 
 def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:

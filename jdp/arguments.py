@@ -51,6 +51,23 @@ def pick(
     return Arguments(of_params, chosen[0] if is_one else chosen, rest)
 
 
+def check_loss(loss_fn: Any) -> None:
+    """Raises TypeError for a loss that is no function."""
+    if not callable(loss_fn):
+        raise TypeError(
+            "`loss_fn` must be a function `(params, *args) -> loss`, got "
+            f"{type(loss_fn).__name__}. Pass the function, not what it returns; its "
+            "arguments go to the function that comes back."
+        )
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises TypeError for an option that is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+
+
 def as_count(value: Any, name: str, *, least: int) -> int:
     """Returns an option that counts something.
 
@@ -72,9 +89,11 @@ def as_count(value: Any, name: str, *, least: int) -> int:
 def as_integer(value: Any, name: str) -> int:
     """Returns an option that is an integer, or raises TypeError."""
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.") from None
+        pass
+    raise TypeError(f"`{name}` must be an integer, got {value!r}.")
 
 
 def check_number(value: Any, name: str) -> None:

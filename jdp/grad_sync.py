@@ -95,8 +95,10 @@ def sync_gradients(
         does not go with `all_reduce` or `hook`, or `hook_state` is not that of the
         hook for these gradients.
       TypeError: a leaf has an integer or boolean dtype, one of `used` is no bool,
-        `weight` is not a real number, `plan` is no plan, or `hook` is no hook.
+        `weight` is not a real number, `plan` is no plan, `hook` is no hook, or
+        `find_norms` no bool.
     """
+    arguments.check_flags(find_norms=find_norms)
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
     weighting = weights.resolve(weight, divide_by)
     samples = gradient_noise.count_samples(weight, weighting) if find_norms else None
@@ -176,7 +178,12 @@ def local_gradients(
       `((loss, aux), grads)`; each replica has its own. With `find_unused` a pair of
       that and a pytree like the parameters, as `used_parameters` returns it. It raises
       TypeError and ValueError for parameters and losses that have no gradient.
+
+    Raises:
+      TypeError: `loss_fn` is no function, or an option no bool.
     """
+    arguments.check_loss(loss_fn)
+    arguments.check_flags(has_aux=has_aux, find_unused=find_unused, allow_int=allow_int)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         of_params, params, rest = arguments.pick(loss_fn, argnums, args)
@@ -270,6 +277,13 @@ def value_and_grad(
       gradient. It warns, at the first trace, of parameters that can never receive a
       gradient.
     """
+    arguments.check_loss(loss_fn)
+    arguments.check_flags(
+        has_aux=has_aux,
+        find_unused=find_unused,
+        allow_int=allow_int,
+        find_norms=find_norms,
+    )
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

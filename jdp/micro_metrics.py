@@ -18,7 +18,12 @@ class MicroMetrics:
     """
 
     def __init__(
-        self, run: Callable[[int], Any], sizes: list[int], num_micro_batches: int
+        self,
+        run: Callable[[int], Any],
+        sizes: list[int],
+        num_micro_batches: int,
+        *,
+        is_weighed: bool,
     ):
         """Starts without metrics.
 
@@ -26,7 +31,9 @@ class MicroMetrics:
           run: returns loss and aux of a micro-batch of another number of samples.
           sizes: the numbers of samples of micro-batches, each once.
           num_micro_batches: with one, nothing is mixed, and rows are always rows.
+          is_weighed: whether samples have weights.
         """
+        self._is_weighed = is_weighed
         self._run = run
         self._sizes = sizes
         self._is_mixed = num_micro_batches > 1
@@ -83,12 +90,18 @@ class MicroMetrics:
     def _find_rows(self, metrics: PyTree, size: int) -> list[bool]:
         """Returns by leaf whether its first dimension grows with the samples."""
         found = [shape[:1] == (size,) for shape in self._shapes]
-        if any(self._shapes):  # Of another size, for a shape may be one by chance.
+        hint = (
+            " No other number of samples could be tried. If the shape is that by "
+            "chance, return it behind another dimension, such as `x[None]`."
+        )
+        if any(map(self._must_know, jax.tree.leaves(metrics))):
+            # Of another size, for a shape may be one by chance.
             others = [s for s in self._sizes if s != size]
             for other in (*others, 2 * size, size + 1):
                 if shapes := self._shapes_at(other):
                     pairs = list(zip(self._shapes, shapes, strict=True))
                     found = [_has_rows(*pair, (size, other)) for pair in pairs]
+                    hint = ""
                     self._check_only_rows_grow(pairs, found)
                     break
         flags = zip(found, per_replica.are_own(metrics), strict=True)
@@ -100,9 +113,16 @@ class MicroMetrics:
                     "sample of a micro-batch, and the mean over micro-batches would "
                     "mix rows of different samples. Return `jdp.PerReplica(x)` from "
                     "the loss to get the rows of all samples, in the order of the "
-                    "batch, or a mean over the samples."
+                    f"batch, or a mean over the samples.{hint}"
                 )
         return found
+
+    def _must_know(self, x: Any) -> bool:
+        """Whether it makes a difference if a metric has rows."""
+        is_taken = self._is_mixed or self._is_weighed
+        return bool(jnp.shape(x)) and (
+            is_taken or not jnp.issubdtype(_dtype_of(x), jnp.inexact)
+        )
 
     def _shapes_at(self, size: int) -> list[tuple[int, ...]]:
         """Returns the shapes at another size; empty where the loss refuses it."""

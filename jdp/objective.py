@@ -87,6 +87,7 @@ def mean_loss(
       the loss, the same on all replicas. It raises what `value_and_grad` raises, and
       ValueError where a parameter may differ between the replicas.
     """
+    arguments.check_loss(loss_fn)
     options = reduction.make_options(axis_name, plan, packing, all_reduce)
 
     @functools.wraps(loss_fn)

@@ -1,6 +1,6 @@
 """Usage flags: which parameters were used on any replica?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,6 @@ import numpy as np
 
 from jdp import buckets
 from jdp.types import PyTree
-
-_DECIDED_LATER = "decided later"  # a leaf that `with_decided` replaces.
 
 
 def check_used(used: PyTree, grads: PyTree) -> list[Any]:
@@ -62,10 +60,19 @@ def from_rider(used: PyTree, mean: jax.Array) -> PyTree:
 
 def with_decided(used: PyTree, decided: Sequence[jax.Array]) -> PyTree:
     """Puts `decided` in the place of the leaves that control flow decides."""
-    left = iter(decided)
-    return jax.tree.map(lambda x: x if is_static(x) else next(left), used)
+    return outline(used)[1](decided)
 
 
-def without_arrays(used: PyTree) -> PyTree:
-    """Puts a mark in the place of the leaves that control flow decides."""
-    return jax.tree.map(lambda x: x if is_static(x) else _DECIDED_LATER, used)
+def outline(used: PyTree) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+    """Returns the leaves that control flow decides, and what puts others there.
+
+    That function outlives their trace. No class is made with anything else than flags.
+    """
+    leaves, treedef = jax.tree.flatten(used)
+    flags = [x if is_static(x) else None for x in leaves]
+
+    def fill(decided: Sequence[jax.Array]) -> PyTree:
+        left = iter(decided)
+        return treedef.unflatten([next(left) if x is None else x for x in flags])
+
+    return [x for x in leaves if not is_static(x)], fill

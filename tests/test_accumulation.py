@@ -246,6 +246,58 @@ def test_what_any_micro_batch_uses_is_used():
         assert used([-1, -1, -1, -1]) == {"b"}
 
 
+class _Converting:
+    """Makes an array of what it is given, whenever it is made."""
+
+    def __init__(self, w):
+        self.w = jnp.asarray(w)
+
+
+jax.tree_util.register_pytree_node(
+    _Converting, lambda x: ((x.w,), None), lambda _, parts: _Converting(*parts)
+)
+
+
+def test_what_micro_batches_use_goes_into_a_class_that_converts():
+    def loss_fn(p, x):
+        return lax.cond(x[0] > 0, lambda: (p["a"].w * x).mean(), lambda: p["b"].w)
+
+    params = {k: _Converting(np.float32(1)) for k in "ab"}
+    grad_fn = jdp.accumulate_gradients(loss_fn, 2, find_unused=True)
+    _, used = _run(grad_fn, params, np.ones(4, np.float32), n=2)
+    assert {k: bool(v.w) for k, v in used.items()} == {"a": True, "b": False}
+
+
+def test_one_micro_batch_of_plain_metrics_traces_the_loss_as_often_as_no_metrics():
+    def count(has_aux):
+        calls = []
+
+        def loss_fn(p, x):
+            calls.append(x.shape)
+            loss = (p * x).mean()
+            return (loss, {"mean": x * loss}) if has_aux else loss
+
+        grad_fn = jdp.accumulate_gradients(loss_fn, 1, has_aux=has_aux)
+        _run(grad_fn, np.float32(1), np.ones((4, 2), np.float32), n=1)
+        return calls
+
+    assert count(True) == count(False)
+
+
+def test_a_metric_as_long_as_a_micro_batch_of_a_fixed_size_can_be_told_apart():
+    def run(wrap):
+        def loss_fn(p, x):
+            assert x.shape == (2, 3)
+            return (p * x).mean(), wrap(x.sum() * jnp.arange(2.0))
+
+        grad_fn = jdp.accumulate_gradients(loss_fn, 2, has_aux=True)
+        return _run(grad_fn, np.float32(1), np.ones((4, 3), np.float32), n=1)[0][1]
+
+    with pytest.raises(ValueError, match=r"return it behind .*, such as `x\[None\]`"):
+        run(lambda x: x)
+    np.testing.assert_array_equal(run(lambda x: x[None]), [[0, 6]])
+
+
 def test_keyword_arguments_go_whole_to_every_micro_batch():
     def loss_fn(p, x, *, scale, name):
         assert name == "given"

@@ -152,3 +152,38 @@ def test_state_of_a_hook_is_made_without_them():
     metrics = step(INTEGERS, np.concatenate([X, X]))[1]
     expected = jax.grad(_with_integers, allow_int=True)(INTEGERS, X)
     np.testing.assert_allclose(metrics["w"], expected["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("flag", ["has_aux", "find_unused", "allow_int", "find_norms"])
+def test_a_flag_is_true_or_false(flag):
+    makers = [
+        functools.partial(jdp.value_and_grad, loss_fn),
+        functools.partial(jdp.accumulate_gradients, loss_fn, 2),
+    ]
+    if flag == "find_norms":
+        makers.append(functools.partial(jdp.sync_gradients, {"w": W}))
+    else:
+        makers.append(functools.partial(jdp.local_gradients, loss_fn))
+    for make in makers:
+        with pytest.raises(TypeError, match=f"`{flag}` must be True or False, got 'a'"):
+            make(**{flag: "a"})
+
+
+@pytest.mark.parametrize("value", [None, np.float32(1)])
+def test_a_loss_is_a_function(value):
+    accumulate = functools.partial(jdp.accumulate_gradients, num_micro_batches=2)
+    for make in (jdp.value_and_grad, jdp.local_gradients, jdp.mean_loss, accumulate):
+        with pytest.raises(TypeError, match=r"^`loss_fn` must be a function"):
+            make(value)
+
+
+def test_a_truth_value_is_no_count():
+    with pytest.raises(TypeError, match="`num_micro_batches` must be an integer"):
+        jdp.accumulate_gradients(loss_fn, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outside_of_a_step_the_axis_is_not_bound(name):
+    fn = _functions(loss_fn, 0)[name]
+    with pytest.raises(ValueError, match="`axis_name='data'` is not bound here"):
+        fn({"w": W}, X, B[None])
