@@ -67,12 +67,17 @@ def _end_if_failed() -> None:
         time.sleep(0.02)
     logging.shutdown()
     worker.flush()
-    if isinstance(error, KeyboardInterrupt):  # Python ends by the signal itself.
-        with contextlib.suppress(ValueError):  # It is not the main thread.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        os._exit(130)
+    if isinstance(error, KeyboardInterrupt):
+        _end_by_interrupt()
     os._exit(1)
+
+
+def _end_by_interrupt() -> None:
+    """Ends by the signal itself, as Python does."""
+    with contextlib.suppress(ValueError):  # It is not the main thread.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(130)
 
 
 def _find_uncaught() -> BaseException | None:
@@ -84,5 +89,10 @@ def _find_uncaught() -> BaseException | None:
 
 @atexit.register  # At import: all exit handlers of programs must run before it.
 def _wait_at_end() -> None:
-    if _Own.is_prepared:
+    if not _Own.is_prepared:
+        return
+    try:
         lifeline.wait_at_end(_Own.tasks.put)
+    except KeyboardInterrupt:
+        worker.flush()
+        _end_by_interrupt()
