@@ -131,7 +131,7 @@ COLLECTIVES = {
     "butterfly_all_reduce": "(x, axis_name, *, op, num_chunks)",
     "choose": "(num_bytes, num_replicas, links)",
     "create_shared_buffer": "(world, num_bytes, *, axis_name)",
-    "fit_links": "(world, all_reduces, *, sizes, rounds)",
+    "fit_links": "(world, all_reduces, *, sizes, rounds, budget_s)",
     "halving_doubling_all_reduce": "(x, axis_name, *, op, num_chunks)",
     "hierarchical_all_reduce": "(x, axis_name, *, op, within, across)",
     "pallas_all_reduce": "(x, axis_name, *, op, scale)",
