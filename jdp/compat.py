@@ -25,7 +25,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.random import prng
 from jax._src.state import types as state_types
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxlib.mlir.dialects import stablehlo
 
 # The types of arrays outside of traced functions. `isinstance(x, jax.Array)` takes ten
@@ -243,6 +243,11 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     with inside_equation(eqn):
         results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def is_staged(x: Any) -> bool:
+    """Whether `x` is a value of a program that JAX writes down, as `jax.jit` does."""
+    return isinstance(x, partial_eval.DynamicJaxprTracer)
 
 
 def is_mutable(x: Any) -> bool:

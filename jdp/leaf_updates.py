@@ -49,7 +49,7 @@ class Place(NamedTuple):
                 return None
             own = entries[self.position]
             others = [*entries[: self.position], *entries[self.position + 1 :]]
-            is_made = _is_entry(own) and all(map(_is_empty, others))
+            is_made = _is_entry(own) and all(map(_is_nothing, others))
             return _Slot(entries) if is_made else None
 
         def is_made(tree: PyTree) -> bool:
@@ -94,11 +94,13 @@ def _is_entry(x: Any) -> bool:
     return jax.tree.structure(x) in _ENTRIES
 
 
-def _is_empty(x: Any) -> bool:
-    return not jax.tree.leaves(x)
+def _is_nothing(x: Any) -> bool:
+    # Nothing else without leaves: a chain of three has `EmptyState()` around a count.
+    return jax.tree.structure(x) in _NOTHINGS
 
 
 _ENTRIES = [jax.tree.structure(x) for x in (0, optax.MaskedNode())]
+_NOTHINGS = [jax.tree.structure(x) for x in ((), optax.MaskedNode())]
 
 
 class StateLayout(NamedTuple):
@@ -182,7 +184,7 @@ def find_layout(
 
 
 def _type_of(x: Any) -> Hashable:
-    return jnp.shape(x), jnp.result_type(x), compat.varying_axes(x)
+    return jax.typeof(x)  # Also whether it is weak.
 
 
 class LeafUpdate(NamedTuple):
@@ -218,25 +220,29 @@ def trace(
         return None
     pairs = list(zip(rows, layout.are_columns, strict=True))
     parts = [row if is_column else row[0] for row, is_column in pairs]
-    arrays, merge = update_arguments.split_arrays(trees)
+    grads, params = trees["updates"], trees["params"]
+    extra = {k: x for k, x in trees.items() if k not in ("updates", "params")}
+    arrays, merge = update_arguments.split_arrays(extra)
     made: list[Any] = []
 
-    def update(arrays: list[Any], parts: list[Any]) -> list[Any]:
-        arguments = merge(arrays)
-        grads, params = arguments.pop("updates"), arguments.pop("params")
-        found = inner.update(grads, layout.join(parts), params, **arguments)
+    def update(grads: Any, params: Any, arrays: list[Any], parts: list[Any]) -> Any:
+        found = inner.update(grads, layout.join(parts), params, **merge(arrays))
         made.append(jax.tree.structure(found))
         return jax.tree.leaves(found)
 
-    closed = jax.make_jaxpr(update)(arrays, parts)
+    arguments = grads, params, arrays, parts
+    try:
+        closed = jax.make_jaxpr(update)(*arguments)
+    except jax.errors.ConcretizationTypeError:
+        return None  # It looks at a value, which it may where nothing is traced.
     like = layout.params.unflatten(range(len(states))), layout.join(parts)
     if closed.effects or made[-1] != jax.tree.structure(like):
         return None
     program = flat_program.flatten(closed, _CALLS)
     values = program.constants | dict(
-        zip(program.inputs, jax.tree.leaves((arrays, parts)), strict=True)
+        zip(program.inputs, jax.tree.leaves(arguments), strict=True)
     )
-    owners = _owners(program, layout, trees, parts)
+    owners = dict(zip(program.inputs, _owners(layout, arguments, extra), strict=True))
     shared = [key for key, owner in owners.items() if owner == _EACH]
     own = [row for row, is_column in pairs if not is_column]
     indices = jax.tree.unflatten(made[-1], range(len(program.outputs)))
@@ -260,14 +266,12 @@ _ALL = -2  # owner of what is handed to all, as an extra argument.
 
 
 def _owners(
-    program: FlatProgram,
-    layout: StateLayout,
-    trees: dict[str, PyTree],
-    parts: Sequence[Any],
-) -> dict[int, int]:
-    """Returns, by key of an input, the index of the parameter whose it is."""
-    found = []
-    for _, tree in sorted(trees.items()):  # As `jax.tree` does.
+    layout: StateLayout, arguments: tuple[Any, ...], extra: dict[str, PyTree]
+) -> list[int]:
+    """Returns, for each leaf of the arguments, the index of the parameter it is of."""
+    grads, params, _, parts = arguments
+    found = [*range(len(jax.tree.leaves(grads))), *range(len(jax.tree.leaves(params)))]
+    for _, tree in sorted(extra.items()):  # As `jax.tree` does.
         is_cut = jax.tree.structure(tree) == layout.params
         found += [
             i if is_cut else _ALL
@@ -279,7 +283,7 @@ def _owners(
             found += [i for i, x in enumerate(part) for _ in jax.tree.leaves(x)]
         else:
             found.append(_EACH)
-    return dict(zip(program.inputs, found, strict=True))
+    return found
 
 
 class _Cut(NamedTuple):
@@ -302,7 +306,10 @@ class _Cut(NamedTuple):
                 equation.eqn, [read(atom) for atom in equation.inputs]
             )
             known.update(zip(equation.outputs, found, strict=True))
-        return [read(atom) for atom in self.outputs]
+        return [
+            jnp.asarray(atom.val) if is_literal(atom) else known[atom]
+            for atom in self.outputs
+        ]
 
 
 class _Cutting:
@@ -353,6 +360,10 @@ def _kind(eqn: Any) -> Hashable:
 
 
 def _hashable(x: Any) -> Hashable:
+    if isinstance(x, tuple):
+        return type(x), tuple(map(_hashable, x))
+    if isinstance(x, float | complex | np.generic):
+        return type(x), repr(x)  # 0.0 and -0.0 are equal.
     try:
         hash(x)
     except TypeError:

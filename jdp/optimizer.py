@@ -4,13 +4,13 @@ import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 from jax import lax
 
 from jdp import (
     buckets,
+    compat,
     grad_sync,
     leaf_updates,
     outer_transforms,
@@ -164,7 +164,8 @@ def skip_unused(
     as before: its update of the whole tree is traced, and cut into a program for each
     parameter. Where one of these would need others, as with the `cond` of
     `optax.MultiSteps`, `tx` runs once for each, on trees with `()` in place of all
-    others. What mixes parameters comes in front, as above, or goes around, as
+    others, where what goes by the position of a parameter in a list of all sees a list
+    of one. What mixes parameters comes in front, as above, or goes around, as
     `optax.apply_if_finite`; `update` refuses it inside. Only masks may come behind: an
     unused parameter gets an update of -0.0, which alone leaves a parameter of -0.0 as
     it is.
@@ -271,9 +272,12 @@ def _update_leaves(
     updates: list[LeafUpdate], flags: list[Any], states: list[PyTree]
 ) -> list[tuple[jax.Array, PyTree]]:
     """Returns the update and the new state of each parameter."""
-    is_traced = any(
-        isinstance(x, jax.core.Tracer)
-        for x in jax.tree.leaves((flags, [leaf.arguments for leaf in updates]))
+    # Elsewhere each call would compile anew.
+    is_staged = any(
+        map(
+            compat.is_staged,
+            jax.tree.leaves((flags, [leaf.arguments for leaf in updates])),
+        )
     )
     calls: dict[Any, Any] = {}
     results = []
@@ -299,7 +303,7 @@ def _update_leaves(
 
                 return _choose(decided[0] if decided else True, step, old)
 
-            calls[key] = jax.jit(leaf_update) if is_traced else leaf_update
+            calls[key] = jax.jit(leaf_update) if is_staged else leaf_update
         results.append(calls[key](decided, old, leaf.arguments))
     return results
 
@@ -365,13 +369,13 @@ def _no_update(aval: Any) -> jax.Array:
 
 def _or_nothing(flag: jax.Array, update: jax.Array) -> jax.Array:
     zero = lax.full_like(update, _negative_zero(update.dtype))
-    return lax.select(jnp.broadcast_to(flag, update.shape), update, zero)
+    return lax.select(flag, update, zero)
 
 
 def _select(flag: jax.Array, old: Any, new: Any) -> jax.Array:
     """Returns `new` if `flag`, else `old`, in the type of `old`."""
     new, old = _in_type_of(old, new), jnp.asarray(old)
-    return lax.select(jnp.broadcast_to(flag, old.shape), new, old)
+    return lax.select(flag, new, old)
 
 
 def _negative_zero(dtype: Any) -> complex:

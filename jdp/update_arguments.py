@@ -125,5 +125,5 @@ def split_arrays(
 
 
 def is_array(x: Any) -> bool:
-    """Whether an argument is an array, of JAX or of numpy."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+    """Whether an argument is an array, of JAX or of numpy; `np.bool_` is a flag."""
+    return isinstance(x, jax.Array | np.ndarray)

@@ -164,3 +164,88 @@ def test_what_a_scan_hands_on_and_a_gradient_through_an_update():
     expected = _run(optax.adam(0.1), num_steps=2)[0]["a"][0].sum()
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert np.isfinite(grad)
+
+
+def _count():
+    """A state that is one array, between two that are none."""
+    return optax.GradientTransformation(
+        lambda _: jnp.zeros([], jnp.int32), lambda g, n, p=None: (g, n + 1)
+    )
+
+
+@pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 1)])
+def test_a_chain_as_long_as_a_tuple_of_parameters_is_no_tree_of_them(around):
+    params = (jnp.ones(2), jnp.ones(3), jnp.ones(4))
+    tx = jdp.skip_unused(around(optax.chain(optax.clip(1.0), _count(), optax.sgd(1.0))))
+    updates, state = tx.update(params, tx.init(params), used=(True, True, False))
+    chex.assert_trees_all_equal(updates, (-params[0], -params[1], 0 * params[2]))
+    tx.update(params, state, used=(True, True, True))
+
+
+@pytest.mark.parametrize("flag", [True, np.bool_(True), np.int32(1)])
+def test_flags_and_numbers_of_numpy_stay_what_they_are(flag):
+    def update(updates, state, params=None, *, flip):
+        del params
+        return (jax.tree.map(jnp.negative, updates) if flip else updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = jdp.skip_unused(tx)
+    grads = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    used = {"a": True, "b": jnp.bool_(True)}
+    updates, _ = tx.update(grads, tx.init(grads), used=used, flip=flag)
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.negative, grads))
+
+
+def test_where_nothing_is_traced_an_optimizer_may_look_at_its_state():
+    def update(updates, count, params=None):
+        del params
+        rate = 1.0 if count == 0 else 2.0
+        return jax.tree.map(lambda g: rate * g, updates), count + 1
+
+    tx = jdp.skip_unused(optax.GradientTransformation(lambda _: 0, update))
+    grads = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    state = tx.init(grads)
+    for is_used in False, True:
+        used = {"a": True, "b": jnp.bool_(is_used)}
+        updates, state = tx.update(grads, state, used=used)
+    chex.assert_trees_all_equal(updates, {"a": 2 * jnp.ones(2), "b": jnp.ones(3)})
+
+
+def test_under_a_vmap_of_its_own_nothing_is_compiled_for_each_call():
+    tx = jdp.skip_unused(optax.sgd(0.1))
+    grads = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 4))}
+    used = {"a": jnp.ones(3, bool), "b": jnp.zeros(3, bool)}
+    state = jax.vmap(tx.init)(grads)
+
+    def step():
+        return jax.vmap(lambda g, s, u: tx.update(g, s, used=u))(grads, state, used)
+
+    step()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event)
+    )
+    try:
+        updates, _ = step()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [event for event in compiled if "backend_compile" in event]
+    chex.assert_trees_all_close(updates["a"], -0.1 * grads["a"])
+    chex.assert_trees_all_equal(updates["b"], 0 * grads["b"])
+
+
+def test_a_state_of_another_type_of_one_parameter_stays_its_own():
+    """A weak type of the first would change what the others compute with."""
+    tx = optax.GradientTransformation(
+        lambda _: jnp.float32(0.1),
+        lambda g, rate, p=None: (jax.tree.map(lambda x: -rate * x, g), rate),
+    )
+    tx = jdp.skip_unused(tx)
+    grads = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.full(2, 1.305, jnp.bfloat16)}
+    state = tx.init(grads)
+    used = {"a": True, "b": True}
+    expected, _ = tx.update(grads, state, used=used)
+    state.leaf_states["['a']"] = 0.1
+    updates, _ = tx.update(grads, state, used=used)
+    chex.assert_trees_all_equal(updates["b"], expected["b"])
+    assert updates["b"].dtype == expected["b"].dtype
