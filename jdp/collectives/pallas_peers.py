@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jdp import compat, compat_kernels, mesh
+from jdp import compat_kernels, mesh
 from jdp.types import AxisName
 
 WARPGROUP = 128  # threads.
@@ -165,7 +165,7 @@ class RemotePeers(Peers):
     def load(self, ref: Ref, peer: Rank, offset: Rank) -> jax.Array:
         """Loads over NVLink."""
         t = self.tiling
-        return compat.load_from_peer(
+        return compat_kernels.load_from_peer(
             ref.at[pl.ds(offset, t.tile)], self._device(peer), t.layout, t.vector
         )
 
