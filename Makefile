@@ -6,12 +6,13 @@ LATEST := .venv-latest
 PTX := .venv-ptx
 TODAY := $(shell date +%F)
 
-.PHONY: help demo test check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench sweep soak two-hosts faults clean
+.PHONY: help demo test test-all check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench sweep soak two-hosts faults clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         train on handwritten digits in two processes"
-	@echo "make test         the test suite"
+	@echo "make test         the test suite, but for what takes long and breaks rarely"
+	@echo "make test-all     all of it"
 	@echo "make check        ruff and pyright"
 	@echo "make test-latest  the suite under the newest Python here, with the newest jax"
 	@echo "make test-kernels every GPU kernel, interpreted on the CPU with races found"
@@ -27,8 +28,12 @@ help:
 demo: $(VENV)/.examples
 	$(BIN)/jdp launch -n 2 examples/digits.py
 
+IN_TURNS := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(IN_TURNS)
+
+test-all: test
+	$(BIN)/python -m pytest $(IN_TURNS) -m slow
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -43,7 +48,7 @@ test-latest:
 	echo "test-latest: $$($$python --version)"; \
 	$(MAKE) --no-print-directory $(LATEST)/.test LATEST_PYTHON="$$python" && \
 	$(LATEST)/bin/python -c "import jax; print('jax', jax.__version__)" && \
-	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(LATEST)/bin/python -m pytest $(IN_TURNS) -m 'not kernels and not ptx and not gpu'
 
 test-kernels: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist load -m kernels

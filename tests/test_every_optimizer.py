@@ -137,7 +137,12 @@ IN_PIECES_TOO = ("sgd", "adafactor", "lamb", "inject_hyperparams", "multi_transf
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if case.refused_by_all is None]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_PIECES_TOO else [pytest.mark.slow])
+        for name, case in CASES.items()
+        if case.refused_by_all is None
+    ],
 )
 def test_it_steps_as_on_one_device(name):
     case = CASES[name]

@@ -102,6 +102,7 @@ def test_the_example_by_name_of_the_readme_runs(tmp_path):
     assert all(f"rank {rank}: the average is 0.5" in out for rank in (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_blocks_of_the_page_on_names_make_a_script(tmp_path, num_processes):
     text = (harness.ROOT / "docs/eager.md").read_text()
@@ -115,6 +116,7 @@ def test_the_blocks_of_the_page_on_names_make_a_script(tmp_path, num_processes):
         assert f"rank {rank} is done" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "most"),
     [
@@ -134,6 +136,7 @@ def test_the_example_of_a_page_runs(tmp_path, page, most):
     assert float(loss) < most
 
 
+@pytest.mark.slow
 def test_power_sgd_sends_a_quarter():
     options = ("--hooks", "power_sgd", "--epochs", 2)
     code, out, err = _launch(2, "examples/power_sgd.py", *options)
@@ -143,6 +146,7 @@ def test_power_sgd_sends_a_quarter():
     assert float(row[1]) > 80
 
 
+@pytest.mark.slow
 def test_zero1_goes_on_with_another_number_of_replicas(tmp_path):
     options = ("--steps", 40, "--checkpoint", tmp_path)
     held = []
@@ -157,6 +161,7 @@ def test_zero1_goes_on_with_another_number_of_replicas(tmp_path):
     assert held[1] == pytest.approx(2 * held[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_diloco_learns_beside_plain_training():
     # 3 replicas: they do not divide the held-out samples.
     options = ["--steps", 60, "--period", 20, "--batch-size", 513]
@@ -199,6 +204,7 @@ def test_the_newest_python_is_one_that_runs(tmp_path):
     assert _newest(tmp_path, "3", "12")[1] == found
 
 
+@pytest.mark.slow
 def test_unused_branch_counts_the_steps_of_each_head():
     code, out, err = _launch(2, "examples/unused_branch.py", "--steps", 400)
     assert code == 0, err
@@ -218,6 +224,7 @@ def test_unused_branch_counts_the_steps_of_each_head():
     assert np.all(abs(found - expected) < 5 * deviations)
 
 
+@pytest.mark.slow
 def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
     code, out, err = _launch(2, "examples/accumulation.py")
     assert code == 0, err
@@ -230,6 +237,7 @@ def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
     assert float(accuracy) > 95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_uneven_inputs_are_those_of_one_process(num_processes):
     epochs = {2: 6, 3: 10}[num_processes]
@@ -247,6 +255,7 @@ def test_uneven_inputs_are_those_of_one_process(num_processes):
     assert found["drop"][0] < 1500 < found["pad"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_eager_trains_by_name_with_uneven_data(num_processes):
     code, out, err = _launch(num_processes, "examples/eager.py", "--epochs", 4)
@@ -266,6 +275,7 @@ def test_eager_trains_by_name_with_uneven_data(num_processes):
         assert float(accuracy) == pytest.approx(100 * total / 297, abs=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_compiled_step_runs_among_names(num_processes):
     options = ("--steps", 60)
@@ -278,6 +288,7 @@ def test_a_compiled_step_runs_among_names(num_processes):
     assert float(loss) < 1.0 < np.log(10)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_on_parameter_servers_runs(tmp_path):
     text = (harness.ROOT / "docs/parameter_server.md").read_text()
     path = tmp_path / "page.py"
@@ -289,6 +300,7 @@ def test_the_example_of_the_page_on_parameter_servers_runs(tmp_path):
     assert all(float(loss) < 0.01 for loss, _ in found)
 
 
+@pytest.mark.slow
 def test_parameter_servers_train_with_a_slow_worker():
     options = ("--mode", "bounded", "--epochs", 4, "--slow-s", 0.001)
     roles = ("--servers", 2, "--workers", 2, "--json")
@@ -302,6 +314,7 @@ def test_parameter_servers_train_with_a_slow_worker():
     assert '"updates": 368, ' in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example,arguments,message",
     [
@@ -348,6 +361,7 @@ def test_accumulation_names_a_batch_size_that_does_not_divide():
     assert "--batch-size must be a multiple of the 2 replicas" in err
 
 
+@pytest.mark.slow
 def test_all_reduces_reach_the_same_loss():
     options = ("--steps", 5, "--width", 64, "--explain")
     code, out, err = _launch(2, "examples/all_reduces.py", *options)

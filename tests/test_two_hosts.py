@@ -5,6 +5,8 @@ import pytest
 from tests import two_hosts
 from tests.two_hosts_program import WAYS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def _can_be_made():

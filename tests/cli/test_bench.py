@@ -15,7 +15,7 @@ from jdp.cli.bench import channel, collectives, overlap, step
 from jdp.collectives import Links, predict
 from tests import harness
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 JAX_SYSTEMS = {
     "jdp",
     "jdp, find_unused",

@@ -14,6 +14,8 @@ from jdp.cli.bench import channel, compared
 from jdp.cli.bench.driver import Turn
 from tests import harness
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--blocks", "2", "--width", "64", "--batch", "4", "--rounds", "2")
 
 

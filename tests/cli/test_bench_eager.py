@@ -13,6 +13,8 @@ from jdp.cli import main
 from jdp.cli.bench import eager
 from tests import harness
 
+pytestmark = pytest.mark.slow
+
 TORCH = "torch gloo"
 
 

@@ -11,6 +11,8 @@ from jdp import collectives
 from tests import harness
 from tests.transforms import AXIS, transforms_compiled_fast
 
+pytestmark = pytest.mark.slow
+
 REFERENCE = np.load(harness.REFERENCE / "horovod_adasum.npz")
 CASES = sorted(k.removesuffix(".in") for k in REFERENCE.files if k.endswith(".in"))
 

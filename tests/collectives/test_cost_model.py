@@ -14,6 +14,8 @@ from jdp import collectives
 from jdp.collectives import Links, Node
 from jdp.collectives.cost_model import ALGORITHMS, Work, predict
 
+pytestmark = pytest.mark.slow
+
 LINKS = Links(latency_s=1e-5, bandwidth_bytes_per_s=1e9, compute_s_per_byte=1e-10)
 FLAT = [name for name in ALGORITHMS if name != "hierarchical"]
 IN_CHUNKS = ("ring", "bidirectional_ring", "halving_doubling", "butterfly", "chain")

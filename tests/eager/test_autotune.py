@@ -10,6 +10,8 @@ import pytest
 
 from jdp.eager.autotune import AutotuneOptions, Autotuner, Tunable
 
+pytestmark = pytest.mark.slow
+
 # As few samples as the search can do with.
 QUICK = {"warmup_samples": 1, "steps_per_sample": 2, "max_samples": 12, "noise": 0.3}
 SWITCHES = ("cache_enabled", "hierarchical_all_reduce", "hierarchical_all_gather")

@@ -14,6 +14,8 @@ import jdp
 from jdp import hooks, per_replica
 from tests import harness
 
+pytestmark = pytest.mark.slow
+
 STATELESS = {
     "int8": hooks.int8(),
     "cast": hooks.cast(jnp.bfloat16),
