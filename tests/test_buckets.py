@@ -1,5 +1,6 @@
 import json
 import re
+import time
 
 import chex
 import hypothesis
@@ -204,5 +205,6 @@ def test_prng_keys_and_other_objects_are_refused_by_path():
 def test_a_plan_for_10000_leaves_is_not_slow():
     # The figure of `jdp bench overhead` is 15 ms; this only catches a change of order.
     tree = [jax.ShapeDtypeStruct((i % 7,), np.float32) for i in range(10_000)]
-    _, seconds = harness.error_text(lambda: buckets.plan_buckets(tree))
-    assert seconds < 0.5
+    start_s = time.process_time()  # Not of other processes.
+    buckets.plan_buckets(tree)
+    assert time.process_time() - start_s < 0.5

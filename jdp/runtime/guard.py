@@ -198,6 +198,14 @@ def describe(pid: int) -> Process | None:
     return None if stat is None else Process(pid, stat.start)
 
 
+def group_of(process: Process) -> int | None:
+    """Returns the process group of a process; None if there is none any more."""
+    try:
+        return os.getpgid(process.pid)
+    except OSError:
+        return None
+
+
 def signal_processes(processes: Iterable[Process], signum: int) -> None:
     """Sends `signum` to each process that is still the one that was found."""
     for process in processes:

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 from jdp.runtime import endings, guard, guarding, launcher_link, output, worker
 from jdp.runtime.endings import Exit, StopState
+from jdp.runtime.exit_order import ExitOrder
 
 BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
 _TICK_S = 0.05
@@ -100,6 +101,7 @@ class Supervisor:
         self._forwarder = forwarder
         self._grace_s = grace_s
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._exits = ExitOrder()
         self._state = StopState()
         self._signals: list[int] = []
         self._held: list[Exit] = []  # not yet observed.
@@ -133,6 +135,7 @@ class Supervisor:
                 self._forwarder.close()
                 self._flush()
                 self._failures.close()
+                self._exits.close()
         return self._state.exit_code
 
     def _start(self, process_id: int) -> None:
@@ -160,6 +163,7 @@ class Supervisor:
             os.close(stdout_fd)
             os.close(stderr_fd)
         self._running[process_id] = process
+        self._exits.add(process_id, process.pid)
         self._kin.add(process.pid)
 
     def _wait_for_workers(self) -> None:
@@ -181,8 +185,9 @@ class Supervisor:
 
     def _observe(self) -> None:
         """Collects what has happened, and does what follows from it."""
-        for process_id, process in list(self._running.items()):
-            if process.poll() is not None:
+        for process_id in dict.fromkeys([*self._exits.take(), *self._running]):
+            process = self._running.get(process_id)
+            if process is not None and process.poll() is not None:
                 del self._running[process_id]
                 self._take_end(Exit(process_id, process.returncode))
         self._check_guard()
@@ -335,7 +340,7 @@ class Supervisor:
         others = [
             process
             for process in self._kin.find()
-            if _group_of(process) not in groups and not process.is_of_inner_job
+            if guard.group_of(process) not in groups and not process.is_of_inner_job
         ]
         guard.signal_processes(others, signum)
 
@@ -469,10 +474,3 @@ class Supervisor:
             signal.set_wakeup_fd(old_fd)
             os.close(wake_fd)
             os.close(write_fd)
-
-
-def _group_of(process: guard.Process) -> int | None:
-    try:
-        return os.getpgid(process.pid)
-    except OSError:
-        return None
