@@ -397,6 +397,8 @@ class Coordinator:
             return -1
         if ready.name.startswith(UNNAMED):  # It will not come again.
             return -1
+        if ready.process_set not in self._names.members:  # Removed in the same turn.
+            return -1
         spec = decode_spec(ready.spec)
         key = fusion.key_of(ready.process_set, spec)
         item = Item(key, fusion.num_bytes_of(spec, ready.locals))

@@ -389,6 +389,28 @@ def test_a_group_whose_process_set_goes_with_it_fails():
     assert not job.coordinator.has_waiting
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_ready_in_the_turn_in_which_its_process_set_goes_breaks_nothing(
+    is_first,
+):
+    job = Job(2, sets={1: (0, 1)})
+    both = [
+        all_reduce("x", process_set=1),
+        Request("r", encode_spec(Spec("remove_process_set", shape=(1,)))),
+    ]
+    for rank in range(2):
+        job.submit(rank, *(both if is_first else both[::-1]))
+    job.settle()
+    for executed in job.executed:
+        errors = {name: error for _, names, error in executed for name in names}
+        assert not errors["r"] and is_first == (not errors["x"])
+    assert not job.coordinator.has_waiting
+    for rank in range(2):
+        job.submit(rank, all_reduce("y"))
+    job.settle()
+    assert [each[-1] for each in job.executed] == [(0, ("y",), "")] * 2
+
+
 def request_of(request, process_set):
     return Request(request.name, request.spec, process_set)
 
