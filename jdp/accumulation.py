@@ -115,7 +115,6 @@ def accumulate_gradients(
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
-        mesh.axis_size(axis_name)
         mesh.axis_size(axis_name)  # It raises, if the axis is not bound.
         of_params, params, batches = arguments.pick(loss_fn, argnums, args)
         num_samples = _num_samples(batches, num_micro_batches)

@@ -32,7 +32,7 @@ _KEY = "jdp/lifeline"  # in the store: where process 0 listens.
 _CHECK_PERIOD_S = 0.1
 _MEET_TIMEOUT_S = 10.0
 _LINGER_S = 0.7  # of process 0, whose end lets JAX abort the others.
-_LEAVING_S = 5.0  # the same, for those that are at their end.
+LEAVING_S = 5.0  # the same, for those that are at their end.
 _STILL_RUNS_S = 60.0
 _WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
 _logger = logging.getLogger("jdp")
@@ -297,7 +297,7 @@ class _Lifeline:
 
     def _end_when_others_have(self, since_s: float) -> float | None:
         least_s = _LINGER_S if self._own == 0 else 0.0
-        limit_s = _LEAVING_S if self.is_needed_by_others() else least_s
+        limit_s = LEAVING_S if self.is_needed_by_others() else least_s
         if time.monotonic() - since_s < limit_s:
             return _CHECK_PERIOD_S
         if self._waits_at_end and not self._end_is_known.is_set():

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from jdp.runtime import forks, lifeline, worker
 
 _FAILED_ENDS_S = 1.5  # of threads and exit handlers; then the others begin to end.
-_LEAVING_S = 5.0  # of others that are at their end, and that JAX would abort.
 
 
 class _Own:
@@ -62,7 +61,7 @@ def _end_if_failed() -> None:
     error = _find_uncaught()
     if error is None:
         return
-    until_s = time.monotonic() + _LEAVING_S
+    until_s = time.monotonic() + lifeline.LEAVING_S
     while lifeline.is_needed_by_others() and time.monotonic() < until_s:
         time.sleep(0.02)
     logging.shutdown()
