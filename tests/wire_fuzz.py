@@ -245,9 +245,9 @@ def fuzz_star(num_messages: int, *, seed: int) -> int:
                 center = None
             continue
         body = mangle(rng, good)[: 1 << 14]
-        context = f"member {member._num_sent}"
+        topic = f"member {member._num_sent}"
         assert member._session is not None
-        sealed = job_key.sign(member._session, context, body)
+        sealed = job_key.sign(member._session, topic, body)
         line = star_codec._LENGTH.pack(len(sealed)) + sealed
         if rng.random() < 0.3:
             line = mutate(rng, line)

@@ -293,8 +293,8 @@ def _pick(world, pick, *args, **options):
 def test_gpus_take_the_custom_kernel(monkeypatch, world, buffer, op, algorithm, reason):
     _on_gpus(monkeypatch)
     said = []
-    auto = collectives.AutoAllReduce(explain=said.append)
-    picked = _pick(world, auto.pick, buffer, op=op)
+    all_reduce = collectives.AutoAllReduce(explain=said.append)
+    picked = _pick(world, all_reduce.pick, buffer, op=op)
     if algorithm is not None:
         assert picked == collectives.PallasAllReduce(algorithm) and not said
     else:
@@ -309,7 +309,7 @@ def test_thresholds_are_those_of_the_user(monkeypatch, world):
         num_replicas=4, one_stage_below=8, multimem_from=100, max_bytes=200
     )
     thresholds = collectives.Thresholds(limits=(limits,), source="here")
-    auto = collectives.AutoAllReduce(thresholds)
+    all_reduce = collectives.AutoAllReduce(thresholds)
     for buffer, algorithm in (
         (_buffer(1), "one_stage"),
         (_buffer(24), "two_stage"),
@@ -317,15 +317,15 @@ def test_thresholds_are_those_of_the_user(monkeypatch, world):
         (_buffer(50, np.float16), "two_stage"),  # The switch adds float32 alone.
     ):
         expected = collectives.PallasAllReduce(algorithm, thresholds)
-        assert _pick(world, auto.pick, buffer) == expected
-    assert _pick(world, auto.pick, _buffer(51)) == collectives.psum_all_reduce
+        assert _pick(world, all_reduce.pick, buffer) == expected
+    assert _pick(world, all_reduce.pick, _buffer(51)) == collectives.psum_all_reduce
 
 
 def test_a_kernel_that_was_tried_in_vain_is_not_taken(monkeypatch, world):
     _on_gpus(monkeypatch, kernel_fails="it does not compile")
     said = []
-    auto = collectives.AutoAllReduce(explain=said.append)
-    assert _pick(world, auto.pick, _buffer(10)) == collectives.psum_all_reduce
+    all_reduce = collectives.AutoAllReduce(explain=said.append)
+    assert _pick(world, all_reduce.pick, _buffer(10)) == collectives.psum_all_reduce
     assert "it does not compile" in said[0]
 
 
@@ -339,9 +339,9 @@ def test_auto_trains_where_the_kernel_cannot_run(monkeypatch, caplog):
     monkeypatch.setattr(measurement, "fit_links", fit)
     said = []
     caplog.set_level("INFO", "jdp")
-    auto = collectives.AutoAllReduce(explain=said.append)
+    all_reduce = collectives.AutoAllReduce(explain=said.append)
     run = jax.shard_map(
-        lambda g: jdp.sync_gradients({"a": g[0]}, all_reduce=auto),
+        lambda g: jdp.sync_gradients({"a": g[0]}, all_reduce=all_reduce),
         mesh=world.mesh,
         in_specs=P("data"),
         out_specs=P(),
