@@ -12,13 +12,14 @@ from jax import lax
 
 from jdp import (
     arguments,
-    buckets,
     compat,
     differentiation,
     grad_sync,
     gradient_noise,
     mesh,
     reduction,
+    tree_paths,
+    types,
     usage_flags,
     weights,
 )
@@ -101,17 +102,15 @@ def accumulate_gradients(
         mean, such as a PRNG key.
     """
     arguments.check_loss(loss_fn)
-    arguments.check_flags(
+    types.check_flags(
         has_aux=has_aux,
         find_unused=find_unused,
         allow_int=allow_int,
         find_norms=find_norms,
     )
-    num_micro_batches = arguments.as_count(
-        num_micro_batches, "num_micro_batches", least=1
-    )
+    num_micro_batches = types.as_count(num_micro_batches, "num_micro_batches", least=1)
     if dtype is not None:
-        dtype = arguments.as_floating(dtype, "dtype")
+        dtype = types.as_floating(dtype, "dtype")
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
@@ -232,7 +231,7 @@ def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
     sizes = {
         path: jnp.shape(leaf)[0] if jnp.ndim(leaf) else None
         for path, leaf in zip(
-            buckets.leaf_paths(batches), jax.tree.leaves(batches), strict=True
+            tree_paths.leaf_paths(batches), jax.tree.leaves(batches), strict=True
         )
     }
     if not sizes:

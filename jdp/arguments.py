@@ -1,12 +1,9 @@
 """Arguments: which arguments of a loss are its parameters, and what a number is."""
 
 import functools
-import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import jax.numpy as jnp
 
 from jdp.types import PyTree
 
@@ -59,66 +56,6 @@ def check_loss(loss_fn: Any) -> None:
             f"{type(loss_fn).__name__}. Pass the function, not what it returns; its "
             "arguments go to the function that comes back."
         )
-
-
-def check_flags(**flags: Any) -> None:
-    """Raises TypeError for an option that is neither True nor False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"`{name}` must be True or False, got {value!r}.")
-
-
-def as_count(value: Any, name: str, *, least: int) -> int:
-    """Returns an option that counts something.
-
-    Args:
-      value: what was given.
-      name: of the option.
-      least: the smallest that makes sense.
-
-    Raises:
-      TypeError: it is no integer.
-      ValueError: it is below `least`.
-    """
-    count = as_integer(value, name)
-    if count < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {count}.")
-    return count
-
-
-def as_integer(value: Any, name: str) -> int:
-    """Returns an option that is an integer, or raises TypeError."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"`{name}` must be an integer, got {value!r}.")
-
-
-def check_number(value: Any, name: str) -> None:
-    """Raises TypeError if an option is no real number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"`{name}` must be a number, got {value!r}.")
-
-
-def as_floating(dtype: Any, name: str) -> Any:
-    """Returns an option that is a floating dtype.
-
-    Raises:
-      TypeError: it is none.
-    """
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(
-            f"`{name}` must be a floating dtype, got "
-            f"{repr(dtype) if found is None else found}. Pass one such as "
-            "`jnp.bfloat16`."
-        )
-    return found
 
 
 def _places(argnums: int | Sequence[int], count: int) -> list[int]:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import arguments, compat
+from jdp import compat, types
+from jdp.tree_paths import first_difference, leaf_paths
 from jdp.types import PyTree
 
 # The defaults of torch's DistributedDataParallel (reducer.hpp): a small first bucket,
@@ -153,8 +154,8 @@ def plan_buckets(
       TypeError: a leaf is neither an array nor a number, or is a PRNG key; or a size is
         no number.
     """
-    arguments.check_number(bucket_bytes, "bucket_bytes")
-    arguments.check_number(first_bucket_bytes, "first_bucket_bytes")
+    types.check_number(bucket_bytes, "bucket_bytes")
+    types.check_number(first_bucket_bytes, "first_bucket_bytes")
     if bucket_bytes < 0 or first_bucket_bytes < 0:
         raise ValueError(
             "`bucket_bytes` and `first_bucket_bytes` must be at least 0, got "
@@ -291,40 +292,6 @@ def check_fits(plan: BucketPlan, tree: PyTree) -> list:
                 f"{spec}. Call `plan_buckets` again when parameters change."
             )
     return leaves
-
-
-def leaf_paths(tree: PyTree) -> list[str]:
-    """Path of each leaf of `tree`, as `jax.tree_util.keystr` writes it.
-
-    A tree that is a leaf itself has the path "(root)".
-    """
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path) or "(root)" for path, _ in flat]
-
-
-def check_same_structure(tree: PyTree, name: str, other: PyTree, other_name: str):
-    """Raises ValueError, naming a path, if two trees differ in structure."""
-    found, expected = jax.tree.structure(tree), jax.tree.structure(other)
-    if found == expected:
-        return
-    difference = first_difference(leaf_paths(tree), leaf_paths(other), name, other_name)
-    raise ValueError(
-        f"{name} does not have the structure of {other_name}.\n{difference}"
-        f"  {name}: {found}\n  {other_name}: {expected}"
-    )
-
-
-def first_difference(a: list[str], b: list[str], a_name: str, b_name: str) -> str:
-    """Returns a line that names the first of two lists of paths that differs."""
-    # What the longer one has more is named below.
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            return (
-                f"The first path that differs: `{x}` in {a_name}, `{y}` in {b_name}.\n"
-            )
-    longer, name = (a, a_name) if len(a) > len(b) else (b, b_name)
-    extra = longer[min(len(a), len(b)) :]
-    return f"`{extra[0]}` is only in {name}.\n" if extra else ""
 
 
 def _assign(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import arguments, mesh, reduction, weights
+from jdp import mesh, reduction, types, weights
 from jdp.collectives import base
 from jdp.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
@@ -94,7 +94,7 @@ def broadcast_from(
 
 def _check_source(source: int, axis_name: AxisName) -> int:
     size = mesh.axis_size(axis_name)
-    if not 0 <= arguments.as_integer(source, "source") < size:
+    if not 0 <= types.as_integer(source, "source") < size:
         raise ValueError(
             f"`source` must be one of the {size} replicas, from 0 to {size - 1}, got "
             f"{source}."

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp import agreement, buckets, captured, differences, per_replica, wire
+from jdp import agreement, captured, differences, per_replica, tree_paths, wire
 from jdp.captured import Found
 from jdp.mesh import World
 from jdp.types import PyTree
@@ -97,7 +97,7 @@ def compare_values(
     if difference.process < 0:
         return
     process, leaf = difference.process, difference.index
-    path = buckets.leaf_paths(tree)[leaf]
+    path = tree_paths.leaf_paths(tree)[leaf]
     raise RuntimeError(
         f"`{path if name == 'tree' else name + path}` differs between the replicas: "
         + _name_element(world, topic, arrays[leaf], process)
@@ -321,7 +321,7 @@ def _local_copy(world: World, tree: PyTree, index: int, leaf: Any) -> np.ndarray
     if not isinstance(leaf, jax.Array):
         # A Python number has the dtype that JAX gives it, as in `describe_leaves`.
         return np.asarray(leaf) if hasattr(leaf, "dtype") else host_copy(leaf)
-    path = buckets.leaf_paths(tree)[index]
+    path = tree_paths.leaf_paths(tree)[index]
     if not leaf.is_fully_replicated:
         raise ValueError(
             f"`{path}` is split over the replicas ({leaf.sharding}); only what every "

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, mesh, per_replica, reduction, weights
+from jdp import buckets, mesh, per_replica, reduction, tree_paths, weights
 from jdp.buckets import BucketAval, BucketPlan, LeafSpec
 from jdp.hooks import base
 from jdp.hooks.base import CommHook, Wire
@@ -165,9 +165,9 @@ def _check_state(
             f"The hook `{hook.name}` has a state, and `hook_state` is missing. Keep "
             "`jdp.hooks.init_state(hook, params)` in the train state, and pass it."
         )
-    wanted, found = (buckets.leaf_paths(x) for x in (expected, hook_state))
+    wanted, found = (tree_paths.leaf_paths(x) for x in (expected, hook_state))
     if wanted != found:
-        difference = buckets.first_difference(
+        difference = tree_paths.first_difference(
             wanted, found, "that of the hook", "`hook_state`"
         )
         raise ValueError(
@@ -230,7 +230,7 @@ def _check_same_state(hook: CommHook, before: PyTree, after: PyTree) -> None:
         {
             path: (jnp.shape(x), x.dtype if hasattr(x, "dtype") else type(x))
             for path, x in zip(
-                buckets.leaf_paths(tree), jax.tree.leaves(tree), strict=True
+                tree_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True
             )
         }
         for tree in (before, after)

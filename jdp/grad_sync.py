@@ -14,6 +14,7 @@ from jdp import (
     mesh,
     recording,
     reduction,
+    types,
     usage_flags,
     weights,
 )
@@ -98,7 +99,7 @@ def sync_gradients(
         `weight` is not a real number, `plan` is no plan, `hook` is no hook, or
         `find_norms` no bool.
     """
-    arguments.check_flags(find_norms=find_norms)
+    types.check_flags(find_norms=find_norms)
     options = reduction.make_options(axis_name, plan, packing, all_reduce, hook)
     weighting = weights.resolve(weight, divide_by)
     samples = gradient_noise.count_samples(weight, weighting) if find_norms else None
@@ -183,7 +184,7 @@ def local_gradients(
       TypeError: `loss_fn` is no function, or an option no bool.
     """
     arguments.check_loss(loss_fn)
-    arguments.check_flags(has_aux=has_aux, find_unused=find_unused, allow_int=allow_int)
+    types.check_flags(has_aux=has_aux, find_unused=find_unused, allow_int=allow_int)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         of_params, params, rest = arguments.pick(loss_fn, argnums, args)
@@ -278,7 +279,7 @@ def value_and_grad(
       gradient.
     """
     arguments.check_loss(loss_fn)
-    arguments.check_flags(
+    types.check_flags(
         has_aux=has_aux,
         find_unused=find_unused,
         allow_int=allow_int,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp import arguments, mesh, weights
+from jdp import mesh, types, weights
 from jdp.types import AxisName, PyTree
 from jdp.weights import Weighting
 
@@ -82,7 +82,7 @@ def noise_scale(*, decay: float = 0.99) -> NoiseScale:
       TypeError: `decay` is no number.
       ValueError: `decay` is out of range.
     """
-    arguments.check_number(decay, "decay")
+    types.check_number(decay, "decay")
     if not 0 <= decay < 1:
         raise ValueError(f"`decay` must be at least 0 and less than 1, got {decay}.")
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, per_replica, weights
+from jdp import per_replica, tree_paths, weights
 from jdp.types import PyTree
 
 
@@ -62,7 +62,7 @@ class MicroMetrics:
         leaves, self._treedef = jax.tree.flatten(metrics)
         shapes = [jnp.shape(x) for x in leaves]
         if not self._paths:
-            self._paths = ["loss", *buckets.leaf_paths(metrics[1])]
+            self._paths = ["loss", *tree_paths.leaf_paths(metrics[1])]
             self._shapes = shapes
             self._are_rows = self._find_rows(metrics, size)
         for i, x in enumerate(leaves):

@@ -19,6 +19,7 @@ from jdp import (
     grad_sync,
     mesh,
     reduction,
+    tree_paths,
     weights,
 )
 from jdp.backward.loss import LossProgram, trace_loss
@@ -225,7 +226,7 @@ def _check_same(params: PyTree, axis_name: AxisName) -> PyTree:
     if mesh.tracked_axes(axis_name):
         return params  # They may be so behind a cast, as `jdp.value_and_grad` does it.
     names = mesh.as_axis_names(axis_name)
-    paths = buckets.leaf_paths(params)
+    paths = tree_paths.leaf_paths(params)
     leaves, treedef = jax.tree.flatten(params)
     for i, x in enumerate(leaves):
         if isinstance(x, jax.core.Tracer):

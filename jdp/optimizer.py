@@ -9,12 +9,12 @@ import optax
 from jax import lax
 
 from jdp import (
-    buckets,
     compat,
     grad_sync,
     leaf_updates,
     outer_transforms,
     reduction,
+    tree_paths,
     update_arguments,
     usage_flags,
     weights,
@@ -339,7 +339,7 @@ def _update_alone(
 
 def _names(tree: PyTree) -> list[str]:
     # `flax.nnx.Optimizer` calls `init` with variables and `update` with their values.
-    paths = buckets.leaf_paths(tree)
+    paths = tree_paths.leaf_paths(tree)
     return [path.removesuffix(".value") or "(root)" for path in paths]
 
 
@@ -428,7 +428,7 @@ def _check_structures(
     updates: PyTree, state: SkipUnusedState, params: PyTree | None
 ) -> None:
     if params is not None:
-        buckets.check_same_structure(params, "`params`", updates, "the gradients")
+        tree_paths.check_same_structure(params, "`params`", updates, "the gradients")
     names = dict.fromkeys(_names(updates))
     added = [name for name in names if name not in state.leaf_states]
     removed = [name for name in state.leaf_states if name not in names]
@@ -465,7 +465,7 @@ def _check_separable(
     owners = [*leaf_bits, *[0] * (len(results) - num_leaves)]
     for bits, owner in zip(results, owners, strict=True):
         if (bits | owner).bit_count() > 1:
-            paths = buckets.leaf_paths(updates)
+            paths = tree_paths.leaf_paths(updates)
             mixed = bits | owner
             a, b = [path for i, path in enumerate(paths) if mixed >> i & 1][:2]
             raise ValueError(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdp import buckets
+from jdp import tree_paths
 from jdp.types import PyTree
 
 
@@ -122,7 +122,7 @@ def outline(tree: PyTree) -> Outline:
         jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
         for x in leaves
     ]
-    return Outline(treedef, buckets.leaf_paths(tree), are_own(tree), avals)
+    return Outline(treedef, tree_paths.leaf_paths(tree), are_own(tree), avals)
 
 
 def map_parts(

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, compat, mesh, per_replica, replicas
+from jdp import compat, mesh, per_replica, replicas, tree_paths
 from jdp.flat_state import Finder, FlatState, Structure, Structures
 from jdp.mesh import World
 from jdp.types import PyTree
@@ -254,7 +254,7 @@ class StatePlacer:
         """The text by which processes in other parts of the program are told apart."""
         if self._is_new_structure(state):
             return f"placement of the state of the step `{self._name}`"
-        path = buckets.leaf_paths(state)[shared[0]] or "(root)"
+        path = tree_paths.leaf_paths(state)[shared[0]] or "(root)"
         more = f" and {len(shared) - 1} more leaves" if len(shared) > 1 else ""
         return (
             f"placement of the state's leaf `{path}`{more}, not yet on the replicas, "

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp import agreement, buckets, comparison, differences, mesh, per_replica
+from jdp import (
+    agreement,
+    comparison,
+    differences,
+    mesh,
+    per_replica,
+    tree_paths,
+)
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -237,7 +244,7 @@ def _find_place(world: World, tree: PyTree, index: int, leaf: Any) -> str:
     if leaf.sharding.device_set == set(world.mesh.devices.flat):
         return _SPREAD
     raise ValueError(
-        f"`{buckets.leaf_paths(tree)[index]}` lies on devices of several processes "
+        f"`{tree_paths.leaf_paths(tree)[index]}` lies on devices of several processes "
         f"that are not those of the replicas ({leaf.sharding}). Pass host arrays, or "
         "arrays of this process' devices."
     )
@@ -259,16 +266,16 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
         return leaf
     if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != world.num_replicas:
         raise ValueError(
-            f"`{buckets.leaf_paths(tree)[index]}` is of a `jdp.PerReplica`, so outside "
-            f"of a step its first dimension must be {world.num_replicas}, one row for "
-            f"each replica, got shape {jnp.shape(leaf)}."
+            f"`{tree_paths.leaf_paths(tree)[index]}` is of a `jdp.PerReplica`, so "
+            f"outside of a step its first dimension must be {world.num_replicas}, one "
+            f"row for each replica, got shape {jnp.shape(leaf)}."
         )
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
-            f"`{buckets.leaf_paths(tree)[index]}` is of a `jdp.PerReplica` and lies on "
-            "devices of several processes in another way than a row on each replica, "
-            f"in their order ({leaf.sharding}). Pass host arrays, or what a step or "
-            "`jdp.replicate` returned."
+            f"`{tree_paths.leaf_paths(tree)[index]}` is of a `jdp.PerReplica` and lies "
+            "on devices of several processes in another way than a row on each "
+            f"replica, in their order ({leaf.sharding}). Pass host arrays, or what a "
+            "step or `jdp.replicate` returned."
         )
     rows = comparison.host_copy(leaf)
     if not isinstance(leaf, jax.Array):

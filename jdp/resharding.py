@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp import buckets, comparison, layout, mesh, zero
+from jdp import comparison, layout, mesh, tree_paths, zero
 from jdp.per_replica import PerReplica
 from jdp.types import PyTree
 from jdp.zero import ZeroState
@@ -85,9 +85,9 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
         saved them; the leaf is named.
     """
     _compare_values(saved, like, name="saved", topic="resharding of a state")
-    paths = buckets.leaf_paths(saved)
-    if paths != buckets.leaf_paths(like):
-        buckets.check_same_structure(saved, "What was saved", like, "`like`")
+    paths = tree_paths.leaf_paths(saved)
+    if paths != tree_paths.leaf_paths(like):
+        tree_paths.check_same_structure(saved, "What was saved", like, "`like`")
     found = iter(zip(paths, jax.tree.leaves(saved), strict=True))
 
     def take(x: Any) -> tuple[str, Any]:
@@ -137,7 +137,7 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
 
     new = _map(like, shared, piece, row)
     # Shapes of another model may come to the same pieces.
-    buckets.check_same_structure(saved, "What was saved", like, "`like`")
+    tree_paths.check_same_structure(saved, "What was saved", like, "`like`")
     return new
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdp import buckets, buffer_sync, compat, mesh, placement, replicas
+from jdp import buffer_sync, compat, mesh, placement, replicas, tree_paths
 from jdp.mesh import World
 from jdp.types import PyTree
 
@@ -315,7 +315,7 @@ def global_avals(world: World, batches: tuple[PyTree, ...]) -> tuple[PyTree, ...
             mesh.as_host_array(tree, index, leaf)
         shape, dtype = _shape_and_dtype(leaf)
         if not shape:
-            path = buckets.leaf_paths(tree)[index]
+            path = tree_paths.leaf_paths(tree)[index]
             raise ValueError(
                 f"The batch's leaf `{path}` is a scalar; {mesh.SCALAR_ADVICE}"
             )

@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, compat, mesh
+from jdp import compat, mesh, tree_paths
 from jdp.types import AxisName, PyTree
 
 
@@ -48,7 +48,7 @@ def check_shapes(grads: PyTree, params: PyTree | None) -> None:
     for i, (grad, param) in enumerate(pairs):
         if jnp.shape(grad) == jnp.shape(param):
             continue
-        path = buckets.leaf_paths(grads)[i]
+        path = tree_paths.leaf_paths(grads)[i]
         raise ValueError(
             f"The gradient `{path}` has shape {list(jnp.shape(grad))}, but its "
             f"parameter has {list(jnp.shape(param))}. A mean over the replicas would "

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets
+from jdp import tree_paths
 from jdp.types import PyTree
 
 
@@ -18,7 +18,7 @@ def check_used(used: PyTree, grads: PyTree) -> list[Any]:
       ValueError: another structure.
       TypeError: a leaf is not one boolean.
     """
-    buckets.check_same_structure(used, "`used`", grads, "the gradients")
+    tree_paths.check_same_structure(used, "`used`", grads, "the gradients")
     flags = jax.tree.leaves(used)
     for i, flag in enumerate(flags):
         if is_static(flag):
@@ -31,7 +31,7 @@ def check_used(used: PyTree, grads: PyTree) -> list[Any]:
             found = repr(flag)
         raise TypeError(
             f"`used` must hold one boolean for each parameter, but has {found} for "
-            f"`{buckets.leaf_paths(used)[i]}`."
+            f"`{tree_paths.leaf_paths(used)[i]}`."
         )
     return flags
 

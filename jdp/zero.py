@@ -16,6 +16,7 @@ from jdp import (
     pieces,
     reduction,
     replica_state,
+    tree_paths,
     update_arguments,
     usage_flags,
     weights,
@@ -175,7 +176,7 @@ def zero1(
             )
             found = jax.tree.leaves(new)
             if len(found) != len(state):
-                buckets.check_same_structure(
+                tree_paths.check_same_structure(
                     new, "The state that the optimizer returns", whole_state, _OF_INIT
                 )
             made.append(jax.tree.structure(out))
@@ -220,7 +221,7 @@ def _names(state: PyTree, params: PyTree) -> list[_Name]:
     """Names the arrays of an inner state, and says which of them are cut."""
     of_params = {jnp.shape(x) for x in jax.tree.leaves(params)} - {()}
     # `flax.nnx.Optimizer` calls `init` with variables and `update` with their values.
-    paths = [path.removesuffix(".value") for path in buckets.leaf_paths(state)]
+    paths = [path.removesuffix(".value") for path in tree_paths.leaf_paths(state)]
     return [
         _Name(path, jnp.shape(x), jnp.shape(x) in of_params and not _is_key(x))
         for path, x in zip(paths, jax.tree.leaves(state), strict=True)

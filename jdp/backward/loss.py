@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jdp import buckets, compat
+from jdp import compat, tree_paths
 from jdp.backward import contents, flow, order, usage
 from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.exchange import ExchangeAnalysis, GatedEvaluation
@@ -270,7 +270,7 @@ def trace_loss(
         return [loss, *arrays]
 
     closed = jax.make_jaxpr(flat_loss)(*leaves)
-    paths = tuple(buckets.leaf_paths(params))
+    paths = tuple(tree_paths.leaf_paths(params))
     trace = traces[0] if traces else lambda: None
     return LossProgram(closed, treedef, paths, rest[-1], flat_loss, trace)
 
@@ -375,7 +375,7 @@ def _check_are_parameters(params: PyTree) -> None:
             dtype = jnp.result_type(leaf)
         if jnp.issubdtype(dtype, jnp.inexact):
             continue
-        path = buckets.leaf_paths(params)[i]
+        path = tree_paths.leaf_paths(params)[i]
         what = "a PRNG key"
         if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
             what = f"{dtype}, which has no gradient"

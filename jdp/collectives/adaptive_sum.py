@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jdp import buckets
+from jdp import buckets, tree_paths
 from jdp.collectives import base, folding
 from jdp.types import AxisName, PyTree
 
@@ -41,7 +41,7 @@ def adasum(tree: PyTree, axis_name: AxisName = "data") -> PyTree:
     group = base.find_group(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
-    for path, x in zip(buckets.leaf_paths(tree), leaves, strict=True):
+    for path, x in zip(tree_paths.leaf_paths(tree), leaves, strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"`{path}` must be floating for `adasum`, got {x.dtype}.")
     if group.size & (group.size - 1):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp import buckets
+from jdp import tree_paths
 from jdp.eager import arguments, calls, requests, session
 from jdp.eager.encoding import decode, encode
 from jdp.eager.messages import ProtocolError
@@ -168,7 +168,7 @@ def _broadcast_tree(
     engine = session.current_engine()
     requests.find_options(engine, "broadcast", process_set, *nothing, root)
     leaves, treedef = jax.tree.flatten(params)
-    paths = buckets.leaf_paths(params)
+    paths = tree_paths.leaf_paths(params)
     keys = [jax.random.key_impl(x) if arguments.is_key(x) else None for x in leaves]
     leaves = [
         x if key is None else jax.random.key_data(x)

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, mesh
+from jdp import mesh, tree_paths
 from jdp.eager import arguments, carried, gradients, numerics, results, session
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
@@ -277,7 +277,7 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
     leaves, treedef = jax.tree.flatten(tree)
     names = [
         name if path == "(root)" else arguments.check_name(name + path)
-        for path in buckets.leaf_paths(tree)
+        for path in tree_paths.leaf_paths(tree)
     ]
     arrays = [as_array(x, each) for x, each in zip(leaves, names, strict=True)]
     entries = [

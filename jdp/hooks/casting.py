@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jdp import arguments
+from jdp import types
 from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
 
@@ -41,7 +41,7 @@ def cast(dtype: jax.typing.DTypeLike) -> CommHook:
     Raises:
       TypeError: `dtype` is not a floating dtype.
     """
-    narrow = arguments.as_floating(dtype, "dtype")
+    narrow = types.as_floating(dtype, "dtype")
 
     def send(x: jax.Array, all_reduce: HookAllReduce) -> jax.Array:
         if not is_real(x.dtype) or x.dtype.itemsize <= narrow.itemsize:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import arguments
 from jdp import buckets as packing
+from jdp import types
 from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
 from jdp.per_replica import PerReplica
@@ -107,10 +107,10 @@ def power_sgd(
       TypeError: `rank` or `start_step` is no integer, or another option no number.
       ValueError: `rank` is below 1, or `start_step` below 0.
     """
-    rank = arguments.as_count(rank, "rank", least=1)
-    start_step = arguments.as_count(start_step, "start_step", least=0)
-    arguments.check_number(min_compression_rate, "min_compression_rate")
-    arguments.check_number(orthogonalization_epsilon, "orthogonalization_epsilon")
+    rank = types.as_count(rank, "rank", least=1)
+    start_step = types.as_count(start_step, "start_step", least=0)
+    types.check_number(min_compression_rate, "min_compression_rate")
+    types.check_number(orthogonalization_epsilon, "orthogonalization_epsilon")
     options = _Options(
         rank,
         start_step,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import arguments
+from jdp import types
 from jdp.buckets import BucketAval
 from jdp.collectives import base
 from jdp.hooks.base import CommHook, HookAllReduce, is_real, sum_rows
@@ -36,7 +36,7 @@ def int8(*, chunk_size: int = 256) -> CommHook:
       TypeError: `chunk_size` is no integer.
       ValueError: `chunk_size` is less than 1.
     """
-    chunk_size = arguments.as_count(chunk_size, "chunk_size", least=1)
+    chunk_size = types.as_count(chunk_size, "chunk_size", least=1)
 
     def send(x: jax.Array, all_reduce: HookAllReduce) -> jax.Array:
         if not is_real(x.dtype) or x.size == 0:

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp import arguments
 from jdp import buckets as packing
+from jdp import types
 from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
 
@@ -50,7 +50,7 @@ def rows(max_rows: int) -> CommHook:
       TypeError: `max_rows` is no integer.
       ValueError: `max_rows` is below 1.
     """
-    max_rows = arguments.as_count(max_rows, "max_rows", least=1)
+    max_rows = types.as_count(max_rows, "max_rows", least=1)
 
     def init(avals: Sequence[BucketAval]) -> RowsState:
         return RowsState(tuple(aval.leaf_shapes for aval in avals))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import arguments
+from jdp import types
 from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, ErrorFeedbackState, HookAllReduce, is_real
 from jdp.per_replica import PerReplica
@@ -36,7 +36,7 @@ def top_k(fraction: float) -> CommHook:
       TypeError: `fraction` is no number.
       ValueError: `fraction` is not above 0 and at most 1.
     """
-    arguments.check_number(fraction, "fraction")
+    types.check_number(fraction, "fraction")
     if not 0 < fraction <= 1:
         raise ValueError(
             f"`fraction` must be above 0 and at most 1, got {fraction}: with none of "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdp import buckets, mesh
+from jdp import buckets, mesh, tree_paths
 from jdp.buckets import BucketAval, BucketPlan
 from jdp.types import PyTree
 
@@ -106,7 +106,7 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
       TypeError: a leaf is not of a floating dtype.
       ValueError: there are fewer leaves than servers.
     """
-    paths, leaves = buckets.leaf_paths(params), jax.tree.leaves(params)
+    paths, leaves = tree_paths.leaf_paths(params), jax.tree.leaves(params)
     for path, leaf in zip(paths, leaves, strict=True):
         mesh.check_has_no_mask(leaf, f"`params{path}`")
         is_number = isinstance(leaf, int | float | complex)
@@ -165,8 +165,8 @@ def check_gradient(plan: BucketPlan, grads: PyTree) -> list[Any]:
     """
     leaves, treedef = jax.tree.flatten(grads)
     if treedef != plan.treedef:
-        difference = buckets.first_difference(
-            plan.leaf_paths(), buckets.leaf_paths(grads), "the parameters", "`grads`"
+        difference = tree_paths.first_difference(
+            plan.leaf_paths(), tree_paths.leaf_paths(grads), "the parameters", "`grads`"
         )
         raise ValueError(
             "`grads` must have the structure of the parameters.\n"

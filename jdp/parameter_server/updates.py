@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdp import buckets
+from jdp import buckets, tree_paths
 from jdp.parameter_server import shards
 from jdp.parameter_server.shards import Shards
 from jdp.parameter_server.staleness import run_update
@@ -97,7 +97,7 @@ class Updater:
     def describe(self) -> tuple[str, ...]:
         """Returns what each array of the state is, and how the optimizer's nests."""
         state = self._forms[-1]
-        leaves = zip(buckets.leaf_paths(state), jax.tree.leaves(state), strict=True)
+        leaves = zip(tree_paths.leaf_paths(state), jax.tree.leaves(state), strict=True)
         arrays = [f"`{path}` {x.dtype}{list(x.shape)}" for path, x in leaves]
         return (*arrays, f"a state {_describe_nodes(state.opt_state)}")
 

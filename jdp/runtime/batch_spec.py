@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp import buckets, mesh, wire
+from jdp import mesh, tree_paths, wire
 from jdp.types import PyTree
 
 _KEY = "key<"
@@ -67,7 +67,7 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
         )
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, np.ma.MaskedArray):
-            path = buckets.leaf_paths(tree)[i]
+            path = tree_paths.leaf_paths(tree)[i]
             name = f"The leaf `{path}` of batch {index} (counted from 0)"
             mesh.check_has_no_mask(leaf, name)
     leaves = [
@@ -76,7 +76,7 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
     for i, leaf in enumerate(leaves):
         problem = _find_problem(leaf, leaves[0])
         if problem:
-            path = buckets.leaf_paths(tree)[i]
+            path = tree_paths.leaf_paths(tree)[i]
             raise ValueError(
                 f"The leaf `{path}` of batch {index} (counted from 0) {problem}."
             )
@@ -96,7 +96,7 @@ def make_spec(batch: Batch) -> Spec:
     leaves = [
         LeafSpec(path, _name_of(dtype), tuple(shape))
         for path, (dtype, shape) in zip(
-            buckets.leaf_paths(batch.tree), kinds, strict=True
+            tree_paths.leaf_paths(batch.tree), kinds, strict=True
         )
     ]
     return Spec(_as_text(treedef), _encode_treedef(treedef), tuple(leaves))

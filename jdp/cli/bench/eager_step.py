@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 import jdp
-from jdp import buckets, eager
+from jdp import eager, tree_paths
 from jdp.cli.bench import channel, jax_step
 from jdp.cli.bench import eager as bench
 from jdp.cli.bench.channel import StepConfig
@@ -31,7 +31,7 @@ def make_step_by_name(config: StepConfig, rank: int) -> Callable[[Any, Any], Any
     """
     local = jax.jit(jax.value_and_grad(jax_step.loss_fn))
     update = jax.jit(lambda p, g: jax_step.sgd(p, g, config), donate_argnums=0)
-    names = buckets.leaf_paths(jax_step.init_params(config))
+    names = tree_paths.leaf_paths(jax_step.init_params(config))
     orders = random.Random(rank)
 
     def step(params: Any, batch: Any) -> Any:
