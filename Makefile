@@ -124,7 +124,7 @@ sweep: $(VENV)/.test
 		--plot collectives_processes.png
 
 soak: $(VENV)/.test
-	$(BIN)/python -m tests.runtime.lockstep_simulation --runs 10000
+	$(BIN)/python -m tests.join.lockstep_simulation --runs 10000
 	$(BIN)/python -m tests.collectives.shared_memory_soak
 	$(BIN)/python -m tests.eager.engine_soak
 	$(BIN)/python -m tests.eager.coordinator_simulation --decisions 1000000
@@ -132,17 +132,17 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.transport_fuzz --messages 1000000
 	$(BIN)/python -m tests.runtime.roll_call_fuzz --messages 1000000
 	$(BIN)/python -m tests.wire_fuzz --messages 1000000
-	$(BIN)/python -m tests.sameness_soak --programs 1000
+	$(BIN)/python -m tests.step.sameness_soak --programs 1000
 	$(BIN)/python -m tests.parameter_server.soak
 	$(BIN)/python -m tests.parameter_server.fuzz --messages 1000000
-	$(BIN)/python -m tests.runtime.lockstep_fuzz --messages 1000000
+	$(BIN)/python -m tests.join.lockstep_fuzz --messages 1000000
 
 # As root, with iproute2: each host is a network namespace of its own.
 two-hosts: $(VENV)/.examples $(VENV)/.test
 	$(BIN)/python -m tests.two_hosts
 
 faults: $(VENV)/.test
-	$(BIN)/python -m tests.runtime.fault_table
+	$(BIN)/python -m tests.launch.fault_table
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp.cli.bench import kernel
-from jdp.cli.bench.kernel_times import moved_bytes
-from jdp.cli.bench.rows import Rows
-from jdp.collectives import custom_choice, pallas_launch
-from jdp.collectives.custom_choice import Algorithm, Launch
+from jdp.bench import kernel
+from jdp.bench.kernel_times import moved_bytes
+from jdp.bench.rows import Rows
+from jdp.collectives.pallas import choice, kernel_launch
+from jdp.collectives.pallas.choice import Algorithm, Launch
 
 KERNELS: tuple[tuple[Algorithm, int], ...] = (
     ("one_stage", 64 << 10),
@@ -55,8 +55,8 @@ class Case(NamedTuple):
 
 
 def _default(algorithm: Algorithm, num_replicas: int, num_bytes: int) -> Launch:
-    return custom_choice.default_launch(
-        num_bytes, num_replicas, algorithm, max_blocks=custom_choice.MAX_BLOCKS
+    return choice.default_launch(
+        num_bytes, num_replicas, algorithm, max_blocks=choice.MAX_BLOCKS
     )
 
 
@@ -66,7 +66,7 @@ def make_cases() -> list[Case]:
     for (algorithm, num_bytes), n in itertools.product(KERNELS, (8, 2, 4)):
         default = _default(algorithm, n, num_bytes)
         # More threads than tiles have nothing to do but to meet.
-        most = custom_choice.default_launch(num_bytes, n, algorithm, max_blocks=132)
+        most = choice.default_launch(num_bytes, n, algorithm, max_blocks=132)
         unrolls = (1, 2) if n == 8 else (1, 2, 4)
         launches = [
             Launch(num_blocks, 4, unroll)
@@ -86,7 +86,7 @@ def make_shares(case: Case) -> list[Callable[..., jax.Array]]:
     xs = jax.ShapeDtypeStruct((n, size), jnp.float32)
     shares = []
     for rank in range(0, n, 2) if n > 2 else range(n):
-        share = pallas_launch.all_reduce_alone(
+        share = kernel_launch.all_reduce_alone(
             n, size, jnp.float32, case.algorithm, case.launch, rank=rank
         )
         if case.algorithm == "two_stage":
@@ -137,7 +137,7 @@ def measure(
     n, size = case.num_replicas, case.num_bytes // 4
     operands = [jax.random.normal(jax.random.key(0), (n, size))]
     if case.algorithm == "two_stage":
-        operands.append(pallas_launch.parts_of(operands[0], case.launch))
+        operands.append(kernel_launch.parts_of(operands[0], case.launch))
     jax.block_until_ready([share(*operands) for share in shares])  # warm up.
 
     def run() -> None:

@@ -22,9 +22,9 @@ from jax import lax
 
 import jdp
 from jdp import eager
-from jdp.cli.bench import jax_step, kernel
-from jdp.cli.bench.channel import StepConfig
-from jdp.cli.bench.rows import Rows
+from jdp.bench import jax_step, kernel
+from jdp.bench.channel import StepConfig
+from jdp.bench.rows import Rows
 
 
 class Pair(NamedTuple):

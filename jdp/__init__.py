@@ -1,31 +1,36 @@
 """jdp: data-parallel training for JAX."""
 
 from jdp import collectives, hooks
-from jdp.accumulation import accumulate_gradients
 from jdp.backward.loss import gradient_order, used_parameters
-from jdp.buckets import BucketPlan, flatten_buckets, plan_buckets, unflatten_buckets
-from jdp.buffer_sync import broadcast_from, sync_buffers
-from jdp.description import describe
-from jdp.grad_sync import local_gradients, sync_gradients, value_and_grad
-from jdp.gradient_noise import GradientNorms, NoiseScaleState, noise_scale
-from jdp.join import Joinable, JoinHook
-from jdp.layer_sync import sync_in_backward
-from jdp.local_training import LocalTraining, local_sgd
-from jdp.mesh import World, global_batch
-from jdp.objective import mean_loss
-from jdp.optimizer import distributed_optimizer, skip_unused
-from jdp.outer_steps import diloco
-from jdp.per_replica import PerReplica
-from jdp.reduction import average
-from jdp.replica_state import copy_per_replica
-from jdp.replicas import check_replicas, check_same_program, replicate
-from jdp.resharding import consolidate, reshard, saved_like, spread
+from jdp.gradients.accumulate import accumulate_gradients
+from jdp.gradients.buffers import broadcast_from, sync_buffers
+from jdp.gradients.in_backward import sync_in_backward
+from jdp.gradients.noise import GradientNorms, NoiseScaleState, noise_scale
+from jdp.gradients.objective import mean_loss
+from jdp.gradients.reduce import average
+from jdp.gradients.sync import local_gradients, sync_gradients, value_and_grad
+from jdp.join.context import Join
+from jdp.join.uneven_batches import join_batches
+from jdp.optimizers.diloco import diloco
+from jdp.optimizers.distributed import distributed_optimizer, skip_unused
+from jdp.optimizers.local_sgd import LocalTraining, local_sgd
+from jdp.optimizers.reshard import consolidate, reshard, saved_like, spread
+from jdp.optimizers.zero1 import ZeroState, zero1
+from jdp.replicas.initial_state import copy_per_replica
+from jdp.replicas.joinable import Joinable, JoinHook
+from jdp.replicas.mesh import World, global_batch
+from jdp.replicas.per_replica import PerReplica
+from jdp.replicas.replication import check_replicas, check_same_program, replicate
 from jdp.runtime.cluster import init
-from jdp.runtime.join_context import Join
-from jdp.runtime.uneven_batches import join_batches
-from jdp.spmd import data_parallel
+from jdp.step.data_parallel import data_parallel
+from jdp.step.description import describe
+from jdp.trees.buckets import (
+    BucketPlan,
+    flatten_buckets,
+    plan_buckets,
+    unflatten_buckets,
+)
 from jdp.types import AllReduce
-from jdp.zero import ZeroState, zero1
 
 __all__ = [
     "AllReduce",

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import buckets, compat, mesh, reduction, weights
+from jdp import compat
+from jdp.gradients import reduce, weighted_mean
+from jdp.replicas import mesh
+from jdp.trees import buckets
 from jdp.types import AxisName
 
 DEFAULT_AXIS = "data"
@@ -109,7 +112,7 @@ def find_axis(axis_name: AxisName | None) -> AxisName | None:
         return None
     mesh.check_axis_name(axis_name)
     mesh.axis_size(axis_name)
-    return None if reduction.is_alone(axis_name) else axis_name
+    return None if reduce.is_alone(axis_name) else axis_name
 
 
 _sample_weight: contextvars.ContextVar[jax.typing.ArrayLike | None] = (
@@ -172,7 +175,7 @@ def count_samples(
             f"{options.feature_axes} has none left to take statistics over. Give it a "
             "dimension of samples, or call it where an axis of replicas is bound."
         )
-    ambient = weights.resolve(None, "weight")
+    ambient = weighted_mean.resolve(None, "weight")
     amount = is_kept = None
     if weight is not None:
         amount = _of_samples(weight, x, options)
@@ -253,7 +256,7 @@ def take_moments(
       The moments to normalise with, and the new running statistics, which are not
       differentiated: what they were, where no sample of any replica counts.
     """
-    wides = [weights.wide_dtype(each) for each in (inputs.x.dtype, dtype)]
+    wides = [weighted_mean.wide_dtype(each) for each in (inputs.x.dtype, dtype)]
     wide = jax.dtypes.canonicalize_dtype(np.promote_types(*wides))
     mean, var, total = _union(inputs.x.astype(wide), inputs.weight, options)
     shape = [inputs.x.shape[a] for a in options.feature_axes]
@@ -313,7 +316,7 @@ def _cast_together(moments: Moments, axis_name: AxisName | None) -> Moments:
     if axis_name is None or not mesh.tracked_axes(axis_name):
         return moments
     parts = _real_parts(moments)
-    packed = reduction.cast_varying(buckets.pack(parts), axis_name)
+    packed = reduce.cast_varying(buckets.pack(parts), axis_name)
     return Moments(*_from_real_parts(_unpacked(packed, parts), moments))
 
 
@@ -335,7 +338,7 @@ def _union(
     # Without weights, all replicas have the same count: the shapes are the same.
     sent = [*map(in_own_row, _real_parts([mean]))]
     sent += [squares] if weight is None else [squares, in_own_row(count)]
-    buffer = reduction.cast_varying(buckets.pack(sent), options.axis_name)
+    buffer = reduce.cast_varying(buckets.pack(sent), options.axis_name)
     received = _unpacked(lax.psum(buffer, options.axis_name), sent)
     if weight is not None:
         counts = received.pop()

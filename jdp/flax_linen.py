@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
 
-from jdp import batch_norm, weights
+from jdp import batch_norm
 from jdp.batch_norm import Moments
+from jdp.gradients import weighted_mean
 from jdp.types import AxisName
 
 
@@ -186,7 +187,7 @@ def _normalize(
         moments = running if is_wide else Moments(*(v.astype(kept) for v in running))
     else:
         dtype = jnp.result_type(x) if module.dtype is None else module.dtype
-        dtype = weights.wide_dtype(dtype) if is_wide else dtype
+        dtype = weighted_mean.wide_dtype(dtype) if is_wide else dtype
         if not is_initializing:
             inputs = batch_norm.count_samples(x, options, weight=weight, mask=mask)
         moments, updated = batch_norm.take_moments(

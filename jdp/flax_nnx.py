@@ -10,8 +10,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer, PromoteDtypeFn
 
-from jdp import batch_norm, weights
+from jdp import batch_norm
 from jdp.batch_norm import Moments
+from jdp.gradients import weighted_mean
 from jdp.types import AxisName
 
 _Model = TypeVar("_Model", bound=nnx.Module)
@@ -144,7 +145,7 @@ class SyncBatchNorm(nnx.BatchNorm):
         moments, inputs = Moments(mean, var), batch_norm.Inputs(x, None, None)
         if not use_running_average:
             inputs = batch_norm.count_samples(x, options, weight=weight, mask=mask)
-            dtype = weights.wide_dtype(x.dtype)
+            dtype = weighted_mean.wide_dtype(x.dtype)
             moments, updated = batch_norm.take_moments(inputs, running, options, dtype)
             assert updated is not None
             self.mean[...], self.var[...] = updated

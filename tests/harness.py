@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 import jdp
-from jdp import mesh
-from jdp.runtime import launch
+from jdp.launch import launch
+from jdp.replicas import mesh
 from jdp.runtime.store import make_memory_stores
 
 ROOT = pathlib.Path(__file__).parent.parent

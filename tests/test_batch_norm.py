@@ -12,9 +12,10 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from jdp import batch_norm, weights
+from jdp import batch_norm
 from jdp.batch_norm import Moments
-from jdp.weights import Weighting
+from jdp.gradients import weighted_mean
+from jdp.gradients.weighted_mean import Weighting
 from tests import harness
 from tests.transforms import AXIS, COMPILED_FAST, transforms_compiled_fast
 
@@ -309,7 +310,7 @@ def test_a_step_that_knows_who_has_data_needs_no_weights():
 
     def fn(affine, local):
         x, amount = local
-        with weights.replica(Weighting(amount, "weight")):
+        with weighted_mean.replica(Weighting(amount, "weight")):
             y, taken, _ = _layer(affine, x)
             grads = jax.grad(lambda x: _layer(affine, x)[0].sum() * jnp.log(amount))(x)
         return taken, lax.pmax(jnp.isnan(grads).any(), AXIS)

@@ -10,7 +10,7 @@ import tempfile
 import numpy as np
 import pytest
 
-from jdp.runtime import launch
+from jdp.launch import launch
 from tests import harness
 
 pytestmark = pytest.mark.multiprocess

@@ -12,29 +12,22 @@ import zlib
 import msgspec
 import zmq
 
-from jdp import agreement, comparison, differences, progress, wire
-from jdp.collectives import gpu_topology, measurement, shared_segment
-from jdp.runtime import (
-    departures,
-    endings,
-    job_key,
-    join_context,
-    launcher_link,
-    lifeline_rules,
-    lockstep,
-    star_codec,
-    store,
-    transport,
-    transport_lane,
-    transport_meeting,
-)
+from jdp.collectives import measurement
+from jdp.collectives.pallas import gpu_topology
+from jdp.collectives.shared_memory import shared_segment
+from jdp.join import context, early_exit, lockstep
+from jdp.launch import endings, launcher_link
+from jdp.replicas import agreement, comparison, differences, progress, wire
+from jdp.runtime import job_key, store
+from jdp.runtime.lifeline import rules, star_codec
+from jdp.runtime.transport import datagram_link, rendezvous, transport
 from tests import comparison_fuzz
 from tests.runtime.transport_fuzz import mutate
 
 _PEER = shared_segment.Peer(7, "11")
 _OPTIONS = transport.LinkOptions()
-_OFFER = transport_meeting._Offer(zmq.curve_keypair()[0], _OPTIONS)
-_LANE_OFFER = transport_lane._Offer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
+_OFFER = rendezvous._Offer(zmq.curve_keypair()[0], _OPTIONS)
+_LANE_OFFER = datagram_link._Offer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
 # A message of each kind that processes send each other by way of the store.
 MESSAGES = {
     "agreement.Record": agreement.Record("a topic", b"body", "why"),
@@ -42,16 +35,16 @@ MESSAGES = {
     "shared_segment._Hello": shared_segment._Hello(_PEER, "/proc/7/fd/3", b"t" * 16),
     "shared_segment._Verdict": shared_segment._Verdict([_PEER, _PEER]),
     "transport_meeting._Offer": _OFFER,
-    "transport_meeting._Notice": transport_meeting._Notice(endpoints=("a", "b")),
+    "transport_meeting._Notice": rendezvous._Notice(endpoints=("a", "b")),
     "transport_lane._Offer": _LANE_OFFER,
     "lockstep.Announcement": lockstep.Announcement((1, 2)),
     "lockstep.Decision": lockstep.Decision(error="why"),
-    "join_context.Progress": join_context.Progress(3, is_joined=True),
+    "join_context.Progress": context.Progress(3, is_joined=True),
     "gpu_topology.Facts": gpu_topology.Facts(platform="cpu", host="a"),
     "measurement.Seconds": [measurement.Seconds("ring", 8, [0.5])],
-    "departures.Notice": departures.Notice(1, 3, "why"),
-    "lifeline.Left": lifeline_rules.Left({"train": 3}, "why", 1),
-    "lifeline.Stuck": lifeline_rules.Stuck(1, "why"),
+    "departures.Notice": early_exit.Notice(1, 3, "why"),
+    "lifeline.Left": rules.Left({"train": 3}, "why", 1),
+    "lifeline.Stuck": rules.Stuck(1, "why"),
     "endings.Exit": endings.Exit(1, -9, 0.5, 0, None, "why"),
     "star_codec.Frame": star_codec.Frame("say", 1, b"body"),
     "comparison.Difference": comparison.Difference(1, 0),
@@ -65,8 +58,8 @@ MESSAGES = {
 # Of those that are no class of their own.
 KINDS = {
     "measurement.Seconds": list[measurement.Seconds],
-    "lifeline.Left": lifeline_rules.Left | lifeline_rules.Stuck,
-    "lifeline.Stuck": lifeline_rules.Left | lifeline_rules.Stuck,
+    "lifeline.Left": rules.Left | rules.Stuck,
+    "lifeline.Stuck": rules.Left | rules.Stuck,
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._Array": list[comparison._Array],
@@ -154,7 +147,7 @@ def fuzz_decoder(name: str, num_messages: int, *, seed: int) -> int:
         data = mangle(rng, good)
         found = _try(wire.decode, data, kind, what="It")
         if name == "departures.Notice":  # Any bytes are a notice.
-            notice = departures._decode(data, 1)
+            notice = early_exit._decode(data, 1)
             assert notice.process == 1 and notice.num_begun >= 0
             assert (notice.reason or "").isprintable()
         if found is not None:
@@ -183,20 +176,20 @@ def _combine(data: bytes) -> None:
         gpu_topology.combine(found)
 
 
-def _judge_gone(data: bytes, found: lifeline_rules.Left | lifeline_rules.Stuck) -> None:
+def _judge_gone(data: bytes, found: rules.Left | rules.Stuck) -> None:
     """What another process says of its end has a verdict that can be shown."""
     del data
     try:
-        checked = lifeline_rules.check(found, 2)
+        checked = rules.check(found, 2)
     except wire.DecodeError:
         return
-    if isinstance(checked, lifeline_rules.Stuck):
+    if isinstance(checked, rules.Stuck):
         assert checked.culprit in (0, 1) and checked.text.isprintable()
         return
-    gone = lifeline_rules.Gone(1, 0.0, checked.steps, checked.error, checked.culprit)
+    gone = rules.Gone(1, 0.0, checked.steps, checked.error, checked.culprit)
     now = progress.Snapshot({"train": 4}, "train", None, 0.0)
     for has_ended in (False, True):
-        verdict = lifeline_rules.judge(0, has_ended, now, [gone], now_s=9.0)
+        verdict = rules.judge(0, has_ended, now, [gone], now_s=9.0)
         assert verdict is None or verdict.text.isprintable()
 
 
@@ -212,10 +205,10 @@ def _show_end(data: bytes, found: endings.Exit) -> None:
 
 NEXT = {
     "transport_lane._Offer": lambda data, found: _try(
-        transport_lane._decode_offer, data
+        datagram_link._decode_offer, data
     ),
     "transport_meeting._Notice": lambda data, found: _try(
-        transport_meeting._check_endpoints, found.endpoints
+        rendezvous._check_endpoints, found.endpoints
     ),
     "shared_segment._Hello": lambda data, found: _open(found),
     "gpu_topology.Facts": lambda data, found: gpu_topology.combine([found] * 2),

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jdp import compat, sources
-from jdp.backward import flow, injection
+from jdp import compat
+from jdp.backward import flow, injection, sources
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.backward.injection import InjectionAnalysis
 

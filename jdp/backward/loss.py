@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jdp import compat, tree_paths
+from jdp import compat
 from jdp.backward import contents, flow, order, usage
 from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.exchange import ExchangeAnalysis, GatedEvaluation
@@ -21,6 +21,7 @@ from jdp.backward.injection import InjectionAnalysis
 from jdp.backward.order import Timeline
 from jdp.backward.perturbation import find_perturbed
 from jdp.backward.usage import MarkedEvaluation, Marks
+from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 

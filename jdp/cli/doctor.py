@@ -14,7 +14,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from jdp.runtime import addresses, environment, job_key, launch
+from jdp.launch import launch
+from jdp.runtime import addresses, environment, job_key
 
 # What has to be installed besides jax, and what may be, as in pyproject.toml.
 REQUIRED = ("numpy", "optax", "msgspec", "psutil", "pyzmq", "rich", "scipy", "typer")

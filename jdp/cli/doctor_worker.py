@@ -11,9 +11,9 @@ import numpy as np
 
 import jdp
 from jdp import eager
-from jdp.collectives import gpu_topology
+from jdp.collectives.pallas import gpu_topology
 from jdp.eager import session
-from jdp.eager.ops.base import Implementation, Task
+from jdp.eager.execution.base import Implementation, Task
 
 _TIMEOUT_S = 60.0  # of starting; one that hangs ends after twice as long.
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from jdp.runtime import guarding, job_key, output
-from jdp.runtime import launch as launching
+from jdp.launch import guarding, output
+from jdp.launch import launch as launching
+from jdp.runtime import job_key
 
 # What follows the script belongs to the script, also what looks like our options.
 _COUNTS = re.compile(r"-n\d*$|--(num-processes|servers|workers)(=|$)")

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jdp.cli import doctor, launch, plan, timeline
-from jdp.cli.bench import (
+from jdp.bench import (
     collectives,
     eager,
     hooks,
@@ -18,6 +17,7 @@ from jdp.cli.bench import (
     step,
     zero1,
 )
+from jdp.cli import doctor, launch, plan, timeline
 
 # Plain messages: boxes break them in the middle of paths and commands.
 app = typer.Typer(

@@ -11,11 +11,13 @@ import numpy as np
 import rich.console
 import typer
 
-from jdp import buckets, compression, description, differentiation, reduction
 from jdp.backward import loss as backward_loss
 from jdp.cli import hook_option, plan_cluster
+from jdp.gradients import differentiation, reduce, reduce_with_hook
+from jdp.gradients.step_trace import Synchronization
 from jdp.hooks import CommHook
-from jdp.recording import Synchronization
+from jdp.step import description
+from jdp.trees import buckets
 
 _MIB = 1 << 20
 
@@ -192,14 +194,14 @@ def _describe(
         else buckets.default_plan(values[0], order)
     )
     try:
-        hook_bytes = compression.hook_bytes(
+        hook_bytes = reduce_with_hook.hook_bytes(
             hook, bucket_plan, facts.never_used, num_replicas
         )
     except (TypeError, ValueError) as error:  # Of a chain, as it is traced.
         raise typer.BadParameter(str(error), param_hint="--hook") from None
     made = Synchronization(
         plan=bucket_plan,
-        packing="flat" if hook else reduction.choose_packing(None, None),
+        packing="flat" if hook else reduce.choose_packing(None, None),
         algorithm="psum",
         hook=None if hook is None else hook.name,
         hook_bytes=hook_bytes,

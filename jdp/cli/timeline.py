@@ -9,9 +9,9 @@ import rich.table
 import rich.text
 import typer
 
-from jdp.eager import divergence, flight_recorder
-from jdp.eager import timeline as eager_timeline
-from jdp.eager.flight_recorder import Dump
+from jdp.eager.diagnosis import divergence, flight_recorder
+from jdp.eager.diagnosis import timeline as eager_timeline
+from jdp.eager.diagnosis.flight_recorder import Dump
 
 
 def diff(

@@ -1,6 +1,7 @@
 """Collectives: all-reduces that stand in for `lax.psum`, and what each costs."""
 
 from jdp.collectives.adaptive_sum import adasum
+from jdp.collectives.auto import AutoAllReduce, auto_all_reduce
 from jdp.collectives.base import Halves
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.cost_model import (
@@ -13,13 +14,6 @@ from jdp.collectives.cost_model import (
     choose,
     predict,
 )
-from jdp.collectives.custom_choice import (
-    Limits,
-    Thresholds,
-    Topology,
-    should_use_custom,
-)
-from jdp.collectives.dispatch import AutoAllReduce, auto_all_reduce
 from jdp.collectives.halving_doubling import (
     HALVING_DOUBLING,
     halving_doubling_all_gather,
@@ -28,20 +22,26 @@ from jdp.collectives.halving_doubling import (
 )
 from jdp.collectives.hierarchical import hierarchical_all_reduce
 from jdp.collectives.measurement import fit_links
-from jdp.collectives.pallas import PallasAllReduce, pallas_all_reduce
+from jdp.collectives.pallas.all_reduce import PallasAllReduce, pallas_all_reduce
+from jdp.collectives.pallas.choice import (
+    Limits,
+    Thresholds,
+    Topology,
+    should_use_custom,
+)
 from jdp.collectives.ring import (
     RING,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from jdp.collectives.shared_buffer import SharedBuffer
-from jdp.collectives.shared_memory import (
+from jdp.collectives.shared_memory.all_reduce import (
     SHARED_MEMORY,
     SharedMemoryAllReduce,
     create_shared_buffer,
     shared_memory_all_reduce,
 )
+from jdp.collectives.shared_memory.shared_buffer import SharedBuffer
 from jdp.collectives.tree import reduce_broadcast_all_reduce
 from jdp.collectives.xla import PSUM, psum_all_reduce
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jdp import buckets, tree_paths
 from jdp.collectives import base, folding
+from jdp.trees import buckets, tree_paths
 from jdp.types import AxisName, PyTree
 
 

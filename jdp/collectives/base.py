@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import compat, mesh
+from jdp import compat
+from jdp.replicas import mesh
 from jdp.types import AxisName
 
 Op = Literal["sum", "mean", "min", "max", "product"]

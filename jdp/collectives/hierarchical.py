@@ -2,11 +2,11 @@
 
 import jax
 
-from jdp import mesh
 from jdp.collectives import base
 from jdp.collectives.base import Halves, Op
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.ring import RING
+from jdp.replicas import mesh
 from jdp.types import AllReduce, AxisName
 
 

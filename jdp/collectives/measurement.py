@@ -14,16 +14,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jdp import agreement, wire
-from jdp.collectives import cost_model, shared_memory
+from jdp.collectives import cost_model
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.cost_model import ALGORITHMS, Curve, Links
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.hierarchical import hierarchical_all_reduce
 from jdp.collectives.ring import ring_all_reduce
-from jdp.collectives.shared_memory import SHARED_MEMORY, shared_memory_all_reduce
+from jdp.collectives.shared_memory.all_reduce import (
+    SHARED_MEMORY,
+    default_buffer,
+    shared_memory_all_reduce,
+)
 from jdp.collectives.xla import psum_all_reduce
-from jdp.mesh import World
+from jdp.replicas import agreement, wire
+from jdp.replicas.mesh import World
 from jdp.types import AllReduce
 
 # Bytes that `fit_links` measures by itself; those of most buckets first, for there may
@@ -370,7 +374,7 @@ def make_program(
 def _shares_memory(world: World, names: tuple[str, ...]) -> bool:
     """Whether all processes can make the buffer over these axes; they make it."""
     try:
-        shared_memory.default_buffer(world, names)
+        default_buffer(world, names)
         is_made = True
     except (RuntimeError, ValueError):
         is_made = False

@@ -3,9 +3,9 @@
 import jax
 from jax import lax
 
-from jdp import mesh
 from jdp.collectives import base
 from jdp.collectives.base import Halves, Op
+from jdp.replicas import mesh
 from jdp.types import AxisName
 
 

@@ -1,7 +1,6 @@
 """Eager: collectives by name, agreed on before they run."""
 
-from jdp.eager.beginning import init
-from jdp.eager.calls import (
+from jdp.eager.api import (
     all_gather,
     all_gather_async,
     all_reduce,
@@ -15,6 +14,7 @@ from jdp.eager.calls import (
     reduce_scatter_async,
     synchronize,
 )
+from jdp.eager.barriers import barrier, join, join_async
 from jdp.eager.grouped import (
     grouped_all_gather,
     grouped_all_gather_async,
@@ -23,7 +23,7 @@ from jdp.eager.grouped import (
     grouped_reduce_scatter,
     grouped_reduce_scatter_async,
 )
-from jdp.eager.meeting import barrier, join, join_async
+from jdp.eager.initialization import init
 from jdp.eager.objects import (
     all_gather_object,
     broadcast_object,
@@ -38,7 +38,6 @@ from jdp.eager.process_set import (
     remove_process_set,
 )
 from jdp.eager.programs import submit, submit_async
-from jdp.eager.requests import Handle
 from jdp.eager.session import (
     cross_rank,
     cross_size,
@@ -51,6 +50,7 @@ from jdp.eager.session import (
     start_timeline,
     stop_timeline,
 )
+from jdp.eager.submission import Handle
 
 __all__ = [
     "EagerOptions",

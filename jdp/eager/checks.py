@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jdp.eager import fusion, numerics
+from jdp.eager import numerics
+from jdp.eager.coordinator import fusion
 from jdp.eager.entry import Entry
+from jdp.eager.execution.base import Task
 from jdp.eager.messages import (
     HAS_LOCAL_FIRST,
     SCALAR,
@@ -21,7 +23,6 @@ from jdp.eager.messages import (
     Spec,
     decode_spec,
 )
-from jdp.eager.ops.base import Task
 
 # Ranks that have joined can stand in for themselves in these alone.
 _WITH_JOIN = ("all_reduce", "barrier")

@@ -16,9 +16,9 @@ import jax
 import msgspec
 import numpy as np
 
-from jdp import mesh
-from jdp.eager import arguments, messages
+from jdp.eager import argument_types, messages
 from jdp.eager.messages import ProtocolError
+from jdp.replicas import mesh
 
 # Extension codes of MessagePack, which has none of these.
 _ARRAY, _SET, _FROZENSET, _TUPLE, _SCALAR, _PAIRS = range(1, 7)
@@ -166,7 +166,7 @@ def _wrap_array(value: Any) -> msgspec.msgpack.Ext:
     mesh.check_has_no_mask(value, "An array that is sent")
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
         raise TypeError(_refuse(value))
-    if arguments.is_key(value):
+    if argument_types.is_key(value):
         raise TypeError(
             f"An array of keys, {value.dtype}, cannot be sent. Send "
             "`jax.random.key_data(keys)`, and make keys of what comes with "

@@ -13,18 +13,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jdp.eager import carried, checks, lost, messages, pending, stall, startup
+from jdp.eager import checks, lost_entries, messages, pending, startup
+from jdp.eager.coordinator import stall
+from jdp.eager.coordinator.lead import Lead
+from jdp.eager.diagnosis.flight_recorder import FlightRecorder
 from jdp.eager.entry import Completion, Entry
-from jdp.eager.executor import Executor
-from jdp.eager.flight_recorder import FlightRecorder
-from jdp.eager.lead import Lead
+from jdp.eager.execution import small_tensors
+from jdp.eager.execution.executor import Executor
 from jdp.eager.messages import Batch, Doubt, FromRank, ProtocolError, Response
 from jdp.eager.options import EagerOptions
 from jdp.eager.pending import Pending, Submitted
 from jdp.eager.response_cache import ResponseCache
-from jdp.mesh import World
-from jdp.runtime import transport
-from jdp.runtime.transport import LinkOptions, Received
+from jdp.replicas.mesh import World
+from jdp.runtime.transport import transport
+from jdp.runtime.transport.transport import LinkOptions, Received
 
 # A caller that submits at least as often is in the middle of a loop.
 _BURST_PERIOD_S = 50e-6
@@ -100,7 +102,7 @@ class Engine:
         # Of the thread alone.
         self._order = 0
         self._agreed: list[Entry | None] = []  # of the batch that is being executed.
-        self._watch = lost.Watch()
+        self._watch = lost_entries.Watch()
         self._thread = threading.Thread(target=self._run, name="jdp-eager", daemon=True)
         self._thread.start()
 
@@ -116,7 +118,7 @@ class Engine:
         try:
             with self._lock:
                 if self._refusal:
-                    raise lost.as_error(self._refusal)
+                    raise lost_entries.as_error(self._refusal)
                 is_first = not self._queue
                 if is_first:
                     self._queued_s = entries[0].record.submitted_s
@@ -133,7 +135,7 @@ class Engine:
     def check_is_open(self) -> None:
         """Raises RuntimeError if the engine has ended, or this process has joined."""
         if self._refusal:
-            raise lost.as_error(self._refusal)
+            raise lost_entries.as_error(self._refusal)
 
     def submit_join(self, entry: Entry) -> None:
         """Says that this process has no more data.
@@ -213,7 +215,7 @@ class Engine:
                 self._cycle()
         except Exception as error:
             _logger.debug("The eager engine ends.", exc_info=True)
-            self._fail(lost.explain(self.rank, error), tell=True)
+            self._fail(lost_entries.explain(self.rank, error), tell=True)
         finally:
             self._link.close()
 
@@ -275,7 +277,7 @@ class Engine:
         if self.executor.timeline is not None:
             return _IDLE_PERIOD_S
         is_waiting = self._pending.entries or self._join_entry is not None
-        return lost.PERIOD_S if is_waiting else None
+        return lost_entries.PERIOD_S if is_waiting else None
 
     def _say(self) -> None:
         """Tells the coordinator what has become ready here."""
@@ -304,7 +306,9 @@ class Engine:
             else:
                 hits |= 1 << slot
                 slots.append(slot)
-        data = () if len(slots) < len(entries) else carried.collect(entries, slots)
+        data = (
+            () if len(slots) < len(entries) else small_tensors.collect(entries, slots)
+        )
         message = FromRank(
             self._cache.num_seen,
             tuple(full),
@@ -400,9 +404,9 @@ class Engine:
             )
         else:
             join = self._join_entry
-            entry = lost.find_lost(batch.unknown, self._pending.entries, join)
+            entry = lost_entries.find_lost(batch.unknown, self._pending.entries, join)
             if entry is not None:
-                self._fail(lost.describe(self.rank, entry), tell=True)
+                self._fail(lost_entries.describe(self.rank, entry), tell=True)
 
     def _finish_join(self, last_joined: int) -> None:
         with self._lock:
@@ -459,7 +463,7 @@ class Engine:
         if self._join_entry is not None:
             entries.append(self._join_entry)
             self._join_entry = None
-        self._completion.fail(entries, lost.as_error(why))
+        self._completion.fail(entries, lost_entries.as_error(why))
         if entries:
             self.dump(why)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdp.eager.flight_recorder import Record
+from jdp.eager.diagnosis.flight_recorder import Record
 from jdp.eager.messages import Request
 
 

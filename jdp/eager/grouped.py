@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from jdp.eager import gradients, requests, session
-from jdp.eager.calls import Op, named, waiting
+from jdp.eager import gradients, session, submission
+from jdp.eager.api import Op, named, waiting
+from jdp.eager.diagnosis.flight_recorder import Record
 from jdp.eager.entry import Entry
-from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Kind, Request, Spec, encode_spec
 from jdp.eager.process_set import ProcessSet, global_process_set
-from jdp.eager.requests import Handle
+from jdp.eager.submission import Handle
 from jdp.types import PyTree
 
 
@@ -104,7 +104,7 @@ def grouped_all_gather(
     begin = functools.partial(grouped_all_gather_async, process_set=process_set)
     if gradients.is_traced(tree):
         average = functools.partial(grouped_all_reduce, process_set=process_set)
-        place = requests.find_place("all_gather", process_set)
+        place = submission.find_place("all_gather", process_set)
         with named(name, "group", process_set) as name:
             return gradients.all_gather(begin, average, place, tree, name)
     return begin(tree, name=name).result()
@@ -156,7 +156,7 @@ def grouped_reduce_scatter(
     )
     if gradients.is_traced(tree):
         gather = functools.partial(grouped_all_gather, process_set=process_set)
-        factor = requests.gradient_factor(op, prescale, postscale, process_set)
+        factor = submission.gradient_factor(op, prescale, postscale, process_set)
         with named(name, "group", process_set) as name:
             return gradients.reduce_scatter(waiting(begin), gather, factor, tree, name)
     return begin(tree, name=name).result()
@@ -185,27 +185,27 @@ def _submit(
     *factors: Any,
 ) -> Handle:
     """Submits a group; `factors` are the rest of `requests.Facts`, up to the root."""
-    requests.check_set(process_set)
+    submission.check_set(process_set)
     if name is None or name == "":  # No group has the name "".
         with session.numbered("group", process_set.process_set_id or 0) as name:
             return _submit(kind, tree, name, process_set, *factors)
     leaves, treedef = jax.tree.flatten(tree)
-    options = requests.find_options(
+    options = submission.find_options(
         session.current_engine(), kind, process_set, *factors, -1, name, len(leaves)
     )
     if leaves:
-        return requests.submit_tree(options, name, tree)
+        return submission.submit_tree(options, name, tree)
     return _submit_none(options, lambda _: jax.tree.unflatten(treedef, []))
 
 
 def _submit_none(
-    options: requests.CallOptions, finish: Callable[[list[Any]], Any]
+    options: submission.CallOptions, finish: Callable[[list[Any]], Any]
 ) -> Handle:
     """Submits a group without leaves, so that ranks hear of it that have some."""
     group, set_id = options.facts.group, options.set_id
     name = f"{group} without leaves"
     spec = encode_spec(Spec("barrier", group=group, group_size=1))
-    record = requests.started(Record(name, "barrier", process_set=set_id))
+    record = submission.started(Record(name, "barrier", process_set=set_id))
     entry = Entry(Request(name, spec, set_id), record, group=options.group)
     options.engine.submit([entry])
     return Handle([entry], finish)

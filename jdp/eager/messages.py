@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp import wire
-from jdp.eager.autotune import Tunable
+from jdp.eager.coordinator.autotune import Tunable
+from jdp.replicas import wire
 
 Kind = Literal[
     "all_reduce",

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp import tree_paths
-from jdp.eager import arguments, calls, requests, session
+from jdp.eager import api, argument_types, session, submission
 from jdp.eager.encoding import decode, encode
 from jdp.eager.messages import ProtocolError
 from jdp.eager.process_set import ProcessSet, global_process_set
+from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 
@@ -42,7 +42,7 @@ def broadcast_object(
       ValueError: see `broadcast`.
       RuntimeError: see `synchronize`.
     """
-    root = arguments.check_integer(root, "root")
+    root = argument_types.check_integer(root, "root")
     with _named(name, "broadcast_object", process_set) as name:
         return _broadcast(value, root, name, process_set)
 
@@ -54,13 +54,13 @@ def _broadcast(value: Any, root: int, name: str, process_set: ProcessSet) -> Any
         data, error = _try_encode(value)
     # An error is sent like a value; its length is negative.
     length = -len(data) if error is not None else len(data)
-    found = calls.broadcast(
+    found = api.broadcast(
         np.array(length), root=root, name=f"{name}.length", process_set=process_set
     )
     buffer = np.zeros(abs(int(found)), np.uint8)
     if engine.rank == root:
         buffer = np.frombuffer(data, np.uint8)
-    buffer = calls.broadcast(
+    buffer = api.broadcast(
         buffer, root=root, name=f"{name}.data", process_set=process_set
     )
     if error is not None:
@@ -115,10 +115,10 @@ def all_gather_object(
 def _gather(value: Any, name: str, process_set: ProcessSet) -> list[Any]:
     data, error = _try_encode(value)
     length = -len(data) if error is not None else len(data)
-    lengths = calls.all_gather(
+    lengths = api.all_gather(
         np.array([length]), name=f"{name}.length", process_set=process_set
     )
-    whole = calls.all_gather(
+    whole = api.all_gather(
         np.frombuffer(data, np.uint8), name=f"{name}.data", process_set=process_set
     )
     if error is not None:
@@ -155,7 +155,7 @@ def broadcast_parameters(
       RuntimeError: the structures, shapes or dtypes differ; on all processes.
       ValueError, TypeError: see `broadcast` and `broadcast_object`.
     """
-    root = arguments.check_integer(root, "root")
+    root = argument_types.check_integer(root, "root")
     with _named(name, "broadcast_parameters", process_set) as name:
         return _broadcast_tree(params, root, name, process_set)
 
@@ -166,10 +166,12 @@ def _broadcast_tree(
     # What is wrong here must be found before the others hear of the tree.
     nothing = ("", 1.0, 1.0, None)
     engine = session.current_engine()
-    requests.find_options(engine, "broadcast", process_set, *nothing, root)
+    submission.find_options(engine, "broadcast", process_set, *nothing, root)
     leaves, treedef = jax.tree.flatten(params)
     paths = tree_paths.leaf_paths(params)
-    keys = [jax.random.key_impl(x) if arguments.is_key(x) else None for x in leaves]
+    keys = [
+        jax.random.key_impl(x) if argument_types.is_key(x) else None for x in leaves
+    ]
     leaves = [
         x if key is None else jax.random.key_data(x)
         for x, key in zip(leaves, keys, strict=True)
@@ -177,7 +179,7 @@ def _broadcast_tree(
     is_array = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in leaves]
     for path, x, a in zip(paths, leaves, is_array, strict=True):
         if a:
-            requests.as_array(x, path)
+            submission.as_array(x, path)
     layout = [
         [path, a if key is None else f"keys of {key}"]
         for path, a, key in zip(paths, is_array, keys, strict=True)
@@ -190,7 +192,7 @@ def _broadcast_tree(
     values = broadcast_object(
         values, root=root, name=f"{name}.values", process_set=process_set
     )
-    arrays = calls.broadcast(
+    arrays = api.broadcast(
         {path: x for path, x, a in zip(paths, leaves, is_array, strict=True) if a},
         root=root,
         name=name,
@@ -229,20 +231,20 @@ def broadcast_optimizer_state(
     Raises:
       RuntimeError: see `broadcast_parameters`.
     """
-    root = arguments.check_integer(root, "root")
+    root = argument_types.check_integer(root, "root")
     with _named(name, "broadcast_optimizer_state", process_set) as name:
         return _broadcast_tree(state, root, name, process_set)
 
 
 @contextlib.contextmanager
 def _named(name: str | None, kind: str, process_set: ProcessSet) -> Iterator[str]:
-    requests.check_set(process_set)
+    submission.check_set(process_set)
     if name is None or name == "":
         set_id = process_set.process_set_id or 0
         with session.numbered(kind, set_id) as number:
             yield number
     else:
-        yield arguments.check_name(name)
+        yield argument_types.check_name(name)
 
 
 def _explain(a: int, ours: list[Any], b: int, theirs: list[Any]) -> str:

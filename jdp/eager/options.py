@@ -47,7 +47,7 @@ class EagerOptions:
       autotune: whether the coordinator looks for the best `fusion_bytes`,
         `cycle_time_s` and so on while the job runs; needs the extra `autotune`.
       autotune_log: CSV file of what it tried; "": none.
-      autotune_warmup_samples: see `jdp.eager.autotune.AutotuneOptions`.
+      autotune_warmup_samples: see `jdp.eager.coordinator.autotune.AutotuneOptions`.
       autotune_steps_per_sample: see there.
       autotune_max_samples: see there.
       autotune_noise: see there.

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from jdp.eager import arguments, session
+from jdp.eager import argument_types, session
+from jdp.eager.diagnosis.flight_recorder import Record
 from jdp.eager.entry import Entry
-from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
 
 
@@ -21,7 +21,7 @@ class ProcessSet:
           TypeError: one is no integer.
           ValueError: there is none, or one is negative.
         """
-        self.ranks = arguments.check_ranks(ranks)
+        self.ranks = argument_types.check_ranks(ranks)
         self.process_set_id: int | None = None
         if not self.ranks or self.ranks[0] < 0:
             raise ValueError(f"`ranks` must be some ranks from 0, got {self.ranks}.")

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp import captured
-from jdp.eager import arguments, session
+from jdp.backward import captured
+from jdp.eager import argument_types, session
+from jdp.eager.diagnosis.flight_recorder import Record
 from jdp.eager.entry import Entry
-from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Spec, encode_spec
-from jdp.eager.requests import Handle
+from jdp.eager.submission import Handle
 from jdp.types import PyTree
 
 _MAX_KNOWN = 256
@@ -50,7 +50,7 @@ def submit_async(
     """Begins `submit`."""
     engine = session.current_engine()
     default = f"submit.{_name_of(step)}"
-    name = default if name is None else arguments.check_name(name)
+    name = default if name is None else argument_types.check_name(name)
     spec = Spec("submit", fingerprint=_fingerprint(step, args))
     record = Record(name, "submit", op=spec.fingerprint)
     record.submitted_s = time.perf_counter()

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jdp import mesh, progress
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Entry
 from jdp.eager.messages import UNNAMED
 from jdp.eager.options import EagerOptions
-from jdp.mesh import World
+from jdp.replicas import mesh, progress
+from jdp.replicas.mesh import World
 
 _EXIT_TIMEOUT_S = 5.0
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
-from jdp.eager import controller, messages
-from jdp.eager.controller import Coordinator
+from jdp.eager import messages
+from jdp.eager.coordinator import coordinator
+from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.messages import ProtocolError
 from jdp.eager.options import EagerOptions
-from jdp.mesh import World
-from jdp.runtime.transport import Event, Link, Lost
+from jdp.replicas.mesh import World
+from jdp.runtime.transport.transport import Event, Link, Lost
 
 # Options that a process may have for itself.
 _OWN = {"timeline", "flight_recorder_capacity", "flight_recorder_dir", "autotune_log"}
@@ -104,7 +105,7 @@ def make_coordinator(size: int, options: EagerOptions) -> Coordinator:
     """Makes what rank 0 of `size` ranks decides with."""
     return Coordinator(
         size,
-        controller.Options(
+        coordinator.Options(
             fusion_bytes=options.fusion_bytes,
             cache_capacity=options.cache_capacity,
             fuse_groups=options.fuse_groups,

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import mesh
-from jdp.buckets import BucketAval
 from jdp.collectives import base, xla
+from jdp.replicas import mesh
+from jdp.trees.buckets import BucketAval
 from jdp.types import AllReduce, AxisName, PyTree
 
 T = TypeVar("T")

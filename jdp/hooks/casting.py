@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jdp import types
-from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
+from jdp.trees.buckets import BucketAval
 
 
 def none() -> CommHook:

@@ -5,9 +5,9 @@ from typing import TypeVar
 
 import jax
 
-from jdp.buckets import BucketAval
 from jdp.hooks import base
 from jdp.hooks.base import CommHook, HookAllReduce
+from jdp.trees.buckets import BucketAval
 from jdp.types import PyTree
 
 T = TypeVar("T")

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import buckets as packing
 from jdp import types
-from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
-from jdp.per_replica import PerReplica
+from jdp.replicas.per_replica import PerReplica
+from jdp.trees import buckets as packing
+from jdp.trees.buckets import BucketAval
 
 
 class _Matrix(NamedTuple):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp import types
-from jdp.buckets import BucketAval
 from jdp.collectives import base
 from jdp.hooks.base import CommHook, HookAllReduce, is_real, sum_rows
+from jdp.trees.buckets import BucketAval
 
 _LARGEST = 127
 _PEAK_BYTES = 4  # float32.

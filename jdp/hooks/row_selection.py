@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp import buckets as packing
 from jdp import types
-from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
+from jdp.trees import buckets as packing
+from jdp.trees.buckets import BucketAval
 
 
 @jax.tree_util.register_dataclass

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp import types
-from jdp.buckets import BucketAval
 from jdp.hooks.base import CommHook, ErrorFeedbackState, HookAllReduce, is_real
-from jdp.per_replica import PerReplica
+from jdp.replicas.per_replica import PerReplica
+from jdp.trees.buckets import BucketAval
 
 
 def top_k(fraction: float) -> CommHook:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets, replica_state
-from jdp.buckets import BucketAval, BucketPlan
 from jdp.hooks.base import CommHook
-from jdp.mesh import World
+from jdp.replicas import initial_state
+from jdp.replicas.mesh import World
+from jdp.trees import buckets
+from jdp.trees.buckets import BucketAval, BucketPlan
 from jdp.types import AxisName, PyTree
 
 
@@ -47,7 +48,7 @@ def init_state(
     """
     plan = buckets.fit_plan(plan, jax.tree.map(_gradient_of, grads))
     avals = avals_of(plan)
-    return replica_state.init_on_replicas(
+    return initial_state.init_on_replicas(
         lambda: hook.init(avals), axis_name=axis_name, world=world
     )
 

@@ -8,9 +8,9 @@ import logging
 
 import msgspec
 
-from jdp import wire
-from jdp.parameter_server.lead_options import LeadOptions
+from jdp.parameter_server.leader_options import LeadOptions
 from jdp.parameter_server.messages import Identity, Number
+from jdp.replicas import wire
 
 _MOST_WORKERS = 1 << 16
 _logger = logging.getLogger("jdp")

@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from jdp import wire
-from jdp.parameter_server import messages, quiet
+from jdp.parameter_server import messages, orbax_logs
 from jdp.parameter_server.messages import Settled, Version
+from jdp.replicas import wire
 
 _FORMAT = 2
 _ARRAYS, _MANIFEST = "arrays", "manifest"
@@ -315,7 +315,7 @@ def _save(path: pathlib.Path, arrays: Sequence[np.ndarray]) -> None:
     if not tree:
         path.mkdir()
         return
-    with quiet.quiet_failures():
+    with orbax_logs.quiet_failures():
         try:
             _open().save(path, tree)
         except OSError as error:

@@ -11,7 +11,6 @@ from msgspec import structs
 from jdp.parameter_server import messages, sockets
 from jdp.parameter_server.client import Client
 from jdp.parameter_server.keys import Keys
-from jdp.parameter_server.lane import Lane
 from jdp.parameter_server.messages import (
     Outcome,
     Params,
@@ -20,6 +19,7 @@ from jdp.parameter_server.messages import (
     Version,
     Welcome,
 )
+from jdp.parameter_server.shared_memory_lane import Lane
 from jdp.parameter_server.sockets import ClientSockets, Message
 
 _TICK_S = 0.05

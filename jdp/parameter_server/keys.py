@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from jdp import wire
 from jdp.parameter_server import option_checks
+from jdp.replicas import wire
 from jdp.runtime import job_key
 
 ROLE = "JDP_PARAMETER_SERVER_ROLE"

@@ -9,11 +9,12 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
-from jdp import wire
+from jdp.launch import launch, output, supervisor
+from jdp.launch.supervisor import Exit
 from jdp.parameter_server import keys, metrics, option_checks
 from jdp.parameter_server.keys import Place
-from jdp.runtime import environment, launch, output, supervisor
-from jdp.runtime.supervisor import Exit
+from jdp.replicas import wire
+from jdp.runtime import environment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

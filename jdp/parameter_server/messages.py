@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from jdp import wire
+from jdp.replicas import wire
 
 VERSION = 3
 MESSAGE, REFUSED = range(2)  # the second byte.

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Protocol, TypedDict
 import msgspec
 from msgspec import Meta
 
-from jdp import wire
 from jdp.parameter_server import keys
+from jdp.replicas import wire
 
 Report = Literal["", "table", "json"]
 _Count = Annotated[int, Meta(ge=0, le=1 << 60)]

@@ -3,7 +3,7 @@
 import logging
 import time
 
-from jdp import wire
+from jdp.replicas import wire
 
 _LOG_PERIOD_S = 5.0
 _MOST_WORKERS = 4096  # whose last line is remembered.

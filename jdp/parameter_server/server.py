@@ -22,11 +22,11 @@ from jdp.parameter_server import (
     updates,
 )
 from jdp.parameter_server.checkpoints import Checkpoints
-from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Place
-from jdp.parameter_server.lead_options import LeadOptions
+from jdp.parameter_server.leader_options import LeadOptions
 from jdp.parameter_server.metrics import Report
 from jdp.parameter_server.modes import Mode
+from jdp.parameter_server.push_hook import Compressor
 from jdp.runtime import descriptors, environment
 from jdp.types import Device, PyTree
 

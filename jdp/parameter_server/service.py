@@ -6,11 +6,18 @@ import time
 
 import numpy as np
 
-from jdp import wire
-from jdp.parameter_server import admission, compression, lane, messages, metrics, shards
-from jdp.parameter_server.compression import Compressor
+from jdp.parameter_server import (
+    admission,
+    messages,
+    metrics,
+    push_hook,
+    shards,
+    shared_memory_lane,
+)
+from jdp.parameter_server.follower import Part, Replica
 from jdp.parameter_server.keys import Keys, Place
-from jdp.parameter_server.lead_options import LeadOptions
+from jdp.parameter_server.leader import Lead
+from jdp.parameter_server.leader_options import LeadOptions
 from jdp.parameter_server.messages import (
     Apply,
     Ended,
@@ -35,14 +42,14 @@ from jdp.parameter_server.messages import (
     Who,
 )
 from jdp.parameter_server.modes import Sync
-from jdp.parameter_server.protocol import Lead
+from jdp.parameter_server.push_hook import Compressor
 from jdp.parameter_server.refusals import Refusals
-from jdp.parameter_server.replica import Part, Replica
 from jdp.parameter_server.saving import Saver
 from jdp.parameter_server.sessions import Session, Sessions
 from jdp.parameter_server.shards import Shards
 from jdp.parameter_server.sockets import ClientSockets, Message, ServerSocket
 from jdp.parameter_server.updates import Updater
+from jdp.replicas import wire
 
 _TICK_S = 0.1
 _STATUS_PERIOD_S = 0.2  # of what servers tell each other again, lest it was lost.
@@ -297,7 +304,7 @@ class Service:
         if known is None:
             self._refusals.note_come(hello.worker)
             least, offer = self._shard.layout.num_bytes, hello.lane
-            shared = offer and lane.open_lane(offer, least_bytes=least)
+            shared = offer and shared_memory_lane.open_lane(offer, least_bytes=least)
             known = Session(route, hello.worker, shared)
         known.route = route
         self._sessions.add(hello.session, known)
@@ -413,7 +420,7 @@ class Service:
     def _apply(self, entry: Apply, parts: list[Part]) -> None:
         layout, made = self._shard.layout, self._compressor
         opened = [
-            compression.open_payload(p.payload, p.push.is_compressed, layout, made)
+            push_hook.open_payload(p.payload, p.push.is_compressed, layout, made)
             for p in parts
         ]
         self._updater.apply(opened, entry.weights, entry.staleness)

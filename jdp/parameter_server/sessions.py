@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from jdp.parameter_server import messages
-from jdp.parameter_server.lane import Lane
 from jdp.parameter_server.messages import Failed
+from jdp.parameter_server.shared_memory_lane import Lane
 from jdp.parameter_server.sockets import ServerSocket
 
 MOST_SESSIONS = 4096  # as many as a replica remembers.

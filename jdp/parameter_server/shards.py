@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdp import buckets, mesh, tree_paths
-from jdp.buckets import BucketAval, BucketPlan
+from jdp.replicas import mesh
+from jdp.trees import buckets, tree_paths
+from jdp.trees.buckets import BucketAval, BucketPlan
 from jdp.types import PyTree
 
 _ALIGNMENT = 64  # bytes; that of XLA's own buffers.

@@ -17,7 +17,8 @@ from zmq.utils import z85
 
 from jdp.parameter_server import messages
 from jdp.parameter_server.keys import Keys
-from jdp.runtime import descriptors, transport_sockets
+from jdp.runtime import descriptors
+from jdp.runtime.transport import zmq_sockets
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _MONITORED = (
@@ -64,7 +65,7 @@ class ServerSocket:
           RuntimeError: somebody else does at this address, or it is not of this host.
         """
         self._context = zmq.Context()
-        self._refusals = transport_sockets.Refusals()
+        self._refusals = zmq_sockets.Refusals()
         self._admitted = {
             z85.decode(keys.worker_public): _WORKER.encode(),
             z85.decode(keys.server_public): _SERVER.encode(),
@@ -87,8 +88,8 @@ class ServerSocket:
             zmq.ZAP_DOMAIN: b"jdp",
         }.items():
             self._socket.setsockopt(name, value)
-        self._monitor = transport_sockets.open_monitor(self._socket, _MONITORED)
-        self._guests = transport_sockets.Guests(descriptors.most_guests(64))
+        self._monitor = zmq_sockets.open_monitor(self._socket, _MONITORED)
+        self._guests = zmq_sockets.Guests(descriptors.most_guests(64))
         self._proved: set[int] = set()  # descriptors over which a message has come.
         # Who lacks the public key of the servers never comes as far as ZAP.
         self._last_failure: tuple[int, int] | None = None
@@ -174,7 +175,7 @@ class ServerSocket:
 
     def _watch_guests(self) -> None:
         """Cuts connections that have proved nothing, where there are too many."""
-        for event, value in transport_sockets.read_changes(self._monitor):
+        for event, value in zmq_sockets.read_changes(self._monitor):
             if event == zmq.EVENT_DISCONNECTED:
                 self._guests.remove(value)
                 self._note_end(value)
@@ -341,13 +342,13 @@ def _is_server(frame: zmq.Frame) -> bool:
 
 def _bind_address(address: str) -> str:
     """ZeroMQ binds to numbers, and to names of interfaces; a name must be looked up."""
-    from jdp.runtime import transport_meeting
+    from jdp.runtime.transport import rendezvous
 
     host, _, port = address.rpartition(":")
     if host in ("*", "0.0.0.0", "[::]"):
         return f"*:{port}"
     try:
-        found = transport_meeting.find_addresses(host)[0]
+        found = rendezvous.find_addresses(host)[0]
     except RuntimeError as error:
         reason = error.__cause__ or error.__context__ or error
         raise RuntimeError(f"{host!r} has no address here ({reason})") from None

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdp import buckets, tree_paths
 from jdp.parameter_server import shards
 from jdp.parameter_server.shards import Shards
 from jdp.parameter_server.staleness import run_update
+from jdp.trees import buckets, tree_paths
 from jdp.types import Device, PyTree
 
 # Updates until a state keeps its dtypes and structure; more than any optimizer needs.

@@ -10,14 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import buckets
 from jdp.hooks import CommHook
-from jdp.parameter_server import keys, lane, messages, option_checks, shards
+from jdp.parameter_server import (
+    keys,
+    messages,
+    option_checks,
+    shards,
+    shared_memory_lane,
+)
 from jdp.parameter_server.client import Client
-from jdp.parameter_server.compression import Compressor
 from jdp.parameter_server.keys import Place
-from jdp.parameter_server.lane import Lane, LaneFile
 from jdp.parameter_server.messages import Hello, Outcome, Version
+from jdp.parameter_server.push_hook import Compressor
+from jdp.parameter_server.shared_memory_lane import Lane, LaneFile
+from jdp.trees import buckets
 from jdp.types import Device, PyTree
 
 
@@ -97,7 +103,10 @@ class Worker:
         )
         self._packer = _Packer(self._shards, options.compression)
         sizes = self._packer.find_sizes()
-        made = [lane.make_lane(n) if options.shared_memory else None for n in sizes]
+        made = [
+            shared_memory_lane.make_lane(n) if options.shared_memory else None
+            for n in sizes
+        ]
         self._lane_files = [pair[1] for pair in made if pair is not None]
         lanes = [None if pair is None else pair[0] for pair in made]
         push_sizes = self._packer.find_push_sizes()

@@ -7,22 +7,23 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jdp import compat, mesh
-from jdp.mesh import World
+from jdp import compat
+from jdp.replicas import mesh
+from jdp.replicas.mesh import World
 from jdp.runtime import (
     addresses,
     coordination,
     descriptors,
     environment,
     job_key,
-    lifeline,
     program_end,
     roll_call,
     roll_call_sockets,
     sigterm,
-    worker,
+    user_program,
 )
 from jdp.runtime.environment import LaunchEnvironment
+from jdp.runtime.lifeline import lifeline
 from jdp.runtime.store import DistributedStore
 from jdp.types import AxisName, Device
 
@@ -135,7 +136,7 @@ def init(
         _check_same_options(_Initialized.options, options)
         return mesh.current_world()
     _check_options(options)
-    worker.report_init(has_joined=False)
+    user_program.report_init(has_joined=False)
     place = _find_place(options, os.environ)
     if place is not None and place.num_processes > 1:
         is_host = place.is_one_launch and place.process_id == 0
@@ -154,7 +155,7 @@ def init(
     if meeting is not None:
         os.environ[environment.JOINED] = str(os.getpid())
         lifeline.start(world, meeting.session_key)
-    worker.report_init(has_joined=True)
+    user_program.report_init(has_joined=True)
     return world
 
 
@@ -281,7 +282,7 @@ def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.M
         )
     # Else it offers the address of the host's own name, which is 127.0.1.1 on Debian.
     compat.offer_gloo_address(meeting.own_host)
-    if not worker.has_launcher():  # It ends what fails.
+    if not user_program.has_launcher():  # It ends what fails.
         program_end.prepare()
     return meeting
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jdp import compat_distributed
+from jdp.compat import jax_distributed
 from jdp.runtime import addresses, forks, private_folder
 from jdp.runtime.roll_call_sockets import Meeting
 
@@ -95,7 +95,7 @@ def start(
         if "%" not in meeting.host:  # gRPC takes no zone.
             address = addresses.join(meeting.host, port)
     try:
-        with compat_distributed.patient_client(_SHUTDOWN_TIMEOUT_S):
+        with jax_distributed.patient_client(_SHUTDOWN_TIMEOUT_S):
             jax.distributed.initialize(
                 address,
                 num_processes,
@@ -108,7 +108,7 @@ def start(
     except BaseException:
         remove(meeting.path)
         raise
-    os.register_at_fork(after_in_child=compat_distributed.abandon)
+    os.register_at_fork(after_in_child=jax_distributed.abandon)
 
 
 def _check_path(path: str) -> None:

@@ -11,7 +11,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 
-from jdp import wire
+from jdp.replicas import wire
 from jdp.runtime import addresses, environment
 
 VARIABLE = environment.JOB_KEY  # 64 hexadecimal digits.

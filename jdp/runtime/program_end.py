@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from jdp.runtime import forks, lifeline, worker
+from jdp.runtime import forks, user_program
+from jdp.runtime.lifeline import lifeline
 
 _FAILED_ENDS_S = 1.5  # of threads and exit handlers; then the others begin to end.
 
@@ -49,7 +50,9 @@ def _tell_of_failure() -> None:
     error = _find_uncaught()
     if error is not None:
         _Own.tasks.put(_end_late)
-        lifeline.leave(worker.describe_error(error), culprit=worker.find_culprit(error))
+        lifeline.leave(
+            user_program.describe_error(error), culprit=user_program.find_culprit(error)
+        )
 
 
 def _end_late() -> None:
@@ -65,7 +68,7 @@ def _end_if_failed() -> None:
     while lifeline.is_needed_by_others() and time.monotonic() < until_s:
         time.sleep(0.02)
     logging.shutdown()
-    worker.flush()
+    user_program.flush()
     if isinstance(error, KeyboardInterrupt):
         _end_by_interrupt()
     os._exit(1)
@@ -93,5 +96,5 @@ def _wait_at_end() -> None:
     try:
         lifeline.wait_at_end(_Own.tasks.put)
     except KeyboardInterrupt:
-        worker.flush()
+        user_program.flush()
         _end_by_interrupt()

@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import jax
 import msgspec
 
-from jdp import wire
+from jdp.replicas import wire
 from jdp.runtime import job_key
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jdp import progress
+from jdp.replicas import progress
 from jdp.runtime import addresses, job_key, roll_call
 from jdp.runtime.roll_call import Challenge, Hello, Refused, Verdict
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jdp import progress
+from jdp.replicas import progress
 from jdp.runtime import job_key
 
 _FORGED_PERIOD_S = 0.05  # how often a key is read again that a stranger has written.

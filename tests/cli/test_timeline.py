@@ -7,7 +7,7 @@ import pytest
 import typer.testing
 
 from jdp.cli import main
-from jdp.eager import timeline
+from jdp.eager.diagnosis import timeline
 from tests.eager.records import Rank, all_reduce, train
 
 NAMES = [f"grad/[{i}]" for i in range(4)]

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jdp.compat_kernels import SignalAll
+from jdp.compat.mosaic_kernels import SignalAll
 
 
 class DeadlockError(Exception):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.collectives import custom_choice, pallas_launch
+from jdp.collectives.pallas import choice, kernel_launch
 
 AXIS = "data"
 
@@ -28,7 +28,7 @@ class Case(NamedTuple):
     """A kernel."""
 
     peers: str  # "replicas", "cluster" or "alone"
-    algorithm: custom_choice.Algorithm
+    algorithm: choice.Algorithm
     n: int
     dtype: str
     size: int
@@ -36,8 +36,8 @@ class Case(NamedTuple):
     @property
     def launch(self):
         num_bytes = self.size * jnp.dtype(self.dtype).itemsize
-        return custom_choice.default_launch(
-            num_bytes, self.n, self.algorithm, max_blocks=custom_choice.MAX_BLOCKS
+        return choice.default_launch(
+            num_bytes, self.n, self.algorithm, max_blocks=choice.MAX_BLOCKS
         )
 
 
@@ -62,13 +62,13 @@ def make(case):
     xs = jax.ShapeDtypeStruct((case.n, case.size), case.dtype)
     if case.peers == "cluster":
         return (
-            lambda xs: pallas_launch.all_reduce_in_cluster(
+            lambda xs: kernel_launch.all_reduce_in_cluster(
                 xs, case.algorithm, case.launch, 0.5
             ),
             [xs],
         )
     if case.peers == "alone":
-        kernel = pallas_launch.all_reduce_alone(
+        kernel = kernel_launch.all_reduce_alone(
             case.n, case.size, case.dtype, case.algorithm, case.launch
         )
         parts = jax.ShapeDtypeStruct(kernel.part_shape, case.dtype)
@@ -81,7 +81,7 @@ def make(case):
 def _on_replicas(case, mesh):
     def run(xs):
         scale = jnp.full((1,), 0.5)
-        return pallas_launch.all_reduce_on_replicas(
+        return kernel_launch.all_reduce_on_replicas(
             xs[0], AXIS, case.n, case.algorithm, case.launch, scale
         )[None]
 
@@ -152,7 +152,7 @@ def compile_on_replicas(mesh, size, dtype, algorithm, launch):
     """Compiles the kernel of a mesh for buffers of `size` elements."""
 
     def run(xs):
-        return pallas_launch.all_reduce_on_replicas(
+        return kernel_launch.all_reduce_on_replicas(
             xs[0], AXIS, mesh.size, algorithm, launch
         )[None]
 

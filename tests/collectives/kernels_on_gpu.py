@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 import jdp
-from jdp.cli.bench import kernel, tune
-from jdp.cli.bench.rows import Rows
-from jdp.collectives import custom_choice, gpu_topology, pallas_launch, tuning
+from jdp.bench import kernel, tune
+from jdp.bench.rows import Rows
+from jdp.collectives.pallas import choice, gpu_topology, kernel_launch, tuning
 
 SIZES = tuple(1 << k for k in range(10, 27, 2))  # bytes, 1 KiB to 64 MiB.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,7 +31,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Case(NamedTuple):
     """A kernel."""
 
-    algorithm: custom_choice.Algorithm
+    algorithm: choice.Algorithm
     num_replicas: int
     dtype: str
     num_bytes: int  # of a replica's buffer; what is odd about a size is added.
@@ -39,13 +39,13 @@ class Case(NamedTuple):
 
     def reduce(self, xs):
         """Returns what each replica gets, shape (num_replicas, n)."""
-        launch = custom_choice.default_launch(
+        launch = choice.default_launch(
             self.num_bytes,
             self.num_replicas,
             self.algorithm,
-            max_blocks=custom_choice.MAX_BLOCKS,
+            max_blocks=choice.MAX_BLOCKS,
         )
-        return pallas_launch.all_reduce_in_cluster(xs, self.algorithm, launch)
+        return kernel_launch.all_reduce_in_cluster(xs, self.algorithm, launch)
 
 
 def make_cases():
@@ -107,7 +107,7 @@ def check_replicas(world, repeats):
     topology = gpu_topology.find_topology(world)
     rows = []
     for n in (n for n in (2, 4, 6, 8) if n <= world.num_replicas):
-        reason = custom_choice.why_not_custom(0, n, jnp.float32, topology)
+        reason = choice.why_not_custom(0, n, jnp.float32, topology)
         if reason is not None:
             rows.append({"num_replicas": n, "why_not": reason})
             continue

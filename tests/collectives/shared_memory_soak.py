@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 import jdp
-from jdp.collectives import shared_memory
+from jdp.collectives.shared_memory.all_reduce import create_shared_buffer
 from tests import harness
 
 _NUM_BYTES = 1 << 18  # so that the largest take several pieces.
@@ -19,7 +19,7 @@ _MAX_ELEMENTS = 200_000
 
 
 def _make_reduce(world):
-    buffer = shared_memory.create_shared_buffer(world, _NUM_BYTES)
+    buffer = create_shared_buffer(world, _NUM_BYTES)
 
     def reduce(arrays, number):
         sizes = [x.size for x in arrays]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import gpu_launches
-from jdp.collectives import pallas_launch
+from jdp.collectives.pallas import kernel_launch
 from tests import harness
 from tests.collectives import kernels_on_gpu
 from tests.collectives.kernels_on_gpu import Case
@@ -62,7 +62,7 @@ def test_every_launch_that_is_timed_is_one_of_a_kernel():
     assert len(kernels) == 3 * len(gpu_launches.KERNELS)
     assert len(set(cases)) == len(cases)
     for algorithm, n, num_bytes, launch in cases:
-        pallas_launch.all_reduce_alone(n, num_bytes // 4, "float32", algorithm, launch)
+        kernel_launch.all_reduce_alone(n, num_bytes // 4, "float32", algorithm, launch)
         assert launch.num_blocks <= 132
 
 

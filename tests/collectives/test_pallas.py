@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp import compat, compat_kernels
-from jdp.collectives import PallasAllReduce, pallas_launch
-from jdp.collectives.custom_choice import Launch
-from jdp.collectives.pallas_peers import (
+from jdp import compat
+from jdp.collectives import PallasAllReduce
+from jdp.collectives.pallas import kernel_launch
+from jdp.collectives.pallas.choice import Launch
+from jdp.collectives.pallas.peers import (
     ClusterPeers,
     Peers,
     RemotePeers,
     SoloPeers,
     Tiling,
 )
-from jdp.compat_kernels import SignalAll
+from jdp.compat import mosaic_kernels
+from jdp.compat.mosaic_kernels import SignalAll
 from tests.collectives import kernel_interpreter as interpreter
 
 LAUNCH = Launch(num_blocks=2, num_warpgroups=2)
@@ -41,7 +43,7 @@ def _run(peers, xs, algorithm, *, launch=LAUNCH, make_scale=lambda: None, seed=0
     n, size = xs.shape
     if peers == "replicas":
         return interpreter.run_on_replicas(
-            lambda x, axis: pallas_launch.all_reduce_on_replicas(
+            lambda x, axis: kernel_launch.all_reduce_on_replicas(
                 x, axis, n, algorithm, launch, make_scale()
             ),
             xs,
@@ -49,7 +51,7 @@ def _run(peers, xs, algorithm, *, launch=LAUNCH, make_scale=lambda: None, seed=0
         )
     if peers == "cluster":
         found = interpreter.run_on_one(
-            lambda xs: pallas_launch.all_reduce_in_cluster(
+            lambda xs: kernel_launch.all_reduce_in_cluster(
                 xs, algorithm, launch, make_scale()
             ),
             xs,
@@ -57,12 +59,12 @@ def _run(peers, xs, algorithm, *, launch=LAUNCH, make_scale=lambda: None, seed=0
         )
         return interpreter.Outcome(list(found.results[0]), found.races)
     rank = n - 1
-    kernel = pallas_launch.all_reduce_alone(
+    kernel = kernel_launch.all_reduce_alone(
         n, size, xs.dtype, algorithm, launch, rank=rank
     )
     parts = []
     if algorithm == "two_stage":
-        parts = [pallas_launch.parts_of(jnp.asarray(xs), launch, rank=rank)]
+        parts = [kernel_launch.parts_of(jnp.asarray(xs), launch, rank=rank)]
         assert parts[0].shape == kernel.part_shape
     return interpreter.run_on_one(
         lambda xs, parts=None: kernel.run(xs, parts), xs, *parts, seed=seed
@@ -323,7 +325,7 @@ def _signal_with(change):
                     offsets = change(offsets)
                 super().__init__(offsets, is_remote)
 
-        monkeypatch.setattr(compat_kernels, "SignalAll", Changed)
+        monkeypatch.setattr(mosaic_kernels, "SignalAll", Changed)
 
     return mutate
 

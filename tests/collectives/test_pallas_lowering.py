@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.collectives import PallasAllReduce, pallas_all_reduce, pallas_launch
+from jdp.collectives import PallasAllReduce, pallas_all_reduce
+from jdp.collectives.pallas import kernel_launch
 from tests.collectives import kernels_for_cuda
 from tests.collectives.kernels_for_cuda import Case
 
@@ -61,13 +62,13 @@ def test_a_launch_takes_half_of_the_multiprocessors_of_the_device(
     monkeypatch, num_cores, expected
 ):
     launches = []
-    run = pallas_launch.all_reduce_on_replicas
+    run = kernel_launch.all_reduce_on_replicas
 
     def spy(x, axis_name, num_replicas, algorithm, launch, scale):
         launches.append(launch)
         return run(x, axis_name, num_replicas, algorithm, launch, scale)
 
-    monkeypatch.setattr(pallas_launch, "all_reduce_on_replicas", spy)
+    monkeypatch.setattr(kernel_launch, "all_reduce_on_replicas", spy)
     mesh = jax.sharding.AbstractMesh(
         (2,),
         ("data",),

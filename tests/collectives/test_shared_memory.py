@@ -15,7 +15,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.collectives import shared_memory, shared_segment
+from jdp.collectives.shared_memory import shared_segment
+from jdp.collectives.shared_memory.all_reduce import (
+    SharedMemoryAllReduce,
+    create_shared_buffer,
+    shared_memory_all_reduce,
+)
 from tests import harness
 from tests.collectives import contract
 
@@ -194,11 +199,11 @@ def _cases(num_processes):
 def _keep_the_contract():
     jax.config.update("jax_enable_x64", True)
     world = jdp.init()
-    buffer = shared_memory.create_shared_buffer(world, 1 << 19)
+    buffer = create_shared_buffer(world, 1 << 19)
     n, wrong = world.process_count, []
-    reduces = [(shared_memory.SharedMemoryAllReduce(buffer), _cases(n))]
+    reduces = [(SharedMemoryAllReduce(buffer), _cases(n))]
     # The same, but for who makes the buffer.
-    reduces.append((shared_memory.shared_memory_all_reduce, contract.A_FEW))
+    reduces.append((shared_memory_all_reduce, contract.A_FEW))
     for reduce, cases in reduces:
 
         def all_reduce(*xs, reduce=reduce, cases=cases):
@@ -279,7 +284,7 @@ def _train(world, bucket_bytes):
         grad_fn = jdp.value_and_grad(
             harness.oracle_loss,
             plan=plan,
-            all_reduce=shared_memory.shared_memory_all_reduce,
+            all_reduce=shared_memory_all_reduce,
             weight=weight.sum(),
         )
         loss, grads = grad_fn(params, batch)
@@ -330,7 +335,7 @@ def _weigh(world):
 
     @jdp.data_parallel(donate_state=False)
     def step(state, grads, weight):
-        options = {"all_reduce": shared_memory.shared_memory_all_reduce}
+        options = {"all_reduce": shared_memory_all_reduce}
         synced = jdp.sync_gradients(
             {k: x[0] for k, x in grads.items()}, weight=weight.sum(), **options
         )
@@ -356,7 +361,7 @@ def test_a_replica_without_data_does_not_count(in_two):
 
 def _jitted(world, size):
     fn = jax.shard_map(
-        lambda x: shared_memory.shared_memory_all_reduce(x, "data"),
+        lambda x: shared_memory_all_reduce(x, "data"),
         mesh=world.mesh,
         in_specs=P("data"),
         out_specs=P("data"),
@@ -422,7 +427,7 @@ def _call_two_programs(world, num_rounds):
             for _ in range(30):
                 work = work @ work
             zero = (work.sum() - work.shape[0]).astype(x.dtype)
-            return shared_memory.shared_memory_all_reduce(x * value + zero, "data")
+            return shared_memory_all_reduce(x * value + zero, "data")
 
         return jax.jit(
             jax.shard_map(reduce, mesh=world.mesh, in_specs=P("data"), out_specs=P())
@@ -455,8 +460,8 @@ def _traced(world, fn, **options):
 
 def test_what_cannot_be_reduced_is_refused():
     world = harness.local_world(1)
-    buffer = shared_memory.create_shared_buffer(world, 1 << 10)
-    reduce = shared_memory.SharedMemoryAllReduce(buffer)
+    buffer = create_shared_buffer(world, 1 << 10)
+    reduce = SharedMemoryAllReduce(buffer)
     with pytest.raises(ValueError, match="`op` must be one of .*, got 'summ'"):
         _traced(world, lambda x: reduce(x, "data", op="summ"))
     with pytest.raises(ValueError, match="`axis_name='dat'` is not bound here"):
@@ -464,15 +469,15 @@ def test_what_cannot_be_reduced_is_refused():
     with pytest.raises(ValueError, match="has 2 replicas here, but 1 in the world"):
         _traced(harness.local_world(2), lambda x: reduce(x, "data"))
     with pytest.raises(ValueError, match="2 replicas on 1 processes"):
-        shared_memory.create_shared_buffer(harness.local_world(2))
+        create_shared_buffer(harness.local_world(2))
     with pytest.raises(ValueError, match="`num_bytes` must be at least 1, got 0"):
-        shared_memory.create_shared_buffer(world, 0)
+        create_shared_buffer(world, 0)
 
 
 def test_one_replica_returns_what_it_has():
     world = harness.local_world(1)
-    buffer = shared_memory.create_shared_buffer(world, 1 << 10)
-    reduce = shared_memory.SharedMemoryAllReduce(buffer)
+    buffer = create_shared_buffer(world, 1 << 10)
+    reduce = SharedMemoryAllReduce(buffer)
     for op in contract.OPS:
         traced = _traced(world, lambda x, op=op: reduce(x, "data", op=op))
         assert "callback" not in str(traced)
@@ -480,7 +485,7 @@ def test_one_replica_returns_what_it_has():
 
 def _free(world):
     before = _mapped_bytes()
-    buffer = shared_memory.create_shared_buffer(world, 1 << 26)
+    buffer = create_shared_buffer(world, 1 << 26)
     x = np.ones(100, np.float32)
     pieces = buffer.cut([100], 4)
     buffer.reduce_in_place([x], "sum", 0, pieces)

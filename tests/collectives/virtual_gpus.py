@@ -77,12 +77,12 @@ def _compile_one(case, folder, devices, ptxas):
     import jax
     import jax.numpy as jnp
 
-    from jdp.collectives import custom_choice, pallas_launch
+    from jdp.collectives.pallas import choice, kernel_launch
     from tests.collectives import kernels_for_cuda
 
     algorithm, n, dtype, size = case
     num_bytes = size * jnp.dtype(dtype).itemsize
-    launch = custom_choice.default_launch(
+    launch = choice.default_launch(
         num_bytes, n, algorithm, max_blocks=_NUM_MULTIPROCESSORS // n
     )
     mesh = jax.sharding.Mesh(devices[:n], [kernels_for_cuda.AXIS])
@@ -98,7 +98,7 @@ def _compile_one(case, folder, devices, ptxas):
     cubin = ptx.with_suffix(".cubin")
     subprocess.run([ptxas, "-arch=sm_90a", "-O3", ptx, "-o", cubin], check=True)
     ptx.unlink()
-    tiling = pallas_launch.make_tiling(size, dtype, n, algorithm, launch)
+    tiling = kernel_launch.make_tiling(size, dtype, n, algorithm, launch)
     return {
         "algorithm": algorithm,
         "num_replicas": n,
@@ -216,7 +216,7 @@ def main():
     if arguments.what == "compile":
         compile_all(arguments.folder, arguments.ptxas)
         return
-    from jdp.cli.bench.rows import Rows
+    from jdp.bench.rows import Rows
 
     rows = Rows(arguments.json, arguments.limit_s)
     wrong = run_all(arguments.folder, arguments.repeats, rows)

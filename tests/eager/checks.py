@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import eager
-from jdp.mesh import World
+from jdp.replicas.mesh import World
 from tests import harness
 
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")

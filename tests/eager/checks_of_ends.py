@@ -5,7 +5,8 @@ import time
 import numpy as np
 
 import jdp
-from jdp import eager, progress
+from jdp import eager
+from jdp.replicas import progress
 
 _MANY = 400_000
 

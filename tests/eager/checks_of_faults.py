@@ -11,7 +11,7 @@ import numpy as np
 
 from jdp import eager
 from jdp.eager import EagerOptions, session
-from jdp.mesh import World
+from jdp.replicas.mesh import World
 from tests.eager.checks import Process
 
 _NAMES = [f"layers.{i}" for i in range(5)]

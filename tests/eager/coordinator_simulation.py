@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdp.eager import carried, checks, messages
-from jdp.eager.controller import Coordinator, Options
+from jdp.eager import checks, messages
+from jdp.eager.coordinator.coordinator import Coordinator, Options
+from jdp.eager.execution import small_tensors
 from jdp.eager.messages import Batch, FromRank, ProtocolError, Request, Spec
 from jdp.eager.response_cache import ResponseCache
 
@@ -337,7 +338,9 @@ class Simulation:
             else:
                 hits |= 1 << slot
                 slots.append(slot)
-        data = () if len(slots) < len(entries) else carried.collect(entries, slots)
+        data = (
+            () if len(slots) < len(entries) else small_tensors.collect(entries, slots)
+        )
         bits = hits.to_bytes((hits.bit_length() + 7) // 8, "little")
         self._send(rank, FromRank(0, tuple(full), bits, data, joined))
         if joined:
@@ -482,7 +485,7 @@ def _make_entry(rank, call):
     request = Request(call.name, messages.encode_spec(spec), call.set_id, local)
     is_tensor = spec.kind == "all_reduce" and not call.is_wrong
     array = np.full(spec.shape, value_of(call, rank) if is_tensor else 0, np.int64)
-    is_small = carried.is_small(spec, array.nbytes)
+    is_small = small_tensors.is_small(spec, array.nbytes)
     return _Entry(call, request, array, is_small)
 
 

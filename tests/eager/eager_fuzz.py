@@ -15,20 +15,15 @@ import time
 import msgspec
 import numpy as np
 
-from jdp.eager import (
-    checks,
-    encoding,
-    execution,
-    flight_recorder,
-    fusion,
-    messages,
-    startup,
-)
-from jdp.eager.autotune import Tunable
-from jdp.eager.execution import Job, Scratch
+from jdp.eager import checks, encoding, messages, startup
+from jdp.eager.coordinator import fusion
+from jdp.eager.coordinator.autotune import Tunable
+from jdp.eager.coordinator.cache_slots import bits
+from jdp.eager.diagnosis import flight_recorder
+from jdp.eager.execution import fused
+from jdp.eager.execution.base import Task
+from jdp.eager.execution.fused import Job, Scratch
 from jdp.eager.messages import Batch, FromRank, ProtocolError, Request, Response, Spec
-from jdp.eager.ops.base import Task
-from jdp.eager.slots import bits
 from tests.eager import coordinator_simulation
 from tests.runtime.transport_fuzz import mutate
 
@@ -375,9 +370,9 @@ class _Rank:
         members = _Members(members, place)
         with np.errstate(all="ignore"):
             if data:
-                execution.run_carried(job, data, members, Scratch())
+                fused.run_carried(job, data, members, Scratch())
             else:
-                execution.run(job, echo, members, Scratch())
+                fused.run(job, echo, members, Scratch())
         self.num_run += 1
 
     def _submitted(self, set_id, name, spec, local):
@@ -407,7 +402,7 @@ class _Entry:
 
 
 class _Members:
-    """Stands for `jdp.eager.ops.base.Members`."""
+    """Stands for `jdp.eager.execution.base.Members`."""
 
     def __init__(self, ranks, place):
         self.ranks, self.place, self.size = ranks, place, len(ranks)

@@ -4,8 +4,8 @@ import pathlib
 import tempfile
 import time
 
-from jdp.eager import flight_recorder
-from jdp.eager.flight_recorder import FlightRecorder, Record
+from jdp.eager.diagnosis import flight_recorder
+from jdp.eager.diagnosis.flight_recorder import FlightRecorder, Record
 
 
 def all_reduce(name, **changes):

@@ -2,7 +2,7 @@
 
 import random
 
-from jdp.eager.controller import Coordinator, Options
+from jdp.eager.coordinator.coordinator import Coordinator, Options
 from jdp.eager.messages import FromRank, Request, Spec, encode_spec
 from jdp.eager.response_cache import ResponseCache
 

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from jdp.eager.autotune import AutotuneOptions, Autotuner, Tunable
+from jdp.eager.coordinator.autotune import AutotuneOptions, Autotuner, Tunable
 
 pytestmark = pytest.mark.slow
 
@@ -244,7 +244,7 @@ def test_a_measurement_has_whole_steps_of_many_batches(tmp_path):
 
 
 def test_names_that_never_come_again_end_a_measurement(monkeypatch):
-    monkeypatch.setattr("jdp.eager.autotune._MOST_NAMES", 7)
+    monkeypatch.setattr("jdp.eager.coordinator.autotune._MOST_NAMES", 7)
     tuner = _tuner(warmup_samples=0, max_samples=1)
     for i in range(100):
         tuner.observe(1, now_s=float(i), names=[f"noname.{i}"])

@@ -5,8 +5,8 @@ import functools
 import pytest
 
 import jdp
+from jdp.eager.coordinator.mismatch import explain
 from jdp.eager.messages import Spec
-from jdp.eager.mismatch import explain
 from tests import harness
 from tests.eager import checks, checks_of_errors, simulation
 from tests.eager.simulation import all_reduce

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jdp.eager import broken_groups
-from jdp.eager.controller import Coordinator
-from jdp.eager.hits import Hits
+from jdp.eager.coordinator import broken_groups
+from jdp.eager.coordinator.cache_hits import Hits
+from jdp.eager.coordinator.cache_slots import bits
+from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.response_cache import ResponseCache
-from jdp.eager.slots import bits
 from tests.eager import coordinator_simulation
 
 

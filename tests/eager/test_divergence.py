@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jdp.eager import divergence
-from jdp.eager.flight_recorder import Record
+from jdp.eager.diagnosis import divergence
+from jdp.eager.diagnosis.flight_recorder import Record
 from tests.eager.records import Rank, all_reduce, train
 
 NAMES = [f"grad/{i}" for i in range(6)]

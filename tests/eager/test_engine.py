@@ -13,7 +13,8 @@ import pytest
 
 import jdp
 from jdp import eager
-from jdp.eager import flight_recorder, session
+from jdp.eager import session
+from jdp.eager.diagnosis import flight_recorder
 from tests import harness
 from tests.eager import engine_soak
 

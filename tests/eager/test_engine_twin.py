@@ -6,16 +6,17 @@ import time
 import numpy as np
 import pytest
 
-from jdp import eager, progress
+from jdp import eager
 from jdp.eager import engine as engine_module
-from jdp.eager import lost, requests
-from jdp.eager.controller import Coordinator
+from jdp.eager import lost_entries, submission
+from jdp.eager.coordinator.coordinator import Coordinator
+from jdp.eager.diagnosis.flight_recorder import Record
 from jdp.eager.engine import Engine
 from jdp.eager.entry import Completion, Entry
-from jdp.eager.flight_recorder import Record
 from jdp.eager.messages import Request, Response, Spec, encode_spec
 from jdp.eager.response_cache import ResponseCache
-from jdp.runtime import transport
+from jdp.replicas import progress
+from jdp.runtime.transport import transport
 from tests import harness
 
 _SIZE = 3
@@ -34,8 +35,8 @@ def links(monkeypatch):
 
 def _reduce(engine, name):
     facts = ("all_reduce", eager.global_process_set, "sum")
-    options = requests.find_options(engine, *facts)
-    entry = requests.make_entry(options, name, np.full(3, engine.rank, np.float32))
+    options = submission.find_options(engine, *facts)
+    entry = submission.make_entry(options, name, np.full(3, engine.rank, np.float32))
     try:
         engine.submit([entry])
     except RuntimeError as error:  # It has ended already.
@@ -141,11 +142,11 @@ def test_a_tree_is_submitted_again_as_soon_as_one_of_its_leaves_has_failed(
 
     def reduce(engine, keys, size):
         group = ("g", len(keys)) if is_group else ("", 0)
-        facts = requests.Facts("all_reduce", eager.global_process_set, "sum")
+        facts = submission.Facts("all_reduce", eager.global_process_set, "sum")
         facts = facts._replace(group=group[0], group_size=group[1])
-        options = requests.find_options(engine, *facts)
+        options = submission.find_options(engine, *facts)
         entries = [
-            requests.make_entry(options, f"g[{key}]", np.ones(size)) for key in keys
+            submission.make_entry(options, f"g[{key}]", np.ones(size)) for key in keys
         ]
         engine.submit(entries)
         assert engine.wait(entries, 20.0)
@@ -170,12 +171,12 @@ def test_what_nobody_waits_for_is_held_back_and_fused(links):
 
     def run(engine):
         facts = ("all_reduce", eager.global_process_set, "sum")
-        options = requests.find_options(engine, *facts)
+        options = submission.find_options(engine, *facts)
         _reduce(engine, "x")
         assert engine.wait([], 1.0)  # For what is over: nothing is hurried by it.
         values = [np.ones(4, np.float32)] * 20
         entries = [
-            requests.make_entry(options, f"n{i}", x) for i, x in enumerate(values)
+            submission.make_entry(options, f"n{i}", x) for i, x in enumerate(values)
         ]
         for entry in entries:
             engine.submit([entry])
@@ -201,10 +202,10 @@ def test_a_loop_of_submissions_is_held_back_until_it_ends(
 
     def run(engine):
         facts = ("all_reduce", eager.global_process_set, "sum")
-        options = requests.find_options(engine, *facts)
+        options = submission.find_options(engine, *facts)
         _reduce(engine, "x")
         entries = [
-            requests.make_entry(options, f"n{i}", np.ones(4, np.float32))
+            submission.make_entry(options, f"n{i}", np.ones(4, np.float32))
             for i in range(100)
         ]
         for entry in entries:  # For longer than three cycles.
@@ -253,7 +254,7 @@ def _lose_request(monkeypatch):
 
 @pytest.mark.parametrize("lose", [_lose_response, _lose_request])
 def test_a_name_that_is_lost_is_found_and_raised_on_all(links, monkeypatch, lose):
-    monkeypatch.setattr(lost, "PERIOD_S", 0.3)
+    monkeypatch.setattr(lost_entries, "PERIOD_S", 0.3)
     engine_threads = lose(monkeypatch)
     begun = threading.Barrier(_SIZE)
 
@@ -275,7 +276,7 @@ def test_a_name_that_is_lost_is_found_and_raised_on_all(links, monkeypatch, lose
 
 
 def test_names_that_wait_for_long_are_not_taken_for_lost(links, monkeypatch):
-    monkeypatch.setattr(lost, "PERIOD_S", 0.05)
+    monkeypatch.setattr(lost_entries, "PERIOD_S", 0.05)
 
     def run(engine):
         for number in range(3):
@@ -300,10 +301,10 @@ def test_what_still_waits_behind_a_program_hears_that_the_engine_ends(links):
         for name in ("hangs", "is behind it"):
             request = Request(name, encode_spec(Spec("submit", fingerprint="same")))
             entries.append(Entry(request, Record(name, "submit"), None, hang))
-        options = requests.find_options(
+        options = submission.find_options(
             engine, "all_reduce", eager.global_process_set, "sum"
         )
-        entries.append(requests.make_entry(options, "x", np.ones(3, np.float32)))
+        entries.append(submission.make_entry(options, "x", np.ones(3, np.float32)))
         for entry in entries:
             engine.submit([entry])
         if engine.rank == 0:
@@ -350,8 +351,8 @@ def test_what_was_submitted_before_another_one_leaves_runs(links):
     def run(engine):
         _reduce(engine, "x")
         facts = ("all_reduce", eager.global_process_set, "sum")
-        options = requests.find_options(engine, *facts)
-        entry = requests.make_entry(options, "y", np.full(3, 1, np.float32))
+        options = submission.find_options(engine, *facts)
+        entry = submission.make_entry(options, "y", np.full(3, 1, np.float32))
         both_have.wait()
         if engine.rank == 1:  # Its message may be the last.
             engine.submit([entry])

@@ -6,11 +6,11 @@ from concurrent import futures
 import numpy as np
 import pytest
 
-from jdp.eager import execution
-from jdp.eager.execution import Job, Scratch
+from jdp.eager.execution import fused
+from jdp.eager.execution.base import Members
+from jdp.eager.execution.fused import Job, Scratch
+from jdp.eager.execution.local import LocalCopy
 from jdp.eager.messages import Spec
-from jdp.eager.ops.base import Members
-from jdp.eager.ops.local import LocalCopy
 from tests import harness
 
 _UFUNCS = {
@@ -110,7 +110,7 @@ def _run(kind, given, *, locals_=None, jobs=1, **facts):
         scratch = Scratch()
         job = Job(specs, locals_ or [()] * len(specs), given[place])
         for _ in range(jobs):
-            results = execution.run(job, implementation, members, scratch)
+            results = fused.run(job, implementation, members, scratch)
         return results
 
     with futures.ThreadPoolExecutor(count) as pool:

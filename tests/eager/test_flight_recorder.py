@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from jdp.eager import flight_recorder
-from jdp.eager.flight_recorder import FlightRecorder, Record
+from jdp.eager.diagnosis import flight_recorder
+from jdp.eager.diagnosis.flight_recorder import FlightRecorder, Record
 from tests.eager.records import Rank, all_reduce, train
 
 

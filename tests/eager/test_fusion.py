@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdp.eager.fusion import Item, fuse
+from jdp.eager.coordinator.fusion import Item, fuse
 
 
 @pytest.mark.parametrize(

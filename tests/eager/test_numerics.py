@@ -5,12 +5,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jdp.collectives import shared_buffer
-from jdp.eager import carried, checks, execution, numerics, requests
-from jdp.eager.execution import Job, Scratch
+from jdp.collectives.shared_memory import shared_buffer
+from jdp.eager import checks, numerics, submission
+from jdp.eager.execution import fused, host_adasum, small_tensors
+from jdp.eager.execution.base import Members
+from jdp.eager.execution.fused import Job, Scratch
 from jdp.eager.messages import Spec, decode_spec, encode_spec
-from jdp.eager.ops import host_adasum
-from jdp.eager.ops.base import Members
 from tests import harness
 
 OPS = ("sum", "average", "min", "max", "product", "adasum")
@@ -131,12 +131,12 @@ def _run(name, arrays, op, **factors):
     spec = decode_spec(encode_spec(spec))
     own, others = [], []
     for i, array in enumerate(arrays):
-        flat = execution._own_flat(array, spec, spec.prescale)
+        flat = fused._own_flat(array, spec, spec.prescale)
         (own if i == 0 else others).append([flat])
     members = Members(harness.local_world(1), 0, tuple(range(len(arrays))))
     members.__dict__["place"] = 0
     job = Job([spec], [()], [arrays[0]])
-    (found,) = execution.run(job, _Here(others), members, Scratch())
+    (found,) = fused.run(job, _Here(others), members, Scratch())
     assert found.dtype == jnp.dtype(name) and found.shape == arrays[0].shape
     return found
 
@@ -160,7 +160,7 @@ def test_a_rank_that_has_joined_changes_nothing_in_any_dtype(name, op):
         else:
             options = type("O", (), {"facts": spec, "wire": None})
             with pytest.raises(TypeError, match=r"is not defined|must be floating"):
-                requests._make_request(options, "x", array, ())
+                submission._make_request(options, "x", array, ())
         return
     dtype, first = jnp.dtype(name), _values(name, 0)
     found = _run(name, [first, None], op)
@@ -208,7 +208,7 @@ def _check_factor(name, factor):
 def test_the_scaled_average_of_integers_is_one_factor(name):
     dtype = jnp.dtype(name)
     spec = Spec("all_reduce", name, (1,), op="average", postscale=0.5)
-    assert carried.split_average(spec, dtype, 4) == ("sum", 0.125)
+    assert small_tensors.split_average(spec, dtype, 4) == ("sum", 0.125)
 
 
 @pytest.mark.parametrize("name", ["int1", "uint1", "int2", "int4", "int8", "uint8"])

@@ -1,7 +1,7 @@
 """What is said of ranks that are late."""
 
-from jdp.eager.controller import Stall
-from jdp.eager.stall import StallState, observe
+from jdp.eager.coordinator.coordinator import Stall
+from jdp.eager.coordinator.stall import StallState, observe
 
 A = Stall(0, "grad/a", (1, 3), 61.0)
 B = Stall(0, "grad/b", (3,), 200.0)

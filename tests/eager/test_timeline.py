@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from jdp.eager import timeline
+from jdp.eager.diagnosis import timeline
 from tests import harness
 
 PHASES = (

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp import hooks, per_replica
+from jdp import hooks
+from jdp.replicas import per_replica
 from tests import harness
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import optax
 
-from jdp import parameter_server, wire
+from jdp import parameter_server
 from jdp.parameter_server import (
     attendance,
     checkpoint_files,
@@ -29,7 +29,9 @@ from jdp.parameter_server import (
     updates,
 )
 from jdp.parameter_server.client import Client
-from jdp.parameter_server.lead_options import LeadOptions
+from jdp.parameter_server.follower import Replica
+from jdp.parameter_server.leader import Lead
+from jdp.parameter_server.leader_options import LeadOptions
 from jdp.parameter_server.messages import (
     Follow,
     Hello,
@@ -43,10 +45,9 @@ from jdp.parameter_server.messages import (
     Restore,
     Version,
 )
-from jdp.parameter_server.protocol import Lead
-from jdp.parameter_server.replica import Replica
 from jdp.parameter_server.restoring import NoCheckpointError
 from jdp.parameter_server.sockets import Message
+from jdp.replicas import wire
 from tests.runtime.transport_fuzz import mutate
 
 PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}

@@ -4,7 +4,9 @@ from collections import deque
 
 from jdp.parameter_server.checkpoints import find_superfluous
 from jdp.parameter_server.client import Client
-from jdp.parameter_server.lead_options import LeadOptions
+from jdp.parameter_server.follower import Replica
+from jdp.parameter_server.leader import Lead
+from jdp.parameter_server.leader_options import LeadOptions
 from jdp.parameter_server.messages import (
     Apply,
     Ended,
@@ -27,8 +29,6 @@ from jdp.parameter_server.messages import (
     Welcome,
     Who,
 )
-from jdp.parameter_server.protocol import Lead
-from jdp.parameter_server.replica import Replica
 
 
 class SimulatedServer:

@@ -22,7 +22,7 @@ from jdp import parameter_server
 from jdp.parameter_server import (
     checkpoint_files,
     checkpoints,
-    quiet,
+    orbax_logs,
     restoring,
     shards,
     updates,
@@ -277,7 +277,7 @@ def test_a_write_without_descriptors_says_one_line_and_leaves_nothing(
 
 def test_tracebacks_of_a_save_that_fails_are_dropped_and_others_are_not(caplog):
     def save(fails):
-        with quiet.quiet_failures():
+        with orbax_logs.quiet_failures():
             for name in ("asyncio", "absl"):
                 logging.getLogger(name).error("of a save that fails: %s", fails)
             if fails:

@@ -1,6 +1,7 @@
 """What a worker takes for done, and what a server takes for new, one step at a time."""
 
 from jdp.parameter_server.client import Client
+from jdp.parameter_server.follower import Replica
 from jdp.parameter_server.messages import (
     Apply,
     Hello,
@@ -16,7 +17,6 @@ from jdp.parameter_server.messages import (
     Welcome,
     Who,
 )
-from jdp.parameter_server.replica import Replica
 
 WELCOME = Welcome(Version(1, 0), "asynchronous()", False, 8.0, False)
 

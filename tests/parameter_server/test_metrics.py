@@ -9,9 +9,10 @@ import optax
 import pytest
 import rich.console
 
-from jdp import parameter_server, wire
+from jdp import parameter_server
 from jdp.parameter_server import metrics, shards
 from jdp.parameter_server.metrics import Metrics
+from jdp.replicas import wire
 
 
 def _line():

@@ -16,9 +16,9 @@ import threading
 import pytest
 
 from jdp import parameter_server
+from jdp.launch import launch
+from jdp.launch.supervisor import Exit
 from jdp.parameter_server import launching
-from jdp.runtime import launch
-from jdp.runtime.supervisor import Exit
 from tests import harness
 from tests.parameter_server import network
 from tests.parameter_server.jobs import wait_for

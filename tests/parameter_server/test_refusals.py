@@ -19,9 +19,9 @@ from jdp.parameter_server import (
     admission,
     by_leaf,
     keys,
-    lane,
     messages,
     shards,
+    shared_memory_lane,
     updates,
 )
 from jdp.parameter_server.messages import Hello, LaneOffer, Ping, Pong, Version
@@ -233,13 +233,13 @@ def test_who_sends_too_much_is_cut_off(job):
 
 
 def test_a_lane_must_be_what_it_says(tmp_path, monkeypatch):
-    made = lane.make_lane(1000)
+    made = shared_memory_lane.make_lane(1000)
     assert made is not None
     own, file = made
     offer = file.offer
     own.pushed[:3] = b"abc"
     assert os.stat(offer.path).st_mode & 0o777 == 0o600
-    opened = lane.open_lane(offer, least_bytes=1000)
+    opened = shared_memory_lane.open_lane(offer, least_bytes=1000)
     assert opened is not None and bytes(opened.pushed[:3]) == b"abc"
     other = tmp_path / "file"
     other.write_bytes(bytes(4096 + 2000))
@@ -259,13 +259,13 @@ def test_a_lane_must_be_what_it_says(tmp_path, monkeypatch):
             LaneOffer(offer.path, offer.token, -1),
             LaneOffer(path, bytes(16), 1000),
         ):
-            assert lane.open_lane(wrong, least_bytes=1) is None
-    assert lane.open_lane(offer, least_bytes=1001) is None
+            assert shared_memory_lane.open_lane(wrong, least_bytes=1) is None
+    assert shared_memory_lane.open_lane(offer, least_bytes=1001) is None
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)  # as memory of another user.
-        assert lane.open_lane(offer, least_bytes=1000) is None
+        assert shared_memory_lane.open_lane(offer, least_bytes=1000) is None
     file.close()
-    assert lane.open_lane(offer, least_bytes=1000) is None
+    assert shared_memory_lane.open_lane(offer, least_bytes=1000) is None
 
 
 def test_a_server_without_memory_says_so_to_itself_and_its_workers(

@@ -12,11 +12,11 @@ import time
 import pytest
 
 import jdp
+from jdp.launch import guard
 from jdp.runtime import (
     addresses,
     coordination,
     environment,
-    guard,
     private_folder,
     roll_call_sockets,
 )

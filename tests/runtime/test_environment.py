@@ -3,7 +3,8 @@ import dataclasses
 import pytest
 
 import jdp
-from jdp.runtime import environment, guard
+from jdp.launch import guard
+from jdp.runtime import environment
 
 PLACE = environment.LaunchEnvironment(
     coordinator_address="10.0.0.1:29500",

@@ -3,7 +3,8 @@ import os
 import pytest
 
 from jdp import parameter_server
-from jdp.runtime import environment, job_key, launch
+from jdp.launch import launch
+from jdp.runtime import environment, job_key
 
 KEY = job_key.make()
 

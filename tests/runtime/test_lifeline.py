@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp import compat_distributed, progress
-from jdp.progress import Snapshot
-from jdp.runtime import coordination, environment, launch, lifeline, lifeline_rules
-from jdp.runtime.lifeline_rules import Gone
+from jdp.compat import jax_distributed
+from jdp.launch import launch
+from jdp.replicas import progress
+from jdp.replicas.progress import Snapshot
+from jdp.runtime import coordination, environment
+from jdp.runtime.lifeline import lifeline, rules
+from jdp.runtime.lifeline.rules import Gone
 from tests import harness
 
 BUSY = Snapshot({"step": 6}, None, None, 0.0)
@@ -56,7 +59,7 @@ WAITS = Snapshot({}, None, 3.0, 3.0)
 def test_only_a_process_that_waits_in_vain_is_ended(
     has_ended, now, gone, now_s, culprit
 ):
-    verdict = lifeline_rules.judge(0, has_ended, now, gone, now_s=now_s)
+    verdict = rules.judge(0, has_ended, now, gone, now_s=now_s)
     assert (verdict and verdict.culprit) == culprit
 
 
@@ -68,7 +71,7 @@ def test_a_process_that_is_killed_in_its_exit_handlers_is_not_waited_for(
     broke_s, ended_s, now_s, culprit
 ):
     gone = [Gone(2, 0.0, {}), Gone(1, 0.0, {"step": 5}, broke_s=broke_s)]
-    verdict = lifeline_rules.judge_end(0, ended_s, gone, now_s=now_s)
+    verdict = rules.judge_end(0, ended_s, gone, now_s=now_s)
     assert (verdict and verdict.culprit) == culprit
 
 
@@ -83,7 +86,7 @@ def test_a_process_that_is_killed_in_its_exit_handlers_is_not_waited_for(
     ],
 )
 def test_a_process_does_not_blame_one_that_failed_because_of_it(gone, culprit):
-    assert lifeline_rules.find_first(0, gone) == culprit
+    assert rules.find_first(0, gone) == culprit
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_a_process_does_not_blame_one_that_failed_because_of_it(gone, culprit):
     ],
 )
 def test_a_process_whose_links_broke_blames_one_that_says_more(gone, culprit):
-    assert lifeline_rules.find_first(0, gone, is_consequence=True) == culprit
+    assert rules.find_first(0, gone, is_consequence=True) == culprit
 
 
 def end_in_an_exit_handler():
@@ -152,9 +155,9 @@ def test_a_process_may_end_long_after_another():
         asked.update(options)
 
     with pytest.MonkeyPatch.context() as patch:
-        module = compat_distributed._jax
+        module = jax_distributed._jax
         patch.setattr(module, "get_distributed_runtime_client", make_client)
-        with compat_distributed.patient_client(7):
+        with jax_distributed.patient_client(7):
             module.get_distributed_runtime_client("address", 0, init_timeout=5)
         assert module.get_distributed_runtime_client is make_client
     assert asked == {"init_timeout": 5, "shutdown_timeout": 7}
@@ -187,7 +190,7 @@ def test_the_process_that_skips_its_exit_handlers_is_blamed(process):
 
 def test_both_counts_and_the_remedy_are_named():
     gone = [Gone(0, 0.0, {"step": 5})]
-    verdict = lifeline_rules.judge(1, False, IN_STEP, gone, now_s=9.0)
+    verdict = rules.judge(1, False, IN_STEP, gone, now_s=9.0)
     assert verdict.text == (
         "process 0 ended after 5 calls of the step `step`, and process 1 is in call 6 "
         "of the step `step`. A step needs all processes. Give each the same number of "
@@ -282,7 +285,7 @@ def test_a_call_counts_if_its_program_has_run(monkeypatch, error):
 
 @pytest.mark.multiprocess
 def test_after_as_many_steps_a_process_may_take_its_time():
-    after_s = lifeline_rules.ENDED_GRACE_S + 2.0
+    after_s = rules.ENDED_GRACE_S + 2.0
     got = harness.run_processes(train, 2, (3, 3), after_s, ends_as_usual=True)
     assert got.exit_code == 0, got.output
     assert "jdp:" not in got.output
@@ -361,7 +364,7 @@ for i in range(1000):
 def test_a_process_whose_steps_cannot_end_does_not_go_on_for_long():
     """JAX runs the steps later, and says of no failure before a result is read."""
     took_s, codes, said = run_by_hand(SURVIVOR, 1)
-    assert took_s < lifeline_rules.LOST_GRACE_S + 10 and codes[0] != 0
+    assert took_s < rules.LOST_GRACE_S + 10 and codes[0] != 0
     assert "jdp: process 1 ended without a word" in said, said
     assert "process 0 has begun a step since, which cannot end" in said, said
 
@@ -381,9 +384,7 @@ def test_a_process_whose_steps_cannot_end_does_not_go_on_for_long():
 def test_steps_begun_after_a_loss_are_told_by_their_number(calls, since_s):
     found = None
     for now_s, num_begun, has_result in calls:
-        found = lifeline_rules.count_after_loss(
-            found, num_begun, has_result, now_s=now_s
-        )
+        found = rules.count_after_loss(found, num_begun, has_result, now_s=now_s)
     assert found.since_s == since_s
 
 
@@ -396,9 +397,7 @@ def test_steps_begun_after_a_loss_are_told_by_their_number(calls, since_s):
     ],
 )
 def test_a_step_begun_after_a_loss_never_ends(gone, now_s, culprit):
-    verdict = lifeline_rules.judge(
-        0, False, BUSY, [gone], now_s=now_s, after_loss_s=11.0
-    )
+    verdict = rules.judge(0, False, BUSY, [gone], now_s=now_s, after_loss_s=11.0)
     assert (verdict and verdict.culprit) == culprit
 
 

@@ -17,14 +17,9 @@ import pytest
 import jdp
 from jdp import eager
 from jdp.parameter_server import keys
-from jdp.runtime import (
-    coordination,
-    environment,
-    private_folder,
-    star,
-    transport_meeting,
-    transport_zmq,
-)
+from jdp.runtime import coordination, environment, private_folder
+from jdp.runtime.lifeline import star
+from jdp.runtime.transport import rendezvous, zmq_link
 from tests import harness
 
 pytestmark = [
@@ -67,7 +62,7 @@ def _listen_where(ports):
 
 def _note_ports(ports):
     """Adds to `ports` where jdp listens in this process; gloo and JAX do beside it."""
-    listen, bind = star.listen, transport_zmq.ZmqLink.listen
+    listen, bind = star.listen, zmq_link.ZmqLink.listen
 
     def listen_and_note(host, port):
         sock = listen(host, port)
@@ -79,7 +74,7 @@ def _note_ports(ports):
         ports.extend(e.rpartition(":")[2] for e in found if e.startswith("tcp"))
         return found
 
-    star.listen, transport_zmq.ZmqLink.listen = listen_and_note, bind_and_note
+    star.listen, zmq_link.ZmqLink.listen = listen_and_note, bind_and_note
 
 
 def _reduce_until_told(folder, way):
@@ -91,7 +86,7 @@ def _reduce_until_told(folder, way):
         os.environ.pop(environment.LAUNCH_FOLDER, None)
     elif way == "tcp":
         endpoints = ["tcp://127.0.0.1:*"]
-        transport_meeting.find_endpoints = lambda *_: endpoints
+        rendezvous.find_endpoints = lambda *_: endpoints
     world = jdp.init()
     eager.init(world)
     stop, steps = pathlib.Path(folder, "stop"), 0

@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from jdp.runtime import star, star_codec
-from jdp.runtime.star_codec import Codec, Frame, OtherJob, OtherKey, Refused
+from jdp.runtime.lifeline import star, star_codec
+from jdp.runtime.lifeline.star_codec import Codec, Frame, OtherJob, OtherKey, Refused
 
 KEY = bytes(range(32))
 TIMEOUT_S = 20.0

@@ -4,7 +4,8 @@ import time
 import pytest
 
 import jdp
-from jdp import agreement, compat, mesh
+from jdp import compat
+from jdp.replicas import agreement, mesh
 from jdp.runtime import job_key, store
 from tests import harness, wire_fuzz
 

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jdp
-from jdp.runtime import transport, transport_meeting, transport_sockets
-from jdp.runtime.transport import LinkOptions, Lost, Received
+from jdp.runtime.transport import rendezvous, transport, zmq_sockets
+from jdp.runtime.transport.transport import LinkOptions, Lost, Received
 from tests import harness
 from tests.runtime import strangers, transport_fuzz
 
@@ -32,7 +32,7 @@ def _make_memory(num):
 
 
 def _open_sockets(world):
-    return transport_meeting.open_sockets(world, key="link", options=_SMALL)[0]
+    return rendezvous.open_sockets(world, key="link", options=_SMALL)[0]
 
 
 def _make_path(num):
@@ -43,7 +43,7 @@ def _make_path(num):
 def _make_zmq(num):
     """Links at an abstract name, as without a folder: strangers can reach it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport_meeting, "_enter_folder", lambda *_: "")
+        patch.setattr(rendezvous, "_enter_folder", lambda *_: "")
         return _make_path(num)
 
 
@@ -67,7 +67,7 @@ def _endpoint(hub):
 def _make_tcp(num):
     with pytest.MonkeyPatch.context() as patch:
         endpoints = ["tcp://127.0.0.1:*"]
-        patch.setattr(transport_meeting, "find_endpoints", lambda *_: endpoints)
+        patch.setattr(rendezvous, "find_endpoints", lambda *_: endpoints)
         return _make_zmq(num)
 
 
@@ -340,7 +340,7 @@ def test_a_process_that_does_not_come_is_named_by_all_others(missing):
 def _offer(world, *, version=transport.VERSION, options=_SMALL):
     """Publishes a key and options, and nothing more."""
     keys = zmq.curve_keypair()
-    offer = transport_meeting._Offer(keys[0], options)
+    offer = rendezvous._Offer(keys[0], options)
     data = bytes((version,)) + msgspec.msgpack.encode(offer)
     world.store.set(f"link/offer/{world.process_index}", data)
     return keys
@@ -384,8 +384,8 @@ def test_other_options_are_refused_everywhere():
 
 def _knock(world, keys, hello, **zmq_options):
     """Connects as the process that has published `keys`, by hand."""
-    hub_key = transport_meeting._hear_offer(world, "link", 0, _SMALL, 5.0).public_key
-    endpoints = transport_meeting._hear(world, "link/endpoints").endpoints
+    hub_key = rendezvous._hear_offer(world, "link", 0, _SMALL, 5.0).public_key
+    endpoints = rendezvous._hear(world, "link/endpoints").endpoints
     context = zmq.Context()
     options = {
         "LINGER": 0,
@@ -434,7 +434,7 @@ def test_a_process_that_breaks_the_protocol_is_lost_and_cut_off(
     frames, why, monkeypatch
 ):
     # The process knocks twice; a path is gone by then.
-    monkeypatch.setattr(transport_meeting, "_enter_folder", lambda *_: "")
+    monkeypatch.setattr(rendezvous, "_enter_folder", lambda *_: "")
 
     def run(world):
         if world.process_index == 1:
@@ -498,7 +498,7 @@ def test_strangers_are_dropped_and_logged_once_while_the_job_goes_on(
     make, caplog, monkeypatch
 ):
     # Once in a while: here that is longer than the slowest machine takes for the test.
-    monkeypatch.setattr(transport_sockets, "_LOG_PERIOD_S", 3600.0)
+    monkeypatch.setattr(zmq_sockets, "_LOG_PERIOD_S", 3600.0)
     (hub, *spokes), _ = make(3)
     with strangers.fire(_endpoint(hub)), caplog.at_level("WARNING", logger="jdp"):
         assert _talk(hub, spokes, 1.0) > 10
@@ -537,8 +537,8 @@ def test_strangers_that_come_while_nobody_waits_do_not_halt_the_job():
 
 def test_a_refusal_is_logged_once_in_a_while(monkeypatch, caplog):
     now_s = [100.0]
-    monkeypatch.setattr(transport_sockets.time, "monotonic", lambda: now_s[0])
-    refusals = transport_sockets.Refusals()
+    monkeypatch.setattr(zmq_sockets.time, "monotonic", lambda: now_s[0])
+    refusals = zmq_sockets.Refusals()
     with caplog.at_level("WARNING", logger="jdp"):
         for _ in range(7):
             refusals.note("it is odd")
@@ -609,8 +609,8 @@ def test_a_frame_is_what_would_be_written_or_an_error(data):
 def test_the_hub_listens_where_the_others_reach_it(
     host, addresses, expected, monkeypatch
 ):
-    monkeypatch.setattr(transport_meeting, "find_addresses", lambda host: addresses)
-    found = " ".join(transport_meeting.find_endpoints(host, "/tmp/jdp-x"))
+    monkeypatch.setattr(rendezvous, "find_addresses", lambda host: addresses)
+    found = " ".join(rendezvous.find_endpoints(host, "/tmp/jdp-x"))
     assert found.startswith(expected)
 
 

@@ -15,8 +15,8 @@ from concurrent import futures
 
 import zmq
 
-from jdp.runtime import transport, transport_meeting
-from jdp.runtime.transport import Received
+from jdp.runtime.transport import rendezvous, transport
+from jdp.runtime.transport.transport import Received
 from tests import harness
 from tests.runtime import strangers
 
@@ -119,14 +119,14 @@ def fuzz(endpoint_kind: str, num_messages: int, seed: int) -> int:
     def run(world):
         nonlocal num_echoes
         options = transport.LinkOptions(max_message_bytes=1 << 16)
-        link, _ = transport_meeting.open_sockets(world, key="link", options=options)
+        link, _ = rendezvous.open_sockets(world, key="link", options=options)
         if world.process_index == 1:
             while isinstance(event := _next(link), Received):
                 link.send(0, event.payload)
             link.close()
             return event
         endpoint = link._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        hub_key = transport_meeting._hear_offer(world, "link", 0, options, 1).public_key
+        hub_key = rendezvous._hear_offer(world, "link", 0, options, 1).public_key
         rng = random.Random(seed)
 
         def attack() -> str:
@@ -149,13 +149,13 @@ def fuzz(endpoint_kind: str, num_messages: int, seed: int) -> int:
         return attacker.result()
 
     endpoints = {"ipc": _find_name, "tcp": _find_tcp}
-    original = transport_meeting.find_endpoints
-    transport_meeting.find_endpoints = endpoints[endpoint_kind]
+    original = rendezvous.find_endpoints
+    rendezvous.find_endpoints = endpoints[endpoint_kind]
     try:
         with futures.ThreadPoolExecutor(1, "attacker") as pool:
             done, lost = harness.run_threads(run, 2, join_timeout_s=3600.0)
     finally:
-        transport_meeting.find_endpoints = original
+        rendezvous.find_endpoints = original
     assert done == "done", done
     assert lost == transport.Lost(0, transport.describe_closed(0)), lost
     return num_echoes

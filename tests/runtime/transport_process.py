@@ -11,9 +11,9 @@ import sys
 import time
 from typing import Any
 
-from jdp.mesh import World
-from jdp.runtime import transport
-from jdp.runtime.transport import Lost
+from jdp.replicas.mesh import World
+from jdp.runtime.transport import transport
+from jdp.runtime.transport.transport import Lost
 
 
 class FileStore:

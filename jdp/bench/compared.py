@@ -1,0 +1,149 @@
+"""Compared: the variants of one step, each beside the one that is the reference."""
+
+import functools
+import pathlib
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import rich.console
+import rich.table
+import typer
+
+from jdp.bench import channel, driver
+from jdp.bench.driver import Turn
+
+_MOST_METRICS_BYTES = 1000  # that leave a process in a step beside gradients.
+
+NumProcesses = Annotated[int, typer.Option("-n", min=1, help="Processes.")]
+Blocks = Annotated[int, typer.Option(min=1, help="Depth of the model.")]
+Width = Annotated[int, typer.Option(min=1, help="Width of the model.")]
+Batch = Annotated[int, typer.Option(min=1, help="Samples of a process.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all variants.")]
+Steps = Annotated[int, typer.Option(min=1, help="Steps of a variant a round.")]
+JsonFile = Annotated[
+    pathlib.Path | None, typer.Option("--json", help="Write the results here.")
+]
+
+
+class Options(NamedTuple):
+    """Options that all of these commands share."""
+
+    num_processes: int
+    blocks: int
+    width: int
+    batch: int
+    rounds: int
+    steps: int
+    json_file: pathlib.Path | None
+
+
+def make_command(
+    worker: str, reference: str, text: str, *, default_rounds: int = 11
+) -> Callable[..., None]:
+    """Returns the command that runs `bench`, with `text` as its help."""
+
+    def command(
+        num_processes: NumProcesses = 2,
+        blocks: Blocks = 48,
+        width: Width = 256,
+        batch: Batch = 16,
+        rounds: Rounds = default_rounds,
+        steps: Steps = 10,
+        json_file: JsonFile = None,
+    ) -> None:
+        bench(
+            worker,
+            reference,
+            Options(num_processes, blocks, width, batch, rounds, steps, json_file),
+        )
+
+    command.__doc__ = text
+    return command
+
+
+def bench(
+    worker: str, reference: str, options: Options, *, arguments: Sequence[str] = ()
+) -> None:
+    """Times the variants of a worker in turn; prints a table and writes the file.
+
+    Args:
+      worker: the module that runs them.
+      reference: name of the variant that the others are compared to.
+      options: as the command line says.
+      arguments: further ones of the worker.
+    """
+    channel.check_can_write(options.json_file)
+    start = functools.partial(driver.start_jax, worker, arguments=arguments)
+    turns = driver.measure_systems(
+        (start,),
+        options.num_processes,
+        (options.blocks, options.width, options.batch),
+        rounds=options.rounds,
+        steps=options.steps,
+    )
+    result = summarize(turns, reference)
+    config = {
+        "num_processes": options.num_processes,
+        "num_blocks": options.blocks,
+        "width": options.width,
+        "batch_size": options.batch,
+        "rounds": options.rounds,
+        "steps": options.steps,
+    }
+    driver.write_result(result, config, options.json_file)
+    rich.console.Console().print(_table(result))
+
+
+def summarize(turns: dict[str, list[Turn]], reference: str) -> dict[str, Any]:
+    """Turns the rounds into one row a variant.
+
+    Args:
+      turns: of each variant, by round.
+      reference: name of one of them.
+
+    Returns:
+      A dict with `reference`, and `variants`, which maps each name to its median time
+      in milliseconds, the median over the rounds of its time over the reference's, and
+      the same of the bytes that a process sends over TCP in a step; None where the
+      reference sends no gradients.
+    """
+    variants = {}
+    for name, rounds in turns.items():
+        pairs = list(zip(rounds, turns[reference], strict=True))
+        sends = all(there.sent_bytes > _MOST_METRICS_BYTES for _, there in pairs)
+        variants[name] = {
+            "median_ms": 1e3 * statistics.median(turn.seconds for turn in rounds),
+            "over_reference": statistics.median(
+                here.seconds / there.seconds for here, there in pairs
+            ),
+            "sent_bytes": statistics.median(turn.sent_bytes for turn in rounds),
+            "sent_over_reference": statistics.median(
+                here.sent_bytes / there.sent_bytes for here, there in pairs
+            )
+            if sends
+            else None,
+            "rounds_ms": [1e3 * turn.seconds for turn in rounds],
+        }
+    return {"reference": reference, "variants": variants}
+
+
+def _table(result: dict[str, Any]) -> rich.table.Table:
+    config, reference = result["config"], result["reference"]
+    table = rich.table.Table(
+        title=f"{config['num_processes']} processes, {config['num_blocks']} blocks, "
+        f"width {config['width']}, batch {config['batch_size']}, jax {config['jax']}"
+    )
+    table.add_column("variant")
+    for name in ("median ms", f"it / {reference}", "MB sent", f"it / {reference}"):
+        table.add_column(name, justify="right")
+    for name, row in result["variants"].items():
+        sent = row["sent_over_reference"]
+        table.add_row(
+            name,
+            f"{row['median_ms']:.2f}",
+            f"{row['over_reference']:.3f}",
+            f"{row['sent_bytes'] / 1e6:.3f}",
+            "" if sent is None else f"{sent:.3f}",
+        )
+    return table

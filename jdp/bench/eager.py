@@ -1,0 +1,190 @@
+"""`jdp bench eager`: what the eager engine costs, beside torch and a compiled step."""
+
+import functools
+import pathlib
+import statistics
+from typing import Annotated, Any, NamedTuple
+
+import rich.console
+import rich.table
+import typer
+
+from jdp.bench import channel, collectives, driver, step
+
+# Names of the variants, as the workers make them.
+ALL_REDUCE = "all_reduce"  # and the bytes.
+MANY = "many all_reduces"
+STEP = "step, by name"
+FLAT = "step, flat shard_map"
+DECORATED = "step, jdp"
+IDLE = "idle"
+COORDINATOR = "coordinator"
+
+NUM_NAMES = 1000
+NUM_RANKS = 256  # that the coordinator hears.
+_ELEMENT_BYTES = 4
+NUM_BYTES = (_ELEMENT_BYTES, 64 << 10, 1 << 20, 12_681_216)
+_START_TORCH = functools.partial(step.start_torch, "jdp.bench.torch_all_reduce")
+
+
+class _Row(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    variant: str
+    unit: str
+    beside: str = ""  # the variant that it is compared with.
+    limit: float | None = None  # of the ratio where it is compared, else of the value.
+    is_least: bool = False  # whether the limit is one from below.
+
+
+def bench_eager(
+    num_processes: Annotated[int, typer.Option("-n", min=1, help="Processes.")] = 2,
+    blocks: Annotated[int, typer.Option(min=1, help="Depth of the model.")] = 48,
+    width: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a process.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 11,
+    steps: Annotated[int, typer.Option(min=1, help="Calls or steps a turn.")] = 20,
+    idle_s: Annotated[
+        float, typer.Option(min=0.1, help="Seconds a turn in which nothing is done.")
+    ] = 2.0,
+    json_file: Annotated[
+        pathlib.Path | None, typer.Option("--json", help="Write the results here.")
+    ] = None,
+) -> None:
+    """Times the eager engine, in turns with what it is compared to.
+
+    An all_reduce by name from the call to its result, beside torch's over gloo; 1,000
+    of them at once; a step of the model of `jdp bench step` whose gradients are
+    submitted one by one, in another order on each process, beside compiled steps; the
+    CPU time of an engine that has nothing to do, and of a coordinator that 256 ranks
+    tell 1,000 names. The table holds medians over the rounds, and limits.
+    """
+    channel.check_can_write(json_file)
+    start_jax = functools.partial(driver.start_jax, "jdp.bench.eager_step")
+    seconds = driver.time_systems(
+        (start_jax, _start_torch),
+        num_processes,
+        (blocks, width, batch, round(1e3 * idle_s)),
+        rounds=rounds,
+        steps=steps,
+    )
+    result = summarize(seconds)
+    config = {
+        "num_processes": num_processes,
+        "num_blocks": blocks,
+        "width": width,
+        "batch_size": batch,
+        "rounds": rounds,
+        "steps": steps,
+        "idle_s": idle_s,
+    }
+    driver.write_result(result, config, json_file)
+    rich.console.Console().print(_table(result))
+
+
+def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Turns the medians of the rounds into rows.
+
+    Args:
+      seconds: for each variant, the median of each round, in seconds; of `IDLE` seconds
+        of CPU time a second, less those of a process without an engine.
+
+    Returns:
+      A dict with "rows", each with its median in `unit`; where it is compared and what
+      it is compared with has run, `over`, the median over the rounds of its time over
+      that; and where there is a limit, whether it `is_met`, None if that cannot be
+      said.
+    """
+    return {"rows": [_summarize(row, seconds) for row in _make_rows()]}
+
+
+def _make_rows() -> list[_Row]:
+    one, *others = [
+        _Row(
+            f"{collectives.format_size(size)} / torch gloo",
+            f"{ALL_REDUCE} {size}",
+            "ms",
+            f"{collectives.TORCH} {size}",
+        )
+        for size in NUM_BYTES
+    ]
+    return [
+        one._replace(what="1 element / torch gloo", unit="µs", limit=1.2),
+        _Row(f"{NUM_NAMES:,} names at once", MANY, "/s", limit=50_000, is_least=True),
+        _Row("step / flat shard_map", STEP, "ms", FLAT, limit=1.5),
+        _Row("step / jdp", STEP, "ms", DECORATED),
+        _Row("idle engine", IDLE, "% CPU", limit=0.5),
+        _Row(f"coordinator, {NUM_RANKS} ranks", COORDINATOR, "s CPU", limit=1.0),
+        *others,
+    ]
+
+
+def _summarize(row: _Row, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    rounds = seconds[row.variant]
+    found: dict[str, Any] = {
+        "what": row.what,
+        "median": _convert(statistics.median(rounds), row.unit),
+        "unit": row.unit,
+        "rounds_s": rounds,
+    }
+    judged = None if row.beside else found["median"]
+    if row.beside in seconds:
+        others = seconds[row.beside]
+        ratios = [a / b for a, b in zip(rounds, others, strict=True)]
+        judged = statistics.median(ratios)
+        found["beside"] = row.beside
+        found["beside_median"] = _convert(statistics.median(others), row.unit)
+        found["over"] = judged
+        found["beside_rounds_s"] = others
+    if row.limit is not None:
+        found["must_be"] = f"at {'least' if row.is_least else 'most'} {row.limit:,g}"
+        found["is_met"] = None
+        if judged is not None:
+            found["is_met"] = (
+                judged >= row.limit if row.is_least else judged <= row.limit
+            )
+    return found
+
+
+def _convert(median_s: float, unit: str) -> float:
+    if unit == "/s":
+        return NUM_NAMES / median_s
+    return median_s * {"µs": 1e6, "ms": 1e3, "s CPU": 1.0, "% CPU": 100.0}[unit]
+
+
+def _table(result: dict[str, Any]) -> rich.table.Table:
+    config = result["config"]
+    has_torch = any("torch" in row.get("beside", "") for row in result["rows"])
+    table = rich.table.Table(
+        title=f"{config['num_processes']} processes, {config['num_blocks']} blocks, "
+        f"width {config['width']}, batch {config['batch_size']}, jax {config['jax']}",
+        caption=None if has_torch else "torch did not run: nothing is beside it",
+        caption_justify="left",
+    )
+    table.add_column("what")
+    for name in ("eager", "beside", "ratio", "must be", "met"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        beside = ratio = ""
+        if "beside" in row:
+            beside = _show(row["beside_median"], row["unit"])
+            ratio = f"{row['over']:.3f}"
+        is_met = {True: "yes", False: "no", None: ""}[row.get("is_met")]
+        limit = row.get("must_be", "").replace("at least", "≥").replace("at most", "≤")
+        median = _show(row["median"], row["unit"])
+        table.add_row(row["what"], median, beside, ratio, limit, is_met)
+    return table
+
+
+def _show(value: float, unit: str) -> str:
+    if unit == "/s":
+        return f"{value:,.0f}/s"
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f}{'' if unit.startswith('%') else ' '}{unit}"
+
+
+def _start_torch(*args: Any) -> driver.Group | None:
+    num_processes, port, _, folder = args
+    # The workers take a number of devices first, which is of no use to torch.
+    return _START_TORCH(num_processes, port, (1, *NUM_BYTES), folder)

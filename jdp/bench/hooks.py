@@ -1,0 +1,60 @@
+"""`jdp bench hooks`: what each communication hook sends, and how long a step takes."""
+
+from typing import Annotated
+
+import typer
+
+from jdp.bench import compared
+from jdp.bench.compared import (
+    Batch,
+    Blocks,
+    JsonFile,
+    NumProcesses,
+    Options,
+    Rounds,
+    Steps,
+    Width,
+)
+from jdp.cli import hook_option
+
+HOOKS = (
+    "none",
+    "cast:bfloat16",
+    "int8",
+    "power_sgd:4",
+    "top_k:0.01",
+    "power_sgd:4+cast:bfloat16",
+)
+
+
+def bench_hooks(
+    num_processes: NumProcesses = 2,
+    blocks: Blocks = 48,
+    width: Width = 256,
+    batch: Batch = 16,
+    rounds: Rounds = 11,
+    steps: Steps = 10,
+    hook: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{hook_option.HELP} May be given several times.  [default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Times a step with each communication hook, in turns with one without.
+
+    The model is that of `jdp bench step`. Every round times each hook in turn; the
+    table holds medians over the rounds. Bytes are those that a process really sent over
+    its TCP connections in a step, on Linux.
+    """
+    hooks = hook or HOOKS
+    for text in hooks:
+        hook_option.parse(text)
+    compared.bench(
+        "jdp.bench.hooks_step",
+        "no hook",
+        Options(num_processes, blocks, width, batch, rounds, steps, json_file),
+        arguments=hooks,
+    )

@@ -1,0 +1,1 @@
+"""Pallas: the custom all-reduce of inference engines, as a GPU kernel."""

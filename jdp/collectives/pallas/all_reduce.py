@@ -1,0 +1,179 @@
+"""Pallas: the custom all-reduce of inference engines, as a GPU kernel of JAX.
+
+On one NVLink host NCCL spends most of a small all-reduce on latency. Here each GPU
+reads the buffers of its peers itself. What the classical interface (vLLM's
+`CustomAllreduce`, and those made after it) does by hand, XLA does for a kernel that
+reads from peers, a "collective" Mosaic GPU kernel; where each call went:
+
+- `create_shared_buffer`, `free_shared_buffer`: the temporary buffer is an output of the
+  kernel, allocated by XLA's buffer assignment like every other one, and dropped.
+- The signal flags in it (`meta_ptrs`): semaphores in the kernel's scratch, set to zero
+  before each launch by the program itself; so there is no flag to reset and no counter
+  that outlives a call.
+- The exchange of handles (`cudaIpcGetMemHandle`, all-gather, `cudaIpcOpenMemHandle`):
+  XLA's collective metadata, an argument of the kernel that holds the address of each of
+  its parameters on every device; `uses_xla_collective_metadata` in the lowered text.
+- `register_buffer`, and the copy into a registered buffer of an input that is none: XLA
+  knows all addresses before it launches, so every buffer is as good as registered. With
+  several processes it allocates the kernel's buffers in memory that all have mapped.
+- `rank_data`, the pool of pointers on the GPU: the collective metadata again.
+- `capture` and `register_graph_buffers`: XLA's command buffers (CUDA graphs) record
+  what `jit` has compiled, when buffers have their addresses. Since JAX 0.12 the kernel
+  is in the graph; before, one graph ends where it is launched, and another begins.
+- The barrier at the start (`barrier_at_start`): XLA meets all devices before it
+  launches such a kernel. The one between the stages and the one at the end are the
+  kernel's own (`Peers.meet`).
+- `cross_device_reduce_1stage`, `cross_device_reduce_2stage`: `one_stage` and
+  `two_stage` of `jdp.collectives.pallas.bodies`.
+- `should_custom_ar`: `should_use_custom`; `custom_all_reduce`, which decides and falls
+  back: `all_reduce="auto"`.
+"""
+
+import dataclasses
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+
+from jdp import compat
+from jdp.collectives import base
+from jdp.collectives.base import Op
+from jdp.collectives.pallas import choice
+from jdp.collectives.pallas.choice import (
+    DTYPES,
+    MULTIMEM_DTYPE,
+    THRESHOLDS,
+    Algorithm,
+    Limits,
+    Thresholds,
+)
+from jdp.replicas import mesh
+from jdp.types import AxisName
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasAllReduce:
+    """Reduces among the GPUs of one host, which read each other's memory over NVLink.
+
+    Sums are kept in float32 and rounded once; bitwise the same on every replica. It
+    has no derivative and runs under `shard_map` alone, on GPUs of compute capability
+    9.0 or more. Whether they can read each other's memory is not checked here:
+    `all_reduce="auto"` does, and takes `psum` otherwise.
+
+    Attributes:
+      algorithm: "one_stage", "two_stage", or "multimem", which has the NVLink switch
+        reduce, float32 alone; None: by the size of the buffer.
+      thresholds: which size takes which, and the largest that is taken.
+    """
+
+    algorithm: Algorithm | None = None
+    thresholds: Thresholds = THRESHOLDS
+
+    __name__ = "pallas"
+    takes_scale = True
+
+    def __post_init__(self):
+        """Checks itself."""
+        if self.algorithm not in (None, *get_args(Algorithm)):
+            raise ValueError(
+                f"`algorithm` must be {', '.join(get_args(Algorithm))} or None, got "
+                f"{self.algorithm!r}."
+            )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        axis_name: AxisName,
+        *,
+        op: Op = "sum",
+        scale: jax.typing.ArrayLike | None = None,
+    ) -> jax.Array:
+        """Reduces one buffer; see the contract in `jdp.collectives.base`.
+
+        A buffer of at least 2 KiB and a multiple of 16 bytes is read where it lies;
+        others are padded, which XLA does where it writes them.
+
+        Args:
+          x: shape (n,), float32, bfloat16 or float16, at most 8 MiB.
+          axis_name: the axis, or axes, over which replicas lie: 2, 4, 6 or 8.
+          op: "sum" or "mean".
+          scale: what the sum is multiplied with before it is rounded, a number or
+            float32 (), the same on all replicas; not with `op="mean"`.
+
+        Returns:
+          Shape (n,), dtype of `x`, the same on all replicas.
+
+        Raises:
+          ValueError: `x` is not flat or too large, `scale` no scalar, `op` or the
+            number of replicas another one, or this is not under `shard_map`.
+          TypeError: another dtype.
+          NotImplementedError: when compiled for another platform than CUDA.
+        """
+        if op not in ("sum", "mean"):
+            raise ValueError(f"The Pallas kernel takes op 'sum' or 'mean', got {op!r}.")
+        if op == "mean" and scale is not None:
+            raise ValueError("Pass `op='mean'` or `scale=`, not both.")
+        x, group = base.enter(x, axis_name, op)
+        if group.size == 1 or x.size == 0:
+            alone = x if scale is None else (x * scale).astype(x.dtype)
+            return base.replicated(alone, axis_name)
+        limits = self.thresholds.get(group.size)
+        algorithm = self.algorithm or choice.choose_algorithm(
+            x.nbytes, group.size, thresholds=self.thresholds
+        )
+        _check(x, algorithm, limits)
+        names = set(mesh.as_axis_names(axis_name))
+        if not names <= set(jax.sharding.get_abstract_mesh().manual_axes):
+            raise ValueError(
+                "The Pallas kernel runs under `shard_map`, where every replica is a "
+                f"device; `axis_name={axis_name!r}` is an axis of `vmap` or `pmap`."
+            )
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        max_blocks = choice.limit_blocks(
+            limits.max_blocks, None if device is None else device.num_cores
+        )
+        launch = choice.default_launch(
+            x.nbytes, group.size, algorithm, max_blocks=max_blocks
+        )
+        if op == "mean":
+            scale = 1.0 / group.size
+        if scale is not None and not isinstance(scale, float):
+            if jnp.shape(scale) != ():
+                raise ValueError(f"`scale` must be a scalar, got {jnp.shape(scale)}.")
+            scale = jnp.asarray(scale, jnp.float32).reshape(1)
+        # Pallas takes a third of a second to import; who never comes here need not.
+        from jdp.collectives.pallas import kernel_launch
+
+        x = compat.only_for(x, "cuda", _NOT_A_GPU)
+        y = kernel_launch.all_reduce_on_replicas(
+            x, axis_name, group.size, algorithm, launch, scale
+        )
+        return base.replicated(y, axis_name)
+
+
+def _check(x: jax.Array, algorithm: Algorithm, limits: Limits) -> None:
+    if jnp.dtype(x.dtype).name not in DTYPES:
+        raise TypeError(
+            f"The Pallas kernel takes {', '.join(DTYPES)}, got {x.dtype}. Cast `x`, or "
+            "use `jdp.collectives.psum_all_reduce`."
+        )
+    if algorithm == "multimem" and x.dtype != MULTIMEM_DTYPE:
+        # JAX (0.10 to 0.12) has no way to say `.acc::f32` for 16-bit floats.
+        raise TypeError(
+            f"`algorithm='multimem'` takes {MULTIMEM_DTYPE}, got {x.dtype}: the NVLink "
+            "switch would add that up in 16 bits. Cast `x`, or use another algorithm."
+        )
+    if x.nbytes > limits.max_bytes:
+        raise ValueError(
+            f"The Pallas kernel takes at most {limits.max_bytes} bytes of "
+            f"{limits.num_replicas} replicas, got {x.nbytes}. Use "
+            "`jdp.collectives.psum_all_reduce`, or other `thresholds`."
+        )
+
+
+pallas_all_reduce = PallasAllReduce()
+
+_NOT_A_GPU = (
+    "The Pallas kernel runs on NVIDIA GPUs, and this is compiled for {platform}. Use "
+    "`all_reduce='auto'`, which takes `psum` there."
+)

@@ -1,0 +1,1 @@
+"""Shared memory: all-reduce of CPU processes on one host."""

@@ -1,0 +1,366 @@
+"""Shared memory: the all-reduce of CPU processes on one host, inside `jit`."""
+
+import contextvars
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+from jdp import compat
+from jdp.collectives import base
+from jdp.collectives.base import Halves, Op
+from jdp.collectives.shared_memory import shared_buffer
+from jdp.collectives.shared_memory.shared_buffer import DEFAULT_NUM_BYTES, SharedBuffer
+from jdp.replicas import mesh
+from jdp.replicas.mesh import World
+from jdp.types import AxisName
+
+
+def create_shared_buffer(
+    world: World,
+    num_bytes: int = DEFAULT_NUM_BYTES,
+    *,
+    axis_name: AxisName | None = None,
+) -> SharedBuffer:
+    """Makes the memory through which the processes of one host reduce.
+
+    Every process calls it, in the same order as other things that all processes do. It
+    is freed with its last reference on each process; nothing stays in /dev/shm.
+
+    Args:
+      world: the processes, with one CPU replica each.
+      num_bytes: of the largest buffer that goes through it at once, in bytes; a larger
+        one goes in pieces. It takes that much for each process and once more.
+      axis_name: what it reduces over: all axes, or of a pair the one within a node;
+        None: all.
+
+    Returns:
+      The memory, for `SharedMemoryAllReduce`.
+
+    Raises:
+      RuntimeError: see `SharedSegment`.
+      ValueError: a process has several replicas, or `num_bytes` is below 1.
+    """
+    if num_bytes < 1:
+        raise ValueError(f"`num_bytes` must be at least 1, got {num_bytes}.")
+    axis_name = world.axis_name if axis_name is None else axis_name
+    processes = shared_buffer.find_processes(world, axis_name)
+    number = 0 if world.store is None else world.store.next_round()
+    return SharedBuffer(
+        world,
+        processes,
+        shared_buffer.round_up(num_bytes),
+        key=f"jdp/shared_memory/{number}/{processes[0]}",
+        axis_name=axis_name,
+    )
+
+
+class SharedMemoryAllReduce:
+    """Reduces over CPU processes of one host.
+
+    Sums and products of 16-bit floats are taken in float32, as the contract of
+    `jdp.collectives.base` wants it. It has side effects, so that a program keeps its
+    reductions in order, one after the other. Programs with it are to be called from one
+    thread: JAX runs these in the order of the calls, the same on all processes.
+    """
+
+    __name__ = "shared_memory_all_reduce"
+
+    def __init__(self, buffer: SharedBuffer | None = None):
+        """Reduces through `buffer`; None: see `shared_memory_all_reduce`."""
+        self._buffer = buffer
+
+    def __call__(
+        self, x: jax.Array, axis_name: AxisName, *, op: Op = "sum"
+    ) -> jax.Array:
+        """Reduces one buffer.
+
+        Args:
+          x: shape (n,).
+          axis_name: all axes of the world, or of a pair the one within a node.
+          op: "sum", "mean", "min", "max" or "product".
+
+        Returns:
+          The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.
+
+        Raises:
+          ValueError: `axis_name` is not bound, or not one of those above; unknown `op`.
+          RuntimeError: when it runs: a process has ended, or did not come in time.
+        """
+        base.enter(x, axis_name, op)
+        return self.reduce_group([x], axis_name, op=op)[0]
+
+    def reduce_group(
+        self,
+        arrays: Sequence[jax.Array],
+        axis_name: AxisName,
+        *,
+        op: Op = "sum",
+        has_data: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        """Reduces arrays of one dtype and of any shapes, without packing them.
+
+        They go from where they are into the shared memory and back, in place. Where
+        `has_data`, bool (), is False, this replica has zeros, whatever they hold.
+        """
+        world, ranks = self._find(axis_name)
+        sizes, dtype = [x.size for x in arrays], arrays[0].dtype
+        if len(ranks) == 1 or sum(sizes) == 0:
+            return [base.replicated(x, axis_name) for x in arrays]
+        rank = ranks.index(world.process_index)
+        pieces = shared_buffer.cut(
+            sizes, dtype.itemsize, self._num_bytes(), rank, len(ranks)
+        )
+
+        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
+            flat = [np.asarray(x).reshape(-1) for x in results]
+            if has_data is not None and not np.asarray(operands[-1]):
+                for x in flat:
+                    x.fill(0)
+            self._open(world, axis_name).reduce_in_place(flat, op, call, pieces)
+
+        reduced = _bind(
+            run,
+            f"all-reduce {op} {dtype}{sizes}",
+            [*arrays, *([] if has_data is None else [has_data])],
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
+            _other_axes(arrays[0], axis_name),
+            num_in_place=len(arrays),
+        )
+        return [base.replicated(x, axis_name) for x in reduced]
+
+    def reduce_scatter(
+        self,
+        x: jax.Array,
+        axis_name: AxisName,
+        *,
+        op: Op = "sum",
+        dtype: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """The first half: replica i gets the reduction of part i of n.
+
+        Args:
+          x: shape (n,); padded with zeros to a multiple of the number of replicas.
+          axis_name: see `__call__`.
+          op: "sum", "mean", "min", "max" or "product".
+          dtype: of the result, that of `x` or of its sum; that of `x` if None.
+
+        Returns:
+          Shape (ceil(n / num_replicas),).
+        """
+        x, group = base.enter(x, axis_name, op)
+        result_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+        if base.is_trivial(x, group):
+            self._find(axis_name)
+            return base.finish(x, op, 1, result_dtype)
+        rows = base.pad(x, group.size).reshape(group.size, -1)
+        return self._scatter_rows([rows], axis_name, op, result_dtype)[0]
+
+    def scatter_rows(
+        self, rows: Sequence[jax.Array], axis_name: AxisName, *, op: Op = "sum"
+    ) -> list[jax.Array]:
+        """Replica i gets the reduction of row i of each array, without packing them.
+
+        Args:
+          rows: of one dtype, shape (num_replicas, k) each.
+          axis_name: see `__call__`.
+          op: see `reduce_scatter`.
+
+        Returns:
+          Shape (k,) each.
+        """
+        base.check_dtype(rows[0].dtype, op)
+        return self._scatter_rows(rows, axis_name, op, rows[0].dtype)
+
+    def _scatter_rows(
+        self, rows: Sequence[jax.Array], axis_name: AxisName, op: Op, dtype: Any
+    ) -> list[jax.Array]:
+        world, ranks = self._find(axis_name)
+        sizes, itemsize = [x.shape[1] for x in rows], rows[0].dtype.itemsize
+        steps = shared_buffer.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
+
+        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
+            given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
+            buffer = self._open(world, axis_name)
+            buffer.reduce_scatter(given, op, call, outs, steps)
+
+        return _bind(
+            run,
+            f"reduce-scatter {op} {rows[0].dtype}{[x.shape for x in rows]}",
+            rows,
+            [jax.ShapeDtypeStruct(x.shape[1:], dtype) for x in rows],
+            sorted(set().union(*map(compat.varying_axes, rows))),
+        )
+
+    def all_gather(self, part: jax.Array, axis_name: AxisName) -> jax.Array:
+        """The second half: every replica gets all parts, in the order of their ranks.
+
+        Args:
+          part: shape (m,).
+          axis_name: see `__call__`.
+
+        Returns:
+          Shape (num_replicas * m,), the same on all replicas.
+        """
+        part, group = base.enter(part, axis_name, "sum")
+        if base.is_trivial(part, group):
+            self._find(axis_name)
+            return base.replicated(part, axis_name)
+        return self.gather_rows([part], axis_name)[0].reshape(-1)
+
+    def gather_rows(
+        self, parts: Sequence[jax.Array], axis_name: AxisName
+    ) -> list[jax.Array]:
+        """The inverse of `scatter_rows`: row i of each array is that of replica i.
+
+        Args:
+          parts: of one dtype, shape (k,) each.
+          axis_name: see `__call__`.
+
+        Returns:
+          Shape (num_replicas, k) each, the same on all replicas.
+        """
+        world, ranks = self._find(axis_name)
+        sizes, itemsize = [x.size for x in parts], parts[0].dtype.itemsize
+        steps = shared_buffer.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
+
+        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
+            given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
+            self._open(world, axis_name).all_gather(given, call, outs, steps)
+
+        gathered = _bind(
+            run,
+            f"all-gather {parts[0].dtype}{[x.size for x in parts]}",
+            parts,
+            [jax.ShapeDtypeStruct((len(ranks), x.size), x.dtype) for x in parts],
+            _other_axes(parts[0], axis_name),
+        )
+        return [base.replicated(x, axis_name) for x in gathered]
+
+    @property
+    def halves(self) -> Halves:
+        """Its two halves, for `hierarchical_all_reduce(within=)` for example."""
+        return Halves(
+            self.reduce_scatter, self.all_gather, self.scatter_rows, self.gather_rows
+        )
+
+    def _find(self, axis_name: AxisName) -> tuple[World, tuple[int, ...]]:
+        """Returns the world, and the processes that reduce, by rank."""
+        size = mesh.axis_size(axis_name)
+        world = mesh.current_world() if self._buffer is None else self._buffer.world
+        ranks = shared_buffer.find_processes(world, axis_name)
+        if self._buffer is not None:
+            names = mesh.as_axis_names(self._buffer.axis_name)
+            if mesh.as_axis_names(axis_name) != names:
+                raise ValueError(
+                    f"`axis_name={axis_name!r}`: this buffer was made to reduce over "
+                    f"{self._buffer.axis_name!r}."
+                )
+        if size != len(ranks):
+            raise ValueError(
+                f"`axis_name={axis_name!r}` has {size} replicas here, but "
+                f"{len(ranks)} in the world: shared memory reduces over all of it."
+            )
+        return world, ranks
+
+    def _num_bytes(self) -> int:
+        return DEFAULT_NUM_BYTES if self._buffer is None else self._buffer.num_bytes
+
+    def _open(self, world: World, axis_name: AxisName) -> SharedBuffer:
+        return self._buffer or default_buffer(world, axis_name)
+
+
+# Through a buffer of `DEFAULT_NUM_BYTES`, which the processes of the current world make
+# when a program with it first runs.
+shared_memory_all_reduce = SharedMemoryAllReduce()
+SHARED_MEMORY = shared_memory_all_reduce.halves
+
+
+class _Default:
+    """The buffers of the current world, by axes; like the world, there is one set."""
+
+    lock = threading.Lock()
+    world: World | None = None
+    buffers: dict[tuple[str, ...], SharedBuffer] = {}
+
+
+def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
+    """Returns the buffer of the current world over some axes; made at the first call.
+
+    Raises:
+      RuntimeError: see `SharedSegment`.
+    """
+    names = mesh.as_axis_names(axis_name)
+    with _Default.lock:
+        if _Default.world is not world:
+            _Default.world, _Default.buffers = world, {}
+        if names not in _Default.buffers:
+            processes = shared_buffer.find_processes(world, axis_name)
+            key = f"jdp/shared_memory/default/{len(names)}/{processes[0]}"
+            _Default.buffers[names] = SharedBuffer(
+                world, processes, DEFAULT_NUM_BYTES, key=key, axis_name=axis_name
+            )
+        return _Default.buffers[names]
+
+
+def _other_axes(x: jax.Array, axis_name: AxisName) -> list[str]:
+    return sorted(compat.varying_axes(x) - set(mesh.as_axis_names(axis_name)))
+
+
+class _Last(NamedTuple):
+    """The last reduction of the function that is traced."""
+
+    trace: Any
+    token: jax.Array  # uint32 (1,); a reduction that takes it comes later.
+    number: int
+
+
+_last: contextvars.ContextVar[_Last | None] = contextvars.ContextVar(
+    "last_shared_memory_reduction", default=None
+)
+
+
+def _bind(
+    run: Callable[[int, Sequence[Any], Sequence[Any]], None],
+    what: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    varying: Sequence[str],
+    *,
+    num_in_place: int = 0,
+) -> list[jax.Array]:
+    """Calls `run(call, results, operands)` when the program comes to this point.
+
+    Args:
+      run: fills the results, which are the first operands where they are in place.
+      what: what the processes do; it must be the same on all of them.
+      operands: arrays of this replica.
+      results: their shapes and dtypes.
+      varying: axes over which the results may differ.
+      num_in_place: as many operands become the first results.
+    """
+    last = _last.get()
+    if last is None or last.trace is not compat.current_trace():
+        last = _Last(compat.current_trace(), jnp.zeros(1, jnp.uint32), 0)
+    call = zlib.crc32(f"{last.number} {what}".encode())
+
+    def callback(context: Any, filled: Any, *given: Any) -> None:
+        run(call, filled[1:], given[1:])
+
+    # XLA runs what does not depend on each other in any order, another one in every
+    # process: the token makes it one order.
+    shared = [last.token, *operands]
+    token, *filled = buffer_callback(
+        callback,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (last.token, *results)],
+        has_side_effect=True,
+        input_output_aliases={i: i for i in range(num_in_place + 1)},
+    )(*shared)
+    _last.set(_Last(last.trace, token, last.number + 1))
+    # By JAX's types what a callback returns is the same everywhere.
+    return [compat.cast_varying(x, varying) for x in filled]

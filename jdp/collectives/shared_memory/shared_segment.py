@@ -1,0 +1,325 @@
+"""Shared segment: memory that processes of one host share, and how far each one is.
+
+The memory is a file in /dev/shm that never has a name: the other processes open it
+through the first one's entry in /proc. So nothing is left, whichever process is killed.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import re
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from jdp.replicas import wire
+from jdp.replicas.mesh import World
+
+_FOLDER = "/dev/shm"
+_HEADER_BYTES = 4096
+_WORDS_A_LINE = 8  # counters of two processes never share a cache line of 64 bytes.
+_MAX_PROCESSES = 32
+_PATH = re.compile(r"/proc/([1-9][0-9]*)/fd/[0-9]+", re.ASCII)
+_BLAMED = _WORDS_A_LINE * _MAX_PROCESSES  # the word that says who is gone.
+_TOKEN = slice(_HEADER_BYTES - 16, _HEADER_BYTES)
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of Linux on x86-64.
+_EVERYBODY = 2**31 - 1
+# A peer that is on its way comes within microseconds. One that still computes takes
+# longer, and may need the core that spinning would keep busy; always where there are
+# fewer cores than processes.
+_NUM_SPINS = 5000
+_NUM_SPINS_SHARED = 100
+_CHECK_PERIOD_S = 0.05  # how often a wait looks whether its peer still lives.
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A process; another one that gets its id later started at another time."""
+
+    pid: int
+    started: str
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        fields = _read_stat(self.pid)
+        return bool(fields) and fields[0] not in "ZX" and fields[19] == self.started
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    """Message of a process when all processes map the memory."""
+
+    peer: Peer
+    path: str = ""
+    token: bytes = b""
+    error: str | None = None
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """Message of the first process when all processes have mapped the memory."""
+
+    peers: list[Peer] = []
+    error: str | None = None
+
+
+class SharedSegment:
+    """Memory shared by processes of a world, and a counter of each.
+
+    Each of them makes it, with the same arguments, and then calls `arrive_and_wait`
+    the same number of times. One thread at a time may do so.
+    """
+
+    def __init__(
+        self, world: World, num_bytes: int, *, key: str, processes: Sequence[int]
+    ):
+        """Maps the memory, zeros at first.
+
+        Args:
+          world: the job.
+          num_bytes: its size.
+          key: where the processes meet in the store; one key, one segment.
+          processes: indices of those that share it, all of one host, this one too.
+
+        Raises:
+          RuntimeError: there is not so much memory, this is not Linux on x86-64, a
+            process is on another host or did not come within `world.timeout_s`; on
+            every process.
+        """
+        self._world = world
+        self._processes = tuple(processes)
+        self._own = self._processes.index(world.process_index)
+        self._map, self._peers = _map_together(
+            world, _HEADER_BYTES + num_bytes, key, self._processes
+        )
+        whole = memoryview(self._map)
+        self.memory = whole[_HEADER_BYTES:]
+        self._words = whole[:_HEADER_BYTES].cast("q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._count = 0
+        has_cores = len(os.sched_getaffinity(0)) >= len(self._processes)
+        self._num_spins = _NUM_SPINS if has_cores else _NUM_SPINS_SHARED
+
+    def arrive_and_wait(self) -> None:
+        """Waits until all processes have arrived as often as this one.
+
+        What a process wrote before it arrived, all can read after they have waited.
+
+        Raises:
+          RuntimeError: a process has ended, or did not arrive within
+            `world.timeout_s`, now or at an earlier time.
+        """
+        self._count += 1
+        self._words[_WORDS_A_LINE * self._own] = self._count
+        self._futex(self._own, _FUTEX_WAKE, _EVERYBODY)
+        for rank in range(len(self._processes)):
+            if rank != self._own:
+                self._wait_for(rank)
+
+    def _wait_for(self, rank: int) -> None:
+        words, word, count = self._words, _WORDS_A_LINE * rank, self._count
+        for _ in range(self._num_spins):
+            if words[word] >= count:
+                return
+        deadline_s = time.monotonic() + self._world.timeout_s
+        while (seen := words[word]) < count:
+            if words[_BLAMED]:
+                raise RuntimeError(self._describe(words[_BLAMED] - 1))
+            if not self._peers[rank].is_alive() or time.monotonic() > deadline_s:
+                if words[word] >= count:  # It came, and ended then.
+                    return
+                words[_BLAMED] = rank + 1
+                raise RuntimeError(self._describe(rank))
+            self._futex(rank, _FUTEX_WAIT, seen & 0xFFFFFFFF)
+
+    def _describe(self, rank: int) -> str:
+        process = self._processes[rank]
+        if not self._peers[rank].is_alive():
+            return f"Process {process} has ended; the others cannot go on without it."
+        return (
+            f"Process {process} did not come to a shared-memory all-reduce within "
+            f"{self._world.timeout_s:g} s; it may have stopped, or make other "
+            "all-reduces than the rest."
+        )
+
+    def _futex(self, rank: int, operation: int, value: int) -> None:
+        # Waits until the lower half of the counter is no longer `value`, or wakes.
+        address = ctypes.c_void_p(self._address + 8 * _WORDS_A_LINE * rank)
+        _LIBC.syscall(_SYS_FUTEX, address, operation, value, _WAIT, None, 0)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
+
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.syscall.argtypes = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint32,
+)
+_PERIOD = _Timespec(0, int(1e9 * _CHECK_PERIOD_S))
+_WAIT = ctypes.cast(ctypes.pointer(_PERIOD), ctypes.c_void_p)
+
+
+def _map_together(
+    world: World, size: int, key: str, processes: Sequence[int]
+) -> tuple[mmap.mmap, list[Peer]]:
+    own = Peer(os.getpid(), (_read_stat(os.getpid()) or [""] * 20)[19])
+    if world.store is None:
+        return mmap.mmap(-1, size), [own]
+    first = processes[0]
+    mapped, hello = None, _Hello(own, error=_find_obstacle(processes))
+    verdict = None
+    try:
+        if world.process_index == first:
+            if hello.error is None:
+                mapped, hello = _create(size, own)
+            _say(world, f"{key}/path", hello)
+            verdict = _collect(world, key, hello, processes)
+            world.store.set(f"{key}/verdict", msgspec.msgpack.encode(verdict))
+        else:
+            offer = _hear(world, f"{key}/path", first)
+            if hello.error is None and offer.error is None:
+                mapped, hello = _open(size, own, offer, first)
+            _say(world, f"{key}/opened/{world.process_index}", hello)
+            # The first process waits for each in turn.
+            timeout_s = 1.2 * world.timeout_s + 5.0
+            found = world.store.get(f"{key}/verdict", timeout_s=timeout_s)
+            verdict = wire.decode(found, _Verdict, what=f"The verdict of `{key}`")
+            if verdict.error is None and len(verdict.peers) != len(processes):
+                raise wire.Malformed(f"The verdict of `{key}` leaves processes out.")
+    except TimeoutError as error:
+        raise RuntimeError(str(error)) from None
+    finally:
+        if world.process_index == first and hello.path:
+            os.close(int(hello.path.rpartition("/")[2]))
+    if verdict.error is not None or mapped is None:
+        raise RuntimeError(verdict.error or hello.error)
+    return mapped, verdict.peers
+
+
+def _collect(world: World, key: str, own: _Hello, processes: Sequence[int]) -> _Verdict:
+    """Hears all others, and decides."""
+    hellos = [own]
+    try:
+        for process in processes[1:]:
+            hellos.append(_hear(world, f"{key}/opened/{process}", process))
+    except (TimeoutError, wire.Malformed) as error:
+        return _Verdict(error=str(error))
+    for process, hello in zip(processes, hellos, strict=True):
+        if hello.error is not None:
+            return _Verdict(error=f"Process {process} {hello.error}")
+    return _Verdict([hello.peer for hello in hellos])
+
+
+def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Hello]:
+    fd = -1
+    try:
+        fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
+        os.posix_fallocate(fd, 0, size)
+        mapped = _map(fd, size)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        return None, _Hello(own, error=_explain(size, error))
+    token = secrets.token_bytes(16)
+    mapped[_TOKEN] = token
+    return mapped, _Hello(own, f"/proc/{own.pid}/fd/{fd}", token)
+
+
+def _open(
+    size: int, own: Peer, offer: _Hello, first: int
+) -> tuple[mmap.mmap | None, _Hello]:
+    found = _PATH.fullmatch(offer.path)
+    if found is None or int(found[1]) != offer.peer.pid:
+        return None, _Hello(own, error=f"{_refusal(first)} (its path is none).")
+    try:
+        # On another host the same path may be anything: nothing is opened before it is
+        # known to be memory.
+        _check_is_ours(os.stat(offer.path), size)
+        fd = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _check_is_ours(os.fstat(fd), size)
+            mapped = _map(fd, size)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        return None, _Hello(own, error=f"{_refusal(first)} ({error}).")
+    if mapped[_TOKEN] != offer.token:
+        return None, _Hello(own, error=f"{_refusal(first)}.")
+    return mapped, _Hello(own)
+
+
+def _check_is_ours(found: os.stat_result, size: int) -> None:
+    """Raises OSError unless it is what `_create` makes: its owner is trusted."""
+    is_memory = stat.S_ISREG(found.st_mode) and found.st_nlink == 0
+    if not is_memory or found.st_dev != os.stat(_FOLDER).st_dev:
+        raise OSError("it is no memory without a name")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError("it is not of this user alone")
+    if found.st_size != size:
+        raise OSError(f"it has {found.st_size:,} bytes, not {size:,}")
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    # Populated: a page that is touched first in a step costs a microsecond there.
+    return mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _refusal(first: int) -> str:
+    return (
+        f"cannot open the shared memory of process {first}: it is on another host, in "
+        "another container, or of another user"
+    )
+
+
+def _find_obstacle(processes: Sequence[int]) -> str | None:
+    if len(processes) > _MAX_PROCESSES:
+        return f"is one of more than {_MAX_PROCESSES}, too many for a shared segment."
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        return None
+    # Counters stand for what was written before them, without a fence: x86-64 keeps
+    # the order of writes.
+    return f"runs on {platform.system()} {platform.machine()}, not Linux on x86-64."
+
+
+def _explain(size: int, error: OSError) -> str:
+    stat = os.statvfs(_FOLDER)
+    free = stat.f_bavail * stat.f_frsize
+    return (
+        f"cannot make {size:,} bytes of shared memory: {error.strerror}; {_FOLDER} has "
+        f"{free:,} bytes left. Ask for less, or enlarge it (`docker run --shm-size`)."
+    )
+
+
+def _say(world: World, key: str, hello: _Hello) -> None:
+    assert world.store is not None
+    world.store.set(key, msgspec.msgpack.encode(hello))
+
+
+def _hear(world: World, key: str, process: int) -> _Hello:
+    assert world.store is not None
+    try:
+        found = world.store.get(key, timeout_s=world.timeout_s)
+    except TimeoutError:
+        raise TimeoutError(
+            f"Process {process} did not come to make a shared segment within "
+            f"{world.timeout_s:g} s."
+        ) from None
+    what = f"The message of process {process} about a shared segment"
+    return wire.decode(found, _Hello, what=what)
+
+
+def _read_stat(pid: int) -> list[str] | None:
+    """The fields of /proc/pid/stat after the name: state first, start time 20th."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None

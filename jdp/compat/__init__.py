@@ -1,0 +1,414 @@
+"""Compat: the one place that touches private or version-dependent JAX."""
+
+import contextlib
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import (
+    api,
+    array,
+    clusters,
+    config,
+    core,
+    distributed,
+    effects,
+    source_info_util,
+    xla_bridge,
+)
+from jax._src.lax import lax as lax_internal
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.random import prng
+from jax._src.state import types as state_types
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+from jaxlib.mlir.dialects import stablehlo
+
+# The types of arrays outside of traced functions. `isinstance(x, jax.Array)` takes ten
+# times as long: a metaclass answers, in Python.
+ARRAY_TYPES = frozenset({array.ArrayImpl, prng.PRNGKeyArray})
+# Returns the trace that a tracer belongs to.
+trace_of = operator.attrgetter("_trace")
+
+
+def buffer_addresses(x: Any) -> frozenset[int]:
+    """Returns where the parts of an array on this process' devices lie in memory."""
+    if not x.size:
+        return frozenset()
+    if isinstance(x, prng.PRNGKeyArray):
+        x = jax.random.key_data(x)
+    if len(x.sharding.device_set) == 1:  # A third of the time of the general way.
+        return frozenset((x.unsafe_buffer_pointer(),))
+    return frozenset(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
+
+
+def without_key_type(x: Any) -> Any:
+    """Returns an array, or the words of an array of PRNG keys; traces nothing."""
+    return x._base_array if isinstance(x, prng.PRNGKeyArray) else x
+
+
+def as_weak(x: Any) -> Any:
+    """Returns an array that gives way to the dtype of others, as a Python number."""
+    return lax_internal._convert_element_type(x, weak_type=True)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the manual mesh axes over which `x` may differ, by its type.
+
+    Empty outside `shard_map`, under `check_vma=False`, and under `vmap` and `pmap`.
+    """
+    return varying_axes_of_type(jax.typeof(x))
+
+
+def varying_axes_of_type(aval: Any) -> frozenset[str]:
+    """`varying_axes`, of a type."""
+    axis_type = getattr(aval, "mat", None)
+    return frozenset() if axis_type is None else axis_type.varying
+
+
+def cast_varying(x: Any, axis_names: Sequence[str]) -> Any:
+    """Casts an array to one that may differ over `axis_names`; no data moves."""
+    missing = tuple(a for a in axis_names if a not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def cast_alike(xs: Sequence[jax.Array], axis_names: Sequence[str]) -> list[jax.Array]:
+    """Casts arrays to ones that may differ over the same axes: all of theirs, and more.
+
+    A primitive that is bound by itself wants that of its operands.
+    """
+    names = sorted(frozenset(axis_names).union(*map(varying_axes, xs)))
+    return [cast_varying(x, names) for x in xs]
+
+
+def order_after(
+    xs: Sequence[jax.Array], earlier: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Makes `xs` depend on `earlier`, so that XLA can neither merge nor swap them.
+
+    Returns:
+      `xs` and `earlier`, to be used in place of the arguments: XLA drops what enters
+      a barrier and does not leave it.
+    """
+    held = _barrier_p.bind(*xs, *earlier)
+    return held[: len(xs)], held[len(xs) :]
+
+
+# `lax.optimization_barrier`, but each result keeps the axes over which its own operand
+# varies; with JAX 0.10 all results get those of all operands.
+_barrier_p = Primitive("jdp_barrier")
+_barrier_p.multiple_results = True
+_barrier_p.def_impl(lambda *xs: list(xs))
+_barrier_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(
+    _barrier_p, lambda ctx, *xs: list(stablehlo.OptimizationBarrierOp(xs).results)
+)
+batching.primitive_batchers[_barrier_p] = lambda xs, dims: (_barrier_p.bind(*xs), dims)
+ad.primitive_jvps[_barrier_p] = lambda xs, dots: (_barrier_p.bind(*xs), dots)
+
+
+def declare_replicated(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+    """Declares that `x` is the same over `axis_names`; no data moves.
+
+    Where JAX tracks that by type, the type says so, and the derivative is that of the
+    copy which index 0 holds. Elsewhere under `shard_map` the program says so, for
+    `jdp.step.sameness` to read; a cotangent passes, as it passes `lax.psum` there.
+    """
+    names = tuple(n for n in axis_names if n in varying_axes(x))
+    if names:
+        return _replicated_p.bind(x, axes=names, is_typed=True)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    names = tuple(n for n in axis_names if n in manual)
+    if not names or varying_axes(lax.axis_index(names)):
+        return x
+    return _replicated_p.bind(x, axes=names, is_typed=False)
+
+
+def _replicated_type(aval: Any, *, axes: tuple[str, ...], is_typed: bool) -> Any:
+    if not is_typed:
+        return aval
+    varying = aval.mat.varying - frozenset(axes)
+    return aval.update(manual_axis_type=aval.mat.update(varying=varying))
+
+
+def _replicated_transpose(
+    cotangent: Any, x: Any, *, axes: tuple[str, ...], is_typed: bool
+) -> list[jax.Array]:
+    if not is_typed:
+        return [cotangent]
+    is_first = lax.axis_index(axes) == 0
+    return [
+        cast_varying(jnp.where(is_first, cotangent, jnp.zeros_like(cotangent)), axes)
+    ]
+
+
+def _replicated_batch(
+    xs: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    return _replicated_p.bind(xs[0], **params), dims[0]
+
+
+_replicated_p = Primitive("jdp_replicated")
+_replicated_p.def_impl(lambda x, **_: x)
+_replicated_p.def_abstract_eval(_replicated_type)
+mlir.register_lowering(_replicated_p, lambda ctx, x, **_: [x])
+ad.deflinear2(_replicated_p, _replicated_transpose)
+batching.primitive_batchers[_replicated_p] = _replicated_batch
+
+
+def expect_same(x: jax.Array, axis_names: Sequence[str], message: str) -> jax.Array:
+    """Returns `x`, which must be the same over `axis_names`; no data moves.
+
+    Where JAX tracks by type what may differ, this finds out at once. Elsewhere the
+    equation stays in the program for an analysis of it, which raises `message`.
+
+    Args:
+      x: any array.
+      axis_names: bound names of axes.
+      message: of the ValueError, where `x` may differ.
+
+    Raises:
+      ValueError: `x` may differ.
+    """
+    if varying_axes(x) & frozenset(axis_names):
+        raise ValueError(message)
+    if varying_axes(lax.axis_index(tuple(axis_names))):
+        return x
+    return expect_same_p.bind(x, axes=tuple(axis_names), message=message)
+
+
+expect_same_p = Primitive("jdp_expect_same")
+expect_same_p.def_impl(lambda x, *, axes, message: x)
+expect_same_p.def_abstract_eval(lambda aval, *, axes, message: aval)
+mlir.register_lowering(expect_same_p, lambda ctx, x, *, axes, message: [x])
+ad.primitive_jvps[expect_same_p] = lambda xs, dots, **params: (
+    expect_same_p.bind(*xs, **params),
+    dots[0],
+)
+batching.primitive_batchers[expect_same_p] = lambda xs, dims, **params: (
+    expect_same_p.bind(*xs, **params),
+    dims[0],
+)
+
+
+def only_for(x: jax.Array, platform: str, message: str) -> jax.Array:
+    """Returns `x`; a program that holds it compiles for `platform` alone.
+
+    Args:
+      x: any array.
+      platform: "cuda", for example.
+      message: of the NotImplementedError for others; `{platform}` stands for theirs.
+    """
+    return _only_for_p.bind(x, platform=platform, message=message)
+
+
+def _lower_only_for(ctx: Any, x: Any, *, platform: str, message: str) -> list[Any]:
+    platforms = ctx.module_context.platforms
+    if tuple(platforms) != (platform,):
+        raise NotImplementedError(message.format(platform=" and ".join(platforms)))
+    return [x]
+
+
+_only_for_p = Primitive("jdp_only_for")
+_only_for_p.def_impl(lambda x, *, platform, message: x)
+_only_for_p.def_abstract_eval(lambda aval, *, platform, message: aval)
+mlir.register_lowering(_only_for_p, _lower_only_for)
+
+
+@contextlib.contextmanager
+def inside_equation(eqn: Any) -> Iterator[None]:
+    """While tracing: what is bound gets the name scope and source line of `eqn`."""
+    source = eqn.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with (
+        source_info_util.user_context(source.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def is_in_scope_of(eqn: Any, other: Any) -> bool:
+    """Returns whether `inside_equation` is the same for both, but for the line."""
+    a, b = eqn.source_info.name_stack, other.source_info.name_stack
+    return a == b and eqn.ctx == other.ctx
+
+
+def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs one equation of a jaxpr on other operands, as `jax.core.eval_jaxpr` does."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with inside_equation(eqn):
+        results = eqn.primitive.bind(*operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def is_staged(x: Any) -> bool:
+    """Whether `x` is a value of a program that JAX writes down, as `jax.jit` does."""
+    return isinstance(x, partial_eval.DynamicJaxprTracer)
+
+
+def is_mutable(x: Any) -> bool:
+    """Whether `x` is a mutable array, as `jax.new_ref` makes them."""
+    return isinstance(x, core.Ref | core.Tracer) and isinstance(
+        core.typeof(x), state_types.AbstractRef
+    )
+
+
+def has_ordered_effect(eqn: Any) -> bool:
+    """Whether an equation reads or writes a mutable array, or has its turn otherwise.
+
+    Such equations run in the order of the program, whatever data they need.
+    """
+    return any(
+        isinstance(atom.aval, state_types.AbstractRef) for atom in eqn.invars
+    ) or any(effects.ordered_effects.contains(effect) for effect in eqn.effects)
+
+
+def frames_of(eqn: Any) -> list[tuple[str, str]]:
+    """Returns file and qualified name of the functions that made an equation."""
+    found = eqn.source_info.traceback
+    return [(f.file_name, f.function_name) for f in found.frames] if found else []
+
+
+def searches_for_nan() -> bool:
+    """Returns whether JAX runs a compiled function again, plainly, to find a NaN."""
+    is_on = config.debug_nans.value or config.debug_infs.value
+    return bool(is_on and not config.disable_jit.value)
+
+
+def user_line(eqn: Any) -> str | None:
+    """Returns file and line that made an equation, outside of installed packages."""
+    found = eqn.source_info.traceback
+    for frame in found.frames if found else ():
+        path = frame.file_name
+        is_library = "site-packages" in path or path.startswith((_OWN_FOLDER, "<"))
+        if not is_library and not path.startswith(_PYTHON_FOLDER):
+            return f"{path.rpartition('/')[2]}:{frame.line_num}"
+    return None
+
+
+def caller_in_jdp(eqn: Any) -> str | None:
+    """Returns the function of jdp that made an equation; None if none did.
+
+    Of functions that call each other it is the outermost one.
+    """
+    name = None
+    for file, function in frames_of(eqn):
+        if file.startswith(_OWN_FOLDER):
+            name = function.split(".<locals>")[0].removesuffix(".__call__")
+        elif name is not None:
+            break
+    return name
+
+
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_PYTHON_FOLDER = os.path.dirname(os.__file__) + os.sep
+
+
+def is_reference(aval: Any) -> bool:
+    """Returns whether a type is that of a mutable array."""
+    return isinstance(aval, state_types.AbstractRef)
+
+
+def sharded_program(jaxpr: Any) -> tuple[Any, list[frozenset[str]]]:
+    """Returns the body of the `shard_map` in a jaxpr, and how its inputs are split.
+
+    Returns:
+      The open jaxpr, and by input the axes over which it is split.
+    """
+    (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == "shard_map")
+    split = []
+    for spec in eqn.params["in_specs"]:
+        parts = [p if isinstance(p, tuple) else (p,) for p in spec]
+        split.append(frozenset(n for part in parts for n in part if n is not None))
+    return eqn.params["jaxpr"], split
+
+
+def touches_reference(eqn: Any) -> bool:
+    """Returns whether an equation reads or writes a mutable array."""
+    return any(isinstance(effect, state_types.RefEffect) for effect in eqn.effects)
+
+
+def jit_inlined(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` of which nothing is left in the jaxpr where it is called."""
+    kinds = getattr(api, "Inline", None)  # JAX 0.12, where True means "when lowering".
+    return jax.jit(fn, inline=True if kinds is None else kinds.JAX_EARLY)
+
+
+def side_effects(jaxpr: Any) -> list[str]:
+    """Returns names of what running a jaxpr does to the outside, such as printing."""
+    inner = (core.NamedAxisEffect, core.InternalMutableArrayEffect)
+    return sorted(str(e) for e in jaxpr.effects if not isinstance(e, inner))
+
+
+def scan_operands(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carries of a `scan` equation."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()  # JAX 0.12
+    return len(consts), len(carries)
+
+
+def skip_size_one_axes() -> contextlib.AbstractContextManager[Any]:
+    """While tracing: collectives over axes of size 1 are left out of the program."""
+    flag = getattr(config, "remove_size_one_mesh_axis_from_type", None)
+    return contextlib.nullcontext() if flag is None else flag(True)
+
+
+def backend_is_initialized() -> bool:
+    """Returns whether JAX has already chosen its devices."""
+    return xla_bridge.backends_are_initialized()
+
+
+def distributed_client() -> Any | None:
+    """Returns the client of `jax.distributed`, or None where it was not started."""
+    return distributed.global_state.client
+
+
+def offer_gloo_address(host: str) -> None:
+    """Has XLA's gloo, on CPUs, offer `host` to its peers, a numeric address.
+
+    By itself it offers the address of the host's own name, as resolved there: 127.0.1.1
+    on Debian and Ubuntu, which no other host can reach. To be called before JAX chooses
+    its devices; MPI in place of gloo does not need it.
+    """
+
+    def make_client(collectives: Any = None) -> Any:
+        client = distributed.global_state.client
+        kind = config.cpu_collectives_implementation.value
+        if collectives is None and client is not None and kind == "gloo":
+            collectives = _jax.make_gloo_tcp_collectives(
+                distributed_client=client, hostname=host
+            )
+        return xla_bridge.make_cpu_client(collectives)
+
+    xla_bridge.register_backend_factory(
+        "cpu", make_client, priority=0, fail_quietly=False
+    )
+
+
+def detect_cluster(
+    *, timeout_s: float
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
+    """Asks JAX's cluster environments (Slurm, Open MPI, Kubernetes, TPU).
+
+    Returns:
+      Coordinator address, number of processes, process id, local device ids; None
+      for each where no environment was found.
+    """
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, int(timeout_s)
+    )
+
+
+def current_trace() -> Any:
+    """Returns what identifies the function body that is traced now."""
+    return core.trace_ctx.trace
+
+
+def bound_axis_names() -> tuple[str, ...]:
+    """Returns the names of the axes that are bound where this is traced."""
+    return tuple(str(name) for name in core.get_axis_env().axis_names())

@@ -1,0 +1,1 @@
+"""Coordinator: which operations are ready on all ranks, and in what order they run."""

@@ -1,0 +1,205 @@
+"""Broken groups: whose leaves can never be ready together, on all ranks.
+
+A rank submits all leaves of a group at once, and no other group of the name before
+those are decided. So where ranks disagree on the group of a name that all of them have
+submitted, all have submitted what they ever will of it. The same holds once every rank
+has submitted as many leaves as its group has. What is left of the group then would wait
+for ever. It fails, on the ranks that wait for it. Ranks that have joined count where
+they have submitted leaves before: what the others have runs only if it is the same.
+"""
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping
+
+from jdp.eager.coordinator.cache_hits import Hits
+from jdp.eager.coordinator.cache_slots import SlotTable, bits
+from jdp.eager.coordinator.groups import Groups, Key
+from jdp.eager.coordinator.names import Names
+from jdp.eager.messages import Response, Spec, decode_spec
+
+_MOST_SHOWN = 4  # leaves of a rank, in an error.
+
+
+def keys_of(set_id: int, specs: Iterable[Spec]) -> set[Key]:
+    """Returns the groups that ranks do not agree on, of the specs of one name."""
+    groups = {(spec.group, spec.group_size) for spec in specs}
+    if len(groups) == 1:
+        return set()
+    return {(set_id, group) for group, _ in groups if group}
+
+
+def fail(
+    broken: Mapping[Key, str],
+    names: Names,
+    groups: Groups,
+    hits: Hits,
+    slots: SlotTable,
+) -> Iterator[Response]:
+    """Takes back what ranks wait for in groups that cannot run.
+
+    Args:
+      broken: groups that ranks do not agree on, with why.
+      names: what ranks have said by name.
+      groups: what is ready everywhere, and waits for the rest of its group.
+      hits: what ranks have said by the numbers of slots.
+      slots: what these stand for.
+
+    Returns:
+      By name its error; also of groups whose leaves differ between ranks.
+    """
+    parts = (names, groups, hits, slots)
+    for key, why in {**dict(_find_torn(*parts)), **broken}.items():
+        waiting = _find_waiting(key, *parts)
+        groups.held.pop(key, None)
+        names.came.pop(key, None)
+        for name, spec in waiting.items():
+            names.tables[key[0]].pop(name, None)
+            slot = slots.find(key[0], name)
+            if slot is not None:
+                hits.drop(slot)
+            yield Response((name,), (spec,), key[0], error=why)
+
+
+def has_more(
+    broken: dict[Key, str],
+    taken: int,
+    names: Names,
+    groups: Groups,
+    hits: Hits,
+    slots: SlotTable,
+    key: Key,
+) -> bool:
+    """Whether a rank that has joined waits for leaves that a group has not.
+
+    Args:
+      broken: where it is noted then, with why.
+      taken: slots that are ready and may not be held yet, as a bit set.
+      names: see `fail`.
+      groups: see `fail`.
+      hits: see `fail`.
+      slots: see `fail`.
+      key: of a group, of which as many leaves as it has are held.
+    """
+    if not names.joined:  # Then all have submitted just these.
+        return False
+    held = groups.held[key].ready
+    leaves = {each.name for each in held}
+    more = set(_find_waiting(key, names, groups, hits, slots))
+    more |= {slots.get(s).name for s in bits(taken & slots.of_group.get(key, 0))}
+    more -= leaves
+    if not more and len(held) <= decode_spec(held[0].spec).group_size:
+        return False
+    why = (
+        f"Mismatched groups: of {key[1]!r}, {_list(leaves, set())} came, but a rank "
+        f"that has joined waits for {_list(more, set())}."
+    )
+    broken.setdefault(key, why)
+    return True
+
+
+def _find_torn(
+    names: Names, groups: Groups, hits: Hits, slots: SlotTable
+) -> Iterator[tuple[Key, str]]:
+    """Finds groups of which all has come that ever will, and which are not complete."""
+    parts = (names, groups, hits, slots)
+    touched, names.touched = names.touched, set()
+    for key in touched:
+        if key[0] not in names.members:
+            names.came.pop(key, None)
+            continue
+        awaited = names.full[key[0]] & ~names.joined
+        came = names.came.get(key, 0) | hits.find_ranks(slots.of_group.get(key, 0))
+        if awaited & ~came:
+            continue
+        waiting = _find_waiting(key, *parts)
+        if not waiting:
+            names.came.pop(key, None)
+            continue
+        leaves, is_whole = _find_leaves(key, awaited, *parts)
+        names.came[key] = sum(1 << rank for rank in leaves)
+        if is_whole:
+            yield key, _describe(key[1], leaves, waiting)
+
+
+def _find_leaves(
+    key: Key,
+    awaited: int,
+    names: Names,
+    groups: Groups,
+    hits: Hits,
+    slots: SlotTable,
+) -> tuple[dict[int, set[str]], bool]:
+    """Finds which leaves of a group each rank has submitted, and waits for.
+
+    Returns:
+      By rank the names; and whether all ranks of `awaited`, a bit set, have submitted
+      as many as their groups have.
+    """
+    set_id, group = key
+    leaves: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
+    sizes: dict[int, int] = {}
+
+    def note(rank: int, name: str, spec: bytes) -> None:
+        decoded = decode_spec(spec)
+        if decoded.group == group:
+            leaves[rank].add(name)
+            sizes[rank] = decoded.group_size
+
+    for name, entry in names.tables[set_id].items():
+        for rank in bits(entry.arrived):
+            note(rank, name, entry.odd.get(rank, entry.spec))
+    for slot in bits(hits.pending() & slots.of_group.get(key, 0)):
+        cached = slots.get(slot)
+        for rank in bits(hits.find_ranks(1 << slot)):
+            note(rank, cached.name, cached.spec)
+    held = groups.held.get(key)
+    for each in () if held is None else held.ready:  # All have submitted them.
+        for rank in bits(awaited):
+            note(rank, each.name, each.spec)
+    is_whole = all(len(leaves[r]) >= sizes.get(r, 1) for r in bits(awaited))
+    return dict(leaves), is_whole
+
+
+def _describe(
+    group: str, leaves: Mapping[int, set[str]], waiting: Mapping[str, bytes]
+) -> str:
+    """Says how the leaves of two ranks differ."""
+    first, *others = sorted(leaves) or [-1]
+    for rank in others:
+        ours, theirs = leaves[first], leaves[rank]
+        if ours != theirs:
+            return (
+                f"Mismatched groups: of {group!r}, rank {first} has "
+                f"{_list(ours, ours - theirs)}, but rank {rank} has "
+                f"{_list(theirs, theirs - ours)}."
+            )
+    return (
+        f"Mismatched groups: of {group!r}, only {_list(set(waiting), set())} waited "
+        "when all ranks had joined. The rest has run with other leaves."
+    )
+
+
+def _list(leaves: set[str], odd: set[str]) -> str:
+    """Lists names, first those that the other rank has not."""
+    names = [*sorted(odd), *sorted(leaves - odd)]
+    more = len(names) - _MOST_SHOWN
+    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _find_waiting(
+    key: Key, names: Names, groups: Groups, hits: Hits, slots: SlotTable
+) -> dict[str, bytes]:
+    """Returns the names, with their specs, that some ranks wait for in a group."""
+    set_id, group = key
+    if set_id not in names.tables:
+        return {}  # The process set was removed, and all that waited in it failed.
+    held = groups.held.get(key)
+    found = {} if held is None else {each.name: each.spec for each in held.ready}
+    for name, entry in names.tables[set_id].items():
+        specs = (entry.spec, *entry.odd.values())
+        if any([decode_spec(spec).group == group for spec in specs]):
+            found[name] = entry.spec
+    for slot in bits(hits.pending() & slots.of_group.get(key, 0)):
+        cached = slots.get(slot)
+        found[cached.name] = cached.spec
+    return found

@@ -1,0 +1,125 @@
+"""Hits: what ranks have said by the numbers of slots, and the tensors that came along.
+
+A tensor is kept only with the bit that it came with: it goes when the bit is taken
+because all ranks have sent theirs, and when the slot is taken back. So no tensor is
+ever left for the slot's next owner.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from jdp.eager.coordinator.cache_slots import bits
+from jdp.eager.coordinator.names import Names
+
+
+class Hits:
+    """Bits of slots that ranks have submitted, and that are not ready everywhere."""
+
+    def __init__(self, size: int):
+        """Begins with none of `size` ranks."""
+        self.of_rank = [0] * size  # bit sets.
+        self._data: list[dict[int, bytes]] = [{} for _ in range(size)]  # by slot.
+        self._since_s: dict[int, float] = {}  # by slot, when a look first found it.
+        self._taken = 0  # slots that were taken since the last look, as a bit set.
+
+    def add(self, rank: int, hits: int, data: Sequence[tuple[int, bytes]]) -> None:
+        """Notes what a rank has submitted.
+
+        Args:
+          rank: of the process.
+          hits: bit set of slots.
+          data: slots, which are in `hits`, with the rank's tensors.
+        """
+        self.of_rank[rank] |= hits
+        if data:
+            self._data[rank].update(data)
+
+    def find_ready(
+        self, names: Names, of_set: Mapping[int, int]
+    ) -> Iterator[tuple[int, int]]:
+        """Finds the slots whose bits all ranks have sent, but for those that joined.
+
+        Args:
+          names: who is in which process set, and who has joined.
+          of_set: by process set, its slots as a bit set.
+
+        Returns:
+          Process sets, each with the slots as a bit set.
+        """
+        if not any(self.of_rank):
+            return
+        for set_id, ready in list(of_set.items()):
+            members, asked = names.members[set_id], 0
+            if not names.joined:
+                for rank in members:
+                    ready &= self.of_rank[rank]
+            else:
+                for rank in members:
+                    asked |= self.of_rank[rank]
+                    if not names.joined >> rank & 1:
+                        ready &= self.of_rank[rank]
+                ready &= asked  # What some had submitted before all joined.
+            if ready:
+                yield set_id, ready
+
+    def take(self, ranks: Sequence[int], ready: int) -> dict[int, list[bytes]]:
+        """Takes the bits of slots that are ready, with what came along.
+
+        Returns:
+          By slot for which all of `ranks` have sent theirs: the tensors, by rank.
+        """
+        self._taken |= ready
+        given = []
+        for rank in ranks:
+            self.of_rank[rank] &= ~ready
+            given.append(self._data[rank])
+        if not any(given):
+            return {}
+        taken = {}
+        for slot in bits(ready):
+            parts = [data.pop(slot, None) for data in given]
+            if None not in parts:
+                taken[slot] = parts
+        return taken  # pyright: ignore[reportReturnType]
+
+    def drop(self, slot: int) -> list[int]:
+        """Forgets a slot that is taken back; returns the ranks that had said it."""
+        self._since_s.pop(slot, None)
+        ranks = []
+        for rank, hits in enumerate(self.of_rank):
+            if hits >> slot & 1:
+                ranks.append(rank)
+                self.of_rank[rank] = hits ^ 1 << slot
+                self._data[rank].pop(slot, None)
+        return ranks
+
+    def pending(self) -> int:
+        """Returns the slots whose bit some rank has sent."""
+        pending = 0
+        for hits in self.of_rank:
+            pending |= hits
+        return pending
+
+    def find_ranks(self, slots: int) -> int:
+        """Returns the ranks that have sent some of `slots`, both as bit sets."""
+        return sum(1 << r for r, hits in enumerate(self.of_rank) if hits & slots)
+
+    def waited_s(self, *, now_s: float) -> dict[int, float]:
+        """Looks how long slots wait, each counted from the first look that finds it.
+
+        A slot that was taken since the last look, and is submitted again, is a new
+        wait. So a name that comes in every step never adds its waits up.
+
+        Args:
+          now_s: the time.
+
+        Returns:
+          The seconds by slot.
+        """
+        pending = self.pending()
+        still, self._taken = pending & ~self._taken, 0
+        self._since_s = {s: t for s, t in self._since_s.items() if still >> s & 1}
+        return {s: now_s - self._since_s.setdefault(s, now_s) for s in bits(pending)}
+
+    def slots_with_data(self, rank: int) -> set[int]:
+        """Returns the slots of which a rank's tensor is kept."""
+        return set(self._data[rank])

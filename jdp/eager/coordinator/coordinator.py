@@ -1,0 +1,477 @@
+"""Controller: the coordinator, which knows what is ready everywhere and orders it.
+
+Pure: it has no thread, socket or clock. Ranks may submit names in any order; the
+coordinator tells all ranks one order of operations, so that no rank waits in a
+collective that others have not begun. A negotiated operation gets a slot of the cache,
+by its name and all its properties. A rank that submits it again sends the number of the
+slot, as a bit; the bit sets of all ranks, combined by AND, are what is ready.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from jdp.eager import checks
+from jdp.eager.coordinator import broken_groups, fusion, groups, late_names, mismatch
+from jdp.eager.coordinator.cache_hits import Hits
+from jdp.eager.coordinator.cache_slots import Cached, SlotTable, bits
+from jdp.eager.coordinator.fusion import Item
+from jdp.eager.coordinator.groups import Groups, Ready
+from jdp.eager.coordinator.late_names import Stall
+from jdp.eager.coordinator.names import Names
+from jdp.eager.execution import small_tensors
+from jdp.eager.messages import (
+    UNNAMED,
+    Batch,
+    Doubt,
+    FromRank,
+    ProtocolError,
+    Request,
+    Response,
+    Spec,
+    decode_spec,
+)
+
+_NEVER_CACHED = ("barrier", "add_process_set", "remove_process_set")
+_MAX_WARM = 64  # ready sets whose responses are kept.
+JOIN = (-1, "join")  # what stands for `join` where names are asked for.
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the coordinator.
+
+    Attributes:
+      fusion_bytes: most bytes of operations that run as one; 0: none do.
+      cache_capacity: slots of the response cache; 0: nothing is cached.
+      fuse_groups: whether a group may run together with what is not in it.
+    """
+
+    fusion_bytes: int = 128 << 20
+    cache_capacity: int = 1024
+    fuse_groups: bool = True
+
+
+class _Warm(NamedTuple):
+    """Responses made when exactly these slots were ready."""
+
+    keys: list[tuple[int, str]]  # process set and name.
+    responses: tuple[Response, ...]
+
+
+class Coordinator:
+    """Coordinator on rank 0: tracks the requests of all ranks and decides."""
+
+    def __init__(self, size: int, options: Options):
+        """Begins with all ranks in process set 0."""
+        self.size = size
+        self.options = options
+        self.num_batches = 0  # sent to all ranks.
+        self._names = Names(size)
+        self._groups = Groups()
+        self._broken: dict[groups.Key, str] = {}  # with why; not said yet.
+        self._last_joined = -1
+        self._stop = ""
+        self._is_asked = False  # to stop.
+        self._closing = ""  # which rank wants to shut down.
+        self._has_called = False  # for what ranks still have.
+        self._last = 0  # ranks that have nothing more to say, as bits.
+        self._seen = [0] * size
+        self._slots = SlotTable(options.cache_capacity)
+        self._hits = Hits(size)
+        self._parts = (self._names, self._groups, self._hits, self._slots)
+        self._refused: list[Response] = []  # of process sets that are gone.
+        self._warm: dict[tuple[int, int], _Warm] = {}  # by process set and slots.
+
+    def add_process_set(self, set_id: int, ranks: Sequence[int]) -> None:
+        """Lets `ranks`, ascending, have operations of their own."""
+        self._names.add_set(set_id, ranks)
+        self._slots.of_set[set_id] = 0
+
+    def _add_new_set(self, ranks: Sequence[int]) -> int:
+        set_id = self._names.add_new_set(ranks, num_seen=min(self._seen))
+        self._slots.of_set[set_id] = 0
+        return set_id
+
+    def _remove_process_set(self, set_id: int) -> Iterator[Ready]:
+        """Forgets a set; returns what some ranks waited for in it, as errors."""
+        waiting = {}
+        for slot in bits(self._slots.of_set[set_id]):
+            cached, ranks = self._retire(slot)
+            if ranks:
+                waiting[cached.name] = cached.spec
+        waiting |= self._names.remove_set(set_id, num_batches=self.num_batches)
+        waiting |= self._groups.forget(set_id)
+        del self._slots.of_set[set_id]
+        for name, spec in waiting.items():
+            error = mismatch.describe_removed(set_id, name)
+            yield Ready(set_id, name, spec, (), error=error, is_alone=True)
+
+    def receive(self, rank: int, message: FromRank, *, now_s: float) -> None:
+        """Takes what one rank says.
+
+        Raises:
+          ProtocolError: it is nothing that a rank says, such as a name for the second
+            time, or a slot that does not exist. The coordinator is to be stopped.
+        """
+        if not self._seen[rank] <= message.seen <= self.num_batches:
+            raise ProtocolError(
+                f"rank {rank} has got {message.seen} batches of {self.num_batches}, "
+                f"and {self._seen[rank]} before"
+            )
+        self._seen[rank] = message.seen
+        if (message.requests or message.hits) and self._names.joined >> rank & 1:
+            raise ProtocolError(f"rank {rank} has joined, and submits more")
+        if message.hits:
+            self._receive_hits(rank, message, now_s)
+        elif message.data:
+            raise ProtocolError(f"rank {rank} has sent tensors of no slot")
+        for request in message.requests:
+            self._add(rank, request, now_s)
+        if message.joined:
+            self._join(rank)
+        if message.failure:
+            self.stop(message.failure)
+        if message.leaves:
+            self._closing = self._closing or f"rank {rank} has shut the engine down"
+        if message.leaves or message.is_last:
+            self._last |= 1 << rank
+
+    def tune(self, *, fusion_bytes: int, cache_enabled: bool) -> None:
+        """Goes by other options from the next batch on."""
+        self.options = msgspec.structs.replace(self.options, fusion_bytes=fusion_bytes)
+        self._slots.capacity = self.options.cache_capacity if cache_enabled else 0
+        if not cache_enabled:
+            for slot in bits(self._slots.live & ~self._in_use()):
+                self._retire(slot)
+        self._warm.clear()
+
+    def stop(self, why: str) -> None:
+        """Ends the engine on all ranks with the next batch; the first reason counts."""
+        self._stop = self._stop or why
+
+    def _receive_hits(self, rank: int, message: FromRank, now_s: float) -> None:
+        if len(message.hits) > self.options.cache_capacity // 8 + 1:
+            raise ProtocolError(
+                f"rank {rank} has sent {len(message.hits)} bytes of bits"
+            )
+        hits = int.from_bytes(message.hits, "little")
+        data = self._match_data(rank, hits, message) if message.data else ()
+        if hits & self._hits.of_rank[rank]:
+            slot = next(bits(hits & self._hits.of_rank[rank]))
+            raise ProtocolError(f"rank {rank} has submitted slot {slot} twice")
+        dead = hits & ~self._slots.live
+        for slot in bits(dead) if dead else ():
+            # It was taken back while the bit was on its way: what it stood for counts,
+            # and its tensor does not, which the slot's next owner would get.
+            cached = self._slots.find_retired(slot)
+            if cached is None:
+                raise ProtocolError(f"rank {rank} has submitted the empty slot {slot}")
+            self._add(rank, self._request_of(cached, rank), now_s)
+            hits ^= 1 << slot
+        if dead and hits & ~self._slots.live:  # The name had another slot by now.
+            raise ProtocolError(f"rank {rank} has submitted a name by two slots")
+        if len(self._slots.of_set) > 1 or self._groups.held:
+            self._check_hits(rank, hits)
+        self._hits.add(rank, hits, data)
+        self._names.touched.update(self._slots.find_groups(hits))
+
+    def _match_data(
+        self, rank: int, hits: int, message: FromRank
+    ) -> list[tuple[int, bytes]]:
+        """Returns the tensors of a message, by slot that is still what it was."""
+        if message.requests or len(message.data) != hits.bit_count():
+            raise ProtocolError(
+                f"rank {rank} has sent {len(message.data)} tensors of "
+                f"{hits.bit_count()} slots"
+            )
+        matched = []
+        for slot, tensor in zip(bits(hits), message.data, strict=True):
+            if not self._slots.live >> slot & 1:
+                continue
+            cached = self._slots.get(slot)
+            if len(tensor) != cached.carried_bytes:
+                raise ProtocolError(
+                    f"rank {rank} has sent {len(tensor)} bytes of {cached.name!r}"
+                )
+            matched.append((slot, tensor))
+        return matched
+
+    def _check_hits(self, rank: int, hits: int) -> None:
+        """Checks that a rank may submit slots that stand for something."""
+        for set_id, slots in self._slots.of_set.items():
+            if hits & slots:
+                self._names.check_member(rank, set_id)
+        held = hits & self._groups.slots()
+        if held:
+            name = self._slots.get(next(bits(held))).name
+            raise ProtocolError(f"rank {rank} has submitted {name!r} twice")
+
+    def _request_of(self, cached: Cached, rank: int) -> Request:
+        local: tuple[int, ...] = ()
+        members = self._names.members.get(cached.process_set, ())
+        if cached.locals and rank in members:
+            local = cached.locals[members.index(rank)]
+        return Request(cached.name, cached.spec, cached.process_set, local)
+
+    def _add(self, rank: int, request: Request, now_s: float) -> None:
+        """Notes that a name is ready on one rank."""
+        name, set_id = request.name, request.process_set
+        if self._names.was_removed(set_id, seen=self._seen[rank]):
+            error = mismatch.describe_removed(set_id, name)
+            refused = Response((name,), (request.spec,), set_id, error=error)
+            self._refused.append(refused)
+            return
+        self._names.check_member(rank, set_id)
+        if self._groups.held and self._groups.is_held(set_id, name):
+            raise ProtocolError(f"rank {rank} has submitted {name!r} twice")
+        slot = self._slots.find(set_id, name)
+        if slot is not None:
+            self._take_back(slot, now_s)
+        self._names.add(rank, request, now_s)
+
+    def _join(self, rank: int) -> None:
+        if self._names.joined >> rank & 1:
+            raise ProtocolError(f"rank {rank} has joined twice")
+        self._last_joined = rank
+        self._names.join(rank)
+        self._names.touched.update(self._slots.of_group)
+
+    def decide(self, *, now_s: float) -> Batch | None:
+        """Returns what all ranks do next, or None if there is nothing."""
+        responses, self._refused = self._refused, []
+        data = [b""] * len(responses)
+        for set_id, slots in self._hits.find_ready(self._names, self._slots.of_set):
+            taken = self._hits.take(self._names.members[set_id], slots)
+            # Before others are given slots, for which these may have to make room.
+            specs = {slot: self._slots.get(slot).spec for slot in taken}
+            found = self._respond_to_hits(set_id, slots, now_s)
+            responses += found
+            data += [small_tensors.reduce_taken(each, taken, specs) for each in found]
+        if self._names.has_ready:
+            found = self._respond_to_all(self._take_ready(), now_s, slots=0)
+            responses += found
+            data += [b""] * len(found)
+        if self._broken or self._names.touched:
+            found = list(broken_groups.fail(self._broken, *self._parts))
+            self._broken.clear()
+            responses += found
+            data += [b""] * len(found)
+        last_joined = -1
+        if self._names.joined == self._names.full[0]:
+            last_joined, self._names.joined = self._last_joined, 0
+        if self._closing and self._last == self._names.full[0] and not self._stop:
+            self._stop, self._is_asked = self._closing, True
+        is_call = bool(self._closing) and not self._has_called
+        self._has_called |= is_call
+        evicted = self._slots.take_evicted()
+        if not (responses or evicted or last_joined >= 0 or self._stop or is_call):
+            return None
+        batch = Batch(
+            tuple(responses),
+            tuple(data) if any(data) else (),
+            evicted,
+            last_joined,
+            self._stop,
+            self._is_asked,
+            closing=self._closing if is_call else "",
+        )
+        self.num_batches += 1
+        return batch
+
+    def _respond_to_hits(
+        self, set_id: int, slots: int, now_s: float
+    ) -> Sequence[Response]:
+        """Makes the responses of slots; the same ones come over and over."""
+        is_plain = not self._names.joined and not self._groups.held
+        warm = self._warm.get((set_id, slots)) if is_plain else None
+        if warm is not None:
+            self._slots.touch(warm.keys)
+            return warm.responses
+        numbers = list(bits(slots))
+        cached = [self._slots.get(slot) for slot in numbers]
+        keys = [(set_id, each.name) for each in cached]
+        self._slots.touch(keys)
+        if is_plain and not any([each.group for each in cached]):
+            items = [each.item for each in cached]
+            responses = [
+                Response((), (), set_id, (), tuple([numbers[i] for i in together]))
+                for together in fusion.fuse(items, self.options.fusion_bytes)
+            ]
+        else:
+            ready = []
+            for slot, each in zip(numbers, cached, strict=True):
+                error = self._why_not_joined(set_id, each.name, each.spec)
+                ready.append(Ready(*each[:4], slot, error))
+            responses = self._respond_to_all(ready, now_s, slots=slots)
+        if is_plain and not self._groups.held:
+            if len(self._warm) == _MAX_WARM:
+                self._warm.clear()
+            self._warm[set_id, slots] = _Warm(keys, tuple(responses))
+        return responses
+
+    def _respond_to_all(
+        self, ready: Iterable[Ready], now_s: float, *, slots: int
+    ) -> list[Response]:
+        """Makes the responses of what is ready, of which `slots` are a bit set."""
+        torn = (self._broken, slots, *self._parts)
+        has_more = functools.partial(broken_groups.has_more, *torn)
+        complete = self._groups.complete(ready, has_more, now_s=now_s)
+        responses = [
+            Response((r.name,), (r.spec,), r.process_set, error=r.error)
+            for r in complete
+            if r.error
+        ]
+        together = groups.fuse(
+            [r for r in complete if not r.error],
+            fusion_bytes=self.options.fusion_bytes,
+            fuse_groups=self.options.fuse_groups,
+        )
+        return responses + [self._respond(same) for same in together]
+
+    def _take_ready(self) -> Iterator[Ready]:
+        """Takes the names that every rank has submitted; checks them."""
+        for set_id, name, entry in self._names.take_ready():
+            error = self._why_not_joined(set_id, name, entry.spec)
+            broken: set[groups.Key] = set()
+            if entry.odd:
+                specs = {entry.first: entry.spec} | entry.odd
+                decoded = {rank: decode_spec(spec) for rank, spec in specs.items()}
+                error = mismatch.explain(name, decoded) or error
+                broken = broken_groups.keys_of(set_id, decoded.values())
+                self._broken |= dict.fromkeys(broken, error)
+            spec = decode_spec(entry.spec)
+            error = error or self._find_fault(name, spec)
+            locals_: tuple[tuple[int, ...], ...] = ()
+            if spec.kind == "add_process_set" and not error:
+                locals_ = ((self._add_new_set(spec.shape),),)
+            if spec.kind == "remove_process_set" and not error:
+                yield from self._remove_process_set(*spec.shape)
+            if entry.locals:
+                members = self._names.members[set_id]
+                locals_ = tuple(entry.locals.get(rank, ()) for rank in members)
+            is_alone = bool(broken)
+            yield Ready(
+                set_id, name, entry.spec, locals_, error=error, is_alone=is_alone
+            )
+
+    def _find_fault(self, name: str, spec: Spec) -> str:
+        """Returns why what all ranks agree on cannot be done; "" if it can."""
+        if spec.kind == "remove_process_set":
+            (set_id,) = spec.shape
+            if set_id not in self._names.members:
+                return f"{name!r}: there is no process set {set_id}."
+        return mismatch.find_fault(name, spec) or ""
+
+    def _why_not_joined(self, set_id: int, name: str, spec: bytes) -> str:
+        """Why a name cannot run since ranks have joined; "" if it can."""
+        joined = self._names.joined & self._names.full[set_id]
+        fault = checks.find_join_fault(decode_spec(spec)) if joined else ""
+        if not fault:
+            return ""
+        return (
+            f"{fault} of {name!r} is not supported after a rank has joined; joined: "
+            f"{list(bits(joined))}."
+        )
+
+    def _respond(self, ready: list[Ready]) -> Response:
+        slots = tuple(
+            each.slot if each.slot >= 0 else self._give_slot(each) for each in ready
+        )
+        set_id = ready[0].process_set
+        if all(each.slot >= 0 for each in ready):
+            return Response((), process_set=set_id, slots=slots)
+        locals_ = tuple(each.locals for each in ready)
+        return Response(
+            tuple(each.name for each in ready),
+            tuple(each.spec for each in ready),
+            set_id,
+            locals_ if any(locals_) else (),
+            slots,
+        )
+
+    # The cache
+
+    def _give_slot(self, ready: Ready) -> int:
+        """Gives a name a slot; -1 if there is none, or it is not worth it."""
+        if decode_spec(ready.spec).kind in _NEVER_CACHED:
+            return -1
+        if ready.name.startswith(UNNAMED):  # It will not come again.
+            return -1
+        if ready.process_set not in self._names.members:  # Removed in the same turn.
+            return -1
+        spec = decode_spec(ready.spec)
+        key = fusion.key_of(ready.process_set, spec)
+        item = Item(key, fusion.num_bytes_of(spec, ready.locals))
+        facts = ready.process_set, ready.name, ready.spec, ready.locals
+        is_small = small_tensors.is_small(spec, item.num_bytes)
+        carried_bytes = item.num_bytes if is_small else -1
+        cached = Cached(*facts, item, spec.group, carried_bytes)
+        slot = self._slots.give(cached, num_seen=min(self._seen))
+        if slot < 0:
+            oldest = self._slots.find_oldest(self._in_use())
+            if oldest is not None:  # This one goes without; the next one has room.
+                self._retire(oldest)
+        return slot
+
+    def _take_back(self, slot: int, now_s: float) -> None:
+        """Takes a slot back; who has sent its bit has submitted the name."""
+        cached, ranks = self._retire(slot)
+        for rank in ranks:
+            self._names.add(rank, self._request_of(cached, rank), now_s)
+
+    def _retire(self, slot: int) -> tuple[Cached, list[int]]:
+        """Returns what a slot stood for, and the ranks that had sent its bit."""
+        self._warm.clear()
+        ranks = self._hits.drop(slot)
+        return self._slots.retire(slot, num_batches=self.num_batches), ranks
+
+    def _in_use(self) -> int:
+        """The slots that must not be taken back now, as a bit set."""
+        return self._hits.pending() | self._groups.slots()
+
+    # Who is late
+
+    def names_of(self, message: FromRank) -> list[str]:
+        """Returns the names that a message says are ready, before it is taken."""
+        hits = int.from_bytes(message.hits, "little") & self._slots.live
+        names = [self._slots.get(slot).name for slot in bits(hits)]
+        return [request.name for request in message.requests] + names
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some ranks wait for others."""
+        has_names = any(self._names.tables.values())
+        return has_names or any(self._hits.of_rank) or bool(self._groups.held)
+
+    def find_unknown(self, rank: int, doubts: Iterable[Doubt]) -> tuple[Doubt, ...]:
+        """Returns which names, and `JOIN`, the coordinator does not wait for.
+
+        What it has decided of them, it has decided before this call.
+
+        Args:
+          rank: of the process that waits for them.
+          doubts: the names.
+        """
+        return tuple(each for each in doubts if not self._is_awaited(rank, each[:2]))
+
+    def _is_awaited(self, rank: int, key: tuple[int, str]) -> bool:
+        if key == JOIN:
+            return bool(self._names.joined >> rank & 1)
+        slot = self._slots.find(*key)
+        return (
+            self._names.is_awaited(rank, *key)
+            or slot is not None
+            and bool(self._hits.of_rank[rank] >> slot & 1)
+            or self._groups.is_held(*key)
+            # Decided, and not said yet.
+            or any(key == (each.process_set, *each.names) for each in self._refused)
+        )
+
+    def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:
+        """Returns the names that some ranks wait for longer than `after_s` seconds.
+
+        Of cached names the wait is counted from the first call that finds it.
+        """
+        return late_names.find_stalls(*self._parts, now_s=now_s, after_s=after_s)

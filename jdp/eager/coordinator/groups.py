@@ -1,0 +1,141 @@
+"""Groups: what runs together or not at all, and what runs as one."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from jdp.eager.coordinator import fusion
+from jdp.eager.coordinator.fusion import Item
+from jdp.eager.messages import decode_spec
+
+
+class Ready(NamedTuple):
+    """A name that is ready everywhere."""
+
+    process_set: int
+    name: str
+    spec: bytes
+    locals: tuple[tuple[int, ...], ...]
+    slot: int = -1
+    error: str = ""
+    is_alone: bool = False  # whether it fails without the rest of its group.
+
+
+Key = tuple[int, str]  # a process set, and a group of it.
+
+
+class _Held(NamedTuple):
+    """Members of a group that are ready."""
+
+    ready: list[Ready]
+    since_s: float
+
+
+class Groups:
+    """Groups of which some names are ready everywhere, and others not."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self.held: dict[Key, _Held] = {}
+
+    def complete(
+        self, ready: Iterable[Ready], has_more: Callable[[Key], bool], *, now_s: float
+    ) -> list[Ready]:
+        """Holds back what belongs to a group until all of the group is ready.
+
+        Args:
+          ready: names that have become ready.
+          has_more: whether ranks wait for leaves of a group, of which as many as it has
+            are held, that are not among these. It stays held then, for nothing can run
+            of it.
+          now_s: the time.
+
+        Returns:
+          Those without a group, and whole groups; where a name of one cannot run, none
+          of its group can.
+        """
+        complete = []
+        for each in ready:
+            spec = decode_spec(each.spec)
+            # Where ranks do not agree on the group, nothing completes it.
+            if not spec.group or each.is_alone:
+                complete.append(each)
+                continue
+            key = (each.process_set, spec.group)
+            held = self.held.setdefault(key, _Held([], now_s)).ready
+            held.append(each)
+            if len(held) < spec.group_size or has_more(key):
+                continue
+            del self.held[key]
+            error = next((one.error for one in held if one.error), "")
+            complete += [one._replace(error=error) for one in held]
+        return complete
+
+    def forget(self, set_id: int) -> dict[str, bytes]:
+        """Drops what is held of a process set; returns names, with their specs."""
+        gone = {key: held for key, held in self.held.items() if key[0] == set_id}
+        for key in gone:
+            del self.held[key]
+        return {each.name: each.spec for held in gone.values() for each in held.ready}
+
+    def is_held(self, set_id: int, name: str) -> bool:
+        """Whether a name is ready everywhere, and waits for the rest of its group."""
+        return any(
+            each.name == name
+            for key, held in self.held.items()
+            if key[0] == set_id
+            for each in held.ready
+        )
+
+    def slots(self) -> int:
+        """Returns the slots of what is held, as a bit set."""
+        in_use = 0
+        for held in self.held.values():
+            for each in held.ready:
+                in_use |= 1 << each.slot if each.slot >= 0 else 0
+        return in_use
+
+
+def fuse(
+    ready: Sequence[Ready], *, fusion_bytes: int, fuse_groups: bool
+) -> list[list[Ready]]:
+    """Puts together what runs as one; see `fusion.fuse`.
+
+    Args:
+      ready: names without errors, groups whole.
+      fusion_bytes: most bytes of what is fused.
+      fuse_groups: whether a group may be fused with what is not in it.
+    """
+    units: list[list[Ready]] = []
+    by_group: dict[tuple[int, str], list[Ready]] = {}
+    for each in ready:
+        group = decode_spec(each.spec).group
+        if group:
+            key = (each.process_set, group)
+            if key not in by_group:
+                units.append(by_group.setdefault(key, []))
+            by_group[key].append(each)
+        else:
+            units.append([each])
+    items = [_item(unit, fuse_groups) for unit in units]
+    fused = []
+    for together in fusion.fuse(items, fusion_bytes):
+        # A group of several kinds runs one after another, and nothing in between.
+        by_key: dict[object, list[Ready]] = {}
+        for each in (each for i in together for each in units[i]):
+            by_key.setdefault(_key_of(each), []).append(each)
+        fused += by_key.values()
+    return fused
+
+
+def _item(unit: Sequence[Ready], fuse_groups: bool) -> Item:
+    keys = {_key_of(each) for each in unit}
+    is_group = bool(decode_spec(unit[0].spec).group)
+    is_alone = len(keys) > 1 or is_group and not fuse_groups
+    num_bytes = sum(
+        fusion.num_bytes_of(decode_spec(each.spec), each.locals) for each in unit
+    )
+    return Item(None if is_alone else keys.pop(), num_bytes)
+
+
+def _key_of(ready: Ready) -> tuple[object, ...] | None:
+    return fusion.key_of(ready.process_set, decode_spec(ready.spec))

@@ -1,0 +1,64 @@
+"""Late: which names some ranks wait for, and others have not submitted."""
+
+from typing import NamedTuple
+
+from jdp.eager.coordinator.cache_hits import Hits
+from jdp.eager.coordinator.cache_slots import SlotTable, bits
+from jdp.eager.coordinator.groups import Groups
+from jdp.eager.coordinator.names import Names
+
+
+class Stall(NamedTuple):
+    """A name that some ranks have submitted, and others not; or a part of a group."""
+
+    process_set: int
+    name: str
+    missing: tuple[int, ...]
+    waited_s: float
+
+
+def find_stalls(
+    names: Names,
+    groups: Groups,
+    hits: Hits,
+    slots: SlotTable,
+    *,
+    now_s: float,
+    after_s: float,
+) -> list[Stall]:
+    """Returns the names that some ranks wait for longer than `after_s` seconds.
+
+    Args:
+      names: what ranks have said by name.
+      groups: what is ready everywhere, and waits for the rest of its group.
+      hits: what ranks have said by the numbers of slots.
+      slots: what these stand for.
+      now_s: the time.
+      after_s: how long a name may wait.
+    """
+    stalls = []
+    for set_id, table in names.tables.items():
+        full = names.full[set_id] & ~names.joined
+        for name, entry in table.items():
+            waited_s = now_s - entry.since_s
+            missing = full & ~entry.arrived
+            if missing and waited_s >= after_s:
+                stalls.append(Stall(set_id, name, tuple(bits(missing)), waited_s))
+    for (set_id, group), held in groups.held.items():
+        waited_s = now_s - held.since_s
+        if waited_s >= after_s:
+            came = ", ".join(each.name for each in held.ready)
+            text = f"group {group!r}, of which only {came} came"
+            stalls.append(Stall(set_id, text, (), waited_s))
+    for slot, waited_s in hits.waited_s(now_s=now_s).items():
+        if waited_s < after_s:
+            continue
+        cached = slots.get(slot)
+        missing = tuple(
+            rank
+            for rank in names.members[cached.process_set]
+            if not (hits.of_rank[rank] >> slot | names.joined >> rank) & 1
+        )
+        if missing:  # Else it is ready, and not decided yet.
+            stalls.append(Stall(cached.process_set, cached.name, missing, waited_s))
+    return stalls

@@ -1,0 +1,1 @@
+"""Diagnosis: timelines, records of requests, and differences between ranks."""

@@ -1,0 +1,1 @@
+"""Execution: agreed operations, carried out."""

@@ -1,0 +1,367 @@
+"""Executor: runs what all ranks have agreed on, in the order that they share.
+
+What ends in bounded time whatever other processes do runs on the thread that calls.
+What might not come back, such as a program that waits in NCCL for a process that has
+died, runs on a second thread, and with it all that comes after, so that the first goes
+on to hear who is lost.
+"""
+
+import contextlib
+import functools
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdp.eager import checks, messages
+from jdp.eager.coordinator import fusion
+from jdp.eager.diagnosis.timeline import Timeline, rank_path
+from jdp.eager.entry import Completion, Entry
+from jdp.eager.execution import fused, registry
+from jdp.eager.execution.base import Implementation, Members, Task
+from jdp.eager.execution.fused import Job, Scratch
+from jdp.eager.execution.shared_memory import SharedMemory
+from jdp.eager.execution.small_tensors import Carried
+from jdp.eager.execution.xla import Hierarchical
+from jdp.eager.messages import ProtocolError, Response, Spec
+from jdp.eager.options import EagerOptions
+from jdp.replicas.mesh import World
+
+_MAX_PREPARED = 64
+_NOTHING = contextlib.nullcontext()
+
+
+class SetState(NamedTuple):
+    """A process set that this process is in."""
+
+    members: Members
+    implementations: list[Implementation]
+
+
+class _Prepared(NamedTuple):
+    """Cached facts about a response that comes repeatedly."""
+
+    response: Response
+    specs: list[Spec]
+    task: Task
+    state: SetState
+    implementation: Implementation
+
+
+class Executor:
+    """Work that runs on one process."""
+
+    def __init__(
+        self,
+        world: World,
+        options: EagerOptions,
+        completion: Completion,
+        *,
+        key: str,
+        on_failure: Callable[[], None],
+    ):
+        """Makes the set of all processes; every process does so at once.
+
+        Args:
+          world: the processes.
+          options: the same on all.
+          completion: where callers wait.
+          key: where the processes meet in the store.
+          on_failure: called on the second thread when `failure` has been set.
+        """
+        self.timeline: Timeline | None = None
+        # Numbers and ranks of all sets; and those that this process is in.
+        self.known_sets: dict[int, tuple[int, ...]] = {}
+        self.sets: dict[int, SetState] = {}
+        self.failure: Exception | None = None  # why nothing can go on, if so.
+        self._world = world
+        self._options = options
+        self._completion = completion
+        self._key = key
+        self._on_failure = on_failure
+        self._num_sets_made = 0
+        self._prepared: dict[int, _Prepared] = {}
+        self._running: dict[int, Sequence[Entry | None]] = {}
+        self._scratch = Scratch()
+        # The second thread, with what it still has to run.
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._num_queued = 0
+        self._queued_scratch = Scratch()
+        self._is_closed = False
+        self._add_set(0, tuple(range(world.process_count)))
+
+    def execute(
+        self,
+        response: Response,
+        entries: Sequence[Entry | None],
+        data: bytes,
+        *,
+        has_joined: bool,
+    ) -> None:
+        """Runs one response, now or after what is under way.
+
+        Args:
+          response: what all members of the set do.
+          entries: by name, what this process has submitted; None once it has joined.
+          data: the result, where it came with the response; b"" where not.
+          has_joined: whether this process has no more data.
+
+        Raises:
+          ProtocolError: the response makes no sense for its process set.
+        """
+        prepared = self._prepare(response)
+        task = prepared.task
+        kind = task.kind
+        place = prepared.state.members.place
+        checks.check_entries(response, entries, has_joined=has_joined, place=place)
+        checks.check_data(response, data, task)
+        if kind == "barrier":
+            self._completion.finish(entries, [None])
+        elif kind == "submit":
+            self._enqueue(functools.partial(self._run_program, entries), entries)
+        elif kind in ("add_process_set", "remove_process_set"):
+            self._run_in_order(
+                functools.partial(self._change_sets, prepared, entries), entries
+            )
+        elif (prepared.implementation.is_bounded or data) and not self._num_queued:
+            self._run_job(prepared, entries, data, self._scratch)
+        else:
+            scratch = self._queued_scratch
+            fn = functools.partial(self._run_job, prepared, entries, data, scratch)
+            self._enqueue(fn, entries)
+
+    def num_bytes(self, response: Response) -> int:
+        """Returns how many bytes a response moves."""
+        return self._prepare(response).task.num_bytes
+
+    def switch_hierarchical(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """Says what goes by nodes from now on; all ranks do so at the same place."""
+        for implementation in self.sets[0].implementations:
+            if isinstance(implementation, Hierarchical):
+                implementation.switch(all_reduce=all_reduce, all_gather=all_gather)
+        self._prepared.clear()
+
+    def finish_in_order(
+        self, entries: Sequence[Entry | None], values: Sequence[Any]
+    ) -> None:
+        """Gives entries their values now, or after what is still to run."""
+
+        def finish() -> None:
+            self._completion.finish(entries, values)
+            self._running.pop(id(entries), None)
+
+        self._run_in_order(finish, entries)
+
+    def _run_in_order(
+        self, fn: Callable[[], None], entries: Sequence[Entry | None]
+    ) -> None:
+        """Calls `fn` now, or after what the second thread still has to run."""
+        if self._num_queued:
+            self._enqueue(fn, entries)
+        else:
+            fn()
+
+    def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
+        """Begins a trace; nothing happens if one is under way."""
+        if self.timeline is None:
+            rank = self._world.process_index
+            self.timeline = Timeline(
+                rank_path(path, rank), rank=rank, mark_cycles=mark_cycles
+            )
+
+    def stop_timeline(self) -> None:
+        """Ends the trace and closes its file."""
+        timeline, self.timeline = self.timeline, None
+        if timeline is not None:
+            timeline.close()
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until the second thread has nothing left to run."""
+        with self._completion.changed:
+            self._completion.changed.wait_for(lambda: not self._num_queued, timeout_s)
+
+    def close(self) -> list[Entry]:
+        """Ends the second thread; returns the entries that it will not finish."""
+        self._is_closed = True
+        if self._jobs is not None:
+            self._jobs.put(None)
+        if not self._num_queued:  # Else it may still use them.
+            for state in self.sets.values():
+                _close(state)
+        # The other thread may still take some of them away.
+        running = [entry for some in list(self._running.values()) for entry in some]
+        return [entry for entry in running if entry is not None]
+
+    def _prepare(self, response: Response) -> _Prepared:
+        prepared = self._prepared.get(id(response))
+        if prepared is not None and prepared.response is response:
+            return prepared
+        specs = [messages.decode_spec(spec) for spec in response.specs]
+        spec = specs[0]
+        dtype = np.dtype(spec.dtype or "uint8")
+        num_bytes = sum([fusion.num_bytes_of(each, ()) for each in specs])
+        is_on_device = spec.device != "cpu"
+        task = Task(spec.kind, spec.op, dtype, num_bytes, is_on_device)
+        state = self.sets[response.process_set]
+        size = self._world.process_count
+        checks.check_places(response, specs, state.members.ranks, size=size)
+        implementation = registry.pick(state.implementations, task)
+        prepared = _Prepared(response, specs, task, state, implementation)
+        if len(self._prepared) == _MAX_PREPARED:
+            self._prepared.clear()
+        self._prepared[id(response)] = prepared
+        return prepared
+
+    def _run_job(
+        self,
+        prepared: _Prepared,
+        entries: Sequence[Entry | None],
+        data: bytes,
+        scratch: Scratch,
+    ) -> None:
+        """Moves the data of operations that run as one."""
+        started_s = time.perf_counter()
+        arrays = []
+        for entry in entries:
+            if entry is None:
+                arrays.append(None)
+            else:
+                arrays.append(entry.array)
+                entry.record.started_s = started_s
+        job = Job(prepared.specs, prepared.response.locals, arrays)
+        members, implementation = prepared.state.members, prepared.implementation
+        self._running[id(entries)] = entries
+        timeline = self.timeline  # Callers may end it meanwhile.
+        scratch.marks = None if timeline is None else []
+        with jax.enable_x64(True) if prepared.task.is_on_device else _NOTHING:
+            try:
+                if data:
+                    values = fused.run_carried(job, data, members, scratch)
+                else:
+                    values = fused.run(job, implementation, members, scratch)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                # Of what was asked for, the same on all members: nothing was sent.
+                self._completion.fail(entries, error)
+                values = None
+        if timeline is not None:  # Before callers see that it is done, and end it.
+            facts = {
+                "implementation": Carried.name if data else implementation.name,
+                "fused": len(entries),
+                "num_bytes": prepared.task.num_bytes,
+            }
+            end_s, marks = time.perf_counter(), scratch.marks or []
+            for entry in entries:
+                if entry is not None:
+                    _trace(timeline, entry, end_s, facts, marks)
+        if values is not None:
+            self._completion.finish(entries, values)
+        del self._running[id(entries)]
+
+    def _run_program(self, entries: Sequence[Entry | None]) -> None:
+        """Runs a submitted program; what it raises is for its caller."""
+        (entry,) = entries
+        assert entry is not None and entry.run is not None
+        entry.record.started_s = time.perf_counter()
+        value, failure = None, None
+        try:
+            value = jax.block_until_ready(entry.run())
+        except Exception as error:
+            failure = error
+        timeline = self.timeline
+        if timeline is not None:
+            _trace(timeline, entry, time.perf_counter(), {}, [])
+        if failure is None:
+            self._completion.finish([entry], [value])
+        else:
+            self._completion.fail([entry], failure)
+        del self._running[id(entries)]
+
+    # Process sets
+
+    def _change_sets(
+        self, prepared: _Prepared, entries: Sequence[Entry | None]
+    ) -> None:
+        (spec,) = prepared.specs
+        if spec.kind == "add_process_set":
+            ((set_id,),) = prepared.response.locals[0]
+            if set_id in self.known_sets:
+                raise ProtocolError(f"process set {set_id} is added twice")
+            self._add_set(set_id, spec.shape)
+        else:
+            (set_id,) = spec.shape
+            if self.known_sets.pop(set_id, None) is None:
+                raise ProtocolError(f"process set {set_id} is removed, and is none")
+            state = self.sets.pop(set_id, None)
+            self._prepared.clear()
+            if state is not None:
+                _close(state)
+        self._completion.finish(entries, [set_id])
+        self._running.pop(id(entries), None)
+
+    def _add_set(self, set_id: int, ranks: tuple[int, ...]) -> None:
+        self._num_sets_made += 1
+        self.known_sets[set_id] = ranks
+        if self._world.process_index in ranks:
+            members = Members(self._world, set_id, ranks)
+            key = f"{self._key}/set/{self._num_sets_made}"
+            implementations = registry.make_implementations(
+                members, self._options, key=key
+            )
+            self.sets[set_id] = SetState(members, implementations)
+
+    # The second thread
+
+    def _enqueue(self, fn: Callable[[], None], entries: Sequence[Entry | None]) -> None:
+        """Lets the second thread call `fn`, which finishes `entries`."""
+        self._running[id(entries)] = entries  # Until then, for `close`.
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(
+                target=self._run, args=(self._jobs,), name="jdp-eager-run", daemon=True
+            ).start()
+        with self._completion.changed:
+            self._num_queued += 1
+        self._jobs.put(fn)
+
+    def _run(self, jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+        while (fn := jobs.get()) is not None:
+            try:
+                if not self._is_closed:
+                    fn()
+            except Exception as error:
+                self.failure = error
+                self._on_failure()
+            with self._completion.changed:
+                self._num_queued -= 1
+                self._completion.changed.notify_all()
+
+
+def _close(state: SetState) -> None:
+    for implementation in state.implementations:
+        if isinstance(implementation, SharedMemory):
+            implementation.close()
+
+
+def _trace(
+    timeline: Timeline,
+    entry: Entry,
+    end_s: float,
+    facts: dict[str, Any],
+    marks: Sequence[tuple[str, float]],
+) -> None:
+    """Writes the times of an entry that is done at `end_s`, and of its parts."""
+    record = entry.record
+    name, phase = record.name, record.kind.upper()
+    if name.startswith(messages.UNNAMED):  # One row for all of them.
+        name = f"{messages.UNNAMED}{record.kind}"
+    timeline.add_span(name, f"NEGOTIATE_{phase}", record.submitted_s, record.agreed_s)
+    timeline.add_span(name, "QUEUE", record.agreed_s, record.started_s)
+    timeline.add_span(name, phase, record.started_s, end_s, **facts)
+    for (_, start_s), (part, end_s) in itertools.pairwise(marks):
+        if part:
+            timeline.add_span(name, part, start_s, end_s)

@@ -1,0 +1,47 @@
+"""Local: a process set of one process, whose data need not move."""
+
+from jdp.collectives.base import Op
+from jdp.eager.execution.base import Array, Members, Task
+
+
+class LocalCopy:
+    """Gives back what it is given."""
+
+    name = "local copy"
+    is_bounded = True
+
+    def __init__(self, members: Members):
+        """Makes it; it is enabled where there is one member."""
+        self._is_alone = members.size == 1
+
+    def is_enabled(self, task: Task) -> bool:
+        """See `Implementation`."""
+        return self._is_alone
+
+    def describe(self) -> str:
+        """See `Implementation`."""
+        return "for a process set of one process"
+
+    def all_reduce(self, arrays: list[Array], op: Op) -> list[Array]:
+        """See `Implementation`."""
+        return arrays
+
+    def adaptive_sum(self, array: Array) -> Array:
+        """See `Implementation`."""
+        return array
+
+    def all_gather(self, part: Array) -> Array:
+        """See `Implementation`."""
+        return part.reshape(1, -1)
+
+    def reduce_scatter(self, parts: Array, op: Op) -> Array:
+        """See `Implementation`."""
+        return parts[0]
+
+    def all_to_all(self, parts: Array) -> Array:
+        """See `Implementation`."""
+        return parts
+
+    def broadcast(self, array: Array, root: int) -> Array:
+        """See `Implementation`."""
+        return array

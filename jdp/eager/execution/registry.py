@@ -1,0 +1,45 @@
+"""Registry: the implementations of a process set, in order of preference."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jdp.eager.execution.base import Implementation, Members, Task
+from jdp.eager.execution.local import LocalCopy
+from jdp.eager.execution.pallas import PallasKernel
+from jdp.eager.execution.shared_memory import SharedMemory
+from jdp.eager.execution.xla import Hierarchical, Xla
+from jdp.eager.options import EagerOptions
+
+
+def make_implementations(
+    members: Members, options: EagerOptions, *, key: str
+) -> list[Implementation]:
+    """Makes all implementations; the members of the set do so together.
+
+    Args:
+      members: the process set.
+      options: the same on all members.
+      key: where the members meet in the store; one key, one process set.
+
+    Returns:
+      In order of preference: of those that are enabled the first one runs.
+    """
+    # What has agreed to an operation comes at once, or not at all.
+    world = dataclasses.replace(members.world, timeout_s=options.timeout_s)
+    impatient = dataclasses.replace(members, world=world)
+    return [
+        SharedMemory(impatient, options.shared_memory_bytes, key=f"{key}/memory"),
+        Hierarchical(
+            members,
+            all_reduce=options.hierarchical_all_reduce,
+            all_gather=options.hierarchical_all_gather,
+        ),
+        PallasKernel(members),
+        Xla(members),
+        LocalCopy(members),
+    ]
+
+
+def pick(implementations: Sequence[Implementation], task: Task) -> Implementation:
+    """Returns the first one that is enabled for the task."""
+    return next(each for each in implementations if each.is_enabled(task))

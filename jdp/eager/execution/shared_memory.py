@@ -1,0 +1,115 @@
+"""Shared memory: numpy arrays of processes of one host."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jdp.collectives.base import Op
+from jdp.collectives.shared_memory import shared_buffer
+from jdp.collectives.shared_memory.shared_buffer import Piece, SharedBuffer
+from jdp.eager.execution.base import Members, Task
+
+_MAX_PLANS = 256  # ways of cutting arrays into pieces that are kept.
+
+
+class SharedMemory:
+    """Reduces and exchanges through memory that the members share."""
+
+    name = "shared memory"
+    is_bounded = True
+
+    def __init__(self, members: Members, num_bytes: int, *, key: str):
+        """Maps the memory; all members do so together.
+
+        Args:
+          members: the process set; waits end after `members.world.timeout_s`.
+          num_bytes: of the largest piece that goes through it at once; 0: none does.
+          key: where the members meet in the store.
+        """
+        self._size = members.size
+        self._buffer: SharedBuffer | None = None
+        self._why_not = ""
+        self._calls = itertools.count(1)
+        self._plans: dict[tuple[tuple[int, ...], int], Sequence[Piece]] = {}
+        if num_bytes == 0:
+            self._why_not = "switched off by `shared_memory_bytes=0`"
+        elif members.size == 1:
+            self._why_not = "there is one member"
+        else:
+            try:
+                self._buffer = SharedBuffer(
+                    members.world,
+                    members.ranks,
+                    shared_buffer.round_up(num_bytes),
+                    key=key,
+                )
+            except RuntimeError as error:  # Raised on all members.
+                self._why_not = str(error)
+
+    def is_enabled(self, task: Task) -> bool:
+        """See `Implementation`."""
+        return (
+            self._buffer is not None and not task.is_on_device and task.op != "adasum"
+        )
+
+    def describe(self) -> str:
+        """See `Implementation`."""
+        if self._buffer is None:
+            return self._why_not
+        return f"{self._buffer.num_bytes >> 20} MiB for each of {self._size} processes"
+
+    def all_reduce(self, arrays: list[np.ndarray], op: Op) -> list[np.ndarray]:
+        """See `Implementation`."""
+        sizes = tuple([x.size for x in arrays])
+        itemsize = arrays[0].itemsize
+        pieces = self._plans.get((sizes, itemsize))
+        if pieces is None:
+            if len(self._plans) == _MAX_PLANS:
+                self._plans.clear()
+            pieces = self._open().cut(sizes, itemsize)
+            self._plans[sizes, itemsize] = pieces
+        self._open().reduce_in_place(arrays, op, self._next_call(), pieces)
+        return arrays
+
+    def adaptive_sum(self, array: np.ndarray) -> np.ndarray:
+        """Not called: `is_enabled` refuses it."""
+        raise AssertionError
+
+    def all_gather(self, part: np.ndarray) -> np.ndarray:
+        """See `Implementation`."""
+        out = np.empty((self._size, part.size), part.dtype)
+        steps = self._open().cut_rows([part.size], part.itemsize)
+        self._open().all_gather([part], self._next_call(), [out], steps)
+        return out
+
+    def reduce_scatter(self, parts: np.ndarray, op: Op) -> np.ndarray:
+        """See `Implementation`."""
+        out = np.empty(parts.shape[1], parts.dtype)
+        steps = self._open().cut_rows([out.size], parts.itemsize)
+        self._open().reduce_scatter([parts], op, self._next_call(), [out], steps)
+        return out
+
+    def all_to_all(self, parts: np.ndarray) -> np.ndarray:
+        """See `Implementation`."""
+        out = np.empty_like(parts)
+        self._open().all_to_all(parts, self._next_call(), out)
+        return out
+
+    def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
+        """See `Implementation`."""
+        self._open().broadcast(array, root, self._next_call())
+        return array
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._buffer is not None:
+            self._buffer.free()
+
+    def _open(self) -> SharedBuffer:
+        assert self._buffer is not None
+        return self._buffer
+
+    def _next_call(self) -> int:
+        # Members that lost count of each other are found out by it.
+        return next(self._calls) & 0xFFFFFFFF

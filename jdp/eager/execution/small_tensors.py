@@ -1,0 +1,109 @@
+"""Carried: small tensors that travel with the agreement, and need no second exchange.
+
+A rank sends them with the bits that say that they are ready. Where all have done so the
+coordinator reduces them, and sends the result with the order to run.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.collectives.base import Op
+from jdp.collectives.shared_memory import shared_buffer
+from jdp.eager import numerics
+from jdp.eager.entry import Entry
+from jdp.eager.messages import Response, Spec, decode_spec
+
+# With more it is faster to let the processes exchange data by themselves: what comes
+# here is copied by each process on the way, and reduced by one.
+MAX_BYTES = 512  # of a tensor.
+_MAX_TENSORS = 16  # of a message.
+
+
+def is_small(spec: Spec, num_bytes: int) -> bool:
+    """Whether a tensor may travel with the agreement."""
+    return (
+        spec.kind == "all_reduce"
+        and num_bytes <= MAX_BYTES
+        and spec.device == "cpu"
+        and spec.op != "adasum"
+        and spec.prescale == 1.0
+    )
+
+
+def collect(entries: Sequence[Entry], slots: Sequence[int]) -> tuple[bytes, ...]:
+    """Returns the tensors of entries by ascending slot; nothing if one is not small."""
+    if len(entries) > _MAX_TENSORS or not all([entry.is_small for entry in entries]):
+        return ()
+    if len(entries) == 1:
+        return (entries[0].array.tobytes(),)
+    by_slot = sorted(zip(slots, entries, strict=True), key=lambda pair: pair[0])
+    return tuple([entry.array.tobytes() for _, entry in by_slot])
+
+
+def reduce(spec: Spec, given: Sequence[bytes]) -> bytes:
+    """Reduces what the ranks have sent, of one dtype, but for the postscale.
+
+    Args:
+      spec: of one of the tensors; those that are fused have the same reduction.
+      given: by rank, its tensors one after the other.
+    """
+    op, _ = split_average(spec, jnp.dtype(spec.dtype), len(given))
+    arrays = [np.frombuffer(part, jnp.dtype(spec.dtype)) for part in given]
+    if len(arrays) == 1:
+        return given[0]
+    out = np.empty_like(arrays[0])
+    shared_buffer.reduce(arrays, op, out=out)
+    return out.tobytes()
+
+
+def reduce_taken(
+    response: Response, taken: Mapping[int, Sequence[bytes]], specs: Mapping[int, bytes]
+) -> bytes:
+    """Reduces the tensors of a response; b"" where a rank has not sent one.
+
+    Args:
+      response: of slots.
+      taken: by slot, the tensors that came with its bits, by rank.
+      specs: of those slots.
+    """
+    slots = list(response.slots)
+    if not taken or not slots or not all([slot in taken for slot in slots]):
+        return b""
+    parts = taken[slots[0]]
+    if len(slots) > 1:
+        by_rank = zip(*[taken[slot] for slot in slots], strict=True)
+        parts = [b"".join(tensors) for tensors in by_rank]
+    return reduce(decode_spec(specs[slots[0]]), parts)
+
+
+def split_average(spec: Spec, dtype: np.dtype, count: int) -> tuple[Op, float]:
+    """Returns the reduction of a spec, and what to multiply its result with.
+
+    The mean of integers is rounded towards zero. Where it is scaled as well, that is
+    one factor, so that it is rounded once.
+    """
+    if spec.op != "average":
+        return spec.op, spec.postscale  # pyright: ignore[reportReturnType]
+    if spec.postscale != 1.0 and numerics.is_integer(dtype):
+        return "sum", spec.postscale / count
+    return "mean", spec.postscale
+
+
+class Carried:
+    """Stands for an implementation: gives the result that came."""
+
+    name = "with the agreement"
+
+    def __init__(self, data: bytes):
+        """Takes the reduced tensors, one after the other."""
+        self._data = data
+
+    def all_reduce(self, arrays: list[np.ndarray], op: Op) -> list[np.ndarray]:
+        """Returns what came, in the shapes and dtype of `arrays`."""
+        whole = np.frombuffer(self._data, arrays[0].dtype)
+        if len(arrays) == 1:
+            return [whole]
+        ends = np.cumsum([x.size for x in arrays])
+        return np.split(whole, ends[:-1])

@@ -1,1 +1,0 @@
-"""Ops: the ways in which agreed operations move data, in order of preference."""

@@ -1,0 +1,449 @@
+"""Requests: from the arrays of a call to what the engine takes, and back."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.eager import argument_types, gradients, numerics, results, session
+from jdp.eager.diagnosis.flight_recorder import Record
+from jdp.eager.engine import Engine
+from jdp.eager.entry import Entry
+from jdp.eager.execution import small_tensors
+from jdp.eager.messages import (
+    HAS_LOCAL_FIRST,
+    OPS,
+    SCALAR,
+    Kind,
+    Request,
+    Spec,
+    encode_spec,
+)
+from jdp.eager.process_set import ProcessSet
+from jdp.replicas import mesh
+from jdp.trees import tree_paths
+from jdp.types import PyTree
+
+_finishing = threading.Lock()  # of what the first of several threads returns.
+_MAX_KNOWN = 1 << 12  # options that are kept, and encoded requests of each.
+
+
+class Handle:
+    """An operation that is under way; see `synchronize` and `poll`."""
+
+    __slots__ = ("_entries", "_finish", "_value", "_is_read")
+
+    def __init__(
+        self, entries: Sequence[Entry], finish: Callable[[list[Any]], Any]
+    ) -> None:
+        """Use the functions whose names end in `_async`."""
+        self._entries = entries
+        self._finish = finish
+        self._value: Any = None
+        self._is_read = False
+
+    def is_done(self) -> bool:
+        """Whether `result` returns, or raises, at once."""
+        return all([entry.is_done for entry in self._entries]) or session.is_forked()
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Returns the result, the same object on all threads; see `synchronize`."""
+        if timeout_s is not None:
+            timeout_s = argument_types.check_timeout(timeout_s)
+        entries = self._entries  # Before the look: they go after it is set.
+        if not self._is_read:
+            value = self._finish(session.wait_for(entries, timeout_s))
+            with _finishing:
+                if not self._is_read:
+                    self._value, self._is_read = value, True
+                    self._entries = ()
+        return self._value
+
+
+class _Known(NamedTuple):
+    """Cached facts about a tensor that has come before."""
+
+    request: Request
+    dtype: str
+    num_bytes: int
+    is_small: bool  # see `carried`.
+    is_cast: bool  # whether it travels in another dtype.
+
+
+class CallOptions:
+    """Options of a call for all its tensors; checked once per engine."""
+
+    def __init__(self, engine: Engine, facts: "Facts", set_id: int):
+        """Use `find_options`."""
+        self.engine = engine
+        self.facts = facts
+        self.set_id = set_id
+        self.group = (set_id, facts.group) if facts.group else None
+        self.wire = None if facts.compression is None else jnp.dtype(facts.compression)
+        # Tensors that come over and over, by name, dtype, shape and so on.
+        self.known: dict[Any, _Known] = {}
+
+
+class Facts(NamedTuple):
+    """Arguments of a call, but for its name and tensors."""
+
+    kind: Kind
+    process_set: ProcessSet
+    op: str = ""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    compression: Any = None  # dtype in which wider floats travel.
+    root: int = -1
+    group: str = ""
+    group_size: int = 0
+
+
+def find_options(engine: Engine, *facts: Any) -> CallOptions:
+    """Returns the options of a call whose arguments are `Facts(*facts)`.
+
+    Raises:
+      TypeError: an argument is of another type than it must be.
+      ValueError: this process is not in the set, there is no such set, or an argument
+        is out of range.
+      NotImplementedError: adasum of a set, or of a number of processes that is no power
+        of two.
+    """
+    known = engine.known_options
+    try:
+        options = known.get(facts)
+    except TypeError:  # One has no hash, as arrays have none.
+        options = None
+    if options is None:
+        checked = _check_types(Facts(*facts))
+        options = known.get(checked)
+        if options is None:
+            if len(known) == _MAX_KNOWN:
+                known.clear()
+            options = known[checked] = _make_options(engine, checked)
+    return options
+
+
+def _check_types(facts: Facts) -> Facts:
+    """Returns the same facts in plain types."""
+    check_set(facts.process_set)
+    wire = facts.compression
+    return facts._replace(
+        op=argument_types.check_op(facts.op),
+        prescale=argument_types.check_factor(facts.prescale, "prescale"),
+        postscale=argument_types.check_factor(facts.postscale, "postscale"),
+        compression=None
+        if wire is None
+        else argument_types.check_dtype(wire, "compression"),
+        root=argument_types.check_integer(facts.root, "root"),
+        group=argument_types.check_name(facts.group),
+    )
+
+
+def check_set(process_set: Any) -> None:
+    """Raises TypeError for what is no `ProcessSet`."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            "`process_set` must be what `jdp.eager.add_process_set` returned, got "
+            f"{process_set!r}."
+        )
+
+
+def _make_options(engine: Engine, facts: Facts) -> CallOptions:
+    set_id = find_set(engine, facts.kind, facts.process_set)
+    allowed = OPS.get(facts.kind, ("",))
+    if facts.op not in allowed:
+        raise ValueError(
+            f"`op` of {facts.kind} must be one of {', '.join(allowed)}, got "
+            f"{facts.op!r}."
+        )
+    for field in ("prescale", "postscale"):
+        if not math.isfinite(getattr(facts, field)):
+            raise ValueError(f"`{field}` must be finite, got {getattr(facts, field)}.")
+    if facts.op == "adasum" and set_id != 0:
+        raise NotImplementedError(
+            "Adasum does not support process sets other than that of all."
+        )
+    if facts.op == "adasum" and engine.size & (engine.size - 1):
+        raise NotImplementedError(
+            f"Adasum needs a power of two of processes, got {engine.size}."
+        )
+    if facts.kind == "broadcast" and facts.root not in facts.process_set.ranks:
+        raise ValueError(
+            f"`root={facts.root}` is none of the ranks of the process set, "
+            f"{list(facts.process_set.ranks)}."
+        )
+    options = CallOptions(engine, facts, set_id)
+    if options.wire is not None and not jnp.issubdtype(options.wire, jnp.floating):
+        raise ValueError(f"`compression` must be a floating dtype, got {options.wire}.")
+    return options
+
+
+def find_set(engine: Engine, kind: Kind, process_set: ProcessSet) -> int:
+    """Returns the number of a set that this process is in.
+
+    Raises:
+      ValueError: it is not in it, or there is no such set.
+    """
+    set_id = process_set.process_set_id
+    if set_id == 0:
+        return 0
+    if set_id is None or engine.executor.known_sets.get(set_id) != process_set.ranks:
+        raise ValueError(
+            f"{kind}: the process set {list(process_set.ranks)} does not exist, or has "
+            "been removed. Add it with `jdp.eager.add_process_set`, on all processes."
+        )
+    if engine.rank not in process_set.ranks:
+        raise ValueError(
+            f"{kind}: rank {engine.rank} is not a member of the process set "
+            f"{list(process_set.ranks)}."
+        )
+    return set_id
+
+
+def find_place(kind: Kind, process_set: ProcessSet) -> int:
+    """Returns the position of this process in a set; raises as `find_options`."""
+    check_set(process_set)
+    engine = session.current_engine()
+    find_set(engine, kind, process_set)
+    return process_set.ranks.index(engine.rank)
+
+
+def gradient_factor(
+    op: str, prescale: Any, postscale: Any, process_set: ProcessSet
+) -> float:
+    """Returns the factor of the gathered gradient of a scattered reduction."""
+    check_set(process_set)
+    factor = argument_types.check_factor(prescale, "prescale")
+    factor *= argument_types.check_factor(postscale, "postscale")
+    return factor * (len(process_set.ranks) if op == "sum" else 1)
+
+
+def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
+    """Returns how many rows of an array go to each of `count` processes."""
+    if array.ndim == 0:
+        return ()  # All ranks hear of it from the coordinator.
+    num_rows = array.shape[0]
+    if splits is None:
+        if num_rows % count:
+            raise ValueError(
+                f"`splits` is not given, but the {num_rows} rows do not divide among "
+                f"the {count} processes."
+            )
+        return (num_rows // count,) * count
+    splits = np.asarray(splits)
+    if splits.ndim != 1 or splits.dtype.kind not in "iu":
+        raise ValueError(
+            "`splits` must be integers, shape (k,), got "
+            f"{splits.dtype}{list(splits.shape)}."
+        )
+    if splits.size != count:
+        raise ValueError(
+            f"`splits` must have an entry for each of the {count} processes, got "
+            f"{splits.size}."
+        )
+    rows = tuple(splits.tolist())  # Integers of numpy would overflow in the sum.
+    if min(rows) < 0 or sum(rows) > num_rows:
+        raise ValueError(
+            f"`splits` must be at least 0, and no more than the {num_rows} rows of the "
+            f"array together, got {list(rows)}."
+        )
+    return rows
+
+
+def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
+    """Submits all leaves of a tree at once."""
+    if name is None:
+        with session.numbered(options.facts.kind, options.set_id) as name:
+            return submit_tree(options, name, tree)
+    name = argument_types.check_name(name)
+    if type(tree) is np.ndarray and options.wire is None:  # What most calls give.
+        found = options.known.get((name, tree.dtype, tree.shape, ()))
+        if found is None:
+            entries = (make_entry(options, name, as_array(tree, name)),)
+        else:
+            entries = (_make_known(options, name, tree, found),)
+        options.engine.submit(entries)
+        return Handle(entries, _take_one)
+    if isinstance(tree, np.ndarray | jax.Array):
+        array = as_array(tree, name)
+        kind = results.kind_of(array)
+        entries = (make_entry(options, name, array),)
+        options.engine.submit(entries)
+        return Handle(entries, lambda values: results.restore(values[0], kind))
+    leaves, treedef = jax.tree.flatten(tree)
+    names = [
+        name if path == "(root)" else argument_types.check_name(name + path)
+        for path in tree_paths.leaf_paths(tree)
+    ]
+    arrays = [as_array(x, each) for x, each in zip(leaves, names, strict=True)]
+    entries = [
+        make_entry(options, each, array)
+        for each, array in zip(names, arrays, strict=True)
+    ]
+    kinds = [results.kind_of(array) for array in arrays]
+    if entries:
+        options.engine.submit(entries)
+
+    def finish(values: list[Any]) -> PyTree:
+        restored = [
+            results.restore(value, kind)
+            for value, kind in zip(values, kinds, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, restored)
+
+    return Handle(entries, finish)
+
+
+def as_array(leaf: Any, name: str) -> Any:
+    """Returns a leaf, which goes under `name`, as an array of numpy or JAX.
+
+    Raises:
+      TypeError: it is no array of numbers.
+      ValueError: it is a global array that is split over the processes.
+    """
+    mesh.check_has_no_mask(leaf, f"`{name}`")
+    if type(leaf) is np.ndarray:
+        array = leaf
+    elif isinstance(leaf, jax.core.Tracer):
+        raise TypeError(gradients.describe_unsupported(leaf))
+    elif argument_types.is_key(leaf):
+        raise TypeError(
+            f"`{name}` must be an array of numbers, got keys, {leaf.dtype}. Send "
+            "`jax.random.key_data(keys)`, and make keys of what comes with "
+            "`jax.random.wrap_key_data`; `broadcast_parameters` does so by itself."
+        )
+    elif isinstance(leaf, jax.Array):
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            raise ValueError(
+                f"`{name}`, {leaf.dtype}{list(leaf.shape)}, is split over the "
+                "processes; give what this process has of it."
+            )
+        return leaf
+    else:
+        array = np.asarray(leaf)
+    if array.dtype.kind not in "iufcb" and not jnp.issubdtype(array.dtype, jnp.number):
+        raise TypeError(f"`{name}` must be an array of numbers, got {array.dtype}.")
+    if not array.dtype.isnative:  # Other ranks cannot see in which order bytes are.
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def make_entry(
+    options: CallOptions, name: str, array: Any, local: tuple[int, ...] = ()
+) -> Entry:
+    """Makes the request of one tensor."""
+    dtype, shape, known = array.dtype, array.shape, options.known
+    is_jax = isinstance(array, jax.Array)
+    if is_jax:
+        key = (name, dtype, shape, local, _device_of(array))
+    else:
+        key = (name, dtype, shape, local)
+    found = known.get(key)
+    if found is None:
+        if len(known) == _MAX_KNOWN:
+            known.clear()
+        found = known[key] = _find_out(options, name, array, local)
+    if found.is_cast:
+        assert options.wire is not None
+        array = results.cast(array, options.wire)
+    if is_jax:
+        array = _own_part(array)
+    return _make_known(options, name, array, found)
+
+
+def _make_known(options: CallOptions, name: str, array: Any, found: _Known) -> Entry:
+    facts = options.facts
+    record = Record(
+        name,
+        facts.kind,
+        found.dtype,
+        array.shape,
+        options.set_id,
+        facts.op,
+        found.num_bytes,
+        -1,
+        time.perf_counter(),
+    )
+    return Entry(
+        found.request, record, array, None, found.is_small, group=options.group
+    )
+
+
+def _find_out(
+    options: CallOptions, name: str, array: Any, local: tuple[int, ...]
+) -> _Known:
+    request, is_small = _make_request(options, name, array, local)
+    wire = options.wire
+    is_cast = wire is not None and _is_wider(array.dtype, wire)
+    return _Known(request, array.dtype.name, array.nbytes, is_small, is_cast)
+
+
+def _make_request(
+    options: CallOptions, name: str, array: Any, local: tuple[int, ...]
+) -> tuple[Request, bool]:
+    facts, dtype, shape = options.facts, array.dtype, tuple(array.shape)
+    if facts.kind in OPS and dtype.kind == "b":
+        raise TypeError(
+            f"`{name}`: bools cannot be reduced; cast them to uint8, for example."
+        )
+    if facts.op in ("min", "max") and dtype.kind == "c":
+        raise TypeError(f"`{name}`: `op={facts.op!r}` is not defined for {dtype}.")
+    if facts.op == "adasum" and not (
+        jnp.issubdtype(dtype, jnp.floating) and numerics.has_zero(dtype)
+    ):
+        raise TypeError(
+            f"`{name}` must be floating, with a zero, for `op='adasum'`, got {dtype}."
+        )
+    if options.wire is not None and _is_wider(dtype, options.wire):
+        dtype = options.wire
+    if facts.kind in HAS_LOCAL_FIRST:
+        local = local or shape[:1]
+        shape = shape[1:] if shape else SCALAR  # It is refused on all ranks.
+    spec = Spec(
+        facts.kind,
+        dtype.name,
+        shape,
+        _device_of(array),
+        facts.op,
+        float(facts.prescale),
+        float(facts.postscale),
+        facts.root,
+        facts.group,
+        facts.group_size,
+    )
+    request = Request(name, encode_spec(spec), options.set_id, local)
+    return request, small_tensors.is_small(spec, array.size * dtype.itemsize)
+
+
+def _is_wider(dtype: np.dtype, wire: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > wire.itemsize
+
+
+def _device_of(array: Any) -> str:
+    if isinstance(array, np.ndarray):
+        return "cpu"
+    (device, *_) = array.devices()
+    return device.platform
+
+
+def _own_part(array: jax.Array) -> Any:
+    """Returns what numpy reads on CPU, or this process's part on other devices."""
+    if _device_of(array) == "cpu":
+        return np.asarray(array)
+    return array if array.is_fully_addressable else array.addressable_data(0)
+
+
+def _take_one(values: list[Any]) -> Any:
+    return values[0]
+
+
+def started(record: Record) -> Record:
+    """Notes when a request was made."""
+    record.submitted_s = time.perf_counter()
+    return record

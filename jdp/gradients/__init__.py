@@ -1,0 +1,1 @@
+"""Gradients: averaged over replicas, accumulated, weighted."""

@@ -1,0 +1,381 @@
+"""Accumulation: one synchronised gradient of many micro-batches."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdp import compat, types
+from jdp.gradients import (
+    differentiation,
+    loss_arguments,
+    noise,
+    reduce,
+    sync,
+    used_flags,
+    weighted_mean,
+)
+from jdp.gradients.differentiation import Local, Seed
+from jdp.gradients.micro_metrics import MicroMetrics
+from jdp.gradients.reduce import Packing
+from jdp.gradients.weighted_mean import DivideBy, Weighting
+from jdp.hooks.base import CommHook
+from jdp.replicas import mesh
+from jdp.trees import tree_paths
+from jdp.trees.buckets import BucketPlan
+from jdp.types import AllReduce, AxisName, PyTree
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any],
+    num_micro_batches: int,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    find_unused: bool = False,
+    allow_int: bool = False,
+    dtype: Any = None,
+    weight: jax.typing.ArrayLike | None = None,
+    divide_by: DivideBy = "weight",
+    axis_name: AxisName = "data",
+    plan: BucketPlan | None = None,
+    packing: Packing | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
+    hook: CommHook | None = None,
+    hook_state: PyTree = None,
+    find_norms: bool = False,
+) -> Callable[..., Any]:
+    """`jdp.value_and_grad` in the memory of a smaller batch.
+
+    A replica's samples are cut into micro-batches that differ by one sample at most.
+    Their gradients are added up in a loop, each weighted by its number of samples, and
+    synchronised once, after it: loss and gradients are the means over all samples, as
+    those of the whole batch. To hold the loop yourself, add up what
+    `jdp.local_gradients` returns and call `jdp.sync_gradients` at the end.
+
+    Args:
+      loss_fn: `loss_fn(params, *batches, **kwargs)` returns the mean loss over its
+        samples, or with `has_aux` a pair of it and a pytree of metrics.
+      num_micro_batches: how many; at least 1.
+      argnums: see `value_and_grad`; the other positional arguments are batches.
+      has_aux: whether `loss_fn` returns a pair. Metrics are averaged as the loss is,
+        integers and booleans in float32; they stay local. One with a row per sample
+        is refused; in a `jdp.PerReplica` it becomes the rows of all samples, in the
+        order of the batch, of any dtype and not weighed.
+      find_unused: whether to return which parameters any micro-batch used, on any
+        replica.
+      allow_int: see `value_and_grad`.
+      dtype: floating dtype of the sums, of the reduction and of the gradients that
+        are returned, such as float32 for bfloat16 parameters; None keeps that of each
+        parameter. Complex parameters keep theirs.
+      weight: shape (n,), one number a sample, cut as the batches are: 1 for a true
+        sample, 0 for padding. A micro-batch counts by its sum, and not at all,
+        whatever comes of it, where that is 0; so does the replica. One number of NaN or
+        below zero makes loss and gradients NaN; a negative constant is refused.
+      divide_by: see `sync_gradients`, as for the other options.
+      axis_name: see `sync_gradients`.
+      plan: see `sync_gradients`; its dtypes are those of the sums.
+      packing: see `sync_gradients`.
+      all_reduce: see `sync_gradients`.
+      hook: see `value_and_grad`.
+      hook_state: see `sync_gradients`; made of gradients in `dtype`.
+      find_norms: see `value_and_grad`; local gradients are those of a whole batch.
+
+    Returns:
+      A function `(params, *batches, **kwargs)` that returns what
+      `jdp.value_and_grad` does. Batches are pytrees of arrays, shape (n, ...), cut on
+      dimension 0; keyword arguments go whole to every micro-batch.
+
+    Raises:
+      ValueError: here: `num_micro_batches` is below 1; from a call: fewer samples than
+        micro-batches, or leaves or `weight` with different numbers of them; a metric
+        that has a row per sample, or not one shape for micro-batches of both sizes;
+        and what `value_and_grad` raises.
+      TypeError: here: `loss_fn` is no function, a flag is no bool, `num_micro_batches`
+        is no integer, or `dtype` is not a floating dtype; from a call: a metric has no
+        mean, such as a PRNG key.
+    """
+    loss_arguments.check_loss(loss_fn)
+    types.check_flags(
+        has_aux=has_aux,
+        find_unused=find_unused,
+        allow_int=allow_int,
+        find_norms=find_norms,
+    )
+    num_micro_batches = types.as_count(num_micro_batches, "num_micro_batches", least=1)
+    if dtype is not None:
+        dtype = types.as_floating(dtype, "dtype")
+    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+
+    def wrapped(*args: PyTree, **kwargs: Any) -> Any:
+        mesh.axis_size(axis_name)  # It raises, if the axis is not bound.
+        of_params, params, batches = loss_arguments.pick(loss_fn, argnums, args)
+        num_samples = _num_samples(batches, num_micro_batches)
+        of_samples = _check_weight(weight, num_samples)
+        own_total = None if of_samples is None else of_samples.sum()
+        weighting = weighted_mean.resolve(own_total, divide_by)
+        of_all = of_samples is not None and divide_by == "weight"
+        # What the program tells, without arrays, and what makes a tree of usage flags.
+        traced: list[tuple[Local, Callable[..., PyTree]]] = []
+        # Leaves are stacked: a class of the user's may check their dimensions.
+        cuts, of_cuts = jax.tree.flatten((batches, of_samples))
+
+        def run_on(size: int) -> Any:
+            batch, _ = jax.tree.unflatten(of_cuts, [_repeat(x, size) for x in cuts])
+            own = reduce.cast_varying(params, axis_name)
+            return of_params(own, *batch, **kwargs)
+
+        groups = _groups(cuts, num_samples, num_micro_batches)
+        sizes = [cut[0].shape[1] for _, cut in groups]
+        is_weighed = of_samples is not None
+        metrics = MicroMetrics(run_on, sizes, num_micro_batches, is_weighed=is_weighed)
+
+        def micro_step(share: float, sums: PyTree, cut: list[jax.Array]) -> Any:
+            batch, of_samples = jax.tree.unflatten(of_cuts, cut)
+            objective = None
+            if of_samples is not None:
+                amount = of_samples.sum()
+                if not of_all:
+                    amount = amount / _divisor(own_total)
+                objective = weighted_mean.resolve(amount, "weight")
+            local = differentiation.differentiate(
+                of_params,
+                params,
+                batch,
+                kwargs,
+                axis_name,
+                has_aux,
+                find_unused,
+                objective,
+                allow_int=allow_int,
+            )
+            differentiation.check_is_local(local, "accumulate_gradients")
+            decided, fill_used = used_flags.outline(local.used)
+            traced.append((_without_arrays(local), fill_used))
+            weigh = functools.partial(_weigh, share, of_samples, own_total)
+            weigh_grads = weigh
+            if local.seed is not None:
+                assert objective is not None
+                weigh_grads = functools.partial(
+                    _weigh_seeded,
+                    weighted_mean.has_data(objective.amount),
+                    _share_of_all(local.seed, weighting if of_all else None, axis_name),
+                )
+            add = functools.partial(_add, weigh_grads)
+            sums = jax.tree.map(add, sums, local.grads)
+            found = metrics.leaves((local.loss, local.aux), cut[0].shape[0], weigh)
+            if of_samples is not None:
+                decided = [
+                    x & weighted_mean.has_data(of_samples.sum()) for x in decided
+                ]
+            return sums, (found, decided)
+
+        sums = _zeros(params, dtype, axis_name)
+        parts = []
+        for share, micro_batches in groups:
+            step = functools.partial(micro_step, share)
+            sums, part = _loop(step, sums, micro_batches)
+            parts.append(part)
+        loss, aux = metrics.join([found for found, _ in parts])
+        decided = [
+            jnp.any(jnp.concatenate(xs))
+            for xs in zip(*(d for _, d in parts), strict=True)
+        ]
+        told, fill_used = traced[-1]
+        facts, seed = told.facts, told.seed
+        if seed is not None and weighting is not None:
+            seed = _seed_of_all(seed, weighting, of_all, axis_name)
+        local = Local(
+            loss,
+            aux,
+            jax.tree.map(_without_integers, sums),
+            fill_used(decided),
+            dataclasses.replace(facts, timeline=facts.timeline.at_the_end()),
+            seed,
+        )
+        samples = None
+        if find_norms:
+            samples = noise.count_samples(own_total, weighting)
+        return sync.sync_local(local, options, weighting, has_aux, hook_state, samples)
+
+    return wrapped
+
+
+def _add(weigh: Callable[..., jax.Array], total: jax.Array, grad: Any) -> jax.Array:
+    if grad.dtype == jax.dtypes.float0:  # of an integer; `_without_integers` makes it.
+        return total
+    return total + weigh(grad.astype(total.dtype))
+
+
+def _without_integers(total: jax.Array) -> Any:
+    """Puts the gradient of an integer in the place of its sum."""
+    if jnp.issubdtype(total.dtype, jnp.inexact):
+        return total
+    return np.zeros(total.shape, jax.dtypes.float0)
+
+
+def _without_arrays(local: Local) -> Local:
+    """Facts that outlive the trace of the loop."""
+    # Of its seed remains which of its parts there are.
+    seed = jax.tree.map(lambda _: None, local.seed)
+    return local._replace(loss=None, aux=None, grads=None, used=None, seed=seed)
+
+
+def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
+    sizes = {
+        path: jnp.shape(leaf)[0] if jnp.ndim(leaf) else None
+        for path, leaf in zip(
+            tree_paths.leaf_paths(batches), jax.tree.leaves(batches), strict=True
+        )
+    }
+    if not sizes:
+        raise ValueError("There is no batch to cut into micro-batches.")
+    (first, num_samples), *others = sizes.items()
+    for path, size in [(first, num_samples), *others]:
+        if size is None:
+            raise ValueError(
+                f"`batches{path}` is a scalar; a batch is cut on its first dimension. "
+                "Pass what is not per sample as a keyword argument."
+            )
+        if size != num_samples:
+            raise ValueError(
+                f"`batches{path}` has {size} samples, but `batches{first}` has "
+                f"{num_samples}. Pass what is not per sample as a keyword argument."
+            )
+    assert num_samples is not None
+    if num_samples < num_micro_batches:
+        raise ValueError(
+            f"A replica has {num_samples} samples, fewer than the "
+            f"{num_micro_batches} micro-batches."
+        )
+    return num_samples
+
+
+def _check_weight(
+    weight: jax.typing.ArrayLike | None, num_samples: int
+) -> jax.Array | None:
+    if weight is None:
+        return None
+    weighted_mean.check_constant(weight)
+    of_samples = jnp.asarray(weight)
+    if of_samples.shape != (num_samples,):
+        raise ValueError(
+            f"`weight` has shape {of_samples.shape}; it must hold one number for each "
+            f"of the {num_samples} samples, to be cut as the batches are."
+        )
+    return weighted_mean.nan_if_negative(of_samples)
+
+
+def _weigh(
+    share: float, of_samples: jax.Array | None, total: jax.Array | None, x: jax.Array
+) -> jax.Array:
+    """Returns `x` times the share that its micro-batch has in the replica's mean."""
+    if of_samples is None or total is None:
+        return share * x
+    amount = of_samples.sum() / _divisor(total)
+    weighed = weighted_mean.weigh(x, Weighting(amount, "weight")).astype(x.dtype)
+    return weighted_mean.zero_unless(weighted_mean.has_data(amount), weighed)
+
+
+def _weigh_seeded(
+    has_data: jax.Array, share: jax.Array | None, x: jax.Array
+) -> jax.Array:
+    """Returns gradients of a weighed loss, times what their micro-batch counts."""
+    if share is not None:
+        wide = weighted_mean.wide_dtype(x.dtype)
+        x = (x.astype(wide) * share.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
+    return weighted_mean.zero_unless(has_data, x)
+
+
+def _share_of_all(
+    seed: Seed, weighting: Weighting | None, axis_name: AxisName
+) -> jax.Array | None:
+    """Returns what a micro-batch counts whose losses were multiplied by shares of it.
+
+    That is the largest of a replica; with `weighting`, what each replica counts with
+    all its samples, that over the largest of all micro-batches together.
+    """
+    if seed.totals is None:
+        return None
+    largest = seed.totals.largest
+    if weighting is None:
+        return largest
+    of_all = weighted_mean.sum_over_replicas(weighting.amount, axis_name)
+    return weighted_mean.ratio(largest, of_all.largest, largest.dtype)
+
+
+def _seed_of_all(
+    seed: Seed, weighting: Weighting, of_all: bool, axis_name: AxisName
+) -> Seed | None:
+    """Returns how the sum of all micro-batches is weighed, as each of them was."""
+    if seed.totals is None:
+        return Seed(weighting.amount) if of_all else None
+    totals = weighted_mean.sum_over_replicas(weighting.amount, axis_name)
+    if weighting.divide_by == "world":
+        size = jnp.asarray(mesh.axis_size(axis_name), totals.amount.dtype)
+        divisor = jnp.where(jnp.isnan(totals.amount), jnp.nan, size)
+        return Seed(weighting.amount, totals, divisor)
+    return differentiation.seed_of(weighting.amount, totals, totals.amount.dtype)[1]
+
+
+def _divisor(total: jax.Array | None) -> jax.Array:
+    assert total is not None
+    return jnp.where(weighted_mean.has_data(total), total, jnp.ones((), total.dtype))
+
+
+def _groups(
+    batches: list[Any], num_samples: int, num_micro_batches: int
+) -> list[tuple[float, list[jax.Array]]]:
+    """Cuts arrays into micro-batches; those of one size are stacked.
+
+    Returns:
+      For each size, the larger first, the share of the samples that one micro-batch
+      has, and the batches, shape (count, size, ...).
+    """
+    least, num_larger = divmod(num_samples, num_micro_batches)
+    sizes = ((num_larger, least + 1), (num_micro_batches - num_larger, least))
+    groups = []
+    start = 0
+    for count, size in sizes:
+        if count == 0:
+            continue
+        end = start + count * size
+        cut = functools.partial(_cut, start=start, end=end, count=count)
+        groups.append((size / num_samples, [cut(x) for x in batches]))
+        start = end
+    return groups
+
+
+def _cut(x: Any, *, start: int, end: int, count: int) -> jax.Array:
+    part = jnp.asarray(x)[start:end]
+    return part.reshape(count, (end - start) // count, *part.shape[1:])
+
+
+def _repeat(x: Any, size: int) -> jax.Array:
+    """Returns `size` samples, all of them the first one."""
+    x = jnp.asarray(x)
+    return jnp.broadcast_to(x[:1], (size, *x.shape[1:]))
+
+
+def _loop(step: Callable[..., Any], sums: PyTree, stacked: list[jax.Array]) -> Any:
+    """`lax.scan`, and no loop for a single turn."""
+    if stacked[0].shape[0] > 1:
+        return lax.scan(step, sums, stacked)
+    sums, found = step(sums, [x[0] for x in stacked])
+    return sums, jax.tree.map(lambda x: x[None], found)
+
+
+def _zeros(params: PyTree, dtype: Any, axis_name: AxisName) -> PyTree:
+    def zeros(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        is_real = jnp.issubdtype(x.dtype, jnp.floating)
+        made = jnp.zeros(x.shape, dtype if dtype is not None and is_real else x.dtype)
+        # A loop's carry has one type: that of the gradients.
+        return compat.cast_varying(made, sorted(compat.varying_axes(x)))
+
+    return jax.tree.map(zeros, reduce.cast_varying(params, axis_name))

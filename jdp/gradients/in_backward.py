@@ -1,0 +1,106 @@
+"""Layer sync: the gradients of a layer, averaged as soon as it has been passed."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jdp import compat
+from jdp.backward import flow
+from jdp.backward.loss import LossProgram
+from jdp.gradients import reduce, weighted_mean
+from jdp.gradients.reduce import Packing
+from jdp.gradients.weighted_mean import DivideBy, Weighting
+from jdp.replicas import mesh
+from jdp.trees import buckets
+from jdp.types import AllReduce, AxisName, PyTree
+
+_Leaves = list[jax.Array]
+
+
+def sync_in_backward(
+    params: PyTree,
+    *,
+    weight: jax.typing.ArrayLike | None = None,
+    divide_by: DivideBy = "weight",
+    axis_name: AxisName = "data",
+    packing: Packing | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
+) -> PyTree:
+    """The identity; its backward pass averages the gradients over the replicas.
+
+    For layers that are stacked and run by `lax.scan`: applied to the slice of one
+    layer inside the loop, it starts communication with the last layer, where the
+    gradients of the whole stack come out of the loop together, after it.
+    `jdp.value_and_grad` finds it in the loss and does not reduce these parameters
+    again, unless they are used elsewhere too.
+
+    Args:
+      params: pytree of parameters, or of what is computed from parameters alone: this
+        layer's slice. Never of anything that depends on a batch.
+      weight: see `sync_gradients`, also of NaN and negative weights; the same as that
+        of `jdp.value_and_grad`.
+      divide_by: see `sync_gradients`, as for the other options.
+      axis_name: see `sync_gradients`.
+      packing: see `sync_gradients`.
+      all_reduce: see `sync_gradients`.
+
+    Returns:
+      `params`. It raises what `sync_gradients` raises.
+    """
+    options = reduce.make_options(axis_name, None, packing, all_reduce)
+    mesh.axis_size(axis_name)
+    reduce.choose_packing(packing, options.all_reduce)
+    weighting = weighted_mean.resolve(weight, divide_by)
+    # Of leaves: JAX puts text in the place of an operand's, which a class may refuse.
+    operands, treedef = jax.tree.flatten(params)
+    varying = [frozenset(compat.varying_axes(x)) for x in operands]
+
+    @jax.custom_vjp
+    def identity(leaves: _Leaves, amount: jax.Array | None) -> _Leaves:
+        return reduce.cast_varying(leaves, axis_name)
+
+    def forward(leaves: _Leaves, amount: jax.Array | None) -> tuple[_Leaves, Any]:
+        return identity(leaves, amount), amount
+
+    def backward(amount: jax.Array | None, cotangents: _Leaves) -> tuple[_Leaves, Any]:
+        tree = jax.tree.unflatten(treedef, cotangents)
+        plan = buckets.default_plan(tree)
+        here = None if weighting is None else weighting._replace(amount=amount)
+        means, *_ = reduce.mean_over_replicas(
+            tree, options._replace(plan=plan), weighting=here
+        )
+        # As the types of custom_vjp want it: the cotangent varies as the operand did.
+        leaves = [
+            compat.cast_varying(x, sorted(axes))
+            for x, axes in zip(jax.tree.leaves(means), varying, strict=True)
+        ]
+        return leaves, jax.tree.map(jnp.zeros_like, amount)
+
+    def marker(leaves: _Leaves, amount: jax.Array | None) -> _Leaves:
+        return identity(leaves, amount)
+
+    identity.defvjp(forward, backward)
+    # By its name `flow` finds it in a jaxpr.
+    marker.__name__ = _marker_name(axis_name, weighting)
+    amount = None if weighting is None else weighting.amount
+    return jax.tree.unflatten(treedef, jax.jit(marker)(operands, amount))
+
+
+def check_markers(
+    program: LossProgram, axis_name: AxisName, weighting: Weighting | None
+) -> None:
+    """Raises ValueError if the loss averages otherwise than the rest."""
+    expected = _marker_name(axis_name, weighting)
+    others = sorted(program.markers - {expected})
+    if others:
+        raise ValueError(
+            "The gradients and a `jdp.sync_in_backward` in the loss are averaged in "
+            f"different ways: `{expected}` and `{others[0]}`. Pass the same "
+            "`axis_name`, `weight` and `divide_by` to both."
+        )
+
+
+def _marker_name(axis_name: AxisName, weighting: Weighting | None) -> str:
+    by = None if weighting is None else weighting.divide_by
+    return flow.marker_name(mesh.as_axis_names(axis_name), by)

@@ -1,0 +1,1 @@
+"""Join: processes with different amounts of data go on together."""

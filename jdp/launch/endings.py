@@ -1,0 +1,242 @@
+"""Endings: what does the end of a process mean for its job, and which one came first?
+
+Pure: no clock and no process; see `supervisor` for what is done about it.
+"""
+
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from jdp.runtime import user_program
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+class Exit(NamedTuple):
+    """The end of one process."""
+
+    process_id: int  # -1: it is no process of the job, see `note`.
+    returncode: int  # As in `subprocess`: the negative signal where one killed it.
+    failed_at_s: float | None = None  # When its program raised, where it could say so.
+    culprit: int | None = None  # The process that it says is the reason, if another.
+    node: int | None = None  # The host, where it is not this one.
+    note: str = ""  # What happened, where the rest does not say it.
+    is_consequence: bool = False  # It tells only that another process is gone.
+
+
+class StopState(NamedTuple):
+    """How far the end of a job has come."""
+
+    exit_code: int = 0
+    cause: Exit | signal.Signals | None = None  # None: nothing went wrong so far.
+    kill_at_s: float | None = None  # None: no process was told to end.
+    is_killed: bool = False
+    term_at_s: float | None = None  # SIGINT was sent, and SIGTERM follows.
+
+
+def exit_code(returncode: int) -> int:
+    """Returns the exit code of a shell for a return code of `subprocess`."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def describe_exit(end: Exit) -> str:
+    """Says how a process ended, such as `process 1 failed with exit code 3`."""
+    who = f"process {end.process_id}"
+    if end.node is not None:
+        who += f" on node {end.node}"
+    if end.note:
+        return end.note
+    if end.returncode == 0:
+        return f"{who} ended"
+    because = "" if end.culprit is None else f", because of process {end.culprit}"
+    if end.returncode > 0:
+        return f"{who} failed with exit code {end.returncode}{because}"
+    return f"{who} was killed by {signal_name(-end.returncode)}{because}"
+
+
+def observe(
+    state: StopState,
+    exits: Sequence[Exit],
+    signals: Sequence[int],
+    *,
+    now_s: float,
+    grace_s: float,
+) -> tuple[StopState, signal.Signals | None]:
+    """Decides what the processes that still run are sent.
+
+    The first signal, or the first process that fails, starts the end of the job with
+    SIGTERM; an interrupt, here or on another host, starts it with SIGINT, and SIGTERM
+    follows after `grace_s`. SIGKILL follows after `grace_s`, or at the next signal. A
+    process that ends with 0 changes nothing.
+
+    Args:
+      state: what was decided before.
+      exits: processes that have ended since then.
+      signals: what the launcher was sent since then; SIGPIPE for a lost reader.
+      now_s: the time of a monotonic clock.
+      grace_s: from SIGTERM to SIGKILL.
+
+    Returns:
+      The new state, and the signal to send now.
+    """
+    failures = find_failures(exits)
+    pending = list(signals)
+    send, is_interrupt = None, False
+    if state.cause is None and pending:
+        signum = signal.Signals(pending.pop(0))
+        state = StopState(128 + signum, signum, now_s + grace_s)
+        send = signal.SIGTERM
+        is_interrupt = signum == signal.SIGINT
+    elif state.cause is None and failures:
+        code = exit_code(failures[0].returncode)
+        state = StopState(code, failures[0], now_s + grace_s)
+        send = signal.SIGTERM
+        is_interrupt = failures[0].process_id < 0 and code == _INTERRUPTED
+    if is_interrupt:
+        state = state._replace(term_at_s=now_s + grace_s, kill_at_s=now_s + 2 * grace_s)
+        send = signal.SIGINT
+    if state.kill_at_s is None or state.is_killed:
+        return state, send
+    if pending or now_s >= state.kill_at_s:
+        return state._replace(is_killed=True, kill_at_s=now_s), signal.SIGKILL
+    if state.term_at_s is not None and now_s >= state.term_at_s:
+        return state._replace(term_at_s=None), signal.SIGTERM
+    return state, send
+
+
+def find_failures(exits: Sequence[Exit]) -> list[Exit]:
+    """Returns the failures among `exits`, the one that the others follow from first.
+
+    From the failure that comes first by itself, the rule goes to the process that it
+    names, from there on to the next. It does not go from an error that says something
+    to one that says only that a link broke: a process that did not come to a meeting,
+    and that the others leave, gets such an error for that. Of processes that name each
+    other, the one that failed first is taken.
+    """
+    failures = sorted((end for end in exits if end.returncode != 0), key=_failing_order)
+    if not failures:
+        return []
+    of = {end.process_id: end for end in reversed(failures)}
+    path = [failures[0]]
+    while (culprit := path[-1].culprit) in of:
+        assert culprit is not None
+        named = of[culprit]
+        if named.is_consequence and not path[-1].is_consequence:
+            break
+        if named in path:
+            path.append(min(path[path.index(named) :], key=_failing_order))
+            break
+        path.append(named)
+    return sorted(failures, key=lambda end: end != path[-1])
+
+
+def find_blamed(
+    exits: Sequence[Exit], failures: Mapping[int, user_program.Failure]
+) -> list[Exit]:
+    """Returns the failures of processes that others name and that still run.
+
+    Such a process has said itself that it failed, and is slow to end. Where those that
+    have ended say only that links broke, it need not be named.
+
+    Args:
+      exits: ends that are known.
+      failures: what processes have said of themselves.
+    """
+    known = {end.process_id for end in exits}
+    named = {end.culprit for end in exits if end.culprit is not None} - known
+    failed = [end for end in exits if end.returncode != 0]
+    if failed and all(end.is_consequence for end in failed):
+        named |= {i for i, said in failures.items() if not said.is_consequence} - known
+    return [as_failed(i, failures[i]) for i in sorted(named & failures.keys())]
+
+
+def find_silent(exits: Sequence[Exit], silent: Mapping[int, float]) -> Exit | None:
+    """Returns the end of a process that skipped its exit handlers, if others failed.
+
+    Such a process ends with 0 and without a word, as by `os._exit(0)`. The others fail
+    in a collective with it, or are aborted by JAX.
+
+    Args:
+      exits: ends that are known.
+      silent: when each process that ended like that was seen to.
+    """
+    failures = find_failures(exits)
+    if not failures or not silent or failures[0].process_id < 0:
+        return None
+    first = failures[0]
+    process = min(silent, key=silent.__getitem__)
+    if first.culprit is not None:
+        process = first.culprit
+    elif first.returncode != -signal.SIGABRT:
+        if first.failed_at_s is None or first.failed_at_s < silent[process]:
+            return None
+    if process not in silent:
+        return None
+    service = " JAX's coordination service ended with it." if process == 0 else ""
+    note = (
+        f"process {process} ended with exit code 0, but without its exit handlers, as "
+        f"by `os._exit(0)`.{service} The others cannot go on: {describe_exit(first)}"
+    )
+    return Exit(process, max(1, first.returncode), note=note)
+
+
+def as_it_heard(end: Exit, lost: Mapping[int, int]) -> Exit:
+    """Completes `end`: JAX aborts a process that has lost the coordinator.
+
+    Args:
+      end: of a process that did not say itself why.
+      lost: the process that each process has heard of as gone.
+    """
+    if end.returncode != -signal.SIGABRT or end.culprit is not None:
+        return end
+    return end._replace(culprit=lost.get(end.process_id))
+
+
+def as_it_said(end: Exit, failure: user_program.Failure | None) -> Exit:
+    """Completes `end`; a program that failed may be aborted on its way out."""
+    if failure is None:
+        return end
+    said = as_failed(end.process_id, failure)
+    if end.returncode > 0 and said.culprit is None and not said.is_consequence:
+        return said._replace(returncode=end.returncode)  # By `os._exit` in a hook.
+    return said
+
+
+def as_failed(process_id: int, failure: user_program.Failure) -> Exit:
+    """Returns the end that a process has told of before it came."""
+    culprit = None if failure.culprit == process_id else failure.culprit
+    follows = failure.is_consequence
+    return Exit(process_id, failure.code, failure.at_s, culprit, is_consequence=follows)
+
+
+def _failing_order(end: Exit) -> tuple[int, float]:
+    # A process that was killed without a word comes before all, then whichever raised
+    # first: peers raise because a process is gone. The launcher of a host that is gone
+    # explains what its processes did not say. JAX aborts a process when process 0 is
+    # gone, whatever ended that. A process that names another one is not the first, and
+    # one that says only that a link broke follows from any other.
+    if end.process_id < 0:
+        return 2, 0.0
+    if end.returncode == -signal.SIGABRT:
+        return (3 if end.culprit is None else 6), 0.0
+    if end.is_consequence:
+        return 5, end.failed_at_s or 0.0
+    if end.culprit is not None:
+        return 4, end.failed_at_s or 0.0
+    return (0, 0.0) if end.failed_at_s is None else (1, end.failed_at_s)
+
+
+def describe_absence(process_id: int, waiting: Collection[int]) -> str:
+    """Says that a process ended before others met it in `jdp.init`."""
+    return (
+        f"process {process_id} ended with exit code 0 before it had joined the job in "
+        f"`jdp.init`, where process {min(waiting)} waits for it"
+    )
+
+
+def signal_name(signum: int) -> str:
+    """Returns the name of a signal, such as SIGTERM."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,189 @@
+"""Launcher link: how does one launcher hear what fails on the other hosts of the job?
+
+The launcher of node 0 listens one port above the coordinator; see `star`. Each tells
+the others of its first failures at once, so that all find the same culprit.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+
+import msgspec
+
+from jdp.launch.endings import Exit
+from jdp.replicas import wire
+from jdp.runtime import addresses
+from jdp.runtime.lifeline import star, star_codec
+
+_PURPOSE = "launchers"
+_MOST_PROCESSES = 1 << 31
+_MOST_SIGNAL = 64  # of Linux.
+_MOST_SAID = 40  # `star` takes no more of one member.
+_MEET_S = 30.0  # A host that starts so much later does not hear of a failure.
+_DECODER = msgspec.msgpack.Decoder(Exit)
+_logger = logging.getLogger("jdp")
+
+
+class LauncherLink:
+    """The link of one launcher to all others, from the start of its job to its end.
+
+    Attributes:
+      node: number of this host.
+      fd: can be read when `take` has something.
+    """
+
+    def __init__(
+        self, node: int, num_nodes: int, *, address: str, key: bytes, job: str = ""
+    ):
+        """Opens the link; the others are found as they come.
+
+        Args:
+          node: number of this host.
+          num_nodes: hosts of the job.
+          address: "host:port" of the coordinator of the job.
+          key: of the job, shape (32,).
+          job: name of the job, which tells it from others with this key.
+
+        Raises:
+          OSError: node 0 cannot listen there.
+        """
+        host, port = addresses.split(address)
+        place = host, find_port(port)
+        self.node = node
+        self._said: set[int] = set()
+        self._heard: list[Exit] = []
+        self._absent: dict[int, float] = {}
+        self._refusals: list[str] = []
+        self._lock = threading.Lock()
+        self._meet_by_s = time.monotonic() + _MEET_S
+        listener = star.listen(*place) if node == 0 else None
+        self.fd, self._news_fd = os.pipe()
+        os.set_blocking(self._news_fd, False)
+        self._star = star.Star(
+            node,
+            num_nodes,
+            key=key,
+            purpose=f"{_PURPOSE} {num_nodes} {job}".rstrip(),
+            listener=listener,
+            address=None if node == 0 else place,
+            connect_timeout_s=float("inf"),
+            heard=self._hear,
+            lost=self._lose,
+            refused=self._refuse,
+        )
+
+    def say(self, end: Exit) -> None:
+        """Tells the others of a failure here; of each process once."""
+        if end.node is not None or end.process_id in self._said:
+            return
+        if end.returncode != 0 and len(self._said) < _MOST_SAID:
+            self._said.add(end.process_id)
+            self._star.say(msgspec.msgpack.encode(end))
+
+    def say_absent(self, process_id: int) -> None:
+        """Tells the others of a process here that ended well before `jdp.init`."""
+        if process_id not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(process_id)
+            self._star.say(msgspec.msgpack.encode(Exit(process_id, 0)))
+
+    def take(self) -> list[Exit]:
+        """Returns what was heard since the last call."""
+        with self._lock:
+            heard, self._heard = self._heard, []
+        return heard
+
+    def take_absent(self) -> dict[int, float]:
+        """Returns which processes elsewhere ended before `jdp.init`, and when."""
+        with self._lock:
+            return dict(self._absent)
+
+    def take_refusals(self) -> list[str]:
+        """Returns a line on each launcher refused since the last call, to be shown."""
+        with self._lock:
+            refusals, self._refusals = self._refusals, []
+        return refusals
+
+    def meets_for_s(self) -> float:
+        """Returns how long hosts that have not come get; 0.0 where all have."""
+        if self._star.has_met_all():
+            return 0.0
+        return max(0.0, self._meet_by_s - time.monotonic())
+
+    def close(self) -> None:
+        """Leaves the others, which go on."""
+        self._star.close()
+        os.close(self.fd)
+        os.close(self._news_fd)
+
+    def _hear(self, node: int, body: bytes) -> None:
+        try:
+            end = check(wire.decode_with(_DECODER.decode, body))
+        except wire.DecodeError:
+            _logger.warning(
+                "The launcher of node %d has said what is no message.", node
+            )
+            return
+        if end.returncode == 0:
+            with self._lock:
+                self._absent.setdefault(end.process_id, time.monotonic())
+            return
+        # Clocks of hosts differ: what counts is when it is known here.
+        at_s = None if end.failed_at_s is None else time.monotonic()
+        self._add(end._replace(node=node, failed_at_s=at_s))
+
+    def _lose(self, node: int) -> None:
+        note = (
+            f"the launcher of node {node} is gone: it was killed, or its host or the "
+            "network failed"
+        )
+        self._add(Exit(-1, 1, node=node, note=note))
+
+    def _refuse(self, where: str, error: star_codec.OtherJob) -> None:
+        who = f"a launcher at {where}"
+        if self.node != 0:
+            who = f"the launcher of node 0 at {where}"
+        if isinstance(error, star_codec.OtherKey):
+            todo = "give `--key-file` (or `JDP_JOB_KEY`) the same key on all hosts"
+        elif isinstance(error, star_codec.Doubled):
+            error = star_codec.Doubled(f"it has another node {self.node}")
+            todo = "`--node-rank` must be another one on each host"
+        else:
+            todo = "`--nodes`, `--coordinator` and `JDP_JOB_ID` must be the same on all"
+        with self._lock:
+            self._meet_by_s = 0.0  # It has come, and will not be told.
+            self._refusals.append(f"{who} was refused: {error}; {todo}")
+        self._wake()
+
+    def _add(self, end: Exit) -> None:
+        with self._lock:
+            self._heard.append(end)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._news_fd, b"n")
+
+
+def check(end: Exit) -> Exit:
+    """Returns an end that another launcher told, fit to be shown.
+
+    Raises:
+      DecodeError: no process ends like that.
+    """
+    culprit = 0 if end.culprit is None else end.culprit
+    if (
+        not -1 <= end.process_id < _MOST_PROCESSES
+        or not -_MOST_SIGNAL <= end.returncode < 256
+        or (end.returncode == 0 and end != Exit(end.process_id, 0))
+        or not 0 <= culprit < _MOST_PROCESSES
+        or (end.process_id < 0 and not end.note)
+    ):
+        raise wire.DecodeError("no process ends like that")
+    return end._replace(note=wire.printable(end.note))
+
+
+def find_port(coordinator_port: int) -> int:
+    """Returns the port of the link: one above the coordinator's, or below the last."""
+    return coordinator_port + (1 if coordinator_port < 65535 else -1)

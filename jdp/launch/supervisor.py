@@ -1,0 +1,477 @@
+"""Supervisor: when do the processes of a job end, and how are they ended?
+
+`endings.observe` decides, without a clock or a process; `Supervisor` is the thin shell
+that starts the processes, forwards their output and does what `observe` says.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal, Protocol
+
+from jdp.launch import endings, guard, guarding, launcher_link, output
+from jdp.launch.endings import Exit, StopState
+from jdp.launch.exit_order import ExitOrder
+from jdp.runtime import user_program
+
+BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
+_TICK_S = 0.05
+# A peer that fails because a process is gone can be seen to end before that process,
+# whose memory takes a while to free. So long, a failure waits for others, and longer
+# where another has said that its program raised.
+_SETTLE_S = 0.2
+_SETTLE_RAISED_S = 2.0
+_SETTLE_HOSTS_S = 0.6  # where other hosts may say what came before.
+_SILENT_S = 10.0  # for other hosts to fail, after an end that skipped exit handlers.
+_SCAN_PERIOD_S = 0.1
+# How long after SIGKILL a process may still be listed before it is given up.
+_KILL_TIMEOUT_S = 10.0
+# What an ended process wrote lies in a buffer of the kernel. A stream is still open
+# after that only if a process outside the job holds it; it gets this long.
+_DRAIN_IDLE_S = 0.5
+_DRAIN_S = 5.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Policy(Protocol):
+    """Rules for the end of a process: its effect on the job. Pure, without clocks."""
+
+    def judge(
+        self, end: Exit, running: Collection[int]
+    ) -> Literal["count", "forgive", "restart"]:
+        """Says whether an end counts as it does in every job, or what else it means.
+
+        Args:
+          end: of a process, while nothing has gone wrong.
+          running: ids of those that still run.
+        """
+        ...
+
+    def find_superfluous(self, running: Collection[int]) -> list[int]:
+        """Returns the processes that are to end now, well, since others have."""
+        ...
+
+
+class FirstFailurePolicy:
+    """Every process is needed to the end."""
+
+    def judge(self, end: Exit, running: Collection[int]) -> Literal["count"]:
+        """See `Policy`."""
+        del end, running
+        return "count"
+
+    def find_superfluous(self, running: Collection[int]) -> list[int]:
+        """See `Policy`."""
+        del running
+        return []
+
+
+class Supervisor:
+    """Runs the processes of one job on this host, once."""
+
+    def __init__(
+        self,
+        launch_id: str,
+        forwarder: output.Forwarder,
+        *,
+        grace_s: float,
+        policy: Policy | None = None,
+        pass_fds: Sequence[int] = (),
+        link: launcher_link.LauncherLink | None = None,
+        folder: str = "",
+        adopts_orphans: bool = False,
+    ) -> None:
+        """Takes what every process carries in its environment, and their output.
+
+        The guard removes `folder` if this process is killed. `adopts_orphans` is for a
+        process that does nothing else: all its children from now on are of the job.
+        """
+        self._kin = guarding.Kin(launch_id, folder, adopts_orphans=adopts_orphans)
+        self._link = link
+        self._ended_well: dict[int, float] = {}  # when, by process.
+        self._absent: set[int] = set()  # that have ended before others met them.
+        self._pass_fds = tuple(pass_fds)
+        self._policy = FirstFailurePolicy() if policy is None else policy
+        self._arguments: Sequence[str] = ()
+        self._environs: Mapping[int, Mapping[str, str]] = {}
+        self._told: set[int] = set()  # who is superfluous.
+        self._forwarder = forwarder
+        self._grace_s = grace_s
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._exits = ExitOrder()
+        self._state = StopState()
+        self._signals: list[int] = []
+        self._held: list[Exit] = []  # not yet observed.
+        self._held_since_s = 0.0
+        self._failures = user_program.FailurePipe()
+
+    def run(
+        self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]
+    ) -> int:
+        """Runs `arguments` once for each process id of `environs`, to the end of all.
+
+        Nothing of the job is left when it returns, also when it raises.
+
+        Returns:
+          0, or the exit code of what went wrong first.
+        """
+        self._arguments, self._environs = arguments, environs
+        if self._link is not None:
+            self._forwarder.watch(self._link.fd)
+        with self._listening():
+            try:
+                with self._guarded():
+                    for process_id in environs:
+                        self._start(process_id)
+                    self._wait_for_workers()
+                    self._sweep()
+                    self._drain()
+                    self._report()
+                    self._tell_late_hosts()
+            finally:
+                self._forwarder.close()
+                self._flush()
+                self._failures.close()
+                self._exits.close()
+        return self._state.exit_code
+
+    def _start(self, process_id: int) -> None:
+        try:
+            self._try_start(process_id)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"process {process_id} could not be started: {error.strerror}",
+            ) from None
+
+    def _try_start(self, process_id: int) -> None:
+        stdout_fd, stderr_fd = self._forwarder.open_streams(process_id)
+        try:
+            process = subprocess.Popen(
+                self._arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout_fd,
+                stderr=stderr_fd,
+                env={**self._environs[process_id], **self._failures.environ},
+                pass_fds=(self._failures.write_fd, *self._pass_fds),
+                start_new_session=True,
+            )
+        finally:
+            os.close(stdout_fd)
+            os.close(stderr_fd)
+        self._running[process_id] = process
+        self._exits.add(process_id, process.pid)
+        self._kin.add(process.pid)
+
+    def _wait_for_workers(self) -> None:
+        while self._running:
+            self._forwarder.pump(timeout_s=_TICK_S)
+            self._observe()
+            if self._is_given_up():
+                return
+        self._wait_for_hosts()
+
+    def _wait_for_hosts(self) -> None:
+        """Waits a little for failures elsewhere that follow from a silent end here."""
+        deadline_s = time.monotonic() + _SILENT_S
+        while self._link is not None and self._find_silent():
+            if self._state.cause is not None or time.monotonic() > deadline_s:
+                return
+            self._forwarder.pump(timeout_s=_TICK_S)
+            self._observe()
+
+    def _observe(self) -> None:
+        """Collects what has happened, and does what follows from it."""
+        for process_id in dict.fromkeys([*self._exits.take(), *self._running]):
+            process = self._running.get(process_id)
+            if process is not None and process.poll() is not None:
+                del self._running[process_id]
+                self._take_end(Exit(process_id, process.returncode))
+        self._check_guard()
+        self._kin.look(process.pid for process in self._running.values())
+        self._end_superfluous()
+        self._hear_of_failures()
+        signals = self._take_signals()
+        if self._forwarder.is_broken and self._state.cause is None:
+            signals.append(signal.SIGPIPE)
+        now_s = time.monotonic()
+        self._state, send = endings.observe(
+            self._state,
+            self._release(now_s, is_urgent=bool(signals)),
+            signals,
+            now_s=now_s,
+            grace_s=self._grace_s,
+        )
+        if send is not None:
+            self._signal(send)
+            self._tell_cause()
+
+    def _hear_of_failures(self) -> None:
+        """Reads what processes say of themselves, and other hosts of theirs."""
+        now_s = time.monotonic()
+        failures = self._failures.read()
+        if self._link is not None:
+            for process_id, failure in failures.items():
+                self._link.say(endings.as_failed(process_id, failure))
+            for end in self._link.take():
+                self._hold(end)
+            for refusal in self._link.take_refusals():
+                self._forwarder.print_line(f"jdp launch: {refusal}.")
+        waiting = self._failures.in_init & self._running.keys()
+        waiting -= self._failures.ended.keys()
+        ended = self._failures.ended | self._ended_well
+        absent = {i: s for i, s in ended.items() if i not in self._failures.joined}
+        if self._link is not None:
+            for process_id in absent:
+                self._link.say_absent(process_id)
+            absent = self._link.take_absent() | absent
+        for process_id, ended_s in absent.items():
+            is_new = process_id not in self._absent
+            if waiting and is_new and now_s - ended_s > _SETTLE_RAISED_S:
+                self._absent.add(process_id)
+                note = endings.describe_absence(process_id, waiting)
+                self._hold(Exit(process_id, 1, 0.0, note=note))
+
+    def _tell_cause(self) -> None:
+        """Tells the other hosts why this one ends its processes."""
+        cause = self._state.cause
+        if self._link is None or cause is None:
+            return
+        if isinstance(cause, Exit):
+            self._link.say(cause)
+        else:
+            name = endings.signal_name(cause)
+            note = f"the launcher of node {self._link.node} was ended by {name}"
+            self._link.say(Exit(-1, 128 + cause, note=note))
+
+    def _take_end(self, end: Exit) -> None:
+        """Lets the policy say what the end of a process means."""
+        verdict = "count"
+        if self._state.cause is None:
+            verdict = self._policy.judge(end, self._running)
+        if verdict == "count":
+            if end.returncode == 0:
+                self._ended_well[end.process_id] = time.monotonic()
+            self._hold(end)
+            return
+        then = "it is started again" if verdict == "restart" else "the others go on"
+        if end.process_id not in self._told:
+            self._forwarder.print_line(
+                f"jdp launch: {endings.describe_exit(end)}; {then}."
+            )
+        if verdict == "restart":
+            self._failures.forget(end.process_id)
+            self._start(end.process_id)
+
+    def _end_superfluous(self) -> None:
+        found = set(self._policy.find_superfluous(self._running)) - self._told
+        if not found or self._state.cause is not None:
+            return
+        self._told |= found
+        self._state = self._state._replace(kill_at_s=time.monotonic() + self._grace_s)
+        for process_id in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._running[process_id].pid, signal.SIGTERM)
+
+    def _hold(self, end: Exit) -> None:
+        if not self._held:
+            self._held_since_s = time.monotonic()
+        self._held.append(end)
+        if self._link is not None and self._state.cause is None:
+            failure = self._failures.read().get(end.process_id)
+            self._link.say(endings.as_it_said(end, failure))
+
+    def _release(self, now_s: float, *, is_urgent: bool) -> list[Exit]:
+        """Takes the ends that were held, once others had the time to come before."""
+        if not self._held:
+            return []
+        failures = self._failures.read()
+        blamed = {failure.culprit for failure in failures.values()}
+        has_raised = not self._running.keys().isdisjoint(failures.keys() | blamed)
+        settle_s = _SETTLE_S if self._link is None else _SETTLE_HOSTS_S
+        if has_raised:
+            settle_s = _SETTLE_RAISED_S
+        has_settled = now_s - self._held_since_s >= settle_s or not self._running
+        if not (has_settled or is_urgent or self._state.cause is not None):
+            return []
+        held, self._held = self._held, []
+        ends: list[Exit] = []
+        lost = dict(self._failures.lost)
+        for end in held:
+            if not end.note and end.node is None:
+                end = endings.as_it_said(end, failures.get(end.process_id))
+                end = endings.as_it_heard(end, lost)
+            if end.process_id == 0:  # JAX's coordination service has ended with it.
+                lost = dict.fromkeys(self._environs, 0) | lost
+            ends.append(end)
+        if self._state.cause is None:
+            ends += endings.find_blamed(ends, failures)
+            silent = endings.find_silent(ends, self._find_silent())
+            ends += [] if silent is None else [silent]
+        return ends
+
+    def _find_silent(self) -> dict[int, float]:
+        """Returns which processes of the job ended with 0 and without a word."""
+        words = self._failures
+        return {
+            process_id: ended_s
+            for process_id, ended_s in self._ended_well.items()
+            if process_id in words.joined and process_id not in words.ended
+        }
+
+    def _is_given_up(self) -> bool:
+        if not self._state.is_killed or self._state.kill_at_s is None:
+            return False
+        return time.monotonic() > self._state.kill_at_s + _KILL_TIMEOUT_S
+
+    def _signal(self, signum: int) -> None:
+        """Signals the group of each worker, and what has left these groups."""
+        if signum == signal.SIGKILL:
+            self._kill(self._kin.find())
+            return
+        groups = {process.pid for process in self._running.values()}
+        for pid in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signum)
+        # A job inside this one hears it from its own launcher.
+        others = [
+            process
+            for process in self._kin.find()
+            if guard.group_of(process) not in groups and not process.is_of_inner_job
+        ]
+        guard.signal_processes(others, signum)
+
+    def _kill(self, left: Sequence[guard.Process]) -> None:
+        assert self._state.kill_at_s is not None
+        guard.kill(left, since_s=self._state.kill_at_s)
+
+    def _sweep(self) -> None:
+        """Ends what the workers have left behind."""
+        left = self._kin.find()
+        if left and not self._state.is_killed:
+            outer = [process for process in left if not process.is_of_inner_job]
+            guard.signal_processes(outer, signal.SIGTERM)
+        if self._state.kill_at_s is None:
+            kill_at_s = time.monotonic() + self._grace_s
+            self._state = self._state._replace(kill_at_s=kill_at_s)
+        while left:
+            next_scan_s = time.monotonic() + _SCAN_PERIOD_S
+            while time.monotonic() < next_scan_s:
+                self._forwarder.pump(timeout_s=_TICK_S)
+            self._observe()
+            left = self._kin.find()
+            if self._state.is_killed:  # Also those that were started since then.
+                self._kill(left)
+            if self._is_given_up():
+                pids = [process.pid for process in left]
+                self._forwarder.print_line(
+                    f"jdp launch: processes {pids} did not end after SIGKILL."
+                )
+                return
+
+    def _drain(self) -> None:
+        """Forwards what the ended processes have written."""
+        left_s, idle_s = _DRAIN_S, 0.0
+        while self._forwarder.is_open and left_s > 0.0 and idle_s < _DRAIN_IDLE_S:
+            start_s = time.monotonic()
+            has_waited_for_reader = self._forwarder.has_backlog
+            has_read = self._forwarder.pump(timeout_s=_TICK_S)
+            self._observe()
+            if not has_waited_for_reader or self._state.cause is not None:
+                elapsed_s = time.monotonic() - start_s
+                left_s -= elapsed_s
+                idle_s = 0.0 if has_read else idle_s + elapsed_s
+
+    def _report(self) -> None:
+        """Says what went wrong, and shows what the culprit wrote last."""
+        cause = self._state.cause
+        if isinstance(cause, Exit):
+            self._forwarder.print_line(f"jdp launch: {endings.describe_exit(cause)}.")
+            if cause.process_id in self._environs:
+                self._forwarder.print_tail(cause.process_id)
+        elif cause is not None:
+            self._forwarder.print_line(
+                f"jdp launch: ended by {endings.signal_name(cause)}."
+            )
+
+    def _tell_late_hosts(self) -> None:
+        """Waits a while for hosts that have not come yet, to tell them of a failure."""
+        link = self._link
+        if link is None or not isinstance(self._state.cause, Exit):
+            return
+        if link.meets_for_s():
+            self._forwarder.print_line(
+                "jdp launch: not all hosts have come yet; this launcher waits up to "
+                f"{link.meets_for_s():.0f} s to tell them. Ctrl-C ends that."
+            )
+        while link.meets_for_s() and not self._take_signals():
+            self._forwarder.pump(timeout_s=_TICK_S)
+
+    def _flush(self) -> None:
+        """Waits for the readers of our output, as any program does.
+
+        Once the job has been told to end, they get `grace_s`.
+        """
+        start_s = time.monotonic()
+        while self._forwarder.has_backlog:
+            self._forwarder.flush(timeout_s=_TICK_S)
+            self._observe()
+            deadline_s = max(start_s + self._grace_s, self._state.kill_at_s or 0.0)
+            if self._state.cause is not None and time.monotonic() > deadline_s:
+                return
+
+    def _take_signals(self) -> list[int]:
+        received, self._signals = self._signals, []
+        if signal.SIGWINCH in received:
+            self._forwarder.resize()
+        return [signum for signum in received if signum in _STOP_SIGNALS]
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Has the job ended if this process cannot do it."""
+        try:
+            self._kin.open()
+            yield
+            self._kin.say_done()
+        finally:
+            self._kin.close()  # After an error, the guard ends the job.
+            for worker in self._running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(_TICK_S)
+
+    def _check_guard(self) -> None:
+        """Starts the guard again if it was killed; the job does not depend on it."""
+        if (text := self._kin.check()) is not None:
+            self._forwarder.print_line(f"jdp launch: {text}.")
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Collects signals; outside the main thread, Python delivers none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wake_fd, write_fd = os.pipe()
+        os.set_blocking(wake_fd, False)
+        os.set_blocking(write_fd, False)
+        old_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        old_handlers = {}
+        for signum in (*_STOP_SIGNALS, signal.SIGCHLD, signal.SIGWINCH):
+            old = signal.getsignal(signum)
+            # `nohup` and a shell's `&` have us ignore signals; that stays so.
+            if signum in _STOP_SIGNALS and old is signal.SIG_IGN:
+                continue
+            old_handlers[signum] = old
+            signal.signal(signum, lambda signum, _: self._signals.append(signum))
+        self._forwarder.watch(wake_fd)
+        try:
+            yield
+        finally:
+            for signum, old in old_handlers.items():
+                signal.signal(signum, old)
+            signal.set_wakeup_fd(old_fd)
+            os.close(wake_fd)
+            os.close(write_fd)

@@ -1,0 +1,1 @@
+"""Optimizers: optax transformations that work on all replicas."""

@@ -1,0 +1,339 @@
+"""Outer steps: one for how far replicas went apart in many inner ones (DiLoCo)."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jdp.gradients import reduce
+from jdp.optimizers import local_sgd, update_arguments
+from jdp.optimizers.local_sgd import LocalTraining
+from jdp.replicas import initial_state, mesh
+from jdp.replicas.mesh import World
+from jdp.replicas.per_replica import PerReplica
+from jdp.trees import buckets
+from jdp.types import AxisName, PyTree
+
+
+class DiLoCoState(NamedTuple):
+    """State of `diloco`."""
+
+    params: PerReplica  # what this replica has.
+    inner: PerReplica  # state of its optimizer.
+    seen: PerReplica  # by fragment, samples since it was sent, float32 (f,).
+    outer_params: PyTree  # what all replicas have agreed on.
+    outer: list[Any]  # by fragment, state of the outer optimizer.
+    # Averages of the fragment under way, by dtype, flat; none where nothing waits.
+    under_way: dict[str, jax.Array]
+    step: jax.Array  # int32 (): updates so far.
+
+
+class _Options(NamedTuple):
+    outer_tx: optax.GradientTransformation
+    spacing: int  # steps between fragments.
+    num_fragments: int
+    delay: int
+    mixing: float
+    names: tuple[str, ...]
+
+
+def diloco(
+    tx: optax.GradientTransformation,
+    *,
+    period: int,
+    outer: optax.GradientTransformation | None = None,
+    num_fragments: int = 1,
+    delay: int = 0,
+    mixing: float | None = None,
+    axis_name: AxisName = "data",
+    world: World | None = None,
+) -> LocalTraining:
+    """Takes `period` inner steps apart, and an outer one on how far they went.
+
+    The outer optimizer gets theta - mean(theta_i) as a gradient, where theta are the
+    parameters that all began with and theta_i those of replica i (Douillard et al.,
+    2023: DiLoCo). With `num_fragments` the leaves are cut into as many parts of about
+    the same bytes, one of which is sent every `period / num_fragments` steps (Douillard
+    et al., 2025: streaming DiLoCo). With a `delay`, what is sent in a step depends on
+    nothing that the step computes, so that XLA can overlap the two, and it is applied
+    at the end of that step or later.
+
+        local = jdp.diloco(optax.adamw(1e-3), period=50)
+        state = local.init(params)
+
+        @jdp.data_parallel
+        def step(state, batch):
+            loss, grads = jdp.local_gradients(loss_fn)(state.params.value, batch)
+            return local.update(grads, state), {"loss": loss}
+
+    With `period=1` and `outer=optax.sgd(1.0)`, inner plain SGD is data-parallel SGD.
+
+    Integers and booleans among the parameters take no outer step, and are not mixed:
+    all replicas go on with what `local_sgd` would make of them.
+
+    Args:
+      tx: the inner optimizer; its state stays each replica's own.
+      period: inner steps between two outer ones of a parameter.
+      outer: the outer optimizer; None: `optax.sgd(0.7, momentum=0.9, nesterov=True)`,
+        as in the paper.
+      num_fragments: parts that are sent one at a time; a divisor of `period`.
+      delay: how many steps later an outer step is taken; at most
+        `period / num_fragments`. 0: at once, and what is sent is waited for.
+      mixing: share of a replica's own parameters in those with which it goes on after
+        an outer step; None: 0.5 with a delay, since it has stepped on meanwhile, else
+        0, so that all go on with the same.
+      axis_name: the axis, or axes, over which replicas lie.
+      world: the replicas, for `init` outside of a step; None: what `jdp.init` made.
+
+    Returns:
+      The pair; its state is a `DiLoCoState`, whose `outer_params` are what to evaluate.
+
+    Raises:
+      ValueError: a number is out of range, or `num_fragments` does not divide `period`;
+        from `init`: there are fewer leaves than fragments.
+      TypeError: `tx` or `outer` is no optimizer, or a number is none or no integer.
+    """
+    update_arguments.check_optimizer(tx, "diloco")
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    update_arguments.check_optimizer(outer, "diloco", argument="outer")
+    period = local_sgd.as_integer("period", period)
+    num_fragments = local_sgd.as_integer("num_fragments", num_fragments)
+    delay = local_sgd.as_integer("delay", delay)
+    if not isinstance(mixing, int | float | np.number | None):
+        raise TypeError(f"`mixing` must be a number or None, got {mixing!r}.")
+    _check(period, num_fragments, delay, mixing)
+    options = _Options(
+        outer,
+        period // num_fragments,
+        num_fragments,
+        delay,
+        (0.5 if delay else 0.0) if mixing is None else mixing,
+        mesh.as_axis_names(axis_name),
+    )
+
+    def init(params: PyTree) -> Any:
+        def init_here(params: PyTree) -> DiLoCoState:
+            params = jax.tree.map(jnp.asarray, params)
+            leaves = jax.tree.leaves(params)
+            fragments = cut_fragments(leaves, num_fragments)
+            own, inner = local_sgd.begin_apart(tx, params, axis_name)
+            return DiLoCoState(
+                own,
+                inner,
+                PerReplica(local_sgd.no_samples(num_fragments, axis_name)),
+                params,
+                [options.outer_tx.init(_stepped(f, leaves)) for f in fragments],
+                _nothing(leaves, fragments) if delay > 1 else {},
+                jnp.zeros((), jnp.int32),
+            )
+
+        return initial_state.init_on_replicas(
+            init_here, params, axis_name=axis_name, world=world
+        )
+
+    def update(
+        grads: PyTree,
+        state: DiLoCoState,
+        /,
+        *,
+        weight: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> DiLoCoState:
+        amount = local_sgd.find_amount(weight, axis_name)
+        fragments = cut_fragments(jax.tree.leaves(state.outer_params), num_fragments)
+        averages: dict[str, jax.Array] = {}
+        if delay:
+            state, averages = _send(state, fragments, options)
+        params, inner = local_sgd.step_apart(
+            tx, grads, state.params, state.inner, amount, extra_args
+        )
+        state = state._replace(
+            params=PerReplica(params),
+            inner=inner,
+            seen=PerReplica(state.seen.value + amount),
+            step=state.step + 1,
+        )
+        if not delay:
+            state, averages = _send(state, fragments, options)
+        return _apply(state, averages, fragments, options)
+
+    return LocalTraining(init, update)
+
+
+def cut_fragments(leaves: Sequence[Any], num_fragments: int) -> list[list[int]]:
+    """Cuts leaves, in their order, into parts of about the same bytes.
+
+    Raises:
+      ValueError: there are fewer leaves than parts.
+    """
+    if len(leaves) < num_fragments:
+        raise ValueError(
+            f"`num_fragments={num_fragments}`, but there are {len(leaves)} arrays to "
+            "be cut into as many parts."
+        )
+    sizes = [x.size * x.dtype.itemsize for x in leaves]
+    ends = list(itertools.accumulate(sizes))
+    fragments: list[list[int]] = [[] for _ in range(num_fragments)]
+    k = 0
+    for i, end in enumerate(ends):
+        middle = end - sizes[i] / 2
+        num_left = len(leaves) - i
+        is_full = middle >= ends[-1] * (k + 1) / num_fragments
+        must_go_on = num_left == num_fragments - k - 1
+        if fragments[k] and k + 1 < num_fragments and (is_full or must_go_on):
+            k += 1
+        fragments[k].append(i)
+    return fragments
+
+
+def _send(
+    state: DiLoCoState, fragments: list[list[int]], options: _Options
+) -> tuple[DiLoCoState, dict[str, jax.Array]]:
+    """Averages how far replicas went in the fragment that is due, if one is.
+
+    Returns:
+      The state, and the averages that are under way.
+    """
+    leaves = jax.tree.leaves(state.params.value)
+    outer = jax.tree.leaves(state.outer_params)
+    seen = state.seen.value
+    waiting = state.under_way or _nothing(outer, fragments)
+
+    def send(k: int) -> Callable[[], dict[str, jax.Array]]:
+        def displacement() -> dict[str, jax.Array]:
+            exact = [i for i in fragments[k] if local_sgd.is_exact(outer[i])]
+            moved = {i: outer[i] - leaves[i] for i in fragments[k] if i not in exact}
+            moved |= {i: leaves[i] for i in exact}
+            mean = local_sgd.mean_by_amount(moved, options.names, seen[k])
+            if exact:  # Of what none has seen anything of, zero is no mean.
+                anyone = lax.psum(seen[k], options.names) > 0
+                mean |= {i: jnp.where(anyone, mean[i], outer[i]) for i in exact}
+            return _pack([mean[i] for i in fragments[k]], waiting)
+
+        return displacement
+
+    due = _due(state.step, options)
+    ways = [lambda: waiting, *map(send, range(options.num_fragments))]
+    averages = lax.switch(due, ways)
+    kept = jnp.where(jnp.arange(options.num_fragments) == due - 1, 0.0, seen)
+    under_way = averages if state.under_way else {}
+    return state._replace(seen=PerReplica(kept), under_way=under_way), averages
+
+
+def _apply(
+    state: DiLoCoState,
+    averages: dict[str, jax.Array],
+    fragments: list[list[int]],
+    options: _Options,
+) -> DiLoCoState:
+    """Takes the outer step of the fragment that was sent `delay` steps ago."""
+    treedef = jax.tree.structure(state.outer_params)
+
+    def keep(params: Any, outer_params: Any, outer: Any) -> tuple[Any, Any, Any]:
+        return params, outer_params, outer
+
+    def step(k: int) -> Callable[..., tuple[Any, Any, Any]]:
+        def run(params: Any, outer_params: Any, outer: Any) -> tuple[Any, Any, Any]:
+            params, outer_params = list(params), list(outer_params)
+            sent = _unpack(averages, [outer_params[i] for i in fragments[k]])
+            before = _stepped(fragments[k], outer_params)
+            moved = _stepped(range(len(sent)), sent)
+            updates, inner = options.outer_tx.update(moved, outer[k], before)
+            after: Any = iter(optax.apply_updates(before, updates))  # pyright: ignore
+            for i, x in zip(fragments[k], sent, strict=True):
+                own = x
+                if not local_sgd.is_exact(x):
+                    own = x = next(after)
+                    if options.mixing:  # What is equal stays so, bit for bit.
+                        own = (x + options.mixing * (params[i] - x)).astype(x.dtype)
+                outer_params[i] = x
+                params[i] = reduce.cast_varying(own, options.names)
+            outer = [inner if j == k else old for j, old in enumerate(outer)]
+            return params, outer_params, outer
+
+        return run
+
+    due = _due(state.step - options.delay, options)
+    params, outer_params, outer = lax.switch(
+        due,
+        [keep, *map(step, range(options.num_fragments))],
+        jax.tree.leaves(state.params.value),
+        jax.tree.leaves(state.outer_params),
+        state.outer,
+    )
+    return state._replace(
+        params=PerReplica(jax.tree.unflatten(treedef, params)),
+        outer_params=jax.tree.unflatten(treedef, outer_params),
+        outer=outer,
+    )
+
+
+def _stepped(fragment: Iterable[int], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a fragment on which the outer optimizer steps."""
+    return [leaves[i] for i in fragment if not local_sgd.is_exact(leaves[i])]
+
+
+def _due(step: jax.Array, options: _Options) -> jax.Array:
+    """The number of the fragment, from 1, that is due after a step; 0: none is."""
+    turn = step // options.spacing
+    is_due = (step > 0) & (step % options.spacing == 0)
+    return jnp.where(is_due, (turn - 1) % options.num_fragments + 1, 0)
+
+
+def _nothing(leaves: Sequence[Any], fragments: list[list[int]]) -> dict[str, jax.Array]:
+    """Zeros in place of averages, as large as those of any fragment."""
+    sizes: dict[str, int] = {}
+    for part in fragments:
+        here: dict[str, int] = {}
+        for i in part:
+            name = np.dtype(leaves[i].dtype).name
+            here[name] = here.get(name, 0) + math.prod(leaves[i].shape)
+        sizes = {k: max(sizes.get(k, 0), here.get(k, 0)) for k in {**sizes, **here}}
+    return {k: jnp.zeros(n, jnp.dtype(k)) for k, n in sorted(sizes.items())}
+
+
+def _pack(
+    arrays: Sequence[jax.Array], like: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    packed = {}
+    for name, room in like.items():
+        mine = [x for x in arrays if np.dtype(x.dtype).name == name]
+        flat = buckets.pack(mine) if mine else room[:0]
+        packed[name] = jnp.pad(flat, (0, room.size - flat.size))
+    return packed
+
+
+def _unpack(packed: dict[str, jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
+    found: list[Any] = [None] * len(like)
+    for name, flat in packed.items():
+        mine = [i for i, x in enumerate(like) if np.dtype(x.dtype).name == name]
+        size = sum(like[i].size for i in mine)
+        parts = buckets.unpack(flat[:size], [like[i].shape for i in mine])
+        for i, part in zip(mine, parts, strict=True):
+            found[i] = part
+    return found
+
+
+def _check(period: int, num_fragments: int, delay: int, mixing: float | None) -> None:
+    if period < 1:
+        raise ValueError(f"`period` must be at least 1, got {period}.")
+    if num_fragments < 1 or period % num_fragments:
+        raise ValueError(
+            "`num_fragments` must be at least 1 and divide `period`, got "
+            f"{num_fragments} with `period={period}`."
+        )
+    if not 0 <= delay <= period // num_fragments:
+        raise ValueError(
+            "`delay` must be from 0 to `period / num_fragments`, "
+            f"{period // num_fragments}, so that one fragment is under way at a time; "
+            f"got {delay}."
+        )
+    if mixing is not None and not 0 <= mixing < 1:
+        raise ValueError(f"`mixing` must be at least 0 and below 1, got {mixing}.")

@@ -1,0 +1,470 @@
+"""Optimizer: which gradients reach an optax transformation, and for what."""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jdp import compat
+from jdp.backward.flow import FlowAnalysis, Sets
+from jdp.gradients import reduce, sync, used_flags, weighted_mean
+from jdp.gradients.sync import Packing
+from jdp.gradients.weighted_mean import DivideBy
+from jdp.hooks.base import CommHook
+from jdp.hooks.state import init_state
+from jdp.optimizers import leaf_updates, outer_transforms, update_arguments
+from jdp.optimizers.leaf_updates import LeafUpdate, Place, StateLayout
+from jdp.replicas.mesh import World
+from jdp.trees import tree_paths
+from jdp.trees.buckets import BucketPlan
+from jdp.types import AllReduce, AxisName, PyTree
+
+
+def distributed_optimizer(
+    tx: optax.GradientTransformation,
+    *,
+    divide_by: DivideBy = "weight",
+    axis_name: AxisName = "data",
+    plan: BucketPlan | None = None,
+    packing: Packing | None = None,
+    all_reduce: AllReduce | Literal["auto"] | None = None,
+    hook: CommHook | None = None,
+    world: World | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it steps on the average of all replicas' gradients.
+
+    The state is the inner optimizer's own; with a hook that has a state, a
+    `HookedState`. `update` is called inside a traced function
+    by every replica, with its local gradients (`jdp.local_gradients`). Given `used`,
+    which parameters this replica used, it hands on whether any replica did: around
+    `jdp.skip_unused` it takes what `local_gradients(find_unused=True)` returns. Given
+    `weight`, how many samples this replica has, it weighs the gradients; where no
+    replica has any, the state stays bit for bit what it was, and updates are -0.0,
+    which changes no parameter.
+
+    What looks at gradients goes inside:
+    `jdp.distributed_optimizer(optax.chain(optax.clip_by_global_norm(1.0), tx))`. In
+    front of it, in an `optax.chain` around, each replica would clip by its own norm; a
+    step of `jdp.data_parallel` refuses that.
+
+    Args:
+      tx: the optimizer.
+      divide_by: see `sync_gradients`, as for the other options.
+      axis_name: see `sync_gradients`.
+      plan: see `sync_gradients`.
+      packing: see `sync_gradients`.
+      all_reduce: see `sync_gradients`.
+      hook: see `sync_gradients`.
+      world: the replicas, for the `init` of a hook with a state outside of a step;
+        None: what `jdp.init` made.
+
+    Returns:
+      An optax transformation; its `update` raises what `sync_gradients` raises.
+
+    Raises:
+      TypeError: `tx` is no optimizer, or `hook` no hook.
+      ValueError: `divide_by`, `packing` or `all_reduce` is unknown.
+    """
+    update_arguments.check_optimizer(tx, "distributed_optimizer")
+    weighted_mean.check_divide_by(divide_by)
+    inner = optax.with_extra_args_support(tx)
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        used: PyTree | None = None,
+        weight: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, Any]:
+        update_arguments.check_shapes(updates, params)
+        updates = outer_transforms.mark(updates, "distributed_optimizer")
+        extra_args = update_arguments.check_extra(
+            extra_args, tx, distributed_optimizer, axis_name
+        )
+        weighting = weighted_mean.resolve(weight, divide_by)
+        inner_state, hook_state = state, None
+        if isinstance(state, HookedState):
+            inner_state, hook_state = state
+        synced = sync.sync_weighted(updates, used, weighting, options, hook_state)
+        if used is not None:
+            extra_args["used"] = synced.used
+
+        def step() -> tuple[PyTree, Any]:
+            return inner.update(synced.grads, inner_state, params, **extra_args)
+
+        if weighting is None:
+            out, inner_state = step()
+        else:
+            has_data = weighted_mean.has_data(synced.total)
+            out, inner_state = _choose_tree(has_data, step, inner_state)
+        if hook_state is None:
+            return out, inner_state
+        return out, HookedState(inner_state, synced.hook_state)
+
+    def init(params: PyTree) -> Any:
+        if hook is None:
+            return inner.init(params)
+        hook_state = init_state(
+            hook, params, plan=plan, axis_name=axis_name, world=world
+        )
+        if not jax.tree.leaves(hook_state):
+            return inner.init(params)
+        return HookedState(inner.init(params), hook_state)
+
+    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class HookedState(NamedTuple):
+    """State of `distributed_optimizer` with a hook that has one."""
+
+    inner: Any  # of the inner optimizer.
+    hook: Any  # see `jdp.hooks.init_state`.
+
+
+class SkipUnusedState(NamedTuple):
+    """State of `skip_unused`: one state of the inner optimizer for each parameter."""
+
+    # By path, as `jdp.trees.buckets.leaf_paths` writes it. Where the inner optimizer holds a
+    # tree like `params`, there is the entry of the one parameter alone: for
+    # `optax.adam`, each is (ScaleByAdamState(count, mu, nu), EmptyState()).
+    leaf_states: dict[str, Any]
+
+
+def skip_unused(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that a parameter that was not used is left as it is.
+
+    `update` takes `used`, a tree of booleans with the structure of the gradients, as
+    `jdp.value_and_grad(find_unused=True)` returns it. Where it is False, the parameter
+    and all its state (moments, step count, schedules) stay bit for bit what they were,
+    without weight decay and whatever the gradient holds, as in torch for a gradient of
+    None. A Python bool is decided while tracing: `tx` is then not run for an unused
+    parameter. An array is decided at run time.
+
+        tx = optax.chain(
+            optax.clip_by_global_norm(1.0), jdp.skip_unused(optax.adamw(1e-3))
+        )
+        updates, state = tx.update(grads, state, params, used=used)
+
+    `tx` steps on each parameter by itself, and masks and labels by path or shape work
+    as before: its update of the whole tree is traced, and cut into a program for each
+    parameter. Where one of these would need others, as with the `cond` of
+    `optax.MultiSteps`, `tx` runs once for each, on trees with `()` in place of all
+    others, where what goes by the position of a parameter in a list of all sees a list
+    of one. What mixes parameters comes in front, as above, or goes around, as
+    `optax.apply_if_finite`; `update` refuses it inside. Only masks may come behind: an
+    unused parameter gets an update of -0.0, which alone leaves a parameter of -0.0 as
+    it is.
+
+    State keeps the dtypes that `tx.init` gave it. A schedule counts the steps of its
+    parameter, and `optax.inject_hyperparams` holds a value for each. Keys made by
+    `jax.random.key` are folded with the index of the parameter, or all would draw the
+    same noise. An extra argument with the structure of the gradients is cut as they
+    are; others are handed on whole. `optax.tree.map_params` cannot see into the state.
+
+    XLA takes subnormal numbers for zero when it adds on a CPU, so there
+    `optax.apply_updates` flushes subnormal parameters, used or not.
+
+    Args:
+      tx: the optimizer.
+
+    Returns:
+      An optax transformation. Its `update` raises ValueError if `used` is missing, if
+      the gradients do not have the structure of `used`, of `params` or of the state,
+      or if `tx` mixes parameters; TypeError if a leaf of `used` is not one boolean.
+
+    Raises:
+      TypeError: `tx` is no optimizer.
+    """
+    update_arguments.check_optimizer(tx, "skip_unused")
+    inner = optax.with_extra_args_support(tx)
+    # A cache of what follows from the structure and the shapes alone.
+    layouts: dict[Any, StateLayout | None] = {}
+    slots: dict[Any, list[PyTree]] = {}
+
+    def init(params: PyTree) -> SkipUnusedState:
+        leaf_states = {}
+        states = _init_leaves(inner, params)
+        for i, (name, state) in enumerate(zip(_names(params), states, strict=True)):
+            leaf_states[name] = jax.tree.map(functools.partial(_own, index=i), state)
+        return SkipUnusedState(leaf_states)
+
+    def update(
+        updates: PyTree,
+        state: Any,  # SkipUnusedState, of which the type that optax declares knows not.
+        params: PyTree | None = None,
+        *,
+        used: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SkipUnusedState]:
+        flags = _check_used(used, updates)
+        _check_structures(updates, state, params)
+        _check_no_functions(extra_args)
+        like = updates if params is None else params
+        leaves, treedef = jax.tree.flatten(like)
+        key = treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if key not in layouts:
+            _check_separable(inner, updates, params, extra_args)
+            layouts[key] = leaf_updates.find_layout(inner, like)
+        trees = {"updates": updates, "params": params, **extra_args}
+        names, layout, found = _names(updates), layouts[key], None
+        states = [state.leaf_states[name] for name in names]
+        if layout is not None:
+            found = leaf_updates.trace(inner, layout, trees, states)
+        if found is not None:
+            results = _update_leaves(found, flags, states)
+        else:
+            if key not in slots:
+                slots[key] = _find_slots(inner, leaves, treedef)
+            results = _update_alone(inner, slots[key], flags, states, trees)
+        new = dict(zip(names, (new for _, new in results), strict=True))
+        treedef = jax.tree.structure(updates)
+        return treedef.unflatten(x for x, _ in results), SkipUnusedState(new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init_leaves(
+    inner: optax.GradientTransformationExtraArgs, params: PyTree
+) -> list[PyTree]:
+    """Returns a state of `inner` for each parameter."""
+    leaves, treedef = jax.tree.flatten(params)
+    layout = leaf_updates.find_layout(inner, params)
+    if layout is not None:
+        parts = layout.split(inner.init(params))
+        return [layout.of_leaf(parts, i) for i in range(len(leaves))]
+    states = []
+    for i, leaf in enumerate(leaves):
+        place = Place(treedef, i)
+        whole = inner.init(place.put(leaf))
+        states.append(place.contract(place.slots(whole), whole))
+    return states
+
+
+def _find_slots(
+    inner: optax.GradientTransformationExtraArgs, leaves: list[Any], treedef: Any
+) -> list[PyTree]:
+    places = [Place(treedef, i) for i in range(len(leaves))]
+
+    def init(leaves: list[Any]) -> list[PyTree]:
+        pairs = zip(places, leaves, strict=True)
+        return [inner.init(place.put(leaf)) for place, leaf in pairs]
+
+    states = jax.eval_shape(init, leaves)
+    return [place.slots(state) for place, state in zip(places, states, strict=True)]
+
+
+def _update_leaves(
+    updates: list[LeafUpdate], flags: list[Any], states: list[PyTree]
+) -> list[tuple[jax.Array, PyTree]]:
+    """Returns the update and the new state of each parameter."""
+    # Elsewhere each call would compile anew.
+    is_staged = any(
+        map(
+            compat.is_staged,
+            jax.tree.leaves((flags, [leaf.arguments for leaf in updates])),
+        )
+    )
+    calls: dict[Any, Any] = {}
+    results = []
+    for leaf, flag, old in zip(updates, flags, states, strict=True):
+        if used_flags.is_static(flag) and not flag:
+            results.append((_no_update(leaf.aval), old))
+            continue
+        decided = [] if used_flags.is_static(flag) else [flag]
+        treedef = jax.tree.structure(old)
+        key = leaf.signature, treedef, len(decided)
+        if key not in calls:
+
+            def leaf_update(
+                decided: list[Any],
+                old: PyTree,
+                arguments: list[Any],
+                run: Any = leaf.run,
+                treedef: Any = treedef,
+            ) -> tuple[jax.Array, PyTree]:
+                def step() -> tuple[jax.Array, PyTree]:
+                    update, *state = run(arguments)
+                    return update, treedef.unflatten(state)
+
+                return _choose(decided[0] if decided else True, step, old)
+
+            calls[key] = jax.jit(leaf_update) if is_staged else leaf_update
+        results.append(calls[key](decided, old, leaf.arguments))
+    return results
+
+
+def _update_alone(
+    inner: optax.GradientTransformationExtraArgs,
+    slots: list[PyTree],
+    flags: list[Any],
+    states: list[PyTree],
+    trees: dict[str, PyTree],
+) -> list[tuple[jax.Array, PyTree]]:
+    """`_update_leaves`, where `inner` runs on one parameter at a time."""
+    treedef = jax.tree.structure(trees["updates"])
+    columns = {
+        name: jax.tree.leaves(tree)
+        for name, tree in trees.items()
+        if jax.tree.structure(tree) == treedef
+    }
+    results = []
+    for i, (flag, old) in enumerate(zip(flags, states, strict=True)):
+
+        def step(i: int = i, old: Any = old) -> tuple[jax.Array, Any]:
+            place = Place(treedef, i)
+            cut = trees | {key: place.put(column[i]) for key, column in columns.items()}
+            grads, params = cut.pop("updates"), cut.pop("params")
+            whole = place.expand(slots[i], old)
+            update, new = inner.update(grads, whole, params, **cut)
+            return place.pick(update), place.contract(slots[i], new)
+
+        results.append(_choose(flag, step, old))
+    return results
+
+
+def _names(tree: PyTree) -> list[str]:
+    # `flax.nnx.Optimizer` calls `init` with variables and `update` with their values.
+    paths = tree_paths.leaf_paths(tree)
+    return [path.removesuffix(".value") or "(root)" for path in paths]
+
+
+def _choose_tree(flag: jax.Array, step: Any, old: Any) -> tuple[PyTree, Any]:
+    """Returns updates and state; updates of -0.0 and the old state for False."""
+    updates, new = step()
+    return jax.tree.map(lambda x: _or_nothing(flag, x), updates), jax.tree.map(
+        lambda a, b: _select(flag, a, b), old, new
+    )
+
+
+def _choose(flag: Any, step: Any, old: Any) -> tuple[jax.Array, Any]:
+    """Returns the update and the state of one parameter, `old` if it was not used."""
+    if used_flags.is_static(flag):
+        if flag:
+            update, new = step()
+            return update, jax.tree.map(_in_type_of, old, new)
+        return _no_update(jax.eval_shape(lambda: step()[0])), old
+    update, new = step()
+    state = jax.tree.map(lambda a, b: _select(flag, a, b), old, new)
+    return _or_nothing(flag, update), state
+
+
+def _no_update(aval: Any) -> jax.Array:
+    return lax.full(aval.shape, _negative_zero(aval.dtype), aval.dtype)
+
+
+def _or_nothing(flag: jax.Array, update: jax.Array) -> jax.Array:
+    zero = lax.full_like(update, _negative_zero(update.dtype))
+    return lax.select(flag, update, zero)
+
+
+def _select(flag: jax.Array, old: Any, new: Any) -> jax.Array:
+    """Returns `new` if `flag`, else `old`, in the type of `old`."""
+    new, old = _in_type_of(old, new), jnp.asarray(old)
+    return lax.select(flag, new, old)
+
+
+def _negative_zero(dtype: Any) -> complex:
+    """Returns an array that changes no number, not even -0.0, when it is added."""
+    return complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
+
+
+def _own(x: Any, *, index: int) -> jax.Array:
+    """Returns an array of the initial state as the parameter `index` keeps it."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # A copy, or a value that all states begin with could not be donated; and not of
+        # weak type, which the results of `update` do not have.
+        return jnp.array(x, dtype=x.dtype)
+    fold = jax.random.fold_in
+    for _ in x.shape:
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(x, index)
+
+
+def _in_type_of(old: Any, new: Any) -> jax.Array:
+    """Returns `new` in the dtype of `old`, so that a state can be carried by a scan."""
+    return lax.convert_element_type(new, jnp.result_type(old))
+
+
+def _check_used(used: PyTree | None, updates: PyTree) -> list[Any]:
+    if used is None:
+        raise ValueError(
+            "`used` is missing: the optimizer of `skip_unused` must be told which "
+            "parameters were used. Take it from `jdp.value_and_grad(find_unused=True)` "
+            "and call `update(grads, state, params, used=used)`. In `jdp.zero1` and "
+            "`jdp.distributed_optimizer`, an `optax.MultiSteps` around `skip_unused` "
+            "does not hand it on: accumulate with `jdp.accumulate_gradients`."
+        )
+    return used_flags.check_used(used, updates)
+
+
+def _check_no_functions(extra_args: dict[str, Any]) -> None:
+    for name, value in extra_args.items():
+        if any(callable(x) for x in jax.tree.leaves(value)):
+            raise ValueError(
+                "`skip_unused` runs its optimizer on one parameter at a time, but the "
+                f"extra argument `{name}` is a function of all of them. Put what needs "
+                "it, such as a line search, in front of `skip_unused` or behind it in "
+                "an `optax.chain`."
+            )
+
+
+def _check_structures(
+    updates: PyTree, state: SkipUnusedState, params: PyTree | None
+) -> None:
+    if params is not None:
+        tree_paths.check_same_structure(params, "`params`", updates, "the gradients")
+    names = dict.fromkeys(_names(updates))
+    added = [name for name in names if name not in state.leaf_states]
+    removed = [name for name in state.leaf_states if name not in names]
+    if added or removed:
+        raise ValueError(
+            "The state of `skip_unused` was not made for these parameters: it has "
+            + (f"no `{added[0]}`." if added else f"`{removed[0]}` as well.")
+            + " Call `init` again when parameters are added or removed."
+        )
+
+
+def _check_separable(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    params: PyTree | None,
+    extra_args: dict[str, Any],
+) -> None:
+    """Raises ValueError if `inner` lets one parameter's update depend on another."""
+    treedef = jax.tree.structure(updates)
+    num_leaves = treedef.num_leaves
+    if num_leaves < 2:
+        return
+
+    def first_step(updates: PyTree, params: PyTree | None) -> tuple[PyTree, Any]:
+        state = inner.init(updates if params is None else params)
+        return inner.update(updates, state, params, **extra_args)
+
+    jaxpr = jax.make_jaxpr(first_step)(updates, params).jaxpr
+    leaf_bits = [1 << i for i in range(num_leaves)]
+    inputs = [Sets(bit, bit) for bit in leaf_bits] * (1 if params is None else 2)
+    found = FlowAnalysis(by_value=True).propagate(jaxpr, inputs)
+    results = [sets.may for sets in found]
+    # An update may depend on its own parameter, a part of the state on any one.
+    owners = [*leaf_bits, *[0] * (len(results) - num_leaves)]
+    for bits, owner in zip(results, owners, strict=True):
+        if (bits | owner).bit_count() > 1:
+            paths = tree_paths.leaf_paths(updates)
+            mixed = bits | owner
+            a, b = [path for i, path in enumerate(paths) if mixed >> i & 1][:2]
+            raise ValueError(
+                "`skip_unused` runs its optimizer on one parameter at a time, but this "
+                f"one mixes parameters: `{a}` and `{b}`, for example. Put the part "
+                "that mixes them in front, as in "
+                "`optax.chain(optax.clip_by_global_norm(1.0), jdp.skip_unused(...))`, "
+                "or around `skip_unused`, as `optax.apply_if_finite`."
+            )

@@ -1,0 +1,373 @@
+"""Leaf updates: an optimizer that works leaf by leaf, as one program for each leaf.
+
+The optimizer is traced once, on the whole tree, and the equations that lead to the
+results of a leaf are its program. So the time to trace grows as the number of leaves,
+where to run the optimizer once for each leaf, on trees of all, takes its square. Leaves
+of one program and one shape share a `jit`, which is traced and lowered once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdp import compat
+from jdp.backward import flat_program
+from jdp.backward.flat_program import Equation, FlatProgram, is_literal
+from jdp.optimizers import update_arguments
+from jdp.types import PyTree
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr"}
+
+
+class Place(NamedTuple):
+    """One leaf of the trees of a structure, and what is there in such a tree."""
+
+    treedef: Any
+    position: int
+
+    def put(self, x: Any, others: Sequence[Any] | None = None) -> PyTree:
+        """Returns a tree with `x` there, and `()` in place of all others."""
+        # `optax.MaskedNode()` would do, but Python makes each, and there are as many
+        # as the square of the number of parameters: it doubles the time to trace.
+        entries = [()] * self.treedef.num_leaves if others is None else list(others)
+        entries[self.position] = x
+        return self.treedef.unflatten(entries)
+
+    def pick(self, tree: PyTree) -> Any:
+        """Returns what is there."""
+        return self.treedef.flatten_up_to(tree)[self.position]
+
+    def slots(self, state: PyTree) -> PyTree:
+        """Tells the trees in `state` that come of what `put` made from other leaves."""
+
+        def find(tree: PyTree) -> "_Slot | None":
+            entries = _entries_of(self.treedef, tree)
+            if entries is None:
+                return None
+            own = entries[self.position]
+            others = [*entries[: self.position], *entries[self.position + 1 :]]
+            is_made = _is_entry(own) and all(map(_is_nothing, others))
+            return _Slot(entries) if is_made else None
+
+        def is_made(tree: PyTree) -> bool:
+            return find(tree) is not None
+
+        return jax.tree.map(lambda x: find(x) or _NO_SLOT, state, is_leaf=is_made)
+
+    def expand(self, slots: PyTree, state: PyTree) -> PyTree:
+        """Undoes `contract`."""
+
+        def put(slot: _Slot, x: Any) -> Any:
+            return x if slot is _NO_SLOT else self.put(x, slot.others)
+
+        return jax.tree.map(put, slots, state)
+
+    def contract(self, slots: PyTree, state: PyTree) -> PyTree:
+        """Returns `state` with the one entry in place of each tree that has a slot."""
+        return jax.tree.map(
+            lambda slot, x: x if slot is _NO_SLOT else self.pick(x), slots, state
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Slot:
+    """A place in a tree like `params`; no tree itself."""
+
+    others: list[Any]  # what is in all places; `()` or `optax.MaskedNode()` elsewhere.
+
+
+_NO_SLOT = _Slot([])
+
+
+def _entries_of(treedef: Any, tree: PyTree) -> list[Any] | None:
+    """Returns what a tree has in place of each leaf; None for another structure."""
+    try:
+        return treedef.flatten_up_to(tree)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_entry(x: Any) -> bool:
+    return jax.tree.structure(x) in _ENTRIES
+
+
+def _is_nothing(x: Any) -> bool:
+    # Nothing else without leaves: a chain of three has `EmptyState()` around a count.
+    return jax.tree.structure(x) in _NOTHINGS
+
+
+_ENTRIES = [jax.tree.structure(x) for x in (0, optax.MaskedNode())]
+_NOTHINGS = [jax.tree.structure(x) for x in ((), optax.MaskedNode())]
+
+
+class StateLayout(NamedTuple):
+    """How the state of an optimizer is made of arrays and of trees like `params`."""
+
+    params: Any  # treedef of the parameters.
+    outer: Any  # treedef of the state, in which such a tree, a column, is a leaf.
+    are_columns: list[bool]
+    structures: list[Any]  # of the state of each parameter.
+
+    def split(self, state: PyTree) -> list[Any]:
+        """Returns the parts of a state: entries by parameter, or one array of all."""
+        return [
+            self.params.flatten_up_to(part) if is_column else part
+            for part, is_column in zip(
+                self.outer.flatten_up_to(state), self.are_columns, strict=True
+            )
+        ]
+
+    def join(self, parts: Sequence[Any]) -> PyTree:
+        """Undoes `split`."""
+        return self.outer.unflatten(
+            self.params.unflatten(part) if is_column else part
+            for part, is_column in zip(parts, self.are_columns, strict=True)
+        )
+
+    def of_leaf(self, parts: Sequence[Any], i: int) -> PyTree:
+        """Returns the state of one parameter; each has the array of all for itself."""
+        return self.outer.unflatten(
+            part[i] if is_column else part
+            for part, is_column in zip(parts, self.are_columns, strict=True)
+        )
+
+    def gather(self, states: Sequence[PyTree]) -> list[list[Any]] | None:
+        """Returns the parts of all states: entries by parameter, of either kind.
+
+        None if a state is not laid out so, or if the arrays of all differ in type.
+        """
+        found = map(jax.tree.structure, states)
+        if any(a != b for a, b in zip(found, self.structures, strict=True)):
+            return None
+        rows = [self.outer.flatten_up_to(state) for state in states]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        for column, is_column in zip(columns, self.are_columns, strict=True):
+            if not is_column and len(set(map(_type_of, column))) > 1:
+                return None
+        return columns
+
+
+def find_layout(
+    inner: optax.GradientTransformation, params: PyTree
+) -> StateLayout | None:
+    """Returns the layout of a new state; None if it is not made by columns alone.
+
+    A column has an array, or `optax.MaskedNode()`, for each parameter.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    if len(leaves) < 2:
+        return None
+
+    def is_column(tree: PyTree) -> bool:
+        entries = _entries_of(treedef, tree)
+        return entries is not None and all(map(_is_entry, entries))
+
+    state = jax.eval_shape(inner.init, params)
+    parts, outer = jax.tree.flatten(state, is_leaf=is_column)
+    layout = StateLayout(treedef, outer, list(map(is_column, parts)), [])
+    parts = layout.split(state)
+    structures = [
+        jax.tree.structure(layout.of_leaf(parts, i)) for i in range(len(leaves))
+    ]
+    # An entry of a parameter that is no array seems to be of all, but is gone where
+    # that parameter is; so two of them tell.
+    for i in (0, len(leaves) - 1):
+        place = Place(treedef, i)
+        alone = jax.eval_shape(lambda x, p=place: inner.init(p.put(x)), leaves[i])
+        alone = place.contract(place.slots(alone), alone)
+        if jax.tree.structure(alone) != structures[i]:
+            return None
+    return layout._replace(structures=structures)
+
+
+def _type_of(x: Any) -> Hashable:
+    return jax.typeof(x)  # Also whether it is weak.
+
+
+class LeafUpdate(NamedTuple):
+    """The program that updates one parameter."""
+
+    signature: Hashable  # the same for equal programs, of one `trace`.
+    arguments: list[Any]
+    # arguments -> the update, and the leaves of the new state of the parameter.
+    run: Callable[[Sequence[Any]], list[Any]]
+    aval: Any  # of the update.
+
+
+def trace(
+    inner: optax.GradientTransformationExtraArgs,
+    layout: StateLayout,
+    trees: dict[str, PyTree],
+    states: Sequence[PyTree],
+) -> list[LeafUpdate] | None:
+    """Cuts one update of all leaves into an update of each.
+
+    Args:
+      inner: the optimizer.
+      layout: of its state.
+      trees: the arguments of its `update`, by name, but for the state.
+      states: the states of all parameters.
+
+    Returns:
+      The updates; None where the program of one leaf needs what another one has, as
+      with a `cond` around all, or has side effects.
+    """
+    rows = layout.gather(states)
+    if rows is None:
+        return None
+    pairs = list(zip(rows, layout.are_columns, strict=True))
+    parts = [row if is_column else row[0] for row, is_column in pairs]
+    grads, params = trees["updates"], trees["params"]
+    extra = {k: x for k, x in trees.items() if k not in ("updates", "params")}
+    arrays, merge = update_arguments.split_arrays(extra)
+    made: list[Any] = []
+
+    def update(grads: Any, params: Any, arrays: list[Any], parts: list[Any]) -> Any:
+        found = inner.update(grads, layout.join(parts), params, **merge(arrays))
+        made.append(jax.tree.structure(found))
+        return jax.tree.leaves(found)
+
+    arguments = grads, params, arrays, parts
+    try:
+        closed = jax.make_jaxpr(update)(*arguments)
+    except jax.errors.ConcretizationTypeError:
+        return None  # It looks at a value, which it may where nothing is traced.
+    like = layout.params.unflatten(range(len(states))), layout.join(parts)
+    if closed.effects or made[-1] != jax.tree.structure(like):
+        return None
+    program = flat_program.flatten(closed, _CALLS)
+    values = program.constants | dict(
+        zip(program.inputs, jax.tree.leaves(arguments), strict=True)
+    )
+    owners = dict(zip(program.inputs, _owners(layout, arguments, extra), strict=True))
+    shared = [key for key, owner in owners.items() if owner == _EACH]
+    own = [row for row, is_column in pairs if not is_column]
+    indices = jax.tree.unflatten(made[-1], range(len(program.outputs)))
+    updates, new_parts = jax.tree.leaves(indices[0]), layout.split(indices[1])
+    cutting = _Cutting(program)
+    found = []
+    for i, index in enumerate(updates):
+        results = [index, *jax.tree.leaves(layout.of_leaf(new_parts, i))]
+        cut = cutting.cut([program.outputs[k] for k in results])
+        if any(owners.get(key, i) not in (i, _EACH, _ALL) for key in cut.inputs):
+            return None
+        here = dict(zip(shared, (row[i] for row in own), strict=True))
+        arguments = [here[key] if key in here else values[key] for key in cut.inputs]
+        aval = closed.out_avals[index]
+        found.append(LeafUpdate(cut.signature, arguments, cut.run, aval))
+    return found
+
+
+_EACH = -1  # owner of what each parameter has for itself, as a count of its steps.
+_ALL = -2  # owner of what is handed to all, as an extra argument.
+
+
+def _owners(
+    layout: StateLayout, arguments: tuple[Any, ...], extra: dict[str, PyTree]
+) -> list[int]:
+    """Returns, for each leaf of the arguments, the index of the parameter it is of."""
+    grads, params, _, parts = arguments
+    found = [*range(len(jax.tree.leaves(grads))), *range(len(jax.tree.leaves(params)))]
+    for _, tree in sorted(extra.items()):  # As `jax.tree` does.
+        is_cut = jax.tree.structure(tree) == layout.params
+        found += [
+            i if is_cut else _ALL
+            for i, x in enumerate(jax.tree.leaves(tree))
+            if update_arguments.is_array(x)
+        ]
+    for part, is_column in zip(parts, layout.are_columns, strict=True):
+        if is_column:
+            found += [i for i, x in enumerate(part) for _ in jax.tree.leaves(x)]
+        else:
+            found.append(_EACH)
+    return found
+
+
+class _Cut(NamedTuple):
+    """The part of a program that some of its results need."""
+
+    equations: list[Equation]
+    inputs: list[int]  # keys, of arguments and constants.
+    outputs: list[Any]  # keys, or literals.
+    signature: Hashable  # the same for parts that compute the same.
+
+    def run(self, arguments: Sequence[Any]) -> list[Any]:
+        """Returns the results, given the values of the inputs."""
+        known = dict(zip(self.inputs, arguments, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if is_literal(atom) else known[atom]
+
+        for equation in self.equations:
+            found = compat.bind_equation(
+                equation.eqn, [read(atom) for atom in equation.inputs]
+            )
+            known.update(zip(equation.outputs, found, strict=True))
+        return [
+            jnp.asarray(atom.val) if is_literal(atom) else known[atom]
+            for atom in self.outputs
+        ]
+
+
+class _Cutting:
+    """Cuts a program into the parts that some of its results need."""
+
+    def __init__(self, program: FlatProgram):
+        self._equations = program.equations
+        self._made_by = {
+            key: i for i, x in enumerate(program.equations) for key in x.outputs
+        }
+
+    def cut(self, results: Sequence[Any]) -> _Cut:
+        """Returns what leads to `results`: keys, or literals."""
+        wanted: set[int] = set()
+        waiting = list(results)
+        while waiting:
+            atom = waiting.pop()
+            index = None if is_literal(atom) else self._made_by.get(atom)
+            if index is not None and index not in wanted:
+                wanted.add(index)
+                waiting += self._equations[index].inputs
+        equations = [self._equations[i] for i in sorted(wanted)]
+        inputs: list[int] = []
+        numbers: dict[int, int] = {}
+
+        def describe(atom: Any) -> Hashable:
+            if is_literal(atom):
+                return atom.aval, np.asarray(atom.val).tobytes()
+            if atom not in numbers:  # It is read before any equation has made it.
+                inputs.append(atom)
+                numbers[atom] = len(numbers)
+            return numbers[atom]
+
+        lines = []
+        for equation in equations:
+            operands = tuple(map(describe, equation.inputs))
+            lines.append((_kind(equation.eqn), operands))
+            for key in equation.outputs:
+                numbers[key] = len(numbers)
+        signature = tuple(lines), tuple(map(describe, results))
+        return _Cut(equations, inputs, list(results), signature)
+
+
+def _kind(eqn: Any) -> Hashable:
+    """Returns what an equation does with its operands."""
+    params = tuple((name, _hashable(x)) for name, x in sorted(eqn.params.items()))
+    return eqn.primitive, _hashable(eqn.ctx), params
+
+
+def _hashable(x: Any) -> Hashable:
+    if isinstance(x, tuple):
+        return type(x), tuple(map(_hashable, x))
+    if isinstance(x, float | complex | np.generic):
+        return type(x), repr(x)  # 0.0 and -0.0 are equal.
+    try:
+        hash(x)
+    except TypeError:
+        return id(x)  # The program keeps it from being taken again.
+    return type(x), x

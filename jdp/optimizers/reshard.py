@@ -1,0 +1,377 @@
+"""Resharding: a state on another number of replicas, or as plain optax has it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdp.optimizers import shard_layout, zero1
+from jdp.optimizers.zero1 import ZeroState
+from jdp.replicas import comparison, mesh
+from jdp.replicas.per_replica import PerReplica
+from jdp.trees import tree_paths
+from jdp.types import PyTree
+
+
+def saved_like(state: PyTree, *, num_replicas: int) -> PyTree:
+    """Returns what a state is like that was saved on another number of replicas.
+
+    For the target of a checkpoint's `restore`; `jdp.reshard` then brings what was
+    restored to the replicas that are here. orbax rounds to the dtypes of its target:
+    where an optimizer's state has wider ones after its first step, pass such a state.
+
+    Args:
+      state: one of the replicas that are here; values are not read.
+      num_replicas: of the job that saved it.
+
+    Returns:
+      The same tree of numpy arrays, which take no memory and hold nothing; for PRNG
+      keys, which numpy does not have, new arrays of keys.
+
+    Raises:
+      TypeError: `num_replicas` is no integer.
+      ValueError: it is below 1.
+    """
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int | np.integer):
+        raise TypeError(f"`num_replicas` must be an integer, got {num_replicas!r}.")
+    if num_replicas < 1:
+        raise ValueError(f"`num_replicas` must be at least 1, got {num_replicas}.")
+
+    def like(x: Any, shape: tuple[int, ...]) -> Any:
+        if _is_key(x):
+            return jnp.empty(shape, x.dtype)
+        return np.broadcast_to(np.zeros((), x.dtype), shape)
+
+    def piece(x: Any, size: int) -> Any:
+        return like(x, (num_replicas, -(-size // num_replicas)))
+
+    def row(x: Any) -> Any:
+        return like(x, (num_replicas, *x.shape[1:]))
+
+    def shared(x: Any) -> Any:
+        return like(x, x.shape)
+
+    return _map(state, shared, piece, row)
+
+
+def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
+    """Brings a state to another number of replicas.
+
+    Every process calls it with the whole of what was saved; the processes compare the
+    values, and the arrays that they hand in are copied. Pieces of `jdp.zero1` are
+    cut anew, bit for bit. What else replicas had for themselves stays bit for bit what
+    it is where all had the same, such as a count of steps. Else each gets the mean, as
+    of what hooks have not sent: what they send together stays the same in the mean over
+    the replicas.
+
+    Args:
+      saved: the state as it was saved, of host arrays, and of PRNG keys where `like`
+        has some; see `saved_like`.
+      like: a new state of the replicas that are here; where its arrays lie is kept.
+
+    Returns:
+      The saved values in the shapes of `like`. Floats have the dtype that was saved,
+      which training goes on with: in some states, such as that of
+      `optax.inject_hyperparams` for parameters of several dtypes, it changes in the
+      first step.
+
+    Raises:
+      ValueError: `saved` is not one of these parameters, or has integers, floats or
+        keys where `like` has another of the three; the leaf is named.
+      RuntimeError: the processes have other values; on every process, naming the leaf.
+      TypeError: integers or keys, which have no mean, differ between the replicas that
+        saved them; the leaf is named.
+    """
+    _compare_values(saved, like, name="saved", topic="resharding of a state")
+    paths = tree_paths.leaf_paths(saved)
+    if paths != tree_paths.leaf_paths(like):
+        tree_paths.check_same_structure(saved, "What was saved", like, "`like`")
+    found = iter(zip(paths, jax.tree.leaves(saved), strict=True))
+
+    def take(x: Any) -> tuple[str, Any]:
+        path, value = next(found)
+        value = _as_array(value)
+        if not _is_of_kind(value, x):
+            advice = " Wrap it with `jax.random.wrap_key_data`." if _is_key(x) else ""
+            raise ValueError(
+                f"`{path}` was saved as {value.dtype}, but is {x.dtype} here.{advice}"
+            )
+        return path, value
+
+    def shared(x: Any) -> jax.Array:
+        path, value = take(x)
+        if value.shape != x.shape:
+            raise _misfit(path, value.shape, x.shape)
+        return _place(value, x)
+
+    def piece(x: Any, size: int) -> jax.Array:
+        path, value = take(x)
+        if value.ndim != 2 or value.shape[1] != -(-size // value.shape[0]):
+            raise _misfit(path, value.shape, x.shape)
+        flat = np.zeros(x.shape, value.dtype).reshape(-1)
+        flat[:size] = value.reshape(-1)[:size]
+        return _place(flat.reshape(x.shape), x)
+
+    def row(x: Any) -> jax.Array:
+        path, value = take(x)
+        if value.ndim == 0 or value.shape[1:] != x.shape[1:]:
+            raise _misfit(path, value.shape, x.shape)
+        if value.shape[0] == x.shape[0]:
+            return _place(value, x)
+        if _has_equal_rows(value):
+            shape = (x.shape[0], *value.shape[1:])
+            rows = jnp if _is_key(value) else np
+            return _place(rows.broadcast_to(value[0], shape), x)
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            raise TypeError(
+                f"`{path}`, {value.dtype}, differs between the {value.shape[0]} "
+                f"replicas that saved it; it cannot be averaged for {x.shape[0]} "
+                "others. Make this part anew, and put it in the place of what was "
+                "saved, with a row for each replica that is here."
+            )
+        wide = np.promote_types(value.dtype, np.float32)
+        mean = value.astype(wide).mean(0).astype(value.dtype)
+        return _place(np.broadcast_to(mean, x.shape), x)
+
+    new = _map(like, shared, piece, row)
+    # Shapes of another model may come to the same pieces.
+    tree_paths.check_same_structure(saved, "What was saved", like, "`like`")
+    return new
+
+
+def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
+    """Puts the pieces of `jdp.zero1` together to the state of plain optax.
+
+    Every process calls it, with states of the same paths and shapes. All arrays come to
+    all devices: for as long as they are kept, `zero1` saves no memory. The state of a
+    hook is left out.
+
+        plain = jdp.consolidate(opt, like=jax.eval_shape(tx.init, params))
+        params = optax.contrib.schedule_free_eval_params(plain, params)
+
+    Args:
+      state: a `ZeroState`, on any number of replicas, or a pytree that holds some; of
+        `jax.Array`s, or of host arrays as a checkpoint returns them.
+      like: the same of the optimizer without `zero1`, in the same places; values are
+        not read.
+
+    Returns:
+      A tree like `like`; every `jax.Array` of it is replicated over the mesh of
+      `state`, or local where the array of `state` is.
+
+    Raises:
+      ValueError: `like` is of other parameters or another optimizer; the array is
+        named.
+      RuntimeError: the processes have states of other paths or shapes, or one of them
+        does not call it; on every process, naming the first difference.
+    """
+    world = _world_of(state)
+    if world is not None:
+        trees = {"state": state, "like": like}
+        comparison.compare_programs(world, "", trees, topic="gathering of a state")
+
+    def visit(node: Any, plain: Any) -> Any:
+        if not isinstance(node, ZeroState):
+            return node
+        names, leaves = _names_in(plain, node), jax.tree.leaves(plain)
+        pairs = zip(node.own_names, node.own.value, strict=True)
+        shapes = {k: x.shape for k, x in zip(names, leaves, strict=True)}
+        found = dict(zip(node.shared_names, node.shared, strict=True))
+        found |= {name: _join(rows, shapes[name]) for name, rows in pairs}
+        return jax.tree.unflatten(
+            jax.tree.structure(plain), [found[name] for name in names]
+        )
+
+    return jax.tree.map(visit, state, like, is_leaf=_is_zero)
+
+
+def spread(whole: PyTree, *, like: PyTree) -> PyTree:
+    """Cuts a state of plain optax into the pieces of `jdp.zero1`.
+
+    The inverse of `consolidate`, on any number of replicas. Every process calls it with
+    the whole state; the processes compare the values, and host arrays are copied.
+
+    Args:
+      whole: state of the optimizer without `zero1`: host arrays, or `jax.Array`s that
+        are local or replicated.
+      like: a new `ZeroState` of the replicas that are here, or a pytree that holds
+        some; where its arrays lie is kept, and so is the state of hooks.
+
+    Returns:
+      The values of `whole` in the form of `like`; floats keep their dtype.
+
+    Raises:
+      ValueError: `whole` is of other parameters or another optimizer, or has integers,
+        floats or keys where `like` has another of the three; the array is named.
+      RuntimeError: the processes have other values; on every process, naming the array.
+    """
+    _compare_values(whole, like, name="whole", topic="cutting of a state")
+
+    def visit(node: Any, plain: Any) -> Any:
+        if not isinstance(node, ZeroState):
+            return plain
+        values = dict(zip(_names_in(plain, node), jax.tree.leaves(plain), strict=True))
+        shared = [
+            _place(_host(values[name], name, x), x)
+            for name, x in zip(node.shared_names, node.shared, strict=True)
+        ]
+        own = []
+        for name, x in zip(node.own_names, node.own.value, strict=True):
+            value = _host(values[name], name, x).reshape(-1)
+            flat = np.zeros(math.prod(x.shape), value.dtype)
+            flat[: value.size] = value
+            own.append(_place(flat.reshape(x.shape), x))
+        return node._replace(shared=shared, own=PerReplica(own))
+
+    return jax.tree.map(visit, like, whole, is_leaf=_is_zero)
+
+
+def _world_of(state: PyTree) -> mesh.World | None:
+    """Returns the world if arrays of a state lie in several of its processes."""
+    world = mesh.find_current_world()
+    is_far = any(
+        isinstance(x, jax.Array) and not x.is_fully_addressable
+        for x in jax.tree.leaves(state)
+    )
+    return world if is_far and world is not None and world.store else None
+
+
+def _compare_values(tree: PyTree, like: PyTree, *, name: str, topic: str) -> None:
+    """Compares what all processes hand in to become arrays of all of them."""
+    world = _world_of(like)
+    if world is None:
+        return
+
+    def is_own(node: Any) -> bool:
+        return isinstance(node, PerReplica)
+
+    # The rows of all replicas are here, and are compared like the rest.
+    tree = jax.tree.map(lambda x: x.value if is_own(x) else x, tree, is_leaf=is_own)
+    comparison.compare_values(world, tree, name=name, topic=topic)
+
+
+def _is_zero(node: Any) -> bool:
+    return isinstance(node, ZeroState)
+
+
+def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
+    """Names the arrays of a plain state, which must be those of a `ZeroState`."""
+    names = zero1.array_names(plain)
+    known = {*state.shared_names, *state.own_names}
+    if set(names) == known:
+        return names
+    missing, extra = sorted(known - {*names}), sorted({*names} - known)
+    raise ValueError(
+        "The state of plain optax is not that of the `ZeroState`, by path and shape: "
+        + (f"it has no `{missing[0]}`" if missing else f"it has `{extra[0]}` as well")
+        + ". Make it with `init` of the same optimizer, without `zero1`, for the same "
+        "parameters."
+    )
+
+
+def _join(rows: Any, shape: tuple[int, ...]) -> Any:
+    if not isinstance(rows, jax.Array):
+        return shard_layout.restore(np.asarray(rows), shape)
+    if not isinstance(rows.sharding, NamedSharding):
+        return shard_layout.restore(
+            rows, shape
+        )  # of one device, as `pickle` returns it.
+    sharding = NamedSharding(rows.sharding.mesh, PartitionSpec())
+    join = jax.jit(shard_layout.restore, static_argnums=1, out_shardings=sharding)
+    return join(rows, shape)
+
+
+def _host(value: Any, name: str, like: Any) -> Any:
+    if not _is_key(value) and not isinstance(value, jax.Array):
+        # Numbers of Python, and arrays of 64 bits, become what JAX makes of them.
+        given = np.asarray(value)
+        value = given.astype(jax.dtypes.canonicalize_dtype(given.dtype))
+        if given.dtype.kind in "iu" and (value != given).any():
+            raise ValueError(
+                f"`{name}` is {given.dtype} and does not fit into {value.dtype}, which "
+                "JAX makes of it. Set `jax_enable_x64`, or pass smaller numbers."
+            )
+    value = _as_array(value)
+    if not _is_of_kind(value, like):
+        raise ValueError(f"`{name}` is {value.dtype}, but {like.dtype} here.")
+    return value
+
+
+def _map(
+    tree: PyTree,
+    of_shared: Callable[[Any], Any],
+    of_piece: Callable[[Any, int], Any],
+    of_row: Callable[[Any], Any],
+) -> PyTree:
+    """Maps shared leaves, pieces with the size of the whole, and rows of replicas."""
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, PerReplica):
+            return jax.tree.map(of_row, node)
+        if not isinstance(node, ZeroState):
+            return of_shared(node)
+        sizes = [math.prod(shape) for shape in zero1.own_shapes(node)]
+        shared = [of_shared(x) for x in node.shared]
+        own = [of_piece(x, n) for x, n in zip(node.own.value, sizes, strict=True)]
+        hook = _map(node.hook, of_shared, of_piece, of_row)
+        return node._replace(shared=shared, own=PerReplica(own), hook=hook)
+
+    def is_special(node: Any) -> bool:
+        return isinstance(node, PerReplica | ZeroState)
+
+    return jax.tree.map(visit, tree, is_leaf=is_special)
+
+
+def _is_key(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_of_kind(value: Any, like: Any) -> bool:
+    """Whether a step can go on with `value`: of one dtype, or another float of JAX's.
+
+    The state of some optimizers has other floats after its first update than before.
+    """
+    are_floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (value, like))
+    is_of_jax = are_floats and value.dtype == jax.dtypes.canonicalize_dtype(value.dtype)
+    return value.dtype == like.dtype or is_of_jax
+
+
+def _has_equal_rows(value: Any) -> bool:
+    """Whether replicas, one a row, have the same bit for bit."""
+    data = np.asarray(jax.random.key_data(value)) if _is_key(value) else value
+    if not data.size:
+        return True
+    rows = np.ascontiguousarray(data).reshape(len(data), -1).view(np.uint8)
+    return bool((rows == rows[0]).all())
+
+
+def _as_array(x: Any) -> Any:
+    """Returns an array of PRNG keys as it is, another one on the host."""
+    return x if _is_key(x) else np.asarray(x)
+
+
+def _place(value: Any, like: Any) -> jax.Array:
+    if _is_key(value):
+        data = np.asarray(jax.random.key_data(value))
+        sharded = jax.random.key_data(like) if isinstance(like, jax.Array) else None
+        impl = jax.random.key_impl(value)
+        return jax.random.wrap_key_data(_place(data, sharded), impl=impl)
+    sharding = like.sharding if isinstance(like, jax.Array) else None
+    # Copies: the caller may go on writing to the array.
+    if sharding is None:
+        return jnp.array(value)
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda i: np.array(value[i])
+    )
+
+
+def _misfit(path: str, saved: Any, here: Any) -> ValueError:
+    return ValueError(
+        f"`{path}` was saved with shape {list(saved)}, which does not become "
+        f"{list(here)}: it is of a model of another shape."
+    )

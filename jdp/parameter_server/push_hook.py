@@ -1,0 +1,188 @@
+"""Compression: what a worker pushes through a communication hook.
+
+A hook sums over replicas; here there is one, and what it would send is what is pushed.
+The worker runs the hook and keeps what goes out. The server runs it again on zeros, and
+gives it what has come in where it sends: so whatever a hook makes of what was sent,
+such as putting chosen elements in their places, the server does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.hooks import CommHook
+from jdp.parameter_server import shards
+from jdp.parameter_server.shards import Layout
+from jdp.trees.buckets import BucketAval
+from jdp.types import PyTree
+
+T = TypeVar("T")
+
+
+class _Recorder:
+    """A `HookAllReduce` of one replica that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.num_replicas = 1
+        self.sent: list[jax.Array] = []
+        self._has_exchanged = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self._send(x)
+
+    def exchange(self, rows: jax.Array) -> jax.Array:
+        self._has_exchanged = True
+        return self._send(rows)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        # After an exchange, it is the sum that is handed out, which the server makes.
+        if self._has_exchanged:
+            self._has_exchanged = False
+            return x[None]
+        return self._send(x)[None]
+
+    def switch(
+        self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
+    ) -> T:
+        del is_late, late, early
+        raise NotImplementedError("A hook that begins later cannot compress a push.")
+
+    def _send(self, x: jax.Array) -> jax.Array:
+        self.sent.append(x)
+        return x
+
+
+class _Player(_Recorder):
+    """A `HookAllReduce` of one replica that has what another one sent."""
+
+    def __init__(self, received: Sequence[jax.Array]) -> None:
+        super().__init__()
+        self._left = list(received)
+
+    def _send(self, x: jax.Array) -> jax.Array:
+        super()._send(x)
+        return self._left.pop(0)
+
+
+class _Codec:
+    """Encoder and decoder of a hook, for buckets of given shapes."""
+
+    def __init__(self, hook: CommHook, avals: Sequence[BucketAval]) -> None:
+        self._hook = hook
+        self._avals = [BucketAval(a.leaf_shapes, a.dtype) for a in avals]
+
+    def init(self) -> PyTree:
+        return self._hook.init(self._avals)
+
+    def encode(
+        self, buckets: Sequence[jax.Array], state: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array], PyTree]:
+        """Returns what the hook sends, what it returns, and the next state."""
+        recorder = _Recorder()
+        found, state = self._hook.apply(list(buckets), state, recorder)
+        return recorder.sent, found, state
+
+    def decode(self, sent: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns what the hook returned when it sent that."""
+        zeros = [jnp.zeros(a.shape, a.dtype) for a in self._avals]
+        found, _ = self._hook.apply(zeros, self.init(), _Player(sent))
+        return found
+
+    def sends_what_it_received(self) -> bool:
+        """Whether anything that is sent depends on what has come before it."""
+        buckets = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._avals]
+        sent, _, _ = jax.eval_shape(lambda x: self.encode(x, self.init()), buckets)
+
+        def resend(received: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
+            player = _Player(received)
+            self._hook.apply(list(x), self.init(), player)
+            return player.sent
+
+        jaxpr = jax.make_jaxpr(resend)(sent, buckets).jaxpr
+        # Their numbers, as literals cannot be looked up in a set.
+        received = {id(var) for var in jaxpr.invars[: len(sent)]}
+        for eqn in jaxpr.eqns:
+            if any(id(var) in received for var in eqn.invars):
+                received.update(map(id, eqn.outvars))
+        return any(id(var) in received for var in jaxpr.outvars)
+
+
+class Compressor:
+    """A hook for the buckets of one server."""
+
+    def __init__(self, hook: CommHook, avals: Sequence[BucketAval]):
+        """Finds what the hook sends.
+
+        Args:
+          hook: any whose result is made of what it sends: `cast`, `int8`, `top_k`.
+          avals: of the buckets.
+
+        Raises:
+          ValueError: what the hook returns is not made of what it sends alone.
+        """
+        _check_is_made_of_what_it_sends(hook, avals)
+        self._codec = codec = _Codec(hook, avals)
+        zeros = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        sent, _, _ = jax.eval_shape(lambda x: codec.encode(x, codec.init()), zeros)
+        self.layout: Layout = shards.make_layout(sent)
+        self._unpack = jax.jit(codec.decode)
+
+    def init(self) -> PyTree:
+        """Returns the state of the hook before the first push."""
+        return self._codec.init()
+
+    def compress(
+        self, buckets: Sequence[jax.Array], state: PyTree
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Returns what is pushed for buckets, and the next state; traced."""
+        sent, _, state = self._codec.encode(buckets, state)
+        return sent, state
+
+    def unpack(self, sent: Sequence[np.ndarray]) -> list[jax.Array]:
+        """Returns the buckets, shape (n,) each, that were pushed so."""
+        found = self._unpack(list(sent))
+        # What was sent may lie in memory that is written again.
+        return jax.block_until_ready(found)
+
+
+def open_payload(
+    payload: Any, is_compressed: bool, layout: Layout, compressor: Compressor | None
+) -> list[Any]:
+    """Returns the buckets of a push, without a copy where they are not compressed."""
+    if not is_compressed:
+        return list(layout.views(payload))
+    assert compressor is not None
+    return compressor.unpack(compressor.layout.views(payload))
+
+
+def _check_is_made_of_what_it_sends(
+    hook: CommHook, avals: Sequence[BucketAval]
+) -> None:
+    """Looks at what the hook sends, and tries it on the first elements of each bucket.
+
+    What is sent must not depend on what came back before, as the second factor of
+    `power_sgd` does: the server would have to find the first one bit for bit anew.
+    """
+    rng = np.random.default_rng(0)
+    small = [BucketAval([(min(64, a.size),)], a.dtype) for a in avals]
+    codec = _Codec(hook, small)
+    x = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in small]
+
+    def run(x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        sent, found, _ = codec.encode(x, codec.init())
+        return found, codec.decode(sent)
+
+    try:
+        pairs = zip(*jax.jit(run)(x), strict=True)
+        same = all(np.allclose(a, b, rtol=1e-2) for a, b in pairs)
+        same = same and not _Codec(hook, avals).sends_what_it_received()
+    except (NotImplementedError, IndexError):
+        same = False
+    if not same:
+        raise ValueError(
+            f"The hook `{hook.name}` cannot compress a push: what it returns is not "
+            "made of what it sends alone. Use `cast`, `int8` or `top_k`."
+        )

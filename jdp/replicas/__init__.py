@@ -1,0 +1,1 @@
+"""Replicas: the devices of a job, and what their processes agree on."""

@@ -1,0 +1,174 @@
+"""Replica state: a state that all replicas make at once, each its own part.
+
+All processes make it with one program, of the same values. So they compare both first:
+JAX does not, and takes what differs for the same.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import PartitionSpec
+
+from jdp import compat
+from jdp.replicas import agreement, comparison, mesh, per_replica, replication
+from jdp.replicas.mesh import World
+from jdp.replicas.per_replica import PerReplica
+from jdp.types import AxisName, PyTree
+
+_ADVICE = (
+    "\nA state is made by the same program on all processes, with the same "
+    "hyperparameters and seeds. Give each process those of process 0."
+)
+
+
+def init_on_replicas(
+    init: Callable[..., PyTree],
+    *args: PyTree,
+    axis_name: AxisName,
+    world: World | None = None,
+) -> PyTree:
+    """Makes a state that has parts of the replicas' own.
+
+    Inside of a step it is `init(*args)`. Outside, every replica runs that, and every
+    process calls it: all get the arguments of process 0, as `jdp.replicate` gives them,
+    and compare the program and the values that it captures.
+
+    Args:
+      init: makes the state of one replica; it may use `axis_name`.
+      *args: pytrees of host arrays, or of `jax.Array`s that are local or replicated.
+      axis_name: the axis, or axes, over which replicas lie.
+      world: the replicas; None: what `jdp.init` made. Inside of a step it is not used.
+
+    Returns:
+      What `init` returns, its `PerReplica` parts split over the replicas, all others
+      replicated.
+
+    Raises:
+      RuntimeError: outside of a step, without a world. Or the processes have other
+        arguments, by path, shape and dtype, another program, or other captured
+        values, such as a learning rate; on every process, naming the difference.
+      ValueError: the world has other axes.
+    """
+    if mesh.is_bound(axis_name):
+        names = sorted(mesh.tracked_axes(axis_name))
+        return per_replica.map_parts(
+            init(*args), lambda x: x, lambda x: compat.cast_varying(x, names)
+        )
+    world = mesh.current_world() if world is None else world
+    if mesh.as_axis_names(axis_name) != world.axis_names:
+        raise ValueError(
+            f"`axis_name={axis_name!r}` is not that of the world, {world.axis_name!r}."
+        )
+    topic = "making of a state on all replicas"
+    if world.store is None:
+        args = jax.tree_util.tree_map_with_path(
+            lambda path, x: _on_all(
+                world, x, f"`argument{jax.tree_util.keystr(path)}`"
+            ),
+            args,
+        )
+    else:
+        args = replication.place(world, args, name="argument", topic=topic)
+    made = []
+
+    def run(*args: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+        tree = init(*args)
+        made.append((jax.tree.structure(tree), per_replica.are_own(tree)))
+        return per_replica.split_leaves(per_replica.leave(tree))
+
+    names = world.axis_names
+    mapped = jax.shard_map(
+        run,
+        mesh=world.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=(PartitionSpec(), PartitionSpec(names)),
+        check_vma=False,
+    )
+    if world.store is not None:
+        _compare(world, mapped, args, topic)
+    shared, own = jax.jit(mapped)(*args)
+    treedef, are_own = made[-1]
+    leaves = per_replica.merge_leaves(are_own, shared, own)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def copy_per_replica(
+    tree: PyTree, *, axis_name: AxisName = "data", world: World | None = None
+) -> PerReplica:
+    """Gives every replica a copy of its own, from which they may go apart.
+
+    Args:
+      tree: pytree of arrays, the same on all replicas.
+      axis_name: the axis, or axes, over which replicas lie.
+      world: the replicas; None: what `jdp.init` made. Inside of a step it is not used.
+
+    Returns:
+      The copies; outside of a step with a row for each replica. Every process calls
+      it there, and all get what process 0 has.
+
+    Raises:
+      RuntimeError: outside of a step, without a world. Or the processes have other
+        arrays, by path, shape and dtype; on every process, naming the difference.
+    """
+    return init_on_replicas(
+        lambda tree: PerReplica(jax.tree.map(jnp.asarray, tree)),
+        tree,
+        axis_name=axis_name,
+        world=world,
+    )
+
+
+def _on_all(world: World, leaf: Any, name: str) -> Any:
+    """An argument that a program of all replicas takes as replicated."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == set(
+        world.mesh.devices.flat
+    ):
+        return leaf
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(leaf))
+        impl = jax.random.key_impl(leaf)
+        return jax.random.wrap_key_data(
+            jax.device_put(data, world.replicated), impl=impl
+        )
+    mesh.check_has_no_mask(leaf, name)
+    return np.asarray(leaf)
+
+
+def _compare(world: World, fn: Callable[..., Any], args: PyTree, topic: str) -> None:
+    """Compares a program, and the values that are in it, between the processes."""
+    with agreement.reporting(world, topic):
+        closed = jax.make_jaxpr(fn)(*args)
+        found = _constants(closed)
+        values = [x for x in found if _is_here(x)]
+    comparison.compare_programs(world, closed, {}, topic=topic, advice=_ADVICE)
+    comparison.compare_values(
+        world, values, name="captured value ", topic=topic, advice=_ADVICE
+    )
+
+
+def _is_here(x: Any) -> bool:
+    """Whether this process has all of a value."""
+    return not isinstance(x, jax.Array) or x.is_fully_replicated
+
+
+def _constants(closed: Any) -> Iterator[Any]:
+    """The values in a program: numbers that it names, and arrays that it captures."""
+    if isinstance(closed, ClosedJaxpr):
+        yield from closed.consts
+        closed = closed.jaxpr
+    for eqn in closed.eqns:
+        yield from (atom.val for atom in eqn.invars if isinstance(atom, Literal))
+        leaves = jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: isinstance(x, _JAXPRS)
+        )
+        for inner in leaves:
+            if isinstance(inner, _JAXPRS):
+                yield from _constants(inner)
+    yield from (atom.val for atom in closed.outvars if isinstance(atom, Literal))
+
+
+_JAXPRS = (Jaxpr, ClosedJaxpr)

@@ -1,0 +1,229 @@
+"""Progress: which step of the program is this process in, and what does it wait for?
+
+The main thread notes here what it begins; the thread of `jdp.runtime.lifeline.lifeline` reads
+it, to tell a process that waits for another one from a process that is merely busy.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+Run = Callable[..., tuple[Any, Any]]
+_CULPRIT = "jdp_culprit"
+_MOST_CALLS_UNDER_WAY = 8
+_CONTAINERS = (dict, list, tuple)
+
+
+class Snapshot(NamedTuple):
+    """Where the main thread of this process is.
+
+    Attributes:
+      steps: how many calls of each decorated step it has begun, by name.
+      step: the step that it is in, or whose result is not there yet; None: none.
+      waits_since_s: since when it waits on the host for the other processes, on the
+        monotonic clock; None: it does not.
+      since_s: when it began that step or wait.
+    """
+
+    steps: Mapping[str, int]
+    step: str | None
+    waits_since_s: float | None
+    since_s: float
+
+
+class _Own:
+    """The progress of this process; there is one main thread."""
+
+    steps: dict[str, int] = {}
+    last: str | None = None  # the step that was begun last.
+    is_inside: bool = False  # of that call.
+    begun_s: float = 0.0
+    result: "weakref.ref[Any] | None" = None  # one array of what it returned.
+    num_waits: int = 0
+    waits_since_s: float = 0.0
+
+
+class CallLimit:
+    """Keeps few calls of one step under way.
+
+    XLA's CPU client lets 32 programs per device be under way and then blocks the thread
+    that starts them. With several devices in each of several processes, that is the
+    thread which another process's collective waits for: plain JAX hangs too.
+    """
+
+    def __init__(self, *, is_needed: bool):
+        """Starts with no calls; none is limited unless `is_needed`."""
+        self._is_needed = is_needed
+        self._num_calls = 0
+
+    def wait_for_earlier(self, state: Any) -> None:
+        """Waits, every few calls, until those that made `state` are done."""
+        if not self._is_needed:
+            return
+        self._num_calls += 1
+        if self._num_calls % _MOST_CALLS_UNDER_WAY == 0:
+            jax.block_until_ready(state)
+
+
+def blame(error: RuntimeError, process: int | None) -> RuntimeError:
+    """Notes in `error` which process is the reason for it, and returns it.
+
+    Launchers find the process that failed first by it.
+    """
+    if process is not None:
+        vars(error)[_CULPRIT] = process
+    return error
+
+
+def culprit_of(error: BaseException) -> int | None:
+    """Returns the process that `blame` has noted in `error`, or None."""
+    return vars(error).get(_CULPRIT)
+
+
+def counted(run: Run) -> Run:
+    """Counts the calls of a method that runs a step of all processes.
+
+    A call that raises does not count: the others wait for this process in a program
+    that it has not begun, or in which it has failed.
+
+    Args:
+      run: method of an object with a `name` and a `world`; it returns a pair of
+        pytrees, of which the second is the one that the caller rather keeps.
+    """
+
+    @functools.wraps(run)
+    def call(self: Any, *arguments: Any) -> tuple[Any, Any]:
+        if self.world.process_count == 1:
+            return run(self, *arguments)
+        _begin_step(self.name)
+        out, has_run = None, False
+        try:
+            out = run(self, *arguments)
+            has_run = True
+            return out
+        except FloatingPointError:  # Found in what the program had computed.
+            has_run = True
+            raise
+        finally:
+            if not has_run:
+                _take_back(self.name)
+            _end_step(out)
+
+    return call
+
+
+def in_one_thread(run: Run) -> Run:
+    """Refuses a call of a step while another thread is in a call of the same step.
+
+    Replicas meet in every step. Two threads may begin their steps in another order on
+    each device, and then no device comes to the end of its own. The look costs 0.5 us
+    per call; it sees calls at the same time, not every use of two threads.
+
+    Args:
+      run: method of an object with a `name`, a `world` and a `calling_thread`, which is
+        0 between two calls.
+    """
+
+    @functools.wraps(run)
+    def call(self: Any, *arguments: Any) -> Any:
+        own, other = threading.get_ident(), self.calling_thread
+        if other not in (0, own) and self.world.num_replicas > 1:
+            raise RuntimeError(
+                f"The step `{self.name}` was called while another thread was in a call "
+                "of it. Steps of several replicas are called by one thread at a time: "
+                "with two, devices may wait for each other for ever."
+            )
+        self.calling_thread = own
+        try:
+            return run(self, *arguments)
+        finally:
+            self.calling_thread = other
+
+    return call
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Around a wait of the main thread for something that other processes do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if _Own.num_waits == 0:
+        _Own.waits_since_s = time.monotonic()
+    _Own.num_waits += 1
+    try:
+        yield
+    finally:
+        _Own.num_waits -= 1
+
+
+def snapshot() -> Snapshot:
+    """Returns where the main thread is; for any thread."""
+    waits_since_s = _Own.waits_since_s if _Own.num_waits else None
+    is_in_step = _Own.last is not None and (_Own.is_inside or not _is_done())
+    return Snapshot(
+        steps=dict(_Own.steps),
+        step=_Own.last if is_in_step else None,
+        waits_since_s=waits_since_s,
+        since_s=_Own.begun_s if waits_since_s is None else waits_since_s,
+    )
+
+
+def has_result() -> bool:
+    """Returns whether the last call of a step is known to have ended well.
+
+    JAX raises the failure of a step where its result is read; here it is looked at.
+    """
+    result = None if _Own.result is None else _Own.result()
+    if _Own.is_inside or not isinstance(result, jax.Array) or not _is_done():
+        return False
+    try:
+        result.block_until_ready()
+    except Exception:  # Whatever the step has failed with, or it was donated.
+        return False
+    return True
+
+
+def _begin_step(name: str) -> None:
+    _Own.steps[name] = _Own.steps.get(name, 0) + 1
+    _Own.last = name
+    _Own.result = None
+    _Own.begun_s = time.monotonic()
+    _Own.is_inside = True
+
+
+def _take_back(name: str) -> None:
+    _Own.steps[name] -= 1
+    if not _Own.steps[name]:
+        del _Own.steps[name]
+
+
+def _end_step(out: tuple[Any, Any] | None) -> None:
+    _Own.is_inside = False
+    if out is None:
+        return
+    # Weak: what the caller drops is not kept, and the state may be donated.
+    for node in reversed(out):
+        while type(node) in _CONTAINERS and node:
+            node = next(iter(node.values() if type(node) is dict else node))
+        if type(node) not in _CONTAINERS:
+            with contextlib.suppress(TypeError):
+                _Own.result = weakref.ref(node)
+                return
+
+
+def _is_done() -> bool:
+    """Whether the result of the last call is there, as far as it can be told."""
+    result = None if _Own.result is None else _Own.result()
+    if not isinstance(result, jax.Array):
+        return True
+    try:
+        return result.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # It was donated, or the step failed.
+        return True

@@ -1,0 +1,1 @@
+"""Lifeline: every process learns at once when another one ends."""

@@ -1,0 +1,395 @@
+"""Lifeline: does this process wait for one that is gone?
+
+From `jdp.init` to the end, every process holds a line to the others. One that ends says
+how many steps it has begun, and whether it failed; one that dies breaks its line. A
+process that is in a step which another will never begin, or waits on the host for one
+that is gone, can wait for ever: this ends it soon, with a message on all that names
+the process which ended first.
+
+No process is ended because another ended before it: after equal numbers of steps each
+may take as long as it likes.
+"""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from jdp.compat import jax_distributed
+from jdp.replicas import progress, wire
+from jdp.replicas.mesh import World
+from jdp.runtime import environment, forks, user_program
+from jdp.runtime.lifeline import by_store, rules, star
+from jdp.runtime.lifeline.rules import AfterLoss, Gone, Left, Stuck, Verdict
+
+_PURPOSE = "processes"
+_KEY = "jdp/lifeline"  # in the store: where process 0 listens.
+_CHECK_PERIOD_S = 0.1
+_MEET_TIMEOUT_S = 10.0
+_LINGER_S = 0.7  # of process 0, whose end lets JAX abort the others.
+LEAVING_S = 5.0  # the same, for those that are at their end.
+_STILL_RUNS_S = 60.0
+_WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
+_logger = logging.getLogger("jdp")
+
+
+_DECODER = msgspec.msgpack.Decoder(Left | Stuck)
+
+
+class _Lifeline:
+    """This process' part; the thread of the star runs all but `leave`."""
+
+    def __init__(self, world: World, key: bytes):
+        self._own, self._count = world.process_index, world.process_count
+        self._pid = os.getpid()
+        self._has_launcher = environment.LAUNCH_ID in os.environ
+        self._gone: tuple[Gone, ...] = ()
+        self._stuck: Verdict | None = None
+        self._after_loss: AfterLoss | None = None
+        self._shown: set[int] = set()
+        self._ended_s: float | None = None
+        self._has_failed = False
+        self._has_noted = False
+        self._ends_since_s: float | None = None
+        self._waits_at_end = False  # the main thread, in `wait_at_end`.
+        self._is_in_vain = False
+        self._end_is_known = threading.Event()
+        # Until `_star` is there, its thread waits in `_tick`.
+        self._is_made = threading.Event()
+        self._star = self._join(world, key)
+        self._is_made.set()
+        self._ends: by_store.EndsInStore | None = None
+        if not self._star.wait_until_whole(timeout_s=_MEET_TIMEOUT_S):
+            _logger.warning(
+                "The link between the processes is not whole after %g s: a process "
+                "that waits for one that has ended may be found late, by JAX.",
+                _MEET_TIMEOUT_S,
+            )
+            tell = self._heard, self._star.wake
+            self._ends = by_store.EndsInStore(world, *tell)
+
+    def _join(self, world: World, key: bytes) -> star.Star:
+        assert world.store is not None
+        listener = address = None
+        if world.is_main_process:
+            port = b""
+            try:
+                listener = star.listen(world.host, 0)
+                port = str(listener.getsockname()[1]).encode()
+            finally:
+                world.store.set(_KEY, port, overwrite=True)
+        else:
+            port = world.store.get(_KEY, timeout_s=world.timeout_s)
+            if len(port) > 5 or not port.isdigit() or not 0 < int(port) < 1 << 16:
+                raise OSError("process 0 does not listen")
+            address = world.host, int(port)
+        return star.Star(
+            self._own,
+            self._count,
+            key=key,
+            purpose=_PURPOSE,
+            listener=listener,
+            address=address,
+            connect_timeout_s=min(30.0, world.timeout_s),
+            heard=self._heard,
+            lost=self._lost,
+            tick=self._tick,
+        )
+
+    def leave(self, error: str | None, culprit: int | None) -> None:
+        """Says that the program of this process has ended; at most once."""
+        if self._ended_s is not None or os.getpid() != self._pid:
+            return
+        self._has_failed = error is not None
+        message = Left(dict(progress.snapshot().steps), error, culprit)
+        self._ended_s = time.monotonic()
+        body = msgspec.msgpack.encode(message)
+        self._star.say(body)
+        if self._ends is not None:
+            self._ends.post(body)
+        self._star.flush(timeout_s=1.0)
+
+    def wait_at_end(self, run_beside: Callable[[Callable[[], None]], None]) -> None:
+        """Waits while JAX ends in another thread, or until it never will.
+
+        JAX waits in C for all processes. If that were the main thread, only the whole
+        process could be ended, without the exit code that Python has for it.
+        """
+
+        def end_jax() -> None:
+            try:
+                jax_distributed.end()
+            finally:
+                self._end_is_known.set()
+
+        try:
+            self._waits_at_end = True
+            run_beside(end_jax)
+            self._end_is_known.wait()
+        except BaseException:  # Of a signal.
+            self._is_in_vain = True
+            raise
+        finally:
+            if self._is_in_vain:
+                jax_distributed.abandon_at_end()
+
+    def find_culprit(self, *, is_consequence: bool) -> int | None:
+        """Returns the first process that failed or died; see `find_first`."""
+        if self._stuck is not None:
+            return self._stuck.culprit
+        return rules.find_first(self._own, self._gone, is_consequence=is_consequence)
+
+    def abandon_in_child(self) -> None:
+        """Lets go of what a child of this process has inherited."""
+        self._star.abandon_in_child()
+
+    def _heard(self, process: int, body: bytes) -> None:
+        now_s = time.monotonic()
+        try:
+            message = rules.check(wire.decode_with(_DECODER.decode, body), self._count)
+        except wire.DecodeError:
+            _logger.warning("Process %d has said what is no message.", process)
+            return
+        if isinstance(message, Left):
+            said = message.steps, message.error, message.culprit
+            self._add(Gone(process, now_s, *said))
+            return
+        verdict = Verdict(message.culprit, message.text)
+        if self._stuck is None:
+            self._stuck = verdict
+        self._shown.add(message.culprit)
+
+    def _lost(self, process: int) -> None:
+        now_s = time.monotonic()
+        for i, gone in enumerate(self._gone):
+            if gone.process == process:
+                broken = gone._replace(broke_s=gone.broke_s or now_s)
+                self._gone = (*self._gone[:i], broken, *self._gone[i + 1 :])
+                return
+        if process != self._own:
+            user_program.report_loss(process)
+            self._add(Gone(process, now_s))
+
+    def _add(self, gone: Gone) -> None:
+        if gone.process not in (known.process for known in self._gone):
+            self._gone = (*self._gone, gone)
+
+    def _tick(self) -> float | None:
+        self._is_made.wait()
+        if self._has_failed:
+            return None
+        if self._ends_since_s is not None:
+            return self._end_when_others_have(self._ends_since_s)
+        now_s = time.monotonic()
+        note_s = self._note_waiting(now_s)
+        if not self._gone and self._stuck is None:
+            return note_s
+        verdict = self._find_verdict(now_s)
+        if verdict is not None:
+            self._end(verdict)
+            return 0.0
+        self._tell(now_s)
+        if self._ended_s is not None and len(self._gone) == self._count - 1:
+            if not jax_distributed.is_connected():
+                return None  # Nothing is left to wait for.
+        return _CHECK_PERIOD_S
+
+    def _note_waiting(self, now_s: float) -> float | None:
+        """Says once for whom JAX waits at the end; returns in how many seconds."""
+        if self._ended_s is None or self._has_noted:
+            return None
+        if not jax_distributed.is_connected():
+            return None
+        left_s = self._ended_s + _WAITS_AT_END_S - now_s
+        if left_s > 0.0:
+            return left_s
+        self._has_noted = True
+        ended = {gone.process for gone in self._gone}
+        others = [i for i in range(self._count) if i != self._own]
+        awaited = [i for i in others if i not in ended]
+        what = "which still runs"
+        if not awaited:
+            awaited, what = others, "whose exit handlers or threads have not ended"
+        shown = ", ".join(map(str, awaited[:10])) + (", ..." if awaited[10:] else "")
+        _show(
+            f"process {self._own} came to the end of its program {_WAITS_AT_END_S:g} s "
+            f"ago, and JAX waits for process {shown}, {what}."
+        )
+        return None
+
+    def _find_verdict(self, now_s: float) -> Verdict | None:
+        has_ended = self._ended_s is not None
+        now = progress.snapshot()
+        if any(gone.steps is None for gone in self._gone):
+            num_begun, has_result = sum(now.steps.values()), progress.has_result()
+            self._after_loss = rules.count_after_loss(
+                self._after_loss, num_begun, has_result, now_s=now_s
+            )
+        verdict = rules.judge(
+            self._own,
+            has_ended,
+            now,
+            self._gone,
+            now_s=now_s,
+            after_loss_s=self._after_loss and self._after_loss.since_s,
+        )
+        if verdict is None and self._ended_s is not None:
+            if jax_distributed.is_connected():
+                verdict = rules.judge_end(
+                    self._own, self._ended_s, self._gone, now_s=now_s
+                )
+        if self._stuck is None:
+            return verdict
+        # Another process is ended, so this one has nothing to wait for: the culprit,
+        # which may be this one, and whichever waits, at once.
+        first = self._gone[0].arrived_s if self._gone else now_s - rules.FAILED_GRACE_S
+        if has_ended or verdict is not None or now_s - first > rules.FAILED_GRACE_S:
+            return self._stuck
+        return None
+
+    def _tell(self, now_s: float) -> None:
+        """Says what is worth knowing before it is known to hurt."""
+        for gone in self._gone:
+            age_s = now_s - gone.arrived_s
+            is_bad = gone.steps is None or gone.error is not None
+            # A launcher says it better; without one, JAX may abort us in a moment.
+            wait_s = 1.5 if self._has_launcher else 0.0
+            wait_s = wait_s if is_bad else _STILL_RUNS_S
+            if gone.process in self._shown or age_s < wait_s:
+                continue
+            self._shown.add(gone.process)
+            if is_bad:
+                _show(f"{rules.describe(gone)}.")
+            elif self._ended_s is None:
+                _logger.info(
+                    "%s; process %d still runs.",
+                    rules.describe(gone),
+                    self._own,
+                )
+
+    def _end(self, verdict: Verdict) -> None:
+        """Begins to end this process; the others and its launcher are told."""
+        _show(verdict.text)
+        user_program.report_failure(
+            1,
+            culprit=verdict.culprit,
+            is_consequence=verdict.culprit != self._own,
+        )
+        self._star.say_now(msgspec.msgpack.encode(Stuck(*verdict)))
+        self._ends_since_s = time.monotonic()
+
+    def _end_when_others_have(self, since_s: float) -> float | None:
+        least_s = _LINGER_S if self._own == 0 else 0.0
+        limit_s = LEAVING_S if self.is_needed_by_others() else least_s
+        if time.monotonic() - since_s < limit_s:
+            return _CHECK_PERIOD_S
+        if self._waits_at_end and not self._end_is_known.is_set():
+            self._has_failed = self._is_in_vain = True
+            self._end_is_known.set()
+            return None
+        user_program.flush()
+        os._exit(1)
+
+    def is_needed_by_others(self) -> bool:
+        """Returns whether the end of this process would let JAX abort one at its end.
+
+        That one is on its way out, with an exit code of its own.
+        """
+        return self._own == 0 and any(gone.is_leaving for gone in self._gone)
+
+
+class _Current:
+    """The lifeline of this process."""
+
+    lifeline: _Lifeline | None = None
+
+
+def start(world: World, key: bytes) -> None:
+    """Opens the lines of a job of several processes; each calls it once.
+
+    Args:
+      world: the job; `lifeline` uses its store once.
+      key: of this run, shape (32,).
+    """
+    try:
+        _Current.lifeline = _Lifeline(world, key)
+    except OSError as error:
+        _logger.warning(
+            "The link between processes cannot be opened at %s (%s): a process that "
+            "waits for one that has ended is found later, by JAX.",
+            *(world.host, error),
+        )
+        return
+    atexit.register(forks.only_here(_leave_at_exit))
+    os.register_at_fork(after_in_child=_abandon)
+
+
+def leave(error: str | None, *, culprit: int | None = None) -> None:
+    """Tells the others that this process has ended its program, or that it failed.
+
+    Args:
+      error: why it failed; None: it did not.
+      culprit: the process that is the reason, if another.
+    """
+    if _Current.lifeline is not None:
+        _Current.lifeline.leave(error, culprit)
+
+
+def find_culprit(*, timeout_s: float = 0.0, is_consequence: bool = False) -> int | None:
+    """Returns the first process that failed or died.
+
+    Args:
+      timeout_s: how long to wait for the word that one did, in seconds.
+      is_consequence: whether the error of this process says only that a link broke.
+
+    Returns:
+      None where this process has not heard of any.
+    """
+    if _Current.lifeline is None:
+        return None
+    deadline_s = time.monotonic() + timeout_s
+    find = functools.partial(
+        _Current.lifeline.find_culprit, is_consequence=is_consequence
+    )
+    while (found := find()) is None:
+        if time.monotonic() >= deadline_s:
+            return None
+        time.sleep(0.02)
+    return found
+
+
+def wait_at_end(run_beside: Callable[[Callable[[], None]], None]) -> None:
+    """Has JAX end, and waits for it unless it waits in vain; for exit handlers.
+
+    Args:
+      run_beside: runs a function in another thread.
+    """
+    if _Current.lifeline is not None:
+        _Current.lifeline.wait_at_end(run_beside)
+
+
+def is_needed_by_others() -> bool:
+    """Returns whether the end of this process would let JAX abort one at its end."""
+    return _Current.lifeline is not None and _Current.lifeline.is_needed_by_others()
+
+
+def _leave_at_exit() -> None:
+    leave(None)
+
+
+def _abandon() -> None:
+    if _Current.lifeline is not None:
+        _Current.lifeline.abandon_in_child()
+        _Current.lifeline = None
+
+
+def _show(text: str) -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        print(f"jdp: {text}", file=sys.stderr, flush=True)

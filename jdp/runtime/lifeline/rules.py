@@ -1,0 +1,240 @@
+"""Lifeline rules: which word of a process ends another one, and which is the culprit?
+
+Pure: no clock and no link; see `lifeline` for what is done about it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from jdp.replicas import wire
+from jdp.replicas.progress import Snapshot
+
+# What was under way when a process ended gets this long: to hear of its last step,
+# where that is known, and where it died without a word.
+ENDED_GRACE_S = 2.0
+LOST_GRACE_S = 4.0
+# A process that says that it failed ends the others, whatever they do.
+FAILED_GRACE_S = 5.0
+_MOST_TEXT = 4000  # characters of what another process gives as its reason.
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """This process has ended its program."""
+
+    steps: dict[str, int]  # calls of each decorated step that it has begun.
+    error: str | None = None  # why, if it failed.
+    culprit: int | None = None  # the process that is the reason, if another.
+
+
+class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
+    """This process is ended, because it waits for another one."""
+
+    culprit: int
+    text: str
+
+
+def check(message: Left | Stuck, count: int) -> Left | Stuck:
+    """Returns what one of `count` processes has said, fit to be shown.
+
+    Raises:
+      DecodeError: it names a process that the job does not have.
+    """
+    if isinstance(message, Left):
+        steps = {wire.printable(name): n for name, n in message.steps.items()}
+        error = None if message.error is None else wire.printable(message.error)
+        culprit = message.culprit if message.culprit in range(count) else None
+        return Left(steps, error, culprit)
+    if not 0 <= message.culprit < count:
+        raise wire.DecodeError(f"there is no process {message.culprit}")
+    return Stuck(message.culprit, wire.printable(message.text, most=_MOST_TEXT))
+
+
+class Gone(NamedTuple):
+    """A process that takes no more part in anything.
+
+    Attributes:
+      process: its number.
+      arrived_s: when this process heard of it.
+      steps: calls of each step that it has begun; None: it died without a word.
+      error: why it failed; None: it did not, as far as it could say.
+      culprit: the process that it says is the reason, if another.
+      broke_s: when its line broke after it had said that it ended; None: it did not.
+    """
+
+    process: int
+    arrived_s: float
+    steps: Mapping[str, int] | None = None
+    error: str | None = None
+    culprit: int | None = None
+    broke_s: float | None = None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its program has ended, not failed, and the process is still there."""
+        return self.steps is not None and self.error is None and self.broke_s is None
+
+
+class Verdict(NamedTuple):
+    """Why this process is to be ended."""
+
+    culprit: int
+    text: str
+
+
+class AfterLoss(NamedTuple):
+    """Steps that this process has begun since another one is gone without a word.
+
+    They are told from earlier ones by their number: JAX runs them later than they are
+    called, and a step without the other process fails without a word to the caller.
+
+    Attributes:
+      num_begun: calls of all steps that it had begun when it heard of that.
+      since_s: when the first call after these was seen; None: there is none.
+    """
+
+    num_begun: int
+    since_s: float | None = None
+
+
+def count_after_loss(
+    before: AfterLoss | None, num_begun: int, has_result: bool, *, now_s: float
+) -> AfterLoss:
+    """Returns what is known now of the steps since a loss; pure.
+
+    Args:
+      before: what was known; None: it has just been heard of.
+      num_begun: calls of all steps that this process has begun.
+      has_result: whether the last of them is known to have ended well: then it did
+        not need what is gone, or nothing is gone but a line.
+      now_s: the clock.
+    """
+    if before is None or (has_result and num_begun > before.num_begun):
+        return AfterLoss(num_begun)
+    if before.since_s is None and num_begun > before.num_begun:
+        return before._replace(since_s=now_s)
+    return before
+
+
+def judge(
+    own: int,
+    has_ended: bool,
+    now: Snapshot,
+    gone: Sequence[Gone],
+    *,
+    now_s: float,
+    after_loss_s: float | None = None,
+) -> Verdict | None:
+    """Returns whether process `own` waits in vain; pure.
+
+    Args:
+      own: number of this process.
+      has_ended: whether its program has come to its end.
+      now: where its main thread is.
+      gone: in the order in which they were heard of.
+      now_s: the clock.
+      after_loss_s: since when steps do not end that were begun after the word that a
+        process is gone without a word; see `AfterLoss`.
+    """
+    for other in gone:
+        gone_s = now_s - other.arrived_s
+        both_s = now_s - max(other.arrived_s, now.since_s)
+        who = describe(other)
+        if has_ended:
+            # JAX waits at its end for all; one that died does not come.
+            if other.steps is None or other.error is not None:
+                is_own = other.culprit == own  # It failed because this one ended.
+                if is_own or gone_s > ENDED_GRACE_S:
+                    return Verdict(
+                        own if is_own else other.process,
+                        f"{who}; process {own} had come to the end of its program.",
+                    )
+            continue
+        where = f"process {own} is in no step"
+        is_stuck = False
+        if now.waits_since_s is not None:
+            where = f"process {own} waits for it on the host"
+            is_stuck = both_s > ENDED_GRACE_S
+        elif now.step is not None:
+            number = now.steps[now.step]
+            where = f"process {own} is in call {number} of the step `{now.step}`"
+            if other.steps is None:
+                is_stuck = both_s > LOST_GRACE_S
+            elif number > other.steps.get(now.step, 0):
+                is_stuck = both_s > ENDED_GRACE_S
+        if other.steps is None and after_loss_s is not None and not is_stuck:
+            where = f"process {own} has begun a step since, which cannot end"
+            is_stuck = now_s - after_loss_s > LOST_GRACE_S
+        if is_stuck or (other.error is not None and gone_s > FAILED_GRACE_S):
+            return Verdict(other.process, f"{who}, and {where}. {_advice(other)}")
+    return None
+
+
+def judge_end(
+    own: int, ended_s: float, gone: Sequence[Gone], *, now_s: float
+) -> Verdict | None:
+    """Returns whether process `own` waits in vain at the end of JAX; pure.
+
+    Args:
+      own: number of this process, which has not come out of JAX's end yet.
+      ended_s: when its program came to its end.
+      gone: in the order in which they were heard of.
+      now_s: the clock.
+    """
+    for other in gone:
+        if other.broke_s is None:
+            continue
+        if now_s - max(other.broke_s, ended_s) > LOST_GRACE_S:
+            return Verdict(
+                other.process,
+                f"{describe(other)}, but was killed or left by `os._exit` before its "
+                f"exit handlers had run; process {own} waits for it at its own end.",
+            )
+    return None
+
+
+def find_first(
+    own: int, gone: Sequence[Gone], *, is_consequence: bool = False
+) -> int | None:
+    """Returns the process that failed or died first, or that such a one names.
+
+    One that names process `own` followed from that, and explains nothing there, unless
+    process `own` has no more to say itself than that its links broke.
+
+    Args:
+      own: number of this process, which has failed.
+      gone: in the order in which they were heard of.
+      is_consequence: whether its error says only that a link broke.
+    """
+    bad = [other for other in gone if other.steps is None or other.error is not None]
+    for other in bad:
+        if other.culprit != own:
+            return other.process if other.culprit is None else other.culprit
+    return bad[0].process if bad and is_consequence else None
+
+
+def describe(gone: Gone) -> str:
+    """Says what became of a process, such as `process 1 ended after no step`."""
+    if gone.error is not None:
+        return f"process {gone.process} failed ({gone.error})"
+    if gone.steps is None:
+        return (
+            f"process {gone.process} ended without a word: it was killed, crashed, or "
+            "called `os._exit`, or its host or the network failed"
+        )
+    steps = [
+        f"{count} call{'s' * (count != 1)} of the step `{name}`"
+        for name, count in gone.steps.items()
+    ]
+    return f"process {gone.process} ended after {', '.join(steps) or 'no step'}"
+
+
+def _advice(gone: Gone) -> str:
+    if gone.error is not None or gone.steps is None:
+        return f"Look at what process {gone.process} wrote last."
+    return (
+        "A step needs all processes. Give each the same number of steps, or use "
+        "`jdp.join_batches` or `jdp.Join` where they have different amounts of data. "
+        f"If process {gone.process} called `sys.exit`, look at what it wrote last."
+    )

@@ -1,0 +1,450 @@
+"""Star: how do the members of a job hear at once what becomes of each other?
+
+Member 0 listens, the others connect to it, and it repeats to all what one says. A line
+that breaks without a goodbye is the end of a member: the kernel closes it when a
+process dies, and keep-alive probes, which the kernel answers, find a host that is gone.
+A process that is stopped or busy is never taken for dead. What travels is proved by the
+job key; see `star_codec`.
+"""
+
+import collections
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from jdp.runtime import addresses
+from jdp.runtime.lifeline.star_codec import Codec, Doubled, Frame, OtherJob, Refused
+
+_MAX_SAID = 64  # by one member, however often it comes back.
+_MAX_GUESTS = 256  # that have not proved anything yet.
+_GUEST_TIMEOUT_S = 10.0
+_MAX_WARNED = 10  # addresses of which the log, or `refused`, hears.
+_READ_BYTES = 1 << 16
+_RETRY_S = 0.1
+# A host that vanishes is found after IDLE + COUNT * INTERVAL seconds, or, where
+# something was sent to it, after USER_TIMEOUT milliseconds.
+_KEEP_ALIVE = {
+    "TCP_KEEPIDLE": 3,
+    "TCP_KEEPINTVL": 2,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 9000,
+}
+_logger = logging.getLogger("jdp")
+
+
+class _Line:
+    """One connection, its codec and what waits to be sent."""
+
+    def __init__(self, sock: socket.socket, codec: Codec):
+        self.sock = sock
+        self.where = _where(sock)  # address of the other end, for messages.
+        self.codec = codec
+        self.unsent = bytearray(codec.greet())
+        self.member: int | None = None  # who is at the other end, once proved.
+        self.is_center = False  # whether member 0 should be there.
+        self.has_said_bye = False
+        self.began_s = time.monotonic()
+
+    def flush(self) -> None:
+        """Sends what the other end takes now."""
+        while self.unsent:
+            try:
+                num_bytes = self.sock.send(self.unsent)
+            except (BlockingIOError, InterruptedError):
+                return
+            del self.unsent[:num_bytes]
+
+
+class Star:
+    """One member's part in the star; a thread of its own serves it.
+
+    `heard` and `lost` are called in that thread, one at a time.
+    """
+
+    def __init__(
+        self,
+        member: int,
+        num_members: int,
+        *,
+        key: bytes,
+        purpose: str,
+        listener: socket.socket | None = None,
+        address: tuple[str, int] | None = None,
+        connect_timeout_s: float = 30.0,
+        heard: Callable[[int, bytes], None],
+        lost: Callable[[int], None],
+        tick: Callable[[], float | None] | None = None,
+        refused: Callable[[str, OtherJob], None] | None = None,
+    ):
+        """Starts the thread.
+
+        Args:
+          member: number of this one.
+          num_members: of the job.
+          key: of the job, shape (32,).
+          purpose: what the star is for.
+          listener: of member 0; it is closed with the star.
+          address: at which the others find member 0.
+          connect_timeout_s: how long the others look for it.
+          heard: gets what a member has said, and its number.
+          lost: gets the number of a member whose line broke without a goodbye; of
+            member 0 also where it was never reached.
+          tick: called after each event, and again after the seconds that it returned;
+            None: not before the next event.
+          refused: gets the address of what says that it has another key or is of
+            another job, once for each address, and what it is; None: the log has it.
+        """
+        self._member, self._num_members = member, num_members
+        self._key, self._purpose = key, purpose
+        self._listener, self._address = listener, address
+        self._connect_timeout_s = connect_timeout_s
+        self._heard, self._lost, self._tick = heard, lost, tick
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[socket.socket, _Line] = {}
+        self._history: list[Frame] = []  # for members that come later.
+        self._num_said = collections.Counter[int]()  # by member.
+        self._outbox: collections.deque[Frame] = collections.deque()
+        self._is_closing = False
+        self._refused = refused
+        self._warned: set[str] = set()  # addresses of what was refused.
+        self._is_welcome = False  # Member 0 has answered.
+        self._met: set[int] = set()  # by member 0, also who has left since.
+        self._unheard: list[Frame] = []  # said before that.
+        self._reconnect_s: float | None = None
+        self._connect_by_s = time.monotonic() + connect_timeout_s
+        self._sent = threading.Condition()
+        self._wake_fd, self._woken_fd = socket.socketpair()
+        self._wake_fd.setblocking(False)
+        self._woken_fd.setblocking(False)
+        self._thread = threading.Thread(
+            target=self._serve, name=f"jdp-star-{purpose}", daemon=True
+        )
+        self._thread.start()
+
+    def say(self, body: bytes) -> None:
+        """Tells all other members; for any thread."""
+        self._outbox.append(Frame("say", self._member, body))
+        self.wake()
+
+    def wait_until_whole(self, *, timeout_s: float) -> bool:
+        """Waits until member 0 is linked to all others, or this one to member 0."""
+        with self._sent:
+            return self._sent.wait_for(self._is_whole, timeout_s)
+
+    def has_met_all(self) -> bool:
+        """Whether each member has come once; of others than 0, whether that has."""
+        if self._member == 0:
+            return len(self._met) == self._num_members - 1
+        return self._is_welcome
+
+    def say_now(self, body: bytes, *, timeout_s: float = 0.5) -> None:
+        """Tells all other members before it returns; in the thread of the star."""
+        self._spread(Frame("say", self._member, body))
+        deadline_s = time.monotonic() + timeout_s
+        self._flush_lines()
+        while not self._is_flushed() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+            self._flush_lines()
+
+    def wake(self) -> None:
+        """Has `tick` called soon."""
+        with contextlib.suppress(OSError):
+            self._wake_fd.send(b"w")
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Waits until all that was said is on its way; returns whether it is."""
+        with self._sent:
+            return self._sent.wait_for(self._is_flushed, timeout_s)
+
+    def close(self, *, timeout_s: float = 1.0) -> None:
+        """Says goodbye and ends the thread; the others go on."""
+        self._outbox.append(Frame("bye", self._member))
+        self._is_closing = True
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def abandon_in_child(self) -> None:
+        """Closes what a child of this process has inherited, without a word."""
+        for sock in [*self._lines, self._wake_fd, self._woken_fd, self._listener]:
+            if sock is not None:
+                sock.close()
+
+    def _is_flushed(self) -> bool:
+        lines = list(self._lines.values())
+        return not self._outbox and not any(
+            line.unsent or line.codec.has_held for line in lines
+        )
+
+    def _is_whole(self) -> bool:
+        members = {line.member for line in list(self._lines.values())} - {None}
+        if self._member == 0:
+            return len(members) == self._num_members - 1
+        return self._is_welcome
+
+    def _serve(self) -> None:
+        self._selector.register(self._woken_fd, selectors.EVENT_READ)
+        try:
+            if self._listener is not None:
+                self._listener.setblocking(False)
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            else:
+                self._connect()
+            self._loop()
+        finally:
+            for sock in [*self._lines, self._listener, self._wake_fd, self._woken_fd]:
+                if sock is not None:
+                    sock.close()
+            self._selector.close()
+
+    def _loop(self) -> None:
+        wait_s: float | None = None
+        close_by_s = None
+        while True:
+            for key, _ in self._selector.select(wait_s):
+                self._handle(key.fileobj)
+            while self._outbox:
+                self._spread(self._outbox[0])
+                self._outbox.popleft()
+            self._flush_lines()
+            wait_s = None if self._tick is None else self._tick()
+            if self._reconnect_s is not None and not self._is_closing:
+                if time.monotonic() >= self._reconnect_s:
+                    self._connect()
+                else:
+                    wait_s = min(wait_s or _RETRY_S, _RETRY_S)
+            if self._guests():
+                wait_s = min(wait_s or _GUEST_TIMEOUT_S, _GUEST_TIMEOUT_S)
+            if self._is_closing:
+                close_by_s = close_by_s or time.monotonic() + 0.5
+                if self._is_flushed() or time.monotonic() > close_by_s:
+                    return
+                wait_s = 0.05
+
+    def _handle(self, sock: object) -> None:
+        if sock is self._woken_fd:
+            with contextlib.suppress(OSError):
+                self._woken_fd.recv(4096)
+        elif sock is self._listener:
+            self._accept()
+        else:
+            assert isinstance(sock, socket.socket)
+            line = self._lines.get(sock)
+            if line is not None:
+                self._read(line)
+
+    def _guests(self) -> list[_Line]:
+        """Returns who has not proved anything yet; drops who takes too long."""
+        guests = [line for line in self._lines.values() if line.member is None]
+        oldest_s = time.monotonic() - _GUEST_TIMEOUT_S
+        for line in guests:
+            if line.began_s < oldest_s:
+                self._drop(line)
+        return guests
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # It has gone, or there are no descriptors: others come back.
+            time.sleep(0.01)
+            return
+        guests = self._guests()
+        if len(guests) >= _MAX_GUESTS:  # Members prove themselves at once.
+            self._drop(guests[0])
+        self._add(sock, "center")
+
+    def _connect(self) -> None:
+        """Connects to what is at the address; it has still to prove itself."""
+        assert self._address is not None
+        self._reconnect_s = None
+        while not self._is_closing and time.monotonic() < self._connect_by_s:
+            try:
+                sock = socket.create_connection(self._address, timeout=2.0)
+            except OSError:
+                time.sleep(_RETRY_S)
+                continue
+            line = self._add(sock, "member")
+            line.is_center = True
+            for frame in [Frame("hello", self._member), *self._unheard]:
+                line.unsent += line.codec.encode(frame)
+            self._flush_lines()
+            return
+        if not self._is_closing:
+            self._lost(0)
+
+    def _add(self, sock: socket.socket, side: Literal["center", "member"]) -> _Line:
+        sock.setblocking(False)
+        _keep_alive(sock)
+        line = _Line(sock, Codec(self._key, self._purpose, side))
+        self._lines[sock] = line
+        self._selector.register(sock, selectors.EVENT_READ)
+        return line
+
+    def _read(self, line: _Line) -> None:
+        try:
+            data = line.sock.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(line)
+            return
+        try:
+            frames, answer = line.codec.feed(data)
+            line.unsent += answer
+            for frame in frames:
+                self._take(line, frame)
+        except Refused as error:
+            self._warn(line, error)
+            self._drop(line)
+
+    def _warn(self, line: _Line, error: Refused) -> None:
+        if line.where in self._warned or len(self._warned) >= _MAX_WARNED:
+            return
+        self._warned.add(line.where)
+        if self._refused is not None and isinstance(error, OtherJob):
+            self._refused(line.where, error)
+        else:
+            _logger.warning(
+                "Dropped a connection with %s on the link of the job (%s): %s.",
+                *(line.where, self._purpose, error),
+            )
+
+    def _take(self, line: _Line, frame: Frame) -> None:
+        if not 0 <= frame.member < self._num_members:
+            raise Refused(f"it names member {frame.member} of {self._num_members}")
+        if self._member != 0:
+            if line.member is None and frame.kind == "doubled":
+                raise Doubled(f"it has another member {self._member}")
+            if line.member is None and frame.kind != "hello":
+                raise Refused("member 0 does not begin with a hello")
+            if frame.kind == "say":
+                self._heard(frame.member, frame.body)
+            elif frame.kind == "lost":
+                self._lost(frame.member)
+            elif frame.kind == "bye":
+                line.has_said_bye = True
+            elif frame.member != 0:
+                raise Refused(f"member {frame.member} answers for member 0")
+            else:
+                line.member = 0
+                self._is_welcome = True
+                self._unheard.clear()
+            return
+        if line.member is None:
+            known = {other.member for other in self._lines.values()}
+            if frame.kind != "hello" or frame.member in known | {0}:
+                line.unsent += line.codec.encode(Frame("doubled", 0))
+                with contextlib.suppress(OSError):
+                    line.flush()
+                raise Refused(f"it begins as member {frame.member}, which is here")
+            line.member = frame.member
+            line.unsent += line.codec.encode(Frame("hello", 0))
+            line.unsent += b"".join(map(line.codec.encode, self._history))
+            self._met.add(frame.member)
+            return
+        if frame.member != line.member or frame.kind not in ("say", "bye"):
+            raise Refused(f"member {line.member} speaks for member {frame.member}")
+        self._num_said[frame.member] += 1
+        if self._num_said[frame.member] > _MAX_SAID:
+            raise Refused(f"member {line.member} says too much")
+        if frame.kind == "bye":
+            line.has_said_bye = True
+        else:
+            self._spread(frame, but=line)
+            self._heard(frame.member, frame.body)
+
+    def _spread(self, frame: Frame, but: _Line | None = None) -> None:
+        is_kept = frame.kind == "say" or (
+            frame.kind == "lost" and frame not in self._history
+        )
+        if self._member == 0 and is_kept:
+            self._history.append(frame)
+        if self._member != 0 and not self._is_welcome and frame.kind == "say":
+            self._unheard.append(frame)  # Said again where this line proves nothing.
+        for line in self._lines.values():
+            if line is not but and (line.member is not None or line.is_center):
+                line.unsent += line.codec.encode(frame)
+
+    def _flush_lines(self) -> None:
+        for line in list(self._lines.values()):
+            try:
+                line.flush()
+                events = selectors.EVENT_READ
+                if line.unsent:
+                    events |= selectors.EVENT_WRITE
+                self._selector.modify(line.sock, events)
+            except OSError:
+                self._drop(line)
+        with self._sent:
+            self._sent.notify_all()
+
+    def _drop(self, line: _Line) -> None:
+        if self._lines.pop(line.sock, None) is None:
+            return
+        self._selector.unregister(line.sock)
+        line.sock.close()
+        if line.is_center and line.member is None:
+            # A stranger, or member 0 was too busy: what is there has proved nothing.
+            self._reconnect_s = time.monotonic() + _RETRY_S
+            return
+        if line.member is None or line.has_said_bye:
+            return
+        if self._member == 0:
+            self._spread(Frame("lost", line.member))
+        if not self._is_closing:
+            self._lost(line.member)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Opens the listener of member 0 at an address of this host.
+
+    Args:
+      host: by which the others reach this host.
+      port: 0 for a free one.
+
+    Raises:
+      OSError: `host` has no address here, or the port is taken.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    if not addresses.is_loopback(host) and any(
+        addresses.is_loopback(str(address[0])) for *_, address in found
+    ):
+        # Debian's default: the name of this host is 127.0.1.1 here alone.
+        passive = socket.AI_PASSIVE
+        found = socket.getaddrinfo(None, port, type=socket.SOCK_STREAM, flags=passive)
+    problem: OSError | None = None
+    for family, _, _, _, address in found:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(1024)
+            return sock
+        except OSError as error:
+            sock.close()
+            problem = error
+    raise problem or OSError(f"{host!r} has no address")
+
+
+def _where(sock: socket.socket) -> str:
+    try:
+        return addresses.unmap(str(sock.getpeername()[0]))
+    except OSError:  # It has gone already.
+        return "an address that is gone"
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):  # Not on every system.
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,1 @@
+"""Transport: messages between process 0 and the others."""

@@ -1,0 +1,301 @@
+"""Transport's meeting: how hub and spokes find and trust each other, over the store."""
+
+import contextlib
+import logging
+import re
+import secrets
+import socket
+import sys
+import time
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from jdp.replicas import wire
+from jdp.replicas.mesh import World
+from jdp.runtime import addresses, forks, private_folder
+from jdp.runtime.transport.datagram_link import LaneLink
+from jdp.runtime.transport.transport import VERSION, Link, LinkOptions, Lost
+from jdp.runtime.transport.zmq_link import ZmqLink
+
+_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
+_ENDPOINT = re.compile(
+    r"tcp://(\*|[0-9.]+|\[[0-9a-f:.]+\]):[0-9]{1,5}"
+    r"|ipc://(?:@|(?P<folder>/[^\0\n]+)/)jdp-[0-9a-f]{16}(-pulse)?",
+    re.ASCII,
+)
+_logger = logging.getLogger("jdp")
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """First message of a process, after a byte with its version."""
+
+    public_key: bytes  # of CURVE, in Z85.
+    options: LinkOptions
+
+
+class _Notice(msgspec.Struct, frozen=True):
+    """How it goes on, by the hub: an error for all, or where it listens."""
+
+    error: str | None = None
+    # "tcp://*:port", "ipc:///path", or an abstract "ipc://@name": for messages, and for
+    # heartbeats.
+    endpoints: tuple[str, str] = ("", "")
+
+
+def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
+    """See `jdp.runtime.transport.transport.open_link`; of a job of several processes."""
+    link, endpoint = open_sockets(world, key=key, options=options)
+    if endpoint.startswith("ipc://"):
+        return LaneLink(
+            link,
+            world.process_index,
+            world.process_count,
+            gap_timeout_s=options.heartbeat_timeout_s,
+        )
+    return link
+
+
+def open_sockets(
+    world: World, *, key: str, options: LinkOptions
+) -> tuple[ZmqLink, str]:
+    """Opens a link over ZeroMQ alone; returns it, and where the hub listens."""
+    assert world.store is not None
+    public_key, secret_key = zmq.curve_keypair()
+    offer = bytes((VERSION,)) + msgspec.msgpack.encode(_Offer(public_key, options))
+    world.store.set(f"{key}/offer/{world.process_index}", offer)
+    if world.process_index == 0:
+        return _open_hub(world, key, options, secret_key)
+    return _open_spoke(world, key, options, (public_key, secret_key))
+
+
+def _open_hub(
+    world: World, key: str, options: LinkOptions, secret_key: bytes
+) -> tuple[ZmqLink, str]:
+    deadline_s = time.monotonic() + world.timeout_s
+    link, stage = None, "endpoints"
+    stack = contextlib.ExitStack()
+    try:
+        admitted = _gather_keys(world, key, options, deadline_s)
+        link = ZmqLink(0, world.process_count, options, admitted=admitted)
+        folder = _enter_folder(world.host, stack)
+        endpoints = _listen(link, world.host, folder, secret_key)
+        if folder:
+            for path in (endpoint.removeprefix("ipc://") for endpoint in endpoints):
+                stack.callback(forks.only_here(private_folder.remove_socket), path)
+        # Only now, with all keys known, may others connect: a handshake has a deadline
+        # of its own.
+        _say(world, f"{key}/endpoints", _Notice(endpoints=endpoints))
+        stage = "verdict"
+        _await_hellos(world, link, deadline_s)
+    except BaseException as error:
+        _say(world, f"{key}/{stage}", _Notice(error=str(error) or repr(error)))
+        if link is not None:
+            link.close()
+        raise
+    finally:
+        stack.close()  # All have connected, or no process shall.
+    _say(world, f"{key}/verdict", _Notice())
+    return link, endpoints[0]
+
+
+def _open_spoke(
+    world: World, key: str, options: LinkOptions, keys: tuple[bytes, bytes]
+) -> tuple[ZmqLink, str]:
+    try:
+        hub_key = _hear_offer(world, key, 0, options, world.timeout_s).public_key
+    except TimeoutError:
+        raise RuntimeError(_describe_missing(world, [0])) from None
+    data, pulse = _check_endpoints(_hear(world, f"{key}/endpoints").endpoints)
+    if data.startswith("tcp://*:"):
+        address = addresses.bracket(find_addresses(world.host)[0])
+        data, pulse = (e.replace("*", address, 1) for e in (data, pulse))
+    link = ZmqLink(world.process_index, world.process_count, options)
+    try:
+        link.connect((data, pulse), hub_key, keys)
+        _hear(world, f"{key}/verdict")
+        link.hold_connections()
+    except BaseException:
+        link.close()
+        raise
+    return link, data
+
+
+def _gather_keys(
+    world: World, key: str, options: LinkOptions, deadline_s: float
+) -> dict[bytes, int]:
+    """Returns which process has which public key, of all others."""
+    processes = range(1, world.process_count)
+    admitted = {}
+    try:
+        for process in processes:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            offer = _hear_offer(world, key, process, options, left_s)
+            admitted[z85.decode(offer.public_key)] = process
+    except TimeoutError:
+        assert world.store is not None
+        missing = [
+            process
+            for process in processes
+            if world.store.try_get(f"{key}/offer/{process}") is None
+        ]
+        raise RuntimeError(_describe_missing(world, missing)) from None
+    return admitted
+
+
+def _await_hellos(world: World, link: ZmqLink, deadline_s: float) -> None:
+    while missing := link.find_missing():
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise RuntimeError(_describe_missing(world, missing))
+        for event in link.wait(left_s):
+            if isinstance(event, Lost):
+                raise RuntimeError(f"While a link was opened: {event.why}.")
+
+
+def _enter_folder(host: str, stack: contextlib.ExitStack) -> str:
+    """Returns a folder of this user alone for the sockets; "" if there is none."""
+    if sys.platform != "linux" or not addresses.is_loopback(host):
+        return ""
+    try:
+        return stack.enter_context(private_folder.enter())
+    except OSError as error:
+        _logger.warning(
+            "There is no folder of this user alone (%s), so process 0 listens for "
+            "the others at a name that other accounts of this host can reach, and "
+            "drops them. Set TMPDIR to a folder with a short path.",
+            error,
+        )
+        return ""
+
+
+def _listen(
+    link: ZmqLink, host: str, folder: str, secret_key: bytes
+) -> tuple[str, str]:
+    """Binds the hub where the others can reach it; returns what they need to know."""
+    error = None
+    for endpoint in find_endpoints(host, folder):
+        try:
+            data, pulse = link.listen(endpoint, secret_key)
+        except zmq.ZMQError as failure:
+            error = failure
+            continue
+        return _hide_address(data), _hide_address(pulse)
+    raise RuntimeError(f"Process 0 cannot listen for the others at {host!r}: {error}.")
+
+
+def _hide_address(endpoint: str) -> str:
+    # Each process has its own way to find the address of the host.
+    if endpoint.startswith("tcp://"):
+        return "tcp://*:" + endpoint.rpartition(":")[2]
+    return endpoint
+
+
+def find_endpoints(host: str, folder: str) -> list[str]:
+    """Returns where the hub of a job may listen, best first.
+
+    Args:
+      host: by which the processes reach process 0, which this is.
+      folder: of this user alone, for Unix sockets; "" where there is none.
+    """
+    if addresses.is_loopback(host):
+        # The processes are on one host: unix sockets take a sixth off a round trip.
+        # Without a folder, they have a name that other accounts can reach.
+        if sys.platform == "linux":
+            place = f"{folder}/" if folder else "@"
+            return [f"ipc://{place}jdp-{secrets.token_hex(8)}"]
+        return [f"tcp://{addresses.bracket(find_addresses(host)[0])}:*"]
+    found = find_addresses(host)
+    # The name of a machine is often one of 127.x.x.x there, and there only; a name with
+    # several addresses may be another one elsewhere.
+    if len(found) == 1 and not addresses.is_loopback(found[0]):
+        return [f"tcp://{addresses.bracket(found[0])}:*", "tcp://*:*"]
+    return ["tcp://*:*"]
+
+
+def find_addresses(host: str) -> list[str]:
+    """Returns the numeric addresses of `host`, those of IPv4 first.
+
+    Raises:
+      RuntimeError: there is none.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RuntimeError(
+            f"`World.host` {host!r} has no address here: {error}."
+        ) from None
+    found.sort(key=lambda info: info[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def _hear_offer(
+    world: World, key: str, process: int, options: LinkOptions, timeout_s: float
+) -> _Offer:
+    assert world.store is not None
+    offer = world.store.get(f"{key}/offer/{process}", timeout_s=timeout_s)
+    own = world.process_index
+    version = offer[0] if offer else None
+    if version != VERSION:
+        raise RuntimeError(
+            f"Process {process} speaks version {version} of the transport, process "
+            f"{own} version {VERSION}. Install the same jdp everywhere."
+        )
+    found = wire.decode(offer[1:], _Offer, what=f"The offer of process {process}")
+    if not _KEY.fullmatch(found.public_key):
+        raise wire.Malformed(f"The offer of process {process} holds no key of CURVE.")
+    if found.options != options:
+        raise RuntimeError(
+            "`options` of a link differ:\n"
+            f"  process {own}: {options}\n  process {process}: {found.options}\n"
+            "Give all processes the same."
+        )
+    return found
+
+
+def _check_endpoints(endpoints: tuple[str, str]) -> tuple[str, str]:
+    """Returns them if they are what `_listen` makes: nothing else is connected to."""
+    for endpoint in endpoints:
+        found = _ENDPOINT.fullmatch(endpoint)
+        if not found:
+            raise wire.Malformed(f"Process 0 cannot listen at {endpoint[:200]!r}.")
+        folder = found["folder"]
+        if folder is not None and not private_folder.is_private(folder):
+            raise RuntimeError(
+                f"Process 0 listens in {folder!r}, which is no folder of this user "
+                "alone here. The processes of a job on one host must be of one user "
+                "and see the same files; give them one TMPDIR."
+            )
+    return endpoints
+
+
+def _say(world: World, key: str, notice: _Notice) -> None:
+    assert world.store is not None
+    world.store.set(key, msgspec.msgpack.encode(notice))
+
+
+def _hear(world: World, key: str) -> _Notice:
+    assert world.store is not None
+    # The hub may have come later, and waits as long for the rest.
+    timeout_s = 1.2 * world.timeout_s + 5.0
+    try:
+        found = world.store.get(key, timeout_s=timeout_s)
+    except TimeoutError:
+        raise RuntimeError(
+            f"Process 0 began to open a link and did not go on within {timeout_s:g} s. "
+            "Look at its log."
+        ) from None
+    notice = wire.decode(found, _Notice, what="The notice of process 0 about a link")
+    if notice.error is not None:
+        raise RuntimeError(notice.error)
+    return notice
+
+
+def _describe_missing(world: World, missing: list[int]) -> str:
+    shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+    return (
+        f"{len(missing)} of {world.process_count} processes did not come to open a "
+        f"link within {world.timeout_s:g} s: {shown}. Look at their logs, and at "
+        "whether they can reach process 0."
+    )

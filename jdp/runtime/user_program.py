@@ -1,0 +1,439 @@
+"""Worker: how does one process of a job run the user's program?
+
+`jdp launch` runs this file by its path: `python -u worker.py script train.py args...`
+or `... module package.train args...`. The program sees what it would see under
+`python train.py` or `python -m package.train`, and `__main__` stays the program's until
+the interpreter ends; `runpy` would take it back before threads and exit handlers do,
+and they may start processes that import it. The file imports neither jdp nor jax.
+
+A program that fails ends with `os._exit`: the exit handler of JAX waits up to 300 s at
+a barrier for peers that hang in a collective with the process that failed.
+"""
+
+import atexit
+import builtins
+import contextlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import re
+import struct
+import sys
+import threading
+import time
+import types
+from typing import NamedTuple
+
+_MAX_REASON = 300  # characters.
+_CULPRIT_FIRST_S = 1.0
+_FAILURE_FD = "JDP_FAILURE_FD"
+_TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is no C long.
+# Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
+_RECORD = struct.Struct("<cidii?")
+_FAILED, _BEGAN, _JOINED, _ENDED, _LOST = b"f", b"b", b"j", b"e", b"l"
+# A peer that is gone breaks collectives and its line at once, and either may be first.
+_PEER_IS_HEARD_S = 1.0
+_NAMED = re.compile(r"\bProcess (\d{1,9}) has ended; the others")
+# What JAX says of a broken link: it tells nothing of why the other side is gone.
+_BROKEN = re.compile(
+    r"\bGloo |\bgloo/|ncclRemoteError|remote process exited|oordination service"
+    r"|UNAVAILABLE:|Connection (?:closed|reset|refused)"
+)
+
+
+class Failure(NamedTuple):
+    """A worker's report of the end of its program.
+
+    Attributes:
+      at_s: when, on the monotonic clock of this host.
+      code: its exit code.
+      culprit: the process that is the reason; its own number if it is one itself.
+      is_consequence: whether it tells nothing but that another process is gone.
+    """
+
+    at_s: float
+    code: int
+    culprit: int
+    is_consequence: bool = False
+
+
+class FailurePipe:
+    """Where workers say when and how their program failed; read by their launcher.
+
+    Attributes:
+      in_init: processes that are in `jdp.init` now.
+      joined: processes that have been in it and have come out.
+      ended: when the program of a process ended without a failure; JAX may hold the
+        process itself.
+      lost: the first process that a process has heard of as gone, by process.
+    """
+
+    def __init__(self) -> None:
+        """Opens the pipe."""
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self.environ = {_FAILURE_FD: str(self.write_fd)}
+        self._failures: dict[int, Failure] = {}
+        self.in_init: set[int] = set()
+        self.joined: set[int] = set()
+        self.ended: dict[int, float] = {}
+        self.lost: dict[int, int] = {}
+
+    def read(self) -> dict[int, Failure]:
+        """Returns what has failed, by process id."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._read_fd, _RECORD.size * 1000):
+                data += chunk
+        # A record is less than `PIPE_BUF`: it is written whole or not at all.
+        for kind, process_id, at_s, code, culprit, follows in _RECORD.iter_unpack(data):
+            if kind == _FAILED:
+                failure = Failure(at_s, code, culprit, follows)
+                first = self._failures.setdefault(process_id, failure)
+                self._failures[process_id] = first._replace(code=code)
+            elif kind == _BEGAN:
+                self.in_init.add(process_id)
+            elif kind == _JOINED:
+                self.in_init.discard(process_id)
+                self.joined.add(process_id)
+            elif kind == _LOST:
+                self.lost.setdefault(process_id, culprit)
+            elif kind == _ENDED:
+                self.ended[process_id] = at_s
+        return self._failures
+
+    def forget(self, process_id: int) -> None:
+        """Forgets a process that is started again."""
+        self._failures.pop(process_id, None)
+
+    def close(self) -> None:
+        """Closes both ends."""
+        os.close(self._read_fd)
+        os.close(self.write_fd)
+
+
+def main(argv: list[str]) -> None:
+    """Runs the program named by `argv`: its kind, its target, its arguments."""
+    kind, target, *arguments = argv
+    _Own.failure_fd, _Own.pid = _take_failure_fd(), os.getpid()
+    # What jdp imports under this name is this module, and knows the pipe.
+    sys.modules["jdp.runtime.user_program"] = sys.modules["__main__"]
+    program = types.ModuleType("__main__")
+    program.__dict__["__builtins__"] = builtins
+    # The interpreter itself keeps the module of this file alive.
+    sys.modules["__main__"] = program
+    try:
+        if kind == "module":
+            code = _load_module(program, target, arguments)
+        else:
+            code = _load_script(program, target, arguments)
+        exec(code, program.__dict__)
+        _write(_ENDED)
+        _exit_if_child(0)
+    except SystemExit as error:
+        code = _exit_code(error)
+        _exit_if_child(code)
+        if code == 0:
+            _write(_ENDED)
+        else:
+            report_failure(code)
+            _tell_others(f"exit code {code}")
+        _exit_unless_zero(code)
+    except BaseException as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if os.getpid() != _Own.pid:
+            _exit_if_child(_print_exception(error) or code)
+        at_s = time.monotonic()
+        culprit = find_culprit(error)
+        follows = is_consequence(error)
+        _write(_FAILED, code, culprit, at_s=at_s, is_consequence=follows)
+        _tell_others(describe_error(error), culprit)
+        if (hook_code := _print_exception(error)) is not None:
+            code = hook_code or code  # What the others were told is not taken back.
+            _write(_FAILED, code, culprit, at_s=at_s, is_consequence=follows)
+        if culprit is not None:
+            # JAX aborts all when process 0 ends; the culprit gets to say what it has.
+            time.sleep(_CULPRIT_FIRST_S)
+        _exit_unless_zero(code)
+
+
+def _take_failure_fd() -> int | None:
+    """Takes the launcher's pipe out of what the program and its children see."""
+    fd = os.environ.pop(_FAILURE_FD, None)
+    if fd is None:
+        return None
+    os.set_inheritable(int(fd), False)
+    return int(fd)
+
+
+class _Own:
+    """Connections of this process to its launcher; empty without one."""
+
+    failure_fd: int | None = None
+    pid: int = 0  # Children that this process forks do not speak for it.
+
+
+def has_launcher() -> bool:
+    """Returns whether a launcher runs the program of this process, through `main`."""
+    return _Own.failure_fd is not None
+
+
+def report_failure(
+    code: int, *, culprit: int | None = None, is_consequence: bool = False
+) -> None:
+    """Tells the launcher that the program of this process has failed, now.
+
+    Args:
+      code: with which it will end.
+      culprit: the process that is the reason, where that is another one.
+      is_consequence: whether it is ended for nothing but the end of another one.
+    """
+    _write(_FAILED, code, culprit, is_consequence=is_consequence)
+
+
+def report_loss(process: int) -> None:
+    """Tells the launcher that `process` is gone: JAX may abort this one for it."""
+    _write(_LOST, culprit=process)
+
+
+def report_init(*, has_joined: bool) -> None:
+    """Tells the launcher that this process begins `jdp.init`, or has come out of it."""
+    _write(_JOINED if has_joined else _BEGAN)
+
+
+def _write(
+    kind: bytes,
+    code: int = 0,
+    culprit: int | None = None,
+    *,
+    at_s: float | None = None,
+    is_consequence: bool = False,
+) -> None:
+    process_id = os.environ.get("JDP_PROCESS_ID", "")
+    if _Own.failure_fd is None or not process_id.isdigit():
+        return
+    if os.getpid() != _Own.pid:
+        return
+    own = int(process_id)
+    blamed = own if culprit is None else culprit
+    at_s = time.monotonic() if at_s is None else at_s
+    record = _RECORD.pack(kind, own, at_s, code, blamed, is_consequence)
+    with contextlib.suppress(OSError):  # The launcher is gone.
+        os.write(_Own.failure_fd, record)
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the class and the first line of an error, such as "ValueError: no"."""
+    lines = _text_of(error).splitlines() or [""]
+    name = type(error).__name__
+    return f"{name}: {lines[0]}"[:_MAX_REASON] if lines[0] else name
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # It is the user's class.
+        return ""
+
+
+def find_culprit(error: BaseException) -> int | None:
+    """Returns the process that is the reason, where that is another one.
+
+    An error of jdp may name it. Any other error that is raised after another process
+    has failed or died follows from that, such as "connection reset by peer"; an error
+    of JAX waits a moment for the word of the lifeline.
+    """
+    progress = sys.modules.get("jdp.replicas.progress")
+    timeout_s = 0.0
+    for cause in _chain(error):
+        process = None if progress is None else progress.culprit_of(cause)
+        if process is not None:
+            return process
+        if _is_of_jax(cause):
+            timeout_s = _PEER_IS_HEARD_S
+            if named := _NAMED.search(_text_of(cause)):
+                return int(named[1])
+    lifeline = sys.modules.get("jdp.runtime.lifeline.lifeline")
+    if lifeline is None:
+        return None
+    return lifeline.find_culprit(
+        timeout_s=timeout_s, is_consequence=is_consequence(error)
+    )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Returns whether `error` tells nothing but that a link to a process broke.
+
+    Such an error is never the cause where another process says more.
+    """
+    return any(
+        _is_of_jax(cause)
+        and bool(
+            _BROKEN.search(describe_error(cause)) or _NAMED.search(_text_of(cause))
+        )
+        for cause in _chain(error)
+    )
+
+
+def _is_of_jax(error: BaseException) -> bool:
+    if "JaxRuntimeError" in (kind.__name__ for kind in type(error).__mro__):
+        return True
+    text = describe_error(error)  # JAX raises a few of its errors as ValueError.
+    return "Gloo " in text or "gloo/" in text
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Returns `error` and what it was raised from or because of."""
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    # By identity: `==` of the user's class may raise, or compare arrays.
+    while cause is not None and not any(cause is each for each in found):
+        found.append(cause)
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = context if cause.__cause__ is None else cause.__cause__
+    return found
+
+
+def _tell_others(reason: str, culprit: int | None = None) -> None:
+    """Tells the other processes of the job, if this one has joined it."""
+    module = sys.modules.get("jdp.runtime.lifeline.lifeline")
+    if module is not None:
+        module.leave(reason, culprit=culprit)
+
+
+def _load_script(
+    program: types.ModuleType, path: str, arguments: list[str]
+) -> types.CodeType:
+    sys.argv = [path, *arguments]
+    if not os.path.isabs(path):  # Else it runs also where the folder was deleted.
+        path = os.path.join(os.getcwd(), path)
+    spec = None
+    if not path.endswith(".py"):
+        # A folder or a zip file with a `__main__.py` in it.
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is not None:
+        if sys.flags.safe_path:  # Python gives a folder its place all the same.
+            sys.path.insert(0, path)
+        _set_first_path(path)
+        return _adopt(program, spec)
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    program.__file__ = path
+    program.__loader__ = loader
+    program.__dict__["__cached__"] = None
+    with io.open_code(path) as file:
+        return loader.source_to_code(file.read(), path)
+
+
+def _load_module(
+    program: types.ModuleType, name: str, arguments: list[str]
+) -> types.CodeType:
+    sys.argv = ["-m", *arguments]
+    _set_first_path(os.getcwd())
+    spec = importlib.util.find_spec(name)  # Imports the packages around it.
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.loader is None:
+        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
+        raise SystemExit(1)
+    if spec.origin is not None:
+        sys.argv[0] = spec.origin
+    return _adopt(program, spec)
+
+
+def _adopt(
+    program: types.ModuleType, spec: importlib.machinery.ModuleSpec
+) -> types.CodeType:
+    """Names `program` as the import system would, and returns its code."""
+    program.__spec__ = spec
+    program.__loader__ = spec.loader
+    program.__package__ = spec.parent
+    program.__file__ = spec.origin
+    program.__dict__["__cached__"] = spec.cached
+    code = getattr(spec.loader, "get_code")(spec.name)  # noqa: B009 (not in the ABC)
+    if code is None:
+        raise ImportError(f"No code object available for {spec.name}")
+    return code
+
+
+def _set_first_path(path: str) -> None:
+    """Puts `path` where Python put the folder of this file."""
+    if not sys.flags.safe_path:
+        sys.path[0] = path
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return (error.code if -_TOO_LARGE <= error.code < _TOO_LARGE else -1) & 0xFF
+    try:
+        print(error.code, file=sys.stderr)
+    except Exception:  # It is the user's class; Python itself ends with 1, silently.
+        name = type(error.code).__name__
+        print(
+            f"`sys.exit` got an object of class {name}, whose text fails",
+            file=sys.stderr,
+        )
+    return 1
+
+
+def _exit_if_child(code: int) -> None:
+    """Ends a child that the program forked, after its exit handlers.
+
+    As `multiprocessing` does: JAX cannot be taken apart without its threads.
+    """
+    if os.getpid() == _Own.pid:
+        return
+    wait_for_threads = vars(threading)["_shutdown"]  # as at the end of any Python.
+    for end in (wait_for_threads, atexit._run_exitfuncs):
+        with contextlib.suppress(Exception):
+            end()
+    flush()
+    os._exit(code)
+
+
+def _exit_unless_zero(code: int) -> None:
+    """Ends without exit handlers, unless the program succeeded."""
+    if code != 0:
+        flush()
+        os._exit(code)
+
+
+def flush() -> None:
+    """Writes what the program has printed, where that is possible."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            continue  # None, broken or closed: nothing that could be shown.
+
+
+def _print_exception(error: BaseException) -> int | None:
+    """Shows `error` as Python would: without the frames that led to the program.
+
+    Returns:
+      The exit code that the program's `sys.excepthook` asks for, if it does.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name != __file__ and not name.startswith("<frozen "):
+            break
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    try:
+        sys.excepthook(type(error), error, trace)
+    except SystemExit as end:
+        return _exit_code(end)
+    except BaseException as hook_error:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, trace)
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

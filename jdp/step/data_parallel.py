@@ -1,0 +1,471 @@
+"""SPMD: a train step of one replica becomes the step of all of them."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, overload
+
+import jax
+
+from jdp.backward import captured
+from jdp.collectives import auto
+from jdp.gradients import step_trace, weighted_mean
+from jdp.gradients.step_trace import Recording
+from jdp.gradients.weighted_mean import DivideBy
+from jdp.replicas import agreement, comparison, mesh, progress
+from jdp.replicas.joinable import Joinable, JoinHook
+from jdp.replicas.mesh import World
+from jdp.step import call_arguments, methods, placement, replica_program
+from jdp.step.call_arguments import CallBinder, Names, NotGiven
+from jdp.step.flat_state import FlatState
+from jdp.step.join_hook import StepJoinHook
+from jdp.step.options import StepOptions, check_step
+from jdp.step.placement import StatePlacer
+from jdp.step.replica_program import Program, Step
+from jdp.types import PyTree
+
+_logger = logging.getLogger("jdp")
+_NOTHING = contextlib.nullcontext()
+
+
+@overload
+def data_parallel(step: Step, /) -> "DataParallelStep": ...
+@overload
+def data_parallel(
+    step: Step,
+    /,
+    *,
+    world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
+    donate_state: bool = ...,
+    check_vma: bool = ...,
+    static_graph: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> "DataParallelStep": ...
+@overload
+def data_parallel(
+    step: None = None,
+    /,
+    *,
+    world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
+    donate_state: bool = ...,
+    check_vma: bool = ...,
+    static_graph: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> Callable[[Step], "DataParallelStep"]: ...
+def data_parallel(
+    step: Step | None = None,
+    /,
+    *,
+    world: World | None = None,
+    static_argnames: Names = None,
+    replicated_argnames: Names = None,
+    donate_state: bool = True,
+    check_vma: bool = True,
+    static_graph: bool = False,
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """Turns the step of one replica into a compiled step of all replicas.
+
+    `step(state, *batches, **more) -> (state, metrics)` is written for one replica: it
+    sees that replica's samples, and averages gradients over the axis
+    `world.axis_name` with `jdp.value_and_grad`, `jdp.sync_gradients` or
+    `jdp.distributed_optimizer`. Also a decorator, with and without arguments, and of
+    methods: `self` then belongs to the program, which is compiled once for each object,
+    and its attributes are read when the step is traced.
+
+    Arguments are batches, by position or by name, but for those named here:
+
+        @jdp.data_parallel(static_argnames="train", replicated_argnames=("rate", "key"))
+        def step(state, x, *, rate, key, train=True): ...
+
+        state, metrics = step(state, x, rate=schedule(i), key=jax.random.key(i))
+
+    Every process calls the returned step, the same number of times. Before a program
+    runs for the first time, the processes compare it, the arrays that it captures from
+    outside, and the paths, shapes and dtypes of its arguments; JAX traces again for
+    other shapes, and they compare again.
+
+    Args:
+      step: the step of one replica; `jax.grad` in it is that replica's own gradient,
+        as under `jax.pmap`. The state must come back with the same value on every
+        replica, but for its `jdp.PerReplica` parts. A metric that is the same on all
+        replicas comes back as it is; others are averaged, integers and booleans in
+        JAX's default float, but for those in a `jdp.PerReplica`, which come back with
+        a row for each replica.
+      world: the replicas; by default, at the first call, what `jdp.init` made.
+      static_argnames: names of arguments that belong to the program, as of `jax.jit`:
+        flags and other values with a hash, the same on every process. Another value
+        compiles another program.
+      replicated_argnames: names of arguments that are the same on all replicas and
+        change from call to call: a learning rate, a PRNG key, the parameters of a
+        teacher. Pytrees of arrays and numbers, of any shape. Of several processes all
+        get the values of process 0, in one small collective; in a `jdp.Join` those of
+        the first process that still has data.
+      donate_state: whether the memory of the state passed in is used for the new one.
+        A donated state cannot be used again.
+      check_vma: whether the program must show that the new state is the same on all
+        replicas. jdp follows its values from the batches to the new state, through
+        control flow; a reduction over the axis ends what differs. False is for a
+        reduction that the program does not show, such as an `all_reduce` of your own
+        of `lax.ppermute` or a callback: refused is then only what was never sent. The
+        name is that of the option of `jax.shard_map` that this stands for.
+      static_graph: whether it is an error that another trace of the step, for other
+        shapes, finds other used parameters or another order of their gradients. False
+        logs the difference.
+      compiler_options: options of XLA for this step, over jdp's own.
+
+    Returns:
+      A callable `(state, *batches, **more) -> (state, metrics)`. The state may be
+      anything that `jdp.replicate` takes; every batch is a pytree of host arrays with
+      the samples of this process, or what `jdp.global_batch` returned. All go by
+      position or by name, as the parameters of `step` are called.
+
+    Raises:
+      ValueError: a name is no parameter of the step.
+      TypeError: `step` is no function, or an option is of another type.
+      TypeError: from a call: the step takes no such argument, or a leaf is no array.
+      RuntimeError: from a call: the processes do not have the same state or the same
+        program; on every process, naming the difference.
+      ValueError: from a call: a batch does not divide among the replicas, or the new
+        state differs between replicas; the leaf is named. Or a metric has a row per
+        sample. Or a reduction is in a `cond`, or in a `while` loop, that replicas
+        decide differently, so that some would wait for ever.
+      TypeError: from a call: a metric is no number, or one without a mean that
+        differs.
+      RuntimeError: from a call: the state was donated before.
+    """
+
+    options = StepOptions(
+        world=world,
+        static_argnames=static_argnames,
+        replicated_argnames=replicated_argnames,
+        donate_state=donate_state,
+        check_vma=check_vma,
+        static_graph=static_graph,
+        compiler_options=compiler_options,
+    )
+    if step is None:
+        return lambda step: DataParallelStep(step, options)
+    return DataParallelStep(step, options)
+
+
+class DataParallelStep(Joinable):
+    """A step of all replicas; see `data_parallel`.
+
+    It is a joinable: in a `jdp.Join`, processes may call it different numbers of times,
+    with batches of one shape. A process that has joined runs it on zeros, and its
+    replicas count for nothing in gradients and metrics, as if `weight=0` were passed
+    to each function that takes one. So a joined process does whatever the step does
+    with the result, and what it alone may hold of the state goes on being updated.
+    """
+
+    join_options = ("divide_by", "example")
+
+    def __init__(self, step: Step, options: StepOptions):
+        """Use `data_parallel`."""
+        check_step(step)
+        self._is_static = isinstance(step, staticmethod)
+        self._is_of_class = isinstance(step, classmethod)
+        if isinstance(step, staticmethod | classmethod):
+            step = step.__func__
+        functools.update_wrapper(self, step)
+        self._step = step
+        self._options = options
+        self.name = getattr(step, "__name__", "step")
+        self._topic = f"first call of the step `{self.name}`"
+        self._binder = CallBinder(
+            step,
+            self.name,
+            static_argnames=options.static_argnames,
+            replicated_argnames=options.replicated_argnames,
+        )
+        self._recording: Recording | None = None  # of the last trace.
+        self._is_compared, self.calling_thread = False, 0
+        self._placer = StatePlacer(self.name, donates=options.donate_state)
+        self._jitted: dict[DivideBy | None, Any] = {}
+        self._join_hook: StepJoinHook | None = None  # of the `jdp.Join` it is in.
+        self.last_state: PyTree | None = None
+        self._owners: tuple[type, ...] = (type,)
+        self._core = self  # of a bound step the one without the object.
+        self._bound = methods.PerObject(
+            lambda owner: DataParallelStep(methods.bind_weakly(step, owner), options),
+            _BoundStep,
+            what=f"The step `{self.name}`",
+        )
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Notes of which class the step is a method."""
+        if not (self._is_static or self._is_of_class):
+            self._owners = (type, owner)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
+        """Returns the step of an object, for a step that is a method."""
+        of = owner if self._is_of_class else instance
+        return self if of is None or self._is_static else self._bound.of(of)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep":
+        """Returns the step itself, as for functions, also of `jax.jit`."""
+        return self
+
+    def __call__(
+        self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Runs one step; see `data_parallel`."""
+        # `Trainer.step(trainer, state, batch)`; of `classmethod(step)` the class, from
+        # Python 3.13 on. An object that JAX takes apart is a state.
+        if isinstance(state, self._owners) and jax.tree_util.all_leaves((state,)):
+            if state is NotGiven:
+                return self(self._binder.take_state(named), **named)
+            return self.__get__(state)(*batches, **named)
+        if named or self._binder.has_names:
+            batches = self._binder.bind(batches, named)
+        context = self.join_context
+        if context is not None and context.is_enabled:
+            context.notify(self)
+            assert self._join_hook is not None
+            return self._join_hook.run(state, batches, has_data=True)
+        out = self.run(None, state, batches)
+        if context is not None:
+            self.last_state = out[0]
+        return out
+
+    @placement.from_python
+    @mesh.without_ambient
+    @progress.in_one_thread
+    @progress.counted
+    def run(
+        self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
+    ) -> tuple[PyTree, PyTree]:
+        """Runs one step; with a divisor the first batch says who has data."""
+        flat, *placed = self._place(state, batches)
+        self._call_limit.wait_for_earlier(flat)
+        jitted = self._jitted.get(divide_by) or self._jit(divide_by)
+        flat, metrics = jitted(flat, *placed)
+        placer = self._placer
+        if self._binder.has_names and call_arguments.has_static(batches):
+            placer.note_other_program()
+        return placer.take_returned(self.world, flat), metrics
+
+    @functools.cached_property
+    def _call_limit(self) -> progress.CallLimit:
+        world = self.world
+        is_cpu = world.mesh.devices.flat[0].platform == "cpu"
+        counts = world.process_count, world.num_local_replicas
+        return progress.CallLimit(is_needed=is_cpu and min(counts) > 1)
+
+    def join_hook(
+        self,
+        *,
+        divide_by: DivideBy = "weight",
+        example: tuple[PyTree, ...] | None = None,
+        **kwargs: Any,
+    ) -> JoinHook:
+        """Returns what stands in for this step; see `jdp.Joinable`.
+
+        `last_state` is then what the last call in the `jdp.Join` returned, by
+        either; after it that of the last joiner, of several the process with the
+        highest index, bit for bit the same on all. Where no process calls the step, it
+        is the state of `example`, or of the `jdp.Join` before.
+
+        Args:
+          divide_by: see `jdp.sync_gradients`. Each replica with data counts the same,
+            so "weight" and "active" (torch: `divide_by_initial_world_size=False`) are
+            one; "world" is torch's default.
+          example: the arguments of a call, `(state, *batches)`, for a process that may
+            have no batch at all. The values of the batches are not used.
+          **kwargs: ignored; of other joinables.
+        """
+        weighted_mean.check_divide_by(divide_by)
+        if example is not None:
+            if not isinstance(example, tuple | list) or not example:
+                raise TypeError(
+                    "`example` must be the arguments of a call, `(state, *batches)`, "
+                    f"got {example!r}."
+                )
+            example = example[0], *self._binder.bind(example[1:], {})
+            self.last_state = example[0]
+        elif any(
+            isinstance(x, jax.Array) and x.is_deleted()
+            for x in jax.tree.leaves(self.last_state)
+        ):
+            self.last_state = None
+        self._join_hook = StepJoinHook(self._core, divide_by, example)
+        return self._join_hook
+
+    @property
+    def join_world(self) -> World:
+        """See `jdp.Joinable`."""
+        return self.world
+
+    @mesh.without_ambient
+    def lower(
+        self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
+    ) -> jax.stages.Lowered:
+        """Lowers the step for arguments like these, to look at the program.
+
+        Every process calls it, as it would call the step. Values are not read.
+
+        Args:
+          state: see `trace`.
+          *batches: see `trace`.
+          **named: see `trace`.
+        """
+        avals = self._avals(state, batches, named)
+        compiled = self._options.compile(self._step_of(None), self.name)
+        return compiled.lower(*avals)
+
+    @mesh.without_ambient
+    def fingerprint(
+        self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
+    ) -> str:
+        """Returns the text of the program for arguments like these.
+
+        It ends with a digest of the arrays that the step captures. Values of arguments
+        are not read, nothing runs, and no other process is asked. Processes
+        whose texts are equal run the same program.
+
+        Args:
+          state: see `trace`.
+          *batches: see `trace`.
+          **named: see `trace`.
+        """
+        with auto.without_measuring():
+            state, *arguments = self._avals(state, batches, named)
+            program = self._shard(None, state, tuple(arguments))
+        constants = captured.find(program.jaxprs)
+        return f"{program}\ncaptured arrays: {constants.digest.hex()}"
+
+    @mesh.without_ambient
+    def trace(
+        self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
+    ) -> Recording:
+        """Traces the step for arguments like these, to see what it synchronises.
+
+        Values are not read, nothing runs, and no other process is asked.
+
+        Args:
+          state: pytree of arrays or `jax.ShapeDtypeStruct`s.
+          *batches: the same, with the samples of this process.
+          **named: arguments by name.
+        """
+        with step_trace.collect() as found, auto.without_measuring():
+            state, *arguments = self._avals(state, batches, named)
+            self._shard(None, state, tuple(arguments))
+        return found
+
+    def _avals(
+        self, state: PyTree, batches: tuple[PyTree, ...], named: dict[str, PyTree]
+    ) -> tuple[PyTree, ...]:
+        """Shapes, dtypes and shardings of the arguments of all processes together."""
+        if state is NotGiven:
+            state = self._binder.take_state(named)
+        arguments = self._binder.bind(batches, named)
+        return (
+            placement.state_avals(self.world, state),
+            *call_arguments.global_avals(self.world, arguments),
+        )
+
+    @functools.cached_property
+    def world(self) -> World:
+        """The replicas that the step runs on."""
+        return self._options.world or mesh.current_world()
+
+    def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
+        placer = self._placer
+        flat = placer.find_known(state) if self._is_compared else None
+        if flat is None:
+            flat, batches = self._place_anew(state, batches)
+        else:
+            batches = self._binder.place(self.world, batches)
+        if self._options.donate_state:
+            batches = placer.part_from(flat, batches)
+        return flat, *batches
+
+    def _place_anew(
+        self, state: PyTree, batches: tuple[PyTree, ...]
+    ) -> tuple[FlatState, tuple[PyTree, ...]]:
+        """Places a state that did not come from this step as it is."""
+        world, placer = self.world, self._placer
+        # The other processes may be about to compare theirs with ours.
+        is_awaited = not self._is_compared or placer.needs_others(world, state)
+        with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
+            placer.check(state)
+            batches = self._binder.place(world, batches)
+        return placer.place(world, state), batches
+
+    def _jit(self, divide_by: DivideBy | None) -> Any:
+        """The compiled step of flat states; see `_step_of`."""
+        if divide_by not in self._jitted:
+            step = self._placer.structures.take_flat(self._step_of(divide_by))
+            self._jitted[divide_by] = self._options.compile(step, self.name)
+        return self._jitted[divide_by]
+
+    def _step_of(self, divide_by: DivideBy | None) -> Step:
+        """The step of all replicas; with a divisor its first batch are weights."""
+        # Of the core: what is compiled keeps no object alive.
+        return functools.partial(self._core._trace, divide_by)
+
+    def _trace(
+        self, divide_by: DivideBy | None, state: PyTree, *batches: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Runs when JAX traces; compares the program before it can be compiled."""
+        self._placer.note_other_program()
+        world = self.world
+        arguments = {"state": state, **call_arguments.by_name(batches)}
+        replica_program.check_is_tracing(self.name, arguments)
+        with agreement.reporting(world, self._topic):
+            with step_trace.collect() as found:
+                program = self._shard(divide_by, state, batches)
+            if self._recording is None and world.is_main_process:
+                skipped = 0 if divide_by is None else 1  # which replicas have data.
+                call_arguments.warn_of_unequal_lengths(world, batches[skipped:])
+            self._check_graph(found)
+        comparison.compare_programs(
+            world, program, arguments, topic=self._topic, jaxprs=program.jaxprs
+        )
+        self._is_compared = True
+        return program.run(state, batches)
+
+    def _check_graph(self, found: Recording) -> None:
+        """Compares with the last trace of this step; warns at the first."""
+        before, is_main = self._recording, self.world.is_main_process
+        if before is None and is_main:
+            step_trace.warn_of(found)
+        difference = before and step_trace.graph_difference(before, found)
+        if difference:
+            text = f"The step `{self.name}` was traced again, and {difference}."
+            if self._options.static_graph:
+                raise ValueError(
+                    f"{text} With `static_graph=True` every trace must find the same; "
+                    "leave it out if the difference is meant."
+                )
+            if is_main:
+                _logger.warning(text)
+        self._recording = found
+
+    def _shard(
+        self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
+    ) -> Program:
+        options = replica_program.Options(
+            self.world, divide_by, self._options.check_vma
+        )
+        step = functools.partial(call_arguments.run, self._step, self.world)
+        return replica_program.trace_step(step, options, state, batches)
+
+
+class _BoundStep(DataParallelStep):
+    """The step of one object: what it knows is the step's, and it holds the object."""
+
+    __slots__ = ("__self__",)
+
+    def __init__(self, core: DataParallelStep, owner: Any):
+        object.__setattr__(self, "__dict__", core.__dict__)
+        self.__self__ = owner
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
+        return self

@@ -1,0 +1,379 @@
+"""Placement: does every leaf of a state lie where the step of all replicas needs it?"""
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jdp import compat
+from jdp.replicas import mesh, per_replica, replication
+from jdp.replicas.mesh import World
+from jdp.step.flat_state import Finder, FlatState, Structure, Structures
+from jdp.trees import tree_paths
+from jdp.types import PyTree
+
+T = TypeVar("T")
+
+_MAX_PARTS = 16  # of a state, of which each has an array that is held weakly.
+
+
+def from_python(run: Callable[..., T]) -> Callable[..., T]:
+    """Says of a call that fails while JAX traces that this is why.
+
+    What fails there is whatever looks first at a value that JAX traces.
+
+    Args:
+      run: method of an object with a `name`.
+    """
+
+    @functools.wraps(run)
+    def call(self: Any, *arguments: Any) -> T:
+        try:
+            return run(self, *arguments)
+        except Exception:
+            if not _is_traced(arguments):
+                raise
+            raise _while_tracing(self.name) from None
+
+    return call
+
+
+class HeldLeaves:
+    """Arrays of one state that need no second look, without keeping them alive.
+
+    Of each part of the state, such as parameters and optimizer state, the largest array
+    is held weakly. When one dies, all others are let go: a program that drops a part of
+    its state frees the memory.
+    """
+
+    def __init__(self) -> None:
+        """Starts with no arrays."""
+        self._largest: list[weakref.ref[Any]] = []  # of each part.
+        self._places: list[int] = []  # of these among the leaves, ascending.
+        self._others: list[Any] = []
+        self._structure: Structure | None = None
+        self._finder: Finder | None = None
+        self._num_donations = 0  # of all steps, when the arrays were held.
+
+    def hold(self, flat: FlatState, tree: PyTree) -> bool:
+        """Holds the leaves of a state, all of them arrays, in place of the last.
+
+        Args:
+          flat: the state.
+          tree: the same, as it is found again: with its dicts in the order of those of
+            the last one, if that had the same structure.
+
+        Returns:
+          Whether the state has another structure than the last, or may have.
+        """
+        is_other = self._finder is None or flat.structure is not self._structure
+        if is_other:
+            self._structure, self._finder = flat.structure, Finder(tree)
+            self._places = _find_largest(tree, flat.leaves)
+        self._num_donations = _Donations.count
+        others = list(flat.leaves)
+
+        def let_go(_: Any) -> None:
+            others.clear()
+
+        self._largest = [weakref.ref(others[i], let_go) for i in self._places]
+        for i in reversed(self._places):
+            del others[i]
+        self._others = others
+        return is_other
+
+    def forget_layout(self) -> None:
+        """Expects that the next state may have another structure, or other shapes."""
+        self._finder = None
+
+    def find(self, tree: PyTree) -> FlatState | None:
+        """Returns a state if its leaves are those held, by identity, and alive."""
+        structure = self._structure
+        if not self._largest or self._finder is None or structure is None:
+            return None
+        leaves = self._finder.find(tree)
+        if leaves is None or len(leaves) != len(self._others) + len(self._largest):
+            return None
+        others = list(leaves)
+        for i, reference in zip(self._places, self._largest, strict=True):
+            largest = reference()
+            if largest is None or others[i] is not largest or largest.is_deleted():
+                return None
+        for i in reversed(self._places):
+            del others[i]
+        if not all(map(operator.is_, others, self._others)):
+            return None
+        if self._num_donations != _Donations.count and _has_deleted(others):
+            return None
+        return FlatState(leaves, structure)
+
+
+class _Donations:
+    """How often a step of this process took the memory of a state."""
+
+    count = 0
+
+
+class StatePlacer:
+    """The state of one step: placed on the replicas, checked leaf by leaf.
+
+    A leaf that a step returned, or that was looked at before, costs a comparison of
+    identities. Any other leaf costs a look at all of them.
+    """
+
+    def __init__(self, name: str, *, donates: bool):
+        """Places states for one step.
+
+        Args:
+          name: of the step, for errors.
+          donates: whether the step takes the memory of its state.
+        """
+        self._name = name
+        self._donates = donates
+        self._returned = HeldLeaves()
+        self._passed = HeldLeaves()  # only filled if states are not donated.
+        self.structures = Structures()
+        self._placed: set[Structure] = set()
+        # Sizes in bytes of arguments that may share memory with a leaf: its own, and
+        # where one of the two is in parts those. A key and its data differ in shape.
+        self._sizes: set[int] = set()
+        self._num_replicas = 1
+
+    def find_known(self, state: PyTree) -> FlatState | None:
+        """Returns a state all of whose leaves were looked at before, and are alive."""
+        found = self._returned.find(state)
+        if found is None and not self._donates:
+            found = self._passed.find(state)
+        return found
+
+    def take_returned(self, world: World, flat: FlatState) -> PyTree:
+        """Returns a state that a step returned: distinct arrays, all in their places.
+
+        It is found again by `find_known`.
+        """
+        state = flat.to_tree()
+        if self._donates:
+            _Donations.count += 1
+        if self._returned.hold(flat, state):
+            self._note_shared(world, flat)
+        return state
+
+    def note_other_program(self) -> None:
+        """Notes that the step may return another structure than before."""
+        self._returned.forget_layout()
+
+    def needs_others(self, world: World, state: PyTree) -> bool:
+        """Whether `place` waits for the other processes."""
+        return self._is_new_structure(state) or bool(_not_placed(world, state)[0])
+
+    def check(self, state: PyTree) -> None:
+        """Checks that a state consists of arrays that are alive.
+
+        Raises:
+          RuntimeError: a leaf was donated before.
+          TypeError: a leaf is no array, or a value that JAX traces.
+        """
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+            name = _name_of(path)
+            if isinstance(leaf, jax.core.Tracer):
+                raise _while_tracing(self._name)
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise RuntimeError(
+                    f"The state was donated to an earlier call of `{self._name}`, or "
+                    f"of another function. {name} is gone. Go on with the state that "
+                    "it returned, or pass `donate_state=False` to `jdp.data_parallel`."
+                )
+            check_is_array(leaf, name)
+
+    def place(self, world: World, state: PyTree) -> FlatState:
+        """Puts a state on the replicas; leaves that are in place stay what they are.
+
+        Every process calls it if one of them has a leaf that is not in its place, or a
+        structure that it has not seen.
+
+        Raises:
+          RuntimeError: the processes do not have the same leaves in place; on every
+            process, naming the first such leaf.
+          ValueError: a leaf lies on devices of several processes that are no replicas.
+        """
+        shared, own = _not_placed(world, state)
+        if shared or self._is_new_structure(state):
+            topic = self._topic(state, shared)
+            state = replication.place(world, state, name="state", topic=topic)
+        elif own:
+            state = replication.place_own_rows(world, state)
+        flat = self.structures.flatten(state)
+        self._placed.add(flat.structure)
+        if self._donates:
+            flat = FlatState(_copy_aliases(flat.leaves), flat.structure)
+        else:
+            self._passed.forget_layout()  # Keys may come in any order.
+            self._passed.hold(flat, state)
+        self._note_shared(world, flat)
+        return flat
+
+    def part_from(self, state: FlatState, arguments: PyTree) -> PyTree:
+        """Copies arrays of `arguments` that share memory with a state to be donated."""
+        leaves, treedef = jax.tree.flatten(arguments)
+        sizes = {x.size * x.dtype.itemsize for x in leaves}
+        if sizes.isdisjoint(self._sizes):
+            return arguments
+        taken = {
+            address
+            for x in state.leaves
+            if not sizes.isdisjoint(self._sizes_beside(x))
+            for address in compat.buffer_addresses(x)
+        }
+        leaves = [
+            x if taken.isdisjoint(compat.buffer_addresses(x)) else _copy(x)
+            for x in leaves
+        ]
+        return jax.tree.unflatten(treedef, leaves)
+
+    def _note_shared(self, world: World, state: FlatState) -> None:
+        """Notes with which arguments a state that is to be donated may share memory."""
+        if not self._donates:
+            return
+        self._num_replicas = world.num_replicas
+        for x in state.leaves:
+            self._sizes |= self._sizes_beside(x)
+
+    def _sizes_beside(self, x: jax.Array) -> set[int]:
+        """Returns how many bytes an argument that shares memory with `x` may have."""
+        num_bytes, n = x.size * x.dtype.itemsize, self._num_replicas
+        return {num_bytes, num_bytes // n, num_bytes * n}
+
+    def _is_new_structure(self, state: PyTree) -> bool:
+        return self.structures.flatten(state).structure not in self._placed
+
+    def _topic(self, state: PyTree, shared: list[int]) -> str:
+        """The text by which processes in other parts of the program are told apart."""
+        if self._is_new_structure(state):
+            return f"placement of the state of the step `{self._name}`"
+        path = tree_paths.leaf_paths(state)[shared[0]] or "(root)"
+        more = f" and {len(shared) - 1} more leaves" if len(shared) > 1 else ""
+        return (
+            f"placement of the state's leaf `{path}`{more}, not yet on the replicas, "
+            f"for the step `{self._name}`"
+        )
+
+
+def state_avals(world: World, state: PyTree) -> PyTree:
+    """Returns shapes, dtypes and shardings of a state that is in its place.
+
+    Raises:
+      TypeError: a leaf is no array.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    avals = []
+    for (path, leaf), is_own in zip(leaves, per_replica.are_own(state), strict=True):
+        check_is_array(leaf, _name_of(path))
+        aval = jax.eval_shape(lambda x: x, leaf)
+        sharding = world.replicated
+        if is_own:
+            sharding = replication.sharding_of_rows(world, aval.shape)
+        avals.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
+    return jax.tree.unflatten(treedef, avals)
+
+
+def _name_of(path: Any) -> str:
+    return f"The state's leaf `{jax.tree_util.keystr(path) or '(root)'}`"
+
+
+def check_is_array(leaf: Any, name: str) -> None:
+    """Raises TypeError unless `leaf` is an array or a number that JAX takes."""
+    mesh.check_has_no_mask(leaf, name)
+    mesh.check_has_known_dtype(leaf, name)
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        raise TypeError(
+            f"{name} is a {type(leaf).__name__}, not an array or a number. Keep what "
+            "is no array out of the state: for an equinox model `params, static = "
+            "eqx.partition(model, eqx.is_array)`, and `eqx.combine` in the step. A "
+            "class of one's own is taken apart once it is registered with "
+            "`jax.tree_util.register_dataclass`."
+        ) from None
+
+
+def _is_traced(arguments: PyTree) -> bool:
+    """Whether an argument is traced, or whatever is computed here."""
+    probes = [jax.device_put(np.float32(0)), *jax.tree.leaves(arguments)]
+    return any(isinstance(x, jax.core.Tracer) for x in probes)
+
+
+def _while_tracing(step: str) -> TypeError:
+    return TypeError(
+        f"The step `{step}` was called while JAX traces. It is compiled as a whole; "
+        "call it from Python, or use `jdp.value_and_grad` under your own `jit` and "
+        "`shard_map`."
+    )
+
+
+def _find_largest(tree: PyTree, leaves: Sequence[Any]) -> list[int]:
+    """Returns the place among the leaves of the largest array of each part of a tree.
+
+    Parts are the children of the first node that has several; of many it is one part.
+    """
+    parts = [tree]
+    while len(parts) == 1:
+        node = jax.tree_util.default_registry.flatten_one_level(parts[0])
+        if node is None or not (children := [*node[0]]):
+            break
+        parts = children
+    if len(parts) > _MAX_PARTS:
+        parts = [tree]
+    places, end = [], 0
+    for part in parts:
+        first, end = end, end + jax.tree.structure(part).num_leaves
+        sizes = [x.size * x.dtype.itemsize for x in leaves[first:end]]
+        if sizes:
+            places.append(first + int(np.argmax(sizes)))
+    return places
+
+
+def _has_deleted(leaves: list[Any]) -> bool:
+    return any(leaf.is_deleted() for leaf in leaves)
+
+
+def _not_placed(world: World, state: PyTree) -> tuple[list[int], list[int]]:
+    """Returns which leaves are to be placed: of the shared ones, and of their own."""
+    found: tuple[list[int], list[int]] = ([], [])
+    leaves = jax.tree.leaves(state)
+    for i, is_own in enumerate(per_replica.are_own(state)):
+        is_placed = replication.is_split if is_own else replication.is_replicated
+        if not is_placed(world, leaves[i]):
+            found[is_own].append(i)
+    return found
+
+
+def _copy_aliases(leaves: Sequence[Any]) -> list[Any]:
+    """Copies arrays whose memory an array before them has already.
+
+    XLA refuses to be given one buffer twice; on several local CPU devices that ends
+    the process.
+    """
+    taken: set[int] = set()
+    distinct = []
+    for x in leaves:
+        addresses = compat.buffer_addresses(x)
+        if not taken.isdisjoint(addresses):
+            x = _copy(x)
+        taken.update(addresses)
+        distinct.append(x)
+    return distinct
+
+
+def _copy(x: jax.Array) -> jax.Array:
+    """Copies an array shard by shard: no program of several processes is needed."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _copy(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    shards = [shard.data.copy() for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)

@@ -1,0 +1,465 @@
+"""Replica step: the step of one replica becomes a program of all of them.
+
+The step is traced once, without JAX's types of what varies, so that `jax.grad` in it is
+that of one replica, as under `pmap`. Then `jdp.step.sameness` tells which results are the
+same on all replicas: the new state must be, and the metrics that are not are averaged.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jdp import compat
+from jdp.backward import flow, sources
+from jdp.gradients import reduce, step_trace, weighted_mean
+from jdp.gradients.weighted_mean import DivideBy, Weighting
+from jdp.replicas import per_replica
+from jdp.replicas.mesh import World
+from jdp.replicas.per_replica import Outline
+from jdp.step import call_arguments, sameness
+from jdp.step.sameness import Spread
+from jdp.types import PyTree
+
+Step = Callable[..., tuple[PyTree, PyTree]]
+
+
+class Options(NamedTuple):
+    """How a step is turned into a program."""
+
+    world: World
+    divide_by: DivideBy | None  # in a `jdp.Join`: the first batch says who has data.
+    is_proven: bool  # whether the program must show that the new state is the same.
+
+
+class Program:
+    """The step of all replicas, traced; its text is what processes compare."""
+
+    def __init__(self, step: Any, averaging: Any | None, made: "_Made"):
+        """Use `trace_step`.
+
+        Args:
+          step: closed jaxpr: leaves of state and batches -> leaves of the new state,
+            and the metrics of each replica.
+          averaging: closed jaxpr: metrics of each replica, but for those of its own
+            -> metrics; None where there are none.
+          made: what the step returned.
+        """
+        self._step = step
+        self._averaging = averaging
+        self._state = made.state
+        self._metrics = made.metrics
+
+    def __str__(self) -> str:
+        """Returns the text of all that runs."""
+        return "\n".join(map(str, self.jaxprs))
+
+    @property
+    def jaxprs(self) -> list[Any]:
+        """The closed jaxprs that run."""
+        return [x for x in (self._step, self._averaging) if x is not None]
+
+    def run(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        """Returns the new state and the metrics of the step."""
+        results = _run(self._step, jax.tree.leaves((state, batches)))
+        leaves, (shared, own), amount = self.split(results)
+        if self._averaging is not None:
+            shared = _run(self._averaging, [*shared, *amount])
+        metrics = per_replica.merge_leaves(self._metrics.are_own, shared, own)
+        return self._state.unflatten(leaves), self._metrics.unflatten(metrics)
+
+    def split(
+        self, results: list[Any]
+    ) -> tuple[list[Any], tuple[list[Any], list[Any]], list[Any]]:
+        """Takes the results of the step apart.
+
+        Returns:
+          The leaves of the state; those of the metrics, with a row for each replica,
+          which all share, and of their own; and, in a list of one or none, how much
+          each replica counts.
+        """
+        num_shared, first = self._state.num_shared, len(self._state.leaves)
+        end = first + len(self._metrics.leaves)
+        state = per_replica.merge_leaves(
+            self._state.are_own, results[:num_shared], results[num_shared:first]
+        )
+        metrics: tuple[list[Any], list[Any]] = ([], [])
+        for x, is_own in zip(results[first:end], self._metrics.are_own, strict=True):
+            metrics[is_own].append(x)
+        return state, metrics, results[end:]
+
+
+def trace_step(
+    step: Step, options: Options, state: PyTree, batches: tuple[PyTree, ...]
+) -> Program:
+    """Traces the step of one replica, and checks what it returns.
+
+    Args:
+      step: see `jdp.data_parallel`.
+      options: how.
+      state: as it is outside of a step; arrays or `jax.ShapeDtypeStruct`s.
+      batches: of all replicas.
+
+    Raises:
+      TypeError: the step returns no pair, or a metric is no number.
+      ValueError: the new state differs between replicas, a metric is one per sample,
+        or a reduction is in control flow that replicas decide differently.
+    """
+    world = options.world
+    split = PartitionSpec(world.axis_names)
+    made: list[_Made] = []
+    treedef = jax.tree.structure(state)
+
+    def run(leaves: list[Any], *batches: PyTree) -> Any:
+        state = per_replica.enter(jax.tree.unflatten(treedef, leaves))
+        found = _run_on_replica(step, options, state, batches)
+        new_state, metrics, replica, counts = found
+        trees = per_replica.outline(new_state), per_replica.outline(metrics)
+        made.append(_Made(*trees, replica.without_arrays(), counts))
+        shared, own = per_replica.split_leaves(per_replica.leave(new_state))
+        weighting = replica.noted
+        amounts = [] if weighting is None else [weighting.amount]
+        raw = [*jax.tree.leaves(metrics), *amounts]
+        return shared, own, [jnp.asarray(x)[None] for x in raw]
+
+    mapped = jax.shard_map(
+        run,
+        mesh=world.mesh,
+        in_specs=(
+            per_replica.specs(state, world.axis_names),
+            *call_arguments.specs(batches, world.axis_names),
+        ),
+        out_specs=(PartitionSpec(), split, split),
+        check_vma=False,
+    )
+    is_single = world.num_replicas == 1
+    with compat.skip_size_one_axes() if is_single else contextlib.nullcontext():
+        traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
+        found = made[-1]
+        if is_single:
+            return _make_program(traced, found, _inexact_if_weighed(found), world)
+        spreads = _find_spreads(traced, found, world)
+        _check_state(traced, found, spreads, options)
+        differing = _check_metrics(found, spreads.metrics, world)
+        return _make_program(traced, found, differing, world)
+
+
+def check_is_tracing(step: str, arguments: dict[str, PyTree]) -> None:
+    """Raises FloatingPointError if JAX calls a step to look for a NaN.
+
+    With `jax_debug_nans` or `jax_debug_infs` it does, on the arguments of the call, and
+    would run `shard_map` in itself without end.
+
+    Args:
+      step: its name.
+      arguments: by name.
+    """
+    if not compat.searches_for_nan():
+        return
+    leaves = jax.tree.leaves(arguments)
+    if not leaves or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return
+    before = [
+        name + path.removeprefix("(root)")
+        for name, tree in arguments.items()
+        for path, leaf in _with_paths(tree)
+        if _has_nonfinite(leaf)
+    ]
+    found = (
+        f"`{before[0]}` held one before the step."
+        if before
+        else "The arguments that are left, such as the batches, held none."
+    )
+    raise FloatingPointError(
+        f"The step `{step}` returned a NaN or an infinity, which `jax_debug_nans` or "
+        f"`jax_debug_infs` refuses. {found} To see where it arises, run the loss of "
+        "one replica without `jdp.data_parallel`, or print with `jax.debug.print`."
+    )
+
+
+def _has_nonfinite(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        return False
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return False
+    shards = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+    return any(not np.isfinite(x.astype(np.complex128)).all() for x in shards)
+
+
+class _Made(NamedTuple):
+    """Results of the step of one replica that outlive its trace."""
+
+    state: Outline
+    metrics: Outline
+    replica: weighted_mean.Replica
+    sample_counts: frozenset[int]  # the lengths of this replica's batches.
+
+
+class _Spreads(NamedTuple):
+    """How leaves may differ between replicas."""
+
+    shared: list[Spread]  # of the state.
+    metrics: list[Spread]
+
+
+def _with_paths(tree: PyTree) -> list[tuple[str, Any]]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path) or "(root)", leaf) for path, leaf in flat]
+
+
+def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+    # Not `jaxpr_as_fun`, which leaves `jax_debug_nans` switched off.
+    body, consts = flow.open_jaxpr(jaxpr)
+    return jax.core.eval_jaxpr(body, consts, *operands)
+
+
+def _run_on_replica(
+    step: Step, options: Options, state: PyTree, batches: tuple[PyTree, ...]
+) -> tuple[PyTree, PyTree, weighted_mean.Replica, frozenset[int]]:
+    """Returns the new state, the metrics, and what a `_Made` has beside these."""
+    ambient = None
+    if options.divide_by is not None:
+        ambient = Weighting(batches[0][0], options.divide_by)
+        batches = batches[1:]
+    try:
+        with weighted_mean.replica(ambient) as replica:
+            out = step(state, *batches)
+    except NameError as error:
+        if "axis name" in str(error):
+            error.add_note(
+                "The replicas of this step lie over the axis "
+                f"{options.world.axis_name!r}. Pass that to `lax.pmean` and the like, "
+                "or choose another name with `jdp.init(axis_name=...)`."
+            )
+        raise
+    if not isinstance(out, tuple) or len(out) != 2:
+        got = f"{len(out)} values" if type(out) is tuple else type(out).__name__
+        raise TypeError(
+            f"The step must return a pair `(state, metrics)`, got {got}. Return "
+            "`(state, {})` where there are no metrics."
+        )
+    state, metrics = out
+    for path, leaf in _with_paths(metrics):
+        _check_is_array(path, leaf)
+    counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
+    return state, metrics, replica, counts
+
+
+def _check_is_array(path: str, leaf: Any) -> None:
+    """Raises TypeError for a metric that no program can return."""
+    if isinstance(leaf, bool | int | float | complex | jax.Array):
+        return
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV":
+        return  # "V" is bfloat16, and what is narrower.
+    if hasattr(leaf, "__jax_array__"):
+        return
+    raise TypeError(
+        f"The metric `{path}` is {leaf!r}, of type {type(leaf).__name__}. Metrics are "
+        "numbers and arrays; keep text and other objects outside of the step."
+    )
+
+
+def _find_spreads(traced: Any, found: _Made, world: World) -> _Spreads:
+    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
+    spreads = sameness.find_spreads(body, inputs, world.axis_names)
+    first = len(found.state.leaves)
+    end = first + len(found.metrics.leaves)
+    return _Spreads(spreads[: found.state.num_shared], spreads[first:end])
+
+
+def _check_state(
+    traced: Any, found: _Made, spreads: _Spreads, options: Options
+) -> None:
+    """Raises ValueError if replicas would go apart behind a state that is shared."""
+    flags = zip(found.state.paths, found.state.are_own, strict=True)
+    paths = [path for path, is_own in flags if not is_own]
+    refused = [
+        i
+        for i, spread in enumerate(spreads.shared)
+        if (spread.axes if options.is_proven else spread.is_local)
+    ]
+    if not refused:
+        return
+    first, others = refused[0], len(refused) - 1
+    also = f", and so may {others} more" if others else ""
+    spread = spreads.shared[first]
+    hint = ""
+    if options.is_proven and not spread.is_local:
+        hint = (
+            " Pass `check_vma=False` if it is equal for a reason that the program does "
+            "not show, such as an all-reduce of your own."
+        )
+    if ".acc_grads" in paths[first]:
+        reason = (
+            "`optax.MultiSteps` adds up gradients that are not averaged yet. Average "
+            "them in front of it (`jdp.value_and_grad`); else it goes inside, where "
+            "they are: `jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, and so "
+            "with `jdp.zero1`."
+        )
+    else:
+        reason = _explain_spread(spread, traced, first, options.world)
+    raise ValueError(
+        f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
+        f"{reason} Hold what is to differ in a `jdp.PerReplica`.{hint}"
+    )
+
+
+# What to do about state of which a file of another package makes what differs.
+_REMEDIES = {
+    "normalization.py": (
+        "It is a statistic of a layer: `jdp.sync_buffers(stats)` gives all replicas "
+        "the same; or take the statistics over all samples, with `SyncBatchNorm` of "
+        "`jdp.flax_linen` or `jdp.flax_nnx`, or `axis_name={axis!r}`."
+    ),
+    "reduce_on_plateau.py": (
+        "`reduce_on_plateau` compares losses, which must be those of all replicas: "
+        "`tx.update(..., value=jdp.average(loss))`."
+    ),
+}
+
+
+def _explain_spread(spread: Spread, traced: Any, output: int, world: World) -> str:
+    """Why an output of a replica's program differs, and what to do about it."""
+    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
+    external = sources.find_external(body) if spread.is_external else None
+    if external is not None:
+        return (
+            f"it depends on what `{external.primitive.name}`"
+            f"{sameness.line_of(external)} returns, which each replica calls by "
+            "itself. Call it outside of the step and pass the value as an argument "
+            "(`replicated_argnames`), or give all replicas that of one: "
+            f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
+        )
+    text = "it depends on a replica's own samples"
+    line = sameness.line_of_output(body, output)
+    over = [name for name in world.axis_names if name in spread.axes]
+    if len(over) < len(world.axis_names):
+        axes = " and ".join(f"`{name}`" for name in over)
+        return (
+            f"{text}{line}, and is averaged over some axes of the world only, not over "
+            f"{axes}. Pass `axis_name={world.axis_names}` to what averages, such as "
+            "`jdp.value_and_grad`."
+        )
+    makers = sameness.makers_of_output(body, output)
+    for file, remedy in _REMEDIES.items():
+        if any(maker.endswith(file) for maker in makers):
+            return f"{text}{line}. {remedy.format(axis=world.axis_name)}"
+    without = sameness.find_spreads(
+        body, inputs, world.axis_names, refuse_divided=False, with_index=False
+    )
+    if not without[output].axes:
+        return (
+            f"it depends on the number of a replica{line}, by `lax.axis_index` or "
+            "what moves values between replicas, such as `lax.ppermute`. Give all the "
+            f"same: `lax.pmean(x, {world.axis_name!r})`, or `jdp.broadcast_from(x, 0, "
+            f"axis_name={world.axis_name!r})`."
+        )
+    hint = ""
+    if step_trace.has_synchronized():
+        hint = (
+            " The step averages some gradients already. Of a metric take "
+            f"`lax.psum(x, {world.axis_name!r})`, `jdp.average(x)` or "
+            f"`lax.all_gather(x, {world.axis_name!r}, tiled=True)` before it is added "
+            "up; of running statistics `jdp.sync_buffers(stats)`. Else:"
+        )
+    return (
+        f"{text}{line}.{hint} Average gradients: `jdp.value_and_grad` in place of "
+        "`jax.value_and_grad` or `nnx.value_and_grad`, `jdp.sync_gradients`, or "
+        f"`lax.pmean(grads, {world.axis_name!r})`. A loss that an optimizer "
+        "differentiates itself is `jdp.mean_loss(loss_fn)`."
+    )
+
+
+def _check_metrics(found: _Made, spreads: Sequence[Spread], world: World) -> list[bool]:
+    """Returns by leaf whether it is to be averaged.
+
+    Raises:
+      TypeError: it cannot be averaged.
+      ValueError: it is one per sample.
+    """
+    differing = []
+    tree = found.metrics
+    for path, leaf, spread, is_own in zip(
+        tree.paths, tree.leaves, spreads, tree.are_own, strict=True
+    ):
+        differing.append(bool(spread.axes) and not is_own)
+        if not differing[-1]:
+            continue
+        shape, dtype = jnp.shape(leaf), _dtype_of(leaf)
+        if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+            raise TypeError(
+                f"The metric `{path}` differs between the replicas and is {dtype}, "
+                "which has no mean. Return what is the same on all replicas, or each "
+                "replica's own in a `jdp.PerReplica`."
+            )
+        if shape and shape[0] in found.sample_counts:
+            raise ValueError(
+                f"The metric `{path}`, {dtype}{list(shape)}, seems to have a row per "
+                "sample of a replica, and the mean over replicas would mix rows of "
+                "different samples. Return `jdp.PerReplica(x)` to get the rows of "
+                "each replica, a mean over the samples, or, if this is meant, "
+                f"`jdp.average(x, axis_name={world.axis_name!r})`."
+            )
+    return differing
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Returns numbers of which JAX forms no mean, 4-bit and 8-bit ones, in float32."""
+    dtype = x.dtype
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    is_narrow = is_float and jnp.finfo(dtype).bits <= 8
+    if jnp.issubdtype(dtype, jnp.integer):
+        is_narrow = jnp.iinfo(dtype).bits < 8
+    return x.astype(jnp.float32) if is_narrow else x
+
+
+def _dtype_of(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
+
+
+def _inexact_if_weighed(found: _Made) -> list[bool]:
+    """Returns by metric whether a weight of 0 of a single replica makes it 0."""
+    is_weighed = found.replica.noted is not None
+    pairs = zip(found.metrics.leaves, found.metrics.are_own, strict=True)
+    return [
+        is_weighed and not own and jnp.issubdtype(_dtype_of(x), jnp.inexact)
+        for x, own in pairs
+    ]
+
+
+def _make_program(
+    traced: Any, found: _Made, differing: list[bool], world: World
+) -> Program:
+    """Adds what averages the metrics of `differing` leaves."""
+    program = Program(traced, None, found)
+    own = found.metrics.are_own
+    if all(own):
+        return program
+    weighting = found.replica.of_metrics() if any(differing) else None
+    chosen = [d for d, is_own in zip(differing, own, strict=True) if not is_own]
+
+    def average(metrics: list[jax.Array], amount: list[jax.Array]) -> list[jax.Array]:
+        leaves = [x[0] for x in metrics]
+        here = None
+        if weighting is not None:
+            here = weighting._replace(amount=amount[0][0])
+        local = {i: _widen(leaves[i]) for i, differs in enumerate(chosen) if differs}
+        means = reduce.average_weighted(local, world.axis_name, lambda: here)
+        return [means.get(i, x) for i, x in enumerate(leaves)]
+
+    mapped = jax.shard_map(
+        average,
+        mesh=world.mesh,
+        in_specs=PartitionSpec(world.axis_names),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.out_avals]
+    _, (shared, _), amount = program.split(avals)
+    averaging = jax.make_jaxpr(mapped)(shared, amount)
+    return Program(traced, averaging, found)

@@ -1,0 +1,467 @@
+"""Sameness: which values of a replica's program are the same on all replicas.
+
+JAX proves it by types, under `shard_map(check_vma=True)`. Those types refuse ordinary
+programs, such as a loop that begins with zeros, and change what `jax.grad` means. So
+the program is traced without them, and this follows its values instead.
+
+A value is a Python integer, a pair of bits for each axis: whether it may differ over
+the axis, and, if so, whether something was sent along the axis to make it. One more
+bit tells that something outside of the program has a part in it (`jdp.backward.sources`). What
+comes of several values is their union, bit by bit. Loops are followed until nothing
+changes.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal, jaxprs_in_params
+
+from jdp import compat
+from jdp.backward import exchange, flow, sources
+from jdp.backward.exchange import line_of
+from jdp.optimizers import outer_transforms
+
+# Primitives that run one jaxpr on their own operands.
+_CALLS = (
+    flow.CALLS
+    | flow.CUSTOM_RULES
+    | {
+        "call",
+        "composite",
+        "custom_vmap_call",
+        "eval_jaxpr",
+        "linear_call",
+        "remat",
+        "shard_map",
+    }
+)
+# The k-th result comes from the k-th operand alone.
+_ELEMENT_BY_ELEMENT = frozenset({"jdp_barrier", "optimization_barrier"})
+
+
+class Spread(NamedTuple):
+    """How one value may differ between the replicas."""
+
+    axes: frozenset[str]  # over which it may differ; empty: it is the same on all.
+    # Whether along one of these axes nothing was sent to make it, so that it differs
+    # for sure, or depends on nothing that does.
+    is_local: bool
+    # Whether something outside of the program has a part in it; see `jdp.backward.sources`.
+    is_external: bool = False
+
+
+def find_spreads(
+    jaxpr: Any,
+    inputs: Sequence[Collection[str]],
+    axis_names: Sequence[str],
+    *,
+    refuse_divided: bool = True,
+    with_index: bool = True,
+) -> list[Spread]:
+    """Follows the values of a program that every replica runs.
+
+    Args:
+      jaxpr: the open jaxpr of one replica's part.
+      inputs: by input, the axes over which it differs between replicas.
+      axis_names: the axes over which the replicas lie.
+      refuse_divided: whether to raise for a reduction that only some replicas reach.
+      with_index: whether values differ by the number of a replica; else only by what
+        enters, to tell what of the two it is.
+
+    Returns:
+      By output, how it may differ.
+
+    Raises:
+      ValueError: a reduction is in control flow that replicas decide differently.
+    """
+    analysis = _Analysis(
+        axis_names, refuse_divided=refuse_divided, with_index=with_index
+    )
+    entering = tuple(analysis.mask(names) for names in inputs)
+    return [analysis.spread(x) for x in analysis.follow(jaxpr, entering).outputs]
+
+
+def line_of_output(jaxpr: Any, index: int) -> str:
+    """Returns where the user's source makes an output: " (file.py:12)", or ""."""
+    eqn = _maker_of(jaxpr, index)
+    return "" if eqn is None else line_of(eqn)
+
+
+def makers_of_output(jaxpr: Any, index: int) -> list[str]:
+    """Returns the source files whose functions, one in another, make an output."""
+    eqn = _maker_of(jaxpr, index)
+    return [] if eqn is None else [file for file, _ in compat.frames_of(eqn)]
+
+
+def _maker_of(jaxpr: Any, index: int) -> Any | None:
+    var = jaxpr.outvars[index]
+    found = (e for e in jaxpr.eqns if any(out is var for out in e.outvars))
+    return next(found, None)
+
+
+class _Followed(NamedTuple):
+    """Result of following a jaxpr's values."""
+
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # as they entered; but a reference holds what was written.
+
+
+class _Met(NamedTuple):
+    """A collective in a jaxpr, or in one within."""
+
+    eqn: Any
+    mask: int  # its axes.
+
+
+class _Analysis:
+    """Follows values, through each jaxpr once for each way in which they enter."""
+
+    def __init__(
+        self, axis_names: Sequence[str], *, refuse_divided: bool, with_index: bool
+    ):
+        self._names = tuple(axis_names)
+        self._bits = {name: 1 << i for i, name in enumerate(self._names)}
+        self._all = (1 << len(self._names)) - 1
+        # A callback may return what it heard from other replicas.
+        self._external = self._as_sent(self._all) | 1 << 2 * len(self._names)
+        self._refuse_divided = refuse_divided
+        self._with_index = with_index
+        # By the ids of jaxprs, which are kept so that these stay taken.
+        self._followed: dict[tuple[int, tuple[int, ...]], tuple[Any, _Followed]] = {}
+        self._met: dict[int, tuple[Any, list[_Met]]] = {}
+        self._sources: dict[int, tuple[Any, int]] = {}
+        self._marked: dict[int, str | None] = {}
+        self._rules = _make_rules(self)
+
+    def mask(self, axis_names: Iterable[Any]) -> int:
+        """The bits of the axes that replicas lie over, of several axes."""
+        found = 0
+        for name in axis_names:
+            found |= self._bits.get(name, 0)
+        return found
+
+    def spread(self, x: int) -> Spread:
+        """Reads a value."""
+        axes = x & self._all
+        names = frozenset(n for n, bit in self._bits.items() if axes & bit)
+        is_external = bool(axes and x >> 2 * len(self._names))
+        return Spread(names, bool(axes & ~self._sent(x)), is_external)
+
+    def follow(self, jaxpr: Any, entering: tuple[int, ...]) -> _Followed:
+        """Carries values through a jaxpr, open or closed."""
+        key = id(jaxpr), entering
+        if key not in self._followed:
+            body, _ = flow.open_jaxpr(jaxpr)
+            pairs = zip(body.invars, entering, strict=True)
+            known = {var: x for var, x in pairs if x}
+            for eqn in body.eqns:
+                self._follow_equation(eqn, known)
+            outer_transforms.check(
+                body, lambda x: bool(_read(known, x) & self._all), self._marked
+            )
+            outputs = tuple(_read(known, var) for var in body.outvars)
+            inputs = tuple(_read(known, var) for var in body.invars)
+            self._followed[key] = jaxpr, _Followed(outputs, inputs)
+        return self._followed[key][1]
+
+    def _follow_equation(self, eqn: Any, known: dict[Any, int]) -> None:
+        entering = [_read(known, var) for var in eqn.invars]
+        rule = self._rules.get(eqn.primitive.name, self.plain)
+        leaving, after = rule(eqn, entering)
+        for var, x in zip(eqn.outvars, leaving, strict=True):
+            if x:
+                known[var] = x
+        if after is not entering:  # A reference was written.
+            for var, x in zip(eqn.invars, after, strict=True):
+                if x and not isinstance(var, Literal):
+                    known[var] = x
+
+    def plain(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows what is not known better: all operands reach all results."""
+        found = self._source(eqn)
+        for x in entering:
+            found |= x
+        for inner in jaxprs_in_params(eqn.params):
+            found |= self._sources_in(inner)
+            if found and self._collectives_in(inner):
+                found = self._as_sent(found)
+        return [found] * len(eqn.outvars), self._written(eqn, entering, found)
+
+    def opaque(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows code of others."""
+        leaving, after = self.plain(eqn, entering)
+        return [self._as_sent(x) for x in leaving], after
+
+    def reading(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows what reads a reference."""
+        found = 0
+        for x in entering:
+            found |= x
+        return [found] * len(eqn.outvars), entering
+
+    def one_by_one(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows what keeps its operands apart."""
+        return entering, entering
+
+    def expected(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows what must be the same, and refuses it if it cannot be."""
+        axes = self.mask(exchange.axes_of(eqn))
+        if self.spread(entering[0] & (axes | axes << len(self._names))).is_local:
+            raise ValueError(eqn.params["message"])
+        return entering, entering
+
+    def uniting(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows a reduction, or a gathering, over some of the axes."""
+        if _has_groups(eqn):
+            return self.moving(eqn, entering)
+        axes = self.mask(exchange.axes_of(eqn))
+        kept = ~(axes | axes << len(self._names))
+        leaving = [x & kept if x & kept & self._all else 0 for x in entering]
+        if len(leaving) != len(eqn.outvars):
+            return self.plain(eqn, leaving)
+        return leaving, entering
+
+    def moving(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows what gives each replica of some axes another value."""
+        axes = self.mask(exchange.axes_of(eqn))
+        leaving, after = self.plain(eqn, entering)
+        if not self._with_index:
+            return leaving, after
+        return [x | axes | axes << len(self._names) for x in leaving], after
+
+    def call(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows a call of a jaxpr."""
+        inner = next(iter(jaxprs_in_params(eqn.params)), None)
+        if "jaxpr" in eqn.params or "call_jaxpr" in eqn.params:
+            inner = flow.called_jaxpr(eqn)
+        body = None if inner is None else flow.open_jaxpr(inner)[0]
+        if body is None or len(body.invars) != len(entering):
+            return self.plain(eqn, entering)
+        found = self.follow(inner, tuple(entering))
+        return found.outputs, found.inputs
+
+    def linear_solve(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows the solver, which is what runs; the rest serves derivatives."""
+        if eqn.effects and compat.touches_reference(eqn):
+            return self.plain(eqn, entering)
+        matvec, vecmat, solve, transposed = eqn.params["const_lengths"]
+        first = matvec + vecmat
+        end = first + solve
+        operands = entering[first:end] + entering[end + transposed :]
+        found = self.follow(eqn.params["jaxprs"].solve, tuple(operands))
+        return found.outputs, entering
+
+    def run_state(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows a function of references, which returns what they hold."""
+        found = self.follow(eqn.params["jaxpr"], tuple(entering))
+        return found.inputs, entering
+
+    def cond(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows all branches; what differently chosen ones return, differs."""
+        predicate, *operands = entering
+        branches = eqn.params["branches"]
+        if predicate:
+            self._check_divided(eqn, predicate, branches, "a branch of a `cond`")
+        leaving = [predicate] * len(eqn.outvars)
+        after = list(operands)
+        for branch in branches:
+            found = self.follow(branch, tuple(operands))
+            leaving = _union(leaving, found.outputs)
+            after = _union(after, found.inputs)
+        return leaving, self._after([predicate, *after], entering, eqn, predicate)
+
+    def scan(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows a loop of a fixed length."""
+        body, num_consts, num_carries = flow.loop_shape(eqn)
+        inputs, outputs = self._fixpoint(body, entering, num_consts, num_carries)
+        if not eqn.params["length"]:
+            first = entering[num_consts : num_consts + num_carries]
+            return [*first, *outputs[num_carries:]], entering
+        return outputs, self._after(inputs, entering, eqn, 0)
+
+    def while_loop(self, eqn: Any, entering: list[int]) -> Any:
+        """Follows a loop; what it changes differs where replicas end it differently."""
+        body, num_consts, num_carries = flow.loop_shape(eqn)
+        test, skipped = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
+        start = list(entering[skipped:])
+        changed = _changed_carries(body, num_consts, num_carries)
+        tested = list(entering[:skipped])
+        while True:
+            inputs, outputs = self._fixpoint(body, start, num_consts, num_carries)
+            found = self.follow(test, (*tested, *inputs[num_consts:]))
+            tested = _union(tested, found.inputs[:skipped])
+            (predicate,) = found.outputs
+            new = _union(inputs, [0] * num_consts + outputs)
+            for i in changed:
+                new[num_consts + i] |= predicate
+            if new == start:
+                break
+            start = new
+        if predicate:
+            self._check_divided(eqn, predicate, (body, test), "a `while` loop")
+        after = self._after([*tested, *inputs], entering, eqn, predicate)
+        return start[num_consts:], after
+
+    def _fixpoint(
+        self, body: Any, entering: Sequence[int], num_consts: int, num_carries: int
+    ) -> tuple[list[int], list[int]]:
+        """Runs a loop's body until what enters it no longer grows."""
+        inputs, end = list(entering), num_consts + num_carries
+        while True:
+            found = self.follow(body, tuple(inputs))
+            new = list(found.inputs)
+            new[num_consts:end] = _union(
+                new[num_consts:end], found.outputs[:num_carries]
+            )
+            if new == inputs:
+                return inputs, list(found.outputs)
+            inputs = new
+
+    def _after(
+        self, inputs: Sequence[int], entering: list[int], eqn: Any, predicate: int
+    ) -> list[int]:
+        """Operands once control flow has run: what it wrote into references."""
+        if not (eqn.effects and compat.touches_reference(eqn)):
+            return entering
+        triples = zip(eqn.invars, entering, inputs, strict=True)
+        return [
+            x | new | predicate if compat.is_reference(var.aval) else x
+            for var, x, new in triples
+        ]
+
+    def _written(self, eqn: Any, entering: list[int], found: int) -> list[int]:
+        if not (found and eqn.effects and compat.touches_reference(eqn)):
+            return entering
+        pairs = zip(eqn.invars, entering, strict=True)
+        return [found if compat.is_reference(var.aval) else x for var, x in pairs]
+
+    def _sent(self, x: int) -> int:
+        return x >> len(self._names)
+
+    def _as_sent(self, x: int) -> int:
+        return x | (x & self._all) << len(self._names)
+
+    def _source(self, eqn: Any) -> int:
+        """How an equation's results differ by themselves, whatever enters it."""
+        if eqn.primitive.name == "axis_index":
+            return self.mask(exchange.axes_of(eqn)) if self._with_index else 0
+        return self._external if sources.is_external(eqn) else 0
+
+    def _sources_in(self, jaxpr: Any) -> int:
+        """The axes over which a jaxpr differs by itself, whatever enters it."""
+        if id(jaxpr) not in self._sources:
+            found = 0
+            for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
+                found |= self._source(eqn)
+                for inner in jaxprs_in_params(eqn.params):
+                    found |= self._sources_in(inner)
+            self._sources[id(jaxpr)] = jaxpr, found
+        return self._sources[id(jaxpr)][1]
+
+    def _collectives_in(self, jaxpr: Any) -> list[_Met]:
+        """The collectives over these axes in a jaxpr, and in all within."""
+        if id(jaxpr) not in self._met:
+            found = []
+            for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
+                name = exchange.stem(eqn)
+                if name in exchange.UNITING or name in exchange.MOVING:
+                    mask = self.mask(exchange.axes_of(eqn))
+                    found += [_Met(eqn, mask)] if mask else []
+                elif name in sources.OPAQUE and sources.is_of_collective(eqn):
+                    found.append(_Met(eqn, self._all))
+                for inner in jaxprs_in_params(eqn.params):
+                    found += self._collectives_in(inner)
+            self._met[id(jaxpr)] = jaxpr, found
+        return self._met[id(jaxpr)][1]
+
+    def _check_divided(
+        self, eqn: Any, predicate: int, jaxprs: Iterable[Any], place: str
+    ) -> None:
+        """Refuses a reduction that not all of its replicas need reach."""
+        if not self._refuse_divided:
+            return
+        met = [m for jaxpr in jaxprs for m in self._collectives_in(jaxpr)]
+        found = next((m for m in met if m.mask & predicate), None)
+        if found is None:
+            return
+        axes = self.spread(predicate & self._all).axes
+        names = [n for n in self._names if n in axes]
+        over = names[0] if len(names) == 1 else tuple(names)
+        is_loop = eqn.primitive.name == "while"
+        what = "end" if is_loop else "choose"
+        caller = compat.caller_in_jdp(found.eqn)
+        hint = ""
+        if caller == "average":
+            hint = (
+                " If an optimizer differentiates it, as a `value_fn`, pass "
+                "`jdp.mean_loss(loss_fn)`: the gradient of a `jdp.average` is of one "
+                "replica alone."
+            )
+        if caller in ("zero1", "distributed_optimizer"):
+            hint = (
+                " A wrapper that looks at gradients goes inside, where they are those "
+                f"of all: `jdp.{caller}(optax.apply_if_finite(...))`."
+            )
+        raise ValueError(
+            f"{_describe(found.eqn)} is in {place}{line_of(eqn)} that replicas of "
+            f"{'/'.join(names)} {what} by themselves; some would wait for the others "
+            "for ever. Let a value decide that all replicas share, such as "
+            f"`lax.pmax(condition, {over!r})` or a `jdp.average`, or apply "
+            f"it outside of the `{eqn.primitive.name}`.{hint}"
+        )
+
+
+def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any]]:
+    """Rules by the name of a primitive: (equation, entering) -> (leaving, after)."""
+    rules: dict[str, Callable[[Any, list[int]], Any]] = {
+        "cond": analysis.cond,
+        "custom_linear_solve": analysis.linear_solve,
+        "get": analysis.reading,
+        "jdp_expect_same": analysis.expected,
+        "run_state": analysis.run_state,
+        "scan": analysis.scan,
+        "while": analysis.while_loop,
+    }
+    rules |= dict.fromkeys(_CALLS, analysis.call)
+    rules |= dict.fromkeys(_ELEMENT_BY_ELEMENT, analysis.one_by_one)
+    rules |= dict.fromkeys(sources.OPAQUE, analysis.opaque)
+    for names, rule in (
+        (exchange.UNITING, analysis.uniting),
+        (exchange.MOVING, analysis.moving),
+    ):
+        rules |= dict.fromkeys(names, rule)
+        rules |= {f"{name}_start": rule for name in names}
+    return rules
+
+
+def _read(known: dict[Any, int], var: Any) -> int:
+    return 0 if isinstance(var, Literal) else known.get(var, 0)
+
+
+def _union(xs: Sequence[int], ys: Sequence[int]) -> list[int]:
+    return [x | y for x, y in zip(xs, ys, strict=True)]
+
+
+def _changed_carries(body: Any, num_consts: int, num_carries: int) -> list[int]:
+    """Carries that a loop does not pass on as they came."""
+    jaxpr, _ = flow.open_jaxpr(body)
+    return [
+        i
+        for i in range(num_carries)
+        if jaxpr.outvars[i] is not jaxpr.invars[num_consts + i]
+    ]
+
+
+def _has_groups(eqn: Any) -> bool:
+    groups = eqn.params.get("axis_index_groups")
+    return groups is not None and len(groups) > 1
+
+
+def _describe(eqn: Any) -> str:
+    """The name of a collective, and of the function of jdp that called it."""
+    name = exchange.public_name(eqn)
+    caller = compat.caller_in_jdp(eqn)
+    if caller is None:
+        return f"`lax.{name}`"
+    is_own = name.startswith("jdp") or name in sources.OPAQUE
+    return f"`jdp.{caller}`" if is_own else f"`jdp.{caller}` (`lax.{name}`)"

@@ -1,0 +1,1 @@
+"""Trees: the leaves of pytrees, and how they are packed."""
