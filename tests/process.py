@@ -24,7 +24,7 @@ def main() -> None:
 def _end() -> None:
     # Registered first, so all other exit handlers have run. To take apart what was
     # imported would take as long as a fifth of the imports; examples and scripts of
-    # other tests do. Only what has not failed comes here; see `jdp.runtime.user_program`.
+    # other tests do. Only what has not failed comes here; see `user_program`.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

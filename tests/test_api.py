@@ -9,6 +9,7 @@ import pytest
 
 import jdp
 from jdp import eager, parameter_server
+from jdp.collectives import pallas
 from tests import harness
 
 SIGNATURES = {
@@ -119,13 +120,8 @@ def test_a_world_says_who_is_who():
 
 COLLECTIVES = {
     "AutoAllReduce": "(thresholds, explain)",
-    "Limits": "(*, num_replicas, one_stage_below, multimem_from, max_bytes, "
-    "max_blocks)",
     "PallasAllReduce": "(algorithm, thresholds)",
     "SharedMemoryAllReduce": "(buffer)",
-    "Thresholds": "(*, limits, source)",
-    "Topology": "(platform, num_hosts, compute_capability, is_fully_connected, "
-    "has_multicast, unknown_because)",
     "adasum": "(tree, axis_name)",
     "auto_all_reduce": "(x, axis_name, *, op)",
     "butterfly_all_reduce": "(x, axis_name, *, op, num_chunks)",
@@ -141,8 +137,6 @@ COLLECTIVES = {
     "reduce_broadcast_all_reduce": "(x, axis_name, *, op, pattern, root, num_chunks)",
     "ring_all_reduce": "(x, axis_name, *, op, bidirectional, num_chunks)",
     "shared_memory_all_reduce": "(x, axis_name, *, op)",
-    "should_use_custom": "(num_bytes, num_replicas, dtype, topology, *, thresholds, "
-    "explain)",
 }
 
 
@@ -167,6 +161,25 @@ def test_collectives_are_listed():
             assert doc and "Args:" in doc and "Returns:" in doc, name
             for parameter in inspect.signature(value).parameters:
                 assert f"{parameter}:" in doc, (name, parameter)
+
+
+PALLAS = {
+    "Limits": "(*, num_replicas, one_stage_below, multimem_from, max_bytes, "
+    "max_blocks)",
+    "Thresholds": "(*, limits, source)",
+    "Topology": "(platform, num_hosts, compute_capability, is_fully_connected, "
+    "has_multicast, unknown_because)",
+    "should_use_custom": "(num_bytes, num_replicas, dtype, topology, *, thresholds, "
+    "explain)",
+}
+
+
+@pytest.mark.parametrize("name", PALLAS)
+def test_signatures_of_the_custom_kernel_stay(name):
+    parameters = inspect.signature(getattr(pallas, name)).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == PALLAS[name]
+    assert pallas.__all__ == sorted(PALLAS)
 
 
 HOOKS = {

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from jdp.bench import compared
+from jdp.bench import compared, hook_option
 from jdp.bench.compared import (
     Batch,
     Blocks,
@@ -15,7 +15,6 @@ from jdp.bench.compared import (
     Steps,
     Width,
 )
-from jdp.cli import hook_option
 
 HOOKS = (
     "none",

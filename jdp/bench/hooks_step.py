@@ -4,9 +4,8 @@ import sys
 from typing import Any
 
 import jdp
-from jdp.bench import jax_step
+from jdp.bench import hook_option, jax_step
 from jdp.bench.channel import StepConfig
-from jdp.cli import hook_option
 from jdp.hooks import CommHook
 
 

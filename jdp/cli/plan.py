@@ -12,7 +12,8 @@ import rich.console
 import typer
 
 from jdp.backward import loss as backward_loss
-from jdp.cli import hook_option, plan_cluster
+from jdp.bench import hook_option
+from jdp.cli import plan_cluster
 from jdp.gradients import differentiation, reduce, reduce_with_hook
 from jdp.gradients.step_trace import Synchronization
 from jdp.hooks import CommHook

@@ -23,12 +23,6 @@ from jdp.collectives.halving_doubling import (
 from jdp.collectives.hierarchical import hierarchical_all_reduce
 from jdp.collectives.measurement import fit_links
 from jdp.collectives.pallas.all_reduce import PallasAllReduce, pallas_all_reduce
-from jdp.collectives.pallas.choice import (
-    Limits,
-    Thresholds,
-    Topology,
-    should_use_custom,
-)
 from jdp.collectives.ring import (
     RING,
     ring_all_gather,
@@ -55,14 +49,11 @@ __all__ = [
     "Cost",
     "Curve",
     "Halves",
-    "Limits",
     "Links",
     "Node",
     "PallasAllReduce",
     "SharedBuffer",
     "SharedMemoryAllReduce",
-    "Thresholds",
-    "Topology",
     "Work",
     "adasum",
     "auto_all_reduce",
@@ -82,5 +73,4 @@ __all__ = [
     "ring_all_reduce",
     "ring_reduce_scatter",
     "shared_memory_all_reduce",
-    "should_use_custom",
 ]

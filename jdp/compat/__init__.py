@@ -304,7 +304,7 @@ def caller_in_jdp(eqn: Any) -> str | None:
     return name
 
 
-_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON_FOLDER = os.path.dirname(os.__file__) + os.sep
 
 

@@ -18,15 +18,12 @@ from jdp.eager.coordinator import stall
 from jdp.eager.coordinator.lead import Lead
 from jdp.eager.diagnosis.flight_recorder import FlightRecorder
 from jdp.eager.entry import Completion, Entry
-from jdp.eager.execution import small_tensors
-from jdp.eager.execution.executor import Executor
+from jdp.eager.execution import executor, small_tensors
 from jdp.eager.messages import Batch, Doubt, FromRank, ProtocolError, Response
 from jdp.eager.options import EagerOptions
-from jdp.eager.pending import Pending, Submitted
 from jdp.eager.response_cache import ResponseCache
 from jdp.replicas.mesh import World
 from jdp.runtime.transport import transport
-from jdp.runtime.transport.transport import LinkOptions, Received
 
 # A caller that submits at least as often is in the middle of a loop.
 _BURST_PERIOD_S = 50e-6
@@ -53,7 +50,7 @@ class Engine:
         self._link = transport.open_link(
             world,
             key=f"{key}/link",
-            options=LinkOptions(heartbeat_timeout_s=options.timeout_s),
+            options=transport.LinkOptions(heartbeat_timeout_s=options.timeout_s),
         )
         self._completion = Completion()
         self.lead: Lead | None = None  # on process 0.
@@ -62,7 +59,7 @@ class Engine:
             if self.rank == 0:
                 self.lead = Lead(world, options, self._link, self._apply)
             wake = self._link.wake
-            self.executor = Executor(
+            self.executor = executor.Executor(
                 world, options, self._completion, key=key, on_failure=wake
             )
             if options.timeline:
@@ -85,7 +82,7 @@ class Engine:
         self.known_options: dict[Any, Any] = {}
         self.why_dead = ""  # why nothing goes on; "" while it does.
         self._refusal = ""  # why nothing can be submitted; "" while it can.
-        self.submitted = Submitted()
+        self.submitted = pending.Submitted()
         # What callers and the thread share; the lock is for what follows it.
         self._is_waiting = False  # the thread, for news.
         self._is_awaited = False  # something that is in the queue.
@@ -96,7 +93,7 @@ class Engine:
         self._lock = threading.Lock()
         self._queue: list[Entry] = []
         self._queued_s = 0.0  # when the first of them came.
-        self._pending = Pending()
+        self._pending = pending.Pending()
         self._join_entry: Entry | None = None
         self._says_joined = False
         # Of the thread alone.
@@ -340,7 +337,7 @@ class Engine:
         events = self._early or self._link.wait(timeout_s)
         self._early = []
         for event in events:
-            if isinstance(event, Received):
+            if isinstance(event, transport.Received):
                 try:
                     self._take(event)
                     continue
@@ -351,10 +348,10 @@ class Engine:
             if self.lead is not None:
                 self.lead.stop(why)
             else:
-                self._fail(why, tell=isinstance(event, Received))
+                self._fail(why, tell=isinstance(event, transport.Received))
         return bool(events)
 
-    def _take(self, event: Received) -> None:
+    def _take(self, event: transport.Received) -> None:
         if self.lead is None:
             self._apply(messages.decode_batch(event.payload))
         else:

@@ -130,8 +130,8 @@ class HookedState(NamedTuple):
 class SkipUnusedState(NamedTuple):
     """State of `skip_unused`: one state of the inner optimizer for each parameter."""
 
-    # By path, as `jdp.trees.buckets.leaf_paths` writes it. Where the inner optimizer holds a
-    # tree like `params`, there is the entry of the one parameter alone: for
+    # By path, as `jdp.trees.tree_paths.leaf_paths` writes it. Where the inner optimizer
+    # holds a tree like `params`, there is the entry of the one parameter alone: for
     # `optax.adam`, each is (ScaleByAdamState(count, mu, nu), EmptyState()).
     leaf_states: dict[str, Any]
 

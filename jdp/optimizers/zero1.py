@@ -75,9 +75,9 @@ def zero1(
             ...
 
     The numbers are those of `tx` on whole arrays, up to the order of summation, and the
-    same on all replicas: `tx` is run by `jdp.optimizers.sharded_program`, which knows which of its sums go
-    over whole parameters, as in `optax.clip_by_global_norm`, `optax.lars` and
-    `optax.lamb`. Masks and labels see paths and shapes as without it. What neither
+    same on all replicas: `jdp.optimizers.sharded_program` runs `tx`, and knows which of
+    its sums go over whole parameters, as in `optax.clip_by_global_norm`, `optax.lars`
+    and `optax.lamb`. Masks and labels see paths and shapes as without it. What neither
     works element by element nor sums up whole arrays, such as the products of matrices
     of `optax.contrib.muon`, is done on gathered arrays by every replica: right, but
     that saves no memory while it runs.

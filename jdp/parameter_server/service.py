@@ -26,7 +26,6 @@ from jdp.parameter_server.messages import (
     Forget,
     Hand,
     Hello,
-    Keep,
     Leave,
     MessageError,
     Params,
@@ -35,11 +34,8 @@ from jdp.parameter_server.messages import (
     Pull,
     Push,
     Restore,
-    Save,
-    Stop,
     Version,
     Welcome,
-    Who,
 )
 from jdp.parameter_server.modes import Sync
 from jdp.parameter_server.push_hook import Compressor
@@ -223,7 +219,7 @@ class Service:
         elif (session := self._find_session(found.session, route)) is not None:
             self._serve(session, found, message.payload)
         else:
-            self._socket.send(route, messages.encode(Who()))
+            self._socket.send(route, messages.encode(messages.Who()))
 
     def _find_session(self, name: bytes, route: bytes) -> Session | None:
         session, lead = self._sessions.get(name), self._lead
@@ -403,15 +399,15 @@ class Service:
                     self._is_over = False
                     if not self._restore(entry.version, before):
                         return
-                case Save():
+                case messages.Save():
                     self._save()
-                case Keep():
+                case messages.Keep():
                     self._saver.keep(entry.count)
                 case Forget():
                     self._sessions.remove(entry.session)
                 case Hand():
                     self._hand(entry)
-                case Stop():
+                case messages.Stop():
                     self._is_over = True
             for name, settled in done.settled.items():
                 if (session := self._sessions.get(name)) is not None:

@@ -1,6 +1,6 @@
 """Progress: which step of the program is this process in, and what does it wait for?
 
-The main thread notes here what it begins; the thread of `jdp.runtime.lifeline.lifeline` reads
+The main thread notes here what it begins. The thread of `jdp.runtime.lifeline` reads
 it, to tell a process that waits for another one from a process that is merely busy.
 """
 

@@ -1,8 +1,8 @@
-"""Replica step: the step of one replica becomes a program of all of them.
+"""Replica program: the step of one replica becomes a program of all of them.
 
 The step is traced once, without JAX's types of what varies, so that `jax.grad` in it is
-that of one replica, as under `pmap`. Then `jdp.step.sameness` tells which results are the
-same on all replicas: the new state must be, and the metrics that are not are averaged.
+the gradient of one replica, as under `pmap`. Then `sameness` tells which results are
+the same on all replicas: the new state must be; metrics that differ are averaged.
 """
 
 import contextlib

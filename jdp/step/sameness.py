@@ -6,8 +6,8 @@ the program is traced without them, and this follows its values instead.
 
 A value is a Python integer, a pair of bits for each axis: whether it may differ over
 the axis, and, if so, whether something was sent along the axis to make it. One more
-bit tells that something outside of the program has a part in it (`jdp.backward.sources`). What
-comes of several values is their union, bit by bit. Loops are followed until nothing
+bit tells that something outside of the program has a part in it; see `sources`. The
+result of several values is their union, bit by bit. Loops are followed until nothing
 changes.
 """
 
@@ -46,7 +46,7 @@ class Spread(NamedTuple):
     # Whether along one of these axes nothing was sent to make it, so that it differs
     # for sure, or depends on nothing that does.
     is_local: bool
-    # Whether something outside of the program has a part in it; see `jdp.backward.sources`.
+    # Whether something outside of the program has a part in it; see `sources`.
     is_external: bool = False
 
 

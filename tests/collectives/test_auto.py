@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp import collectives
-from jdp.collectives import Curve, Links, Topology, auto, choose, measurement, predict
+from jdp.collectives import Curve, Links, auto, choose, measurement, pallas, predict
 from jdp.collectives.cost_model import num_chunks_here
+from jdp.collectives.pallas import Topology
 from jdp.collectives.shared_memory import shared_segment
 from jdp.replicas import mesh
 from tests import harness
@@ -298,10 +299,10 @@ def test_gpus_take_the_custom_kernel(monkeypatch, world, buffer, op, algorithm, 
 
 def test_thresholds_are_those_of_the_user(monkeypatch, world):
     _on_gpus(monkeypatch)
-    limits = collectives.Limits(
+    limits = pallas.Limits(
         num_replicas=4, one_stage_below=8, multimem_from=100, max_bytes=200
     )
-    thresholds = collectives.Thresholds(limits=(limits,), source="here")
+    thresholds = pallas.Thresholds(limits=(limits,), source="here")
     all_reduce = collectives.AutoAllReduce(thresholds)
     for buffer, algorithm in (
         (_buffer(1), "one_stage"),

@@ -8,7 +8,7 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
-from jdp.collectives import Limits, Thresholds, Topology, should_use_custom
+from jdp.collectives.pallas import Limits, Thresholds, Topology, should_use_custom
 from jdp.collectives.pallas.choice import (
     MAX_BLOCKS,
     THRESHOLDS,

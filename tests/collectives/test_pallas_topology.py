@@ -8,8 +8,7 @@ import types
 import msgspec
 import pytest
 
-from jdp.collectives import Topology
-from jdp.collectives.pallas import gpu_topology
+from jdp.collectives.pallas import Topology, gpu_topology
 from jdp.collectives.pallas.gpu_topology import Facts, combine
 from tests import harness
 

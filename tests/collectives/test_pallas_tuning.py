@@ -4,9 +4,9 @@ import pytest
 import rich.console
 
 from jdp.bench import tune
-from jdp.collectives import Limits, Topology, psum_all_reduce, ring_all_reduce
+from jdp.collectives import psum_all_reduce, ring_all_reduce
 from jdp.collectives.measurement import Seconds
-from jdp.collectives.pallas import tuning
+from jdp.collectives.pallas import Limits, Topology, tuning
 from jdp.collectives.pallas.choice import THRESHOLDS
 from tests import harness
 

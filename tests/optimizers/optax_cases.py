@@ -1,7 +1,7 @@
 """Optax cases: every optimizer and wrapper of optax, and how it is called.
 
-A case that is missing here fails `tests/optimizers/test_every_optimizer.py`, so that a new one in
-a later optax is not taken for one that works.
+A case that is missing here fails `test_every_optimizer.py`, so that a new one in a
+later optax is not taken for one that works.
 """
 
 import functools

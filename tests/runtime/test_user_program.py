@@ -256,8 +256,8 @@ def test_a_script_with_an_absolute_path_runs_where_the_folder_was_deleted(tmp_pa
     folder = tmp_path / "gone"
     folder.mkdir()
     run = f"import os, subprocess, sys; os.rmdir({str(folder)!r}); " + (
-        f"sys.exit(subprocess.call([sys.executable, {user_program.__file__!r}, 'script', "
-        f"{str(tmp_path / 'program.py')!r}]))"
+        f"sys.exit(subprocess.call([sys.executable, {user_program.__file__!r}, "
+        f"'script', {str(tmp_path / 'program.py')!r}]))"
     )
     got = subprocess.run(
         [sys.executable, "-c", run], cwd=folder, capture_output=True, text=True

@@ -1,7 +1,7 @@
 """Flight recorder: the last requests of a process, for when a job hangs or fails.
 
-Each process keeps what it asked for and what became of it. `jdp.eager.diagnosis.divergence`
-compares the dumps of two.
+Each process keeps its requests and their outcomes. `jdp.eager.diagnosis.divergence`
+compares the dumps of two processes.
 """
 
 import collections

@@ -45,7 +45,7 @@ class _Notice(msgspec.Struct, frozen=True):
 
 
 def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
-    """See `jdp.runtime.transport.transport.open_link`; of a job of several processes."""
+    """See `transport.open_link`; of a job of several processes."""
     link, endpoint = open_sockets(world, key=key, options=options)
     if endpoint.startswith("ipc://"):
         return LaneLink(
