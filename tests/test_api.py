@@ -330,7 +330,7 @@ PARAMETER_SERVER = {
     "Server.serve": "(self)",
     "Server.stop": "(self)",
     "ServerOptions": "(*, lease_s, start_timeout_s, checkpoint_dir, checkpoint_every, "
-    "nonfinite, compression, report, device)",
+    "nonfinite, hook, report, device)",
     "Worker": "(params, *, place, options)",
     "Worker.close": "(self)",
     "Worker.flush": "(self)",
@@ -338,8 +338,7 @@ PARAMETER_SERVER = {
     "Worker.pull": "(self)",
     "Worker.push": "(self, grads, *, num_samples)",
     "Worker.steps": "(self, grad_fn, batches)",
-    "WorkerOptions": "(*, compression, timeout_s, wait_timeout_s, shared_memory, "
-    "device)",
+    "WorkerOptions": "(*, hook, timeout_s, wait_timeout_s, shared_memory, device)",
     "asynchronous": "()",
     "bounded": "(*, staleness)",
     "make_keys": "(path)",

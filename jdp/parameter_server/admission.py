@@ -46,9 +46,9 @@ def find_objection(hello: Hello, own: Admission, version: Version) -> str:
             f"The model of {who} is not that of the servers: {text}. Make the same "
             "parameters everywhere."
         )
-    if hello.compression not in ("", own.hook_name):
+    if hello.hook_name not in ("", own.hook_name):
         return (
-            f"`compression` is {hello.compression!r} on {who} and {own.hook_name!r} on "
+            f"`hook` is {hello.hook_name!r} on {who} and {own.hook_name!r} on "
             "the servers. Give both the same hook."
         )
     known = hello.known

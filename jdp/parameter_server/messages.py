@@ -69,7 +69,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
       worker: its number.
       server, num_servers: whom it thinks it talks to, and of how many.
       leaves: path, and dtype and shape as text, of each parameter.
-      compression: name of its hook; "" for none.
+      hook_name: "" for none.
       known: the newest version that it has seen.
       lane: shared memory, for a server on the same host.
       process: where it runs, as text.
@@ -80,7 +80,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
     server: Number
     num_servers: Number
     leaves: list[tuple[Name, Name]]
-    compression: Name
+    hook_name: Name
     known: Version
     lane: LaneOffer | None
     process: Name = ""

@@ -45,7 +45,8 @@ class ServerOptions:
       checkpoint_every: updates from one checkpoint to the next; 0: only at SIGTERM.
       nonfinite: what becomes of gradients with NaN or infinity: "reject" drops and
         counts them, "apply" does not look.
-      compression: the hook that workers push through, if any does.
+      hook: the communication hook that workers push through; None: none of them uses
+        one.
       report: what server 0 shows each second: a live "table", lines of "json" on
         stdout, or ""; None: what `jdp launch` was told, `--table` or `--json`.
       device: where updates are made; None: the first one of this process.
@@ -56,7 +57,7 @@ class ServerOptions:
     checkpoint_dir: str | os.PathLike[str] | None = None
     checkpoint_every: int = 0
     nonfinite: Literal["reject", "apply"] = "reject"
-    compression: CommHook | None = None
+    hook: CommHook | None = None
     report: Report | None = None
     device: Device | None = None
 
@@ -68,7 +69,7 @@ class ServerOptions:
         object.__setattr__(self, "checkpoint_every", every)
         if self.checkpoint_dir is not None:
             option_checks.check_folder("checkpoint_dir", self.checkpoint_dir)
-        option_checks.check_hook("compression", self.compression)
+        option_checks.check_hook("hook", self.hook)
         option_checks.check_device("device", self.device)
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("`checkpoint_every` needs a `checkpoint_dir`.")
@@ -139,7 +140,7 @@ class Server:
         checkpoints = None
         if options.checkpoint_dir is not None:
             checkpoints = Checkpoints(options.checkpoint_dir, place.index, num_servers)
-        hook = options.compression
+        hook = options.hook
         shard = plan.of_server[place.index]
         compressor = None if hook is None else Compressor(hook, shard.avals)
         packed = 0 if compressor is None else compressor.layout.num_bytes

@@ -32,9 +32,9 @@ class WorkerOptions:
     """Options of a worker.
 
     Attributes:
-      compression: the hook that pushes go through: `jdp.hooks.cast`, `int8` or `top_k`,
-        which keeps what it does not send here; None: they are sent as they are. The
-        servers need the same.
+      hook: the communication hook that compresses pushes: `jdp.hooks.cast`, `int8` or
+        `top_k`; residuals stay in this process. None: gradients are sent as they are.
+        The servers need the same hook.
       timeout_s: how long a server may be silent, in seconds; long enough for one that
         was killed to start again.
       wait_timeout_s: longest wait for a push or a pull while servers answer, in
@@ -43,7 +43,7 @@ class WorkerOptions:
       device: where parameters are put; None: the first one of this process.
     """
 
-    compression: CommHook | None = None
+    hook: CommHook | None = None
     timeout_s: float = 60.0
     wait_timeout_s: float = 600.0
     shared_memory: bool = True
@@ -53,7 +53,7 @@ class WorkerOptions:
         """Checks every option."""
         for name in ("timeout_s", "wait_timeout_s"):
             option_checks.check_seconds(name, getattr(self, name))
-        option_checks.check_hook("compression", self.compression)
+        option_checks.check_hook("hook", self.hook)
         option_checks.check_device("device", self.device)
         option_checks.check_flag("shared_memory", self.shared_memory)
 
@@ -101,7 +101,7 @@ class Worker:
         self._template = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params
         )
-        self._packer = _Packer(self._shards, options.compression)
+        self._packer = _Packer(self._shards, options.hook)
         sizes = self._packer.find_sizes()
         made = [
             shared_memory_lane.make_lane(n) if options.shared_memory else None
@@ -115,7 +115,7 @@ class Worker:
         ]
         files = [None if pair is None else pair[1] for pair in made]
         self._connection = Connection(
-            Client(_make_hellos(place, self._shards, files, options.compression)),
+            Client(_make_hellos(place, self._shards, files, options.hook)),
             lanes,
             place.addresses,
             keys.read_keys(place.key_file),

@@ -114,10 +114,8 @@ def test_what_is_no_number_of_samples_is_refused_and_the_worker_goes_on(tmp_path
 
 
 def test_another_hook_is_refused(job):
-    with pytest.raises(
-        RuntimeError, match="`compression` is 'int8' on worker 0 and ''"
-    ):
-        job.worker(compression=hooks.int8())
+    with pytest.raises(RuntimeError, match="`hook` is 'int8' on worker 0 and ''"):
+        job.worker(hook=hooks.int8())
 
 
 def test_another_number_of_servers_is_refused(job):
@@ -507,11 +505,11 @@ def test_options_are_checked(make, message):
         ("ServerOptions", "start_timeout_s", "1"),
         *[("ServerOptions", "checkpoint_every", v) for v in (1.5, True, "1", None)],
         *[("ServerOptions", "checkpoint_dir", v) for v in (5, b"x", True)],
-        ("ServerOptions", "compression", "int8"),
+        ("ServerOptions", "hook", "int8"),
         ("ServerOptions", "device", "cpu"),
         *[("WorkerOptions", "timeout_s", v) for v in ("5", None)],
         ("WorkerOptions", "wait_timeout_s", "5"),
-        ("WorkerOptions", "compression", hooks.int8),
+        ("WorkerOptions", "hook", hooks.int8),
         ("WorkerOptions", "device", 0),
     ],
 )
@@ -757,7 +755,7 @@ def test_a_hook_that_sends_in_rounds_cannot_compress_a_push(tmp_path, hook):
     params = {"w": np.zeros((24, 16), np.float32), "b": np.zeros(16, np.float32)}
     job = ThreadJob(tmp_path, params, optax.sgd(1.0))
     with pytest.raises(ValueError, match="cannot compress a push: what it returns is"):
-        job.worker(compression=hook)
+        job.worker(hook=hook)
 
 
 def test_parameters_must_be_floats():

@@ -171,9 +171,9 @@ def test_a_state_that_never_settles_is_refused():
 def test_a_gradient_that_overflows_in_the_dtype_of_the_hook_is_rejected(tmp_path):
     params = {"w": np.zeros(3, np.float32)}
     hook = hooks.cast("float16")
-    options = parameter_server.ServerOptions(compression=hook)
+    options = parameter_server.ServerOptions(hook=hook)
     with ThreadJob(tmp_path, params, optax.sgd(1.0), options=options) as job:
-        with job.worker(compression=hook) as worker:
+        with job.worker(hook=hook) as worker:
             worker.pull()
             for value, outcome in ((1e6, "rejected"), (2.0, "applied")):
                 worker.push({"w": np.full(3, value, np.float32)})
@@ -329,9 +329,9 @@ def test_gradients_that_are_not_finite_are_rejected_and_counted(
 def test_a_push_may_be_compressed(tmp_path, hook, rtol):
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), _ones())
-    options = {"compression": hook}
+    options = {"hook": hook}
     with _job(tmp_path, options=options, num_servers=2) as job:
-        with job.worker(compression=hook, shared_memory=rtol > 0.005) as worker:
+        with job.worker(hook=hook, shared_memory=rtol > 0.005) as worker:
             worker.pull()
             worker.push(grads)
             found = worker.pull()
@@ -343,8 +343,8 @@ def test_a_push_may_be_compressed(tmp_path, hook, rtol):
 def test_what_is_not_sent_at_once_is_sent_later(tmp_path):
     hook = hooks.top_k(0.25)
     mode = parameter_server.asynchronous()
-    with _job(tmp_path, mode=mode, options={"compression": hook}) as job:
-        with job.worker(compression=hook) as worker:
+    with _job(tmp_path, mode=mode, options={"hook": hook}) as job:
+        with job.worker(hook=hook) as worker:
             worker.pull()
             worker.push(_ones())
             first = worker.pull()
