@@ -21,7 +21,7 @@ from jdp.replicas import agreement, comparison, differences, progress, wire
 from jdp.runtime import job_key, store
 from jdp.runtime.lifeline import rules, star_codec
 from jdp.runtime.transport import datagram_link, rendezvous, transport
-from tests import comparison_fuzz
+from tests.replicas import comparison_fuzz
 from tests.runtime.transport_fuzz import mutate
 
 _PEER = shared_segment.Peer(7, "11")

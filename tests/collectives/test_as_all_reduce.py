@@ -102,7 +102,7 @@ def test_auto(monkeypatch):
     world = harness.local_world(4)
     fit_links = functools.partial(measurement.fit_links, sizes=(1 << 10,), rounds=2)
     monkeypatch.setattr(measurement, "fit_links", fit_links)
-    monkeypatch.setattr(jdp.mesh._CurrentWorld, "world", world)
+    monkeypatch.setattr(jdp.replicas.mesh._CurrentWorld, "world", world)
     for way in WAYS:
         _train(way, "auto", AXIS, 4)
 

@@ -195,7 +195,9 @@ def test_top_k_leaves_no_more_than_its_share_of_the_squared_norm(fraction):
 
     def fn(x):
         hook = hooks.top_k(fraction)
-        state = hook.init([jdp.buckets.BucketAval([(1000,)], np.dtype("float32"))])
+        state = hook.init(
+            [jdp.trees.buckets.BucketAval([(1000,)], np.dtype("float32"))]
+        )
         (total,), state = hook.apply([x], state, base.Wire(AXIS, None))
         return total, state.residuals.value[0]
 
@@ -225,7 +227,7 @@ def test_power_sgd_is_exact_for_a_mean_of_its_rank(run, n):
 def test_power_sgd_converges_to_the_best_approximation_of_its_rank():
     x = np.random.default_rng(0).normal(size=(1, 24, 16)).astype(np.float32)
     x = x * np.geomspace(1, 1e-3, 16, dtype=np.float32)  # a spectrum with gaps.
-    aval = jdp.buckets.BucketAval([(24, 16)], np.dtype("float32"))
+    aval = jdp.trees.buckets.BucketAval([(24, 16)], np.dtype("float32"))
     hook = hooks.power_sgd(3, error_feedback=False)
 
     def fn(x):
@@ -242,9 +244,9 @@ def test_power_sgd_converges_to_the_best_approximation_of_its_rank():
 def test_a_bucket_that_cannot_be_compressed_travels_as_it_is():
     # 2 x 3 by rank 2 would be larger than it is; so would a vector.
     avals = [
-        jdp.buckets.BucketAval([(2, 3), (7,)], np.dtype("float32")),
-        jdp.buckets.BucketAval([(8, 8)], np.dtype("complex64")),
-        jdp.buckets.BucketAval([(0, 8)], np.dtype("float32")),
+        jdp.trees.buckets.BucketAval([(2, 3), (7,)], np.dtype("float32")),
+        jdp.trees.buckets.BucketAval([(8, 8)], np.dtype("complex64")),
+        jdp.trees.buckets.BucketAval([(0, 8)], np.dtype("float32")),
     ]
     hook = hooks.power_sgd(2)
     xs = [np.arange(2 * a.size, dtype=a.dtype).reshape(2, -1) for a in avals]
@@ -311,8 +313,8 @@ def test_a_nan_makes_the_whole_matrix_nan_in_power_sgd_and_its_place_in_top_k():
 def test_no_state_holds_an_empty_array(hook):
     avals = [
         *_plan().bucket_avals(),
-        jdp.buckets.BucketAval([(5,)], np.dtype("int32")),
-        jdp.buckets.BucketAval([(0, 5)], np.dtype("float32")),
+        jdp.trees.buckets.BucketAval([(5,)], np.dtype("int32")),
+        jdp.trees.buckets.BucketAval([(0, 5)], np.dtype("float32")),
     ]
     assert all(x.size for x in jax.tree.leaves(hook.init(avals)))
 
@@ -320,7 +322,9 @@ def test_no_state_holds_an_empty_array(hook):
 @every_hook
 def test_a_bucket_without_elements_is_reduced_like_any_other(hook):
     dtypes = "float32", "bfloat16", "float16", "int32"
-    avals = [jdp.buckets.BucketAval([(0, 5)], np.dtype(dtype)) for dtype in dtypes]
+    avals = [
+        jdp.trees.buckets.BucketAval([(0, 5)], np.dtype(dtype)) for dtype in dtypes
+    ]
 
     def fn(*xs):
         return hook.apply([*xs], hook.init(avals), base.Wire(AXIS, None))[0]
@@ -408,7 +412,7 @@ def test_bytes_on_the_wire_of_a_deep_model(hook, expected, n):
 
 
 def test_top_k_sends_a_position_with_each_element():
-    aval = jdp.buckets.BucketAval([(1000,)], np.dtype("float32"))
+    aval = jdp.trees.buckets.BucketAval([(1000,)], np.dtype("float32"))
     for n in (2, 4):
         found = base.measure(hooks.top_k(0.05), [aval], n).num_bytes
         assert found == (n - 1) * 50 * (4 + 4)

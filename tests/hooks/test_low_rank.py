@@ -23,7 +23,7 @@ EPS = float(np.finfo(np.float32).eps)
 
 def _runner(hook):
     """Returns the state of both replicas, and a compiled step of the hook."""
-    aval = jdp.buckets.BucketAval([SHAPE], np.dtype("float32"))
+    aval = jdp.trees.buckets.BucketAval([SHAPE], np.dtype("float32"))
 
     def step(x, state):
         wire = base.Wire(AXIS, None)

@@ -86,7 +86,7 @@ def test_a_nan_counts_as_a_row():
 
 
 def test_rows_are_what_is_sent_where_they_fit():
-    aval = jdp.buckets.BucketAval(list(TREE.values()), np.dtype("float32"))
+    aval = jdp.trees.buckets.BucketAval(list(TREE.values()), np.dtype("float32"))
     n, k = 2, 2
     found = base.measure(hooks.rows(k), [aval], n).num_bytes
     rest = 2 * (n - 1) / n * 4 * (7 + 1)  # one number says whether they fit.
@@ -95,7 +95,7 @@ def test_rows_are_what_is_sent_where_they_fit():
 
 
 def test_a_table_that_would_not_become_smaller_travels_whole():
-    aval = jdp.buckets.BucketAval([(R, C)], np.dtype("float32"))
+    aval = jdp.trees.buckets.BucketAval([(R, C)], np.dtype("float32"))
     found = base.measure(hooks.rows(R), [aval], 4).num_bytes
     assert found == 2 * 3 / 4 * R * C * 4
 

@@ -428,7 +428,7 @@ def test_reducing_in_the_backward_pass_leaves_no_place_for_a_state():
 
 
 def test_outside_of_a_step_a_state_needs_a_world(monkeypatch):
-    monkeypatch.setattr(jdp.mesh._CurrentWorld, "world", None)
+    monkeypatch.setattr(jdp.replicas.mesh._CurrentWorld, "world", None)
     with pytest.raises(RuntimeError, match="There is no world yet"):
         hooks.init_state(hooks.top_k(0.5), PARAMS)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from jdp.join import lockstep
 from jdp.join.batch_spec import LeafSpec, Spec
-from tests.runtime import lockstep_fuzz
-from tests.runtime import lockstep_simulation as simulation
-from tests.runtime.lockstep_simulation import Job, Simulation
+from tests.join import lockstep_fuzz
+from tests.join import lockstep_simulation as simulation
+from tests.join.lockstep_simulation import Job, Simulation
 
 SPEC, OTHER, THIRD = simulation.SPECS
 

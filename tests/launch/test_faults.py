@@ -1,6 +1,6 @@
 import pytest
 
-from tests.runtime import fault_table
+from tests.launch import fault_table
 
 
 # The whole table takes long: `make faults`. Each of these was once blamed wrongly, or

@@ -11,8 +11,9 @@ import pytest
 from optax import losses, projections, schedules, second_order, tree_utils
 
 import jdp
-from tests import harness, optax_cases
-from tests.optax_cases import CASES
+from tests import harness
+from tests.optimizers import optax_cases
+from tests.optimizers.optax_cases import CASES
 
 N, STEPS = 4, 3
 _rng = np.random.default_rng(0)
@@ -161,7 +162,7 @@ def test_it_steps_as_on_one_device(name):
     expected = _train_alone(case, tx)
     for way, found in _train_on_replicas(case, txs).items():
         for path, a, b in zip(
-            jdp.buckets.leaf_paths(expected),
+            jdp.trees.buckets.leaf_paths(expected),
             jax.tree.leaves(found),
             jax.tree.leaves(expected),
             strict=True,

@@ -492,7 +492,7 @@ class _NoLine:
 
 def test_an_end_is_heard_through_the_store_where_there_is_no_line(monkeypatch):
     monkeypatch.setattr(lifeline.star, "Star", _NoLine)
-    monkeypatch.setattr(lifeline.lifeline_store, "_PERIOD_S", 0.1)
+    monkeypatch.setattr(lifeline.by_store, "_PERIOD_S", 0.1)
 
     def run(world):
         made = lifeline._Lifeline(world, bytes(32))

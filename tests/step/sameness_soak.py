@@ -9,7 +9,7 @@ import collections
 import numpy as np
 
 import jdp
-from tests import test_sameness
+from tests.step import test_sameness
 
 
 def main() -> None:
