@@ -361,3 +361,33 @@ def test_a_failure_in_one_process_ends_the_job(how, code):
 
 def test_the_harness_reports_what_a_process_returned():
     assert harness.run_checked(os.getcwd, 1) == [os.getcwd()]
+
+
+def _fail_one_after_another():
+    """Processes 0 and 1 raise one error while they trace, and handle it."""
+    world = jdp.init(timeout_s=30.0)
+    rank = world.process_index
+
+    @jdp.data_parallel
+    def step(state, x):
+        if rank == 0:
+            time.sleep(3.5)  # Process 1 has ended long before.
+        if rank < 2:
+            raise ValueError("a model that is wrong")
+        return state, {"mean": x.mean()}
+
+    state = jdp.replicate(world, np.float32(0))
+    return harness.error_text(lambda: step(state, np.ones(4, np.float32)))
+
+
+def test_processes_that_handle_one_error_do_not_end_each_other():
+    outcome = harness.run_processes(
+        _fail_one_after_another, 3, devices_per_process=1, ends_as_usual=True
+    )
+    assert outcome.exit_code == 0, outcome.output
+    texts = [text for text, _ in outcome.values]
+    for text in texts[:2]:
+        assert text.startswith("ValueError: a model that is wrong")
+    assert "process 1 failed: ValueError: a model that is wrong" in texts[2]
+    seconds = [seconds for _, seconds in outcome.values]
+    assert seconds[0] < 6.0 and max(seconds[1:]) < 3.0

@@ -17,7 +17,7 @@ from jdp.collectives.pallas import gpu_topology
 from jdp.collectives.shared_memory import shared_segment
 from jdp.join import context, early_exit, lockstep
 from jdp.launch import endings, launcher_link
-from jdp.replicas import agreement, comparison, differences, progress, wire
+from jdp.replicas import comparison, differences, meeting, progress, wire
 from jdp.runtime import job_key, store
 from jdp.runtime.lifeline import rules, star_codec
 from jdp.runtime.transport import datagram_link, rendezvous, transport
@@ -30,8 +30,8 @@ _OFFER = rendezvous._Offer(zmq.curve_keypair()[0], _OPTIONS)
 _LANE_OFFER = datagram_link._Offer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
 # A message of each kind that processes send each other by way of the store.
 MESSAGES = {
-    "agreement.Record": agreement.Record("a topic", b"body", "why"),
-    "agreement.Verdict": agreement.Verdict(b"body", "why"),
+    "meeting.MeetingRecord": meeting.MeetingRecord("a topic", b"body", "why"),
+    "meeting.MeetingOutcome": meeting.MeetingOutcome(b"body", "why"),
     "shared_segment._Hello": shared_segment._Hello(_PEER, "/proc/7/fd/3", b"t" * 16),
     "shared_segment._Verdict": shared_segment._Verdict([_PEER, _PEER]),
     "transport_meeting._Offer": _OFFER,
@@ -264,17 +264,17 @@ def _feed(codec: star_codec.Codec, data: bytes) -> int:
 
 
 def fuzz_judge(num_messages: int, *, seed: int) -> int:
-    """Any records that can be decoded have a verdict that can be sent."""
+    """Any records that can be decoded have an outcome that can be sent."""
     rng, count = random.Random(seed), 0
-    good = msgspec.msgpack.encode(MESSAGES["agreement.Record"])
-    records = [agreement.Record("a topic")] * 3
+    good = msgspec.msgpack.encode(MESSAGES["meeting.MeetingRecord"])
+    records = [meeting.MeetingRecord("a topic")] * 3
     for _ in range(num_messages):
-        found = _try(wire.decode, mangle(rng, good), agreement.Record, what="It")
+        found = _try(wire.decode, mangle(rng, good), meeting.MeetingRecord, what="It")
         if found is not None:
             records = [*records[1:], found]
             count += 1
-        verdict = agreement.judge(records, b"".join)
-        assert msgspec.msgpack.encode(verdict)
+        outcome = meeting.judge(records, b"".join, range(3))
+        assert msgspec.msgpack.encode(outcome)
     return count
 
 
@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a name")
     args = parser.parse_args()
     fuzzes = {name: functools.partial(fuzz_decoder, name) for name in MESSAGES}
-    fuzzes |= {"line of a star": fuzz_star, "verdict of an agreement": fuzz_judge}
+    fuzzes |= {"line of a star": fuzz_star, "outcome of a meeting": fuzz_judge}
     fuzzes |= {"store": fuzz_store} | comparison_fuzz.make_fuzzes(mangle)
     for name, fuzz in fuzzes.items():
         if args.only and args.only not in name:

@@ -25,7 +25,8 @@ class Snapshot(NamedTuple):
 
     Attributes:
       steps: how many calls of each decorated step it has begun, by name.
-      step: the step that it is in, or whose result is not there yet; None: none.
+      step: the step that it is in, or whose result is not there yet; None: none, or
+        a part of one that ends without the other processes.
       waits_since_s: since when it waits on the host for the other processes, on the
         monotonic clock; None: it does not.
       since_s: when it began that step or wait.
@@ -47,6 +48,7 @@ class _Own:
     result: "weakref.ref[Any] | None" = None  # one array of what it returned.
     num_waits: int = 0
     waits_since_s: float = 0.0
+    needs_others: bool = True  # False: what it does now ends without them.
 
 
 class CallLimit:
@@ -163,13 +165,30 @@ def waiting() -> Iterator[None]:
         _Own.num_waits -= 1
 
 
+@contextlib.contextmanager
+def working(*, needs_others: bool) -> Iterator[None]:
+    """Notes whether the work of the main thread can wait for other processes.
+
+    Work that cannot, such as tracing a step, goes on where another process has ended:
+    its own error, or the next meeting of the processes, says more than that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, _Own.needs_others = _Own.needs_others, needs_others
+    try:
+        yield
+    finally:
+        _Own.needs_others = before
+
+
 def snapshot() -> Snapshot:
     """Returns where the main thread is; for any thread."""
     waits_since_s = _Own.waits_since_s if _Own.num_waits else None
     is_in_step = _Own.last is not None and (_Own.is_inside or not _is_done())
     return Snapshot(
         steps=dict(_Own.steps),
-        step=_Own.last if is_in_step else None,
+        step=_Own.last if is_in_step and _Own.needs_others else None,
         waits_since_s=waits_since_s,
         since_s=_Own.begun_s if waits_since_s is None else waits_since_s,
     )

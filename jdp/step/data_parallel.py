@@ -393,7 +393,8 @@ class DataParallelStep(Joinable):
         world, placer = self.world, self._placer
         # The other processes may be about to compare theirs with ours.
         is_awaited = not self._is_compared or placer.needs_others(world, state)
-        with agreement.reporting(world, self._topic) if is_awaited else _NOTHING:
+        reporting = agreement.reporting(world, self._topic, is_local=True)
+        with reporting if is_awaited else _NOTHING:
             placer.check(state)
             batches = self._binder.place(world, batches)
         return placer.place(world, state), batches
@@ -418,7 +419,7 @@ class DataParallelStep(Joinable):
         world = self.world
         arguments = {"state": state, **call_arguments.by_name(batches)}
         replica_program.check_is_tracing(self.name, arguments)
-        with agreement.reporting(world, self._topic):
+        with agreement.reporting(world, self._topic, is_local=True):
             with step_trace.collect() as found:
                 program = self._shard(divide_by, state, batches)
             if self._recording is None and world.is_main_process:

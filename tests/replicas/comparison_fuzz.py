@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from jdp.backward.captured import Captured, Found
-from jdp.replicas import agreement, comparison, differences
+from jdp.replicas import agreement, comparison, differences, meeting
+from jdp.replicas.meeting import MeetingRecord
 from jdp.replicas.mesh import World
 from tests import harness
 
@@ -111,12 +112,12 @@ def _answer(run: _Run, change: Change) -> Callable[..., bytes]:
         index += 1
         if world.process_index == 1:
             return theirs
-        records = [agreement.Record(topic, body), agreement.Record(topic, theirs)]
-        verdict = agreement.judge(records, decide)
-        assert msgspec.msgpack.encode(verdict)
-        if verdict.error is not None:
-            raise RuntimeError(verdict.error)
-        return verdict.body
+        records = [MeetingRecord(topic, body), MeetingRecord(topic, theirs)]
+        outcome = meeting.judge(records, decide, range(2))
+        assert msgspec.msgpack.encode(outcome)
+        if outcome.error is not None:
+            raise RuntimeError(outcome.error)
+        return outcome.body
 
     return meet
 

@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from jdp.replicas import agreement
+from jdp.replicas import agreement, meeting
 from tests import harness
 
 
@@ -77,7 +77,7 @@ def test_late_processes_share_one_deadline():
         assert "did not come to the test within 1 s" in str(error)
 
 
-def test_finished_rounds_leave_nothing_but_the_last_verdict():
+def test_finished_rounds_leave_nothing_but_the_last_outcome():
     stores = []
 
     def fn(world):
@@ -86,7 +86,7 @@ def test_finished_rounds_leave_nothing_but_the_last_verdict():
             agreement.meet(world, "test", b"x", _collect)
 
     harness.run_threads(fn, 3)
-    assert list(stores[0]._shared.values) == ["jdp/meet/4/verdict"]
+    assert list(stores[0]._shared.values) == ["jdp/meet/4/outcome"]
 
 
 @pytest.mark.parametrize("kind", ["topics", "failure of 0", "decision"])
@@ -97,7 +97,7 @@ def test_process_0_stays_until_the_others_know_the_error(kind, monkeypatch):
         index, get = world.process_index, world.store.get
 
         def slow_get(key, *, timeout_s):
-            if index and key.endswith("verdict"):
+            if index and key.endswith("outcome"):
                 time.sleep(1.0)  # A busy machine.
             return get(key, timeout_s=timeout_s)
 
@@ -135,8 +135,86 @@ def test_a_culprit_that_is_no_process_is_refused(culprit):
     def fn(world):
         if world.process_index:
             return agreement.meet(world, "test", b"", _collect)
-        verdict = agreement.Verdict(error="no", culprit=culprit)
-        key = f"jdp/meet/{world.store.next_round()}/verdict"
-        world.store.set(key, msgspec.msgpack.encode(verdict))
+        outcome = meeting.MeetingOutcome(error="no", culprit=culprit)
+        key = f"jdp/meet/{world.store.next_round()}/outcome"
+        world.store.set(key, msgspec.msgpack.encode(outcome))
 
     assert "blames no process" in str(harness.run_threads(fn, 2)[1])
+
+
+def _timed(fn):
+    start_s = time.monotonic()
+    text = harness.error_text(fn)[0]
+    return text, time.monotonic() - start_s
+
+
+def _fail(world, text="no such weight"):
+    return agreement.report_failure(world, "test", KeyError(text))
+
+
+def _meet(world, topic="test"):
+    return agreement.meet(world, topic, b"", _collect)
+
+
+def test_processes_that_all_fail_do_not_wait_for_each_other():
+    def fn(world):
+        return _timed(lambda: _fail(world))[1]
+
+    assert max(harness.run_threads(fn, 3, timeout_s=30.0)) < 2.0
+
+
+def test_a_failure_ends_the_wait_though_process_0_is_not_there_yet():
+    def fn(world):
+        if world.process_index == 1:
+            return _fail(world)
+        if world.process_index == 0:
+            time.sleep(1.5)
+        return _timed(lambda: _meet(world))
+
+    results = harness.run_threads(fn, 4, timeout_s=30.0)
+    for process in (0, 2, 3):
+        text, seconds = results[process]
+        assert "In the test, process 1 failed: KeyError: 'no such weight'" in text
+        assert seconds < 1.4
+
+
+def test_a_process_that_comes_late_hears_of_the_failure_and_may_meet_again(
+    monkeypatch,
+):
+    monkeypatch.setattr(meeting, "_READ_TIMEOUT_S", 0.5)
+
+    def fn(world):
+        if world.process_index == 0:
+            _fail(world)
+        else:
+            time.sleep(1.5 * (world.process_index == 2))  # Process 0 has gone on.
+            text, seconds = _timed(lambda: _meet(world))
+            assert "process 0 failed: KeyError" in text and seconds < 1.0
+        return _meet(world, "next")
+
+    assert harness.run_threads(fn, 3, timeout_s=30.0) == [b",,"] * 3
+
+
+@pytest.mark.parametrize("failing", [{0, 1}, {0, 1, 2}, {1, 2}])
+def test_where_some_fail_and_some_meet_all_others_hear_of_one_failure(failing):
+    ended_s = {}
+
+    def fn(world):
+        index = world.process_index
+        time.sleep(0.3 * index)
+        if index in failing:
+            text = _fail(world, f"of {index}")
+        else:
+            text = _timed(lambda: _meet(world))[0]
+        ended_s[index] = time.monotonic()
+        return text
+
+    start_s = time.monotonic()
+    results = harness.run_threads(fn, 4, timeout_s=30.0)
+    heard = {results[p] for p in range(4) if p not in failing}
+    assert len(heard) == 1
+    assert (
+        f"process {min(failing)} failed: KeyError: 'of {min(failing)}'" in heard.pop()
+    )
+    assert max(ended_s.values()) - start_s < 3.0
+    assert ended_s[0] > max(ended_s[p] for p in range(4) if p not in failing and p)

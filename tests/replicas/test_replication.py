@@ -162,7 +162,7 @@ def test_a_captured_array_that_differs_is_named(way, make):
     for error in harness.run_threads(run, 3):
         text = str(error)
         assert "captures, from outside of the function that is traced" in text
-        assert "[3] (test_replicas.py:" in text
+        assert "[3] (test_replication.py:" in text
         assert ": at (2,) " in text and " on process 2. Each process" in text
         assert "`replicated_argnames`" in text
 
@@ -188,7 +188,7 @@ def test_captured_arrays_of_all_kinds_are_compared(make, spec):
         return jdp.check_same_program(fn, np.ones(2), world=world)
 
     for error in harness.run_threads(run, 2):
-        assert f"all processes: {spec} (test_replicas.py:" in str(error)
+        assert f"all processes: {spec} (test_replication.py:" in str(error)
         assert "on process 0, " in str(error)
     assert harness.run_threads(functools.partial(run, differs=False), 2) == [None] * 2
 

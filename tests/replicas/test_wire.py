@@ -49,7 +49,7 @@ def test_fuzzed_messages_are_refused_or_decoded(name):
     wire_fuzz.fuzz_decoder(name, 1000, seed=1)
 
 
-def test_fuzzed_records_have_a_verdict():
+def test_fuzzed_records_have_an_outcome():
     wire_fuzz.fuzz_judge(1000, seed=1)
 
 
@@ -89,11 +89,11 @@ def _find_decoders():
 # By the module that fuzzes them.
 FUZZED = {
     "wire_fuzz": """
-        agreement: Record, agreement: Verdict, shared_segment: _Hello,
-        shared_segment: _Verdict, transport_meeting: _Offer, transport_meeting: _Notice,
-        transport_lane: _Offer, rounds: Announcement, rounds: Decision,
-        join_context: Progress, gpu_topology: Facts, gpu_topology: list[Facts],
-        measurement: list[Seconds], departures: Notice, lifeline: Left | Stuck,
+        meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: _Hello,
+        shared_segment: _Verdict, rendezvous: _Offer, rendezvous: _Notice,
+        datagram_link: _Offer, rounds: Announcement, rounds: Decision,
+        context: Progress, gpu_topology: Facts, gpu_topology: list[Facts],
+        measurement: list[Seconds], early_exit: Notice, lifeline: Left | Stuck,
         launcher_link: Exit, star_codec: Frame""",
     "comparison_fuzz": """
         comparison: Difference, comparison: int, comparison: tuple[str; int],
@@ -101,7 +101,7 @@ FUZZED = {
         comparison: list[_Array]""",
     "roll_call_fuzz": "roll_call: kind",
     "eager_fuzz": """
-        messages: FromRank, messages: Batch, messages: Spec, startup: _Hello,
+        eager_step: FromRank, messages: FromRank, messages: Batch, messages: Spec, startup: _Hello,
         startup: _Answer, encoding: _Array, encoding: , encoding: list,
         flight_recorder: _Header, flight_recorder: Dump""",
     "parameter_server.fuzz": """
@@ -109,7 +109,7 @@ FUZZED = {
         keys: Keys, checkpoint_files: _Header, checkpoint_files: Manifest,
         checkpoint_files: dict[messages.Identity; Settled], attendance: Record""",
     # Files that only their owner gives to a tool.
-    "": "custom_choice: cls, timeline: list[dict[str; Any]]",
+    "": "choice: cls, timeline: list[dict[str; Any]]",
 }
 
 

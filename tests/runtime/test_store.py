@@ -147,17 +147,20 @@ def _write_as_a_stranger():
     world = jdp.init(timeout_s=3.0)
     client = compat.distributed_client()
     if world.process_index == 1:
-        client.key_value_set_bytes("jdp/meet/0/verdict", b"forged", False)
+        client.key_value_set_bytes("jdp/meet/0/outcome", b"forged", False)
         client.key_value_set_bytes("jdp/meet/1/1", b"forged", False)
         world.store.set("ready", b"")
     world.store.get("ready", timeout_s=30.0)
     met = agreement.meet(world, "first", b"x", b"".join)
     if world.process_index == 1:
         world.store.next_round()  # It stays away; only the forged value is there.
+        world.store.get("done", timeout_s=30.0)
         return met, "", 0.0
     start_s = time.monotonic()
     text, _ = harness.error_text(lambda: agreement.meet(world, "second", b"", b"".join))
-    return met, text, time.monotonic() - start_s
+    seconds = time.monotonic() - start_s
+    world.store.set("done", b"")
+    return met, text, seconds
 
 
 @pytest.mark.multiprocess
