@@ -290,22 +290,21 @@ class Engine:
         doubts = self._find_doubts() if is_due else ()
         if not (entries or joined or leaves or asks or is_last or doubts):
             return
-        find, full, hits, slots = self._cache.find, [], 0, []
+        find, places = self._cache.find, self.executor.places
+        full, hits, slots = [], 0, []
         for entry in entries:
             request = entry.request
-            state = self.executor.sets.get(request.process_set)
-            if state is None:
+            place = places.get(request.process_set)
+            slot = None if place is None else find(request, place)
+            if place is None:
                 self._refuse(entry)
-                continue
-            slot = find(request, state.members.place)
-            if slot is None:
+            elif slot is None:
                 full.append(request)
             else:
                 hits |= 1 << slot
                 slots.append(slot)
-        data = (
-            () if len(slots) < len(entries) else small_tensors.collect(entries, slots)
-        )
+        is_cached = len(slots) == len(entries)
+        data = small_tensors.collect(entries, slots) if is_cached else ()
         message = FromRank(
             self._cache.num_seen,
             tuple(full),
@@ -414,6 +413,8 @@ class Engine:
 
     def _take_pending(self, response: Response, agreed_s: float) -> list[Entry | None]:
         order, self._order = self._order, self._order + 1
+        if response.ranks and self.rank not in response.ranks:
+            return [None] * len(response.names)
         keys = [(response.process_set, name) for name in response.names]
         return self._pending.take(keys, agreed_s=agreed_s, order=order)
 

@@ -133,7 +133,9 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
       locals: by name and member of the set, `Request.local`; of kinds that have one.
         Of a process set that is added, its number.
       slots: by name, the slot of the cache that it gets or has; -1 for none.
-      error: why nothing is done, for all members to raise.
+      error: why nothing is done, for the members to raise.
+      ranks: the ranks that the error is for, which have submitted the names. Others may
+        submit them later, or their request is on its way. Empty: all members.
     """
 
     names: tuple[str, ...]
@@ -142,6 +144,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     locals: tuple[tuple[tuple[int, ...], ...], ...] = ()
     slots: tuple[int, ...] = ()
     error: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

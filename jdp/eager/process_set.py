@@ -88,7 +88,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
     Raises:
       ValueError: there is such a set already, or a rank is none of this job.
-      RuntimeError: the processes do not agree on the ranks; on all of them.
+      RuntimeError: the processes do not agree on the ranks, or one of them removes a
+        set meanwhile; on all of them.
     """
     engine = session.current_engine()
     if not isinstance(process_set, ProcessSet):
@@ -119,7 +120,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
       Whether it was removed: False of the set of all, and of one that is not there.
 
     Raises:
-      RuntimeError: the processes do not agree on the set; on all of them.
+      RuntimeError: the processes do not agree on the set, or one of them adds a set
+        meanwhile; on all of them.
     """
     engine = session.current_engine()
     set_id = process_set.process_set_id
@@ -133,7 +135,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(spec: Spec) -> int:
     engine = session.current_engine()
-    with session.numbered(spec.kind, 0) as name:
+    # One count for both kinds: a rank that adds where another one removes is an error.
+    with session.numbered("change of process sets", 0) as name:
         entry = Entry(Request(name, encode_spec(spec)), Record(name, spec.kind))
         engine.submit([entry])
     value = session.wait_for([entry])[0]

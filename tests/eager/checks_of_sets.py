@@ -204,6 +204,26 @@ def a_new_set_counts_calls_without_a_name_from_the_start(me: Process):
             eager.barrier(process_set=mine)
 
 
+def a_rank_that_adds_a_set_where_others_remove_one_is_an_error_of_all(me: Process):
+    mine = eager.add_process_set([0, 1])
+
+    def change():
+        if me.rank == 0:
+            eager.remove_process_set(mine)
+        else:
+            eager.add_process_set([0, 2])
+
+    me.expect_error(
+        RuntimeError,
+        ["rank 0 has remove_process_set", "has add_process_set"],
+        change,
+    )
+    if mine.included():
+        me.expect_it_works(mine)
+    me.expect(eager.remove_process_set(mine), True)
+    me.expect_it_works()
+
+
 def training_on_a_set_leaves_the_others_alone(me: Process):
     with added(me.ranks[:2]) as (mine,):
         tx = optax.sgd(0.5)
@@ -280,6 +300,7 @@ CHECKS = (
     a_set_of_one_rank_has_what_it_gives,
     sets_are_what_their_ranks_are,
     a_new_set_counts_calls_without_a_name_from_the_start,
+    a_rank_that_adds_a_set_where_others_remove_one_is_an_error_of_all,
     training_on_a_set_leaves_the_others_alone,
     who_has_joined_is_missed_in_its_sets_alone,
     a_barrier_waits_for_the_ranks_of_its_set_alone,

@@ -366,3 +366,121 @@ def test_what_was_submitted_before_another_one_leaves_runs(links):
     for value in _run(run):
         # All have, or one was later than the end, also with `submit`; never a part.
         assert value == [3.0] * 3 or "rank 1 has shut the engine down" in value
+
+
+def _sets_entry(name, kind, shape):
+    request = Request(name, encode_spec(Spec(kind, shape=shape)))
+    return Entry(request, Record(name, kind))
+
+
+def _done(engine, entry):
+    assert engine.wait([entry], 10.0)
+    if entry.error:
+        return str(entry.error)
+    return entry.value
+
+
+def _add_set(engine, ranks):
+    """Adds a set that requests name by its number."""
+    entry = _sets_entry("add", "add_process_set", ranks)
+    engine.submit([entry])
+    return _done(engine, entry)
+
+
+def _entry_of_set(engine, set_id, name):
+    spec = Spec("all_reduce", "float32", (3,), op="sum")
+    request = Request(name, encode_spec(spec), set_id)
+    record = Record(name, "all_reduce", process_set=set_id)
+    return Entry(request, record, np.full(3, engine.rank, np.float32))
+
+
+def test_a_name_of_a_removed_set_fails_where_it_has_not_been_said_yet(
+    links, monkeypatch
+):
+    """Rank 2 says "x" before it hears of the removal, and rank 1 has not said its own.
+
+    So rank 1 hears first that "x" fails, and then finds that the set is gone.
+    """
+    is_deaf, is_stuck = threading.Event(), threading.Event()
+    is_removed, is_refused = threading.Event(), threading.Event()
+    are_ready = threading.Barrier(_SIZE)
+    waits, receive = [link.wait for link in links], Coordinator.receive
+
+    def wait_1(timeout_s):
+        events = waits[1](timeout_s)
+        while is_stuck.is_set():
+            time.sleep(0.01)
+        return events + waits[1](0.0)
+
+    def wait_2(timeout_s):
+        return [] if is_deaf.is_set() and not time.sleep(0.01) else waits[2](timeout_s)
+
+    def note(coordinator, rank, message, *, now_s):
+        receive(coordinator, rank, message, now_s=now_s)
+        if rank == 2 and any(each.process_set for each in message.requests):
+            is_refused.set()
+
+    monkeypatch.setattr(links[1], "wait", wait_1)
+    monkeypatch.setattr(links[2], "wait", wait_2)
+    monkeypatch.setattr(Coordinator, "receive", note)
+
+    def run(engine):
+        set_id = _add_set(engine, (1, 2))
+        removal = _sets_entry("remove", "remove_process_set", (set_id,))
+        entry = _entry_of_set(engine, set_id, "x")
+        if engine.rank:
+            engine.submit([removal])
+            assert not engine.wait([removal], 0.2)
+            (is_stuck if engine.rank == 1 else is_deaf).set()
+            links[engine.rank].wake()
+            time.sleep(0.1)
+        are_ready.wait()
+        if engine.rank == 0:
+            engine.submit([removal])
+        elif engine.rank == 1:
+            engine.submit([entry])
+        else:
+            assert is_removed.wait(10.0)
+            engine.submit([entry])
+            assert is_refused.wait(10.0)
+            time.sleep(0.3)
+            is_stuck.clear()
+            is_deaf.clear()
+        found = [_done(engine, removal)]
+        if engine.rank:
+            found.append(_done(engine, entry))
+        else:
+            is_removed.set()
+        return found, _reduce(engine, "y")
+
+    results = _run(run)
+    assert [value for _, value in results] == [[3.0] * 3] * _SIZE
+    (_, first), (_, last) = results[1][0], results[2][0]
+    assert "process set 1 has been removed" in first
+    assert "'x' was not ready on all ranks of process set 1" in last
+
+
+def test_a_set_is_gone_at_once_although_a_program_still_runs(links):
+    is_over = threading.Event()
+
+    def run(engine):
+        set_id = _add_set(engine, (0, 1))
+        spec = encode_spec(Spec("submit", fingerprint="same"))
+        program = Entry(
+            Request("p", spec), Record("p", "submit"), None, lambda: is_over.wait(20.0)
+        )
+        removal = _sets_entry("remove", "remove_process_set", (set_id,))
+        engine.submit([program, removal])
+        assert not engine.wait([removal], 0.5)  # It was heard of, and is behind.
+        found = ""
+        if engine.rank == 1:
+            entry = _entry_of_set(engine, set_id, "x")
+            engine.submit([entry])
+            found = _done(engine, entry)
+            is_over.set()
+        assert _done(engine, removal) == set_id
+        return found, _reduce(engine, "y")
+
+    results = _run(run)
+    assert "process set 1 has been removed" in results[1][0]
+    assert [value for _, value in results] == [[3.0] * 3] * _SIZE

@@ -9,7 +9,9 @@ they have submitted leaves before: what the others have runs only if it is the s
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
 
 from jdp.eager.coordinator.cache_hits import Hits
 from jdp.eager.coordinator.cache_slots import SlotTable, bits
@@ -48,16 +50,29 @@ def fail(
       By name its error; also of groups whose leaves differ between ranks.
     """
     parts = (names, groups, hits, slots)
-    for key, why in {**dict(_find_torn(*parts)), **broken}.items():
+    reasons = {**dict(_find_torn(*parts)), **broken}
+    left = list(reasons)
+    while left:
+        key = left.pop(0)
+        set_id, why = key[0], reasons[key]
         waiting = _find_waiting(key, *parts)
-        groups.held.pop(key, None)
+        held = groups.held.pop(key, None)
         names.came.pop(key, None)
         for name, spec in waiting.items():
-            names.tables[key[0]].pop(name, None)
-            slot = slots.find(key[0], name)
-            if slot is not None:
-                hits.drop(slot)
-            yield Response((name,), (spec,), key[0], error=why)
+            ranks: Sequence[int] = names.members[set_id] if held is not None else ()
+            entry = names.tables[set_id].pop(name, None)
+            slot = slots.find(set_id, name)
+            if entry is not None:
+                ranks = entry.ranks
+                # A rank that has the leaf in another group can no longer run that one.
+                specs = map(decode_spec, (entry.spec, *entry.odd.values()))
+                others = {(set_id, each.group) for each in specs if each.group}
+                left += others - reasons.keys()
+                reasons |= dict.fromkeys(others - reasons.keys(), why)
+            elif slot is not None:
+                ranks = hits.drop(slot) or ranks
+            error = Response((name,), (spec,), set_id, error=why)
+            yield msgspec.structs.replace(error, ranks=tuple(ranks))
 
 
 def has_more(

@@ -95,18 +95,20 @@ class Coordinator:
         return set_id
 
     def _remove_process_set(self, set_id: int) -> Iterator[Ready]:
-        """Forgets a set; returns what some ranks waited for in it, as errors."""
-        waiting = {}
+        """Forgets a set; yields an error for each name that some ranks wait for."""
+        waiting: dict[str, tuple[bytes, Sequence[int]]] = {}
         for slot in bits(self._slots.of_set[set_id]):
             cached, ranks = self._retire(slot)
             if ranks:
-                waiting[cached.name] = cached.spec
+                waiting[cached.name] = cached.spec, ranks
+        for name, spec in self._groups.forget(set_id).items():
+            waiting[name] = spec, self._names.members[set_id]
         waiting |= self._names.remove_set(set_id, num_batches=self.num_batches)
-        waiting |= self._groups.forget(set_id)
         del self._slots.of_set[set_id]
-        for name, spec in waiting.items():
+        for name, (spec, ranks) in waiting.items():
             error = mismatch.describe_removed(set_id, name)
-            yield Ready(set_id, name, spec, (), error=error, is_alone=True)
+            ready = Ready(set_id, name, spec, (), error=error, is_alone=True)
+            yield ready._replace(ranks=tuple(ranks))
 
     def receive(self, rank: int, message: FromRank, *, now_s: float) -> None:
         """Takes what one rank says.
@@ -221,7 +223,7 @@ class Coordinator:
         if self._names.was_removed(set_id, seen=self._seen[rank]):
             error = mismatch.describe_removed(set_id, name)
             refused = Response((name,), (request.spec,), set_id, error=error)
-            self._refused.append(refused)
+            self._refused.append(msgspec.structs.replace(refused, ranks=(rank,)))
             return
         self._names.check_member(rank, set_id)
         if self._groups.held and self._groups.is_held(set_id, name):
@@ -319,7 +321,7 @@ class Coordinator:
         has_more = functools.partial(broken_groups.has_more, *torn)
         complete = self._groups.complete(ready, has_more, now_s=now_s)
         responses = [
-            Response((r.name,), (r.spec,), r.process_set, error=r.error)
+            Response((r.name,), (r.spec,), r.process_set, error=r.error, ranks=r.ranks)
             for r in complete
             if r.error
         ]

@@ -18,6 +18,7 @@ class Ready(NamedTuple):
     slot: int = -1
     error: str = ""
     is_alone: bool = False  # whether it fails without the rest of its group.
+    ranks: tuple[int, ...] = ()  # see `Response.ranks`.
 
 
 Key = tuple[int, str]  # a process set, and a group of it.
@@ -71,7 +72,7 @@ class Groups:
         return complete
 
     def forget(self, set_id: int) -> dict[str, bytes]:
-        """Drops what is held of a process set; returns names, with their specs."""
+        """Drops the held names of a process set; returns them with their specs."""
         gone = {key: held for key, held in self.held.items() if key[0] == set_id}
         for key in gone:
             del self.held[key]

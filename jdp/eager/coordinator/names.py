@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from jdp.eager import checks
+from jdp.eager.coordinator.cache_slots import bits
 from jdp.eager.messages import ProtocolError, Request, decode_spec
 
 
@@ -19,6 +20,11 @@ class Waiting:
         self.odd: dict[int, bytes] = {}  # by rank, specs that differ from the first.
         self.locals: dict[int, tuple[int, ...]] = {}
         self.since_s = now_s
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have submitted it, ascending."""
+        return tuple(bits(self.arrived))
 
 
 class Names:
@@ -68,8 +74,10 @@ class Names:
         self.add_set(self._num_sets, ranks)
         return self._num_sets - 1
 
-    def remove_set(self, set_id: int, *, num_batches: int) -> dict[str, bytes]:
-        """Forgets a set; returns the names that some ranks wait for, with their specs.
+    def remove_set(
+        self, set_id: int, *, num_batches: int
+    ) -> dict[str, tuple[bytes, Sequence[int]]]:
+        """Forgets a set; returns by waiting name its spec and the ranks that wait.
 
         Args:
           set_id: its number.
@@ -79,7 +87,8 @@ class Names:
         self._removed[set_id] = num_batches
         self._ready = {key: None for key in self._ready if key[0] != set_id}
         self.came = {key: bits for key, bits in self.came.items() if key[0] != set_id}
-        return {name: each.spec for name, each in self.tables.pop(set_id).items()}
+        table = self.tables.pop(set_id)
+        return {name: (each.spec, each.ranks) for name, each in table.items()}
 
     def was_removed(self, set_id: int, *, seen: int) -> bool:
         """Whether a set is gone, of which a rank that has got `seen` batches spoke."""

@@ -78,6 +78,9 @@ class Executor:
         # Numbers and ranks of all sets; and those that this process is in.
         self.known_sets: dict[int, tuple[int, ...]] = {}
         self.sets: dict[int, SetState] = {}
+        # Position of this process in each set that requests may be sent for. A set
+        # leaves it at once when it is removed; its work may still run after that.
+        self.places: dict[int, int] = {}
         self.failure: Exception | None = None  # why nothing can go on, if so.
         self._world = world
         self._options = options
@@ -125,6 +128,8 @@ class Executor:
         elif kind == "submit":
             self._enqueue(functools.partial(self._run_program, entries), entries)
         elif kind in ("add_process_set", "remove_process_set"):
+            if kind == "remove_process_set":
+                self.places.pop(prepared.specs[0].shape[0], None)
             self._run_in_order(
                 functools.partial(self._change_sets, prepared, entries), entries
             )
@@ -313,6 +318,7 @@ class Executor:
                 members, self._options, key=key
             )
             self.sets[set_id] = SetState(members, implementations)
+            self.places[set_id] = members.place
 
     # The second thread
 
