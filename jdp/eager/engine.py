@@ -290,11 +290,10 @@ class Engine:
         doubts = self._find_doubts() if is_due else ()
         if not (entries or joined or leaves or asks or is_last or doubts):
             return
-        find, places = self._cache.find, self.executor.places
-        full, hits, slots = [], 0, []
+        find, full, hits, slots = self._cache.find, [], 0, []
         for entry in entries:
             request = entry.request
-            place = places.get(request.process_set)
+            place = self.executor.places.get(request.process_set)
             slot = None if place is None else find(request, place)
             if place is None:
                 self._refuse(entry)
