@@ -1,8 +1,10 @@
-"""Types: aliases and protocols that all of jdp shares, and checks of option types."""
+"""Types: aliases and contracts that all of jdp shares, and checks of option types."""
 
+import dataclasses
 import numbers
 import operator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +14,43 @@ AxisName = str | tuple[str, ...]
 Device = Any  # jax.Device, which type checkers do not take for a type.
 
 
-class AllReduce(Protocol):
-    """Sums a flat buffer over the replicas, inside a traced function.
-
-    Every replica of the axis calls it the same number of times, in the same order,
-    with the same shape and dtype, and gets bitwise the same result.
-    `jax.lax.psum` is one. One that packs by itself may also have a method
-    `reduce_group(arrays, axis_name, *, has_data)`: arrays of one dtype and any shapes,
-    to be summed together; a replica counts as zeros where `has_data`, None or
-    bool (), is False. One that differs by buffer may have `pick(buffer, axis_name)`,
-    which returns the one for a `jax.ShapeDtypeStruct`. One with `takes_scale = True`
-    also takes `scale=`, a number or float32 (), which it multiplies the sum with before
-    it rounds.
-    """
+class AllReduceFn(Protocol):
+    """Function that sums a flat buffer over the replicas, such as `jax.lax.psum`."""
 
     def __call__(self, x: jax.Array, axis_name: AxisName, /) -> jax.Array:
         """Returns the sum of `x`, shape (n,), over `axis_name`."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """Sum of flat buffers over the replicas, inside a traced function.
+
+    Every replica of the axis makes the same calls in the same order, with the same
+    shapes and dtypes, and gets bitwise the same result. Where only `reduce` is needed,
+    `all_reduce=` also takes that function.
+
+    Attributes:
+      reduce: `reduce(x, axis_name)` returns the sum of `x`, shape (n,), over the axis.
+      reduce_group: `reduce_group(arrays, axis_name, has_data=...)` sums arrays of one
+        dtype and any shapes in one call, without packing them. A replica counts as
+        zeros where `has_data`, None or bool (), is False. None: jdp packs the arrays
+        into one buffer and calls `reduce`.
+      choose: `choose(buffer, axis_name)` returns the `AllReduce` for one buffer, a
+        `jax.ShapeDtypeStruct`, while a program is traced. None: this one.
+      takes_scale: whether `reduce` takes `scale=`, a number or float32 (), and
+        multiplies the sum by it before rounding.
+      name: label in `jdp.describe`.
+    """
+
+    reduce: Callable[..., jax.Array]
+    reduce_group: Callable[..., list[jax.Array]] | None = None
+    choose: "Callable[[jax.ShapeDtypeStruct, AxisName], AllReduce] | None" = None
+    takes_scale: bool = False
+    name: str = "custom"
+
+
+AllReduceOption = AllReduce | AllReduceFn | Literal["auto"] | None
 
 
 class Store(Protocol):

@@ -21,7 +21,7 @@ from jdp.collectives.shared_memory.all_reduce import shared_memory_all_reduce
 from jdp.collectives.xla import psum_all_reduce
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
-from jdp.types import AxisName
+from jdp.types import AllReduce, AxisName
 
 _logger = logging.getLogger("jdp")
 _BUDGET_S = 10.0  # to measure in.
@@ -48,18 +48,21 @@ class AutoAllReduce:
     thresholds: Thresholds = THRESHOLDS
     explain: Callable[[str], None] | None = None
 
-    __name__ = "auto"
+    @property
+    def value(self) -> AllReduce:
+        """This reduction as an `AllReduce`."""
+        return AllReduce(self, choose=self.choose, name="auto")
 
     def __call__(
         self, x: jax.Array, axis_name: AxisName, *, op: Op = "sum"
     ) -> jax.Array:
         """Reduces one buffer; see the contract in `jdp.collectives.base`."""
         aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return self.pick(aval, axis_name, op=op)(x, axis_name, op=op)
+        return self.choose(aval, axis_name, op=op).reduce(x, axis_name, op=op)
 
-    def pick(
+    def choose(
         self, buffer: jax.ShapeDtypeStruct, axis_name: AxisName, *, op: Op = "sum"
-    ) -> Callable[..., jax.Array]:
+    ) -> AllReduce:
         """Returns the all-reduce for a buffer of that shape and dtype."""
         world = mesh.find_current_world()
         reason = "there is no world of `jdp.init` over the axes that are reduced"
@@ -69,7 +72,7 @@ class AutoAllReduce:
             reason = "nothing is known of the devices yet"
         if found is None:
             self._explain(buffer, reason)
-            return psum_all_reduce
+            return AllReduce(psum_all_reduce, name="psum")
         assert world is not None
         num_bytes = buffer.size * buffer.dtype.itemsize
         reason = self._why_not_custom(buffer, num_bytes, op, found)
@@ -81,12 +84,12 @@ class AutoAllReduce:
                 can_multicast=found.topology.has_multicast
                 and buffer.dtype == choice.MULTIMEM_DTYPE,
             )
-            return PallasAllReduce(algorithm, self.thresholds)
+            return PallasAllReduce(algorithm, self.thresholds).value
         self._explain(buffer, reason)
         if found.links is None:
-            return shared_memory_all_reduce
+            return shared_memory_all_reduce.value
         name = cost_model.choose(num_bytes, world.num_replicas, found.links)
-        return found.candidates[name]
+        return AllReduce(found.candidates[name], name=name)
 
     def _why_not_custom(
         self, buffer: jax.ShapeDtypeStruct, num_bytes: int, op: Op, found: "_Found"

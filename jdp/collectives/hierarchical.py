@@ -7,7 +7,7 @@ from jdp.collectives.base import Halves, Op
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.ring import RING
 from jdp.replicas import mesh
-from jdp.types import AllReduce, AxisName
+from jdp.types import AllReduceFn, AxisName
 
 
 def hierarchical_all_reduce(
@@ -16,7 +16,7 @@ def hierarchical_all_reduce(
     *,
     op: Op = "sum",
     within: Halves = RING,
-    across: AllReduce = halving_doubling_all_reduce,
+    across: AllReduceFn = halving_doubling_all_reduce,
 ) -> jax.Array:
     """Reduce-scatters within a node, all-reduces across nodes, all-gathers within.
 

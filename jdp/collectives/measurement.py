@@ -28,7 +28,7 @@ from jdp.collectives.shared_memory.all_reduce import (
 from jdp.collectives.xla import psum_all_reduce
 from jdp.replicas import agreement, wire
 from jdp.replicas.mesh import World
-from jdp.types import AllReduce
+from jdp.types import AllReduceFn
 
 # Bytes that `fit_links` measures by itself; those of most buckets first, for there may
 # be no time for all.
@@ -54,7 +54,7 @@ class Seconds(msgspec.Struct, frozen=True):
 
 def time_all_reduces(
     world: World,
-    all_reduces: Mapping[str, AllReduce],
+    all_reduces: Mapping[str, AllReduceFn],
     sizes: Sequence[int],
     *,
     rounds: int,
@@ -103,7 +103,7 @@ def _make_end(world: World, budget_s: float) -> Callable[[], bool]:
 
 def _time_size(
     world: World,
-    all_reduces: Mapping[str, AllReduce],
+    all_reduces: Mapping[str, AllReduceFn],
     num_bytes: int,
     rounds: int,
     is_over: Callable[[], bool],
@@ -142,7 +142,7 @@ def _time_size(
     return found if num_rounds > 2 else []
 
 
-def find_failure(world: World, all_reduces: Mapping[str, AllReduce]) -> str | None:
+def find_failure(world: World, all_reduces: Mapping[str, AllReduceFn]) -> str | None:
     """Tries all-reduces on small buffers; every process calls it, all get the same.
 
     No process begins before all have compiled it.
@@ -250,7 +250,7 @@ def candidates(world: World) -> dict[str, Callable[..., jax.Array]]:
 
 def fit_links(
     world: World,
-    all_reduces: Mapping[str, AllReduce] | None = None,
+    all_reduces: Mapping[str, AllReduceFn] | None = None,
     *,
     sizes: Sequence[int] = SIZES,
     rounds: int = 5,
@@ -348,7 +348,7 @@ def num_repeats(num_bytes: int) -> int:
 
 
 def make_program(
-    world: World, all_reduce: AllReduce, count: int
+    world: World, all_reduce: AllReduceFn, count: int
 ) -> Callable[[jax.Array], jax.Array]:
     """Returns a program that makes a buffer and reduces it, `count` times.
 

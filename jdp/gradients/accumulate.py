@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jdp.hooks.base import CommHook
 from jdp.replicas import mesh
 from jdp.trees import tree_paths
 from jdp.trees.buckets import BucketPlan
-from jdp.types import AllReduce, AxisName, PyTree
+from jdp.types import AllReduceOption, AxisName, PyTree
 
 
 def accumulate_gradients(
@@ -45,7 +45,7 @@ def accumulate_gradients(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | Literal["auto"] | None = None,
+    all_reduce: AllReduceOption = None,
     hook: CommHook | None = None,
     hook_state: PyTree = None,
     find_norms: bool = False,

@@ -1,6 +1,6 @@
 """Layer sync: the gradients of a layer, averaged as soon as it has been passed."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jdp.gradients.reduce import Packing
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import mesh
 from jdp.trees import buckets
-from jdp.types import AllReduce, AxisName, PyTree
+from jdp.types import AllReduceOption, AxisName, PyTree
 
 _Leaves = list[jax.Array]
 
@@ -25,7 +25,7 @@ def sync_in_backward(
     divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     packing: Packing | None = None,
-    all_reduce: AllReduce | Literal["auto"] | None = None,
+    all_reduce: AllReduceOption = None,
 ) -> PyTree:
     """The identity; its backward pass averages the gradients over the replicas.
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.core
@@ -20,7 +20,7 @@ from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import mesh
 from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketPlan
-from jdp.types import AllReduce, AxisName, PyTree
+from jdp.types import AllReduceOption, AxisName, PyTree
 
 
 def mean_loss(
@@ -32,7 +32,7 @@ def mean_loss(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | Literal["auto"] | None = None,
+    all_reduce: AllReduceOption = None,
 ) -> Callable[..., jax.Array]:
     """Makes a loss the mean over the replicas, also where it is differentiated.
 

@@ -6,39 +6,56 @@ from typing import Any
 from jax import lax
 
 from jdp import collectives
-from jdp.collectives import auto
+from jdp.collectives import (
+    AutoAllReduce,
+    PallasAllReduce,
+    SharedMemoryAllReduce,
+    auto,
+)
 from jdp.hooks.base import CommHook
 from jdp.trees.buckets import BucketPlan
 from jdp.types import AllReduce
 
-_SUMS = (
-    "butterfly_all_reduce, halving_doubling_all_reduce, hierarchical_all_reduce, "
-    "pallas_all_reduce, psum_all_reduce, reduce_broadcast_all_reduce, ring_all_reduce, "
-    "shared_memory_all_reduce"
-)
-_TYPES_OF_SUMS = (
-    collectives.AutoAllReduce,
-    collectives.PallasAllReduce,
-    collectives.SharedMemoryAllReduce,
-)
-_SUM_NAMES = {*_SUMS.split(", "), "auto_all_reduce"}
+_PUBLIC = vars(collectives)
+# Public functions that sum, with their names.
+_SUMS = {
+    id(_PUBLIC[name]): name
+    for name in (
+        "butterfly_all_reduce",
+        "halving_doubling_all_reduce",
+        "hierarchical_all_reduce",
+        "psum_all_reduce",
+        "reduce_broadcast_all_reduce",
+        "ring_all_reduce",
+    )
+}
 # Functions that return something else than a sum, with their names.
 _NO_SUMS = {
-    id(half): f"jdp.collectives.{name}.{field}"
+    id(fn): f"jdp.collectives.{name}.{field}"
     for name in ("HALVING_DOUBLING", "PSUM", "RING", "SHARED_MEMORY")
-    for field, half in getattr(collectives, name)._asdict().items()
-    if half is not None
+    for field, fn in _PUBLIC[name]._asdict().items()
+    if fn is not None
 }
 _NO_SUMS |= {
-    id(getattr(collectives, name)): f"jdp.collectives.{name}"
+    id(_PUBLIC[name]): f"jdp.collectives.{name}"
     for name in collectives.__all__
-    if name not in _SUM_NAMES
+    if id(_PUBLIC[name]) not in _SUMS
+    and not isinstance(
+        _PUBLIC[name], AutoAllReduce | PallasAllReduce | SharedMemoryAllReduce
+    )
 }
 _NO_SUMS |= {
-    id(getattr(lax, name)): f"jax.lax.{name}"
-    for name in ("all_gather", "all_to_all", "pmax", "pmean", "pmin", "ppermute")
+    id(fn): f"jax.lax.{name}"
+    for name, fn in {
+        "all_gather": lax.all_gather,
+        "all_to_all": lax.all_to_all,
+        "pmax": lax.pmax,
+        "pmean": lax.pmean,
+        "pmin": lax.pmin,
+        "ppermute": lax.ppermute,
+        "psum_scatter": lax.psum_scatter,
+    }.items()
 }
-_NO_SUMS[id(lax.psum_scatter)] = "jax.lax.psum_scatter"
 
 
 def check_plan(plan: Any) -> BucketPlan | None:
@@ -78,38 +95,51 @@ def check_hook(hook: Any, packing: Any) -> CommHook | None:
 
 
 def find_all_reduce(all_reduce: Any) -> AllReduce | None:
-    """Returns an all-reduce that sums; that of "auto".
+    """Returns the argument `all_reduce=` of a user as one value.
 
     Raises:
-      ValueError: it is a function of `jdp.collectives` or of JAX that returns something
-        else than a sum, or it is no function and not "auto".
+      ValueError: it is a function of `jdp.collectives` or of JAX that does not sum, or
+        it is not a function and not "auto".
     """
-    if isinstance(all_reduce, str) and all_reduce == "auto":
-        return auto.auto_all_reduce
     if all_reduce is None:
         return None
-    function, options = _unwrapped(all_reduce)
+    if isinstance(all_reduce, str) and all_reduce == "auto":
+        return auto.auto_all_reduce.value
+    value = _as_value(all_reduce)
+    function, options = _unwrapped(value.reduce)
     name = _NO_SUMS.get(id(function))
-    if name is None and options.get("op", "sum") != "sum" and _is_ours(function):
-        name = f"jdp.collectives.{_name_of(function)}(op={options['op']!r})"
+    if name is None and options.get("op", "sum") != "sum":
+        name = _name_of(function)
+        name = name and f"jdp.collectives.{name}(op={options['op']!r})"
     if name is not None:
         raise ValueError(
             f"`all_reduce` must sum buffers over the replicas, but `{name}` does not. "
             f"{_REMEDIES.get(name, _PASS_A_SUM)}"
         )
-    if isinstance(all_reduce, str) or not callable(function):
+    if isinstance(function, str) or not callable(function):
         raise ValueError(
             "`all_reduce` must be a function of `jdp.collectives`, 'auto' or None, got "
             f"{all_reduce!r}."
         )
-    return all_reduce
+    return value
 
 
-_PASS_A_SUM = f"Pass one of `jdp.collectives` that does: {_SUMS}."
+_SUM_NAMES = sorted([*_SUMS.values(), "pallas_all_reduce", "shared_memory_all_reduce"])
+_PASS_A_SUM = f"Pass one of `jdp.collectives` that does: {', '.join(_SUM_NAMES)}."
 _REMEDIES = {
     "jdp.collectives.adasum": "Take gradients with `jdp.local_gradients`, and combine "
     "all of them in one call: `grads = jdp.collectives.adasum(grads)`.",
 }
+
+
+def _as_value(all_reduce: Any) -> AllReduce:
+    match all_reduce:
+        case AllReduce():
+            return all_reduce
+        case AutoAllReduce() | PallasAllReduce() | SharedMemoryAllReduce():
+            return all_reduce.value
+    function, _ = _unwrapped(all_reduce)
+    return AllReduce(all_reduce, name=_name_of(function) or AllReduce.name)
 
 
 def _unwrapped(function: Any) -> tuple[Any, dict[str, Any]]:
@@ -121,12 +151,8 @@ def _unwrapped(function: Any) -> tuple[Any, dict[str, Any]]:
     return function, options
 
 
-def _is_ours(function: Any) -> bool:
-    return isinstance(function, _TYPES_OF_SUMS) or id(function) in _OUR_SUMS
-
-
-_OUR_SUMS = {id(getattr(collectives, name)) for name in _SUM_NAMES}
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def _name_of(function: Any) -> str | None:
+    """Returns the name of a function of jdp or JAX that sums, else None."""
+    if isinstance(function, AutoAllReduce | PallasAllReduce | SharedMemoryAllReduce):
+        return function.value.name
+    return "psum" if function is lax.psum else _SUMS.get(id(function))

@@ -14,7 +14,7 @@ from jdp.hooks.base import CommHook
 from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan
-from jdp.types import AllReduce, AxisName, PyTree
+from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
 
 Packing = Literal["flat", "tuple"]
 
@@ -33,7 +33,7 @@ def make_options(
     axis_name: AxisName,
     plan: BucketPlan | None,
     packing: Packing | None,
-    all_reduce: AllReduce | Literal["auto"] | None,
+    all_reduce: AllReduceOption,
     hook: CommHook | None = None,
 ) -> Options:
     """Validates the public arguments and resolves them into `Options`.
@@ -332,39 +332,38 @@ def _reduce(
         return [_Reduced(g) for g in _reduce_tuples(groups, options.axis_name)]
     reduced: list[_Reduced] = []
     for group in groups:
-        all_reduce = _find_all_reduce(group, options)
-        takes_scale = getattr(all_reduce, "takes_scale", False)
-        scale = find_scale(group, reduced) if takes_scale else None
+        all_reduce = _choose_all_reduce(group, options)
+        scale = find_scale(group, reduced) if all_reduce.takes_scale else None
         reduced.append(_reduce_group(group, all_reduce, options, has_data, scale))
     return reduced
 
 
-def _find_all_reduce(
-    group: list[jax.Array], options: Options
-) -> Callable[..., jax.Array]:
-    all_reduce = options.all_reduce or lax.psum
-    pick = getattr(all_reduce, "pick", None)
-    if pick is None:
+def _choose_all_reduce(group: list[jax.Array], options: Options) -> AllReduce:
+    all_reduce = options.all_reduce or _PSUM
+    if all_reduce.choose is None:
         return all_reduce
-    size = sum(x.size for x in group)
-    return pick(jax.ShapeDtypeStruct((size,), group[0].dtype), options.axis_name)
+    buffer = jax.ShapeDtypeStruct((sum(x.size for x in group),), group[0].dtype)
+    return all_reduce.choose(buffer, options.axis_name)
+
+
+_PSUM = AllReduce(lax.psum, name="psum")
 
 
 def _reduce_group(
     group: list[jax.Array],
-    all_reduce: Callable[..., jax.Array],
+    all_reduce: AllReduce,
     options: Options,
     has_data: jax.Array | None,
     scale: jax.typing.ArrayLike | None,
 ) -> _Reduced:
-    reduce_group = getattr(all_reduce, "reduce_group", None)
-    if reduce_group is not None:  # It packs by itself.
-        return _Reduced(reduce_group(group, options.axis_name, has_data=has_data))
+    axis_name = options.axis_name
+    if all_reduce.reduce_group is not None:
+        return _Reduced(all_reduce.reduce_group(group, axis_name, has_data=has_data))
     buffer = _pack(group, has_data)
     if scale is None:
-        buffer = all_reduce(buffer, options.axis_name)
+        buffer = all_reduce.reduce(buffer, axis_name)
     else:
-        buffer = all_reduce(buffer, options.axis_name, scale=scale)
+        buffer = all_reduce.reduce(buffer, axis_name, scale=scale)
     arrays = buckets.unpack(buffer, [x.shape for x in group])
     return _Reduced(arrays, is_mean=scale is not None)
 

@@ -1,7 +1,7 @@
 """Gradient synchronisation: the gradients of one replica become those of all."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jdp.hooks.base import CommHook
 from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan
-from jdp.types import AllReduce, AxisName, PyTree
+from jdp.types import AllReduceOption, AxisName, PyTree
 
 
 def sync_gradients(
@@ -38,7 +38,7 @@ def sync_gradients(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | Literal["auto"] | None = None,
+    all_reduce: AllReduceOption = None,
     hook: CommHook | None = None,
     hook_state: PyTree = None,
     find_norms: bool = False,
@@ -216,7 +216,7 @@ def value_and_grad(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | Literal["auto"] | None = None,
+    all_reduce: AllReduceOption = None,
     hook: CommHook | None = None,
     hook_state: PyTree = None,
     find_norms: bool = False,
@@ -435,12 +435,12 @@ def record(
     """Notes what a step synchronises; the options must have a plan."""
     assert options.plan is not None
     num_replicas = mesh.axis_size(options.axis_name)
-    name = getattr(options.all_reduce, "__name__", str(options.all_reduce))
+    all_reduce = options.all_reduce
     step_trace.add_synchronization(
         Synchronization(
             plan=options.plan,
-            packing=reduce.choose_packing(options.packing, options.all_reduce),
-            algorithm="psum" if options.all_reduce is None else name,
+            packing=reduce.choose_packing(options.packing, all_reduce),
+            algorithm="psum" if all_reduce is None else all_reduce.name,
             hook=None if options.hook is None else options.hook.name,
             hook_bytes=reduce_with_hook.hook_bytes(
                 options.hook, options.plan, done, num_replicas

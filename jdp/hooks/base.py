@@ -114,7 +114,7 @@ class Wire:
         """See `HookAllReduce`."""
         x = base.cast_varying(x, self._axis_name)
         if self._all_reduce is not None:
-            return self._all_reduce(x, self._axis_name)
+            return self._all_reduce.reduce(x, self._axis_name)
         if not _is_narrow(x.dtype) or self.num_replicas == 1:
             return lax.psum(x, self._axis_name)
         # XLA on CPU sends 16-bit floats as float32, and others may add them up as what

@@ -1,7 +1,7 @@
 """Optimizer: which gradients reach an optax transformation, and for what."""
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jdp.optimizers.leaf_updates import LeafUpdate, Place, StateLayout
 from jdp.replicas.mesh import World
 from jdp.trees import tree_paths
 from jdp.trees.buckets import BucketPlan
-from jdp.types import AllReduce, AxisName, PyTree
+from jdp.types import AllReduceOption, AxisName, PyTree
 
 
 def distributed_optimizer(
@@ -30,7 +30,7 @@ def distributed_optimizer(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduce | Literal["auto"] | None = None,
+    all_reduce: AllReduceOption = None,
     hook: CommHook | None = None,
     world: World | None = None,
 ) -> optax.GradientTransformationExtraArgs:

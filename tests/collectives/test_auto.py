@@ -259,18 +259,18 @@ def _on_gpus(monkeypatch, kernel_fails=None):
     monkeypatch.setattr(auto._Last, "found", found)
 
 
-def _pick(world, pick, *args, **options):
-    """Picks where a program of the world's mesh is traced."""
-    picked = []
+def _choose(world, choose, *args, **options):
+    """Chooses where a program of the world's mesh is traced; returns `reduce`."""
+    chosen = []
 
     def run(x):
-        picked.append(pick(*args, "data", **options))
+        chosen.append(choose(*args, "data", **options).reduce)
         return x
 
     jax.make_jaxpr(
         jax.shard_map(run, mesh=world.mesh, in_specs=P("data"), out_specs=P("data"))
     )(np.ones(4))
-    return picked[0]
+    return chosen[0]
 
 
 @pytest.mark.parametrize(
@@ -288,11 +288,11 @@ def test_gpus_take_the_custom_kernel(monkeypatch, world, buffer, op, algorithm, 
     _on_gpus(monkeypatch)
     said = []
     all_reduce = collectives.AutoAllReduce(explain=said.append)
-    picked = _pick(world, all_reduce.pick, buffer, op=op)
+    chosen = _choose(world, all_reduce.choose, buffer, op=op)
     if algorithm is not None:
-        assert picked == collectives.PallasAllReduce(algorithm) and not said
+        assert chosen == collectives.PallasAllReduce(algorithm) and not said
     else:
-        assert picked in (collectives.psum_all_reduce, collectives.ring_all_reduce)
+        assert chosen in (collectives.psum_all_reduce, collectives.ring_all_reduce)
         (text,) = said
         assert str(buffer) in text and reason in text
 
@@ -311,15 +311,15 @@ def test_thresholds_are_those_of_the_user(monkeypatch, world):
         (_buffer(50, np.float16), "two_stage"),  # The switch adds float32 alone.
     ):
         expected = collectives.PallasAllReduce(algorithm, thresholds)
-        assert _pick(world, all_reduce.pick, buffer) == expected
-    assert _pick(world, all_reduce.pick, _buffer(51)) == collectives.psum_all_reduce
+        assert _choose(world, all_reduce.choose, buffer) == expected
+    assert _choose(world, all_reduce.choose, _buffer(51)) == collectives.psum_all_reduce
 
 
 def test_a_kernel_that_was_tried_in_vain_is_not_taken(monkeypatch, world):
     _on_gpus(monkeypatch, kernel_fails="it does not compile")
     said = []
     all_reduce = collectives.AutoAllReduce(explain=said.append)
-    assert _pick(world, all_reduce.pick, _buffer(10)) == collectives.psum_all_reduce
+    assert _choose(world, all_reduce.choose, _buffer(10)) == collectives.psum_all_reduce
     assert "it does not compile" in said[0]
 
 

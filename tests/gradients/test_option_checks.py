@@ -43,6 +43,7 @@ SUMS = [
     functools.partial(collectives.ring_all_reduce, num_chunks=2),
     functools.partial(collectives.ring_all_reduce, op="sum"),
     lambda x, axis_name: lax.psum(x, axis_name),
+    jdp.AllReduce(lax.psum),
 ]
 NO_SUMS = {
     "jdp.collectives.adasum": collectives.adasum,
@@ -56,6 +57,7 @@ NO_SUMS = {
     "jdp.collectives.ring_all_reduce(op='mean')": functools.partial(
         collectives.ring_all_reduce, op="mean"
     ),
+    "jax.lax.pmax": jdp.AllReduce(lax.pmax),
     "jdp.collectives.auto(op='max')": functools.partial(
         collectives.AutoAllReduce(), op="max"
     ),
@@ -78,6 +80,36 @@ def test_what_does_not_sum_is_no_all_reduce(name):
 @pytest.mark.parametrize("all_reduce", SUMS)
 def test_all_that_sums_is_one(all_reduce):
     jdp.value_and_grad(_loss, all_reduce=all_reduce)
+
+
+def test_an_all_reduce_is_used_as_its_fields_say():
+    """`choose` decides per buffer; `reduce_group` gets leaves that are not packed."""
+    chosen = []
+
+    def choose(buffer, axis_name):
+        chosen.append((buffer.shape, axis_name))
+        return jdp.AllReduce(pytest.fail, reduce_group=reduce_group)
+
+    def reduce_group(arrays, axis_name, *, has_data):
+        assert [x.shape for x in arrays] == [(3, 1), (2,)] and has_data is None
+        return [lax.psum(x, axis_name) for x in arrays]
+
+    def scaled(x, axis_name, *, scale):
+        return lax.psum(x, axis_name) * scale
+
+    for all_reduce in (
+        jdp.AllReduce(pytest.fail, choose=choose),
+        jdp.AllReduce(scaled, takes_scale=True),
+    ):
+
+        def fn(grads, all_reduce=all_reduce):
+            return jdp.sync_gradients(grads, axis_name="i", all_reduce=all_reduce)
+
+        grads = {"a": np.float32([[1, 2], [3, 4]]), "b": np.ones((2, 3, 1), "f")}
+        means = jax.vmap(fn, axis_name="i")(grads)
+        np.testing.assert_array_equal(means["a"], [[2, 3], [2, 3]])
+        np.testing.assert_array_equal(means["b"], grads["b"])
+    assert chosen == [((5,), "i")]
 
 
 def test_every_public_collective_is_known_to_sum_or_not():

@@ -447,7 +447,7 @@ def test_all_reduces_of_the_collectives_sum_what_hooks_send():
     ):
 
         def fn(own, all_reduce=all_reduce):
-            wire = base.Wire(AXIS, all_reduce)
+            wire = base.Wire(AXIS, jdp.AllReduce(all_reduce))
             return hooks.none().apply(jdp.flatten_buckets(plan, own), (), wire)[0]
 
         sums = _on_all(fn)(grads)

@@ -1,5 +1,6 @@
 """What a step sends, described."""
 
+import functools
 import json
 
 import jax
@@ -139,16 +140,37 @@ def test_other_ways_to_synchronise_are_described_too():
     @jdp.data_parallel(world=harness.local_world(2))
     def train(params, x):
         _, grads = jdp.local_gradients(_loss)(params, x)
-        grads = jdp.sync_gradients(grads, all_reduce=_named_all_reduce)
+        all_reduce = jdp.AllReduce(lax.psum, name="named")
+        grads = jdp.sync_gradients(grads, all_reduce=all_reduce)
         return params, grads
 
     (made,) = jdp.describe(train, _params(), X).synchronizations
-    assert made.algorithm == "_named_all_reduce"
+    assert made.algorithm == "named"
     assert [bucket.ready_after for bucket in made.buckets] == [None]
 
 
-def _named_all_reduce(x, axis_name):
-    return lax.psum(x, axis_name)
+@pytest.mark.parametrize(
+    "all_reduce, name",
+    [
+        (None, "psum"),
+        ("auto", "auto"),
+        (lax.psum, "psum"),
+        (jdp.collectives.ring_all_reduce, "ring_all_reduce"),
+        (
+            functools.partial(jdp.collectives.ring_all_reduce, num_chunks=2),
+            "ring_all_reduce",
+        ),
+        (lambda x, axis_name: lax.psum(x, axis_name), "custom"),
+    ],
+)
+def test_the_all_reduce_is_described_by_its_name(all_reduce, name):
+    @jdp.data_parallel(world=harness.local_world(2))
+    def train(params, x):
+        _, grads = jdp.value_and_grad(_loss, all_reduce=all_reduce)(params, x)
+        return params, grads
+
+    (made,) = jdp.describe(train, _params(), X).synchronizations
+    assert made.algorithm == name
 
 
 def test_shapes_are_enough_and_nothing_runs():

@@ -48,7 +48,7 @@ from jdp.collectives.pallas.choice import (
     Thresholds,
 )
 from jdp.replicas import mesh
-from jdp.types import AxisName
+from jdp.types import AllReduce, AxisName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,6 @@ class PallasAllReduce:
     algorithm: Algorithm | None = None
     thresholds: Thresholds = THRESHOLDS
 
-    __name__ = "pallas"
-    takes_scale = True
-
     def __post_init__(self):
         """Checks itself."""
         if self.algorithm not in (None, *get_args(Algorithm)):
@@ -79,6 +76,11 @@ class PallasAllReduce:
                 f"`algorithm` must be {', '.join(get_args(Algorithm))} or None, got "
                 f"{self.algorithm!r}."
             )
+
+    @property
+    def value(self) -> AllReduce:
+        """This reduction as an `AllReduce`."""
+        return AllReduce(self, takes_scale=True, name="pallas")
 
     def __call__(
         self,

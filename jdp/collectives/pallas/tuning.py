@@ -10,7 +10,7 @@ from jdp.collectives.pallas.all_reduce import PallasAllReduce
 from jdp.collectives.pallas.choice import Algorithm, Limits, Thresholds, Topology
 from jdp.collectives.xla import psum_all_reduce
 from jdp.replicas.mesh import World
-from jdp.types import AllReduce
+from jdp.types import AllReduceFn
 
 SIZES = tuple(1 << k for k in range(10, 27))  # bytes, to 64 MiB.
 _NCCL = "psum"
@@ -22,7 +22,7 @@ def all_sizes(num_replicas: int) -> Thresholds:
     return Thresholds(limits=(whole,), source="to be measured")
 
 
-def kernels(num_replicas: int, topology: Topology) -> dict[str, AllReduce]:
+def kernels(num_replicas: int, topology: Topology) -> dict[str, AllReduceFn]:
     """Returns the algorithms of the custom all-reduce, by name, for all sizes."""
     algorithms: list[Algorithm] = ["one_stage", "two_stage"]
     if topology.has_multicast:
@@ -31,14 +31,14 @@ def kernels(num_replicas: int, topology: Topology) -> dict[str, AllReduce]:
     return {name: PallasAllReduce(name, thresholds) for name in algorithms}
 
 
-def candidates(num_replicas: int, topology: Topology) -> dict[str, AllReduce]:
+def candidates(num_replicas: int, topology: Topology) -> dict[str, AllReduceFn]:
     """Returns what is timed to find the limits, by name."""
     return {_NCCL: psum_all_reduce} | kernels(num_replicas, topology)
 
 
 def measure_limits(
     world: World,
-    all_reduces: dict[str, AllReduce],
+    all_reduces: dict[str, AllReduceFn],
     *,
     sizes: Sequence[int] = SIZES,
     rounds: int = 11,

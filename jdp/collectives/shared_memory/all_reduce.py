@@ -18,7 +18,7 @@ from jdp.collectives.shared_memory import shared_buffer
 from jdp.collectives.shared_memory.shared_buffer import DEFAULT_NUM_BYTES, SharedBuffer
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
-from jdp.types import AxisName
+from jdp.types import AllReduce, AxisName
 
 
 def create_shared_buffer(
@@ -69,11 +69,16 @@ class SharedMemoryAllReduce:
     thread: JAX runs these in the order of the calls, the same on all processes.
     """
 
-    __name__ = "shared_memory_all_reduce"
-
     def __init__(self, buffer: SharedBuffer | None = None):
         """Reduces through `buffer`; None: see `shared_memory_all_reduce`."""
         self._buffer = buffer
+
+    @property
+    def value(self) -> AllReduce:
+        """This reduction as an `AllReduce`."""
+        return AllReduce(
+            self, reduce_group=self.reduce_group, name="shared_memory_all_reduce"
+        )
 
     def __call__(
         self, x: jax.Array, axis_name: AxisName, *, op: Op = "sum"
