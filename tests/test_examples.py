@@ -1,63 +1,20 @@
-"""Every example runs, as a user would start it; so does the one in README."""
+"""Every example runs, as a user would start it."""
 
-import os
 import re
 import runpy
 import subprocess
 import sys
-import tempfile
 
 import numpy as np
 import pytest
 
-from jdp.launch import launch
-from tests import harness
+from tests import commands, harness
 
 pytestmark = pytest.mark.multiprocess
 
 
-def _environ(compiled_as):
-    environ = harness.compile_fast_environ() if compiled_as == "fast" else os.environ
-    return {**environ, "PYTHONPATH": harness.python_path(), "PYTHONWARNINGS": "error"}
-
-
-def _jdp(*arguments):
-    """The command itself."""
-    result = subprocess.run(
-        [sys.executable, "-m", "jdp.cli.main", *map(str, arguments)],
-        cwd=harness.ROOT,
-        env=_environ("fast"),
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    return result.returncode, result.stdout, result.stderr
-
-
-def _launch(num_processes, script, *arguments, cwd=harness.ROOT, compiled_as="fast"):
-    """What `jdp launch -n` starts, without the second and a half of the command."""
-    command = launch.Command(
-        kind="script",
-        target=str(cwd / script),
-        arguments=tuple(map(str, arguments)),
-    )
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        code = launch.launch(
-            command,
-            launch.LaunchOptions(num_processes=num_processes),
-            environ=_environ(compiled_as),
-            stdout_fd=out.fileno(),
-            stderr_fd=err.fileno(),
-        )
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read())
-    return code, *texts
-
-
 def test_digits_trains_to_97_percent_on_equal_replicas():
-    code, out, err = _jdp("launch", "-n", 2, "examples/digits.py")
+    code, out, err = commands.jdp("launch", "-n", 2, "examples/digits.py")
     assert code == 0, err
     (final,) = re.findall(r"2 replicas, bitwise equal; test accuracy (.*)%", out)
     assert float(final) > 97.0
@@ -71,75 +28,21 @@ def test_digits_trains_to_97_percent_on_equal_replicas():
 
 
 def test_digits_names_a_batch_size_that_does_not_divide():
-    code, _, err = _launch(2, "examples/digits.py", "--batch-size", 63)
+    code, _, err = commands.launch(2, "examples/digits.py", "--batch-size", 63)
     assert code == 1
     assert "must be a multiple of the 2 replicas, from 1 to 1500; got 63" in err
 
 
 def test_digits_names_a_typo():
-    code, _, err = _launch(1, "examples/digits.py", "--epoch", "x")
+    code, _, err = commands.launch(1, "examples/digits.py", "--epoch", "x")
     assert code == 2
     assert "argument --epochs: invalid int value: 'x'" in err
-
-
-def test_the_first_example_of_the_readme_runs(tmp_path):
-    text = (harness.ROOT / "README.md").read_text()
-    first, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "train.py").write_text(first)
-    code, out, err = _launch(2, "train.py", cwd=tmp_path, compiled_as="usual")
-    assert code == 0, err
-    (loss,) = re.findall(r"loss ([\d.]+) on 2 replicas", out)
-    assert float(loss) < 0.2  # of a sine whose variance is about 0.5
-
-
-def test_the_example_by_name_of_the_readme_runs(tmp_path):
-    text = (harness.ROOT / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (block,) = [block for block in blocks if "eager.init" in block]
-    (tmp_path / "train.py").write_text(block)
-    code, out, err = _launch(2, "train.py", cwd=tmp_path)
-    assert code == 0, err
-    assert all(f"rank {rank}: the average is 0.5" in out for rank in (0, 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_blocks_of_the_page_on_names_make_a_script(tmp_path, num_processes):
-    text = (harness.ROOT / "docs/eager.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "page.py").write_text("\n".join(blocks))
-    code, out, err = _launch(num_processes, "page.py", cwd=tmp_path)
-    assert code == 0, err
-    means = {1: "[1. 2.]", 2: "[1.5 3. ]"}
-    for rank in range(num_processes):
-        assert f"rank {rank} of {num_processes}: {means[num_processes]}" in out
-        assert f"rank {rank} is done" in out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page", "most"),
-    [
-        ("batch_norm", 0.2),  # of a target whose variance is about 0.6
-        ("hooks", 0.4),  # of a sine whose variance is about 0.5, as the others'
-        ("zero1", 0.05),
-        ("local_training", 0.1),
-    ],
-)
-def test_the_example_of_a_page_runs(tmp_path, page, most):
-    text = (harness.ROOT / f"docs/{page}.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "page.py").write_text(block)
-    code, out, err = _launch(2, "page.py", cwd=tmp_path)
-    assert code == 0, err
-    (loss,) = re.findall(r"loss ([\d.]+) on 2 replicas", out)
-    assert float(loss) < most
 
 
 @pytest.mark.slow
 def test_power_sgd_sends_a_quarter():
     options = ("--hooks", "power_sgd", "--epochs", 2)
-    code, out, err = _launch(2, "examples/power_sgd.py", *options)
+    code, out, err = commands.launch(2, "examples/power_sgd.py", *options)
     assert code == 0, err
     (row,) = re.findall(r"power_sgd +([\d,]+) bytes a step  test .* ([\d.]+)%", out)
     assert int(row[0].replace(",", "")) < 0.25 * 24_364  # of float32 gradients and loss
@@ -151,7 +54,7 @@ def test_zero1_goes_on_with_another_number_of_replicas(tmp_path):
     options = ("--steps", 40, "--checkpoint", tmp_path)
     held = []
     for n, begin in ((2, 0), (1, 40)):
-        code, out, err = _launch(n, "examples/zero1.py", *options)
+        code, out, err = commands.launch(n, "examples/zero1.py", *options)
         assert code == 0, err
         (found,) = re.findall(r"step (\d+): a replica holds ([\d,]+) bytes", out)
         assert int(found[0]) == begin
@@ -165,7 +68,7 @@ def test_zero1_goes_on_with_another_number_of_replicas(tmp_path):
 def test_diloco_learns_beside_plain_training():
     # 3 replicas: they do not divide the held-out samples.
     options = ["--steps", 60, "--period", 20, "--batch-size", 513]
-    code, out, err = _launch(3, "examples/diloco.py", *options)
+    code, out, err = commands.launch(3, "examples/diloco.py", *options)
     assert code == 0, err
     losses = [float(x) for x in re.findall(r"held-out loss ([\d.]+)", out)]
     assert len(losses) == 2 and max(losses) < 4.0  # log 128 is 4.85
@@ -206,7 +109,7 @@ def test_the_newest_python_is_one_that_runs(tmp_path):
 
 @pytest.mark.slow
 def test_unused_branch_counts_the_steps_of_each_head():
-    code, out, err = _launch(2, "examples/unused_branch.py", "--steps", 400)
+    code, out, err = commands.launch(2, "examples/unused_branch.py", "--steps", 400)
     assert code == 0, err
     lines = re.findall(
         r"(\w+): used in (\d+) of 400 steps, Adam counts (\d+); test accuracy (.*)%",
@@ -226,7 +129,7 @@ def test_unused_branch_counts_the_steps_of_each_head():
 
 @pytest.mark.slow
 def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
-    code, out, err = _launch(2, "examples/accumulation.py")
+    code, out, err = commands.launch(2, "examples/accumulation.py")
     assert code == 0, err
     memory = dict(re.findall(r"([\w-]+ ?\w*): ([\d.]+) MB of temporary memory", out))
     assert float(memory["micro-batches"]) < float(memory["whole batch"])
@@ -241,7 +144,7 @@ def test_accumulation_takes_the_step_of_the_whole_batch_in_less_memory():
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_uneven_inputs_are_those_of_one_process(num_processes):
     epochs = {2: 6, 3: 10}[num_processes]
-    code, out, err = _launch(
+    code, out, err = commands.launch(
         num_processes, "examples/uneven_inputs.py", "--epochs", epochs
     )
     assert code == 0, err
@@ -258,7 +161,7 @@ def test_uneven_inputs_are_those_of_one_process(num_processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_eager_trains_by_name_with_uneven_data(num_processes):
-    code, out, err = _launch(num_processes, "examples/eager.py", "--epochs", 4)
+    code, out, err = commands.launch(num_processes, "examples/eager.py", "--epochs", 4)
     assert code == 0, err
     last = re.findall(r"\[0\] epoch \d: loss [\d.]+, the last was rank (\d)", out)
     # The one with the most data.
@@ -279,7 +182,9 @@ def test_eager_trains_by_name_with_uneven_data(num_processes):
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_compiled_step_runs_among_names(num_processes):
     options = ("--steps", 60)
-    code, out, err = _launch(num_processes, "examples/mixed_eager_and_jit.py", *options)
+    code, out, err = commands.launch(
+        num_processes, "examples/mixed_eager_and_jit.py", *options
+    )
     assert code == 0, err
     ((total, counts),) = re.findall(r"labels of (\d+) samples: \[(.*)\]", out)
     assert int(total) == sum(map(int, counts.split(","))) == 60 * 32 * num_processes
@@ -289,23 +194,11 @@ def test_a_compiled_step_runs_among_names(num_processes):
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page_on_parameter_servers_runs(tmp_path):
-    text = (harness.ROOT / "docs/parameter_server.md").read_text()
-    path = tmp_path / "page.py"
-    path.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
-    code, out, err = _jdp("launch", "--servers", 1, "--workers", 2, path)
-    assert code == 0, err
-    found = re.findall(r"sync\(backup=0\): loss ([\d.]+) at update (\d+)", out)
-    assert [number for _, number in found] == ["100", "100"]
-    assert all(float(loss) < 0.01 for loss, _ in found)
-
-
-@pytest.mark.slow
 def test_parameter_servers_train_with_a_slow_worker():
     options = ("--mode", "bounded", "--epochs", 4, "--slow-s", 0.001)
     roles = ("--servers", 2, "--workers", 2, "--json")
     path = "examples/parameter_server.py"
-    code, out, err = _jdp("launch", *roles, path, *options)
+    code, out, err = commands.jdp("launch", *roles, path, *options)
     assert code == 0, err
     (accuracy,) = re.findall(r"bounded\(staleness=4\): test accuracy ([\d.]+)%", out)
     assert float(accuracy) > 90
@@ -323,7 +216,7 @@ def test_parameter_servers_train_with_a_slow_worker():
     ],
 )
 def test_examples_name_an_option_that_does_not_fit_the_job(example, arguments, message):
-    code, _, err = _launch(1, f"examples/{example}.py", *arguments)
+    code, _, err = commands.launch(1, f"examples/{example}.py", *arguments)
     assert code == 1
     assert message in err
 
@@ -356,7 +249,7 @@ def test_examples_name_a_bad_option(example, arguments, message, monkeypatch, ca
 
 
 def test_accumulation_names_a_batch_size_that_does_not_divide():
-    code, _, err = _launch(2, "examples/accumulation.py", "--batch-size", 7)
+    code, _, err = commands.launch(2, "examples/accumulation.py", "--batch-size", 7)
     assert code == 1
     assert "--batch-size must be a multiple of the 2 replicas" in err
 
@@ -364,7 +257,7 @@ def test_accumulation_names_a_batch_size_that_does_not_divide():
 @pytest.mark.slow
 def test_all_reduces_reach_the_same_loss():
     options = ("--steps", 5, "--width", 64, "--explain")
-    code, out, err = _launch(2, "examples/all_reduces.py", *options)
+    code, out, err = commands.launch(2, "examples/all_reduces.py", *options)
     assert code == 0, err
     assert "does not take the custom all-reduce: it runs on GPUs" in out
     found = dict(re.findall(r"\[0\] ([\w-]+) +loss ([\d.]+) +[\d.]+ ms a step", out))
