@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jdp import compat
+from jdp.compat import origins
 from jdp.gradients import reduce, weighted_mean
 from jdp.replicas import mesh
 from jdp.trees import buckets
@@ -316,7 +317,8 @@ def _cast_together(moments: Moments, axis_name: AxisName | None) -> Moments:
     if axis_name is None or not mesh.tracked_axes(axis_name):
         return moments
     parts = _real_parts(moments)
-    packed = reduce.cast_varying(buckets.pack(parts), axis_name)
+    with origins.bound_by(origins.BATCH_NORM):  # Its transpose is a collective.
+        packed = reduce.cast_varying(buckets.pack(parts), axis_name)
     return Moments(*_from_real_parts(_unpacked(packed, parts), moments))
 
 
@@ -338,8 +340,11 @@ def _union(
     # Without weights, all replicas have the same count: the shapes are the same.
     sent = [*map(in_own_row, _real_parts([mean]))]
     sent += [squares] if weight is None else [squares, in_own_row(count)]
-    buffer = reduce.cast_varying(buckets.pack(sent), options.axis_name)
-    received = _unpacked(lax.psum(buffer, options.axis_name), sent)
+    packed = buckets.pack(sent)
+    with origins.bound_by(origins.BATCH_NORM):
+        packed = reduce.cast_varying(packed, options.axis_name)
+        summed = lax.psum(packed, options.axis_name)
+    received = _unpacked(summed, sent)
     if weight is not None:
         counts = received.pop()
     else:

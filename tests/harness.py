@@ -11,13 +11,17 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
+from jax._src import source_info_util
 
 import jdp
+from jdp.compat import origins
 from jdp.launch import launch
 from jdp.replicas import mesh
 from jdp.runtime.store import make_memory_stores
@@ -216,6 +220,15 @@ def error_text(fn: Callable[[], Any]) -> tuple[str, float]:
 
 
 # The oracle: a small network whose gradients all have the same order of magnitude.
+
+
+def drop_tracebacks(monkeypatch: Any) -> None:
+    """For a test: equations are made without tracebacks."""
+    nothing = types.SimpleNamespace(get_traceback=lambda: None)
+    client = types.SimpleNamespace(Traceback=nothing)
+    monkeypatch.setattr(source_info_util, "xla_client", client)
+    (eqn,) = jax.make_jaxpr(lax.sin)(1.0).eqns
+    assert origins.frames_of(eqn) == []
 
 
 def oracle_params(dtype: Any = np.float32) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 from jdp.backward import flow
+from jdp.compat import origins
 
 
 class Captured(NamedTuple):
@@ -28,7 +29,7 @@ class Captured(NamedTuple):
     def line(self) -> str:
         """Returns where the user's source takes it up first: " (file.py:12)", or ""."""
         if hasattr(self.user, "primitive"):
-            line = compat.user_line(self.user)
+            line = origins.user_line(self.user)
         else:
             line = _line_of_use(self.jaxpr, self.user)
         return "" if line is None else f" ({line})"
@@ -141,7 +142,7 @@ def _line_of_use(jaxpr: Any, var: Any) -> str | None:
             continue
         # `shard_map` has the line that calls the step.
         is_step = eqn.primitive.name == "shard_map"
-        line = None if is_step else compat.user_line(eqn)
+        line = None if is_step else origins.user_line(eqn)
         inner = next(iter(jaxprs_in_params(eqn.params)), None)
         if line is None and inner is not None:
             body, _ = flow.open_jaxpr(inner)

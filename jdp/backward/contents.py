@@ -8,8 +8,8 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
-from jdp import compat
 from jdp.backward.flow import open_jaxpr
+from jdp.compat import origins
 
 
 def has_narrow_range(jaxpr: Any) -> bool:
@@ -49,7 +49,7 @@ def is_of_batch_norm(eqn: Any) -> bool:
     # used instead.
     frames = [
         function
-        for file, function in compat.frames_of(eqn)
+        for file, function in origins.frames_of(eqn)
         if "/flax/" in file and file.endswith("normalization.py")
     ]
     return "BatchNorm.__call__" in frames and "_compute_stats" in frames

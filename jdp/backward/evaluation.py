@@ -15,6 +15,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 from jdp.backward import flow
+from jdp.compat import origins
 
 # A segment ends with one of these, so that it ends at the same place in every layer.
 _ENDS = frozenset({"conv_general_dilated", "dot_general"})
@@ -100,7 +101,7 @@ def _segments(eqns: Sequence[Any]) -> list[list[Any]]:
         if (
             is_open
             and is_plain
-            and compat.is_in_scope_of(eqn, segments[-1][0])
+            and origins.is_in_scope_of(eqn, segments[-1][0])
             and len(segments[-1]) < _MAX_SEGMENT
         ):
             segments[-1].append(eqn)

@@ -17,6 +17,7 @@ from jdp import compat
 from jdp.backward import flow, injection, sources
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.backward.injection import InjectionAnalysis
+from jdp.compat import origins
 
 # They leave the same value on all replicas of their axes.
 UNITING = frozenset(
@@ -76,14 +77,15 @@ def axes_of(eqn: Any) -> tuple[Any, ...]:
 
 def line_of(eqn: Any) -> str:
     """Returns where the user's source makes an equation: " (file.py:12)", or ""."""
-    line = compat.user_line(eqn)
+    line = origins.user_line(eqn)
     return "" if line is None else f" ({line})"
 
 
 def describe(eqn: Any) -> str:
-    """Returns what a collective is, for a message."""
-    if stem(eqn) in sources.OPAQUE:
-        return f"`jdp.{compat.caller_in_jdp(eqn)}`{line_of(eqn)}"
+    """Names a collective for a message: function and source line."""
+    if stem(eqn) in sources.OPAQUE or stem(eqn).startswith("jdp_"):
+        name = origins.caller_in_jdp(eqn) or origins.collective_of(eqn)
+        return f"`jdp.{name or 'collectives'}`{line_of(eqn)}"
     return f"`lax.{public_name(eqn)}`{line_of(eqn)}"
 
 
@@ -111,7 +113,7 @@ class ExchangeAnalysis:
         if flow.is_marker(eqn):  # It averages gradients, and counts by itself.
             return []
         name = stem(eqn)
-        is_own = name in sources.OPAQUE and sources.is_of_collective(eqn)
+        is_own = name in sources.OPAQUE and origins.collective_of(eqn) is not None
         if is_own or (name in self._names and self._axis_names & {*axes_of(eqn)}):
             return [eqn]
         found: list[Any] = []

@@ -21,6 +21,7 @@ from jdp.backward.injection import InjectionAnalysis
 from jdp.backward.order import Timeline
 from jdp.backward.perturbation import find_perturbed
 from jdp.backward.usage import MarkedEvaluation, Marks
+from jdp.compat import origins
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
@@ -365,8 +366,8 @@ def _ended(*leaves: Any) -> list[Any]:
 
 
 def is_of_synced_batch_norm(eqn: Any) -> bool:
-    """Whether `jdp.batch_norm` made a collective."""
-    return any(file.endswith("jdp/batch_norm.py") for file, _ in compat.frames_of(eqn))
+    """Whether a collective is one of `jdp.batch_norm`."""
+    return origins.is_bound_by(eqn, origins.BATCH_NORM)
 
 
 def _check_are_parameters(params: PyTree) -> None:

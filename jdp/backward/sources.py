@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdp import compat
+from jdp.compat import origins
 
 # Code of others: it may send what it is given.
 OPAQUE = frozenset(
@@ -62,13 +62,8 @@ def is_external(eqn: Any) -> bool:
     return (
         _has_outside_effect(eqn)
         and next(iter(jaxprs_in_params(eqn.params)), None) is None
-        and not is_of_collective(eqn)
+        and origins.collective_of(eqn) is None
     )
-
-
-def is_of_collective(eqn: Any) -> bool:
-    """Returns whether a collective of jdp made an equation."""
-    return any("jdp/collectives/" in file for file, _ in compat.frames_of(eqn))
 
 
 def find_external(jaxpr: Any) -> Any | None:

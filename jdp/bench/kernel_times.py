@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdp
-from jdp import compat
 from jdp.bench import jax_step
 from jdp.bench.channel import StepConfig
 from jdp.collectives.pallas import choice
 from jdp.collectives.pallas.choice import Algorithm, Launch
+from jdp.compat import annotations
 
 Arrays = Sequence[jax.Array]
 COPY = "copy"
@@ -72,7 +72,7 @@ def make_program(chain: Chain, repeats: int) -> Callable[..., Any]:
     def run(*operands: jax.Array) -> list[jax.Array]:
         held, results = list(operands), []
         for call in list(chain.calls) * repeats:
-            held, (y,) = compat.order_after(held, [call(*held)])
+            held, (y,) = annotations.order_after(held, [call(*held)])
             results.append(y)
         return results
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp import compat
+from jdp.compat import annotations
 from jdp.replicas import mesh
 from jdp.types import AxisName
 
@@ -199,7 +200,7 @@ def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
     the caller. Where JAX tracks that by type, the derivative is that of the copy which
     replica 0 holds.
     """
-    return compat.declare_replicated(x, mesh.as_axis_names(axis_name))
+    return annotations.declare_replicated(x, mesh.as_axis_names(axis_name))
 
 
 def check_dtype(dtype: Any, op: Op) -> None:

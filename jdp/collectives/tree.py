@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import compat
 from jdp.collectives import base
 from jdp.collectives.base import Group, Op
+from jdp.compat import annotations
 from jdp.types import AxisName
 
 Pattern = Literal["star", "tree", "chain"]
@@ -90,7 +90,7 @@ def _reduce_star(x: jax.Array, group: Group, root: int, op: Op) -> jax.Array:
     y = x
     for k in range(1, group.size):
         # One after another, or n - 1 buffers may be in memory at once.
-        (sent,), (y,) = compat.order_after([x], [y])
+        (sent,), (y,) = annotations.order_after([x], [y])
         y = base.combine(op, y, _send(sent, group, root, [(k, 0)]))
     return y
 

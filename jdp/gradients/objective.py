@@ -12,6 +12,7 @@ from jax import lax
 
 from jdp import compat
 from jdp.backward.loss import LossProgram, trace_loss
+from jdp.compat import annotations
 from jdp.compat.cotangents import Transpose, scale, with_transpose
 from jdp.gradients import differentiation, loss_arguments, reduce, sync, weighted_mean
 from jdp.gradients.reduce import Options, Packing
@@ -223,7 +224,7 @@ def _check_same(params: PyTree, axis_name: AxisName) -> PyTree:
     leaves, treedef = jax.tree.flatten(params)
     for i, x in enumerate(leaves):
         if isinstance(x, jax.core.Tracer):
-            leaves[i] = compat.expect_same(x, names, _message(paths[i], axis_name))
+            leaves[i] = annotations.expect_same(x, names, _message(paths[i], axis_name))
     return jax.tree.unflatten(treedef, leaves)
 
 

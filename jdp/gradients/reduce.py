@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp import compat
+from jdp.compat import annotations
 from jdp.gradients import option_checks, weighted_mean
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
@@ -392,7 +393,7 @@ def _reduce_tuples(
     reduced: list[list[jax.Array]] = []
     for group in groups:
         if reduced:
-            group, reduced[-1] = compat.order_after(group, reduced[-1])
+            group, reduced[-1] = annotations.order_after(group, reduced[-1])
         reduced.append([lax.psum(x, axis_name) for x in group])
     return reduced
 

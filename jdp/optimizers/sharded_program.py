@@ -27,6 +27,7 @@ from jdp import compat
 from jdp.backward import flat_program
 from jdp.backward.flat_program import Equation, is_literal
 from jdp.collectives import base, xla
+from jdp.compat import annotations
 from jdp.optimizers import partials, shard_layout
 from jdp.optimizers.partials import Partial
 from jdp.optimizers.shard_layout import Layout, Piece
@@ -202,7 +203,7 @@ class _Evaluation:
         if not self._is_foreign(key) or isinstance(x, Piece) or compat.is_mutable(x):
             return x
         names = mesh.as_axis_names(self._layout.axis_name)
-        return compat.expect_same(x, names, _DIFFERS)
+        return annotations.expect_same(x, names, _DIFFERS)
 
     def _missing(self, equation: Equation, values: list[Any]) -> list[Any]:
         """Returns keys of what an equation wants of other replicas, first of all."""

@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import compat
+from jdp.compat import annotations
 from jdp.replicas import mesh
 from jdp.trees import tree_paths
 from jdp.types import AxisName, PyTree
@@ -95,7 +95,7 @@ def check_extra(
             rest = jax.tree_util.keystr(path[1:])
             near = difflib.get_close_matches(name, ("weight", "used"), n=1)
             advice = f"Did you mean `{near[0]}`? Else average" if near else "Average"
-            leaf = compat.expect_same(
+            leaf = annotations.expect_same(
                 leaf,
                 names,
                 f"The extra argument `{name}{rest}` of `update` may differ between "

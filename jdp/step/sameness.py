@@ -19,6 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jdp import compat
 from jdp.backward import exchange, flow, sources
 from jdp.backward.exchange import line_of
+from jdp.compat import origins
 from jdp.optimizers import outer_transforms
 
 # Primitives that run one jaxpr on their own operands.
@@ -90,7 +91,7 @@ def line_of_output(jaxpr: Any, index: int) -> str:
 def makers_of_output(jaxpr: Any, index: int) -> list[str]:
     """Returns the source files whose functions, one in another, make an output."""
     eqn = _maker_of(jaxpr, index)
-    return [] if eqn is None else [file for file, _ in compat.frames_of(eqn)]
+    return [] if eqn is None else [file for file, _ in origins.frames_of(eqn)]
 
 
 def _maker_of(jaxpr: Any, index: int) -> Any | None:
@@ -367,7 +368,7 @@ class _Analysis:
                 if name in exchange.UNITING or name in exchange.MOVING:
                     mask = self.mask(exchange.axes_of(eqn))
                     found += [_Met(eqn, mask)] if mask else []
-                elif name in sources.OPAQUE and sources.is_of_collective(eqn):
+                elif name in sources.OPAQUE and origins.collective_of(eqn) is not None:
                     found.append(_Met(eqn, self._all))
                 for inner in jaxprs_in_params(eqn.params):
                     found += self._collectives_in(inner)
@@ -389,7 +390,7 @@ class _Analysis:
         over = names[0] if len(names) == 1 else tuple(names)
         is_loop = eqn.primitive.name == "while"
         what = "end" if is_loop else "choose"
-        caller = compat.caller_in_jdp(found.eqn)
+        caller = origins.caller_in_jdp(found.eqn)
         hint = ""
         if caller == "average":
             hint = (
@@ -460,7 +461,7 @@ def _has_groups(eqn: Any) -> bool:
 def _describe(eqn: Any) -> str:
     """The name of a collective, and of the function of jdp that called it."""
     name = exchange.public_name(eqn)
-    caller = compat.caller_in_jdp(eqn)
+    caller = origins.caller_in_jdp(eqn) or origins.collective_of(eqn)
     if caller is None:
         return f"`lax.{name}`"
     is_own = name.startswith("jdp") or name in sources.OPAQUE

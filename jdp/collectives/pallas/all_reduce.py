@@ -35,7 +35,6 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from jdp import compat
 from jdp.collectives import base
 from jdp.collectives.base import Op
 from jdp.collectives.pallas import choice
@@ -47,6 +46,7 @@ from jdp.collectives.pallas.choice import (
     Limits,
     Thresholds,
 )
+from jdp.compat import annotations
 from jdp.replicas import mesh
 from jdp.types import AllReduce, AxisName
 
@@ -146,7 +146,7 @@ class PallasAllReduce:
         # Pallas takes a third of a second to import; who never comes here need not.
         from jdp.collectives.pallas import kernel_launch
 
-        x = compat.only_for(x, "cuda", _NOT_A_GPU)
+        x = annotations.only_for(x, "cuda", _NOT_A_GPU)
         y = kernel_launch.all_reduce_on_replicas(
             x, axis_name, group.size, algorithm, launch, scale
         )

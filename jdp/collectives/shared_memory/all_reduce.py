@@ -16,6 +16,7 @@ from jdp.collectives import base
 from jdp.collectives.base import Halves, Op
 from jdp.collectives.shared_memory import shared_buffer
 from jdp.collectives.shared_memory.shared_buffer import DEFAULT_NUM_BYTES, SharedBuffer
+from jdp.compat import origins
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.types import AllReduce, AxisName
@@ -360,12 +361,14 @@ def _bind(
     # XLA runs what does not depend on each other in any order, another one in every
     # process: the token makes it one order.
     shared = [last.token, *operands]
-    token, *filled = buffer_callback(
+    run_in_program = buffer_callback(
         callback,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (last.token, *results)],
         has_side_effect=True,
         input_output_aliases={i: i for i in range(num_in_place + 1)},
-    )(*shared)
+    )
+    with origins.bound_by_collective("shared_memory_all_reduce"):
+        token, *filled = run_in_program(*shared)
     _last.set(_Last(last.trace, token, last.number + 1))
     # By JAX's types what a callback returns is the same everywhere.
     return [compat.cast_varying(x, varying) for x in filled]

@@ -1,0 +1,147 @@
+"""Annotations: identities that tell XLA or an analysis more than types do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir.dialects import stablehlo
+
+from jdp.compat import cast_varying, varying_axes
+
+
+def order_after(
+    xs: Sequence[jax.Array], earlier: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Makes `xs` depend on `earlier`, so that XLA can neither merge nor swap them.
+
+    Returns:
+      `xs` and `earlier`, to be used in place of the arguments: XLA drops what enters
+      a barrier and does not leave it.
+    """
+    held = _barrier_p.bind(*xs, *earlier)
+    return held[: len(xs)], held[len(xs) :]
+
+
+# `lax.optimization_barrier`, but each result keeps the axes over which its own operand
+# varies; with JAX 0.10 all results get those of all operands.
+_barrier_p = Primitive("jdp_barrier")
+_barrier_p.multiple_results = True
+_barrier_p.def_impl(lambda *xs: list(xs))
+_barrier_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(
+    _barrier_p, lambda ctx, *xs: list(stablehlo.OptimizationBarrierOp(xs).results)
+)
+batching.primitive_batchers[_barrier_p] = lambda xs, dims: (_barrier_p.bind(*xs), dims)
+ad.primitive_jvps[_barrier_p] = lambda xs, dots: (_barrier_p.bind(*xs), dots)
+
+
+def declare_replicated(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+    """Declares that `x` is the same over `axis_names`; no data moves.
+
+    Where JAX tracks that by type, the type says so, and the derivative is that of the
+    copy which index 0 holds. Elsewhere under `shard_map` the program says so, for
+    `jdp.step.sameness` to read; a cotangent passes, as it passes `lax.psum` there.
+    """
+    names = tuple(n for n in axis_names if n in varying_axes(x))
+    if names:
+        return _replicated_p.bind(x, axes=names, is_typed=True)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    names = tuple(n for n in axis_names if n in manual)
+    if not names or varying_axes(lax.axis_index(names)):
+        return x
+    return _replicated_p.bind(x, axes=names, is_typed=False)
+
+
+def _replicated_type(aval: Any, *, axes: tuple[str, ...], is_typed: bool) -> Any:
+    if not is_typed:
+        return aval
+    varying = aval.mat.varying - frozenset(axes)
+    return aval.update(manual_axis_type=aval.mat.update(varying=varying))
+
+
+def _replicated_transpose(
+    cotangent: Any, x: Any, *, axes: tuple[str, ...], is_typed: bool
+) -> list[jax.Array]:
+    if not is_typed:
+        return [cotangent]
+    is_first = lax.axis_index(axes) == 0
+    return [
+        cast_varying(jnp.where(is_first, cotangent, jnp.zeros_like(cotangent)), axes)
+    ]
+
+
+def _replicated_batch(
+    xs: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    return _replicated_p.bind(xs[0], **params), dims[0]
+
+
+_replicated_p = Primitive("jdp_replicated")
+_replicated_p.def_impl(lambda x, **_: x)
+_replicated_p.def_abstract_eval(_replicated_type)
+mlir.register_lowering(_replicated_p, lambda ctx, x, **_: [x])
+ad.deflinear2(_replicated_p, _replicated_transpose)
+batching.primitive_batchers[_replicated_p] = _replicated_batch
+
+
+def expect_same(x: jax.Array, axis_names: Sequence[str], message: str) -> jax.Array:
+    """Returns `x`, which must be the same over `axis_names`; no data moves.
+
+    Where JAX tracks by type what may differ, this finds out at once. Elsewhere the
+    equation stays in the program for an analysis of it, which raises `message`.
+
+    Args:
+      x: any array.
+      axis_names: bound names of axes.
+      message: of the ValueError, where `x` may differ.
+
+    Raises:
+      ValueError: `x` may differ.
+    """
+    if varying_axes(x) & frozenset(axis_names):
+        raise ValueError(message)
+    if varying_axes(lax.axis_index(tuple(axis_names))):
+        return x
+    return expect_same_p.bind(x, axes=tuple(axis_names), message=message)
+
+
+expect_same_p = Primitive("jdp_expect_same")
+expect_same_p.def_impl(lambda x, *, axes, message: x)
+expect_same_p.def_abstract_eval(lambda aval, *, axes, message: aval)
+mlir.register_lowering(expect_same_p, lambda ctx, x, *, axes, message: [x])
+ad.primitive_jvps[expect_same_p] = lambda xs, dots, **params: (
+    expect_same_p.bind(*xs, **params),
+    dots[0],
+)
+batching.primitive_batchers[expect_same_p] = lambda xs, dims, **params: (
+    expect_same_p.bind(*xs, **params),
+    dims[0],
+)
+
+
+def only_for(x: jax.Array, platform: str, message: str) -> jax.Array:
+    """Returns `x`; a program that holds it compiles for `platform` alone.
+
+    Args:
+      x: any array.
+      platform: "cuda", for example.
+      message: of the NotImplementedError for others; `{platform}` stands for theirs.
+    """
+    return _only_for_p.bind(x, platform=platform, message=message)
+
+
+def _lower_only_for(ctx: Any, x: Any, *, platform: str, message: str) -> list[Any]:
+    platforms = ctx.module_context.platforms
+    if tuple(platforms) != (platform,):
+        raise NotImplementedError(message.format(platform=" and ".join(platforms)))
+    return [x]
+
+
+_only_for_p = Primitive("jdp_only_for")
+_only_for_p.def_impl(lambda x, *, platform, message: x)
+_only_for_p.def_abstract_eval(lambda aval, *, platform, message: aval)
+mlir.register_lowering(_only_for_p, _lower_only_for)

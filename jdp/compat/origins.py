@@ -1,0 +1,89 @@
+"""Origins: which code made an equation?
+
+Markers answer it for parts of jdp, whatever JAX records of tracebacks. Frames answer it
+for the code of others, and for words in messages; there are none where tracebacks are
+off.
+"""
+
+import contextlib
+import os
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+
+# Parts of jdp whose equations analyses look for.
+BATCH_NORM = "jdp.batch_norm"
+_COLLECTIVES = "jdp.collectives."
+
+
+def bound_by(part: str) -> contextlib.AbstractContextManager[Any]:
+    """While tracing: marks what is bound as made by a part of jdp; see `is_bound_by`.
+
+    The mark is a name scope, which `jit`, `scan`, `remat`, `vmap`, custom derivatives
+    and transposition keep. What a `jit` within binds is not marked.
+    """
+    return jax.named_scope(part)
+
+
+def bound_by_collective(name: str) -> contextlib.AbstractContextManager[Any]:
+    """`bound_by`, of the function `name` of `jdp.collectives`."""
+    return bound_by(_COLLECTIVES + name)
+
+
+def is_bound_by(eqn: Any, part: str) -> bool:
+    """Whether an equation was bound, or transposed from one bound, in `bound_by`."""
+    return part in _scopes(eqn)
+
+
+def collective_of(eqn: Any) -> str | None:
+    """Returns the function of `jdp.collectives` that made an equation, if one did."""
+    found = (x for x in _scopes(eqn) if x.startswith(_COLLECTIVES))
+    return next((x.removeprefix(_COLLECTIVES) for x in found), None)
+
+
+def _scopes(eqn: Any) -> list[str]:
+    """The name scopes of an equation, without transformations."""
+    stack = eqn.source_info.name_stack.stack
+    return [x.name for x in stack if isinstance(x, source_info_util.Scope)]
+
+
+def is_in_scope_of(eqn: Any, other: Any) -> bool:
+    """Returns whether `inside_equation` is the same for both, but for the line."""
+    a, b = eqn.source_info.name_stack, other.source_info.name_stack
+    return a == b and eqn.ctx == other.ctx
+
+
+def frames_of(eqn: Any) -> list[tuple[str, str]]:
+    """Returns file and qualified name of the functions that made an equation."""
+    found = eqn.source_info.traceback
+    return [(f.file_name, f.function_name) for f in found.frames] if found else []
+
+
+def user_line(eqn: Any) -> str | None:
+    """Returns file and line that made an equation, outside of installed packages."""
+    found = eqn.source_info.traceback
+    for frame in found.frames if found else ():
+        path = frame.file_name
+        is_library = "site-packages" in path or path.startswith((_OWN_FOLDER, "<"))
+        if not is_library and not path.startswith(_PYTHON_FOLDER):
+            return f"{path.rpartition('/')[2]}:{frame.line_num}"
+    return None
+
+
+def caller_in_jdp(eqn: Any) -> str | None:
+    """Returns the function of jdp that made an equation; None if none did.
+
+    Of functions that call each other it is the outermost one.
+    """
+    name = None
+    for file, function in frames_of(eqn):
+        if file.startswith(_OWN_FOLDER):
+            name = function.split(".<locals>")[0].removesuffix(".__call__")
+        elif name is not None:
+            break
+    return name
+
+
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PYTHON_FOLDER = os.path.dirname(os.__file__) + os.sep
