@@ -3,9 +3,10 @@
 There are more names than slots, so that slots are taken back and given to others while
 bits for them are on their way. Some names are small, and travel with the agreement;
 some run in groups, in process sets that come and go, or differ between ranks; some
-groups have other leaves on other ranks. Ranks join, and ask whether what they wait for
-is lost. Every sum is checked, and that every
-name is decided once on each rank.
+groups have other leaves on other ranks. A rank hears batches while it holds requests
+back. Ranks join, and ask whether what they wait for is lost. Every sum is checked, that
+every name is decided once on each rank and not before the rank has sent its request,
+and that the coordinator waits for just the names that the ranks wait for.
 
 python -m tests.eager.coordinator_simulation --decisions 1000000 --seed 1
 """
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdp.eager import checks, messages
+from jdp.eager.coordinator.cache_slots import bits
 from jdp.eager.coordinator.coordinator import Coordinator, Options
 from jdp.eager.execution import small_tensors
 from jdp.eager.messages import Batch, FromRank, ProtocolError, Request, Spec
@@ -29,6 +31,7 @@ _SHAPES = ((1,), (4,), (1000,))  # the last one is too large to be carried.
 _NUM_NAMES = 14
 _GROUPS = {"g": {"n0", "n1", "n5"}, "h": {"n2", "n3"}}
 _TORN = ("n14", "n15", "n16", "n17")  # names of a group of which ranks may differ.
+_MIXED = ("n18", "n19", "n20", "n21", "n22")  # names of which ranks may have other groups.
 
 
 class Wrong(AssertionError):
@@ -44,6 +47,7 @@ class Call(NamedTuple):
     specs: dict[int, Spec]  # by rank that submits it.
     is_wrong: bool  # whether ranks differ, here or in the group.
     round: int = 0  # of the plan: all leaves of a group are of one.
+    is_mixed: bool = False  # of one rank alone: it may fail, or run with any other.
 
     @property
     def key(self):
@@ -78,6 +82,7 @@ class _Rank:
         self.cache = ResponseCache()
         self.plan = collections.deque()
         self.pending = {}
+        self.queue = []  # submitted, and not sent.
         self.joins = self.has_joined = False
         self.sent = collections.deque()  # to the coordinator.
         self.coming = collections.deque()  # from it.
@@ -129,10 +134,14 @@ class Simulation:
         rng = self.rng
         num_rounds = rng.randint(1, 60)
         joins = rng.random() < 0.3
+        mixes, mixed = joins and rng.random() < 0.5, set()
         last = [rng.randint(0, num_rounds) if joins else num_rounds for _ in self.ranks]
         for number in range(num_rounds):
             set_id = rng.choice(list(self.sets))
             ranks = [r for r in self.sets[set_id] if last[r] > number]
+            if mixes and set_id not in mixed and rng.random() < 0.2:
+                mixed.add(set_id)
+                self._add_mixed(set_id, ranks)
             calls = self._make_round(set_id, ranks, joins)
             for rank in ranks:
                 mine = [call for call in calls if rank in call.specs]
@@ -196,6 +205,29 @@ class Simulation:
             calls.append(call)
         return calls
 
+    def _add_mixed(self, set_id, ranks):
+        """Names that are in a group on one rank, and alone or in another on others.
+
+        Each comes once before all join: what a rank waits for must not hinder it.
+        """
+        rng = self.rng
+        for rank in ranks:
+            names, groups = rng.sample(_MIXED, len(_MIXED)), rng.sample("uvwxy", 5)
+            while names and rng.random() < 0.9:
+                num = rng.randint(1, min(3, len(names)))
+                names, leaves = names[num:], names[:num]
+                group = groups.pop() if num > 1 or rng.random() < 0.5 else ""
+                spec = Spec("all_reduce", "int64", (1,), op="sum")
+                spec = replace(spec, group=group, group_size=num if group else 0)
+                self.num_rounds += 1
+                for name in leaves:
+                    number = self.counts[set_id, name]
+                    self.counts[set_id, name] += 1
+                    call = Call(
+                        set_id, name, number, {rank: spec}, False, self.num_rounds, True
+                    )
+                    self.ranks[rank].plan.append(call)
+
     def _change_sets(self):
         """Adds and removes process sets, with what still waits in them."""
         rng = self.rng
@@ -254,6 +286,9 @@ class Simulation:
                 if not rank.has_joined and self._can_go_on(rank):
                     moves.append((self._submit, rank))
                     weights.append(submits)
+                if rank.queue:
+                    moves.append((self._say, rank))
+                    weights.append(submits)
             if not moves:
                 if self._is_quiet():
                     break
@@ -275,6 +310,8 @@ class Simulation:
         """Whether all is done; raises where nothing can go on."""
         if self._decide():
             return False
+        if not any(rank.plan or rank.joins for rank in self.ranks):
+            self._compare_waits()
         for rank in self.ranks:
             if rank.pending or rank.plan or rank.has_joined:
                 raise Wrong(f"rank {rank.rank} waits for ever for {rank.pending}")
@@ -314,21 +351,33 @@ class Simulation:
         return rounds <= {call.round} and not any(key in rank.pending for key in names)
 
     def _submit(self, rank):
-        """One message, with all that became ready, as `Engine._say` makes it."""
-        entries, most, whole = [], self.rng.choice(self.most), 0
+        """Puts what became ready into the queue, and mostly sends it at once."""
+        num, most, whole = 0, self.rng.choice(self.most), 0
         while rank.plan and self._can_go_on(rank):
-            if len(entries) >= most and rank.plan[0].round != whole:
+            if num >= most and rank.plan[0].round != whole:
                 break
             call = rank.plan.popleft()
-            if call.name in _TORN:
-                whole = call.round  # All leaves in one message.
-            if call.set_id in rank.gone:  # It refuses it by itself.
-                self.decided.setdefault(_Id(call), set()).add(rank.rank)
-                continue
+            if call.name in _TORN or call.is_mixed:
+                whole = call.round  # All leaves at once.
             entry = _make_entry(rank.rank, call)
             rank.pending[call.key] = entry
-            entries.append(entry)
+            rank.queue.append(entry)
+            num += 1
+        if self.rng.random() < 0.8 or rank.joins and not rank.plan:
+            self._say(rank)
+
+    def _say(self, rank):
+        """One message, with all that is in the queue, as `Engine._say` makes it."""
+        queue, rank.queue, entries = rank.queue, [], []
         joined = rank.joins and not rank.plan
+        for entry in queue:
+            if rank.pending.get(entry.key) is not entry:
+                raise Wrong(f"{entry.call} was decided before it was sent")
+            if entry.call.set_id in rank.gone:  # It refuses it by itself.
+                del rank.pending[entry.key]
+                self._note_decided(rank, entry)
+            else:
+                entries.append(entry)
         full, hits, slots = [], 0, []
         for entry in entries:
             place = self.sets[entry.call.set_id].index(rank.rank)
@@ -348,8 +397,9 @@ class Simulation:
 
     def _ask(self, rank):
         """Asks about what it waits for, as `lost.Watch` does."""
-        if rank.pending:
-            doubts = [(*key, each.call.number) for key, each in rank.pending.items()]
+        said = {k: e for k, e in rank.pending.items() if e not in rank.queue}
+        if said:
+            doubts = [(*key, each.call.number) for key, each in said.items()]
             self._send(rank, FromRank(doubts=tuple(doubts)))
 
     def _send(self, rank, message):
@@ -398,11 +448,17 @@ class Simulation:
 
     def _check(self, rank, response, data):
         set_id = response.process_set
-        entries = [rank.pending.pop((set_id, name), None) for name in response.names]
+        is_mine = not response.ranks or rank.rank in response.ranks
+        entries = [
+            rank.pending.pop((set_id, name), None) if is_mine else None
+            for name in response.names
+        ]
         rank.log.append((set_id, response.names, response.error, data))
         if response.error:
             for entry in entries:
-                if entry is not None and not entry.call.is_wrong:
+                if entry is not None and not (
+                    entry.call.is_wrong or entry.call.is_mixed
+                ):
                     raise Wrong(f"{entry.call}: {response.error}")
         elif rank.rank in self.sets[set_id]:
             checks.check_entries(
@@ -416,10 +472,7 @@ class Simulation:
                 continue
             if entry.call.is_wrong and not response.error:
                 raise Wrong(f"{entry.call} must fail")
-            heard = self.decided.setdefault(_Id(entry.call), set())
-            heard.add(rank.rank)
-            if len(heard) == 1:
-                self.num_decisions += 1
+            self._note_decided(rank, entry)
         spec = messages.decode_spec(response.specs[0])
         if spec.kind == "add_process_set":
             self.number = response.locals[0][0][0]
@@ -429,6 +482,25 @@ class Simulation:
         if data:
             self._check_sums(entries, data)
 
+    def _note_decided(self, rank, entry):
+        heard = self.decided.setdefault(_Id(entry.call), set())
+        if rank.rank in heard:
+            raise Wrong(f"{entry.call} was decided twice on rank {rank.rank}")
+        heard.add(rank.rank)
+        if len(heard) == 1:
+            self.num_decisions += 1
+
+    def _compare_waits(self):
+        """Compares what ranks wait for with what the coordinator waits for."""
+        for rank in self.ranks:
+            for key, entry in rank.pending.items():
+                if not self.coordinator._is_awaited(rank.rank, key):
+                    raise Wrong(f"{entry.call} is lost on rank {rank.rank}")
+        for (set_id, name), ranks in waiting_of(self.coordinator).items():
+            for rank in ranks:
+                if (set_id, name) not in self.ranks[rank].pending:
+                    raise Wrong(f"{name!r} of rank {rank} was decided, and is awaited")
+
     def _check_sums(self, entries, data):
         """Compares with the sum of what the ranks gave in this call of the name."""
         found = np.frombuffer(data, np.int64)
@@ -436,6 +508,9 @@ class Simulation:
             if entry is None:
                 continue
             call = entry.call
+            if call.is_mixed:
+                found = found[entry.array.size :]
+                continue
             wanted = sum(value_of(call, rank) for rank in self.sets[call.set_id])
             if set(call.specs) != set(self.sets[call.set_id]):
                 raise Wrong(f"{call} was summed without a rank")
@@ -458,6 +533,21 @@ class _Id(NamedTuple):
     @property
     def specs(self):
         return self.call.specs
+
+
+def waiting_of(coordinator):
+    """By process set and name, the ranks that the coordinator believes to wait."""
+    names = coordinator._names
+    waiting = {
+        (set_id, name): each.ranks
+        for set_id, table in names.tables.items()
+        for name, each in table.items()
+    }
+    for rank, hits in enumerate(coordinator._hits.of_rank):
+        for slot in bits(hits):
+            cached = coordinator._slots.get(slot)
+            waiting.setdefault((cached.process_set, cached.name), []).append(rank)
+    return waiting
 
 
 def hash_of(name):

@@ -389,6 +389,18 @@ def test_a_group_whose_process_set_goes_with_it_fails():
     assert not job.coordinator.has_waiting
 
 
+def test_a_leaf_that_fails_with_one_group_fails_the_group_that_another_rank_has_it_in():
+    job = Job(3)
+    job.submit(0, *_group("ac"))
+    others = [all_reduce(name, group="h", group_size=2) for name in "cd"]
+    job.submit(1, *_group("ab"), *others)
+    job.submit(2, all_reduce("a"))
+    job.settle()
+    failed = {names: error for _, names, error in job.executed[1]}
+    assert set(failed) == {("a",), ("b",), ("c",), ("d",)} and all(failed.values())
+    assert not job.coordinator.has_waiting
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_ready_in_the_turn_in_which_its_process_set_goes_breaks_nothing(
     is_first,

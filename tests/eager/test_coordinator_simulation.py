@@ -1,5 +1,6 @@
 """The coordinator's sums, whatever is late; see `coordinator_simulation`."""
 
+import msgspec
 import pytest
 
 from jdp.eager.coordinator import broken_groups
@@ -93,9 +94,20 @@ def _run_what_ranks_that_have_joined_have_not(monkeypatch):
     monkeypatch.setattr(broken_groups, "has_more", lambda *parts: False)
 
 
+def _let_errors_be_for_all_ranks(monkeypatch):
+    """An error takes requests that a rank has not sent, or that are on their way."""
+    apply = ResponseCache.apply
+
+    def widen(self, batch):
+        return [msgspec.structs.replace(r, ranks=()) for r in apply(self, batch)]
+
+    monkeypatch.setattr(ResponseCache, "apply", widen)
+
+
 @pytest.mark.parametrize(
     "defect",
     [
+        _let_errors_be_for_all_ranks,
         _run_what_ranks_that_have_joined_have_not,
         _leave_torn_groups,
         _tear_groups_at_the_first_leaves,
