@@ -219,7 +219,7 @@ def test_signatures_and_docstrings_of_hooks_stay(name):
         assert f"{parameter}:" in doc, parameter
 
 
-_REDUCTION = "op, prescale, postscale, compression, process_set"
+_REDUCTION = "op, prescale, postscale, wire_dtype, process_set"
 EAGER = {
     "add_process_set": "(process_set)",
     "all_gather": "(tree, *, name, process_set)",

@@ -71,7 +71,7 @@ def all_reduce(
     op: Op = "average",
     prescale: float = 1.0,
     postscale: float = 1.0,
-    compression: jax.typing.DTypeLike | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
     """Reduces arrays over the processes, element by element.
@@ -89,7 +89,7 @@ def all_reduce(
       prescale: multiplied with each array before. Integers are scaled in float64 and
         cut off, floats of 16 bits and less in float32.
       postscale: multiplied with the result, in the same way.
-      compression: dtype in which wider floats travel, such as "float16"; None: their
+      wire_dtype: dtype in which wider floats travel, such as "float16"; None: their
         own.
       process_set: who takes part.
 
@@ -110,7 +110,7 @@ def all_reduce(
         op=op,
         prescale=prescale,
         postscale=postscale,
-        compression=compression,
+        wire_dtype=wire_dtype,
         process_set=process_set,
     )
     if gradients.is_traced(tree):
@@ -126,7 +126,7 @@ def all_reduce_async(
     op: Op = "average",
     prescale: float = 1.0,
     postscale: float = 1.0,
-    compression: jax.typing.DTypeLike | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begins `all_reduce`; the arrays must not change until it is done."""
@@ -137,7 +137,7 @@ def all_reduce_async(
         op,
         prescale,
         postscale,
-        compression,
+        wire_dtype,
     )
     return submission.submit_tree(options, name, tree)
 

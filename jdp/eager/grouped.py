@@ -23,7 +23,7 @@ def grouped_all_reduce(
     op: Op = "average",
     prescale: float = 1.0,
     postscale: float = 1.0,
-    compression: jax.typing.DTypeLike | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
     """Reduces arrays as `all_reduce`, all of them together or none.
@@ -35,7 +35,7 @@ def grouped_all_reduce(
       op: see `all_reduce`.
       prescale: see `all_reduce`.
       postscale: see `all_reduce`.
-      compression: see `all_reduce`.
+      wire_dtype: see `all_reduce`.
       process_set: see `all_reduce`.
 
     Returns:
@@ -49,7 +49,7 @@ def grouped_all_reduce(
         op=op,
         prescale=prescale,
         postscale=postscale,
-        compression=compression,
+        wire_dtype=wire_dtype,
         process_set=process_set,
     )
     if gradients.is_traced(tree):
@@ -65,7 +65,7 @@ def grouped_all_reduce_async(
     op: Op = "average",
     prescale: float = 1.0,
     postscale: float = 1.0,
-    compression: jax.typing.DTypeLike | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begins `grouped_all_reduce`; the arrays must not change until it is done."""
@@ -77,7 +77,7 @@ def grouped_all_reduce_async(
         op,
         prescale,
         postscale,
-        compression,
+        wire_dtype,
     )
 
 

@@ -85,7 +85,7 @@ class CallOptions:
         self.facts = facts
         self.set_id = set_id
         self.group = (set_id, facts.group) if facts.group else None
-        self.wire = None if facts.compression is None else jnp.dtype(facts.compression)
+        self.wire = None if facts.wire_dtype is None else jnp.dtype(facts.wire_dtype)
         # Tensors that come over and over, by name, dtype, shape and so on.
         self.known: dict[Any, _Known] = {}
 
@@ -98,7 +98,7 @@ class Facts(NamedTuple):
     op: str = ""
     prescale: float = 1.0
     postscale: float = 1.0
-    compression: Any = None  # dtype in which wider floats travel.
+    wire_dtype: Any = None  # dtype in which wider floats travel.
     root: int = -1
     group: str = ""
     group_size: int = 0
@@ -132,14 +132,14 @@ def find_options(engine: Engine, *facts: Any) -> CallOptions:
 def _check_types(facts: Facts) -> Facts:
     """Returns the same facts in plain types."""
     check_set(facts.process_set)
-    wire = facts.compression
+    wire = facts.wire_dtype
     return facts._replace(
         op=argument_types.check_op(facts.op),
         prescale=argument_types.check_factor(facts.prescale, "prescale"),
         postscale=argument_types.check_factor(facts.postscale, "postscale"),
-        compression=None
+        wire_dtype=None
         if wire is None
-        else argument_types.check_dtype(wire, "compression"),
+        else argument_types.check_dtype(wire, "wire_dtype"),
         root=argument_types.check_integer(facts.root, "root"),
         group=argument_types.check_name(facts.group),
     )
@@ -180,7 +180,7 @@ def _make_options(engine: Engine, facts: Facts) -> CallOptions:
         )
     options = CallOptions(engine, facts, set_id)
     if options.wire is not None and not jnp.issubdtype(options.wire, jnp.floating):
-        raise ValueError(f"`compression` must be a floating dtype, got {options.wire}.")
+        raise ValueError(f"`wire_dtype` must be a floating dtype, got {options.wire}.")
     return options
 
 

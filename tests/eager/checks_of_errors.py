@@ -350,8 +350,8 @@ def reductions_that_are_not_there_are_refused(me: Process):
         )
     me.expect_error(
         ValueError,
-        ["`compression` must be a floating dtype, got int8"],
-        lambda: eager.all_reduce(x, compression="int8"),
+        ["`wire_dtype` must be a floating dtype, got int8"],
+        lambda: eager.all_reduce(x, wire_dtype="int8"),
     )
     me.expect_it_works()
 

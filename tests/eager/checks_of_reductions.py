@@ -322,7 +322,7 @@ def compressed_floats_travel_narrow_and_integers_as_they_are(me: Process):
         whole = combine(sum, narrow)
         expected = {key: whole[key].astype(x.dtype) for key, x in trees[0].items()}
         found = eager.all_reduce(
-            trees[me.rank], op="sum", compression=wire, name=me.name(wire)
+            trees[me.rank], op="sum", wire_dtype=wire, name=me.name(wire)
         )
         me.expect(found, expected, wire)
     with jax.enable_x64(True):
@@ -330,7 +330,7 @@ def compressed_floats_travel_narrow_and_integers_as_they_are(me: Process):
         found = eager.all_reduce(
             checks.as_jax(trees[me.rank][key]),
             op="sum",
-            compression="bfloat16",
+            wire_dtype="bfloat16",
             name=me.name("jax"),
         )
         me.expect(found, checks.as_jax(expected[key]), "jax")

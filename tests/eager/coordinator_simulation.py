@@ -31,7 +31,7 @@ _SHAPES = ((1,), (4,), (1000,))  # the last one is too large to be carried.
 _NUM_NAMES = 14
 _GROUPS = {"g": {"n0", "n1", "n5"}, "h": {"n2", "n3"}}
 _TORN = ("n14", "n15", "n16", "n17")  # names of a group of which ranks may differ.
-_MIXED = ("n18", "n19", "n20", "n21", "n22")  # names of which ranks may have other groups.
+_MIXED = ("n18", "n19", "n20", "n21", "n22")  # the same of several groups.
 
 
 class Wrong(AssertionError):

@@ -110,8 +110,8 @@ def test_other_arguments_of_a_wrong_type_are_named():
         argument_types.check_op(["sum"])
     with pytest.raises(TypeError, match="`process_set` must be what"):
         submission.check_set([0, 1])
-    with pytest.raises(TypeError, match="`compression` must be a dtype"):
-        argument_types.check_dtype("fp16", "compression")
+    with pytest.raises(TypeError, match="`wire_dtype` must be a dtype"):
+        argument_types.check_dtype("fp16", "wire_dtype")
 
 
 def test_keys_and_masks_are_refused_by_name():

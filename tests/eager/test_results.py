@@ -28,7 +28,7 @@ def _vjp(call):
 
 CALLS = {
     "all_reduce": eager.all_reduce,
-    "compressed": lambda x: eager.all_reduce(x, compression="float16"),
+    "compressed": lambda x: eager.all_reduce(x, wire_dtype="float16"),
     "grouped": lambda x: eager.grouped_all_reduce({"x": x})["x"],
     "all_gather": eager.all_gather,
     "broadcast_parameters": lambda x: eager.broadcast_parameters({"x": x, "n": 2})["x"],
@@ -92,5 +92,5 @@ def test_a_split_result_whose_rows_do_not_divide_is_whole_on_each_device(num_row
 
 @pytest.mark.parametrize("call", [eager.all_reduce, eager.grouped_all_reduce])
 def test_what_overflows_as_it_travels_is_infinite_and_warns_of_nothing(call):
-    found = call({"x": np.array([1e300, -1e300, 1.0])}, compression="float16")["x"]
+    found = call({"x": np.array([1e300, -1e300, 1.0])}, wire_dtype="float16")["x"]
     np.testing.assert_array_equal(found, [np.inf, -np.inf, 1.0])
