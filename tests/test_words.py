@@ -194,12 +194,12 @@ def _docstrings(path):
                 yield f"{path.name}: {text.splitlines()[0]}"
 
 
-def _literal(node) -> str | None:
+def literal(node) -> str | None:
     """The text of a literal; an f-string's has {} for values."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(_literal(part) or "{}" for part in node.values)
+        return "".join(literal(part) or "{}" for part in node.values)
     return None
 
 
@@ -212,7 +212,7 @@ def _texts_of_module(source) -> Iterator[tuple[int, str]]:
         for part in node.values
     }
     for node in ast.walk(tree):
-        if id(node) not in parts and " " in (text := _literal(node) or ""):
+        if id(node) not in parts and " " in (text := literal(node) or ""):
             yield node.lineno, text
     lines = [
         (token.start[0], token.string.lstrip("# "))
