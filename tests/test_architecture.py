@@ -67,7 +67,6 @@ LONG_MODULES = {
     "runtime/lifeline/star.py",
     "runtime/roll_call_sockets.py",
     "runtime/transport/zmq_link.py",
-    "runtime/user_program.py",
     "step/call_arguments.py",
     "step/data_parallel.py",
     "step/replica_program.py",

@@ -44,6 +44,7 @@ MESSAGES = {
     "measurement.Seconds": [measurement.Seconds("ring", 8, [0.5])],
     "departures.Notice": early_exit.Notice(1, 3, "why"),
     "lifeline.Left": rules.Left({"train": 3}, "why", 1),
+    "lifeline.AtEnd": rules.AtEnd(may_begin=True),
     "lifeline.Stuck": rules.Stuck(1, "why"),
     "endings.Exit": endings.Exit(1, -9, 0.5, 0, None, "why"),
     "star_codec.Frame": star_codec.Frame("say", 1, b"body"),
@@ -58,8 +59,9 @@ MESSAGES = {
 # Of those that are no class of their own.
 KINDS = {
     "measurement.Seconds": list[measurement.Seconds],
-    "lifeline.Left": rules.Left | rules.Stuck,
-    "lifeline.Stuck": rules.Left | rules.Stuck,
+    "lifeline.Left": rules.Left | rules.AtEnd | rules.Stuck,
+    "lifeline.AtEnd": rules.Left | rules.AtEnd | rules.Stuck,
+    "lifeline.Stuck": rules.Left | rules.AtEnd | rules.Stuck,
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._Array": list[comparison._Array],
@@ -176,7 +178,7 @@ def _combine(data: bytes) -> None:
         gpu_topology.combine(found)
 
 
-def _judge_gone(data: bytes, found: rules.Left | rules.Stuck) -> None:
+def _judge_gone(data: bytes, found: rules.Left | rules.AtEnd | rules.Stuck) -> None:
     """What another process says of its end has a verdict that can be shown."""
     del data
     try:
@@ -185,6 +187,8 @@ def _judge_gone(data: bytes, found: rules.Left | rules.Stuck) -> None:
         return
     if isinstance(checked, rules.Stuck):
         assert checked.culprit in (0, 1) and checked.text.isprintable()
+        return
+    if isinstance(checked, rules.AtEnd):
         return
     gone = rules.Gone(1, 0.0, checked.steps, checked.error, checked.culprit)
     now = progress.Snapshot({"train": 4}, "train", None, 0.0)
@@ -216,6 +220,7 @@ NEXT = {
     "measurement.Seconds": lambda data, found: _try(measurement.make_links, found, 4),
     "differences.Details": lambda data, found: _try(differences.unpack, found.program),
     "lifeline.Left": _judge_gone,
+    "lifeline.AtEnd": _judge_gone,
     "lifeline.Stuck": _judge_gone,
     "endings.Exit": _show_end,
 }

@@ -239,8 +239,8 @@ class Watch:
             file=sys.stderr,
             flush=True,
         )
-        sys.stdout.flush()
         user_program.report_failure(1, culprit=notice.process)
+        user_program.flush()
         os._exit(1)
 
 

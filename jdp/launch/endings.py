@@ -7,7 +7,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from jdp.runtime import user_program
+from jdp.launch import failure_pipe
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -131,7 +131,7 @@ def find_failures(exits: Sequence[Exit]) -> list[Exit]:
 
 
 def find_blamed(
-    exits: Sequence[Exit], failures: Mapping[int, user_program.Failure]
+    exits: Sequence[Exit], failures: Mapping[int, failure_pipe.Failure]
 ) -> list[Exit]:
     """Returns the failures of processes that others name and that still run.
 
@@ -192,7 +192,7 @@ def as_it_heard(end: Exit, lost: Mapping[int, int]) -> Exit:
     return end._replace(culprit=lost.get(end.process_id))
 
 
-def as_it_said(end: Exit, failure: user_program.Failure | None) -> Exit:
+def as_it_said(end: Exit, failure: failure_pipe.Failure | None) -> Exit:
     """Completes `end`; a program that failed may be aborted on its way out."""
     if failure is None:
         return end
@@ -202,7 +202,7 @@ def as_it_said(end: Exit, failure: user_program.Failure | None) -> Exit:
     return said
 
 
-def as_failed(process_id: int, failure: user_program.Failure) -> Exit:
+def as_failed(process_id: int, failure: failure_pipe.Failure) -> Exit:
     """Returns the end that a process has told of before it came."""
     culprit = None if failure.culprit == process_id else failure.culprit
     follows = failure.is_consequence

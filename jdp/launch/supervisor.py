@@ -13,10 +13,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
-from jdp.launch import endings, guard, guarding, launcher_link, output
+from jdp.launch import endings, failure_pipe, guard, guarding, launcher_link, output
 from jdp.launch.endings import Exit, StopState
 from jdp.launch.exit_order import ExitOrder
-from jdp.runtime import user_program
 
 BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
 _TICK_S = 0.05
@@ -107,7 +106,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._held: list[Exit] = []  # not yet observed.
         self._held_since_s = 0.0
-        self._failures = user_program.FailurePipe()
+        self._failures = failure_pipe.FailurePipe()
 
     def run(
         self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]

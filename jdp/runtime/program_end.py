@@ -27,6 +27,9 @@ class _Own:
     """The end of this process."""
 
     is_prepared: bool = False
+    pid: int = 0
+    exit_code: int = 1  # after an uncaught exception.
+    has_exited: bool = False  # `sys.excepthook`, with that code.
     # For a thread that is there before the end, when Python may start no more.
     tasks: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
 
@@ -41,9 +44,24 @@ def prepare() -> None:
     threading.Thread(target=run, name="jdp-end", daemon=True).start()
     # `sys.excepthook` would be too early, and a program may set it later.
     vars(threading)["_register_atexit"](forks.only_here(_tell_of_failure))
+    _Own.pid = os.getpid()
+    sys.addaudithook(_show_uncaught)
     # It runs before JAX's, which was registered earlier.
     atexit.register(forks.only_here(_end_if_failed))
     _Own.is_prepared = True
+
+
+def _show_uncaught(event: str, arguments: tuple[object, ...]) -> None:
+    """Shows an uncaught error in place of Python, to learn of the hook's exit code."""
+    if event != "sys.excepthook" or os.getpid() != _Own.pid:
+        return
+    error = _find_uncaught()
+    if error is None or arguments[2] is not error:
+        return
+    code = user_program.show_error(error)
+    if code is not None:
+        _Own.exit_code, _Own.has_exited = code or 1, True
+    raise RuntimeError("The error has been shown.")  # Else Python shows it again.
 
 
 def _tell_of_failure() -> None:
@@ -69,9 +87,9 @@ def _end_if_failed() -> None:
         time.sleep(0.02)
     logging.shutdown()
     user_program.flush()
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt) and not _Own.has_exited:
         _end_by_interrupt()
-    os._exit(1)
+    os._exit(_Own.exit_code)
 
 
 def _end_by_interrupt() -> None:

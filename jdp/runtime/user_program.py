@@ -13,25 +13,28 @@ a barrier for peers that hang in a collective with the process that failed.
 import atexit
 import builtins
 import contextlib
+import gc
 import importlib.machinery
 import importlib.util
 import io
 import os
 import re
+import stat
 import struct
 import sys
 import threading
 import time
 import types
-from typing import NamedTuple
 
 _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
-_FAILURE_FD = "JDP_FAILURE_FD"
+FAILURE_FD = "JDP_FAILURE_FD"
+_FLUSH_TIMEOUT_S = 2.0  # of files that are no regular files, together.
+_FILE: type = io.IOBase.__mro__[1]  # in C: a class of `abc` would look at every object.
 _TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is no C long.
 # Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
-_RECORD = struct.Struct("<cidii?")
-_FAILED, _BEGAN, _JOINED, _ENDED, _LOST = b"f", b"b", b"j", b"e", b"l"
+RECORD = struct.Struct("<cidii?")
+FAILED, BEGAN, JOINED, ENDED, LOST = b"f", b"b", b"j", b"e", b"l"
 # A peer that is gone breaks collectives and its line at once, and either may be first.
 _PEER_IS_HEARD_S = 1.0
 _NAMED = re.compile(r"\bProcess (\d{1,9}) has ended; the others")
@@ -40,77 +43,6 @@ _BROKEN = re.compile(
     r"\bGloo |\bgloo/|ncclRemoteError|remote process exited|oordination service"
     r"|UNAVAILABLE:|Connection (?:closed|reset|refused)"
 )
-
-
-class Failure(NamedTuple):
-    """A worker's report of the end of its program.
-
-    Attributes:
-      at_s: when, on the monotonic clock of this host.
-      code: its exit code.
-      culprit: the process that is the reason; its own number if it is one itself.
-      is_consequence: whether it tells nothing but that another process is gone.
-    """
-
-    at_s: float
-    code: int
-    culprit: int
-    is_consequence: bool = False
-
-
-class FailurePipe:
-    """Where workers say when and how their program failed; read by their launcher.
-
-    Attributes:
-      in_init: processes that are in `jdp.init` now.
-      joined: processes that have been in it and have come out.
-      ended: when the program of a process ended without a failure; JAX may hold the
-        process itself.
-      lost: the first process that a process has heard of as gone, by process.
-    """
-
-    def __init__(self) -> None:
-        """Opens the pipe."""
-        self._read_fd, self.write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        self.environ = {_FAILURE_FD: str(self.write_fd)}
-        self._failures: dict[int, Failure] = {}
-        self.in_init: set[int] = set()
-        self.joined: set[int] = set()
-        self.ended: dict[int, float] = {}
-        self.lost: dict[int, int] = {}
-
-    def read(self) -> dict[int, Failure]:
-        """Returns what has failed, by process id."""
-        data = b""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._read_fd, _RECORD.size * 1000):
-                data += chunk
-        # A record is less than `PIPE_BUF`: it is written whole or not at all.
-        for kind, process_id, at_s, code, culprit, follows in _RECORD.iter_unpack(data):
-            if kind == _FAILED:
-                failure = Failure(at_s, code, culprit, follows)
-                first = self._failures.setdefault(process_id, failure)
-                self._failures[process_id] = first._replace(code=code)
-            elif kind == _BEGAN:
-                self.in_init.add(process_id)
-            elif kind == _JOINED:
-                self.in_init.discard(process_id)
-                self.joined.add(process_id)
-            elif kind == _LOST:
-                self.lost.setdefault(process_id, culprit)
-            elif kind == _ENDED:
-                self.ended[process_id] = at_s
-        return self._failures
-
-    def forget(self, process_id: int) -> None:
-        """Forgets a process that is started again."""
-        self._failures.pop(process_id, None)
-
-    def close(self) -> None:
-        """Closes both ends."""
-        os.close(self._read_fd)
-        os.close(self.write_fd)
 
 
 def main(argv: list[str]) -> None:
@@ -129,13 +61,13 @@ def main(argv: list[str]) -> None:
         else:
             code = _load_script(program, target, arguments)
         exec(code, program.__dict__)
-        _write(_ENDED)
+        _write(ENDED)
         _exit_if_child(0)
     except SystemExit as error:
         code = _exit_code(error)
         _exit_if_child(code)
         if code == 0:
-            _write(_ENDED)
+            _write(ENDED)
         else:
             report_failure(code)
             _tell_others(f"exit code {code}")
@@ -143,15 +75,15 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() != _Own.pid:
-            _exit_if_child(_print_exception(error) or code)
+            _exit_if_child(show_error(error) or code)
         at_s = time.monotonic()
         culprit = find_culprit(error)
         follows = is_consequence(error)
-        _write(_FAILED, code, culprit, at_s=at_s, is_consequence=follows)
+        _write(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         _tell_others(describe_error(error), culprit)
-        if (hook_code := _print_exception(error)) is not None:
+        if (hook_code := show_error(error)) is not None:
             code = hook_code or code  # What the others were told is not taken back.
-            _write(_FAILED, code, culprit, at_s=at_s, is_consequence=follows)
+            _write(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         if culprit is not None:
             # JAX aborts all when process 0 ends; the culprit gets to say what it has.
             time.sleep(_CULPRIT_FIRST_S)
@@ -160,7 +92,7 @@ def main(argv: list[str]) -> None:
 
 def _take_failure_fd() -> int | None:
     """Takes the launcher's pipe out of what the program and its children see."""
-    fd = os.environ.pop(_FAILURE_FD, None)
+    fd = os.environ.pop(FAILURE_FD, None)
     if fd is None:
         return None
     os.set_inheritable(int(fd), False)
@@ -189,17 +121,17 @@ def report_failure(
       culprit: the process that is the reason, where that is another one.
       is_consequence: whether it is ended for nothing but the end of another one.
     """
-    _write(_FAILED, code, culprit, is_consequence=is_consequence)
+    _write(FAILED, code, culprit, is_consequence=is_consequence)
 
 
 def report_loss(process: int) -> None:
     """Tells the launcher that `process` is gone: JAX may abort this one for it."""
-    _write(_LOST, culprit=process)
+    _write(LOST, culprit=process)
 
 
 def report_init(*, has_joined: bool) -> None:
     """Tells the launcher that this process begins `jdp.init`, or has come out of it."""
-    _write(_JOINED if has_joined else _BEGAN)
+    _write(JOINED if has_joined else BEGAN)
 
 
 def _write(
@@ -218,7 +150,7 @@ def _write(
     own = int(process_id)
     blamed = own if culprit is None else culprit
     at_s = time.monotonic() if at_s is None else at_s
-    record = _RECORD.pack(kind, own, at_s, code, blamed, is_consequence)
+    record = RECORD.pack(kind, own, at_s, code, blamed, is_consequence)
     with contextlib.suppress(OSError):  # The launcher is gone.
         os.write(_Own.failure_fd, record)
 
@@ -402,15 +334,36 @@ def _exit_unless_zero(code: int) -> None:
 
 
 def flush() -> None:
-    """Writes what the program has printed, where that is possible."""
+    """Writes out what standard streams and open files hold; `os._exit` loses it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
             continue  # None, broken or closed: nothing that could be shown.
+    files = _find_files()
+    _flush_files(files, are_regular=True)
+    # A pipe may never be read.
+    thread = threading.Thread(target=_flush_files, args=(files,), daemon=True)
+    with contextlib.suppress(RuntimeError):  # At its end Python starts no thread.
+        thread.start()
+        thread.join(_FLUSH_TIMEOUT_S)
 
 
-def _print_exception(error: BaseException) -> int | None:
+def _find_files() -> list[io.IOBase]:
+    # By its type: `__class__` may be a property of the user's class.
+    return [each for each in gc.get_objects() if issubclass(type(each), _FILE)]
+
+
+def _flush_files(files: list[io.IOBase], *, are_regular: bool = False) -> None:
+    """Flushes open files: regular files, or all others."""
+    for file in files:
+        # The class may be the user's; in memory, or closed, it has no descriptor.
+        with contextlib.suppress(Exception):
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode) == are_regular:
+                file.flush()
+
+
+def show_error(error: BaseException) -> int | None:
     """Shows `error` as Python would: without the frames that led to the program.
 
     Returns:

@@ -3,9 +3,8 @@ import signal
 
 import pytest
 
-from jdp.launch import endings
+from jdp.launch import endings, failure_pipe
 from jdp.launch.endings import Exit, StopState
-from jdp.runtime import user_program
 
 RUNNING = StopState()
 
@@ -142,7 +141,7 @@ def test_jax_aborts_a_process_for_the_one_that_it_lost():
 
 def test_a_failure_that_others_name_counts_before_its_process_has_ended():
     blaming = Exit(1, 1, 6.0, culprit=0)
-    said = {0: user_program.Failure(7.0, 3, 0), 2: user_program.Failure(1.0, 1, 2)}
+    said = {0: failure_pipe.Failure(7.0, 3, 0), 2: failure_pipe.Failure(1.0, 1, 2)}
     found = endings.find_blamed([blaming], said)
     assert found == [Exit(0, 3, 7.0)]
     assert endings.find_failures([blaming, *found])[0] == found[0]
@@ -212,8 +211,8 @@ def test_a_broken_link_is_no_cause_where_another_process_says_more(exits, cause)
 
 def test_where_links_broke_a_process_that_said_more_need_not_be_named():
     said = {
-        1: user_program.Failure(7.0, 3, 1),
-        2: user_program.Failure(1.0, 1, 2, True),
+        1: failure_pipe.Failure(7.0, 3, 1),
+        2: failure_pipe.Failure(1.0, 1, 2, True),
     }
     assert endings.find_blamed([_gloo(0, 5.0)], said) == [Exit(1, 3, 7.0)]
     assert endings.find_blamed([Exit(0, 1, 5.0)], said) == []
@@ -227,6 +226,6 @@ def test_where_links_broke_a_process_that_said_more_need_not_be_named():
 def test_a_process_that_leaves_with_another_code_than_it_said_has_that_code(
     returncode, culprit, expected
 ):
-    said = user_program.Failure(at_s=1.0, code=1, culprit=culprit)
+    said = failure_pipe.Failure(at_s=1.0, code=1, culprit=culprit)
     end = endings.as_it_said(endings.Exit(2, returncode), said)
     assert end.returncode == expected

@@ -93,7 +93,7 @@ FUZZED = {
         shared_segment: _Verdict, rendezvous: _Offer, rendezvous: _Notice,
         datagram_link: _Offer, rounds: Announcement, rounds: Decision,
         context: Progress, gpu_topology: Facts, gpu_topology: list[Facts],
-        measurement: list[Seconds], early_exit: Notice, lifeline: Left | Stuck,
+        measurement: list[Seconds], early_exit: Notice, lifeline: Left | AtEnd | Stuck,
         launcher_link: Exit, star_codec: Frame""",
     "comparison_fuzz": """
         comparison: Difference, comparison: int, comparison: tuple[str; int],

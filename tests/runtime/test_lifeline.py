@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -17,7 +18,7 @@ from jdp.launch import launch
 from jdp.replicas import progress
 from jdp.replicas.progress import Snapshot
 from jdp.runtime import coordination, environment
-from jdp.runtime.lifeline import lifeline, rules
+from jdp.runtime.lifeline import jax_end, lifeline, rules
 from jdp.runtime.lifeline.rules import Gone
 from tests import harness
 
@@ -326,6 +327,11 @@ jdp.replicate(world, {"w": 1.0})
             "process 1 ended without a word",
         ),
         ("os._exit(3)", 0, 3, "process 0 ended without a word"),
+        (
+            "sys.excepthook = lambda *_: sys.exit(5); 1 / 0",
+            *(1, 5),
+            "process 1 failed (ZeroDivisionError: division by zero)",
+        ),
     ],
 )
 def test_without_a_launcher_all_end_soon_and_the_others_name_it(
@@ -335,6 +341,123 @@ def test_without_a_launcher_all_end_soon_and_the_others_name_it(
     took_s, codes, said = run_by_hand(program, process)
     assert took_s < 10 and codes[process] == code and codes[1 - process] != 0
     assert f"jdp: {text}" in said, said
+
+
+OPEN_FILES = """
+import atexit, os, sys, time
+import jdp
+world = jdp.init(timeout_s=100)
+file = open(f"{FOLDER}/{world.process_index}", "w")
+file.write("last line")
+atexit.register(time.sleep, 100 * (world.process_index == 0))
+if world.process_index == 1:
+    raise ValueError("boom")
+"""
+
+
+@pytest.mark.multiprocess
+def test_files_left_open_hold_what_was_written_where_a_process_fails(tmp_path):
+    """Also those of a process that had come to its end."""
+    program = OPEN_FILES.replace("{FOLDER}", str(tmp_path))
+    _, codes, _ = run_by_hand(program, 1)
+    assert codes == [1, 1]
+    assert [(tmp_path / f"{i}").read_text() for i in range(2)] == ["last line"] * 2
+
+
+CAUGHT = """
+import os, sys
+import jax.numpy as jnp, numpy as np
+import jdp
+world = jdp.init(timeout_s=100)
+
+@jdp.data_parallel
+def step(w, x):
+    return w + jdp.average(x.mean()), {}
+
+def main():
+    w = jnp.zeros(())
+    for i in range(10):
+        if world.process_index == 1 and i == 5:
+            END
+        w, _ = step(w, np.ones((2,), np.float32))
+        np.asarray(w)
+
+try:
+    main()
+except Exception as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), ("return", 0)])
+def test_an_early_end_keeps_its_code_where_the_others_handle_their_errors(end, code):
+    """Python finalises there while JAX could not end: no thread may be inside it."""
+    _, codes, said = run_by_hand(CAUGHT.replace("END", end), 1)
+    assert codes == [1, code], said
+    assert "process 1 ended after 5 calls of the step `step`" in said
+
+
+def test_jax_ends_only_once_all_processes_have_run_their_exit_handlers(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax_distributed, "is_connected", lambda: True)
+    monkeypatch.setattr(jax_distributed, "end", lambda: calls.append("end"))
+    monkeypatch.setattr(
+        jax_distributed, "abandon_at_end", lambda: calls.append("abandon")
+    )
+    for last, expected in ((1, ["end"]), (None, ["abandon"])):
+        end = jax_end.JaxEnd(0, 3)
+        waiting = threading.Thread(target=end.wait, args=(_run_in_thread,))
+        waiting.start()
+        end.note(2, may_begin=False)
+        waiting.join(0.2)
+        assert calls == [] and waiting.is_alive()
+        if last is None:
+            assert end.give_up()
+        else:
+            end.note(last, may_begin=False)
+        waiting.join(10.0)
+        assert calls == expected and not waiting.is_alive()
+        calls.clear()
+    assert not jax_end.JaxEnd(0, 3).give_up()  # Nothing waits.
+
+
+def _run_in_thread(fn):
+    threading.Thread(target=fn, daemon=True).start()
+
+
+NEVER_RETURNS = """
+import atexit, sys, threading, time
+from jdp.compat import jax_distributed
+from jdp.runtime.lifeline import jax_end
+jax_distributed.end = lambda: time.sleep(60)
+jax_distributed.abandon_at_end = lambda: None
+end = jax_end.JaxEnd(0, 1)
+def run_beside(fn):
+    started = threading.Thread(target=fn, daemon=True)
+    beside.append(started)
+    started.start()
+    end.give_up()
+beside = []
+file = open(sys.argv[1], "w")
+file.write("last line")
+end.wait(run_beside)
+print("finalises")
+"""
+
+
+def test_a_process_does_not_finalise_while_a_thread_is_inside_jax(tmp_path):
+    path = tmp_path / "log"
+    got = subprocess.run(
+        [sys.executable, "-c", NEVER_RETURNS, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": harness.python_path()},
+    )
+    assert (got.returncode, got.stdout) == (1, ""), got.stderr
+    assert path.read_text() == "last line"
 
 
 SURVIVOR = """

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zlib
 
 import jax
 import pytest
@@ -110,6 +111,38 @@ def test_a_program_ends_as_under_python(tmp_path, program):
         expected.stdout,
         expected.stderr,
     )
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no')"])
+def test_open_files_hold_what_was_written_as_under_python(tmp_path, end):
+    (tmp_path / "program.py").write_text(
+        f"""
+import gzip, os, sys
+class Odd:
+    __class__ = property(lambda self: 1 / 0)
+odd = Odd()
+text = open("text", "w")
+binary = open("binary", "wb")
+both = open("both", "w+b")
+packed = gzip.open("packed", "wt")
+_, full = os.pipe()
+full = open(full, "wb", buffering=1 << 20)  # Nothing ever reads it.
+full.write(bytes(1 << 19))
+closed = open("closed", "w")
+closed.close()
+for file in (binary, both):
+    file.write(b"last")
+for file in (text, packed):
+    file.write("last")
+{end}
+"""
+    )
+    got = run_worker("script", "program.py", cwd=tmp_path)
+    assert got.returncode == (3 if "exit" in end else 1)
+    for name in ("text", "binary", "both"):
+        assert (tmp_path / name).read_text() == "last"
+    unpacked = zlib.decompressobj(wbits=31)  # There is no end of a file here.
+    assert unpacked.decompress((tmp_path / "packed").read_bytes()) == b"last"
 
 
 def test_an_exit_code_that_is_too_large_is_255_as_under_python(tmp_path):

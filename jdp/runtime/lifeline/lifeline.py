@@ -27,7 +27,8 @@ from jdp.replicas import progress, wire
 from jdp.replicas.mesh import World
 from jdp.runtime import environment, forks, user_program
 from jdp.runtime.lifeline import by_store, rules, star
-from jdp.runtime.lifeline.rules import AfterLoss, Gone, Left, Stuck, Verdict
+from jdp.runtime.lifeline.jax_end import JaxEnd
+from jdp.runtime.lifeline.rules import AfterLoss, AtEnd, Gone, Left, Stuck, Verdict
 
 _PURPOSE = "processes"
 _KEY = "jdp/lifeline"  # in the store: where process 0 listens.
@@ -40,7 +41,7 @@ _WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no l
 _logger = logging.getLogger("jdp")
 
 
-_DECODER = msgspec.msgpack.Decoder(Left | Stuck)
+_DECODER = msgspec.msgpack.Decoder(Left | AtEnd | Stuck)
 
 
 class _Lifeline:
@@ -58,9 +59,7 @@ class _Lifeline:
         self._has_failed = False
         self._has_noted = False
         self._ends_since_s: float | None = None
-        self._waits_at_end = False  # the main thread, in `wait_at_end`.
-        self._is_in_vain = False
-        self._end_is_known = threading.Event()
+        self._jax_end = JaxEnd(self._own, self._count)
         # Until `_star` is there, its thread waits in `_tick`.
         self._is_made = threading.Event()
         self._star = self._join(world, key)
@@ -117,28 +116,16 @@ class _Lifeline:
         self._star.flush(timeout_s=1.0)
 
     def wait_at_end(self, run_beside: Callable[[Callable[[], None]], None]) -> None:
-        """Waits while JAX ends in another thread, or until it never will.
-
-        JAX waits in C for all processes. If that were the main thread, only the whole
-        process could be ended, without the exit code that Python has for it.
-        """
-
-        def end_jax() -> None:
-            try:
-                jax_distributed.end()
-            finally:
-                self._end_is_known.set()
-
+        """Says that the exit handlers have run, and waits for JAX's end."""
+        # A process without a line does not hear of the others: JAX waits for them.
+        may_begin = self._ends is not None
+        self._star.say(msgspec.msgpack.encode(AtEnd(may_begin)))
+        self._jax_end.note(self._own, may_begin=may_begin)
         try:
-            self._waits_at_end = True
-            run_beside(end_jax)
-            self._end_is_known.wait()
-        except BaseException:  # Of a signal.
-            self._is_in_vain = True
-            raise
+            self._jax_end.wait(run_beside)
         finally:
-            if self._is_in_vain:
-                jax_distributed.abandon_at_end()
+            if self._ends is not None:  # Its thread calls JAX too.
+                self._ends.close()
 
     def find_culprit(self, *, is_consequence: bool) -> int | None:
         """Returns the first process that failed or died; see `find_first`."""
@@ -160,6 +147,9 @@ class _Lifeline:
         if isinstance(message, Left):
             said = message.steps, message.error, message.culprit
             self._add(Gone(process, now_s, *said))
+            return
+        if isinstance(message, AtEnd):
+            self._jax_end.note(process, may_begin=message.may_begin)
             return
         verdict = Verdict(message.culprit, message.text)
         if self._stuck is None:
@@ -290,9 +280,8 @@ class _Lifeline:
         limit_s = LEAVING_S if self.is_needed_by_others() else least_s
         if time.monotonic() - since_s < limit_s:
             return _CHECK_PERIOD_S
-        if self._waits_at_end and not self._end_is_known.is_set():
-            self._has_failed = self._is_in_vain = True
-            self._end_is_known.set()
+        if self._jax_end.give_up():
+            self._has_failed = True
             return None
         user_program.flush()
         os._exit(1)

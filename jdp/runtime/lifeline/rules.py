@@ -28,6 +28,12 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
     culprit: int | None = None  # the process that is the reason, if another.
 
 
+class AtEnd(msgspec.Struct, frozen=True, tag="at_end"):
+    """The exit handlers of this process have run; only JAX has still to end."""
+
+    may_begin: bool = False  # whether JAX may end, whatever the others have said.
+
+
 class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
     """This process is ended, because it waits for another one."""
 
@@ -35,7 +41,7 @@ class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
     text: str
 
 
-def check(message: Left | Stuck, count: int) -> Left | Stuck:
+def check(message: Left | AtEnd | Stuck, count: int) -> Left | AtEnd | Stuck:
     """Returns what one of `count` processes has said, fit to be shown.
 
     Raises:
@@ -46,6 +52,8 @@ def check(message: Left | Stuck, count: int) -> Left | Stuck:
         error = None if message.error is None else wire.printable(message.error)
         culprit = message.culprit if message.culprit in range(count) else None
         return Left(steps, error, culprit)
+    if isinstance(message, AtEnd):
+        return message
     if not 0 <= message.culprit < count:
         raise wire.DecodeError(f"there is no process {message.culprit}")
     return Stuck(message.culprit, wire.printable(message.text, most=_MOST_TEXT))

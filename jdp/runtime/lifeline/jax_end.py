@@ -1,0 +1,94 @@
+"""JAX's end: how does a process wait for it, and give it up where it never comes?
+
+`jax.distributed` ends at a barrier of all processes, which waits in C++. No thread may
+be in that call when Python finalises: it would abort the process as soon as it asks for
+the interpreter. So a process calls it only once all are known to be at their end.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from jdp.compat import jax_distributed
+from jdp.runtime import user_program
+
+_RETURN_TIMEOUT_S = 2.0
+
+
+class JaxEnd:
+    """JAX's end in one process: the main thread waits, another one gives it up."""
+
+    def __init__(self, own: int, count: int):
+        """Knows of no process that has come to its end.
+
+        Args:
+          own: number of this process.
+          count: number of processes.
+        """
+        self._running = set(range(count)) - {own}
+        self._may_begin = threading.Event()
+        self._is_decided = threading.Event()  # JAX has ended, or never will.
+        self._has_returned = threading.Event()
+        self._has_begun = False
+        self._is_awaited = False
+        self._is_in_vain = False
+
+    def note(self, process: int, *, may_begin: bool) -> None:
+        """Takes note of a process whose exit handlers have run.
+
+        Args:
+          process: its number.
+          may_begin: whether it says that JAX may end, whatever the others have said.
+        """
+        self._running.discard(process)
+        if may_begin or not self._running:
+            self._may_begin.set()
+
+    def give_up(self) -> bool:
+        """Lets the main thread go on without JAX's end; returns whether it waited."""
+        if not self._is_awaited or self._is_decided.is_set():
+            return False
+        self._is_in_vain = True
+        self._is_decided.set()
+        self._may_begin.set()
+        return True
+
+    def wait(self, run_beside: Callable[[Callable[[], None]], None]) -> None:
+        """Has JAX end in another thread; returns then, or after `give_up`.
+
+        If JAX waited in the main thread, only the whole process could be ended, without
+        the exit code that Python has for it.
+
+        Args:
+          run_beside: runs a function in another thread.
+        """
+        self._is_awaited = True
+        try:
+            if jax_distributed.is_connected():
+                self._may_begin.wait()
+            if not self._is_in_vain:
+                self._has_begun = True
+                run_beside(self._end_jax)
+                self._is_decided.wait()
+        except BaseException:  # Raised by the handler of a signal.
+            jax_distributed.abandon_at_end()
+            raise
+        if self._is_in_vain:
+            jax_distributed.abandon_at_end()
+            self._leave_no_call()
+
+    def _end_jax(self) -> None:
+        try:
+            if not self._is_in_vain:
+                jax_distributed.end()
+        finally:
+            self._has_returned.set()
+            self._is_decided.set()
+
+    def _leave_no_call(self) -> None:
+        """Ends the process here if JAX's call does not return."""
+        if self._has_begun and not self._has_returned.wait(_RETURN_TIMEOUT_S):
+            logging.shutdown()
+            user_program.flush()
+            os._exit(1)
