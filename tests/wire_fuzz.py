@@ -39,10 +39,10 @@ MESSAGES = {
     "transport_lane._Offer": _LANE_OFFER,
     "lockstep.Announcement": lockstep.Announcement((1, 2)),
     "lockstep.Decision": lockstep.Decision(error="why"),
-    "join_context.Progress": context.Progress(3, is_joined=True),
+    "context.ProcessProgress": context.ProcessProgress(3, is_joined=True),
     "gpu_topology.Facts": gpu_topology.Facts(platform="cpu", host="a"),
     "measurement.Seconds": [measurement.Seconds("ring", 8, [0.5])],
-    "departures.Notice": early_exit.Notice(1, 3, "why"),
+    "early_exit.DepartureNotice": early_exit.DepartureNotice(1, 3, "why"),
     "lifeline.Left": rules.Left({"train": 3}, "why", 1),
     "lifeline.AtEnd": rules.AtEnd(may_begin=True),
     "lifeline.Stuck": rules.Stuck(1, "why"),
@@ -148,7 +148,7 @@ def fuzz_decoder(name: str, num_messages: int, *, seed: int) -> int:
     for _ in range(num_messages):
         data = mangle(rng, good)
         found = _try(wire.decode, data, kind, what="It")
-        if name == "departures.Notice":  # Any bytes are a notice.
+        if name == "early_exit.DepartureNotice":  # Any bytes are a notice.
             notice = early_exit._decode(data, 1)
             assert notice.process == 1 and notice.num_begun >= 0
             assert (notice.reason or "").isprintable()

@@ -25,7 +25,7 @@ _MOST_DEPTH = 100  # of nodes in nodes.
 Signature = tuple[Any, tuple[Any, ...]]  # the treedef; per leaf dtype, trailing shape.
 
 
-class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
+class BatchLeafSpec(msgspec.Struct, frozen=True, array_like=True):
     """One leaf, but for its number of samples."""
 
     path: str
@@ -33,15 +33,15 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]  # without dimension 0.
 
 
-class Spec(msgspec.Struct, frozen=True, array_like=True):
+class BatchSpec(msgspec.Struct, frozen=True, array_like=True):
     """A batch, but for its number of samples."""
 
     structure: str  # the treedef, as text.
     nodes: bytes | None  # the treedef, as JSON; None where a node is of another type.
-    leaves: tuple[LeafSpec, ...]
+    leaves: tuple[BatchLeafSpec, ...]
 
 
-class Batch(NamedTuple):
+class ReadBatch(NamedTuple):
     """Structure, shapes and dtypes of the batch that a process has read."""
 
     tree: PyTree
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
     num_samples: int
 
 
-def inspect_batch(tree: PyTree, index: int) -> Batch:
+def inspect_batch(tree: PyTree, index: int) -> ReadBatch:
     """Looks at what was read, batch `index` of this process, and copies host memory.
 
     A loader may write its next batch to the same memory while this one waits in the
@@ -88,26 +88,26 @@ def inspect_batch(tree: PyTree, index: int) -> Batch:
             for leaf in leaves
         ]
         tree = jax.tree.unflatten(treedef, leaves)
-    return Batch(tree, leaves, (treedef, kinds), leaves[0].shape[0])
+    return ReadBatch(tree, leaves, (treedef, kinds), leaves[0].shape[0])
 
 
-def make_spec(batch: Batch) -> Spec:
+def make_spec(batch: ReadBatch) -> BatchSpec:
     """Describes a batch so that another process can compare it, or make zeros."""
     treedef, kinds = batch.signature
     leaves = [
-        LeafSpec(path, _name_of(dtype), tuple(shape))
+        BatchLeafSpec(path, _name_of(dtype), tuple(shape))
         for path, (dtype, shape) in zip(
             tree_paths.leaf_paths(batch.tree), kinds, strict=True
         )
     ]
-    return Spec(_as_text(treedef), _encode_treedef(treedef), tuple(leaves))
+    return BatchSpec(_as_text(treedef), _encode_treedef(treedef), tuple(leaves))
 
 
 def _name_of(dtype: Any) -> str:
     return dtype if isinstance(dtype, str) else str(jnp.dtype(dtype))
 
 
-def find_treedef(spec: Spec, candidates: Sequence[Any]) -> Any | None:
+def find_treedef(spec: BatchSpec, candidates: Sequence[Any]) -> Any | None:
     """Returns the treedef of `spec`, or None where this process cannot know it.
 
     Args:
@@ -124,7 +124,7 @@ def find_treedef(spec: Spec, candidates: Sequence[Any]) -> Any | None:
     return found
 
 
-def find_fault(spec: Spec) -> str | None:
+def find_fault(spec: BatchSpec) -> str | None:
     """Returns why no process has such batches, as "with a leaf ..."; or None."""
     if not spec.leaves:
         return "without leaves"
@@ -168,7 +168,9 @@ def _dtype_of(leaf: Any) -> Any:
     return leaf.dtype
 
 
-def describe_difference(first: Spec, second: Spec, names: tuple[str, str]) -> str:
+def describe_difference(
+    first: BatchSpec, second: BatchSpec, names: tuple[str, str]
+) -> str:
     """Says in which leaf two specs differ, or that their structures do."""
     # Where one has more leaves, it is the structure that differs.
     for a, b in zip(first.leaves, second.leaves, strict=False):
@@ -185,7 +187,7 @@ def describe_difference(first: Spec, second: Spec, names: tuple[str, str]) -> st
     )
 
 
-def make_zeros(spec: Spec, num_samples: int) -> list[Any]:
+def make_zeros(spec: BatchSpec, num_samples: int) -> list[Any]:
     """Makes the leaves of a batch that is nothing but padding; read-only.
 
     Of PRNG keys, those whose data is 0: they are keys as any other.
@@ -203,7 +205,7 @@ def make_zeros(spec: Spec, num_samples: int) -> list[Any]:
     return leaves
 
 
-def pad_batch(batch: Batch, num_samples: int) -> PyTree:
+def pad_batch(batch: ReadBatch, num_samples: int) -> PyTree:
     """Returns the batch with zeros at the end, or as it is where it is full."""
     if batch.num_samples == num_samples:
         return batch.tree

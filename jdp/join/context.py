@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from jdp.join.early_exit import Watch
+from jdp.join.early_exit import ExitWatch
 from jdp.replicas import progress, wire
 from jdp.replicas.joinable import Joinable, as_list, common_world, make_hooks
 from jdp.replicas.mesh import World
@@ -31,7 +31,7 @@ _MOST_REASON = 4000  # characters of the text of an exception.
 _MOST_AHEAD = 1 << 20  # iterations that a process may be before another one.
 
 
-class Progress(msgspec.Struct, frozen=True):
+class ProcessProgress(msgspec.Struct, frozen=True):
     """How far a process is."""
 
     num_begun: int = 0
@@ -39,14 +39,14 @@ class Progress(msgspec.Struct, frozen=True):
     reason: str | None = None  # why it left with an exception, if it did.
 
 
-class Task(NamedTuple):
+class JoinTask(NamedTuple):
     """Next action of a process that has joined."""
 
     kind: Literal["shadow", "wait", "end"]
     process: int = -1  # whom to wait for.
 
 
-def next_task(num_shadowed: int, progress: Sequence[Progress]) -> Task:
+def next_task(num_shadowed: int, progress: Sequence[ProcessProgress]) -> JoinTask:
     """Returns what follows from how far all are; pure.
 
     Args:
@@ -54,12 +54,12 @@ def next_task(num_shadowed: int, progress: Sequence[Progress]) -> Task:
       progress: how far each process is, at least.
     """
     if any(p.num_begun > num_shadowed for p in progress):
-        return Task("shadow")
+        return JoinTask("shadow")
     going_on = [i for i, p in enumerate(progress) if not p.is_joined]
-    return Task("wait", going_on[0]) if going_on else Task("end")
+    return JoinTask("wait", going_on[0]) if going_on else JoinTask("end")
 
 
-def find_last_joiner(progress: Sequence[Progress]) -> int:
+def find_last_joiner(progress: Sequence[ProcessProgress]) -> int:
     """Returns who had the most iterations, of several the last; pure."""
     return max(range(len(progress)), key=lambda i: (progress[i].num_begun, i))
 
@@ -232,11 +232,11 @@ class _Members:
         self._has_ended = threading.Event()
         self._num_begun = 0  # own iterations.
         self._num_heard = [0] * world.process_count
-        self.progress = [Progress() for _ in range(world.process_count)]
+        self.progress = [ProcessProgress() for _ in range(world.process_count)]
         self._thread = None
         store = world.store
         self._directory = "" if store is None else f"jdp/context/{store.next_round()}"
-        self._watch = Watch(world, self._directory, loop="the `jdp.Join`")
+        self._watch = ExitWatch(world, self._directory, loop="the `jdp.Join`")
         if store is not None and not posts_always:
             self._thread = threading.Thread(
                 target=self._wait_for_first, name="jdp-join", daemon=True
@@ -253,7 +253,7 @@ class _Members:
         self._watch.begin()
         with self._lock:
             self._num_begun += 1
-            self._update(Progress(self._num_begun))
+            self._update(ProcessProgress(self._num_begun))
 
     def stand_in(self) -> None:
         """Counts an iteration of others."""
@@ -263,12 +263,12 @@ class _Members:
         """Tells all others that this process has no more input."""
         with self._lock:
             self._posts = True
-            self._update(Progress(self._num_begun, is_joined=True))
+            self._update(ProcessProgress(self._num_begun, is_joined=True))
         if self._thread is not None:
             self._wake(range(self._world.process_count))
             self._thread.join(_THREAD_TIMEOUT_S)
 
-    def meet(self) -> list[Progress]:
+    def meet(self) -> list[ProcessProgress]:
         """Hears all processes once; returns how far they are."""
         for process in range(self._world.process_count):
             if process != self._own:
@@ -285,7 +285,9 @@ class _Members:
         """Waits for the next of what a process posts."""
         number, value = self._wait(process)
         num_later = number - self._num_heard[process]
-        found = wire.decode(value, Progress, what=f"The progress of process {process}")
+        found = wire.decode(
+            value, ProcessProgress, what=f"The progress of process {process}"
+        )
         before = self.progress[process]
         most = before.num_begun + 1 + num_later
         if self._num_heard[process] == 0:  # Nothing was posted before one had joined.
@@ -355,7 +357,9 @@ class _Members:
         with self._lock:
             self._posts = True
             if not self.progress[self._own].reason:
-                self._update(Progress(self._num_begun, is_joined=True, reason=reason))
+                self._update(
+                    ProcessProgress(self._num_begun, is_joined=True, reason=reason)
+                )
         if self._world.store is not None:
             self._say_parted()
         self._watch.leave(reason)
@@ -397,7 +401,7 @@ class _Members:
     def _parted_key(self, process: int) -> str:
         return f"{self._directory}/parted/{process}"
 
-    def _update(self, progress: Progress) -> None:
+    def _update(self, progress: ProcessProgress) -> None:
         self.progress[self._own] = progress
         if self._posts and self._world.store is not None:
             key = self._key(self._own, self._num_posted)

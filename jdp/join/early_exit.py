@@ -32,7 +32,7 @@ _LOOKS = 20  # within `timeout_s`, for what a stranger has deleted.
 _logger = logging.getLogger("jdp")
 
 
-class Notice(msgspec.Struct, frozen=True):
+class DepartureNotice(msgspec.Struct, frozen=True):
     """A process has left."""
 
     process: int
@@ -40,21 +40,23 @@ class Notice(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-class Arrived(NamedTuple):
+class ReceivedNotice(NamedTuple):
     """A notice, and when this process read it."""
 
-    notice: Notice
+    notice: DepartureNotice
     arrived_s: float
 
 
-class Progress(NamedTuple):
+class LoopProgress(NamedTuple):
     """Where the main thread of this process is."""
 
     num_begun: int
     since_s: float  # when it began the last of them.
 
 
-def find_departed(num_begun: int, notices: Sequence[Arrived]) -> Notice | None:
+def find_departed(
+    num_begun: int, notices: Sequence[ReceivedNotice]
+) -> DepartureNotice | None:
     """Returns the notice of a process that begins no more than `num_begun`; pure."""
     for notice, _ in notices:
         if notice.num_begun <= num_begun:
@@ -63,7 +65,11 @@ def find_departed(num_begun: int, notices: Sequence[Arrived]) -> Notice | None:
 
 
 def judge(
-    progress: Progress, notices: Sequence[Arrived], *, now_s: float, timeout_s: float
+    progress: LoopProgress,
+    notices: Sequence[ReceivedNotice],
+    *,
+    now_s: float,
+    timeout_s: float,
 ) -> Literal["wait", "exit"]:
     """Returns whether this process is to be ended; pure.
 
@@ -83,7 +89,7 @@ def judge(
     return "wait"
 
 
-class Watch:
+class ExitWatch:
     """One process' view of who has left a loop.
 
     The thread that runs the loop calls `begin` before each iteration and, once, either
@@ -102,8 +108,8 @@ class Watch:
         self._world = world
         self._directory = directory
         self._loop = loop
-        self._progress = Progress(0, time.monotonic())
-        self._notices: tuple[Arrived, ...] = ()
+        self._progress = LoopProgress(0, time.monotonic())
+        self._notices: tuple[ReceivedNotice, ...] = ()
         self._stopped = threading.Event()
         self._thread = None
         if world.store is not None:
@@ -140,7 +146,7 @@ class Watch:
           RuntimeError: a process has left before it.
         """
         self.check()
-        self._progress = Progress(self.num_begun + 1, time.monotonic())
+        self._progress = LoopProgress(self.num_begun + 1, time.monotonic())
 
     def leave(self, reason: str | None = None) -> None:
         """Tells the others that this process begins no further iteration.
@@ -153,11 +159,15 @@ class Watch:
         store, own = self._world.store, self._world.process_index
         # After one who left no later, a notice would tell the others nothing new.
         if store is not None and not find_departed(self.num_begun, self._notices):
-            notice = msgspec.msgpack.encode(Notice(own, self.num_begun, reason))
+            notice = msgspec.msgpack.encode(
+                DepartureNotice(own, self.num_begun, reason)
+            )
             others = (p for p in range(self._world.process_count) if p != own)
             # It is also what wakes: one that waits gets it though it is deleted then.
             keys = [f"{self._directory}/left/{own}", *map(self._wake_key, others)]
-            _Keeper.start(store, dict.fromkeys(keys, notice), self._world.timeout_s)
+            _NoticeKeeper.start(
+                store, dict.fromkeys(keys, notice), self._world.timeout_s
+            )
         self.close()
 
     def close(self) -> None:
@@ -176,7 +186,7 @@ class Watch:
     def _wake_key(self, process: int) -> str:
         return f"{self._directory}/wake/{process}"
 
-    def _describe(self, notice: Notice) -> str:
+    def _describe(self, notice: DepartureNotice) -> str:
         why = notice.reason or "by `break` or an exception"
         count = f"{notice.num_begun} iteration{'s' * (notice.num_begun != 1)}"
         return f"Process {notice.process} left {self._loop} after {count}, {why}"
@@ -203,7 +213,7 @@ class Watch:
             now_s = time.monotonic()
             known = {notice.process for notice, _ in self._notices} | {own}
             new = [
-                Arrived(_decode(found[str(process)], process), now_s)
+                ReceivedNotice(_decode(found[str(process)], process), now_s)
                 for process in range(self._world.process_count)
                 if str(process) in found and process not in known
             ]
@@ -219,12 +229,12 @@ class Watch:
     def _take_first(self, value: bytes) -> None:
         """Takes the notice that woke this process; none came where it woke itself."""
         try:
-            process = wire.decode(value, Notice, what="It").process
+            process = wire.decode(value, DepartureNotice, what="It").process
         except wire.Malformed:
             return
         if process in range(self._world.process_count):
             if process != self._world.process_index:
-                arrived = Arrived(_decode(value, process), time.monotonic())
+                arrived = ReceivedNotice(_decode(value, process), time.monotonic())
                 self._notices = (arrived,)
 
     def _exit(self) -> None:
@@ -244,14 +254,16 @@ class Watch:
         os._exit(1)
 
 
-class _Keeper:
+class _NoticeKeeper:
     """Posts again what a stranger at JAX's store deletes or writes over.
 
     It ends once the others have had the time to be ended, with the next notice of this
     process, or with its program: then the lifeline tells the others.
     """
 
-    _of_store: "weakref.WeakKeyDictionary[Store, _Keeper]" = weakref.WeakKeyDictionary()
+    _of_store: "weakref.WeakKeyDictionary[Store, _NoticeKeeper]" = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self, store: Store, posts: Mapping[str, bytes], timeout_s: float):
         """Posts, and goes on in a thread; use `start`."""
@@ -299,16 +311,16 @@ class _Keeper:
             self._thread.join(_JOIN_TIMEOUT_S)
 
 
-def _decode(value: bytes, process: int) -> Notice:
+def _decode(value: bytes, process: int) -> DepartureNotice:
     """Reads the notice of a process; one that cannot be is a notice all the same."""
     try:
-        notice = wire.decode(value, Notice, what="It")
+        notice = wire.decode(value, DepartureNotice, what="It")
         if notice.process != process or notice.num_begun < 0:
             raise wire.Malformed("It names another process, or fewer iterations than 0")
     except wire.Malformed as error:
-        return Notice(process, 0, f"with a notice that is none: {error}")
+        return DepartureNotice(process, 0, f"with a notice that is none: {error}")
     reason = None if notice.reason is None else wire.printable(notice.reason, most=4000)
-    return Notice(process, notice.num_begun, reason)
+    return DepartureNotice(process, notice.num_begun, reason)
 
 
 _WHAT_TO_DO = (

@@ -29,9 +29,9 @@ import msgspec
 from msgspec.structs import replace
 
 from jdp.join import batch_spec
-from jdp.join.batch_spec import Spec
+from jdp.join.batch_spec import BatchSpec
 
-SpecChange = tuple[int, Spec]
+SpecChange = tuple[int, BatchSpec]
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
@@ -51,7 +51,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
     sizes: tuple[int, ...] = ()  # samples per replica of each new iteration.
     specs: tuple[tuple[int, int], ...] = ()  # (offset in `sizes`, number of the spec).
-    proposal: Spec | None = None  # gets the next number unless a process objects.
+    proposal: BatchSpec | None = None  # gets the next number unless a process objects.
     is_end: bool = False  # there is no iteration after these.
     error: str | None = None  # why not, where it is not the end of all inputs.
     is_read_error: bool = False  # those whose reading failed raise what they caught.
@@ -63,7 +63,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
         return self.is_end or self.error is not None
 
 
-class Member(msgspec.Struct, frozen=True):
+class MemberState(msgspec.Struct, frozen=True):
     """One process: what it has read, announced and been told."""
 
     prefetch: int
@@ -76,7 +76,7 @@ class Member(msgspec.Struct, frozen=True):
     objection: str | None = None
 
 
-class Coordinator(msgspec.Struct, frozen=True):
+class CoordinatorState(msgspec.Struct, frozen=True):
     """All processes, as process 0 knows them."""
 
     timeout_s: float  # longest wait for one batch.
@@ -86,13 +86,13 @@ class Coordinator(msgspec.Struct, frozen=True):
     has_ended: tuple[bool, ...]
     errors: tuple[str | None, ...]
     num_decided: int = 0
-    specs: tuple[Spec, ...] = ()  # agreed on, by number.
+    specs: tuple[BatchSpec, ...] = ()  # agreed on, by number.
     marks: tuple[int, ...] = ()  # per spec, the largest size so far.
     current: int = -1  # number of the spec of the last iteration.
-    proposal: Spec | None = None
+    proposal: BatchSpec | None = None
 
 
-class _Segment(NamedTuple):
+class _SpecRun(NamedTuple):
     """Iterations of one spec, one after the other."""
 
     start: int
@@ -100,8 +100,8 @@ class _Segment(NamedTuple):
 
 
 def read(
-    member: Member, sizes: tuple[int, ...], specs: tuple[SpecChange, ...] = ()
-) -> Member:
+    member: MemberState, sizes: tuple[int, ...], specs: tuple[SpecChange, ...] = ()
+) -> MemberState:
     """Enters batches that the reader has read; one at a time, or several at once.
 
     Args:
@@ -116,17 +116,17 @@ def read(
     return replace(member, sizes=member.sizes + sizes)
 
 
-def end(member: Member, error: str | None = None) -> Member:
+def end(member: MemberState, error: str | None = None) -> MemberState:
     """Enters that the input has ended, or that reading it failed."""
     return replace(member, has_ended=True, error=error)
 
 
-def object_to(member: Member, reason: str) -> Member:
+def object_to(member: MemberState, reason: str) -> MemberState:
     """Enters that this process cannot pad the spec that was proposed."""
     return replace(member, objection=reason)
 
 
-def has_to_announce(member: Member, num_begun: int) -> bool:
+def has_to_announce(member: MemberState, num_begun: int) -> bool:
     """Returns whether the process announces now; see the module docstring.
 
     Args:
@@ -142,7 +142,9 @@ def has_to_announce(member: Member, num_begun: int) -> bool:
     )
 
 
-def announce(member: Member, reading_s: float = 0.0) -> tuple[Member, Announcement]:
+def announce(
+    member: MemberState, reading_s: float = 0.0
+) -> tuple[MemberState, Announcement]:
     """Makes the announcement of this round; any time is right, see `has_to_announce`.
 
     Args:
@@ -164,14 +166,14 @@ def announce(member: Member, reading_s: float = 0.0) -> tuple[Member, Announceme
     return member, announcement
 
 
-def receive(member: Member, decision: Decision) -> Member:
+def receive(member: MemberState, decision: Decision) -> MemberState:
     """Enters the decision of this round."""
     return replace(member, num_decided=member.num_decided + len(decision.sizes))
 
 
-def start_coordinator(num_processes: int, *, timeout_s: float) -> Coordinator:
+def start_coordinator(num_processes: int, *, timeout_s: float) -> CoordinatorState:
     """Starts process 0's side."""
-    return Coordinator(
+    return CoordinatorState(
         timeout_s=timeout_s,
         sizes=((),) * num_processes,
         changes=((),) * num_processes,
@@ -182,8 +184,8 @@ def start_coordinator(num_processes: int, *, timeout_s: float) -> Coordinator:
 
 
 def decide(
-    state: Coordinator, announcements: Sequence[Announcement]
-) -> tuple[Coordinator, Decision]:
+    state: CoordinatorState, announcements: Sequence[Announcement]
+) -> tuple[CoordinatorState, Decision]:
     """Decides on the announcements of one round, by process."""
     if state.proposal is not None:
         for process, announcement in enumerate(announcements):
@@ -198,7 +200,7 @@ def decide(
         )
     state = _enter(state, announcements)
     start, limit = state.num_decided, _find_limit(state)
-    segments: list[_Segment] = []
+    segments: list[_SpecRun] = []
     proposal = error = None
     if any(state.changes):
         limit, segments, proposal, error = _follow_specs(state, limit)
@@ -225,7 +227,9 @@ def decide(
     return replace(state, proposal=proposal), decision
 
 
-def _enter(state: Coordinator, announcements: Sequence[Announcement]) -> Coordinator:
+def _enter(
+    state: CoordinatorState, announcements: Sequence[Announcement]
+) -> CoordinatorState:
     changes = state.changes
     if any(announcement.specs for announcement in announcements):
         changes = tuple(
@@ -248,7 +252,7 @@ def _enter(state: Coordinator, announcements: Sequence[Announcement]) -> Coordin
     )
 
 
-def _find_limit(state: Coordinator) -> int:
+def _find_limit(state: CoordinatorState) -> int:
     """Returns how many iterations can be decided by now."""
     open_totals = [
         total
@@ -261,8 +265,8 @@ def _find_limit(state: Coordinator) -> int:
 
 
 def _follow_specs(
-    state: Coordinator, limit: int
-) -> tuple[int, list[_Segment], Spec | None, str | None]:
+    state: CoordinatorState, limit: int
+) -> tuple[int, list[_SpecRun], BatchSpec | None, str | None]:
     """Compares the specs up to `limit`.
 
     A spec holds from where it was announced. Processes that have a batch at an
@@ -273,10 +277,10 @@ def _follow_specs(
     """
     places = sorted({i for changes in state.changes for i, _ in changes if i < limit})
     by_place = [dict(changes) for changes in state.changes]
-    segments: list[_Segment] = []
+    segments: list[_SpecRun] = []
     current = state.current
     for place in places:
-        latest: dict[int, Spec] = {}
+        latest: dict[int, BatchSpec] = {}
         for process, total in enumerate(state.num_announced):
             if total > place:
                 known = by_place[process].get(place)
@@ -295,13 +299,13 @@ def _follow_specs(
         if spec not in state.specs:
             return place, segments, spec, None
         current = state.specs.index(spec)
-        segments.append(_Segment(place, current))
+        segments.append(_SpecRun(place, current))
     return limit, segments, None, None
 
 
 def _take(
-    state: Coordinator, limit: int, segments: Sequence[_Segment]
-) -> tuple[Coordinator, tuple[int, ...]]:
+    state: CoordinatorState, limit: int, segments: Sequence[_SpecRun]
+) -> tuple[CoordinatorState, tuple[int, ...]]:
     """Decides the iterations up to `limit`."""
     start = state.num_decided
     count = limit - start
@@ -310,7 +314,7 @@ def _take(
     pending = [sizes[:count] for sizes in state.sizes if sizes]
     largest = list(map(max, itertools.zip_longest(*pending, [0], fillvalue=0)))
     if not segments or segments[0].start > start:
-        segments = [_Segment(start, state.current), *segments]
+        segments = [_SpecRun(start, state.current), *segments]
     marks = list(state.marks)
     decided: list[int] = []
     ends = [segment.start for segment in segments[1:]] + [limit]
@@ -335,7 +339,7 @@ def _take(
     return state, tuple(decided)
 
 
-def _find_read_error(state: Coordinator) -> tuple[int | None, str | None]:
+def _find_read_error(state: CoordinatorState) -> tuple[int | None, str | None]:
     for process, error in enumerate(state.errors):
         if error is not None and state.num_announced[process] == state.num_decided:
             return process, (
@@ -346,7 +350,7 @@ def _find_read_error(state: Coordinator) -> tuple[int | None, str | None]:
 
 
 def _find_stuck_reader(
-    state: Coordinator, announcements: Sequence[Announcement]
+    state: CoordinatorState, announcements: Sequence[Announcement]
 ) -> tuple[int | None, str | None]:
     for process, announcement in enumerate(announcements):
         if announcement.reading_s >= state.timeout_s:

@@ -7,13 +7,13 @@ jdp, may still say what no process says: that is found here, before it is gone b
 import math
 
 from jdp.join import batch_spec
-from jdp.join.lockstep import Announcement, Coordinator, Decision, SpecChange
+from jdp.join.lockstep import Announcement, CoordinatorState, Decision, SpecChange
 
 _MOST_SAMPLES = 1 << 31  # of a replica, in one batch.
 
 
 def find_announcement_fault(
-    state: Coordinator, process: int, announcement: Announcement
+    state: CoordinatorState, process: int, announcement: Announcement
 ) -> str | None:
     """Returns what is wrong with an announcement, as "Process 1 says ..."; or None.
 
@@ -32,7 +32,7 @@ def find_announcement_fault(
 
 
 def _find_announcement_fault(
-    state: Coordinator, process: int, announcement: Announcement
+    state: CoordinatorState, process: int, announcement: Announcement
 ) -> str | None:
     sizes, specs = announcement.sizes, announcement.specs
     if not all(0 <= size < _MOST_SAMPLES for size in sizes):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp.join import batch_spec, lockstep, lockstep_checks
-from jdp.join.batch_spec import Batch, Spec
-from jdp.join.early_exit import Watch
+from jdp.join.batch_spec import BatchSpec, ReadBatch
+from jdp.join.early_exit import ExitWatch
 from jdp.join.lockstep import Announcement, Decision
 from jdp.join.rounds import Rounds
 from jdp.replicas import progress
@@ -31,12 +31,12 @@ _PATIENCE_S = 0.05  # with a reader that seems to be in the user's code.
 _END: Any = object()
 
 
-class Step(NamedTuple):
+class AgreedIteration(NamedTuple):
     """One agreed iteration on this process."""
 
     samples: int  # of this process.
     spec: int  # its number.
-    batch: Batch | None  # None where this process has run out.
+    batch: ReadBatch | None  # None where this process has run out.
 
 
 class ReadAhead:
@@ -51,7 +51,7 @@ class ReadAhead:
         rounds: Rounds,
     ):
         """Starts the reader and the agent; `stop` ends them."""
-        self.specs: list[Spec] = []  # agreed on, by number.
+        self.specs: list[BatchSpec] = []  # agreed on, by number.
         self.treedefs: list[Any] = []  # per spec; None where all batches are our own.
         self.has_ended = False  # the loop has come to what ends it on all processes.
         self._batches = batches
@@ -62,12 +62,12 @@ class ReadAhead:
         self._has_space = threading.Condition(self._lock)  # The reader waits.
         self._has_news = threading.Condition(self._lock)  # The agent waits.
         self._has_steps = threading.Condition(self._lock)  # The loop waits.
-        self._member = lockstep.Member(prefetch=prefetch)
-        self._queue: collections.deque[Batch] = collections.deque()
+        self._member = lockstep.MemberState(prefetch=prefetch)
+        self._queue: collections.deque[ReadBatch] = collections.deque()
         self._steps: collections.deque[tuple[int, int]] = collections.deque()
         self._seen: dict[Any, None] = {}  # treedefs of our own batches.
         self._num_begun = 0
-        self._proposal: Spec | None = None
+        self._proposal: BatchSpec | None = None
         self._spec = -1  # number of the one of the last decided iteration.
         self._final: Decision | None = None
         self._failure: BaseException | None = None  # of the reader.
@@ -84,7 +84,7 @@ class ReadAhead:
             thread.daemon = True
             thread.start()
 
-    def take(self, watch: Watch) -> Step:
+    def take(self, watch: ExitWatch) -> AgreedIteration:
         """Waits for the next iteration and begins it."""
         with self._lock:
             if not self._steps and self._final is None:
@@ -105,7 +105,7 @@ class ReadAhead:
                 batch = self._queue.popleft()
                 self._has_space.notify()
             self._wake_agent()
-        return Step(size * self._world.num_local_replicas, spec, batch)
+        return AgreedIteration(size * self._world.num_local_replicas, spec, batch)
 
     def stop(self) -> None:
         """Stops the threads, and waits for them unless one is in the user's code."""
@@ -177,7 +177,7 @@ class ReadAhead:
             self._reading_since_s = time.monotonic()
             return True
 
-    def _add(self, batch: Batch, spec: Spec | None) -> None:
+    def _add(self, batch: ReadBatch, spec: BatchSpec | None) -> None:
         size = -(-batch.num_samples // self._world.num_local_replicas)
         with self._lock:
             specs = () if spec is None else ((0, spec),)
@@ -279,7 +279,7 @@ class ReadAhead:
             if decision.sizes or decision.is_final:
                 self._has_steps.notify()
 
-    def _check_proposal(self, spec: Spec) -> None:
+    def _check_proposal(self, spec: BatchSpec) -> None:
         """Finds out whether this process can pad the spec, and objects if not."""
         seen = list(self._seen)
         if self._like is not None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdp.join import batch_spec
-from jdp.join.early_exit import Watch
+from jdp.join.early_exit import ExitWatch
 from jdp.join.read_ahead import ReadAhead
 from jdp.join.rounds import Rounds
 from jdp.replicas import mesh
@@ -100,7 +100,9 @@ class UnevenBatches:
         number = 0 if world.store is None else world.store.next_round()
         directory = f"jdp/join/{number}"
         self._rounds = Rounds(world, directory)
-        self._watch = Watch(world, directory, loop="the loop over `jdp.join_batches`")
+        self._watch = ExitWatch(
+            world, directory, loop="the loop over `jdp.join_batches`"
+        )
         self._read_ahead = ReadAhead(batches, world, prefetch, like, self._rounds)
         self._weights: dict[tuple[int, int], np.ndarray] = {}
         self._zeros: dict[tuple[int, int], list[np.ndarray]] = {}
@@ -186,7 +188,7 @@ class _Closer:
 
 
 def _shut_down(
-    read_ahead: ReadAhead, watch: Watch, rounds: Rounds, closer: _Closer
+    read_ahead: ReadAhead, watch: ExitWatch, rounds: Rounds, closer: _Closer
 ) -> None:
     closer.unregister()
     if read_ahead.has_ended:

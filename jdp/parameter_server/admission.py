@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jdp.parameter_server import shards
-from jdp.parameter_server.messages import Hello, MessageError, Push, Version
+from jdp.parameter_server.messages import MessageError, Push, Version, WorkerHello
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Admission:
     num_workers: int | None = None
 
 
-def find_objection(hello: Hello, own: Admission, version: Version) -> str:
+def find_objection(hello: WorkerHello, own: Admission, version: Version) -> str:
     """Returns why a worker is refused; "" if it is welcome.
 
     Args:
@@ -63,8 +63,35 @@ def find_objection(hello: Hello, own: Admission, version: Version) -> str:
     return ""
 
 
+def check_push(
+    push: Push,
+    version: Version,
+    layout: shards.MemoryLayout,
+    compressed_layout: shards.MemoryLayout | None,
+) -> shards.MemoryLayout:
+    """Returns the layout of the arrays of a push, compressed or not.
+
+    Args:
+      push: the header of the push.
+      version: the newest version of the server.
+      layout: layout of an uncompressed push.
+      compressed_layout: layout of a compressed push; None: the servers have no hook.
+
+    Raises:
+      MessageError: the servers have no hook, or no such version.
+    """
+    if push.is_compressed and compressed_layout is None:
+        raise MessageError("compressed a push, but the servers have no hook")
+    if push.version > version:
+        raise MessageError(
+            f"pushed a gradient of version {push.version}, but the newest version is "
+            f"{version}"
+        )
+    return compressed_layout if push.is_compressed and compressed_layout else layout
+
+
 def check_arrays(
-    push: Push, payload: Any, layout: shards.Layout, *, rejects: bool
+    push: Push, payload: Any, layout: shards.MemoryLayout, *, rejects: bool
 ) -> None:
     """Raises MessageError if the arrays of a push are not what it says.
 

@@ -8,15 +8,15 @@ import logging
 
 import msgspec
 
-from jdp.parameter_server.leader_options import LeadOptions
-from jdp.parameter_server.messages import Identity, Number
+from jdp.parameter_server.leader_options import LeaderOptions
+from jdp.parameter_server.messages import Identity, Index
 from jdp.replicas import wire
 
 _MOST_WORKERS = 1 << 16
 _logger = logging.getLogger("jdp")
 
 
-class Record(msgspec.Struct, frozen=True):
+class AttendanceRecord(msgspec.Struct, frozen=True):
     """The part of an attendance that outlives server 0.
 
     Attributes:
@@ -26,11 +26,11 @@ class Record(msgspec.Struct, frozen=True):
     """
 
     launch: str
-    came: dict[Number, Identity]
-    left: tuple[Number, ...]
+    came: dict[Index, Identity]
+    left: tuple[Index, ...]
 
 
-_decoder = msgspec.msgpack.Decoder(Record)
+_decoder = msgspec.msgpack.Decoder(AttendanceRecord)
 
 
 class Attendance:
@@ -41,7 +41,7 @@ class Attendance:
     are those that never came, where another process was refused for its number.
     """
 
-    def __init__(self, options: LeadOptions):
+    def __init__(self, options: LeaderOptions):
         """Begins with no worker."""
         self.has_changed = False  # since `encode`.
         self.has_rivals = False  # a number was given twice, and another never comes.
@@ -49,7 +49,7 @@ class Attendance:
         self._wait_s, self._launch = options.start_timeout_s, options.launch
         self._came: dict[int, bytes] = {}
         self._left: set[int] = set()
-        self._earlier: Record | None = None
+        self._earlier: AttendanceRecord | None = None
         self._empty_since_s: float | None = None
 
     def load(self, data: bytes) -> None:
@@ -70,7 +70,7 @@ class Attendance:
         """Returns what `load` takes."""
         self.has_changed = False
         left = tuple(sorted(self._left))
-        return msgspec.msgpack.encode(Record(self._launch, self._came, left))
+        return msgspec.msgpack.encode(AttendanceRecord(self._launch, self._came, left))
 
     def come(self, worker: int, session: bytes, *, has_seen: bool) -> None:
         """A worker is here; `has_seen`: it had parameters of these servers before."""
@@ -132,7 +132,7 @@ class Attendance:
 class Gathering:
     """Whether workers are there, or were waited for long enough; in an epoch."""
 
-    def __init__(self, options: LeadOptions):
+    def __init__(self, options: LeaderOptions):
         """Begins without any."""
         self._options = options
         self._start_s: float | None = None  # when the first one came.

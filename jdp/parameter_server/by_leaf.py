@@ -17,7 +17,7 @@ from jdp.types import PyTree
 _NUM_STEPS = 3  # that programs are compared over: what is counted shows in the second.
 
 
-class _Program(NamedTuple):
+class _OptimizerProgram(NamedTuple):
     """An optimizer, traced over a tree or a part of it."""
 
     init: Any  # params -> state.
@@ -73,7 +73,9 @@ def check_is_by_leaf(
                 )
 
 
-def _trace(tx: optax.GradientTransformationExtraArgs, avals: PyTree) -> _Program:
+def _trace(
+    tx: optax.GradientTransformationExtraArgs, avals: PyTree
+) -> _OptimizerProgram:
     def step(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         return run_update(tx, grads, state, params, jnp.int32(1))
 
@@ -85,12 +87,12 @@ def _trace(tx: optax.GradientTransformationExtraArgs, avals: PyTree) -> _Program
             "The optimizer's state has another structure after its first update, as "
             "that of `optax.monitor`, which several servers cannot follow. Start one."
         )
-    return _Program(init, update)
+    return _OptimizerProgram(init, update)
 
 
 def _trace_part(
     tx: optax.GradientTransformationExtraArgs, avals: PyTree, server: int
-) -> _Program:
+) -> _OptimizerProgram:
     try:
         return _trace(tx, avals)
     except (AttributeError, TypeError, ValueError) as error:  # Of all, it was traced.
@@ -102,7 +104,7 @@ def _trace_part(
         ) from error
 
 
-def _find_mixed(program: _Program, num_leaves: int) -> tuple[int, int] | None:
+def _find_mixed(program: _OptimizerProgram, num_leaves: int) -> tuple[int, int] | None:
     """Returns two leaves that meet in an update or in a part of the state, if any."""
     own = [Sets(1 << i, 1 << i) for i in range(num_leaves)]
     flow = FlowAnalysis(by_value=True)
@@ -127,7 +129,7 @@ def _find_mixed(program: _Program, num_leaves: int) -> tuple[int, int] | None:
 
 
 def _number_updates(
-    values: ProgramValues, program: _Program, leaves: Sequence[int]
+    values: ProgramValues, program: _OptimizerProgram, leaves: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """Returns the number of each leaf's update, of each of some steps."""
     state = values.of_jaxpr(

@@ -59,7 +59,7 @@ class _File(msgspec.Struct, frozen=True, order=True):
     digest: _Digest
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _FormatHeader(msgspec.Struct, frozen=True):
     """The part of a manifest that all formats share."""
 
     format: int
@@ -69,8 +69,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Contents of a checkpoint; its file begins with a digest of the rest."""
 
     format: int
-    server: messages.Number
-    num_servers: messages.Number
+    server: messages.Index
+    num_servers: messages.Index
     version: Version
     run: str  # of the log of server 0 that it was written in; the same on all servers.
     state: tuple[str, ...]  # what the arrays are, see `Updater.describe`.
@@ -79,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True):
     settled: bytes  # the table of pushes, as msgpack.
 
 
-_header = msgspec.json.Decoder(_Header)
+_header = msgspec.json.Decoder(_FormatHeader)
 _manifest = msgspec.json.Decoder(Manifest)
 _table = msgspec.msgpack.Decoder(dict[messages.Identity, Settled])
 

@@ -14,7 +14,7 @@ from jdp.parameter_server import checkpoint_files
 from jdp.parameter_server.checkpoint_files import CheckpointError
 from jdp.parameter_server.folder_lock import FolderLock
 from jdp.parameter_server.messages import Settled, Version
-from jdp.parameter_server.progress import Progress, ProgressFile
+from jdp.parameter_server.progress import ProgressFile, ServerProgress
 
 # One may turn out to be damaged, and so may the one before.
 _NUM_KEPT = 3
@@ -86,7 +86,7 @@ class Checkpoints:
             )
             if self._counts:
                 last = Version(newest.epoch + _LOST_EPOCHS, newest.count)
-                self._progress.write(Progress(last, 0))
+                self._progress.write(ServerProgress(last, 0))
         self.last = self._progress.found.version  # before this start.
 
     def find_counts(self) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class Checkpoints:
             if not data:
                 path.unlink(missing_ok=True)
                 return
-            # Of another account, a link may lead to a file of this one.
+            # A link made by another account could lead to a file of this account.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             with os.fdopen(os.open(half, flags, 0o644), "wb") as file:
                 file.write(data)
@@ -333,7 +333,7 @@ class Checkpoints:
 
     def _write_progress(self, version: Version, common: int) -> None:
         # A disk that is full is named where a checkpoint is written.
-        self._progress.write(Progress(version, common))
+        self._progress.write(ServerProgress(version, common))
 
 
 def _cannot_be_used(path: pathlib.Path, error: OSError) -> RuntimeError:

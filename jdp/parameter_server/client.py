@@ -8,7 +8,6 @@ from jdp.parameter_server.messages import (
     Ended,
     Failed,
     Farewell,
-    Hello,
     Leave,
     Outcome,
     Params,
@@ -16,12 +15,13 @@ from jdp.parameter_server.messages import (
     Pong,
     Pull,
     Push,
+    SessionUnknown,
     Settled,
     ToServer,
     ToWorker,
     Version,
     Welcome,
-    Who,
+    WorkerHello,
 )
 
 _HELLO_PERIOD_S = 0.3
@@ -38,7 +38,7 @@ _MOST_TEXT = 10_000  # characters of why a server has failed.
 
 
 @dataclasses.dataclass
-class _Peer:
+class _ServerPeer:
     """A server, as a worker knows it."""
 
     is_welcome: bool = False
@@ -74,7 +74,7 @@ class Client:
     has no answer is said again.
     """
 
-    def __init__(self, hellos: list[Hello]):
+    def __init__(self, hellos: list[WorkerHello]):
         """Takes what to say to each server first."""
         self.hellos = hellos
         self.session = hellos[0].session
@@ -86,7 +86,7 @@ class Client:
         self.counts: dict[Outcome, int] = {"applied": 0, "late": 0, "rejected": 0}
         self.sequence = 0
         self.is_leaving = False  # until server 0 has answered the goodbye.
-        self._peers = [_Peer() for _ in hellos]
+        self._peers = [_ServerPeer() for _ in hellos]
         self._pushing: _Pushing | None = None
         self._pulling: _Pulling | None = None
         self._last_pull = 0
@@ -167,7 +167,7 @@ class Client:
         match message:
             case Farewell():
                 self.is_leaving = False
-            case Who():
+            case SessionUnknown():
                 peer.is_welcome, peer.send_s = False, now_s
             case Ended():
                 peer.is_welcome, peer.has_ended = False, True

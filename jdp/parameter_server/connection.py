@@ -19,7 +19,7 @@ from jdp.parameter_server.messages import (
     Version,
     Welcome,
 )
-from jdp.parameter_server.shared_memory_lane import Lane
+from jdp.parameter_server.shared_memory_lane import SharedMemoryLane
 from jdp.parameter_server.sockets import ClientSockets, Message
 
 _TICK_S = 0.05
@@ -37,7 +37,7 @@ class Connection:
     def __init__(
         self,
         client: Client,
-        lanes: Sequence[Lane | None],
+        shared_memory_lanes: Sequence[SharedMemoryLane | None],
         addresses: Sequence[str],
         keys: Keys,
         *,
@@ -49,14 +49,14 @@ class Connection:
 
         Args:
           client: has not begun.
-          lanes: to each server; None: arrays go through the socket.
+          shared_memory_lanes: to each server; None: arrays go through the socket.
           addresses: "host:port" of each server.
           keys: of the job.
           num_pulled_bytes: of the parameters of each server.
           timeout_s: see `WorkerOptions`.
           wait_timeout_s: see `WorkerOptions`.
         """
-        self._client, self._lanes = client, lanes
+        self._client, self._shared_memory_lanes = client, shared_memory_lanes
         self._num_pulled_bytes = num_pulled_bytes
         self._addresses = addresses
         self._timeout_s, self._wait_timeout_s = timeout_s, wait_timeout_s
@@ -64,7 +64,7 @@ class Connection:
         self._changed = threading.Condition()
         self._outbox: list[tuple[int, ToServer]] = []
         self._payloads: list[memoryview] = []  # of the push, by server.
-        self._has_lane = [False] * len(addresses)
+        self._has_shared_memory = [False] * len(addresses)
         self._pulled: dict[int, Any] = {}  # by server, of the pull.
         self._has_asked = False  # for parameters that were not taken yet.
         self._failure = ""
@@ -246,8 +246,8 @@ class Connection:
         for server, message in outbox:
             payload = None
             if isinstance(message, Push):
-                if self._has_lane[server]:
-                    message = structs.replace(message, is_in_lane=True)
+                if self._has_shared_memory[server]:
+                    message = structs.replace(message, is_in_shared_memory=True)
                 else:
                     payload = self._payloads[server]
             self._sockets.send(server, messages.encode(message), payload)
@@ -259,7 +259,7 @@ class Connection:
             try:
                 found = messages.decode(message.header, messages.to_worker)
                 if isinstance(found, Welcome):
-                    self._has_lane[server] = found.has_lane
+                    self._has_shared_memory[server] = found.has_shared_memory
                 if isinstance(found, Params) and self._client.is_current(found):
                     self._keep(server, found, message.payload)
                 now_s = time.monotonic()
@@ -274,11 +274,11 @@ class Connection:
 
     def _keep(self, server: int, params: Params, payload: memoryview | None) -> None:
         num_bytes = self._num_pulled_bytes[server]
-        if params.is_in_lane:
-            lane = self._lanes[server]
-            if lane is None:
+        if params.is_in_shared_memory:
+            shared_memory = self._shared_memory_lanes[server]
+            if shared_memory is None:
                 raise messages.MessageError("sent parameters through no shared memory")
-            payload = lane.pulled[:num_bytes]
+            payload = shared_memory.pulled[:num_bytes]
         found = 0 if payload is None else len(payload)
         if found != num_bytes:
             raise messages.MessageError(

@@ -21,7 +21,7 @@ class FolderLock:
           RuntimeError: another process has it.
           OSError: the file cannot be opened.
         """
-        # Of another account, a link may lead to a file of this one.
+        # A link made by another account could lead to a file of this account.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(folder / "lock", flags, 0o644)
         self._close = weakref.finalize(self, os.close, descriptor)

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 from jdp.parameter_server.messages import (
     Apply,
     Discard,
-    Entry,
-    Forget,
-    Log,
+    DropSession,
+    LeaderLog,
+    LogEntry,
     MessageError,
     Push,
     Restore,
@@ -21,36 +21,36 @@ from jdp.parameter_server.restoring import settle
 _MOST_SESSIONS = 4096
 
 
-class Part(NamedTuple):
+class PushPart(NamedTuple):
     """A server's part of a push that is not settled."""
 
     push: Push
     payload: Any  # the arrays, or where they lie.
 
 
-class Done(NamedTuple):
+class ExecutedEntry(NamedTuple):
     """Result of an executed entry: work to do, and settled pushes."""
 
-    parts: list[Part]  # of an `Apply`, in its order.
+    parts: list[PushPart]  # of an `Apply`, in its order.
     settled: dict[bytes, Settled]  # what became of pushes by it.
 
 
-class Replica:
+class Follower:
     """How far a server has executed the log; without clocks, sockets and arrays."""
 
     def __init__(self) -> None:
         """Begins before the first epoch."""
         self.version = Version()
-        self.lead = b""
+        self.leader = b""
         self.next_index = 0
         self.settled: dict[bytes, Settled] = {}
-        self._parts: dict[bytes, Part] = {}
+        self._parts: dict[bytes, PushPart] = {}
 
     def hold(self, push: Push, payload: Any) -> bool:
         """Takes a part; returns whether it is a new one that is not settled."""
         if not self.wants(push.session, push.sequence):
             return False
-        self._parts[push.session] = Part(push, payload)
+        self._parts[push.session] = PushPart(push, payload)
         return True
 
     def wants(self, session: bytes, sequence: int) -> bool:
@@ -68,7 +68,7 @@ class Replica:
         """Returns session and sequence number of the parts that are not settled."""
         return tuple((s, part.push.sequence) for s, part in self._parts.items())
 
-    def receive(self, log: Log) -> list[Entry]:
+    def receive(self, log: LeaderLog) -> list[LogEntry]:
         """Returns the entries of a log that are to be executed now, in this order.
 
         Raises:
@@ -79,16 +79,16 @@ class Replica:
                 raise MessageError("sent a log that does not begin with a checkpoint")
             if isinstance(entry, Restore) and entry.version.epoch != log.epoch:
                 raise MessageError("sent a log that begins another epoch")
-        is_same = (log.lead, log.epoch) == (self.lead, self.version.epoch)
+        is_same = (log.leader, log.epoch) == (self.leader, self.version.epoch)
         if not is_same:
             # Another log counts if it is newer, and from its beginning on.
             if log.epoch <= self.version.epoch or log.first_index != 0:
                 return []
-            self.lead, self.next_index = log.lead, 0
+            self.leader, self.next_index = log.leader, 0
         skipped = self.next_index - log.first_index
         return [] if skipped < 0 else list(log.entries[skipped:])
 
-    def execute(self, entry: Entry) -> Done:
+    def execute(self, entry: LogEntry) -> ExecutedEntry:
         """Goes by an entry; see `restore` for what a `Restore` needs besides.
 
         Raises:
@@ -98,13 +98,13 @@ class Replica:
             self._check(entry)
         self.next_index += 1
         self.version, settled = settle(self.version, entry)
-        parts: list[Part] = []
+        parts: list[PushPart] = []
         match entry:
             case Apply():
                 parts = [self._parts.pop(session) for session, _ in entry.pushes]
             case Discard():
                 self._drop(entry.session, entry.sequence)
-            case Forget():
+            case DropSession():
                 self._parts.pop(entry.session, None)
             case Restore():
                 self._parts.clear()
@@ -113,7 +113,7 @@ class Replica:
             self.settled[session] = found
         while len(self.settled) > _MOST_SESSIONS:
             del self.settled[next(iter(self.settled))]
-        return Done(parts, settled)
+        return ExecutedEntry(parts, settled)
 
     def restore(self, settled: dict[bytes, Settled]) -> None:
         """Takes what a checkpoint has of pushes."""

@@ -1,4 +1,4 @@
-"""Lead options: what server 0 decides by."""
+"""Leader options: which rules does server 0 decide by?"""
 
 import dataclasses
 from typing import Literal
@@ -7,20 +7,20 @@ from jdp.parameter_server.modes import Mode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeadOptions:
+class LeaderOptions:
     """Options of server 0.
 
     Attributes:
-      mode: when an update is made.
-      num_servers: of the job.
-      num_workers: for how many workers the first synchronous round waits; when all have
-        left again, the job is over.
-      lease_s: after how many seconds of silence a worker is left out.
-      start_timeout_s: longest wait for `num_workers` workers, in seconds; at the end,
-        for those that have gone without a goodbye.
-      launch: of the launcher that has started this server; "" for none.
-      checkpoint_every: updates from one checkpoint to the next; 0: none by itself.
-      nonfinite: what becomes of gradients with NaN or infinity.
+      mode: when servers update.
+      num_servers: number of servers of the job.
+      num_workers: number of workers that the first synchronous round waits for; once
+        all of them have left, the job is over.
+      lease_s: seconds of silence after which a worker is left out.
+      start_timeout_s: longest wait for `num_workers` workers at the start, in seconds;
+        at the end, the longest wait for workers that left without a goodbye.
+      launch: id of the launcher that started this server; "" for none.
+      checkpoint_every: updates from one checkpoint to the next; 0: none in between.
+      nonfinite: whether gradients with NaN or infinity are rejected or applied.
     """
 
     mode: Mode

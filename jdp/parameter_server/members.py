@@ -1,4 +1,4 @@
-"""Members: the workers that take part, and which of them the others wait for."""
+"""Members: which workers take part, and which of them do others wait for?"""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -15,22 +15,22 @@ class Member:
 
     worker: int
     lease_end_s: float
-    clock: int  # settled pushes, counted from the slowest when it joined.
-    since_index: int  # of the log; what was held for it before was dropped.
+    clock: int  # settled pushes, counted from the slowest worker when it joined.
+    since_index: int  # log index; parts from before were dropped.
     push: Push | None = None  # not settled.
-    pull: Pull | None = None  # not handed out.
+    pull: Pull | None = None  # not answered.
 
 
-Members = Mapping[bytes, Member]
+Members = Mapping[bytes, Member]  # by session.
 
 
 def find_clock(members: Members) -> int:
-    """Returns the clock of the slowest, 0 if there is none."""
+    """Returns the clock of the slowest member; 0 if there is none."""
     return min((m.clock for m in members.values()), default=0)
 
 
 def is_too_far_ahead(member: Member, members: Members, mode: Mode) -> bool:
-    """Whether a push has to wait for slower workers."""
+    """Whether the push of `member` must wait for slower workers."""
     if not isinstance(mode, Bounded):
         return False
     return member.clock + 1 - find_clock(members) > mode.staleness
@@ -39,12 +39,12 @@ def is_too_far_ahead(member: Member, members: Members, mode: Mode) -> bool:
 def find_held(
     members: Members, held: Collection[tuple[int, set[tuple[bytes, int]]]]
 ) -> Iterable[bytes]:
-    """Yields the sessions whose push all other servers have.
+    """Yields the sessions whose push all other servers hold.
 
     Args:
-      members: those that take part.
-      held: of each other server, the entry of the log that it waits for, and session
-        and sequence number of the pushes that it has.
+      members: the workers that take part.
+      held: per other server, the log index that it executes next, and session and
+        sequence number of each push that it holds.
     """
     for session, member in members.items():
         push = member.push
@@ -58,13 +58,13 @@ def find_held(
 def find_awaited(
     members: Members, pushed: Collection[bytes] | None, *, num_expected: int
 ) -> tuple[int, ...]:
-    """Returns the workers that others wait for, by number.
+    """Returns the indices of the workers that others wait for.
 
     Args:
-      members: those that take part.
+      members: the workers that take part.
       pushed: sessions whose push is in the synchronous round; None in other modes,
-        where the slowest are waited for.
-      num_expected: workers that have to come before the first round is closed.
+        where others wait for the slowest workers.
+      num_expected: number of workers that must come before the first round closes.
     """
     here = {m.worker for m in members.values()}
     missing = set(range(min(num_expected, _MOST_NAMED + len(here)))) - here

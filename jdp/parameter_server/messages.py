@@ -5,7 +5,7 @@ begins with a byte for the version; what follows a `REFUSED` is text in every ve
 so that two versions can still tell each other that they differ.
 
 The types say which values a field may have, and `decode` refuses all others. What a
-value means is checked where it is used: by `service`, `protocol` and `replica` on the
+value means is checked where it is used: by `service`, `protocol` and `follower` on the
 servers, by `connection` on a worker.
 """
 
@@ -16,14 +16,14 @@ from msgspec import Meta
 
 from jdp.replicas import wire
 
-VERSION = 3
+VERSION = 4
 MESSAGE, REFUSED = range(2)  # the second byte.
 
 Outcome = Literal["applied", "late", "rejected"]
 
 # Counts have space for one more in 64 bits, and for as many as there may ever be.
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
-Number = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a server or a worker.
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a server or a worker.
 Identity = Annotated[bytes, Meta(min_length=1, max_length=64)]  # random bytes.
 Name = Annotated[str, Meta(max_length=4096)]
 # As float32, neither zero nor infinity, also in a sum.
@@ -50,18 +50,18 @@ class Version(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.epoch}.{self.count}"
 
 
-Held = tuple[Identity, Count]  # session and sequence number of a push.
+PushId = tuple[Identity, Count]  # session and sequence number of a push.
 
 
-class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Shared memory that a worker has made for a server; see `lane`."""
+class SharedMemoryOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Shared memory that a worker has made for a server; see `shared_memory`."""
 
     path: Name
     token: Annotated[bytes, Meta(max_length=64)]
     num_bytes: Count  # for what is pushed, and as much for what is pulled.
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A worker comes, or comes back.
 
     Attributes:
@@ -71,18 +71,18 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
       leaves: path, and dtype and shape as text, of each parameter.
       hook_name: "" for none.
       known: the newest version that it has seen.
-      lane: shared memory, for a server on the same host.
+      shared_memory: shared memory, for a server on the same host.
       process: where it runs, as text.
     """
 
     session: Identity
-    worker: Number
-    server: Number
-    num_servers: Number
+    worker: Index
+    server: Index
+    num_servers: Index
     leaves: list[tuple[Name, Name]]
     hook_name: Name
     known: Version
-    lane: LaneOffer | None
+    shared_memory: SharedMemoryOffer | None
     process: Name = ""
 
 
@@ -104,7 +104,7 @@ class Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
       weight: its number of samples.
       is_finite: whether the whole gradient, not this part alone, is.
       is_compressed: whether the arrays are what the hook makes of it.
-      is_in_lane: whether they lie in shared memory, and no frames follow.
+      is_in_shared_memory: whether they lie in shared memory, and no frames follow.
     """
 
     session: Identity
@@ -113,7 +113,7 @@ class Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
     weight: Weight
     is_finite: bool
     is_compressed: bool
-    is_in_lane: bool
+    is_in_shared_memory: bool
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -137,10 +137,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     mode: Name
     is_sync: bool
     lease_s: Seconds
-    has_lane: bool
+    has_shared_memory: bool
 
 
-class Who(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class SessionUnknown(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The server does not know the session: say hello (again)."""
 
 
@@ -153,7 +153,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
 
     wants: Count
-    awaited: Annotated[tuple[Number, ...], Meta(max_length=16)] = ()
+    awaited: Annotated[tuple[Index, ...], Meta(max_length=16)] = ()
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -169,7 +169,7 @@ class Params(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     pull: Count
     version: Version
-    is_in_lane: bool
+    is_in_shared_memory: bool
 
 
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -201,9 +201,9 @@ class Apply(msgspec.Struct, frozen=True, array_like=True, tag=True):
       staleness: the updates since the oldest of the versions that they are made from.
     """
 
-    pushes: Annotated[tuple[Held, ...], Meta(min_length=1, max_length=_MOST_PUSHES)]
+    pushes: Annotated[tuple[PushId, ...], Meta(min_length=1, max_length=_MOST_PUSHES)]
     weights: Annotated[tuple[Weight, ...], Meta(min_length=1)]
-    staleness: Number
+    staleness: Index
 
 
 class Discard(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -214,24 +214,24 @@ class Discard(msgspec.Struct, frozen=True, array_like=True, tag=True):
     outcome: Outcome
 
 
-class Hand(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class HandOut(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Hand parameters to a worker."""
 
     session: Identity
     pull: Count
 
 
-class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class DropSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A worker has gone, or is silent: what is held for it is dropped."""
 
     session: Identity
 
 
-class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class SaveCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Write a checkpoint."""
 
 
-class Keep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class KeepCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All servers have the checkpoint with this count: older ones may be dropped."""
 
     count: Count
@@ -247,16 +247,25 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The job is over."""
 
 
-Entry = Apply | Discard | Hand | Forget | Save | Keep | Restore | Stop
+LogEntry = (
+    Apply
+    | Discard
+    | HandOut
+    | DropSession
+    | SaveCheckpoint
+    | KeepCheckpoint
+    | Restore
+    | Stop
+)
 
 
-class Follow(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class FollowerStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Where another server than 0 is.
 
     Attributes:
       server: its number.
       incarnation: random, of this process.
-      lead: the incarnation of the server 0 whose log it follows; b"" for none.
+      leader: the incarnation of the server 0 whose log it follows; b"" for none.
       epoch: the highest that it knows.
       next_index: of the log, the entry that it waits for.
       checkpoints: their counts; 0 stands for the parameters it was given, where it may
@@ -268,29 +277,31 @@ class Follow(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     server: Annotated[int, Meta(ge=1, lt=1 << 31)]
     incarnation: Identity
-    lead: Annotated[bytes, Meta(max_length=64)]
+    leader: Annotated[bytes, Meta(max_length=64)]
     epoch: Count
     next_index: Count
     checkpoints: Annotated[tuple[Count, ...], Meta(max_length=1 << 10)]
-    held: Annotated[tuple[Held, ...], Meta(max_length=_MOST_PUSHES)]
+    held: Annotated[tuple[PushId, ...], Meta(max_length=_MOST_PUSHES)]
     is_stopping: bool = False
     runs: Annotated[
         tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=1 << 10)
     ] = ()
 
 
-class Log(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LeaderLog(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Entries that every server executes in this order."""
 
-    lead: Identity
+    leader: Identity
     epoch: Count
     first_index: Count
-    entries: Annotated[tuple[Entry, ...], Meta(max_length=1 << 16)]
+    entries: Annotated[tuple[LogEntry, ...], Meta(max_length=1 << 16)]
 
 
-ToServer = Hello | Ping | Push | Pull | Leave | Follow
-ToWorker = Welcome | Who | Pong | Settled | Params | Farewell | Failed | Ended
-ToFollower = Log
+ToServer = WorkerHello | Ping | Push | Pull | Leave | FollowerStatus
+ToWorker = (
+    Welcome | SessionUnknown | Pong | Settled | Params | Farewell | Failed | Ended
+)
+ToFollower = LeaderLog
 
 _encoder = msgspec.msgpack.Encoder()
 to_server = msgspec.msgpack.Decoder(ToServer)

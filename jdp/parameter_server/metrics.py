@@ -59,7 +59,7 @@ class Metrics:
         num_waiting: int,
         num_refused: int,
         now_s: float,
-    ) -> "Line":
+    ) -> "ReportLine":
         """Returns one line of the report.
 
         Args:
@@ -85,7 +85,7 @@ class Metrics:
         }
 
 
-class Line(TypedDict):
+class ReportLine(TypedDict):
     """One line of the report; see `Metrics.summarize`."""
 
     version: Annotated[str, Meta(pattern=r"^[0-9]{1,20}\.[0-9]{1,20}\Z")]
@@ -101,10 +101,10 @@ class Line(TypedDict):
     staleness: dict[_Word, _Count]
 
 
-_decode_line = msgspec.json.Decoder(Line).decode
+_decode_line = msgspec.json.Decoder(ReportLine).decode
 
 
-def decode_line(data: bytes) -> Line:
+def decode_line(data: bytes) -> ReportLine:
     """Returns what a server has sent to the launcher.
 
     Raises:
@@ -116,7 +116,7 @@ def decode_line(data: bytes) -> Line:
 class Reporter(Protocol):
     """Where a report goes."""
 
-    def show(self, line: Line) -> None:
+    def show(self, line: ReportLine) -> None:
         """Shows the newest line."""
         ...
 
@@ -139,7 +139,7 @@ def open_reporter(kind: Report) -> Reporter | None:
 
 
 class _JsonReporter:
-    def show(self, line: Line) -> None:
+    def show(self, line: ReportLine) -> None:
         print(json.dumps(line), flush=True)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class _Sender:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def show(self, line: Line) -> None:
+    def show(self, line: ReportLine) -> None:
         with contextlib.suppress(OSError):
             os.write(self._fd, json.dumps(line).encode())
 
@@ -171,14 +171,14 @@ class _TableReporter:
         self._live = rich.live.Live(console=console, auto_refresh=False)
         self._live.start()
 
-    def show(self, line: Line) -> None:
+    def show(self, line: ReportLine) -> None:
         self._live.update(make_table(line), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-def render_table(line: Line, *, num_columns: int) -> list[bytes]:
+def render_table(line: ReportLine, *, num_columns: int) -> list[bytes]:
     """Returns the rows of the table as they are written to a terminal."""
     import rich.console
 
@@ -188,7 +188,7 @@ def render_table(line: Line, *, num_columns: int) -> list[bytes]:
     return file.getvalue().encode().splitlines()
 
 
-def make_table(line: Line) -> Any:
+def make_table(line: ReportLine) -> Any:
     """Returns a line of the report as a table of rich."""
     import rich.table
 

@@ -16,7 +16,7 @@ _SLOT_BYTES = 64
 _MOST = 1 << 60
 
 
-class Progress(NamedTuple):
+class ServerProgress(NamedTuple):
     """How far a server is."""
 
     version: Version
@@ -37,14 +37,14 @@ class ProgressFile:
           OSError: it cannot be opened.
         """
         self.damage = ""  # what is wrong with it.
-        # Of another account, a link may lead to a file of this one.
+        # A link made by another account could lead to a file of this account.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o644)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         data = os.pread(self._descriptor, 2 * _SLOT_BYTES + 1, 0)
         slots = [_decode(data[i * _SLOT_BYTES :][:_SLOT_BYTES]) for i in range(2)]
         whole = [slot for slot in slots if slot is not None]
-        self.found = max(whole, default=Progress(Version(), 0))
+        self.found = max(whole, default=ServerProgress(Version(), 0))
         self._next = 1 if slots[0] == self.found else 0
         if data and not whole:
             self.damage = f"its {len(data)} bytes do not have their checksum"
@@ -55,7 +55,7 @@ class ProgressFile:
         """Closes the file."""
         self._close()
 
-    def write(self, progress: Progress) -> None:
+    def write(self, progress: ServerProgress) -> None:
         """Writes how far the server is; on a disk that is full, the file stays."""
         self.found = progress
         record = _RECORD.pack(*_fields(progress))
@@ -69,11 +69,11 @@ class ProgressFile:
             self._next ^= 1
 
 
-def _fields(progress: Progress) -> tuple[int, int, int]:
+def _fields(progress: ServerProgress) -> tuple[int, int, int]:
     return progress.version.epoch, progress.version.count, progress.common
 
 
-def _decode(slot: bytes) -> Progress | None:
+def _decode(slot: bytes) -> ServerProgress | None:
     end = _RECORD.size + _CHECKSUM.size
     if len(slot) != _SLOT_BYTES or any(slot[end:]):
         return None
@@ -83,4 +83,4 @@ def _decode(slot: bytes) -> Progress | None:
     epoch, count, common = _RECORD.unpack(record)
     if not all(0 <= x <= _MOST for x in (epoch, count, common)):
         return None
-    return Progress(Version(epoch, count), common)
+    return ServerProgress(Version(epoch, count), common)

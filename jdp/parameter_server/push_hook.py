@@ -15,7 +15,7 @@ import numpy as np
 
 from jdp.hooks import CommHook
 from jdp.parameter_server import shards
-from jdp.parameter_server.shards import Layout
+from jdp.parameter_server.shards import MemoryLayout
 from jdp.trees.buckets import BucketAval
 from jdp.types import PyTree
 
@@ -67,7 +67,7 @@ class _Player(_Recorder):
         return self._left.pop(0)
 
 
-class _Codec:
+class _HookCodec:
     """Encoder and decoder of a hook, for buckets of given shapes."""
 
     def __init__(self, hook: CommHook, avals: Sequence[BucketAval]) -> None:
@@ -124,10 +124,10 @@ class Compressor:
           ValueError: what the hook returns is not made of what it sends alone.
         """
         _check_is_made_of_what_it_sends(hook, avals)
-        self._codec = codec = _Codec(hook, avals)
+        self._codec = codec = _HookCodec(hook, avals)
         zeros = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         sent, _, _ = jax.eval_shape(lambda x: codec.encode(x, codec.init()), zeros)
-        self.layout: Layout = shards.make_layout(sent)
+        self.layout: MemoryLayout = shards.make_layout(sent)
         self._unpack = jax.jit(codec.decode)
 
     def init(self) -> PyTree:
@@ -149,7 +149,10 @@ class Compressor:
 
 
 def open_payload(
-    payload: Any, is_compressed: bool, layout: Layout, compressor: Compressor | None
+    payload: Any,
+    is_compressed: bool,
+    layout: MemoryLayout,
+    compressor: Compressor | None,
 ) -> list[Any]:
     """Returns the buckets of a push, without a copy where they are not compressed."""
     if not is_compressed:
@@ -168,7 +171,7 @@ def _check_is_made_of_what_it_sends(
     """
     rng = np.random.default_rng(0)
     small = [BucketAval([(min(64, a.size),)], a.dtype) for a in avals]
-    codec = _Codec(hook, small)
+    codec = _HookCodec(hook, small)
     x = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in small]
 
     def run(x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -178,7 +181,7 @@ def _check_is_made_of_what_it_sends(
     try:
         pairs = zip(*jax.jit(run)(x), strict=True)
         same = all(np.allclose(a, b, rtol=1e-2) for a, b in pairs)
-        same = same and not _Codec(hook, avals).sends_what_it_received()
+        same = same and not _HookCodec(hook, avals).sends_what_it_received()
     except (NotImplementedError, IndexError):
         same = False
     if not same:

@@ -10,7 +10,7 @@ _MOST_WORKERS = 4096  # whose last line is remembered.
 _logger = logging.getLogger("jdp")
 
 
-class Refusals:
+class PeerRefusals:
     """Counts them, with a log that they cannot flood."""
 
     def __init__(self, who: str):

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from jdp.parameter_server.messages import (
     Apply,
     Discard,
-    Entry,
-    Follow,
+    FollowerStatus,
+    LogEntry,
     Restore,
     Settled,
     Version,
@@ -18,7 +18,9 @@ class NoCheckpointError(RuntimeError):
 
 
 def find_common(
-    own: Sequence[int], followers: Mapping[int, Follow], runs: Sequence[bytes] = ()
+    own: Sequence[int],
+    followers: Mapping[int, FollowerStatus],
+    runs: Sequence[bytes] = (),
 ) -> int:
     """Returns the count of the newest checkpoint that all servers have.
 
@@ -59,7 +61,7 @@ def find_common(
     )
 
 
-def settle(version: Version, entry: Entry) -> tuple[Version, dict[bytes, Settled]]:
+def settle(version: Version, entry: LogEntry) -> tuple[Version, dict[bytes, Settled]]:
     """Returns the version after an entry, and the pushes that it settles."""
     match entry:
         case Restore():

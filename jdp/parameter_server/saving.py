@@ -61,19 +61,19 @@ class Saver:
         return self._checkpoints is None or self.asked >= version
 
     def save(
-        self, version: Version, settled: dict[bytes, Settled], lead: bytes
+        self, version: Version, settled: dict[bytes, Settled], leader: bytes
     ) -> bool:
         """Writes a checkpoint; returns whether there is one more.
 
         Args:
           version: of the parameters.
           settled: see `checkpoint_files.write`.
-          lead: the server 0 that let it be written; with the epoch, the run.
+          leader: the server 0 that let it be written; with the epoch, the run.
         """
         self.asked = version
         if self._checkpoints is None:
             return False
-        run = f"{lead.hex()}.{version.epoch}"
+        run = f"{leader.hex()}.{version.epoch}"
         return self._checkpoints.save(version, self._updater.save(), settled, run)
 
     def restore(self, version: Version, before: Version) -> dict[bytes, Settled] | None:

@@ -1,4 +1,4 @@
-"""Server: holds parameters, and updates them with what workers push."""
+"""Server: how does a process hold parameters, and update them with pushes?"""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from jdp.parameter_server import (
 )
 from jdp.parameter_server.checkpoints import Checkpoints
 from jdp.parameter_server.keys import Place
-from jdp.parameter_server.leader_options import LeadOptions
+from jdp.parameter_server.leader_options import LeaderOptions
 from jdp.parameter_server.metrics import Report
 from jdp.parameter_server.modes import Mode
 from jdp.parameter_server.push_hook import Compressor
@@ -36,20 +36,21 @@ class ServerOptions:
     """Options of servers; the same on all of them.
 
     Attributes:
-      lease_s: after how many seconds of silence a worker is left out; it may come back.
-      start_timeout_s: how long the first synchronous round waits for
-        `Place.num_workers`, in seconds; and how long, when all others have left,
-        servers wait for a worker that is silent.
-      checkpoint_dir: folder for checkpoints, on a disk that outlives the process; None:
-        none are made, and a server that is killed takes the parameters with it.
-      checkpoint_every: updates from one checkpoint to the next; 0: only at SIGTERM.
-      nonfinite: what becomes of gradients with NaN or infinity: "reject" drops and
-        counts them, "apply" does not look.
+      lease_s: seconds of silence after which a worker is left out; it may come back.
+      start_timeout_s: longest wait of the first synchronous round for
+        `Place.num_workers` workers, in seconds. Also the longest wait for a silent
+        worker after all others have left.
+      checkpoint_dir: folder for checkpoints, on a disk that outlives the process. None:
+        no checkpoints; the parameters of a killed server are lost.
+      checkpoint_every: updates from one checkpoint to the next; 0: only at SIGTERM and
+        at the end.
+      nonfinite: "reject" drops and counts gradients with NaN or infinity; "apply"
+        applies them.
       hook: the communication hook that workers push through; None: none of them uses
         one.
-      report: what server 0 shows each second: a live "table", lines of "json" on
-        stdout, or ""; None: what `jdp launch` was told, `--table` or `--json`.
-      device: where updates are made; None: the first one of this process.
+      report: report of server 0, every second: a live "table", lines of "json" on
+        stdout, or "" for none; None: as `--table` or `--json` of `jdp launch` say.
+      device: the device for updates; None: the first device of this process.
     """
 
     lease_s: float = 10.0
@@ -62,7 +63,6 @@ class ServerOptions:
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        """Checks every option."""
         for name in ("lease_s", "start_timeout_s"):
             option_checks.check_seconds(name, getattr(self, name))
         every = option_checks.check_count("checkpoint_every", self.checkpoint_every, 0)
@@ -98,50 +98,37 @@ class Server:
         place: Place | None = None,
         options: ServerOptions | None = None,
     ):
-        """Takes the parameters that are this server's, and listens.
+        """Puts this server's share of the parameters on its device, and listens.
 
         Args:
-          params: all parameters, with the values to begin with; those of the workers
-            are not read.
-          tx: updates the parameters. With several servers, of each leaf by itself.
+          params: all parameters, with their initial values.
+          tx: the optimizer. With several servers, it must update each leaf without
+            looking at the others.
           mode: `sync()` by default, `asynchronous()` or `bounded(staleness=)`.
-          place: which server this is; None: what `jdp launch` says.
-          options: the same on all servers.
+          place: index and addresses of the servers; None: as `jdp launch` has set them.
+          options: options, the same on all servers.
 
         Raises:
-          RuntimeError: there is no place, no key file, no memory, or somebody else
+          RuntimeError: there is no place, key file or memory, or another process
             listens at the address.
-          TypeError: a parameter is not of a floating dtype, an argument is of
-            another type, or the optimizer needs more than `staleness=`.
+          TypeError: a parameter does not have a floating dtype, an argument has the
+            wrong type, or the optimizer needs more arguments than `staleness=`.
           ValueError: `mode` waits for no worker, the hook cannot compress a push, or
-            the optimizer does not work on leaves one by one, and there are several
-            servers.
+            there are several servers and the optimizer mixes leaves.
         """
-        # Here: users of the types alone must not wait for zmq.
+        # Imported here: users of the types alone must not wait for zmq.
         from jdp.parameter_server import service, sockets
 
-        place = Place.from_environ() if place is None else place
-        options = ServerOptions() if options is None else options
-        option_checks.check_is("place", place, Place, "a `Place` or None")
-        option_checks.check_is(
-            "options", options, ServerOptions, "`ServerOptions(...)`"
-        )
-        option_checks.check_optimizer(tx)
-        if place.role != "server":
-            raise ValueError(
-                f"`place` is that of a {place.role}. Make a `Server` where its role is "
-                '"server", and a `Worker` elsewhere.'
-            )
+        place, options = _check_arguments(place, options, tx)
         mode = modes.sync() if mode is None else mode
-        num_servers = len(place.addresses)
         modes.check_num_workers(mode, place.num_workers)
-        plan = shards.plan_shards(params, num_servers)
+        plan = shards.plan_shards(params, len(place.addresses))
         by_leaf.check_is_by_leaf(tx, params, plan)
         checkpoints = None
         if options.checkpoint_dir is not None:
-            checkpoints = Checkpoints(options.checkpoint_dir, place.index, num_servers)
-        hook = options.hook
-        shard = plan.of_server[place.index]
+            folder = options.checkpoint_dir
+            checkpoints = Checkpoints(folder, place.index, len(place.addresses))
+        shard, hook = plan.of_server[place.index], options.hook
         compressor = None if hook is None else Compressor(hook, shard.avals)
         packed = 0 if compressor is None else compressor.layout.num_bytes
         most_bytes = max(shard.layout.num_bytes, packed)
@@ -149,59 +136,37 @@ class Server:
         address = place.addresses[place.index]
         descriptors.raise_limit()
         socket = sockets.ServerSocket(address, found, most_bytes=most_bytes)
-        with _closed_unless_well(socket):
-            device = options.device or jax.local_devices()[0]
+        self._index = place.index
+        with _refusing_on_failure(socket):
+            self._device = device = options.device or jax.local_devices()[0]
             with explaining_memory(place.index, device):
                 updater = updates.Updater(params, tx, plan, place.index, device)
-                # The number of pushes an update is mostly made of.
-                is_sync = isinstance(mode, modes.Sync)
-                num_pushes = (place.num_workers or 1) if is_sync else 1
-                updater.warm_up(max(1, num_pushes - (mode.backup if is_sync else 0)))
+                updater.warm_up(_find_usual_num_pushes(mode, place.num_workers))
             saver = saving.Saver(place.index, updater, checkpoints)
-        report = options.report
-        if report is None:
-            report = os.environ.get(keys.REPORT, "")
-        self._device = device
-        self._index = place.index
         self._service = service.Service(
             place,
             plan,
-            service.Parts(
-                socket,
-                updater,
-                compressor,
-                saver,
-            ),
-            LeadOptions(
-                mode=mode,
-                num_servers=num_servers,
-                num_workers=place.num_workers,
-                lease_s=options.lease_s,
-                start_timeout_s=options.start_timeout_s,
-                checkpoint_every=options.checkpoint_every,
-                nonfinite=options.nonfinite,
-                launch=os.environ.get(environment.LAUNCH_ID, ""),
-            ),
+            service.ServiceParts(socket, updater, compressor, saver),
+            _make_leader_options(mode, place, options),
             service.ServiceOptions(
                 hook_name="" if hook is None else hook.name,
-                report=report if report in ("table", "json") else "",
+                report=_find_report(options),
                 keys=found,
             ),
         )
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Events so far, as a line of the report; on server 0."""
+        """Counts of events so far, as one line of the report; complete on server 0."""
         return dict(self._service.summarize())
 
     def serve(self) -> None:
-        """Serves until all workers have left, SIGTERM, or `stop`.
+        """Serves until all `Place.num_workers` workers have left, SIGTERM, or `stop`.
 
-        With `Place.num_workers` it also returns when so many workers came and all have
-        left. At SIGTERM, in the main thread, a checkpoint is written first.
+        At SIGTERM, in the main thread, a checkpoint is written first.
 
         Raises:
-          RuntimeError: this server has no memory left; the workers get it too.
+          RuntimeError: this server has no memory left. Workers raise the same error.
         """
         with _stopping_at_sigterm(self), explaining_memory(self._index, self._device):
             self._service.run()
@@ -211,9 +176,57 @@ class Server:
         self._service.stop()
 
 
+def _check_arguments(
+    place: Place | None,
+    options: ServerOptions | None,
+    tx: optax.GradientTransformation,
+) -> tuple[Place, ServerOptions]:
+    """Returns place and options of a server, with defaults filled in."""
+    place = Place.from_environ() if place is None else place
+    options = ServerOptions() if options is None else options
+    option_checks.check_is("place", place, Place, "a `Place` or None")
+    option_checks.check_is("options", options, ServerOptions, "`ServerOptions(...)`")
+    option_checks.check_optimizer(tx)
+    if place.role != "server":
+        raise ValueError(
+            f'`place` has the role "{place.role}". Make a `Server` where the role is '
+            '"server", and a `Worker` elsewhere.'
+        )
+    return place, options
+
+
+def _find_usual_num_pushes(mode: Mode, num_workers: int | None) -> int:
+    """Returns the number of pushes that most updates are made of."""
+    if not isinstance(mode, modes.Sync):
+        return 1
+    return max(1, (num_workers or 1) - mode.backup)
+
+
+def _find_report(options: ServerOptions) -> Report:
+    report = options.report
+    if report is None:
+        report = os.environ.get(keys.REPORT, "")
+    return report if report in ("table", "json") else ""
+
+
+def _make_leader_options(
+    mode: Mode, place: Place, options: ServerOptions
+) -> LeaderOptions:
+    return LeaderOptions(
+        mode=mode,
+        num_servers=len(place.addresses),
+        num_workers=place.num_workers,
+        lease_s=options.lease_s,
+        start_timeout_s=options.start_timeout_s,
+        checkpoint_every=options.checkpoint_every,
+        nonfinite=options.nonfinite,
+        launch=os.environ.get(environment.LAUNCH_ID, ""),
+    )
+
+
 @contextlib.contextmanager
 def explaining_memory(index: int, device: Device) -> Iterator[None]:
-    """Says which server has no memory left, in place of how XLA does."""
+    """Replaces an out-of-memory error of XLA by one that names the server."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -221,13 +234,13 @@ def explaining_memory(index: int, device: Device) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"Server {index} is out of memory on {device}: {error}\nParameters, "
-            "optimizer state and one gradient a worker must fit. Start more servers, "
-            "or take an optimizer with a smaller state."
+            "optimizer state and one gradient per worker must fit. Start more servers, "
+            "or use an optimizer with a smaller state."
         ) from error
 
 
 @contextlib.contextmanager
-def _closed_unless_well(socket: Any) -> Iterator[None]:
+def _refusing_on_failure(socket: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -240,7 +253,7 @@ def _stopping_at_sigterm(server: Server) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signals = (signal.SIGTERM, signal.SIGINT)  # `jdp launch` hands an interrupt on.
+    signals = (signal.SIGTERM, signal.SIGINT)  # `jdp launch` forwards an interrupt.
     old = [signal.signal(signum, lambda *_: server.stop()) for signum in signals]
     try:
         yield

@@ -6,41 +6,41 @@ from typing import Any
 
 from jdp.parameter_server import messages
 from jdp.parameter_server.messages import Failed
-from jdp.parameter_server.shared_memory_lane import Lane
+from jdp.parameter_server.shared_memory_lane import SharedMemoryLane
 from jdp.parameter_server.sockets import ServerSocket
 
-MOST_SESSIONS = 4096  # as many as a replica remembers.
+MOST_SESSIONS = 4096  # as many as a follower remembers.
 _FAREWELL_S = 0.5
 _TICK_S = 0.1
 
 
 @dataclasses.dataclass
-class Session:
+class WorkerSession:
     """A worker that has said hello."""
 
     route: bytes
     worker: int
-    lane: Lane | None
+    shared_memory: SharedMemoryLane | None
 
 
-class Sessions:
+class WorkerSessions:
     """Those that take part, and where others are that hear how it ends."""
 
     def __init__(self, socket: ServerSocket):
         """Begins without any."""
         self._socket = socket
-        self._of_name: dict[bytes, Session] = {}
+        self._of_name: dict[bytes, WorkerSession] = {}
         self._outside: dict[bytes, None] = {}  # routes: not let in, or left out.
 
     def __len__(self) -> int:
         """Returns the number of those that take part."""
         return len(self._of_name)
 
-    def get(self, name: bytes) -> Session | None:
+    def get(self, name: bytes) -> WorkerSession | None:
         """Returns one that takes part."""
         return self._of_name.get(name)
 
-    def add(self, name: bytes, session: Session) -> None:
+    def add(self, name: bytes, session: WorkerSession) -> None:
         """Lets one take part.
 
         Raises:
@@ -67,7 +67,7 @@ class Sessions:
         if len(self._outside) > MOST_SESSIONS:
             del self._outside[next(iter(self._outside))]
 
-    def send(self, session: Session, message: Any, payload: Any = None) -> None:
+    def send(self, session: WorkerSession, message: Any, payload: Any = None) -> None:
         """Sends to one that takes part."""
         self._socket.send(session.route, messages.encode(message), payload)
 

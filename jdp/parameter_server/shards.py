@@ -20,7 +20,7 @@ _BUCKETS_A_SERVER = 8  # so that servers can have about the same bytes.
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """Where arrays lie in one piece of memory, one after the other."""
 
     avals: tuple[jax.ShapeDtypeStruct, ...]
@@ -37,7 +37,7 @@ class Layout:
         ]
 
 
-def make_layout(avals: Sequence[Any]) -> Layout:
+def make_layout(avals: Sequence[Any]) -> MemoryLayout:
     """Lays arrays with a shape and a dtype side by side."""
     offsets, end = [], 0
     for aval in avals:
@@ -45,7 +45,7 @@ def make_layout(avals: Sequence[Any]) -> Layout:
         size = math.prod(aval.shape) * aval.dtype.itemsize
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    return Layout(tuple(plain), tuple(offsets), end)
+    return MemoryLayout(tuple(plain), tuple(offsets), end)
 
 
 def make_memory(num_bytes: int) -> np.ndarray:
@@ -64,7 +64,7 @@ class Shard:
 
     buckets: tuple[tuple[int, ...], ...]  # leaf indices, in packing order.
     avals: tuple[BucketAval, ...]  # of the packed buckets.
-    layout: Layout  # of the buckets.
+    layout: MemoryLayout  # of the buckets.
 
     @property
     def leaves(self) -> tuple[int, ...]:

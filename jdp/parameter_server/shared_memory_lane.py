@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 
-from jdp.parameter_server.messages import LaneOffer
+from jdp.parameter_server.messages import SharedMemoryOffer
 
 _TOKEN_BYTES = 16
 _HEADER_BYTES = 4096
@@ -21,7 +21,7 @@ _PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
-class Lane:
+class SharedMemoryLane:
     """Memory that a worker and a server share."""
 
     def __init__(self, mapped: mmap.mmap, num_bytes: int):
@@ -31,10 +31,10 @@ class Lane:
         self.pulled = whole[_HEADER_BYTES + num_bytes :]
 
 
-class LaneFile:
-    """Open offer of a lane, for a server that comes or comes back."""
+class SharedMemoryFile:
+    """Open offer of a shared_memory, for a server that comes or comes back."""
 
-    def __init__(self, descriptor: int, offer: LaneOffer):
+    def __init__(self, descriptor: int, offer: SharedMemoryOffer):
         """Use `make_lane`."""
         self._descriptor = descriptor
         self.offer = offer
@@ -44,7 +44,7 @@ class LaneFile:
         os.close(self._descriptor)
 
 
-def make_lane(num_bytes: int) -> tuple[Lane, LaneFile] | None:
+def make_lane(num_bytes: int) -> tuple[SharedMemoryLane, SharedMemoryFile] | None:
     """Makes memory for `num_bytes` in each direction; None where that cannot be."""
     if not hasattr(os, "memfd_create") or num_bytes == 0:
         return None
@@ -62,12 +62,12 @@ def make_lane(num_bytes: int) -> tuple[Lane, LaneFile] | None:
         return None
     mapped[:_TOKEN_BYTES] = token
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return Lane(mapped, num_bytes), LaneFile(
-        descriptor, LaneOffer(path, token, num_bytes)
+    return SharedMemoryLane(mapped, num_bytes), SharedMemoryFile(
+        descriptor, SharedMemoryOffer(path, token, num_bytes)
     )
 
 
-def open_lane(offer: LaneOffer, *, least_bytes: int) -> Lane | None:
+def open_lane(offer: SharedMemoryOffer, *, least_bytes: int) -> SharedMemoryLane | None:
     """Opens what a worker offers; None if it is on another host, or is not right.
 
     Args:
@@ -99,7 +99,7 @@ def open_lane(offer: LaneOffer, *, least_bytes: int) -> Lane | None:
         os.close(descriptor)
     if mapped[:_TOKEN_BYTES] != offer.token:
         return None
-    return Lane(mapped, num_bytes)
+    return SharedMemoryLane(mapped, num_bytes)
 
 
 def _is_ours(found: os.stat_result, size: int) -> bool:

@@ -20,7 +20,7 @@ from jdp.types import Device, PyTree
 _MOST_FORMS = 4
 
 
-class _State(NamedTuple):
+class _UpdaterState(NamedTuple):
     """State that an update changes."""
 
     params: PyTree  # the leaves of this server; `optax.MaskedNode` for the others.
@@ -150,7 +150,7 @@ class Updater:
             jax.ShapeDtypeStruct((), jnp.int32),
         )
 
-    def _find_forms(self) -> list[_State]:
+    def _find_forms(self) -> list[_UpdaterState]:
         """Returns shapes and dtypes of the state at first, and after each update.
 
         An update may change them at first, as that of parameters of two dtypes may; the
@@ -171,13 +171,13 @@ class Updater:
             "checkpoint fits it. Take an optimizer whose state keeps them."
         )
 
-    def _begin(self, params: PyTree) -> _State:
+    def _begin(self, params: PyTree) -> _UpdaterState:
         own = self._plan.find_parts(params, self._server)
         # A copy: the first update donates it.
         own = jax.tree.map(lambda x: jax.device_put(np.array(x), self._device), own)
         with jax.default_device(self._device):
             opt_state = jax.tree.map(jnp.array, self._tx.init(own))
-        return _State(own, opt_state)
+        return _UpdaterState(own, opt_state)
 
     def _find_leaves(self) -> list[Any]:
         """The leaves of the whole tree; None for those of other servers."""
@@ -187,11 +187,11 @@ class Updater:
 
     def _make_update(
         self,
-        state: _State,
+        state: _UpdaterState,
         pushes: tuple[tuple[jax.Array, ...], ...],
         weights: jax.Array,
         staleness: jax.Array,
-    ) -> _State:
+    ) -> _UpdaterState:
         means = [_mean(column, weights) for column in zip(*pushes, strict=True)]
         leaves: list[Any] = [optax.MaskedNode()] * len(self._plan.plan.leaves)
         for bucket, mean in zip(self._shard.buckets, means, strict=True):
@@ -204,7 +204,7 @@ class Updater:
             self._tx, grads, state.opt_state, state.params, staleness
         )
         params: Any = optax.apply_updates(state.params, updates)
-        return _State(params, opt_state)
+        return _UpdaterState(params, opt_state)
 
 
 def _is_alike(one: PyTree, other: PyTree) -> bool:

@@ -12,17 +12,20 @@ import jax
 import msgspec
 
 from jdp.join import batch_spec, lockstep, lockstep_checks
-from jdp.join.batch_spec import LeafSpec, Spec
+from jdp.join.batch_spec import BatchLeafSpec, BatchSpec
 from jdp.join.lockstep import Announcement, Decision
 from jdp.replicas import wire
 from tests.runtime.transport_fuzz import mutate
 
 GOOD = [
-    Spec("PyTreeDef(*)", b'"*"', (LeafSpec("(root)", "float32", (2,)),)),
-    Spec(
+    BatchSpec("PyTreeDef(*)", b'"*"', (BatchLeafSpec("(root)", "float32", (2,)),)),
+    BatchSpec(
         "PyTreeDef({'a': *, 'b': [*, None]})",
         b'["dict",["a","b"],"*",["list","*",null]]',
-        (LeafSpec("['a']", "bfloat16", ()), LeafSpec("['b'][0]", "key<rbg>", (1,))),
+        (
+            BatchLeafSpec("['a']", "bfloat16", ()),
+            BatchLeafSpec("['b'][0]", "key<rbg>", (1,)),
+        ),
     ),
 ]
 _INTS = [0, 1, 2, 3, 8, -1, 1 << 31, 1 << 62, -(1 << 63), (1 << 64) - 1]
@@ -116,7 +119,7 @@ def fuzz_announcements(rng, num_messages):
     for i in range(num_messages):
         if is_over or i % 200 == 0:
             state = lockstep.start_coordinator(2, timeout_s=100.0)
-            own = lockstep.Member(prefetch=4)
+            own = lockstep.MemberState(prefetch=4)
             own = lockstep.read(own, (2,), ((0, GOOD[0]),))
         own = lockstep.read(own, (1,))
         own, mine = lockstep.announce(own)
@@ -173,7 +176,7 @@ def fuzz_specs(rng, num_messages):
     """The structure and the zeros of a batch; returns how many could be made."""
     num_good = 0
     for _ in range(num_messages):
-        spec = _decode(rng, draw_spec(rng), Spec)
+        spec = _decode(rng, draw_spec(rng), BatchSpec)
         if spec is None or batch_spec.find_fault(spec) is not None:
             continue
         treedef = batch_spec.find_treedef(spec, [])

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jdp.join import lockstep
-from jdp.join.batch_spec import LeafSpec, Spec
+from jdp.join.batch_spec import BatchLeafSpec, BatchSpec
 
 SPECS = [
-    Spec("PyTreeDef(*)", b'"*"', (LeafSpec("(root)", "float32", (width,)),))
+    BatchSpec("PyTreeDef(*)", b'"*"', (BatchLeafSpec("(root)", "float32", (width,)),))
     for width in (1, 2, 3)
 ]
 
@@ -94,7 +94,7 @@ class _Process:
     ).split()
 
     def __init__(self, job: Job, index: int):
-        self.member = lockstep.Member(prefetch=job.prefetch[index])
+        self.member = lockstep.MemberState(prefetch=job.prefetch[index])
         self.sizes = job.sizes[index]
         self.read_s = job.read_s[index]
         self.fails_at = job.fails_at.get(index)
@@ -108,7 +108,7 @@ class _Process:
         self.iterations: list[int] = []
         self.decided: list[tuple[int, int]] = []
         self.proposal = None
-        self.specs: list[Spec] = []
+        self.specs: list[BatchSpec] = []
 
 
 class Simulation:

@@ -159,12 +159,12 @@ def test_keys_of_random_numbers_are_padded_as_keys():
     ],
 )
 def test_a_spec_that_no_batch_has_is_named(leaves, message):
-    leaves = tuple(batch_spec.LeafSpec(*leaf) for leaf in leaves)
-    fault = batch_spec.find_fault(batch_spec.Spec("PyTreeDef(*)", None, leaves))
+    leaves = tuple(batch_spec.BatchLeafSpec(*leaf) for leaf in leaves)
+    fault = batch_spec.find_fault(batch_spec.BatchSpec("PyTreeDef(*)", None, leaves))
     assert message in fault and len(fault) < 1000
 
 
 def test_a_structure_with_other_leaves_than_the_spec_is_not_known():
     spec = _spec({"a": X})
-    wrong = batch_spec.Spec(spec.structure, b'["list","*","*"]', spec.leaves)
+    wrong = batch_spec.BatchSpec(spec.structure, b'["list","*","*"]', spec.leaves)
     assert batch_spec.find_treedef(wrong, []) is None

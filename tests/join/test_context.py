@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jdp
 from jdp.join import context
-from jdp.join.context import Progress, Task
+from jdp.join.context import JoinTask, ProcessProgress
 from tests import harness
 
 # --- Threads with a store in memory -------------------------------------------------
@@ -395,15 +395,15 @@ def test_a_joinable_outside_of_a_context_is_free():
 @pytest.mark.parametrize(
     "num_shadowed, progress, task",
     [
-        (3, [(3, True), (4, False)], Task("shadow")),
-        (3, [(3, True), (4, True)], Task("shadow")),
-        (3, [(3, True), (3, False), (2, False)], Task("wait", 1)),
-        (3, [(3, True), (1, True)], Task("end")),
-        (0, [(0, True)], Task("end")),
+        (3, [(3, True), (4, False)], JoinTask("shadow")),
+        (3, [(3, True), (4, True)], JoinTask("shadow")),
+        (3, [(3, True), (3, False), (2, False)], JoinTask("wait", 1)),
+        (3, [(3, True), (1, True)], JoinTask("end")),
+        (0, [(0, True)], JoinTask("end")),
     ],
 )
 def test_what_follows_from_how_far_all_are(num_shadowed, progress, task):
-    found = context.next_task(num_shadowed, [Progress(*p) for p in progress])
+    found = context.next_task(num_shadowed, [ProcessProgress(*p) for p in progress])
     assert found == task
 
 
@@ -551,7 +551,12 @@ def test_a_wait_for_another_process_ends_with_its_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "said", [Progress(-1), Progress(10**12), Progress(10**12, is_joined=True)]
+    "said",
+    [
+        ProcessProgress(-1),
+        ProcessProgress(10**12),
+        ProcessProgress(10**12, is_joined=True),
+    ],
 )
 def test_a_progress_that_cannot_be_is_refused(said):
     def run(world):

@@ -8,7 +8,7 @@ import pytest
 
 import jdp
 from jdp.join import early_exit
-from jdp.join.early_exit import Arrived, Notice, Progress, Watch
+from jdp.join.early_exit import DepartureNotice, ExitWatch, LoopProgress, ReceivedNotice
 from jdp.runtime import job_key, store
 from tests import harness, wire_fuzz
 
@@ -16,7 +16,7 @@ LOOP = "the loop over `x`"
 
 
 def _left(process, num_begun, arrived_s=0.0):
-    return Arrived(Notice(process, num_begun), arrived_s)
+    return ReceivedNotice(DepartureNotice(process, num_begun), arrived_s)
 
 
 @pytest.mark.parametrize(
@@ -36,18 +36,18 @@ def test_who_begins_no_further_iteration_is_found(num_begun, notices, expected):
 @pytest.mark.parametrize(
     ("progress", "notices", "now_s", "expected"),
     [
-        (Progress(4, 0.0), [], 1e9, "wait"),
-        (Progress(4, 0.0), [_left(1, 3, 100.0)], 110.0, "wait"),
-        (Progress(4, 0.0), [_left(1, 3, 100.0)], 110.1, "exit"),
+        (LoopProgress(4, 0.0), [], 1e9, "wait"),
+        (LoopProgress(4, 0.0), [_left(1, 3, 100.0)], 110.0, "wait"),
+        (LoopProgress(4, 0.0), [_left(1, 3, 100.0)], 110.1, "exit"),
         # The same iteration: it may have left before its collective.
-        (Progress(3, 0.0), [_left(1, 3, 100.0)], 110.1, "exit"),
-        (Progress(2, 0.0), [_left(1, 3, 100.0)], 1e9, "wait"),
+        (LoopProgress(3, 0.0), [_left(1, 3, 100.0)], 110.1, "exit"),
+        (LoopProgress(2, 0.0), [_left(1, 3, 100.0)], 1e9, "wait"),
         # The iteration began after the notice came.
-        (Progress(3, 105.0), [_left(1, 3, 100.0)], 110.1, "wait"),
-        (Progress(3, 105.0), [_left(1, 3, 100.0)], 115.1, "exit"),
+        (LoopProgress(3, 105.0), [_left(1, 3, 100.0)], 110.1, "wait"),
+        (LoopProgress(3, 105.0), [_left(1, 3, 100.0)], 115.1, "exit"),
         # Not in an iteration yet.
-        (Progress(0, 0.0), [_left(1, 0, 100.0)], 1e9, "wait"),
-        (Progress(4, 0.0), [_left(2, 9), _left(1, 3, 100.0)], 110.1, "exit"),
+        (LoopProgress(0, 0.0), [_left(1, 0, 100.0)], 1e9, "wait"),
+        (LoopProgress(4, 0.0), [_left(2, 9), _left(1, 3, 100.0)], 110.1, "exit"),
     ],
 )
 def test_a_process_is_ended_when_it_may_hang(progress, notices, now_s, expected):
@@ -61,7 +61,7 @@ def _threads():
 
 def test_a_process_that_leaves_alone_is_named_by_the_others():
     def fn(world):
-        watch = Watch(world, "d", loop=LOOP)
+        watch = ExitWatch(world, "d", loop=LOOP)
         if world.process_index == 1:
             watch.begin()
             watch.begin()
@@ -92,7 +92,7 @@ def test_a_process_that_leaves_alone_is_named_by_the_others():
 
 def test_all_leave_at_the_same_iteration():
     def fn(world):
-        watch = Watch(world, "d", loop=LOOP)
+        watch = ExitWatch(world, "d", loop=LOOP)
         for _ in range(3):
             watch.begin()
         time.sleep(0.3 * world.process_index)
@@ -103,7 +103,7 @@ def test_all_leave_at_the_same_iteration():
 
 def test_closing_is_quick_and_leaves_no_thread():
     def fn(world):
-        watch = Watch(world, "d", loop=LOOP)
+        watch = ExitWatch(world, "d", loop=LOOP)
         watch.begin()
         start_s = time.monotonic()
         watch.close()
@@ -118,7 +118,7 @@ def test_closing_is_quick_and_leaves_no_thread():
 
 
 def test_a_process_that_is_alone_has_no_thread():
-    watch = Watch(harness.local_world(1), "d", loop=LOOP)
+    watch = ExitWatch(harness.local_world(1), "d", loop=LOOP)
     assert not _threads()
     watch.begin()
     watch.leave()
@@ -137,7 +137,7 @@ def test_a_notice_that_a_stranger_deletes_is_posted_again(what):
     directory = f"d/{what}".removesuffix("/")
 
     def fn(world):
-        watch = Watch(world, "d", loop=LOOP)
+        watch = ExitWatch(world, "d", loop=LOOP)
         watch.begin()
         if world.process_index == 1:
             # What wakes the others is deleted before they look, as after a forged one.
@@ -167,7 +167,7 @@ def test_a_notice_that_a_stranger_deletes_is_posted_again(what):
 
 
 def _end_keepers():
-    for keeper in list(early_exit._Keeper._of_store.values()):
+    for keeper in list(early_exit._NoticeKeeper._of_store.values()):
         keeper._end()
     assert "jdp-departures-keeper" not in [t.name for t in threading.enumerate()]
 
@@ -201,29 +201,31 @@ def test_a_wait_with_a_forged_wake_key_ends_when_a_process_leaves():
     )
     client.values["d/wake/0"] = b"forged" * 10
     client.values["d/left/1"] = b"forged" * 10
-    waiting = Watch(first, "d", loop=LOOP)
+    waiting = ExitWatch(first, "d", loop=LOOP)
     waiting.begin()
     time.sleep(0.2)
     assert not waiting._notices
-    leaving = Watch(second, "d", loop=LOOP)
+    leaving = ExitWatch(second, "d", loop=LOOP)
     leaving.leave("it had enough")
     for key in ("d/wake/0", "d/left/1"):
         client.values[key] = b"forged" * 10
     _wait_for(lambda: waiting._notices)
-    assert waiting._notices[0].notice == Notice(1, 0, "it had enough")
+    assert waiting._notices[0].notice == DepartureNotice(1, 0, "it had enough")
     waiting.close()
     _end_keepers()
 
 
 def test_what_wakes_is_a_notice_of_another_process():
     def fn(world):
-        watch = Watch(world, "d", loop=LOOP)
+        watch = ExitWatch(world, "d", loop=LOOP)
         if world.process_index == 0:
-            for value in (b"x", msgspec.msgpack.encode(Notice(7, 0))):
+            for value in (b"x", msgspec.msgpack.encode(DepartureNotice(7, 0))):
                 watch._take_first(value)
             found = watch._notices
-            watch._take_first(msgspec.msgpack.encode(Notice(0, 1)))  # of itself
-            watch._take_first(msgspec.msgpack.encode(Notice(1, -1)))
+            watch._take_first(
+                msgspec.msgpack.encode(DepartureNotice(0, 1))
+            )  # of itself
+            watch._take_first(msgspec.msgpack.encode(DepartureNotice(1, -1)))
             num_begun = watch._notices[0].notice.num_begun
             watch._notices = ()
             watch.close()
@@ -237,7 +239,7 @@ def test_what_wakes_is_a_notice_of_another_process():
 def _hang_in_a_collective():
     world = jdp.init(timeout_s=2.0)
     total = jax.jit(lambda x: x.sum())
-    watch = Watch(world, "d", loop=LOOP)
+    watch = ExitWatch(world, "d", loop=LOOP)
     for i in range(4):
         watch.begin()
         if i == 2 and world.process_index == 1:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdp.join import lockstep
-from jdp.join.batch_spec import LeafSpec, Spec
+from jdp.join.batch_spec import BatchLeafSpec, BatchSpec
 from tests.join import lockstep_fuzz
 from tests.join import lockstep_simulation as simulation
 from tests.join.lockstep_simulation import Job, Simulation
@@ -71,7 +71,7 @@ class _Walker:
     """A process whose reader, agent and loop take their turns in any order."""
 
     def __init__(self, job, index):
-        self.member = lockstep.Member(prefetch=job.prefetch[index])
+        self.member = lockstep.MemberState(prefetch=job.prefetch[index])
         self.sizes = job.sizes[index]
         self.specs = dict(job.specs)
         self.num_read = 0
@@ -146,7 +146,9 @@ def test_each_batch_is_seen_once_and_in_order_whoever_takes_a_turn(job, random):
 
 
 def test_messages_survive_the_wire():
-    spec = Spec("PyTreeDef([*])", b'["list","*"]', (LeafSpec("[0]", "int8", (2, 3)),))
+    spec = BatchSpec(
+        "PyTreeDef([*])", b'["list","*"]', (BatchLeafSpec("[0]", "int8", (2, 3)),)
+    )
     announcement = lockstep.Announcement((1, 2), ((0, spec),), True, "E", "no", 1.5)
     decision = lockstep.Decision((1,), ((0, 0),), spec, True, "E", True)
     for message in (announcement, decision):
@@ -167,15 +169,17 @@ def test_messages_survive_the_wire():
 def test_a_process_announces_when_it_is_worth_a_message(
     decided, begun, fresh, expected
 ):
-    member = lockstep.Member(prefetch=4, num_announced=decided, num_decided=decided)
+    member = lockstep.MemberState(
+        prefetch=4, num_announced=decided, num_decided=decided
+    )
     member = lockstep.read(member, (1,) * fresh)
     assert lockstep.has_to_announce(member, begun) is expected
 
 
 def test_a_process_whose_batches_are_undecided_announces_at_once():
-    member = lockstep.Member(prefetch=4, num_announced=2, num_decided=1)
+    member = lockstep.MemberState(prefetch=4, num_announced=2, num_decided=1)
     assert lockstep.has_to_announce(member, 0)
-    assert lockstep.has_to_announce(lockstep.end(lockstep.Member(prefetch=4)), 0)
+    assert lockstep.has_to_announce(lockstep.end(lockstep.MemberState(prefetch=4)), 0)
 
 
 def _decide(*rounds, timeout_s=10.0):

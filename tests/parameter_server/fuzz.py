@@ -29,12 +29,11 @@ from jdp.parameter_server import (
     updates,
 )
 from jdp.parameter_server.client import Client
-from jdp.parameter_server.follower import Replica
-from jdp.parameter_server.leader import Lead
-from jdp.parameter_server.leader_options import LeadOptions
+from jdp.parameter_server.follower import Follower
+from jdp.parameter_server.leader import Leader
+from jdp.parameter_server.leader_options import LeaderOptions
 from jdp.parameter_server.messages import (
-    Follow,
-    Hello,
+    FollowerStatus,
     Leave,
     MessageError,
     Params,
@@ -44,6 +43,7 @@ from jdp.parameter_server.messages import (
     RefusedError,
     Restore,
     Version,
+    WorkerHello,
 )
 from jdp.parameter_server.restoring import NoCheckpointError
 from jdp.parameter_server.sockets import Message
@@ -55,10 +55,11 @@ PLAN = shards.plan_shards(PARAMS, 1)
 LAYOUT = PLAN.of_server[0].layout
 LEAVES = shards.describe_leaves(PLAN.plan)
 SESSIONS = [b"a", b"b", b"c", bytes(16), b"x" * 64]
-TO_SERVER = "Hello Ping Push Pull Leave Follow".split()
-TO_WORKER = "Welcome Who Pong Settled Params Farewell Failed Ended".split()
-ENTRIES = "Apply Discard Hand Forget Save Keep Restore Stop".split()
-TAGS = [*TO_SERVER, *TO_WORKER, *ENTRIES, "Log", "Nonsense"]
+TO_SERVER = "WorkerHello Ping Push Pull Leave FollowerStatus".split()
+TO_WORKER = "Welcome SessionUnknown Pong Settled Params Farewell Failed Ended".split()
+ENTRIES = "Apply Discard HandOut DropSession SaveCheckpoint".split()
+ENTRIES += "KeepCheckpoint Restore Stop".split()
+TAGS = [*TO_SERVER, *TO_WORKER, *ENTRIES, "LeaderLog", "Nonsense"]
 BOMBS = [
     b"\x91" * 5000,
     b"\x81\xa1\xff" * 50,
@@ -122,22 +123,24 @@ def draw_message(rng, tags):
     is_it = rng.random() < 0.5
     found = [tag]
     match tag:
-        case "Hello":
+        case "WorkerHello":
             leaves = LEAVES if rng.random() < 0.7 else [["x", "float32[9]"]]
             where = [0, 1] if rng.random() < 0.7 else [number, number]
-            lane = rng.choice([None, ["/proc/1/fd/1", bytes(16), rng.choice(_INTS)]])
+            shared_memory = rng.choice(
+                [None, ["/proc/1/fd/1", bytes(16), rng.choice(_INTS)]]
+            )
             known = rng.choice([[0, 0], version])
-            found += [session, number, *where, leaves, "", known, lane]
-        case "Ping" | "Leave" | "Forget":
+            found += [session, number, *where, leaves, "", known, shared_memory]
+        case "Ping" | "Leave" | "DropSession":
             found += [session, number]
         case "Push":
             weight = rng.choice([1.0, 2.0, *_FLOATS])
             found += [session, number, version, weight, True, is_it, rng.random() < 0.2]
-        case "Pull" | "Hand":
+        case "Pull" | "HandOut":
             found += [session, number, number]
         case "Welcome":
             found += [version, "sync()", is_it, rng.choice(_FLOATS), is_it]
-        case "Pong" | "Keep":
+        case "Pong" | "KeepCheckpoint":
             found += [number]
         case "Settled":
             found += [number, rng.choice(outcomes), version]
@@ -153,11 +156,11 @@ def draw_message(rng, tags):
             found += [held, [rng.choice([1.0] * 30 + _FLOATS) for _ in held], number]
         case "Restore":
             found += [version]
-        case "Follow":
-            which = [rng.choice([1, 1, 2, 0, -1, 9]), draw_session(rng), b"lead"]
+        case "FollowerStatus":
+            which = [rng.choice([1, 1, 2, 0, -1, 9]), draw_session(rng), b"leader"]
             found += [*which, version[0], number, [0, 3, number], held, is_it]
             found += [[b"r"] * rng.choice([0, 3, 3, 1])]
-        case "Log":
+        case "LeaderLog":
             entries = [draw_message(rng, ENTRIES) for _ in range(rng.randrange(4))]
             first = rng.choice([0, 0, number])
             if rng.random() < 0.5:
@@ -295,7 +298,7 @@ def fuzz_attendance(rng, num_messages):
         data = msgspec.msgpack.encode(dict(zip(_RECORD, record, strict=True)))
         data = mutate(rng, data) if rng.random() < 0.5 else data
         data = rng.choice(BOMBS) if rng.random() < 0.05 else data
-        options = LeadOptions(mode=parameter_server.sync(), num_workers=2, launch="l")
+        options = LeaderOptions(mode=parameter_server.sync(), num_workers=2, launch="l")
         known = attendance.Attendance(options)
         known.load(data)
         num_good += known.has_changed
@@ -337,13 +340,14 @@ def fuzz_lead(rng, num_messages):
             ]
         )
         num_servers = rng.choice([1, 2, 3])
-        lead = Lead(
-            LeadOptions(mode=mode, num_servers=num_servers, checkpoint_every=2), b"lead"
+        leader = Leader(
+            LeaderOptions(mode=mode, num_servers=num_servers, checkpoint_every=2),
+            b"leader",
         )
-        replica, now_s = Replica(), 0.0
-        lead.begin((0,), 0)
+        follower, now_s = Follower(), 0.0
+        leader.set_checkpoints((0,), 0)
         for server in range(1, num_servers):
-            lead.follow(Follow(server, b"f", b"", 0, 0, (0,), ()))
+            leader.update_follower(FollowerStatus(server, b"f", b"", 0, 0, (0,), ()))
         for _ in range(min(500, num_messages - start)):
             try:
                 found = messages.decode(draw_frame(rng, TO_SERVER), messages.to_server)
@@ -353,48 +357,50 @@ def fuzz_lead(rng, num_messages):
             now_s += rng.choice([0.0, 0.1, 1.0])
             try:
                 match found:
-                    case Hello():
-                        lead.join(found.session, found.worker, now_s=now_s)
+                    case WorkerHello():
+                        leader.join(found.session, found.worker, now_s=now_s)
                     case Ping():
-                        lead.hear(found.session, now_s=now_s)
+                        leader.renew_lease(found.session, now_s=now_s)
                     case Push():
-                        if lead.hear(found.session, now_s=now_s):
-                            if replica.hold(found, b""):
-                                lead.push(found)
+                        if leader.renew_lease(found.session, now_s=now_s):
+                            if follower.hold(found, b""):
+                                leader.push(found)
                     case Pull():
-                        lead.pull(found)
+                        leader.pull(found)
                     case Leave():
-                        lead.leave(found.session)
-                    case Follow():
-                        lead.follow(found)
-                for entry in lead.decide(now_s=now_s):
+                        leader.leave(found.session)
+                    case FollowerStatus():
+                        leader.update_follower(found)
+                for entry in leader.decide(now_s=now_s):
                     if isinstance(entry, Restore):
-                        lead.restored({})
-                        lead.begin((0, lead.version.count), lead.version.epoch)
-                    replica.execute(entry)
+                        leader.restored({})
+                        leader.set_checkpoints(
+                            (0, leader.version.count), leader.version.epoch
+                        )
+                    follower.execute(entry)
                 for server in range(1, num_servers):
-                    lead.find_log(server)
-                lead.has_all()
+                    leader.find_log(server)
+                leader.has_all()
             except (MessageError, NoCheckpointError):
                 continue
     return num_good
 
 
-def fuzz_replica(rng, num_messages):
+def fuzz_follower(rng, num_messages):
     """Another server's protocol: any log, and any parts of pushes."""
-    num_good, replica = 0, Replica()
+    num_good, follower = 0, Follower()
     for i in range(num_messages):
         if i % 500 == 0:
-            replica = Replica()
+            follower = Follower()
         try:
             if rng.random() < 0.3:
                 found = messages.decode(draw_frame(rng, TO_SERVER), messages.to_server)
                 if isinstance(found, Push):
-                    replica.hold(found, b"")
+                    follower.hold(found, b"")
                 continue
-            log = messages.decode(draw_frame(rng, ["Log"]), messages.to_follower)
-            for entry in replica.receive(log):
-                done = replica.execute(entry)
+            log = messages.decode(draw_frame(rng, ["LeaderLog"]), messages.to_follower)
+            for entry in follower.receive(log):
+                done = follower.execute(entry)
                 assert all(part.push.sequence > 0 for part in done.parts)
             num_good += 1
         except (MessageError, RefusedError):
@@ -408,7 +414,9 @@ def fuzz_client(rng, num_messages):
     client = None
     for i in range(num_messages):
         if client is None or i % 500 == 0:
-            hellos = [Hello(b"s", 0, k, 2, LEAVES, "", Version(), None) for k in (0, 1)]
+            hellos = [
+                WorkerHello(b"s", 0, k, 2, LEAVES, "", Version(), None) for k in (0, 1)
+            ]
             client = Client(hellos)
         now_s += rng.choice([0.0, 0.1, 1.0])
         try:
@@ -451,8 +459,8 @@ def make_service(mode=None):
     made = service.Service(
         place,
         PLAN,
-        service.Parts(socket, updater, None, saving.Saver(0, updater, None)),
-        LeadOptions(mode=mode or parameter_server.asynchronous(), lease_s=1e6),
+        service.ServiceParts(socket, updater, None, saving.Saver(0, updater, None)),
+        LeaderOptions(mode=mode or parameter_server.asynchronous(), lease_s=1e6),
         service.ServiceOptions(hook_name="", report="", keys=None),
     )
     made._decide()
@@ -462,7 +470,7 @@ def make_service(mode=None):
 def fuzz_service(rng, num_messages):
     """A whole server, with an honest worker beside: its updates, and no others."""
     made, socket = make_service()
-    hello = Hello(b"honest", 0, 0, 1, LEAVES, "", Version(), None)
+    hello = WorkerHello(b"honest", 0, 0, 1, LEAVES, "", Version(), None)
     client = Client([hello])
     ones = np.ones(LAYOUT.num_bytes, np.uint8)
     for view in LAYOUT.views(ones):
@@ -502,7 +510,7 @@ def fuzz_service(rng, num_messages):
             was_pushing = client.is_pushing
             say(client.receive(0, found, now_s=now_s))
             num_pushes += was_pushing and not client.is_pushing
-    assert made._replica.version == Version(1, num_pushes), made._replica.version
+    assert made._follower.version == Version(1, num_pushes), made._follower.version
     assert client.counts["applied"] == num_pushes > num_messages // 1000
     num_good = num_messages - made._refusals.count
     return num_good
@@ -511,7 +519,9 @@ def fuzz_service(rng, num_messages):
 DECODERS = {
     "to a server": lambda rng, n: fuzz_decoder(rng, n, messages.to_server, TO_SERVER),
     "to a worker": lambda rng, n: fuzz_decoder(rng, n, messages.to_worker, TO_WORKER),
-    "to a follower": lambda rng, n: fuzz_decoder(rng, n, messages.to_follower, ["Log"]),
+    "to a follower": lambda rng, n: fuzz_decoder(
+        rng, n, messages.to_follower, ["LeaderLog"]
+    ),
     "keys": fuzz_keys,
     "report": fuzz_report,
     "manifest": fuzz_manifest,
@@ -520,7 +530,7 @@ DECODERS = {
 }
 MACHINES = {
     "server 0's decisions": fuzz_lead,
-    "replica": fuzz_replica,
+    "follower": fuzz_follower,
     "client": fuzz_client,
     "a whole server": fuzz_service,
 }

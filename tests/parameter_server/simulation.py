@@ -4,17 +4,16 @@ from collections import deque
 
 from jdp.parameter_server.checkpoints import find_superfluous
 from jdp.parameter_server.client import Client
-from jdp.parameter_server.follower import Replica
-from jdp.parameter_server.leader import Lead
-from jdp.parameter_server.leader_options import LeadOptions
+from jdp.parameter_server.follower import Follower
+from jdp.parameter_server.leader import Leader
+from jdp.parameter_server.leader_options import LeaderOptions
 from jdp.parameter_server.messages import (
     Apply,
     Ended,
     Farewell,
-    Follow,
-    Hand,
-    Hello,
-    Keep,
+    FollowerStatus,
+    HandOut,
+    KeepCheckpoint,
     Leave,
     Params,
     Ping,
@@ -22,12 +21,13 @@ from jdp.parameter_server.messages import (
     Pull,
     Push,
     Restore,
-    Save,
+    SaveCheckpoint,
+    SessionUnknown,
     Settled,
     Stop,
     Version,
     Welcome,
-    Who,
+    WorkerHello,
 )
 
 
@@ -46,23 +46,23 @@ class SimulatedServer:
 
     def start(self):
         self.incarnation = self.job.rng.randbytes(8)
-        self.replica = Replica()
+        self.follower = Follower()
         self.params = ()
         self.sessions = set()
         self.is_over = False
-        self.lead = None
+        self.leader = None
         if self.index == 0:
-            self.lead = Lead(self.job.options, self.incarnation)
-            self.lead.attendance.load(self.attendance_on_disk)
+            self.leader = Leader(self.job.options, self.incarnation)
+            self.leader.attendance.load(self.attendance_on_disk)
             self.note_checkpoints()
 
     def note_checkpoints(self):
-        if self.lead:
-            self.lead.begin(tuple(self.disk), self.epoch_on_disk)
+        if self.leader:
+            self.leader.set_checkpoints(tuple(self.disk), self.epoch_on_disk)
 
     def note_attendance(self):
-        if self.lead.attendance.has_changed:
-            self.attendance_on_disk = self.lead.attendance.encode()
+        if self.leader.attendance.has_changed:
+            self.attendance_on_disk = self.leader.attendance.encode()
 
     def drop(self, counts):
         for count in list(counts):
@@ -82,22 +82,22 @@ class SimulatedServer:
         """The checkpoint to go back to is not what was written."""
         self.drop({count} & set(self.disk))
         self.note_checkpoints()
-        if self.lead:
-            self.lead.start_over()
+        if self.leader:
+            self.leader.start_over()
         else:
             self.incarnation = self.job.rng.randbytes(8)
-            self.replica.lead = b""
+            self.follower.leader = b""
 
     def hear(self, message, payload=None):
         """A message of a worker."""
         job, session = self.job, message.session
-        if isinstance(message, Hello):
+        if isinstance(message, WorkerHello):
             if self.is_over:
                 self.reply(session, Ended(True))
                 return
-            if self.replica.version.epoch == 0:
+            if self.follower.version.epoch == 0:
                 return
-            if self.lead and not self.lead.join(
+            if self.leader and not self.leader.join(
                 session,
                 message.worker,
                 now_s=job.now_s,
@@ -106,40 +106,42 @@ class SimulatedServer:
                 return
             self.sessions.add(session)
             mode = job.options.mode
-            self.reply(session, Welcome(self.replica.version, str(mode), True, 5, True))
+            self.reply(
+                session, Welcome(self.follower.version, str(mode), True, 5, True)
+            )
             return
-        if isinstance(message, Leave) and self.lead:
-            self.lead.leave(session, now_s=job.now_s)
+        if isinstance(message, Leave) and self.leader:
+            self.leader.leave(session, now_s=job.now_s)
             self.note_attendance()
             self.reply(session, Farewell())
             return
         if session not in self.sessions:
-            self.reply(session, Who())
+            self.reply(session, SessionUnknown())
             return
-        if self.lead and not self.lead.hear(session, now_s=job.now_s):
+        if self.leader and not self.leader.renew_lease(session, now_s=job.now_s):
             self.sessions.discard(session)
-            self.reply(session, Who())
+            self.reply(session, SessionUnknown())
             return
         match message:
             case Ping():
                 if not message.push:
                     self.reply(session, Pong(0))
-                elif self.replica.wants(session, message.push):
+                elif self.follower.wants(session, message.push):
                     self.reply(session, Pong(message.push))
-                elif (s := self.replica.settled.get(session)) is not None:
+                elif (s := self.follower.settled.get(session)) is not None:
                     self.reply(session, s)
             case Push():
-                if self.replica.hold(message, payload) and self.lead:
-                    self.lead.push(message)
+                if self.follower.hold(message, payload) and self.leader:
+                    self.leader.push(message)
             case Pull():
-                self.lead.pull(message)
+                self.leader.pull(message)
 
     def status(self):
-        r = self.replica
-        return Follow(
+        r = self.follower
+        return FollowerStatus(
             self.index,
             self.incarnation,
-            r.lead,
+            r.leader,
             max(r.version.epoch, self.epoch_on_disk),
             r.next_index,
             tuple(self.disk),
@@ -152,10 +154,10 @@ class SimulatedServer:
     def execute(self, entries):
         job = self.job
         for entry in entries:
-            before = self.replica.version
-            done = self.replica.execute(entry)
+            before = self.follower.version
+            done = self.follower.execute(entry)
             self.is_over = isinstance(entry, Stop)
-            assert self.replica.version >= before
+            assert self.follower.version >= before
             match entry:
                 case Apply():
                     assert [p.payload for p in done.parts] == list(entry.pushes)
@@ -170,26 +172,26 @@ class SimulatedServer:
                     self.drop([c for c in self.disk if c > entry.version.count])
                     self.keep(entry.version.count)
                     self.epoch_on_disk = entry.version.epoch
-                    self.replica.restore(table)
-                    if self.lead:
-                        self.lead.restored(table)
+                    self.follower.restore(table)
+                    if self.leader:
+                        self.leader.restored(table)
                     self.note_checkpoints()
                     self.sessions.clear()
                     job.check_params(self)
-                case Save() if not self.is_full:
-                    self.disk[self.replica.version.count] = (
+                case SaveCheckpoint() if not self.is_full:
+                    self.disk[self.follower.version.count] = (
                         self.params,
-                        dict(self.replica.settled),
+                        dict(self.follower.settled),
                     )
-                    self.damaged.discard(self.replica.version.count)
+                    self.damaged.discard(self.follower.version.count)
                     self.keep(self.common)
                     self.note_checkpoints()
-                case Keep():
+                case KeepCheckpoint():
                     assert entry.count in self.disk
                     self.keep(entry.count)
                     self.note_checkpoints()
-                case Hand() if entry.session in self.sessions:
-                    params = Params(entry.pull, self.replica.version, False)
+                case HandOut() if entry.session in self.sessions:
+                    params = Params(entry.pull, self.follower.version, False)
                     self.reply(entry.session, (params, self.params))
             for session, settled in done.settled.items():
                 self.reply(session, settled)
@@ -206,7 +208,7 @@ class SimulatedWorker:
         self.session = self.job.rng.randbytes(8)
         n = self.job.num_servers
         hellos = [
-            Hello(self.session, self.index, i, n, [], "", Version(), None)
+            WorkerHello(self.session, self.index, i, n, [], "", Version(), None)
             for i in range(n)
         ]
         self.client = Client(hellos)
@@ -268,7 +270,7 @@ class Job:
     def __init__(self, rng, mode, *, num_servers, num_workers, **options):
         self.rng, self.now_s = rng, 0.0
         self.num_servers = num_servers
-        self.options = LeadOptions(
+        self.options = LeaderOptions(
             mode=mode, num_servers=num_servers, num_workers=num_workers, **options
         )
         self.channels = {}
@@ -304,28 +306,28 @@ class Job:
                 if worker.session == who:
                     worker.hear(server, message)
         elif kind == "follow":
-            self.servers[0].lead.follow(message)
+            self.servers[0].leader.update_follower(message)
         else:
-            follower = self.servers[server]
-            follower.execute(follower.replica.receive(message))
+            receiver = self.servers[server]
+            receiver.execute(receiver.follower.receive(message))
 
     def decide(self):
-        lead = self.servers[0]
+        server = self.servers[0]
         self.before_decision()
-        entries = lead.lead.decide(now_s=self.now_s)
+        entries = server.leader.decide(now_s=self.now_s)
         for entry in entries:
             if isinstance(entry, Apply):
-                self.note_round(lead, entry)
+                self.note_round(entry)
         if entries:
             first = entries[0]
             if isinstance(first, Restore):
-                lead.replica.lead = lead.incarnation
-                lead.replica.next_index = 0
-        lead.execute(entries)
-        lead.note_attendance()
+                server.follower.leader = server.incarnation
+                server.follower.next_index = 0
+        server.execute(entries)
+        server.note_attendance()
         self.after_decision(entries)
 
-    def note_round(self, lead, entry):
+    def note_round(self, entry):
         self.num_rounds += 1
         for push in entry.pushes:
             self.rounds[push] = self.num_rounds
@@ -338,7 +340,7 @@ class Job:
 
     def exchange_logs(self):
         for server in self.servers[1:]:
-            log = self.servers[0].lead.find_log(server.index)
+            log = self.servers[0].leader.find_log(server.index)
             for kind, message in (("follow", server.status()), ("log", log)):
                 channel = self.channels.setdefault((kind, b"", server.index), deque())
                 if message is not None and len(channel) < 2:

@@ -28,8 +28,8 @@ from jdp.parameter_server import (
     updates,
 )
 from jdp.parameter_server.checkpoints import Checkpoints
-from jdp.parameter_server.messages import Follow, Settled, Version
-from jdp.parameter_server.progress import Progress, ProgressFile
+from jdp.parameter_server.messages import FollowerStatus, Settled, Version
+from jdp.parameter_server.progress import ProgressFile, ServerProgress
 from jdp.parameter_server.restoring import NoCheckpointError
 from tests.parameter_server.jobs import ThreadJob
 
@@ -364,7 +364,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_by_name(tmp_path)
 
 def test_checkpoints_of_different_runs_are_never_one():
     def follow(checkpoints, runs):
-        return {1: Follow(1, b"i", b"", 0, 0, checkpoints, (), False, runs)}
+        return {1: FollowerStatus(1, b"i", b"", 0, 0, checkpoints, (), False, runs)}
 
     common = restoring.find_common((5, 10), follow((5, 10), (b"a", b"b")), (b"a", b"a"))
     assert common == 5
@@ -417,7 +417,7 @@ def test_progress_survives_a_write_that_is_cut_in_the_middle(tmp_path):
     path = tmp_path / "progress"
     file = ProgressFile(path)
     for count in range(1, 6):
-        file.write(Progress(Version(1, count), count // 2))
+        file.write(ServerProgress(Version(1, count), count // 2))
         whole = path.read_bytes()
         for slot in range(2):
             torn = bytearray(whole)
@@ -425,7 +425,7 @@ def test_progress_survives_a_write_that_is_cut_in_the_middle(tmp_path):
             (tmp_path / "torn").write_bytes(torn)
             found = ProgressFile(tmp_path / "torn").found.version.count
             assert found in (count, count - 1)
-        assert ProgressFile(path).found == Progress(Version(1, count), count // 2)
+        assert ProgressFile(path).found == ServerProgress(Version(1, count), count // 2)
 
 
 def test_a_full_disk_is_said_once_and_leaves_nothing(tmp_path, monkeypatch, caplog):

@@ -1,28 +1,30 @@
 """What a worker takes for done, and what a server takes for new, one step at a time."""
 
 from jdp.parameter_server.client import Client
-from jdp.parameter_server.follower import Replica
+from jdp.parameter_server.follower import Follower
 from jdp.parameter_server.messages import (
     Apply,
-    Hello,
-    Log,
+    LeaderLog,
     Params,
     Ping,
     Pong,
     Pull,
     Push,
     Restore,
+    SessionUnknown,
     Settled,
     Version,
     Welcome,
-    Who,
+    WorkerHello,
 )
 
 WELCOME = Welcome(Version(1, 0), "asynchronous()", False, 8.0, False)
 
 
 def _client(num_servers=2):
-    hellos = [Hello(b"s", 0, i, num_servers, [], "", Version(), None) for i in (0, 1)]
+    hellos = [
+        WorkerHello(b"s", 0, i, num_servers, [], "", Version(), None) for i in (0, 1)
+    ]
     client = Client(hellos[:num_servers])
     for server in range(num_servers):
         client.receive(server, WELCOME, now_s=0.0)
@@ -75,30 +77,30 @@ def test_what_has_no_answer_is_said_again():
     client.pull(after=1, now_s=1.0)
     asked = [n for n in range(11, 200) if client.tick(now_s=n / 10)[-1:] != []]
     assert len(asked) < 30 and client.is_pulling
-    assert client.receive(0, Who(), now_s=20.0) == []
-    assert _kinds(client.tick(now_s=20.0))[0] == (0, Hello)
+    assert client.receive(0, SessionUnknown(), now_s=20.0) == []
+    assert _kinds(client.tick(now_s=20.0))[0] == (0, WorkerHello)
     sent = client.receive(0, WELCOME, now_s=20.1)
     assert _kinds(sent) == [(0, Ping), (0, Pull)]
 
 
 def test_a_replica_takes_each_push_and_each_entry_once():
-    replica = Replica()
+    follower = Follower()
     begin = Restore(Version(1, 0))
-    log = Log(b"lead", 1, 0, (begin,))
-    for entry in replica.receive(log):
-        replica.execute(entry)
+    log = LeaderLog(b"leader", 1, 0, (begin,))
+    for entry in follower.receive(log):
+        follower.execute(entry)
     push = Push(b"s", 1, Version(1, 0), 1.0, True, False, False)
-    assert replica.hold(push, "part") and not replica.hold(push, "again")
-    more = Log(b"lead", 1, 0, (begin, Apply(((b"s", 1),), (1.0,), 0)))
-    (entry,) = replica.receive(more)
-    assert [part.payload for part in replica.execute(entry).parts] == ["part"]
-    assert not replica.hold(push, "again") and not replica.find_held()
-    assert replica.receive(more) == []
+    assert follower.hold(push, "part") and not follower.hold(push, "again")
+    more = LeaderLog(b"leader", 1, 0, (begin, Apply(((b"s", 1),), (1.0,), 0)))
+    (entry,) = follower.receive(more)
+    assert [part.payload for part in follower.execute(entry).parts] == ["part"]
+    assert not follower.hold(push, "again") and not follower.find_held()
+    assert follower.receive(more) == []
     # Nothing of an older log, nor of a newer one but from its beginning.
-    newer = Log(b"other", 2, 0, (Restore(Version(2, 0)),))
-    assert replica.receive(Log(b"other", 2, 1, (entry,))) == []
-    for entry in replica.receive(newer):
-        replica.execute(entry)
-    assert replica.version == Version(2, 0)
-    assert replica.receive(log) == []
-    assert replica.receive(Log(b"third", 2, 0, (Restore(Version(2, 5)),))) == []
+    newer = LeaderLog(b"other", 2, 0, (Restore(Version(2, 0)),))
+    assert follower.receive(LeaderLog(b"other", 2, 1, (entry,))) == []
+    for entry in follower.receive(newer):
+        follower.execute(entry)
+    assert follower.version == Version(2, 0)
+    assert follower.receive(log) == []
+    assert follower.receive(LeaderLog(b"third", 2, 0, (Restore(Version(2, 5)),))) == []

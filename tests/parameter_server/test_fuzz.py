@@ -12,7 +12,7 @@ import pytest
 
 from jdp import parameter_server
 from jdp.parameter_server import keys, messages, shards
-from jdp.parameter_server.messages import Follow, Hello, Push, Version
+from jdp.parameter_server.messages import FollowerStatus, Push, Version, WorkerHello
 from jdp.parameter_server.sockets import ClientSockets
 from tests.parameter_server import fuzz
 from tests.parameter_server.jobs import ThreadJob, run_workers, wait_for
@@ -41,7 +41,9 @@ def _is_sense(frame, is_server):
         found = messages.decode(frame, messages.to_server)
     except (messages.MessageError, messages.RefusedError):
         return False
-    return isinstance(found, Hello) or (is_server and isinstance(found, Follow))
+    return isinstance(found, WorkerHello) or (
+        is_server and isinstance(found, FollowerStatus)
+    )
 
 
 def _attack(job, is_over):
@@ -129,7 +131,7 @@ def test_a_job_beside_a_peer_that_sends_nonsense_is_that_job_bit_for_bit(
             assert jnp.array_equal(x, y)
 
 
-HELLO = Hello(b"me", 0, 0, 1, fuzz.LEAVES, "", Version(), None)
+HELLO = WorkerHello(b"me", 0, 0, 1, fuzz.LEAVES, "", Version(), None)
 PUSH = Push(b"me", 1, Version(1, 0), 1.0, True, False, False)
 GOOD = bytes(fuzz.LAYOUT.num_bytes)
 
@@ -140,11 +142,15 @@ GOOD = bytes(fuzz.LAYOUT.num_bytes)
         (PUSH, bytes(64 + len(GOOD)), "pushed 128 bytes, and 64 are of this model"),
         (PUSH, bytes(1), "pushed 1 bytes"),
         (PUSH, None, "pushed 0 bytes"),
-        ({"version": Version(1, 9)}, GOOD, "of version 1.9, and there is 1.0"),
+        (
+            {"version": Version(1, 9)},
+            GOOD,
+            "of version 1.9, but the newest version is 1.0",
+        ),
         ({"version": Version(2, 0)}, GOOD, "of version 2.0"),
         ({"version": Version(1, -1)}, GOOD, r"Expected `int` >= 0"),
         ({"version": Version(1, -(2**63))}, GOOD, "Expected `int` >= 0"),
-        ({"is_compressed": True}, GOOD, "compressed a push, and the servers have no"),
+        ({"is_compressed": True}, GOOD, "compressed a push, but the servers have no"),
         ({"weight": 0.0}, GOOD, "Expected `float` >= 1e-30"),
         ({"weight": -1.0}, GOOD, "Expected `float`"),
         ({"weight": float("nan")}, GOOD, "Expected `float`"),
@@ -153,7 +159,7 @@ GOOD = bytes(fuzz.LAYOUT.num_bytes)
         ({"sequence": 1 << 63}, GOOD, "Expected `int` <="),
         ({"session": b""}, GOOD, "Expected `bytes` of length >= 1"),
         ({"session": bytes(65)}, GOOD, "Expected `bytes` of length <= 64"),
-        (Follow(1, b"i", b"", 0, 0, (0,), ()), None, "is not known as one"),
+        (FollowerStatus(1, b"i", b"", 0, 0, (0,), ()), None, "without the key of one"),
     ],
     ids=lambda x: None if isinstance(x, bytes) else str(x)[:40],
 )
@@ -191,7 +197,7 @@ def test_a_second_push_before_the_first_is_settled_is_not_taken():
     assert made.summarize()["updates"] == 0
     say(b"other", msgspec.structs.replace(PUSH, session=b"other"), GOOD)
     assert made.summarize()["updates"] == 1
-    settled = made._replica.settled[b"me"]
+    settled = made._follower.settled[b"me"]
     assert (settled.sequence, settled.outcome) == (1, "applied")
 
 
@@ -218,7 +224,7 @@ def test_a_file_without_keys_is_named(tmp_path, text):
 def test_paths_of_a_model_are_shown_in_one_line(tmp_path, caplog):
     leaves = [("a\n\x1b[2J" * 500, "float32[1]"), *fuzz.LEAVES[1:]]
     made, socket = fuzz.make_service()
-    hello = Hello(b"me", 0, 0, 1, leaves, "", Version(), None)
+    hello = WorkerHello(b"me", 0, 0, 1, leaves, "", Version(), None)
     made._hear(fuzz.Message(b"honest", messages.encode(hello), None))
     assert "Worker 0 is refused" in caplog.records[-1].getMessage()
     assert caplog.records[-1].getMessage().isprintable()

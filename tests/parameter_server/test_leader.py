@@ -9,18 +9,18 @@ from msgspec import structs
 
 from jdp.parameter_server import modes
 from jdp.parameter_server.attendance import Gathering
-from jdp.parameter_server.leader import Lead
-from jdp.parameter_server.leader_options import LeadOptions
+from jdp.parameter_server.leader import Leader
+from jdp.parameter_server.leader_options import LeaderOptions
 from jdp.parameter_server.messages import (
     Apply,
-    Follow,
+    FollowerStatus,
     MessageError,
     Push,
     Settled,
     Stop,
     Version,
 )
-from jdp.parameter_server.worker_numbers import WorkerNumbers
+from jdp.parameter_server.worker_indices import WorkerIndices
 from tests.parameter_server.simulation import Job
 
 MODES = [
@@ -36,8 +36,8 @@ class CheckedJob(Job):
     """Looks at each decision."""
 
     def after_decision(self, entries):
-        lead = self.servers[0].lead
-        clocks = [m.clock for m in lead._members.values()]
+        leader = self.servers[0].leader
+        clocks = [m.clock for m in leader._members.values()]
         mode = self.options.mode
         if isinstance(mode, modes.Bounded) and clocks:
             assert max(clocks) - min(clocks) <= mode.staleness
@@ -87,7 +87,7 @@ class EndingJob(Job):
             return
         assert all(w.has_left for w in self.workers), "a worker was left behind"
         server = self.servers[0]
-        count = server.replica.version.count
+        count = server.follower.version.count
         has_end = count in server.disk or not count or server.is_full
         assert has_end, "no checkpoint at the end"
 
@@ -133,94 +133,94 @@ def test_a_job_is_over_when_all_workers_have_left_and_not_before(
     raise AssertionError("servers serve for ever")
 
 
-def _lead(num_workers, **options):
-    options = LeadOptions(
+def _leader(num_workers, **options):
+    options = LeaderOptions(
         mode=modes.asynchronous(), num_workers=num_workers, lease_s=5.0, **options
     )
-    lead = Lead(options, b"lead")
-    lead.begin((0,), 0)
-    lead.decide(now_s=0.0)
-    lead.restored({})
-    return lead
+    leader = Leader(options, b"leader")
+    leader.set_checkpoints((0,), 0)
+    leader.decide(now_s=0.0)
+    leader.restored({})
+    return leader
 
 
-def _is_over(lead, now_s):
-    return any(isinstance(e, Stop) for e in lead.decide(now_s=now_s))
+def _is_over(leader, now_s):
+    return any(isinstance(e, Stop) for e in leader.decide(now_s=now_s))
 
 
 def test_sessions_of_one_worker_are_one_worker():
-    lead = _lead(2)
+    leader = _leader(2)
     for session in (b"a", b"b", b"c"):
-        lead.join(session, 0, now_s=0.0)
-        lead.leave(session)
-    lead.restored({b"d": Settled(1, "applied", Version(1, 1))})
-    assert not _is_over(lead, 1000.0)
-    lead.join(b"e", 1, now_s=1000.0)
-    assert not _is_over(lead, 1001.0)
-    lead.leave(b"e")
-    assert _is_over(lead, 1002.0)
+        leader.join(session, 0, now_s=0.0)
+        leader.leave(session)
+    leader.restored({b"d": Settled(1, "applied", Version(1, 1))})
+    assert not _is_over(leader, 1000.0)
+    leader.join(b"e", 1, now_s=1000.0)
+    assert not _is_over(leader, 1001.0)
+    leader.leave(b"e")
+    assert _is_over(leader, 1002.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_of_two_processes_with_one_number_the_second_is_refused(seed):
     rng = random.Random(seed)
-    numbers = WorkerNumbers(8.0)
-    assert numbers.take(3, b"a", "process 1", now_s=0.0) == (True, None)
+    indices = WorkerIndices(8.0)
+    assert indices.take(3, b"a", "process 1", now_s=0.0) == (True, None)
     now_s, refused_s = 0.0, None
     while refused_s is None and now_s < 60.0:
         now_s += 0.3
         if rng.random() < 0.4:  # Each message may be lost.
-            numbers.hear(3, b"a", now_s=now_s)
+            indices.hear(3, b"a", now_s=now_s)
         if rng.random() < 0.7:
-            assert numbers.take(3, b"b", "process 2", now_s=now_s) == (False, None)
-        assert numbers.take(3, b"a", "process 1", now_s=now_s) == (True, None)
-        if text := numbers.pop_objection(b"b"):
+            assert indices.take(3, b"b", "process 2", now_s=now_s) == (False, None)
+        assert indices.take(3, b"a", "process 1", now_s=now_s) == (True, None)
+        if text := indices.pop_objection(b"b"):
             refused_s = now_s
             assert "process 1 has it and lives, and process 2 says" in text
-        numbers.hear(3, b"a", now_s=now_s)
+        indices.hear(3, b"a", now_s=now_s)
     assert refused_s is not None and refused_s < 5.0
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.4])
 def test_a_worker_that_comes_back_is_not_refused(late_s):
-    numbers = WorkerNumbers(8.0)
-    numbers.take(3, b"a", "", now_s=0.0)
+    indices = WorkerIndices(8.0)
+    indices.take(3, b"a", "", now_s=0.0)
     # Of the dead one, something is still under way.
-    numbers.take(3, b"b", "", now_s=1.0)
+    indices.take(3, b"b", "", now_s=1.0)
     for _ in range(9):
-        numbers.hear(3, b"a", now_s=1.0 + late_s)
-    assert numbers.take(3, b"b", "", now_s=4.9) == (False, None)
-    assert numbers.take(3, b"b", "", now_s=5.5) == (True, b"a")
-    assert numbers.take(3, b"a", "", now_s=5.6) == (False, None)
-    numbers.release(3, b"a")
-    assert numbers.take(3, b"b", "", now_s=5.7) == (True, None)
-    numbers.release(3, b"b")
-    assert numbers.take(3, b"a", "", now_s=5.8) == (True, None)
-    assert not numbers.pop_objection(b"a") and not numbers.pop_objection(b"b")
+        indices.hear(3, b"a", now_s=1.0 + late_s)
+    assert indices.take(3, b"b", "", now_s=4.9) == (False, None)
+    assert indices.take(3, b"b", "", now_s=5.5) == (True, b"a")
+    assert indices.take(3, b"a", "", now_s=5.6) == (False, None)
+    indices.release(3, b"a")
+    assert indices.take(3, b"b", "", now_s=5.7) == (True, None)
+    indices.release(3, b"b")
+    assert indices.take(3, b"a", "", now_s=5.8) == (True, None)
+    assert not indices.pop_objection(b"a") and not indices.pop_objection(b"b")
 
 
 def test_one_that_says_goodbye_while_another_waits_for_its_number_has_lived():
-    numbers = WorkerNumbers(8.0)
-    numbers.take(3, b"a", "", now_s=0.0)
-    numbers.take(3, b"b", "", now_s=1.0)
-    numbers.hear(3, b"a", now_s=2.0)
-    numbers.release(3, b"a")
-    assert "Worker number 3 is taken" in numbers.pop_objection(b"b")
+    indices = WorkerIndices(8.0)
+    indices.take(3, b"a", "", now_s=0.0)
+    indices.take(3, b"b", "", now_s=1.0)
+    indices.hear(3, b"a", now_s=2.0)
+    indices.release(3, b"a")
+    assert "Worker number 3 is taken" in indices.pop_objection(b"b")
 
 
 def test_a_first_round_waits_for_different_workers():
-    options = LeadOptions(mode=modes.sync(), num_workers=2, start_timeout_s=60.0)
+    options = LeaderOptions(mode=modes.sync(), num_workers=2, start_timeout_s=60.0)
     gathering = Gathering(options)
-    lead = Lead(options, b"lead")
-    lead.begin((0,), 0)
-    (restore,) = lead.decide(now_s=0.0)
-    lead.restored({})
+    leader = Leader(options, b"leader")
+    leader.set_checkpoints((0,), 0)
+    (restore,) = leader.decide(now_s=0.0)
+    leader.restored({})
     for session, now_s in ((b"a", 0.0), (b"b", 6.0)):
-        assert lead.join(session, 0, now_s=now_s)
+        assert leader.join(session, 0, now_s=now_s)
     push = Push(b"b", 1, restore.version, 1.0, True, False, False)
-    lead.push(push)
-    assert not any(isinstance(e, Apply) for e in lead.decide(now_s=7.0))
-    assert lead.find_awaited() == (1,)
+    leader.push(push)
+    assert not any(isinstance(e, Apply) for e in leader.decide(now_s=7.0))
+    assert leader.find_awaited() == (1,)
     gathering.begin(now_s=0.0)
     assert not gathering.is_over(1, is_first=True, now_s=59.0)
     assert gathering.is_over(2, is_first=True, now_s=59.0)
@@ -228,46 +228,46 @@ def test_a_first_round_waits_for_different_workers():
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_worker_whose_pushes_are_all_rejected_holds_nobody_back(mode):
-    lead = Lead(LeadOptions(mode=mode, lease_s=5.0), b"lead")
-    lead.begin((0,), 0)
-    lead.decide(now_s=0.0)
-    lead.restored({})
+    leader = Leader(LeaderOptions(mode=mode, lease_s=5.0), b"leader")
+    leader.set_checkpoints((0,), 0)
+    leader.decide(now_s=0.0)
+    leader.restored({})
     for worker, session in enumerate((b"good", b"nan")):
-        assert lead.join(session, worker, now_s=0.0)
+        assert leader.join(session, worker, now_s=0.0)
     for sequence in range(1, 9):
         for session in (b"good", b"nan"):
             is_finite = session == b"good"
-            lead.push(
-                Push(session, sequence, lead.version, 1.0, is_finite, False, False)
+            leader.push(
+                Push(session, sequence, leader.version, 1.0, is_finite, False, False)
             )
-        lead.decide(now_s=0.0)
-        assert lead.num_waiting == 0, f"a push waits: for {lead.find_awaited()}"
+        leader.decide(now_s=0.0)
+        assert leader.num_waiting == 0, f"a push waits: for {leader.find_awaited()}"
     # With a backup, one of two may be late instead.
-    assert lead.counts["applied"] == 8 or mode == modes.sync(backup=1)
+    assert leader.counts["applied"] == 8 or mode == modes.sync(backup=1)
 
 
 def test_a_silent_worker_is_waited_for_and_the_job_ends_without_it():
-    lead = _lead(2, start_timeout_s=60.0)
-    lead.join(b"a", 0, now_s=0.0)
-    lead.join(b"b", 1, now_s=0.0)
-    lead.leave(b"a")
-    assert not _is_over(lead, 6.0)  # It is left out.
-    assert not lead._members
-    assert not _is_over(lead, 65.0)
-    assert lead.join(b"b", 1, now_s=65.5), "it takes part again"
-    assert not _is_over(lead, 71.0)
-    assert _is_over(lead, 131.5)
-    assert not lead.join(b"b", 1, now_s=132.0)
+    leader = _leader(2, start_timeout_s=60.0)
+    leader.join(b"a", 0, now_s=0.0)
+    leader.join(b"b", 1, now_s=0.0)
+    leader.leave(b"a")
+    assert not _is_over(leader, 6.0)  # It is left out.
+    assert not leader._members
+    assert not _is_over(leader, 65.0)
+    assert leader.join(b"b", 1, now_s=65.5), "it takes part again"
+    assert not _is_over(leader, 71.0)
+    assert _is_over(leader, 131.5)
+    assert not leader.join(b"b", 1, now_s=132.0)
 
 
 @pytest.mark.parametrize("launch", ["", "one", "another"])
 def test_an_attendance_outlives_server_0_and_does_not_reach_another_run(launch):
-    first = _lead(2, launch="one" if launch else "")
+    first = _leader(2, launch="one" if launch else "")
     first.join(b"a", 0, now_s=0.0)
     first.join(b"b", 1, now_s=0.0)
     first.leave(b"a")
     data = first.attendance.encode()
-    second = _lead(2, launch=launch)
+    second = _leader(2, launch=launch)
     second.attendance.load(data)
     # Worker 1 has seen the servers that are gone: this is their job.
     session = b"y" if launch == "another" else b"b"
@@ -275,12 +275,12 @@ def test_an_attendance_outlives_server_0_and_does_not_reach_another_run(launch):
     second.leave(session)
     assert _is_over(second, 1.0) == (launch != "another")
     # Nobody that was there: another run, of which one worker has come.
-    third = _lead(2, launch="third")
+    third = _leader(2, launch="third")
     third.attendance.load(data)
     third.join(b"x", 1, now_s=0.0)
     third.leave(b"x")
     assert not _is_over(third, 1000.0)
-    fourth = _lead(2)
+    fourth = _leader(2)
     fourth.attendance.load(data[:-2])
     fourth.attendance.load(b"")
 
@@ -294,31 +294,31 @@ def test_all_servers_go_back_to_the_newest_checkpoint_that_all_have():
         checkpoint_every=3,
         lease_s=5.0,
     )
-    lead, follower = job.servers
-    while lead.replica.version.count < 8:
+    first, second = job.servers
+    while first.follower.version.count < 8:
         job.run(1, is_kind=True)
-    assert max(lead.disk) == 6
-    common = max(lead.disk.keys() & follower.disk.keys())
+    assert max(first.disk) == 6
+    common = max(first.disk.keys() & second.disk.keys())
     assert common >= 3
     job.kill_server(1)
-    while lead.replica.version.epoch == 1 or follower.replica.version.epoch != 2:
+    while first.follower.version.epoch == 1 or second.follower.version.epoch != 2:
         job.run(1, is_kind=True)
-    assert len(lead.params) >= common and len(follower.params) >= common
-    assert lead.disk[common][0] == lead.params[:common] == follower.params[:common]
+    assert len(first.params) >= common and len(second.params) >= common
+    assert first.disk[common][0] == first.params[:common] == second.params[:common]
 
 
 def test_an_entry_is_sent_until_the_other_server_has_it():
     job = Job(random.Random(0), modes.asynchronous(), num_servers=2, num_workers=1)
-    lead, follower = job.servers
-    lead.lead.follow(follower.status())
+    first, second = job.servers
+    first.leader.update_follower(second.status())
     job.decide()
-    first = lead.lead.find_log(1)
-    assert [type(e).__name__ for e in first.entries] == ["Restore"]
-    assert lead.lead.find_log(1) == first and not lead.lead.has_all()
-    follower.execute(follower.replica.receive(first))
-    assert follower.replica.receive(first) == []
-    lead.lead.follow(follower.status())
-    assert lead.lead.find_log(1) is None and lead.lead.has_all()
+    log = first.leader.find_log(1)
+    assert [type(e).__name__ for e in log.entries] == ["Restore"]
+    assert first.leader.find_log(1) == log and not first.leader.has_all()
+    second.execute(second.follower.receive(log))
+    assert second.follower.receive(log) == []
+    first.leader.update_follower(second.status())
+    assert first.leader.find_log(1) is None and first.leader.has_all()
 
 
 @pytest.mark.parametrize(
@@ -327,13 +327,13 @@ def test_an_entry_is_sent_until_the_other_server_has_it():
     ids=str,
 )
 def test_a_server_that_is_where_it_cannot_be_is_refused(change):
-    lead = Lead(LeadOptions(mode=modes.asynchronous(), num_servers=2), b"lead")
-    lead.begin((0,), 0)
-    lead.follow(Follow(1, b"i", b"", 0, 0, (0,), ()))
-    (restore,) = lead.decide(now_s=0.0)
-    lead.restored({})
-    status = Follow(1, b"i", b"lead", restore.version.epoch, 1, (0,), ())
-    with pytest.raises(MessageError, match="where it cannot be"):
-        lead.follow(structs.replace(status, **change))
-    lead.follow(status)
-    assert lead.has_all()
+    leader = Leader(LeaderOptions(mode=modes.asynchronous(), num_servers=2), b"leader")
+    leader.set_checkpoints((0,), 0)
+    leader.update_follower(FollowerStatus(1, b"i", b"", 0, 0, (0,), ()))
+    (restore,) = leader.decide(now_s=0.0)
+    leader.restored({})
+    status = FollowerStatus(1, b"i", b"leader", restore.version.epoch, 1, (0,), ())
+    with pytest.raises(MessageError, match="the status of a server that cannot be"):
+        leader.update_follower(structs.replace(status, **change))
+    leader.update_follower(status)
+    assert leader.has_all()

@@ -187,7 +187,7 @@ def test_servers_go_back_together_when_one_is_killed_and_rounds_lose_a_worker(
         found, text = job.end()
     assert job.exit_code == 0, text
     assert "Worker 1 has been silent for 1 s; it is left out" in text
-    assert "Server 1 began anew: all servers go back to a checkpoint" in text
+    assert "Server 1 started again: all servers return to a checkpoint" in text
     assert "process 0 was killed by SIGKILL; it is started again" in text
     for server in range(2):
         assert text.count(f"Server {server} goes on from the checkpoint of up") == 2

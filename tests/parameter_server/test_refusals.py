@@ -24,7 +24,13 @@ from jdp.parameter_server import (
     shared_memory_lane,
     updates,
 )
-from jdp.parameter_server.messages import Hello, LaneOffer, Ping, Pong, Version
+from jdp.parameter_server.messages import (
+    Ping,
+    Pong,
+    SharedMemoryOffer,
+    Version,
+    WorkerHello,
+)
 from jdp.parameter_server.sockets import ClientSockets
 from tests.parameter_server.jobs import ThreadJob, free_addresses, wait_for
 from tests.runtime import strangers
@@ -75,7 +81,7 @@ def test_a_worker_is_refused_where_the_servers_have_lost_what_it_has_seen(
     known, has_checkpoints
 ):
     known, version = Version(*known), Version(2, 10)
-    hello = Hello(b"s", 0, 0, 2, [], "", known, None)
+    hello = WorkerHello(b"s", 0, 0, 2, [], "", known, None)
     own = admission.Admission(0, 2, [], "", has_checkpoints)
     text = admission.find_objection(hello, own, version)
     # With checkpoints, update 80 was said to be lost, and training goes on.
@@ -205,9 +211,9 @@ def test_hellos_that_are_refused_do_not_flood_the_log(job, caplog):
     plan = shards.plan_shards(PARAMS, 1).plan
     for i in range(200):
         session = i.to_bytes(8, "little")
-        other = Hello(session, 0, 0, 9, [], "", Version(), None)
+        other = WorkerHello(session, 0, 0, 9, [], "", Version(), None)
         others.send(0, messages.encode(other), None)
-        fits = Hello(
+        fits = WorkerHello(
             session, 3, 0, 1, shards.describe_leaves(plan), "", Version(), None
         )
         others.send(0, messages.encode(fits), None)
@@ -246,16 +252,18 @@ def test_a_lane_must_be_what_it_says(tmp_path, monkeypatch):
             "self", offer.path.split("/")[2]
         )
         for wrong in (
-            LaneOffer(offer.path, bytes(16), 1000),
-            LaneOffer(offer.path, offer.token, 999),
-            LaneOffer(offer.path, offer.token, 1 << 40),
-            LaneOffer("/etc/passwd", offer.token, 1000),
-            LaneOffer("/proc/1/fd/../../../etc/passwd", offer.token, 1000),
-            LaneOffer("/proc/999999999/fd/1", offer.token, 1000),
-            LaneOffer(re.sub(r"[0-9]", "\u0661", offer.path), offer.token, 1000),
-            LaneOffer(offer.path + "\0", offer.token, 1000),
-            LaneOffer(offer.path, offer.token, -1),
-            LaneOffer(path, bytes(16), 1000),
+            SharedMemoryOffer(offer.path, bytes(16), 1000),
+            SharedMemoryOffer(offer.path, offer.token, 999),
+            SharedMemoryOffer(offer.path, offer.token, 1 << 40),
+            SharedMemoryOffer("/etc/passwd", offer.token, 1000),
+            SharedMemoryOffer("/proc/1/fd/../../../etc/passwd", offer.token, 1000),
+            SharedMemoryOffer("/proc/999999999/fd/1", offer.token, 1000),
+            SharedMemoryOffer(
+                re.sub(r"[0-9]", "\u0661", offer.path), offer.token, 1000
+            ),
+            SharedMemoryOffer(offer.path + "\0", offer.token, 1000),
+            SharedMemoryOffer(offer.path, offer.token, -1),
+            SharedMemoryOffer(path, bytes(16), 1000),
         ):
             assert shared_memory_lane.open_lane(wrong, least_bytes=1) is None
     assert shared_memory_lane.open_lane(offer, least_bytes=1001) is None
@@ -276,7 +284,7 @@ def test_a_server_without_memory_says_so_to_itself_and_its_workers(
             text = "RESOURCE_EXHAUSTED: Out of memory allocating 17 bytes."
             raise jax.errors.JaxRuntimeError(text)
 
-        monkeypatch.setattr(job.servers[0]._service._updater, "apply", fail)
+        monkeypatch.setattr(job.servers[0]._service._executor.updater, "apply", fail)
         with pytest.raises(RuntimeError, match="Server 0 has failed: RESOURCE_EXHAUST"):
             with job.worker() as worker:
                 worker.pull()

@@ -379,7 +379,7 @@ def test_a_round_goes_on_without_who_is_silent_and_takes_it_back(tmp_path, caplo
                 worker.pull()
             # What arrived before counts in its round.
             gone.push(_ones(3.0))
-            wait_for(lambda: job.servers[0]._service._lead.num_waiting == 1)
+            wait_for(lambda: job.servers[0]._service._leader.num_waiting == 1)
             _vanish(gone)
             a.push(_ones())
             b.push(_ones(2.0))

@@ -30,7 +30,7 @@ class _Holder:
     rival: _Rival | None = None
 
 
-class WorkerNumbers:
+class WorkerIndices:
     """Which session has which number; without clocks and sockets."""
 
     def __init__(self, lease_s: float):
