@@ -9,7 +9,7 @@ import pytest
 import jdp
 from jdp.collectives import measurement
 from jdp.join import early_exit
-from jdp.join.early_exit import Notice
+from jdp.join.early_exit import DepartureNotice
 from jdp.launch import launcher_link
 from jdp.launch.endings import Exit
 from jdp.replicas import differences, wire
@@ -91,9 +91,9 @@ FUZZED = {
         meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: _Hello,
         shared_segment: _Verdict, rendezvous: _Offer, rendezvous: _Notice,
         datagram_link: _Offer, rounds: Announcement, rounds: Decision,
-        context: Progress, gpu_topology: Facts, gpu_topology: list[Facts],
-        measurement: list[Seconds], early_exit: Notice, lifeline: Left | AtEnd | Stuck,
-        launcher_link: Exit, star_codec: Frame""",
+        context: ProcessProgress, gpu_topology: Facts, gpu_topology: list[Facts],
+        measurement: list[Seconds], early_exit: DepartureNotice,
+        lifeline: Left | AtEnd | Stuck, launcher_link: Exit, star_codec: Frame""",
     "comparison_fuzz": """
         comparison: Difference, comparison: int, comparison: tuple[str; int],
         comparison: list[bytes], comparison: differences.Details,
@@ -104,9 +104,10 @@ FUZZED = {
         startup: _Answer, encoding: _Array, encoding: , encoding: list,
         flight_recorder: _Header, flight_recorder: Dump""",
     "parameter_server.fuzz": """
-        messages: ToServer, messages: ToWorker, messages: ToFollower, metrics: Line,
-        keys: Keys, checkpoint_files: _Header, checkpoint_files: Manifest,
-        checkpoint_files: dict[messages.Identity; Settled], attendance: Record""",
+        messages: ToServer, messages: ToWorker, messages: ToFollower,
+        metrics: ReportLine, keys: Keys, checkpoint_files: _FormatHeader,
+        checkpoint_files: Manifest, attendance: AttendanceRecord,
+        checkpoint_files: dict[messages.Identity; Settled]""",
     # Files that only their owner gives to a tool.
     "": "choice: cls, timeline: list[dict[str; Any]]",
 }
@@ -155,7 +156,9 @@ def test_an_end_that_no_process_has_is_refused(end):
     assert launcher_link.check(Exit(1, -9, note="a\x1b")).note == "a\\x1b"
 
 
-@pytest.mark.parametrize("notice", [Notice(9, 1), Notice(1, -1), b"", b"\xc1" * 9])
+@pytest.mark.parametrize(
+    "notice", [DepartureNotice(9, 1), DepartureNotice(1, -1), b"", b"\xc1" * 9]
+)
 def test_a_notice_that_cannot_be_is_shown_as_one(notice):
     data = notice if isinstance(notice, bytes) else msgspec.msgpack.encode(notice)
     found = early_exit._decode(data, 1)
