@@ -69,7 +69,7 @@ RULES = {
     ),
     "worker": Rule(r"(?<!--)\b[Ww]orkers?\b", "process"),
     "goes by": Rule(r"\bgo(es)? by\b", "uses, follows, is passed by"),
-    "is none": Rule(r"\b(is|are) none\b", "is not an X; there is no X"),
+    "is none": Rule(r"(?<![Tt]here )\b(is|are) none\b", "is not an X; there is no X"),
     "is no": Rule(
         r"(?<![Tt]here )(?<![Tt]hey )\b(is|are) no "
         r"(?!(longer|more|less|larger|smaller|slower|faster|later|earlier|other)\b)",
@@ -136,16 +136,15 @@ UNFINISHED: dict[str, str] = {
     "who": (
         "README.md collectives docs/eager.md docs/eager_tracing.md "
         "docs/parameter_server.md docs/security.md docs/terms.md eager examples "
-        "gradients join launch optimizers parameter_server replicas runtime "
-        "step"
+        "gradients join launch optimizers parameter_server runtime step"
     ),
     "node": ("collectives eager join launch runtime"),
     "worker": ("bench launch runtime"),
     "goes by": ("eager optimizers parameter_server step"),
     "is none": (
-        "bench cli collectives docs/eager.md docs/errors.md "
-        "docs/parameter_server.md docs/security.md eager gradients join launch "
-        "optimizers parameter_server replicas runtime step types"
+        "bench collectives docs/eager.md docs/errors.md "
+        "docs/parameter_server.md eager gradients join optimizers "
+        "parameter_server runtime types"
     ),
     "is no": (
         "backward bench cli collectives compat docs/collectives.md "
@@ -157,7 +156,7 @@ UNFINISHED: dict[str, str] = {
         "backward batch_norm bench collectives compat docs/collectives.md "
         "docs/eager.md docs/errors.md docs/getting_started.md "
         "docs/parameter_server.md docs/performance.md docs/zero1.md eager "
-        "gradients join launch optimizers parameter_server runtime step types"
+        "gradients join launch optimizers parameter_server runtime step"
     ),
     "that of": (
         "backward batch_norm bench benchmarks cli collectives compat "
@@ -173,7 +172,7 @@ UNFINISHED: dict[str, str] = {
         "docs/eager.md docs/eager_tracing.md docs/errors.md "
         "docs/getting_started.md docs/hooks.md docs/parameter_server.md "
         "docs/performance.md docs/zero1.md eager gradients hooks join launch "
-        "parameter_server replicas runtime step types"
+        "parameter_server replicas runtime step"
     ),
     "known of": ("collectives docs/performance.md gradients optimizers"),
     "may not": ("collectives eager launch parameter_server step"),
