@@ -32,11 +32,12 @@ _LANE_OFFER = datagram_link._Offer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
 MESSAGES = {
     "meeting.MeetingRecord": meeting.MeetingRecord("a topic", b"body", "why"),
     "meeting.MeetingOutcome": meeting.MeetingOutcome(b"body", "why"),
-    "shared_segment._Hello": shared_segment._Hello(_PEER, "/proc/7/fd/3", b"t" * 16),
-    "shared_segment._Verdict": shared_segment._Verdict([_PEER, _PEER]),
-    "transport_meeting._Offer": _OFFER,
-    "transport_meeting._Notice": rendezvous._Notice(endpoints=("a", "b")),
-    "transport_lane._Offer": _LANE_OFFER,
+    "shared_segment._Offer": shared_segment._Offer(_PEER, "/proc/7/fd/3", b"t" * 16),
+    "shared_segment.Peer": _PEER,
+    "a list of shared_segment.Peer": [_PEER, _PEER],
+    "rendezvous._Offer": _OFFER,
+    "endpoints of a link": ("a", "b"),
+    "datagram_link._Offer": _LANE_OFFER,
     "lockstep.Announcement": lockstep.Announcement((1, 2)),
     "lockstep.Decision": lockstep.Decision(error="why"),
     "context.ProcessProgress": context.ProcessProgress(3, is_joined=True),
@@ -62,6 +63,8 @@ KINDS = {
     "lifeline.Left": rules.Left | rules.AtEnd | rules.Stuck,
     "lifeline.AtEnd": rules.Left | rules.AtEnd | rules.Stuck,
     "lifeline.Stuck": rules.Left | rules.AtEnd | rules.Stuck,
+    "a list of shared_segment.Peer": list[shared_segment.Peer],
+    "endpoints of a link": tuple[str, str],
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._Array": list[comparison._Array],
@@ -166,10 +169,10 @@ def _try(decode, *args, **kwargs):
         return None
 
 
-def _open(offer: shared_segment._Hello) -> None:
+def _open(offer: shared_segment._Offer) -> None:
     """No path that is not memory of this user is opened, and none raises."""
-    mapped, hello = shared_segment._open(8192, _PEER, offer, 0)
-    assert mapped is None and hello.error is not None
+    mapped, error = shared_segment._open(8192, offer, 0)
+    assert mapped is None and error is not None
 
 
 def _combine(data: bytes) -> None:
@@ -208,13 +211,9 @@ def _show_end(data: bytes, found: endings.Exit) -> None:
 
 
 NEXT = {
-    "transport_lane._Offer": lambda data, found: _try(
-        datagram_link._decode_offer, data
-    ),
-    "transport_meeting._Notice": lambda data, found: _try(
-        rendezvous._check_endpoints, found.endpoints
-    ),
-    "shared_segment._Hello": lambda data, found: _open(found),
+    "datagram_link._Offer": lambda data, found: _try(datagram_link._decode_offer, data),
+    "endpoints of a link": lambda data, found: _try(rendezvous._check_endpoints, found),
+    "shared_segment._Offer": lambda data, found: _open(found),
     "gpu_topology.Facts": lambda data, found: gpu_topology.combine([found] * 2),
     "a list of gpu_topology.Facts": lambda data, found: _combine(data),
     "measurement.Seconds": lambda data, found: _try(measurement.make_links, found, 4),

@@ -1,18 +1,13 @@
 """Rounds: how announcements and decisions of `lockstep` travel over the store."""
 
-import time
-
 import msgspec
 
 from jdp.join import lockstep, lockstep_checks
 from jdp.join.lockstep import Announcement, Decision
 from jdp.replicas import wire
+from jdp.replicas.meeting import StoreMeeting
 from jdp.replicas.mesh import World
 
-# A blocking get wakes at once, but cannot be interrupted, and one that times out leaves
-# memory behind in process 0. So only the first wait of a round is one; then we poll.
-_FIRST_WAIT_S = 0.3
-_POLL_PERIOD_S = 0.05
 _ROUNDS_PER_FOLDER = 32  # they are deleted together.
 
 
@@ -47,9 +42,9 @@ class Rounds:
         if self._world.is_main_process:
             return self._lead(index, announcement)
         folder = self._folder(index)
-        own_key = f"{folder}/{self._world.process_index}"
-        self._world.store.set(own_key, msgspec.msgpack.encode(announcement))
-        return self._wait_for_decision(folder)
+        meeting = self._meeting(folder)
+        meeting.leave_record(msgspec.msgpack.encode(announcement))
+        return self._wait_for_decision(meeting)
 
     def finish(self) -> None:
         """Notes what process 0 is to delete once this loop is over everywhere."""
@@ -76,87 +71,56 @@ class Rounds:
         return decision
 
     def _lead(self, index: int, announcement: Announcement) -> Decision | None:
-        store = self._world.store
-        assert store is not None
-        folder = self._folder(index)
-        found = self._gather(folder)
+        others = range(1, self._world.process_count)
+        meeting = self._meeting(self._folder(index))
+        found = meeting.gather(others)
         if found is None:
             return None
-        missing = [p for p in range(1, self._world.process_count) if p not in found]
+        missing = [p for p in others if p not in found]
         if missing:
             text = self._describe_missing(missing, index)
             decision = Decision(error=text, culprit=missing[0])
         else:
             try:
-                others = [
+                theirs = [
                     wire.decode(found[p], Announcement, what=f"What process {p} says")
-                    for p in range(1, self._world.process_count)
+                    for p in others
                 ]
-                decision = self._judge([announcement, *others])
+                decision = self._judge([announcement, *theirs])
             except wire.Malformed as error:
                 decision = Decision(error=str(error))
-        store.set(f"{folder}/decision", msgspec.msgpack.encode(decision))
+        meeting.announce(msgspec.msgpack.encode(decision))
         if not missing:
             self._delete_old(index)
         return decision
 
-    def _gather(self, folder: str) -> dict[int, bytes] | None:
-        """Collects what the others announce; what is there in time."""
-        store, count = self._world.store, self._world.process_count
-        assert store is not None
-        found: dict[int, bytes] = {}
-        start_s = now_s = time.monotonic()
-        while len(found) < count - 1:
-            if self.is_stopping:
-                return None
-            left_s = start_s + self._world.timeout_s - now_s
-            if left_s <= 0:
-                break
-            missing = [p for p in range(1, count) if p not in found]
-            if len(missing) > 1:
-                listed = store.list_directory(folder)
-                names = {str(p): p for p in missing}
-                found |= {names[n]: v for n, v in listed.items() if n in names}
-                missing = [p for p in missing if p not in found]
-            if missing and now_s - start_s < _FIRST_WAIT_S:
-                key, wait_s = f"{folder}/{missing[-1]}", min(left_s, _FIRST_WAIT_S)
-                try:
-                    found[missing[-1]] = store.get(key, timeout_s=wait_s)
-                except TimeoutError:
-                    pass
-            elif missing:
-                time.sleep(min(left_s, _POLL_PERIOD_S))
-                value = store.try_get(f"{folder}/{missing[-1]}")
-                if value is not None:
-                    found[missing[-1]] = value
-            now_s = time.monotonic()
-        return found
-
-    def _wait_for_decision(self, folder: str) -> Decision | None:
-        store = self._world.store
-        assert store is not None
+    def _wait_for_decision(self, meeting: StoreMeeting) -> Decision | None:
         # Process 0 waits for its own turn, half of `timeout_s` at most, and then for
         # the others.
         timeout_s = 2 * self._world.timeout_s + 5.0
-        deadline_s = time.monotonic() + timeout_s
-        key = f"{folder}/decision"
-        value = None
         try:
-            value = store.get(key, timeout_s=_FIRST_WAIT_S)
+            value = meeting.hear(timeout_s=timeout_s)
         except TimeoutError:
-            while value is None and time.monotonic() < deadline_s:
-                if self.is_stopping:
-                    return None
-                time.sleep(_POLL_PERIOD_S)
-                value = store.try_get(key)
-        if value is None:
             self.has_failed = True
             return Decision(
                 error="Process 0 has decided nothing about the next iterations for "
                 f"{timeout_s:g} s; it may have stopped, or not come to this loop.",
                 culprit=0,
             )
+        if value is None:
+            return None
         return wire.decode(value, Decision, what="The decision of process 0")
+
+    def _meeting(self, folder: str) -> StoreMeeting:
+        world = self._world
+        assert world.store is not None
+        return StoreMeeting(
+            world.store,
+            folder,
+            world.process_index,
+            world.timeout_s,
+            is_stopping=lambda: self.is_stopping,
+        )
 
     def _delete_old(self, index: int) -> None:
         """Deletes keys that all have passed: in a round, the last one is over."""

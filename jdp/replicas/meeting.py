@@ -22,7 +22,7 @@ _POLL_PERIOD_S = 0.05
 _READ_TIMEOUT_S = 4.0
 _READ_PERIOD_S = 0.02
 _RAISE_S = 0.2  # for the others, to raise what they have read.
-_OUTCOME = "outcome"
+OUTCOME = "outcome"
 
 Decide = Callable[[list[bytes]], bytes]
 
@@ -88,7 +88,7 @@ class StoreMeeting:
                     return None
                 if left_s <= 0:
                     break
-                if until_outcome and self.store.try_get(self._key(_OUTCOME)):
+                if until_outcome and self.store.try_get(self._key(OUTCOME)):
                     break
                 missing = [p for p in awaited if p not in found]
                 if len(missing) > 1:
@@ -114,7 +114,7 @@ class StoreMeeting:
         except TimeoutError:
             return None
 
-    def announce(self, value: bytes, name: str = _OUTCOME) -> bytes:
+    def announce(self, value: bytes, name: str = OUTCOME) -> bytes:
         """Sets the outcome, unless it is set; returns the one that holds.
 
         Args:
@@ -131,7 +131,7 @@ class StoreMeeting:
         return value
 
     def hear(
-        self, name: str = _OUTCOME, *, timeout_s: float | None = None
+        self, name: str = OUTCOME, *, timeout_s: float | None = None
     ) -> bytes | None:
         """Waits for the outcome.
 

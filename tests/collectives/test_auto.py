@@ -457,10 +457,10 @@ def _train_on_separate_nodes():
     """As on two hosts: a process cannot open the memory of one of the other node."""
     opened = shared_segment._open
 
-    def open_within_node(size, own, offer, first):
+    def open_within_node(size, offer, first):
         if jax.process_index() // 2 != first // 2:
-            offer = shared_segment._Hello(offer.peer, "/proc/0/fd/0", offer.token)
-        return opened(size, own, offer, first)
+            offer = shared_segment._Offer(offer.peer, "/proc/0/fd/0", offer.token)
+        return opened(size, offer, first)
 
     shared_segment._open = open_within_node
     measurement.fit_links = functools.partial(

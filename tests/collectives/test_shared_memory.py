@@ -78,7 +78,10 @@ def test_a_process_that_does_not_come_is_named_by_all():
 
     found = harness.run_threads(run, 3, timeout_s=0.5)
     for text in found[:2]:
-        assert "Process 2 did not come to make a shared segment within 0.5 s" in text
+        assert (
+            "Process 2 did not come to the making of a shared segment within 0.5 s"
+            in text
+        )
 
 
 def test_more_memory_than_there_is_is_refused_by_all():
@@ -92,23 +95,23 @@ def test_more_memory_than_there_is_is_refused_by_all():
         return harness.error_text(lambda: make(world, size))[0]
 
     for text in harness.run_threads(run, 2):
-        assert "Process 0 cannot make" in text and os.strerror(errno.ENOSPC) in text
+        assert "process 0 cannot make" in text and os.strerror(errno.ENOSPC) in text
         assert "/dev/shm has" in text
 
 
 def test_memory_of_another_is_refused_by_all(monkeypatch):
     opened = shared_segment._open
 
-    def open_another(size, own, offer, first):
-        other = shared_segment._Hello(own, offer.path, b"x" * 16)
-        return opened(size, own, other, first)
+    def open_another(size, offer, first):
+        other = shared_segment._Offer(offer.peer, offer.path, b"x" * 16)
+        return opened(size, other, first)
 
     monkeypatch.setattr(shared_segment, "_open", open_another)
     found = harness.run_threads(
         lambda w: harness.error_text(lambda: _segments(w))[0], 2
     )
     for text in found:
-        assert "Process 1 cannot open the shared memory of process 0" in text
+        assert "process 1 cannot open the shared memory of process 0" in text
 
 
 def _foreign(kind, size, folder):
@@ -146,14 +149,14 @@ def test_nothing_but_own_memory_is_mapped(kind, tmp_path):
         tmp_path = pathlib.Path.home()  # /tmp may be of the same kind as /dev/shm.
     path, held = _foreign(kind, 8192, tmp_path)
     peer = shared_segment.Peer(os.getpid(), "1")
-    offer = shared_segment._Hello(peer, path, bytes(16))
+    offer = shared_segment._Offer(peer, path, bytes(16))
     try:
-        mapped, hello = shared_segment._open(8192, peer, offer, 0)
+        mapped, error = shared_segment._open(8192, offer, 0)
     finally:
         for fd in held or ():
             os.close(fd)
     assert mapped is None
-    assert "cannot open the shared memory of process 0" in hello.error
+    assert "cannot open the shared memory of process 0" in error
 
 
 def test_the_path_of_another_process_than_the_sender_is_not_opened():
@@ -162,9 +165,9 @@ def test_the_path_of_another_process_than_the_sender_is_not_opened():
     path = f"/proc/{os.getpid()}/fd/{fd}"
     own = shared_segment.Peer(os.getpid(), "1")
     for peer, is_mapped in ((own, True), (shared_segment.Peer(1, "1"), False)):
-        offer = shared_segment._Hello(peer, path, bytes(16))
-        mapped, hello = shared_segment._open(8192, own, offer, 0)
-        assert (mapped is not None) == (hello.error is None) == is_mapped
+        offer = shared_segment._Offer(peer, path, bytes(16))
+        mapped, error = shared_segment._open(8192, offer, 0)
+        assert (mapped is not None) == (error is None) == is_mapped
     os.close(fd)
 
 

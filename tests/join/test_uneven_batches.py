@@ -682,7 +682,7 @@ def test_an_announcement_that_makes_no_sense_is_named_on_all_processes(said, mes
     def fn(world):
         if world.process_index == 1:
             world.store.set("jdp/join/0/0/0/1", msgspec.msgpack.encode(said))
-            decision = world.store.get("jdp/join/0/0/0/decision", timeout_s=5.0)
+            decision = world.store.get("jdp/join/0/0/0/outcome", timeout_s=5.0)
             raise RuntimeError(str(msgspec.msgpack.decode(decision)))
         list(join_batches(_batches(0, 3), world=world))
 
@@ -706,7 +706,7 @@ def test_a_decision_that_makes_no_sense_is_named(said, message):
         if world.process_index == 0:
             world.store.get("jdp/join/0/0/0/1", timeout_s=5.0)
             data = msgspec.msgpack.encode(said)
-            world.store.set("jdp/join/0/0/0/decision", data)
+            world.store.set("jdp/join/0/0/0/outcome", data)
             return None
         list(join_batches(_batches(0, 3), world=world))
 

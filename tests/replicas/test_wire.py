@@ -88,12 +88,13 @@ def _find_decoders():
 # By the module that fuzzes them.
 FUZZED = {
     "wire_fuzz": """
-        meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: _Hello,
-        shared_segment: _Verdict, rendezvous: _Offer, rendezvous: _Notice,
-        datagram_link: _Offer, rounds: Announcement, rounds: Decision,
-        context: ProcessProgress, gpu_topology: Facts, gpu_topology: list[Facts],
-        measurement: list[Seconds], early_exit: DepartureNotice,
-        lifeline: Left | AtEnd | Stuck, launcher_link: Exit, star_codec: Frame""",
+        meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: _Offer,
+        shared_segment: Peer, shared_segment: list[Peer], rendezvous: _Offer,
+        rendezvous: tuple[str; str], rendezvous: MeetingOutcome, datagram_link: _Offer,
+        rounds: Announcement, rounds: Decision, context: ProcessProgress,
+        gpu_topology: Facts, gpu_topology: list[Facts], measurement: list[Seconds],
+        early_exit: DepartureNotice, lifeline: Left | AtEnd | Stuck,
+        launcher_link: Exit, star_codec: Frame""",
     "comparison_fuzz": """
         comparison: Difference, comparison: int, comparison: tuple[str; int],
         comparison: list[bytes], comparison: differences.Details,

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jdp
+from jdp.replicas.meeting import StoreMeeting
 from jdp.runtime.transport import rendezvous, transport, zmq_sockets
 from jdp.runtime.transport.transport import LinkOptions, Lost, Received
 from tests import harness
@@ -342,7 +343,7 @@ def _offer(world, *, version=transport.VERSION, options=_SMALL):
     keys = zmq.curve_keypair()
     offer = rendezvous._Offer(keys[0], options)
     data = bytes((version,)) + msgspec.msgpack.encode(offer)
-    world.store.set(f"link/offer/{world.process_index}", data)
+    world.store.set(f"link/{world.process_index}", data)
     return keys
 
 
@@ -384,8 +385,9 @@ def test_other_options_are_refused_everywhere():
 
 def _knock(world, keys, hello, **zmq_options):
     """Connects as the process that has published `keys`, by hand."""
-    hub_key = rendezvous._hear_offer(world, "link", 0, _SMALL, 5.0).public_key
-    endpoints = rendezvous._hear(world, "link/endpoints").endpoints
+    meeting = StoreMeeting(world.store, "link", world.process_index, 5.0)
+    offers = rendezvous._hear_offers(world, meeting, _SMALL, [0])
+    hub_key, endpoints = offers[0].public_key, rendezvous._hear_endpoints(meeting)
     context = zmq.Context()
     options = {
         "LINGER": 0,
@@ -411,7 +413,7 @@ def test_a_known_key_with_another_version_is_refused_everywhere():
             return _open(world)
         context, clients = _knock(world, _offer(world), b"\x07\x01")
         with contextlib.suppress(TimeoutError):
-            world.store.get("link/verdict", timeout_s=5.0)
+            world.store.get("link/outcome", timeout_s=5.0)
         assert len(clients) == 2
         context.destroy(linger=0)
 
@@ -441,7 +443,7 @@ def test_a_process_that_breaks_the_protocol_is_lost_and_cut_off(
             # It claims to be process 2, which does not help.
             keys = _offer(world)
             context, clients = _knock(world, keys, HELLO, ROUTING_ID=b"2")
-            world.store.get("link/verdict", timeout_s=5.0)
+            world.store.get("link/outcome", timeout_s=5.0)
             client = clients[0]
             client.send(transport.encode(transport.DATA, b"good"))
             monitor = client.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -15,6 +15,7 @@ from concurrent import futures
 
 import zmq
 
+from jdp.replicas.meeting import StoreMeeting
 from jdp.runtime.transport import rendezvous, transport
 from jdp.runtime.transport.transport import Received
 from tests import harness
@@ -126,7 +127,9 @@ def fuzz(endpoint_kind: str, num_messages: int, seed: int) -> int:
             link.close()
             return event
         endpoint = link._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        hub_key = rendezvous._hear_offer(world, "link", 0, options, 1).public_key
+        meeting = StoreMeeting(world.store, "link", 0, 1.0)
+        offers = rendezvous._hear_offers(world, meeting, options, [0])
+        hub_key = offers[0].public_key
         rng = random.Random(seed)
 
         def attack() -> str:

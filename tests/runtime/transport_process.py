@@ -40,6 +40,12 @@ class FileStore:
         path = self._folder / key.replace("/", ".")
         return path.read_bytes() if path.exists() else None
 
+    def list_directory(self, directory: str) -> dict[str, bytes]:
+        prefix = directory.replace("/", ".") + "."
+        paths = [path.name for path in self._folder.glob(f"{prefix}[0-9]")]
+        found = {name.removeprefix(prefix): self.try_get(name) for name in paths}
+        return {name: value for name, value in found.items() if value is not None}
+
 
 def make_world(folder: str, rank: int, num: int) -> World:
     unused: Any = None

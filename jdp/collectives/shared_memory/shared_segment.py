@@ -16,9 +16,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jdp.replicas import wire
+from jdp.replicas import meeting, wire
+from jdp.replicas.meeting import MeetingRecord, StoreMeeting
 from jdp.replicas.mesh import World
 
+_TOPIC = "making of a shared segment"
 _FOLDER = "/dev/shm"
 _HEADER_BYTES = 4096
 _WORDS_A_LINE = 8  # counters of two processes never share a cache line of 64 bytes.
@@ -48,20 +50,13 @@ class Peer(msgspec.Struct, frozen=True):
         return bool(fields) and fields[0] not in "ZX" and fields[19] == self.started
 
 
-class _Hello(msgspec.Struct, frozen=True):
-    """Message of a process when all processes map the memory."""
+class _Offer(msgspec.Struct, frozen=True):
+    """Where the other processes find the memory that the first one has made."""
 
     peer: Peer
     path: str = ""
     token: bytes = b""
-    error: str | None = None
-
-
-class _Verdict(msgspec.Struct, frozen=True):
-    """Message of the first process when all processes have mapped the memory."""
-
-    peers: list[Peer] = []
-    error: str | None = None
+    error: str | None = None  # why there is none.
 
 
 class SharedSegment:
@@ -174,51 +169,55 @@ def _map_together(
     if world.store is None:
         return mmap.mmap(-1, size), [own]
     first = processes[0]
-    mapped, hello = None, _Hello(own, error=_find_obstacle(processes))
-    verdict = None
+    store_meeting = StoreMeeting(world.store, key, world.process_index, world.timeout_s)
+    mapped, offer = None, _Offer(own, error=_find_obstacle(processes))
+    error = offer.error
     try:
         if world.process_index == first:
-            if hello.error is None:
-                mapped, hello = _create(size, own)
-            _say(world, f"{key}/path", hello)
-            verdict = _collect(world, key, hello, processes)
-            world.store.set(f"{key}/verdict", msgspec.msgpack.encode(verdict))
-        else:
-            offer = _hear(world, f"{key}/path", first)
-            if hello.error is None and offer.error is None:
-                mapped, hello = _open(size, own, offer, first)
-            _say(world, f"{key}/opened/{world.process_index}", hello)
-            # The first process waits for each in turn.
-            timeout_s = 1.2 * world.timeout_s + 5.0
-            found = world.store.get(f"{key}/verdict", timeout_s=timeout_s)
-            verdict = wire.decode(found, _Verdict, what=f"The verdict of `{key}`")
-            if verdict.error is None and len(verdict.peers) != len(processes):
-                raise wire.Malformed(f"The verdict of `{key}` leaves processes out.")
-    except TimeoutError as error:
-        raise RuntimeError(str(error)) from None
+            if error is None:
+                mapped, offer = _create(size, own)
+                error = offer.error
+            store_meeting.announce(msgspec.msgpack.encode(offer), "offer")
+        elif error is None:
+            theirs = _hear_offer(store_meeting, first)
+            if theirs.error is None:
+                mapped, error = _open(size, theirs, first)
+        record = MeetingRecord(
+            _TOPIC,
+            msgspec.msgpack.encode(own),
+            None if error is None else f"process {world.process_index} {error}",
+        )
+        outcome = meeting.hold(store_meeting, record, _list_peers, processes=processes)
     finally:
-        if world.process_index == first and hello.path:
-            os.close(int(hello.path.rpartition("/")[2]))
-    if verdict.error is not None or mapped is None:
-        raise RuntimeError(verdict.error or hello.error)
-    return mapped, verdict.peers
+        if world.process_index == first and offer.path:
+            os.close(int(offer.path.rpartition("/")[2]))
+    if outcome.error is not None:
+        raise RuntimeError(outcome.error)
+    peers = wire.decode(outcome.body, list[Peer], what=f"The outcome of the {_TOPIC}")
+    if mapped is None or len(peers) != len(processes):
+        raise wire.Malformed(f"The outcome of the {_TOPIC} leaves processes out.")
+    return mapped, peers
 
 
-def _collect(world: World, key: str, own: _Hello, processes: Sequence[int]) -> _Verdict:
-    """Hears all others, and decides."""
-    hellos = [own]
+def _list_peers(bodies: list[bytes]) -> bytes:
+    what = f"A message in the {_TOPIC}"
+    peers = [wire.decode(body, Peer, what=what) for body in bodies]
+    return msgspec.msgpack.encode(peers)
+
+
+def _hear_offer(store_meeting: StoreMeeting, first: int) -> _Offer:
+    timeout_s = store_meeting.timeout_s
     try:
-        for process in processes[1:]:
-            hellos.append(_hear(world, f"{key}/opened/{process}", process))
-    except (TimeoutError, wire.Malformed) as error:
-        return _Verdict(error=str(error))
-    for process, hello in zip(processes, hellos, strict=True):
-        if hello.error is not None:
-            return _Verdict(error=f"Process {process} {hello.error}")
-    return _Verdict([hello.peer for hello in hellos])
+        offer = store_meeting.hear("offer", timeout_s=timeout_s)
+    except TimeoutError:
+        raise RuntimeError(
+            f"Process {first} did not come to the {_TOPIC} within {timeout_s:g} s."
+        ) from None
+    assert offer is not None
+    return wire.decode(offer, _Offer, what=f"The offer of process {first}")
 
 
-def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Hello]:
+def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Offer]:
     fd = -1
     try:
         fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -227,18 +226,17 @@ def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Hello]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        return None, _Hello(own, error=_explain(size, error))
+        return None, _Offer(own, error=_explain(size, error))
     token = secrets.token_bytes(16)
     mapped[_TOKEN] = token
-    return mapped, _Hello(own, f"/proc/{own.pid}/fd/{fd}", token)
+    return mapped, _Offer(own, f"/proc/{own.pid}/fd/{fd}", token)
 
 
-def _open(
-    size: int, own: Peer, offer: _Hello, first: int
-) -> tuple[mmap.mmap | None, _Hello]:
+def _open(size: int, offer: _Offer, first: int) -> tuple[mmap.mmap | None, str | None]:
+    """Maps the memory that was offered; returns why it cannot, if so."""
     found = _PATH.fullmatch(offer.path)
     if found is None or int(found[1]) != offer.peer.pid:
-        return None, _Hello(own, error=f"{_refusal(first)} (its path is none).")
+        return None, f"{_refusal(first)} (its path is not one of shared memory)."
     try:
         # On another host the same path may be anything: nothing is opened before it is
         # known to be memory.
@@ -250,10 +248,10 @@ def _open(
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:
-        return None, _Hello(own, error=f"{_refusal(first)} ({error}).")
+        return None, f"{_refusal(first)} ({error})."
     if mapped[_TOKEN] != offer.token:
-        return None, _Hello(own, error=f"{_refusal(first)}.")
-    return mapped, _Hello(own)
+        return None, f"{_refusal(first)}."
+    return mapped, None
 
 
 def _check_is_ours(found: os.stat_result, size: int) -> None:
@@ -296,24 +294,6 @@ def _explain(size: int, error: OSError) -> str:
         f"cannot make {size:,} bytes of shared memory: {error.strerror}; {_FOLDER} has "
         f"{free:,} bytes left. Ask for less, or enlarge it (`docker run --shm-size`)."
     )
-
-
-def _say(world: World, key: str, hello: _Hello) -> None:
-    assert world.store is not None
-    world.store.set(key, msgspec.msgpack.encode(hello))
-
-
-def _hear(world: World, key: str, process: int) -> _Hello:
-    assert world.store is not None
-    try:
-        found = world.store.get(key, timeout_s=world.timeout_s)
-    except TimeoutError:
-        raise TimeoutError(
-            f"Process {process} did not come to make a shared segment within "
-            f"{world.timeout_s:g} s."
-        ) from None
-    what = f"The message of process {process} about a shared segment"
-    return wire.decode(found, _Hello, what=what)
 
 
 def _read_stat(pid: int) -> list[str] | None:

@@ -7,12 +7,14 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Iterable
 
 import msgspec
 import zmq
 from zmq.utils import z85
 
 from jdp.replicas import wire
+from jdp.replicas.meeting import OUTCOME, MeetingOutcome, StoreMeeting
 from jdp.replicas.mesh import World
 from jdp.runtime import addresses, forks, private_folder
 from jdp.runtime.transport.datagram_link import LaneLink
@@ -25,6 +27,9 @@ _ENDPOINT = re.compile(
     r"|ipc://(?:@|(?P<folder>/[^\0\n]+)/)jdp-[0-9a-f]{16}(-pulse)?",
     re.ASCII,
 )
+# The stage before the outcome: where the hub listens for messages and for heartbeats,
+# at "tcp://*:port", "ipc:///path" or the abstract "ipc://@name".
+_ENDPOINTS = "endpoints"
 _logger = logging.getLogger("jdp")
 
 
@@ -33,15 +38,6 @@ class _Offer(msgspec.Struct, frozen=True):
 
     public_key: bytes  # of CURVE, in Z85.
     options: LinkOptions
-
-
-class _Notice(msgspec.Struct, frozen=True):
-    """How it goes on, by the hub: an error for all, or where it listens."""
-
-    error: str | None = None
-    # "tcp://*:port", "ipc:///path", or an abstract "ipc://@name": for messages, and for
-    # heartbeats.
-    endpoints: tuple[str, str] = ("", "")
 
 
 def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
@@ -62,22 +58,23 @@ def open_sockets(
 ) -> tuple[ZmqLink, str]:
     """Opens a link over ZeroMQ alone; returns it, and where the hub listens."""
     assert world.store is not None
+    meeting = StoreMeeting(world.store, key, world.process_index, world.timeout_s)
     public_key, secret_key = zmq.curve_keypair()
     offer = bytes((VERSION,)) + msgspec.msgpack.encode(_Offer(public_key, options))
-    world.store.set(f"{key}/offer/{world.process_index}", offer)
+    meeting.leave_record(offer)
     if world.process_index == 0:
-        return _open_hub(world, key, options, secret_key)
-    return _open_spoke(world, key, options, (public_key, secret_key))
+        return _open_hub(world, meeting, options, secret_key)
+    return _open_spoke(world, meeting, options, (public_key, secret_key))
 
 
 def _open_hub(
-    world: World, key: str, options: LinkOptions, secret_key: bytes
+    world: World, meeting: StoreMeeting, options: LinkOptions, secret_key: bytes
 ) -> tuple[ZmqLink, str]:
     deadline_s = time.monotonic() + world.timeout_s
-    link, stage = None, "endpoints"
+    link, stage = None, _ENDPOINTS
     stack = contextlib.ExitStack()
     try:
-        admitted = _gather_keys(world, key, options, deadline_s)
+        admitted = _gather_keys(world, meeting, options)
         link = ZmqLink(0, world.process_count, options, admitted=admitted)
         folder = _enter_folder(world.host, stack)
         endpoints = _listen(link, world.host, folder, secret_key)
@@ -86,35 +83,35 @@ def _open_hub(
                 stack.callback(forks.only_here(private_folder.remove_socket), path)
         # Only now, with all keys known, may others connect: a handshake has a deadline
         # of its own.
-        _say(world, f"{key}/endpoints", _Notice(endpoints=endpoints))
-        stage = "verdict"
+        _announce(meeting, _ENDPOINTS, body=msgspec.msgpack.encode(endpoints))
+        stage = OUTCOME
         _await_hellos(world, link, deadline_s)
     except BaseException as error:
-        _say(world, f"{key}/{stage}", _Notice(error=str(error) or repr(error)))
+        _announce(meeting, stage, error=str(error) or repr(error))
         if link is not None:
             link.close()
         raise
     finally:
         stack.close()  # All have connected, or no process shall.
-    _say(world, f"{key}/verdict", _Notice())
+    _announce(meeting, OUTCOME)
     return link, endpoints[0]
 
 
 def _open_spoke(
-    world: World, key: str, options: LinkOptions, keys: tuple[bytes, bytes]
+    world: World,
+    meeting: StoreMeeting,
+    options: LinkOptions,
+    keys: tuple[bytes, bytes],
 ) -> tuple[ZmqLink, str]:
-    try:
-        hub_key = _hear_offer(world, key, 0, options, world.timeout_s).public_key
-    except TimeoutError:
-        raise RuntimeError(_describe_missing(world, [0])) from None
-    data, pulse = _check_endpoints(_hear(world, f"{key}/endpoints").endpoints)
+    hub_key = _hear_offers(world, meeting, options, [0])[0].public_key
+    data, pulse = _hear_endpoints(meeting)
     if data.startswith("tcp://*:"):
         address = addresses.bracket(find_addresses(world.host)[0])
         data, pulse = (e.replace("*", address, 1) for e in (data, pulse))
     link = ZmqLink(world.process_index, world.process_count, options)
     try:
         link.connect((data, pulse), hub_key, keys)
-        _hear(world, f"{key}/verdict")
+        _hear(meeting, OUTCOME)
         link.hold_connections()
     except BaseException:
         link.close()
@@ -123,25 +120,11 @@ def _open_spoke(
 
 
 def _gather_keys(
-    world: World, key: str, options: LinkOptions, deadline_s: float
+    world: World, meeting: StoreMeeting, options: LinkOptions
 ) -> dict[bytes, int]:
     """Returns which process has which public key, of all others."""
-    processes = range(1, world.process_count)
-    admitted = {}
-    try:
-        for process in processes:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            offer = _hear_offer(world, key, process, options, left_s)
-            admitted[z85.decode(offer.public_key)] = process
-    except TimeoutError:
-        assert world.store is not None
-        missing = [
-            process
-            for process in processes
-            if world.store.try_get(f"{key}/offer/{process}") is None
-        ]
-        raise RuntimeError(_describe_missing(world, missing)) from None
-    return admitted
+    offers = _hear_offers(world, meeting, options, range(1, world.process_count))
+    return {z85.decode(offer.public_key): p for p, offer in offers.items()}
 
 
 def _await_hellos(world: World, link: ZmqLink, deadline_s: float) -> None:
@@ -230,12 +213,18 @@ def find_addresses(host: str) -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 
 
-def _hear_offer(
-    world: World, key: str, process: int, options: LinkOptions, timeout_s: float
-) -> _Offer:
-    assert world.store is not None
-    offer = world.store.get(f"{key}/offer/{process}", timeout_s=timeout_s)
+def _hear_offers(
+    world: World, meeting: StoreMeeting, options: LinkOptions, processes: Iterable[int]
+) -> dict[int, _Offer]:
+    found = meeting.gather(processes) or {}
+    missing = [p for p in processes if p not in found]
+    if missing:
+        raise RuntimeError(_describe_missing(world, missing))
     own = world.process_index
+    return {p: _check_offer(p, found[p], own, options) for p in processes}
+
+
+def _check_offer(process: int, offer: bytes, own: int, options: LinkOptions) -> _Offer:
     version = offer[0] if offer else None
     if version != VERSION:
         raise RuntimeError(
@@ -270,26 +259,34 @@ def _check_endpoints(endpoints: tuple[str, str]) -> tuple[str, str]:
     return endpoints
 
 
-def _say(world: World, key: str, notice: _Notice) -> None:
-    assert world.store is not None
-    world.store.set(key, msgspec.msgpack.encode(notice))
+def _announce(
+    meeting: StoreMeeting, stage: str, *, body: bytes = b"", error: str | None = None
+) -> None:
+    outcome = MeetingOutcome(body, error)
+    meeting.announce(msgspec.msgpack.encode(outcome), stage)
 
 
-def _hear(world: World, key: str) -> _Notice:
-    assert world.store is not None
+def _hear_endpoints(meeting: StoreMeeting) -> tuple[str, str]:
+    what = "The addresses of process 0"
+    found = wire.decode(_hear(meeting, _ENDPOINTS), tuple[str, str], what=what)
+    return _check_endpoints(found)
+
+
+def _hear(meeting: StoreMeeting, stage: str) -> bytes:
     # The hub may have come later, and waits as long for the rest.
-    timeout_s = 1.2 * world.timeout_s + 5.0
     try:
-        found = world.store.get(key, timeout_s=timeout_s)
+        found = meeting.hear(stage)
     except TimeoutError:
         raise RuntimeError(
-            f"Process 0 began to open a link and did not go on within {timeout_s:g} s. "
-            "Look at its log."
+            "Process 0 began to open a link and did not go on within "
+            f"{meeting.answer_timeout_s:g} s. Look at its log."
         ) from None
-    notice = wire.decode(found, _Notice, what="The notice of process 0 about a link")
-    if notice.error is not None:
-        raise RuntimeError(notice.error)
-    return notice
+    assert found is not None
+    what = "The notice of process 0 about a link"
+    outcome = wire.decode(found, MeetingOutcome, what=what)
+    if outcome.error is not None:
+        raise RuntimeError(outcome.error)
+    return outcome.body
 
 
 def _describe_missing(world: World, missing: list[int]) -> str:
