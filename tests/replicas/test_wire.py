@@ -14,7 +14,8 @@ from jdp.launch import launcher_link
 from jdp.launch.endings import Exit
 from jdp.replicas import differences, wire
 from jdp.runtime.transport import datagram_link, transport
-from tests import comparison_fuzz, wire_fuzz
+from tests import wire_fuzz
+from tests.replicas import comparison_fuzz
 
 
 class _Note(msgspec.Struct):
