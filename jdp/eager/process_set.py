@@ -15,63 +15,52 @@ class ProcessSet:
         """Names the ranks; the set has no number until it is added.
 
         Args:
-          ranks: of processes, in any order; one that comes twice counts once.
+          ranks: of processes, in any order; duplicates count once.
 
         Raises:
-          TypeError: one is no integer.
-          ValueError: there is none, or one is negative.
+          TypeError: a rank is not an integer.
+          ValueError: there is no rank, or one is negative.
         """
-        self.ranks = argument_types.check_ranks(ranks)
+        self._ranks = argument_types.check_ranks(ranks)
         self.process_set_id: int | None = None
-        if not self.ranks or self.ranks[0] < 0:
-            raise ValueError(f"`ranks` must be some ranks from 0, got {self.ranks}.")
+        if not self._ranks or self._ranks[0] < 0:
+            raise ValueError(f"`ranks` must be some ranks from 0, got {self._ranks}.")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the set; of the set of all processes, empty before `init`."""
+        if self.process_set_id != 0:
+            return self._ranks
+        engine = session.find_engine()
+        return () if engine is None else tuple(range(engine.size))
 
     def size(self) -> int | None:
-        """How many ranks are in it; None while it is not added."""
-        return None if self.process_set_id is None else len(self.ranks)
+        """Number of ranks; None while the set is not added."""
+        return len(self.ranks) if self._is_added() else None
 
     def rank(self) -> int | None:
-        """Position of this process in it; None while not added, or not in it."""
+        """Position of this process in the set; None while not added, or not in it."""
         if not self.included():
             return None
         return self.ranks.index(session.rank())
 
     def included(self) -> bool | None:
-        """Whether this process is in it; None while it is not added."""
-        if self.process_set_id is None:
-            return None
-        return session.rank() in self.ranks
+        """Whether this process is in the set; None while the set is not added."""
+        return session.rank() in self.ranks if self._is_added() else None
+
+    def _is_added(self) -> bool:
+        return self.process_set_id is not None and bool(self.ranks)
 
     def __repr__(self) -> str:
-        """As in `ProcessSet(process_set_id=1, ranks=[0, 2])`."""
         return (
             f"ProcessSet(process_set_id={self.process_set_id}, "
             f"ranks={list(self.ranks)})"
         )
 
 
-class _Everybody(ProcessSet):
-    """The set of all processes, which is there from `init` to `shutdown`."""
-
-    def __init__(self) -> None:
-        self.process_set_id = 0
-
-    @property
-    def ranks(self) -> tuple[int, ...]:  # pyright: ignore
-        """All ranks; empty before `init`."""
-        engine = session.find_engine()
-        return () if engine is None else tuple(range(engine.size))
-
-    def size(self) -> int | None:
-        """See `ProcessSet`; None before `init`."""
-        return len(self.ranks) or None
-
-    def included(self) -> bool | None:
-        """See `ProcessSet`; None before `init`."""
-        return True if self.ranks else None
-
-
-global_process_set = _Everybody()
+# The set of all processes, which is there from `init` to `shutdown`.
+global_process_set = ProcessSet([0])
+global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -60,6 +60,15 @@ def submit_async(
     return Handle([entry], _only)
 
 
+@runtime_checkable
+class FingerprintedStep(Protocol):
+    """Compiled step that describes its program, such as one of `jdp.data_parallel`."""
+
+    def fingerprint(self, *args: PyTree) -> str:
+        """Returns a text that is the same on all ranks with the same program."""
+        ...
+
+
 class _Known:
     """Fingerprints of steps and shapes of arguments, which come over and over."""
 
@@ -73,9 +82,9 @@ def _fingerprint(step: Any, args: tuple[PyTree, ...]) -> str:
     known = _Known.fingerprints.get(key)
     if known is not None and known[0] is step:
         return known[1]
-    if hasattr(step, "fingerprint"):
+    if isinstance(step, FingerprintedStep):
         text = step.fingerprint(*args)
-    elif hasattr(step, "trace"):
+    elif isinstance(step, jax.stages.Wrapped):
         jaxpr = step.trace(*args).jaxpr
         text = f"{jaxpr}\n{captured.find([jaxpr]).digest.hex()}"
     else:

@@ -162,9 +162,9 @@ def _make_options(engine: Engine, facts: Facts) -> CallOptions:
             f"`op` of {facts.kind} must be one of {', '.join(allowed)}, got "
             f"{facts.op!r}."
         )
-    for field in ("prescale", "postscale"):
-        if not math.isfinite(getattr(facts, field)):
-            raise ValueError(f"`{field}` must be finite, got {getattr(facts, field)}.")
+    for name, factor in (("prescale", facts.prescale), ("postscale", facts.postscale)):
+        if not math.isfinite(factor):
+            raise ValueError(f"`{name}` must be finite, got {factor}.")
     if facts.op == "adasum" and set_id != 0:
         raise NotImplementedError(
             "Adasum does not support process sets other than that of all."

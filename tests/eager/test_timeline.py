@@ -181,7 +181,7 @@ def test_memory_stays_bounded_while_spans_are_short(tmp_path):
 def test_what_a_killed_process_leaves_behind_can_be_read(tmp_path):
     code = """
 import os, signal, sys, time
-from jdp.eager import timeline
+from jdp.eager.diagnosis import timeline
 traced = timeline.Timeline(sys.argv[1], rank=0)
 start_s = time.perf_counter()
 for i in range(1000):

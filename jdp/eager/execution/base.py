@@ -1,4 +1,4 @@
-"""Base: what moves flat arrays between the members of a process set."""
+"""Base: the interface of what moves flat arrays between members of a process set."""
 
 import dataclasses
 import functools
@@ -61,6 +61,14 @@ class Implementation(Protocol):
 
     def describe(self) -> str:
         """Says in a few words what it runs on, or why it is not available."""
+        ...
+
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """Says which kinds a hierarchical implementation takes; others ignore it."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds; nothing is called after it."""
         ...
 
     def all_reduce(self, arrays: list[Array], op: Op) -> list[Array]:

@@ -22,12 +22,9 @@ from jdp.eager import checks, messages
 from jdp.eager.coordinator import fusion
 from jdp.eager.diagnosis.timeline import Timeline, rank_path
 from jdp.eager.entry import Completion, Entry
-from jdp.eager.execution import fused, registry
+from jdp.eager.execution import fused, registry, small_tensors
 from jdp.eager.execution.base import Implementation, Members, Task
 from jdp.eager.execution.fused import Job, Scratch
-from jdp.eager.execution.shared_memory import SharedMemory
-from jdp.eager.execution.small_tensors import Carried
-from jdp.eager.execution.xla import Hierarchical
 from jdp.eager.messages import ProtocolError, Response, Spec
 from jdp.eager.options import EagerOptions
 from jdp.replicas.mesh import World
@@ -147,8 +144,7 @@ class Executor:
     def switch_hierarchical(self, *, all_reduce: bool, all_gather: bool) -> None:
         """Says what goes by nodes from now on; all ranks do so at the same place."""
         for implementation in self.sets[0].implementations:
-            if isinstance(implementation, Hierarchical):
-                implementation.switch(all_reduce=all_reduce, all_gather=all_gather)
+            implementation.switch(all_reduce=all_reduce, all_gather=all_gather)
         self._prepared.clear()
 
     def finish_in_order(
@@ -255,7 +251,7 @@ class Executor:
                 values = None
         if timeline is not None:  # Before callers see that it is done, and end it.
             facts = {
-                "implementation": Carried.name if data else implementation.name,
+                "implementation": small_tensors.NAME if data else implementation.name,
                 "fused": len(entries),
                 "num_bytes": prepared.task.num_bytes,
             }
@@ -349,8 +345,7 @@ class Executor:
 
 def _close(state: SetState) -> None:
     for implementation in state.implementations:
-        if isinstance(implementation, SharedMemory):
-            implementation.close()
+        implementation.close()
 
 
 def _trace(

@@ -19,7 +19,6 @@ from jdp.collectives.base import Op
 from jdp.eager import numerics
 from jdp.eager.execution import small_tensors
 from jdp.eager.execution.base import Array, Implementation, Members
-from jdp.eager.execution.small_tensors import Carried
 from jdp.eager.messages import Spec
 from jdp.trees.buckets import BucketPlan, LeafSpec
 
@@ -30,6 +29,7 @@ _PACKED_BYTES = 4096
 _SHARED_BYTES = 1 << 16
 _MAX_LAYOUTS = 256
 _ALIGNMENT = 64  # bytes; of XLA's buffers on CPU.
+_Reduce = Callable[[list[Array], Op], list[Array]]  # `Implementation.all_reduce`.
 
 
 class Job(NamedTuple):
@@ -127,8 +127,9 @@ def run(
 
 
 def run_carried(job: Job, data: bytes, members: Members, scratch: Scratch) -> list[Any]:
-    """Runs a job whose tensors came, reduced, with the agreement; see `carried`."""
-    return _all_reduce(job, Carried(data), members, scratch)
+    """Runs a job whose reduced tensors came with the agreement as `data`."""
+    reduce = functools.partial(small_tensors.unpack, data)
+    return _all_reduce_with(reduce, job, members, scratch)
 
 
 def num_rows(size: int, count: int, place: int) -> int:
@@ -137,15 +138,10 @@ def num_rows(size: int, count: int, place: int) -> int:
 
 
 def _all_reduce(
-    job: Job,
-    implementation: Implementation | Carried,
-    members: Members,
-    scratch: Scratch,
+    job: Job, implementation: Implementation, members: Members, scratch: Scratch
 ) -> list[Any]:
     specs, spec = job.specs, job.specs[0]
-    dtype = np.dtype(spec.dtype)
     if spec.op == "adasum":
-        assert not isinstance(implementation, Carried)
         return [
             _owned(
                 _scale(
@@ -155,19 +151,25 @@ def _all_reduce(
             ).reshape(each.shape)
             for array, each in zip(job.arrays, specs, strict=True)
         ]
+    return _all_reduce_with(implementation.all_reduce, job, members, scratch)
+
+
+def _all_reduce_with(
+    reduce: _Reduce, job: Job, members: Members, scratch: Scratch
+) -> list[Any]:
+    specs, spec = job.specs, job.specs[0]
+    dtype = np.dtype(spec.dtype)
     op, postscale = small_tensors.split_average(spec, dtype, members.size)
     if spec.device == "cpu":
         shapes = tuple([each.shape for each in specs])
         layout = scratch.lay_out(shapes, dtype)
         if len(specs) > 1 and layout.size * dtype.itemsize < _PACKED_BYTES * len(specs):
-            return _all_reduce_packed(
-                job, implementation, scratch, layout, op, postscale
-            )
+            return _all_reduce_packed(reduce, job, scratch, layout, op, postscale)
     flats = [
         _own_flat(array, each, spec.prescale)
         for array, each in zip(job.arrays, specs, strict=True)
     ]
-    reduced = implementation.all_reduce(flats, op)
+    reduced = reduce(flats, op)
     return [
         _owned(_scale(x, postscale)).reshape(each.shape)
         for x, each in zip(reduced, specs, strict=True)
@@ -175,8 +177,8 @@ def _all_reduce(
 
 
 def _all_reduce_packed(
+    reduce: _Reduce,
     job: Job,
-    implementation: Implementation | Carried,
     scratch: Scratch,
     layout: _Layout,
     op: Op,
@@ -194,7 +196,7 @@ def _all_reduce_packed(
         ]
     np.concatenate(arrays, axis=None, out=buffer)
     scratch.mark("MEMCPY_IN_FUSION_BUFFER")
-    (out,) = implementation.all_reduce([buffer], op)
+    (out,) = reduce([buffer], op)
     scratch.mark("")
     out = _scale(out, postscale)
     if out.nbytes <= _SHARED_BYTES:

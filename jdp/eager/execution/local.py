@@ -22,6 +22,12 @@ class LocalCopy:
         """See `Implementation`."""
         return "for a process set of one process"
 
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """See `Implementation`."""
+
+    def close(self) -> None:
+        """See `Implementation`."""
+
     def all_reduce(self, arrays: list[Array], op: Op) -> list[Array]:
         """See `Implementation`."""
         return arrays

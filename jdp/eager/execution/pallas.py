@@ -1,6 +1,4 @@
-"""Pallas: the custom kernel, for sums on GPUs of one host."""
-
-from collections.abc import Callable
+"""Pallas: XLA programs with the custom kernel, for sums on the GPUs of one host."""
 
 import jax
 
@@ -8,58 +6,64 @@ from jdp.collectives import PallasAllReduce, auto
 from jdp.collectives.base import Op
 from jdp.collectives.pallas import choice
 from jdp.eager.execution.base import Members, Task
-from jdp.eager.execution.xla import Xla
+from jdp.eager.execution.xla import Route, Xla, platform_of
+from jdp.types import AxisName
 
 _OPS = ("sum", "average")
 
 
-class PallasKernel(Xla):
-    """Reduces with `jdp.collectives.pallas_all_reduce` where it is the faster one."""
+class _WhereFaster:
+    """Rule of the kernel: it takes sums of sizes and dtypes for which it is faster."""
 
     def __init__(self, members: Members):
-        """Makes it; on GPUs all members try the kernel together."""
-        super().__init__(members)
-        self.name = "Pallas kernel"
         world = members.world
-        self._why_not = ""
-        if self._platform != "gpu":
-            self._why_not = "for GPUs"
+        self._num_members = members.size
+        self.why_not = ""
+        if platform_of(members) != "gpu":
+            self.why_not = "for GPUs"
         elif world.num_replicas != world.process_count:
-            self._why_not = "a process has several replicas"
+            self.why_not = "a process has several replicas"
         elif members.set_id != 0 or members.size == 1:
-            self._why_not = "for the set of all processes, of which there are several"
+            self.why_not = "for the set of all processes, of which there are several"
         else:
             self._topology, fails = auto.find_kernel(world)
-            self._why_not = fails or self._find_obstacle(0, "float32") or ""
-            self._mesh = world.mesh
-            self._axis_name = world.axis_name
+            self.why_not = fails or self._find_obstacle(0, "float32") or ""
 
     def is_enabled(self, task: Task) -> bool:
-        """See `Implementation`."""
-        if self._why_not or task.kind != "all_reduce" or task.op not in _OPS:
+        """See `Selection`."""
+        if self.why_not or task.kind != "all_reduce" or task.op not in _OPS:
             return False
         return self._find_obstacle(task.num_bytes, task.dtype.name) is None
 
     def describe(self) -> str:
-        """See `Implementation`."""
-        return self._why_not or f"{self._members.size} GPUs"
+        """See `Selection`."""
+        return self.why_not or f"{self._num_members} GPUs"
+
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """See `Selection`."""
+
+    def all_reduce(self, x: jax.Array, axis_name: AxisName, *, op: Op) -> jax.Array:
+        """Reduces with the algorithm of the kernel that is fastest for the size."""
+        algorithm = choice.choose_algorithm(
+            x.size * x.dtype.itemsize,
+            self._num_members,
+            thresholds=choice.THRESHOLDS,
+            can_multicast=self._topology.has_multicast
+            and x.dtype == choice.MULTIMEM_DTYPE,
+        )
+        return PallasAllReduce(algorithm)(x, axis_name, op=op)
 
     def _find_obstacle(self, num_bytes: int, dtype: str) -> str | None:
         return choice.why_not_custom(
-            num_bytes, self._members.size, dtype, self._topology
+            num_bytes, self._num_members, dtype, self._topology
         )
 
-    def _make_all_reduce(self, op: Op) -> Callable[[jax.Array], jax.Array]:
-        count = self._members.size
 
-        def reduce(x: jax.Array) -> jax.Array:
-            algorithm = choice.choose_algorithm(
-                x.size * x.dtype.itemsize,
-                count,
-                thresholds=choice.THRESHOLDS,
-                can_multicast=self._topology.has_multicast
-                and x.dtype == choice.MULTIMEM_DTYPE,
-            )
-            return PallasAllReduce(algorithm)(x, self._axis_name, op=op)
-
-        return reduce
+def make_pallas_kernel(members: Members) -> Xla:
+    """Makes the implementation; on GPUs all members try the kernel together."""
+    selection = _WhereFaster(members)
+    route = Route(all_reduce=selection.all_reduce)
+    if not selection.why_not:
+        world = members.world
+        route = route._replace(mesh=world.mesh, axis_name=world.axis_name)
+    return Xla(members, name="Pallas kernel", selection=selection, route=route)

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from jdp.eager.execution.base import Implementation, Members, Task
+from jdp.eager.execution.hierarchical import make_hierarchical
 from jdp.eager.execution.local import LocalCopy
-from jdp.eager.execution.pallas import PallasKernel
+from jdp.eager.execution.pallas import make_pallas_kernel
 from jdp.eager.execution.shared_memory import SharedMemory
-from jdp.eager.execution.xla import Hierarchical, Xla
+from jdp.eager.execution.xla import Xla
 from jdp.eager.options import EagerOptions
 
 
@@ -29,12 +30,12 @@ def make_implementations(
     impatient = dataclasses.replace(members, world=world)
     return [
         SharedMemory(impatient, options.shared_memory_bytes, key=f"{key}/memory"),
-        Hierarchical(
+        make_hierarchical(
             members,
             all_reduce=options.hierarchical_all_reduce,
             all_gather=options.hierarchical_all_gather,
         ),
-        PallasKernel(members),
+        make_pallas_kernel(members),
         Xla(members),
         LocalCopy(members),
     ]

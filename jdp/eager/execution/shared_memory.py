@@ -101,8 +101,11 @@ class SharedMemory:
         self._open().broadcast(array, root, self._next_call())
         return array
 
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """See `Implementation`."""
+
     def close(self) -> None:
-        """Gives the memory back."""
+        """See `Implementation`."""
         if self._buffer is not None:
             self._buffer.free()
 

@@ -1,4 +1,4 @@
-"""Carried: small tensors that travel with the agreement, and need no second exchange.
+"""Small tensors: which travel with the agreement, and need no second exchange?
 
 A rank sends them with the bits that say that they are ready. Where all have done so the
 coordinator reduces them, and sends the result with the order to run.
@@ -15,6 +15,7 @@ from jdp.eager import numerics
 from jdp.eager.entry import Entry
 from jdp.eager.messages import Response, Spec, decode_spec
 
+NAME = "with the agreement"  # in a timeline, in place of an implementation.
 # With more it is faster to let the processes exchange data by themselves: what comes
 # here is copied by each process on the way, and reduced by one.
 MAX_BYTES = 512  # of a tensor.
@@ -91,19 +92,14 @@ def split_average(spec: Spec, dtype: np.dtype, count: int) -> tuple[Op, float]:
     return "mean", spec.postscale
 
 
-class Carried:
-    """Stands for an implementation: gives the result that came."""
+def unpack(data: bytes, arrays: list[np.ndarray], op: Op) -> list[np.ndarray]:
+    """Returns the reduced tensors of `data`, in the sizes and the dtype of `arrays`.
 
-    name = "with the agreement"
-
-    def __init__(self, data: bytes):
-        """Takes the reduced tensors, one after the other."""
-        self._data = data
-
-    def all_reduce(self, arrays: list[np.ndarray], op: Op) -> list[np.ndarray]:
-        """Returns what came, in the shapes and dtype of `arrays`."""
-        whole = np.frombuffer(self._data, arrays[0].dtype)
-        if len(arrays) == 1:
-            return [whole]
-        ends = np.cumsum([x.size for x in arrays])
-        return np.split(whole, ends[:-1])
+    It has the arguments of `Implementation.all_reduce` after the first: the ranks have
+    sent `arrays` before, and the coordinator has applied `op`.
+    """
+    whole = np.frombuffer(data, arrays[0].dtype)
+    if len(arrays) == 1:
+        return [whole]
+    ends = np.cumsum([x.size for x in arrays])
+    return np.split(whole, ends[:-1])

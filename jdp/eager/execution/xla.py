@@ -7,7 +7,7 @@ another order, and takes subnormal numbers for zero.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,51 @@ _AXIS = "member"
 _GATHERED_BYTES = 256 << 10
 
 
+class Selection(Protocol):
+    """Rule that says which tasks a set of XLA programs takes; see `Implementation`."""
+
+    def is_enabled(self, task: Task) -> bool:
+        """Whether they take the task; the same on all members."""
+        ...
+
+    def describe(self) -> str:
+        """Says in a few words what they run on, or why they are not available."""
+        ...
+
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """Says which kinds hierarchical programs take; others ignore it."""
+        ...
+
+
+class EveryTask:
+    """Rule of programs that take all tasks of a process set of several processes."""
+
+    def __init__(self, members: Members):
+        self._members = members
+
+    def is_enabled(self, task: Task) -> bool:
+        """See `Selection`."""
+        return self._members.size > 1
+
+    def describe(self) -> str:
+        """See `Selection`."""
+        return f"one {platform_of(self._members)} device of each process"
+
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """See `Selection`."""
+
+
+class Route(NamedTuple):
+    """Devices of the members, and the traced all-reduce between them."""
+
+    mesh: Mesh | None = None  # None: the first device of each member.
+    axis_name: AxisName = _AXIS
+    # `all_reduce(x, axis_name, op=op)`, as `jdp.collectives` has them.
+    all_reduce: Callable[..., jax.Array] = xla.psum_all_reduce
+    # Whether arrays on the host are reduced there, in the order of the ranks.
+    is_exact: bool = True
+
+
 class Xla:
     """Compiles one small program for each kind, dtype and padded size.
 
@@ -37,20 +82,37 @@ class Xla:
     """
 
     is_bounded = False
-    _is_exact = True  # whether arrays on the host are reduced there.
 
-    def __init__(self, members: Members):
-        """Makes it; nothing is compiled yet."""
-        self._platform = members.world.mesh.devices.flat[0].platform
+    def __init__(
+        self,
+        members: Members,
+        *,
+        name: str = "",
+        selection: Selection | None = None,
+        route: Route | None = None,
+    ):
+        """Compiles nothing yet.
+
+        Args:
+          members: the process set.
+          name: of the implementation; "": by the platform.
+          selection: which tasks it takes; None: all.
+          route: how data moves; None: between the first devices of the members.
+        """
+        platform = platform_of(members)
         carrier = {"cpu": "gloo", "gpu": "NCCL", "tpu": "ICI"}
-        self.name = f"XLA ({carrier.get(self._platform, self._platform)})"
+        self.name = name or f"XLA ({carrier.get(platform, platform)})"
         self._members = members
-        self._axis_name: AxisName = _AXIS
+        self._selection = EveryTask(members) if selection is None else selection
+        self._route = Route() if route is None else route
+        self._axis_name = self._route.axis_name
         self._programs: dict[tuple[Any, ...], Callable[[jax.Array], jax.Array]] = {}
 
     @functools.cached_property
     def _mesh(self) -> Mesh:
-        """One device of each member."""
+        """The mesh of the route, or one device of each member."""
+        if self._route.mesh is not None:
+            return self._route.mesh
         devices = [
             next(d for d in self._members.world.mesh.devices.flat if _is_of(d, rank))
             for rank in self._members.ranks
@@ -60,20 +122,31 @@ class Xla:
 
     def is_enabled(self, task: Task) -> bool:
         """See `Implementation`."""
-        return self._members.size > 1
+        return self._selection.is_enabled(task)
 
     def describe(self) -> str:
         """See `Implementation`."""
-        return f"one {self._platform} device of each process"
+        return self._selection.describe()
+
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """See `Implementation`."""
+        self._selection.switch(all_reduce=all_reduce, all_gather=all_gather)
+
+    def close(self) -> None:
+        """See `Implementation`."""
 
     def all_reduce(self, arrays: list[Array], op: Op) -> list[Array]:
         """See `Implementation`."""
         sizes = [x.size for x in arrays]
-        if self._is_exact and isinstance(arrays[0], np.ndarray):
+        if self._route.is_exact and isinstance(arrays[0], np.ndarray):
             whole = self._reduce_on_host(np.concatenate(arrays), op)
             return np.split(whole, np.cumsum(sizes)[:-1])
         packed = _pack(arrays, _round_up(sum(sizes)))
-        out = self._run(("all_reduce", op), packed, self._make_all_reduce(op))
+        out = self._run(
+            ("all_reduce", op),
+            packed,
+            lambda x: self._route.all_reduce(x, self._axis_name, op=op),
+        )
         ends = np.cumsum(sizes).tolist()
         return [out[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
@@ -183,9 +256,6 @@ class Xla:
             distance *= 2
         return array
 
-    def _make_all_reduce(self, op: Op) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: xla.psum_all_reduce(x, self._axis_name, op=op)
-
     def _run(
         self,
         key: tuple[Any, ...],
@@ -220,62 +290,9 @@ class Xla:
             return np.asarray(out) if isinstance(x, np.ndarray) else out
 
 
-class Hierarchical(Xla):
-    """Reduces within each node first, so that less crosses between nodes."""
-
-    _is_exact = False  # It adds in another order by its nature.
-
-    def __init__(self, members: Members, *, all_reduce: bool, all_gather: bool):
-        """Makes it.
-
-        Args:
-          members: the process set.
-          all_reduce: whether it takes all-reduces.
-          all_gather: whether it takes gathers.
-        """
-        super().__init__(members)
-        self.name = "hierarchical"
-        world = members.world
-        self._kinds: set[str] = set()
-        self._why_not = ""
-        if len(world.axis_names) != 2:
-            self._why_not = "the world has no pair of axes"
-        elif world.num_replicas != world.process_count:
-            self._why_not = "a process has several replicas"
-        elif members.set_id != 0:
-            self._why_not = "for the set of all processes alone"
-        else:
-            self._mesh = world.mesh
-            self._axis_name = world.axis_names
-        self.switch(all_reduce=all_reduce, all_gather=all_gather)
-
-    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
-        """Says what it takes from now on; all members do so at the same place."""
-        self._kinds = {"all_reduce"} if all_reduce else set()
-        self._kinds |= {"all_gather"} if all_gather else set()
-
-    def is_enabled(self, task: Task) -> bool:
-        """See `Implementation`."""
-        is_plain = task.op != "adasum"
-        return not self._why_not and task.kind in self._kinds and is_plain
-
-    def describe(self) -> str:
-        """See `Implementation`."""
-        if self._why_not:
-            return self._why_not
-        nodes, local = self._mesh.devices.shape
-        kinds = ", ".join(sorted(self._kinds)) or "nothing that is asked for"
-        return f"{nodes} nodes of {local} processes, for {kinds}"
-
-    def _make_all_reduce(self, op: Op) -> Callable[[jax.Array], jax.Array]:
-        within = collectives.PSUM
-        return lambda x: collectives.hierarchical_all_reduce(
-            x,
-            self._axis_name,
-            op=op,
-            within=within,
-            across=collectives.psum_all_reduce,
-        )
+def platform_of(members: Members) -> str:
+    """Returns the platform of the devices of the world, such as "cpu"."""
+    return members.world.mesh.devices.flat[0].platform
 
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}

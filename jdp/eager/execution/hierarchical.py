@@ -1,0 +1,65 @@
+"""Hierarchical: XLA programs that reduce within each host before they cross hosts."""
+
+import functools
+
+from jdp import collectives
+from jdp.eager.execution.base import Members, Task
+from jdp.eager.execution.xla import Route, Xla
+
+_all_reduce = functools.partial(
+    collectives.hierarchical_all_reduce,
+    within=collectives.PSUM,
+    across=collectives.psum_all_reduce,
+)
+
+
+class _ChosenKinds:
+    """Rule of the hierarchical programs: they take the kinds that are switched on."""
+
+    def __init__(self, members: Members):
+        world = members.world
+        self._mesh = world.mesh
+        self._kinds: set[str] = set()
+        self.why_not = ""
+        if len(world.axis_names) != 2:
+            self.why_not = "the world has no pair of axes"
+        elif world.num_replicas != world.process_count:
+            self.why_not = "a process has several replicas"
+        elif members.set_id != 0:
+            self.why_not = "for the set of all processes alone"
+
+    def is_enabled(self, task: Task) -> bool:
+        """See `Selection`."""
+        is_plain = task.op != "adasum"
+        return not self.why_not and task.kind in self._kinds and is_plain
+
+    def describe(self) -> str:
+        """See `Selection`."""
+        if self.why_not:
+            return self.why_not
+        nodes, local = self._mesh.devices.shape
+        kinds = ", ".join(sorted(self._kinds)) or "nothing that is asked for"
+        return f"{nodes} nodes of {local} processes, for {kinds}"
+
+    def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
+        """See `Selection`."""
+        self._kinds = {"all_reduce"} if all_reduce else set()
+        self._kinds |= {"all_gather"} if all_gather else set()
+
+
+def make_hierarchical(members: Members, *, all_reduce: bool, all_gather: bool) -> Xla:
+    """Makes the implementation; all members do so together.
+
+    Args:
+      members: the process set.
+      all_reduce: whether it takes all-reduces.
+      all_gather: whether it takes gathers.
+    """
+    selection = _ChosenKinds(members)
+    selection.switch(all_reduce=all_reduce, all_gather=all_gather)
+    # It adds in another order than the ranks, so nothing is reduced on the host.
+    route = Route(all_reduce=_all_reduce, is_exact=False)
+    if not selection.why_not:
+        world = members.world
+        route = route._replace(mesh=world.mesh, axis_name=world.axis_names)
+    return Xla(members, name="hierarchical", selection=selection, route=route)
