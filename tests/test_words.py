@@ -99,7 +99,7 @@ EXCEPTIONS = {
         "jdp/optimizers/local_sgd.py": "the axis is named 'node'",
         "jdp/replicas/mesh.py": "the axis is named 'node'; `num_nodes`",
         "jdp/runtime/cluster.py": "`num_nodes` of `jdp.init`",
-        "jdp/eager/execution/hierarchical.py": "hierarchical operations, along the axis 'node'",
+        "jdp/eager/execution/hierarchical.py": "the axis is named 'node'",
         "jdp/eager/options.py": "hierarchical operations, along the axis 'node'",
         "jdp/eager/startup.py": "hierarchical operations, along the axis 'node'",
         "jdp/join/batch_spec.py": "the nodes of a tree of JAX",
