@@ -1,24 +1,25 @@
-"""`jdp launch`: the processes of a job, from one command line."""
+"""`jdp launch`: how does one command line start the processes of a job?"""
 
 import errno
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated
+from typing import Any
 
 import typer
 
+from jdp.cli import launch_options
 from jdp.launch import guarding, output
 from jdp.launch import launch as launching
 from jdp.runtime import job_key
 
-# What follows the script belongs to the script, also what looks like our options.
+# Words after the script belong to the script, even if they look like our options.
 _COUNTS = re.compile(r"-n\d*$|--(num-processes|servers|workers)(=|$)")
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
-# By the parameters of `launch`. What is of no use is refused, lest it be taken for
-# another one, such as --address for --coordinator.
+# By parameter of `launch`. An option without effect is refused, because it may have
+# been confused with another one, such as --address with --coordinator.
 _OF_SERVERS = {
     "addresses": "--address",
     "first": "--first",
@@ -37,98 +38,23 @@ _OF_PROCESSES = {
 
 def launch(
     context: typer.Context,
-    num_processes: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--num-processes",
-            help="Processes on this host, all alike.",
-            show_default=False,
-        ),
-    ] = None,
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...",
-            help="The program and its arguments.",
-            show_default=False,
-        ),
-    ] = None,
-    is_module: Annotated[
-        bool,
-        typer.Option(
-            "-m", "--module", help="Run a module by its name, as `python -m`."
-        ),
-    ] = False,
-    devices_per_process: Annotated[
-        int | None,
-        typer.Option(help="Devices of each process.", show_default=False),
-    ] = None,
-    num_nodes: Annotated[int, typer.Option("--nodes", help="Hosts of the job.")] = 1,
-    node_rank: Annotated[
-        int, typer.Option(help="Number of this host, counted from 0.")
-    ] = 0,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A free port on the host of node 0; needed for several hosts.",
-            show_default=False,
-        ),
-    ] = None,
-    grace_s: Annotated[
-        float, typer.Option(help="Seconds from SIGTERM to SIGKILL.")
-    ] = 5.0,
-    num_servers: Annotated[
-        int | None,
-        typer.Option("--servers", help="Parameter servers.", show_default=False),
-    ] = None,
-    num_workers: Annotated[
-        int | None,
-        typer.Option("--workers", help="Workers of these.", show_default=False),
-    ] = None,
-    addresses: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--address",
-            metavar="HOST:PORT",
-            help="Of each server in turn, of all hosts; needed for several hosts.",
-            show_default=False,
-        ),
-    ] = None,
-    key_file: Annotated[
-        str,
-        typer.Option(
-            help="A secret file that all hosts of the job have a copy of; parameter "
-            "servers on several hosts need one.",
-            show_default=False,
-        ),
-    ] = "",
-    first: Annotated[
-        int,
-        typer.Option(
-            help="Number of the first server, or without servers worker, here."
-        ),
-    ] = 0,
-    all_workers: Annotated[
-        int | None,
-        typer.Option(help="Workers of all hosts.", show_default=False),
-    ] = None,
-    restarts: Annotated[
-        int, typer.Option(help="How often a server that is killed is started again.")
-    ] = 3,
-    is_table: Annotated[
-        bool | None,
-        typer.Option(
-            "--table/--no-table",
-            help="Show each second what the servers do, as a live table on stderr; "
-            "by default if that is a terminal.",
-            show_default=False,
-        ),
-    ] = None,
-    is_json: Annotated[
-        bool, typer.Option("--json", help="The same as lines of JSON on stdout.")
-    ] = False,
+    num_processes: launch_options.NumProcesses = None,
+    command: launch_options.Command = None,
+    is_module: launch_options.IsModule = False,
+    devices_per_process: launch_options.DevicesPerProcess = None,
+    num_nodes: launch_options.NumNodes = 1,
+    node_rank: launch_options.NodeRank = 0,
+    coordinator: launch_options.Coordinator = None,
+    grace_s: launch_options.GraceS = 5.0,
+    num_servers: launch_options.NumServers = None,
+    num_workers: launch_options.NumWorkers = None,
+    addresses: launch_options.Addresses = None,
+    key_file: launch_options.KeyFile = "",
+    first: launch_options.First = 0,
+    all_workers: launch_options.AllWorkers = None,
+    restarts: launch_options.Restarts = 3,
+    is_table: launch_options.IsTable = None,
+    is_json: launch_options.IsJson = False,
 ) -> None:
     """Run a program in several processes on this host.
 
@@ -137,16 +63,55 @@ def launch(
     is started again, and the servers end when all workers have.
     """
     output.open_missing()
+    words = _check(context, command)
+    if num_processes is None:
+        code = _launch_roles(
+            is_module,
+            words,
+            num_servers=num_servers or 0,
+            num_workers=num_workers or 0,
+            addresses=tuple(addresses or ()),
+            key_file=key_file,
+            first=first,
+            all_workers=all_workers,
+            restarts=restarts,
+            report=_choose_report(is_json, is_table),
+            grace_s=grace_s,
+        )
+    else:
+        code = _launch_processes(
+            is_module,
+            words,
+            key_file,
+            num_processes=num_processes,
+            devices_per_process=devices_per_process,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            coordinator_address=coordinator,
+            grace_s=grace_s,
+        )
+    raise typer.Exit(code)
+
+
+def _check(context: typer.Context, command: list[str] | None) -> list[str]:
+    """Returns the words of the program.
+
+    Raises:
+      typer.BadParameter: there is no program, or no number of processes, or an option
+        that goes with the other way to give that number.
+    """
     if not command:
         raise typer.BadParameter(
             "say what to run: `jdp launch -n 2 train.py` or "
             "`jdp launch -n 2 -m package.train`."
         )
-    target, *arguments = command
-    has_roles = num_servers is not None or num_workers is not None
-    if has_roles == (num_processes is not None):
-        late = [text for text in arguments if _COUNTS.match(text)]
-        hint = f" {late[0]!r} comes after {target!r}, which gets it." if late else ""
+    given = context.params
+    has_roles = given["num_servers"] is not None or given["num_workers"] is not None
+    if has_roles == (given["num_processes"] is not None):
+        late = [text for text in command[1:] if _COUNTS.match(text)]
+        hint = ""
+        if late:
+            hint = f" {late[0]!r} comes after {command[0]!r}, which gets it."
         raise typer.BadParameter(
             "say how many: '-n' 2, or for parameter servers '--servers' 1 '--workers' "
             f"2, and not both.{hint} Options of `jdp launch` go before the script."
@@ -160,61 +125,54 @@ def launch(
                 else "goes with '--servers' and '--workers'.",
                 param_hint=option,
             )
-    if is_json and is_table:
+    if given["is_json"] and given["is_table"]:
         raise typer.BadParameter("goes without '--table'.", param_hint="--json")
-    if is_table is None:
-        is_table = os.isatty(2)
-    try:
-        if has_roles:
-            program = _command(is_module, target, arguments)
-            # Here, for it takes its time.
-            from jdp.parameter_server import launching as role_launching
+    return command
 
-            roles = role_launching.RoleOptions(
-                num_servers=num_servers or 0,
-                num_workers=num_workers or 0,
-                addresses=tuple(addresses or ()),
-                key_file=key_file,
-                first=first,
-                all_workers=all_workers,
-                restarts=restarts,
-                report="json" if is_json else "table" if is_table else "",
-                grace_s=grace_s,
-            )
-            raise typer.Exit(
-                _run(
-                    lambda: role_launching.launch_roles(
-                        program, roles, adopts_orphans=True
-                    )
-                )
-            )
-        assert num_processes is not None
-        options = launching.LaunchOptions(
-            num_processes=num_processes,
-            devices_per_process=devices_per_process,
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            coordinator_address=coordinator,
-            grace_s=grace_s,
-            key=job_key.read_file(key_file) if key_file else None,
+
+def _choose_report(is_json: bool, is_table: bool | None) -> str:
+    if is_json:
+        return "json"
+    return "table" if is_table or (is_table is None and os.isatty(2)) else ""
+
+
+def _launch_roles(is_module: bool, words: list[str], **options: Any) -> int:
+    """Runs servers and workers by `RoleOptions(**options)`; returns the exit code."""
+    try:
+        program = _command(is_module, words)
+        # Imported late: it takes a while.
+        from jdp.parameter_server import launching as role_launching
+
+        roles = role_launching.RoleOptions(**options)
+        return _run(
+            lambda: role_launching.launch_roles(program, roles, adopts_orphans=True)
         )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _launch_processes(
+    is_module: bool, words: list[str], key_file: str, **options: Any
+) -> int:
+    """Runs processes by `LaunchOptions(**options)`; returns the exit code."""
+    try:
+        key = job_key.read_file(key_file) if key_file else None
+        checked = launching.LaunchOptions(**options, key=key)
         try:
-            program = _command(is_module, target, arguments)
+            program = _command(is_module, words)
         except ValueError as error:
-            if num_nodes == 1:
+            if checked.num_nodes == 1:
                 raise
             # Other hosts may have it: they hear how the processes here end.
             typer.echo(f"jdp launch: {error}", err=True)
-            program = _command(is_module, target, arguments, is_checked=False)
+            program = _command(is_module, words, is_checked=False)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(
-        _run(lambda: launching.launch(program, options, adopts_orphans=True))
-    )
+    return _run(lambda: launching.launch(program, checked, adopts_orphans=True))
 
 
 def _run(job: Callable[[], int]) -> int:
-    """Runs a job; what the machine denies the launcher is one line, not a traceback."""
+    """Runs a job. An error of the operating system is one line, not a traceback."""
     try:
         return job()
     except OSError as error:
@@ -231,11 +189,11 @@ def _run(job: Callable[[], int]) -> int:
 
 
 def _command(
-    is_module: bool, target: str, arguments: list[str], *, is_checked: bool = True
+    is_module: bool, words: list[str], *, is_checked: bool = True
 ) -> launching.Command:
     return launching.Command(
         kind="module" if is_module else "script",
-        target=target,
-        arguments=tuple(arguments),
+        target=words[0],
+        arguments=tuple(words[1:]),
         is_checked=is_checked,
     )

@@ -1,10 +1,10 @@
-"""`jdp plan`: what a loss function's gradients would send, and in which order."""
+"""`jdp plan`: which buckets would the gradients of a loss send, and in which order?"""
 
 import importlib
 import json as json_lib
 import pathlib
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ import typer
 
 from jdp.backward import loss as backward_loss
 from jdp.bench import hook_option
-from jdp.cli import plan_cluster
+from jdp.cli import plan_cluster, plan_options
 from jdp.gradients import differentiation, reduce, reduce_with_hook
 from jdp.gradients.step_trace import Synchronization
 from jdp.hooks import CommHook
@@ -24,71 +24,31 @@ _MIB = 1 << 20
 
 
 def plan(
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="MODULE:LOSS_FN", help="Such as train:loss_fn."),
-    ] = None,
-    params: Annotated[
-        str, typer.Option(help="The parameters: a name in the module, or module:name.")
-    ] = "init_params",
-    args: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A further argument of the loss, in order; may be repeated. "
-            "[default: example_batch]",
-            show_default=False,
-        ),
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(min=1, help="Replicas of the job. [default: 2]"),
-    ] = None,
-    bucket_mib: Annotated[
-        float | None, typer.Option(min=0, help="Size of a bucket, in MiB.")
-    ] = None,
-    first_bucket_mib: Annotated[
-        float | None, typer.Option(min=0, help="Size of the first bucket, in MiB.")
-    ] = None,
-    hook: Annotated[str | None, typer.Option(help=hook_option.HELP)] = None,
-    gradient_mib: Annotated[
-        float | None,
-        typer.Option(min=0, help="Gradients in MiB, in place of a loss function."),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of a cluster that is not here.")
-    ] = None,
-    devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Devices of a node. [default: 1]")
-    ] = None,
-    latency_us: Annotated[
-        float | None, typer.Option(min=0, help="Of a message between nodes, in us.")
-    ] = None,
-    bandwidth_gbps: Annotated[
-        float | None,
-        typer.Option(min=0, help="Of each device to other nodes, in Gbit/s."),
-    ] = None,
-    node_latency_us: Annotated[
-        float | None,
-        typer.Option(min=0, help="Within a node. [default: as between nodes]"),
-    ] = None,
-    node_bandwidth_gbps: Annotated[
-        float | None,
-        typer.Option(min=0, help="Within a node. [default: as between nodes]"),
-    ] = None,
-    compute_ns_per_byte: Annotated[
-        float | None,
-        typer.Option(min=0, help="To add what arrived, in ns a byte. [default: 0]"),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    target: plan_options.Target = None,
+    params: plan_options.Params = "init_params",
+    args: plan_options.Args = None,
+    replicas: plan_options.Replicas = None,
+    bucket_mib: plan_options.BucketMib = None,
+    first_bucket_mib: plan_options.FirstBucketMib = None,
+    hook: plan_options.Hook = None,
+    gradient_mib: plan_options.GradientMib = None,
+    nodes: plan_options.Nodes = None,
+    devices_per_node: plan_options.DevicesPerNode = None,
+    latency_us: plan_options.LatencyUs = None,
+    bandwidth_gbps: plan_options.BandwidthGbps = None,
+    node_latency_us: plan_options.NodeLatencyUs = None,
+    node_bandwidth_gbps: plan_options.NodeBandwidthGbps = None,
+    compute_ns_per_byte: plan_options.ComputeNsPerByte = None,
+    json: plan_options.Json = False,
 ) -> None:
-    """Shows what a loss function's gradients send: buckets, in order.
+    """Show the buckets that the gradients of a loss send, in order.
 
     Parameters and arguments are arrays, `jax.ShapeDtypeStruct`s, trees of them, or
-    functions without arguments that return such. Functions are only traced: no array
+    functions without arguments that return them. Functions are only traced: no array
     is made, and no device is needed.
 
-    With --nodes, --latency-us and --bandwidth-gbps: also how long the all-reduces of a
-    step would take on that cluster, by the cost model, for each algorithm.
+    With --nodes, --latency-us and --bandwidth-gbps, the cost model also predicts how
+    long the all-reduces of a step take on that cluster, per algorithm.
     """
     cluster = plan_cluster.make_cluster(
         nodes,
@@ -99,6 +59,28 @@ def plan(
         node_bandwidth_gbps,
         compute_ns_per_byte,
     )
+    _check_choice(target, gradient_mib, replicas, cluster)
+    parsed_hook = None if hook is None else hook_option.parse(hook)
+    if target is None:
+        assert gradient_mib is not None
+        _show_prediction_of_size(gradient_mib, hook, cluster, json)
+        return
+    num_replicas = cluster.num_replicas if cluster else replicas or 2
+    sizes = _bucket_sizes(bucket_mib, first_bucket_mib)
+    program, tree = _trace(target, params, args or ["example_batch"])
+    made = _synchronize(program, tree, sizes, parsed_hook, num_replicas)
+    _show(
+        description.make_description(target, num_replicas, [made]), made, cluster, json
+    )
+
+
+def _check_choice(
+    target: str | None,
+    gradient_mib: float | None,
+    replicas: int | None,
+    cluster: plan_cluster.Cluster | None,
+) -> None:
+    """Refuses options that exclude each other."""
     if cluster is not None and replicas is not None:
         raise typer.BadParameter(
             "follow from --nodes and --devices-per-node.", param_hint="--replicas"
@@ -108,99 +90,101 @@ def plan(
             "name one of MODULE:LOSS_FN and --gradient-mib.",
             param_hint="MODULE:LOSS_FN",
         )
-    parsed_hook = None if hook is None else hook_option.parse(hook)
-    console = rich.console.Console()
-    if target is None:
-        if hook is not None:
-            raise typer.BadParameter(
-                "needs MODULE:LOSS_FN: what a hook sends depends on the shapes.",
-                param_hint="--hook",
-            )
-        if cluster is None:
-            raise typer.BadParameter(
-                "is for a cluster: name --nodes, --latency-us and --bandwidth-gbps.",
-                param_hint="--gradient-mib",
-            )
-        assert gradient_mib is not None
-        buffers = plan_cluster.buffers_of_size(int(gradient_mib * _MIB))
-        predicted = plan_cluster.predict_step(buffers, cluster)
-        if json:
-            typer.echo(json_lib.dumps(predicted, indent=1))
-        else:
-            console.print(plan_cluster.make_table(predicted))
-        return
-    num_replicas = cluster.num_replicas if cluster else replicas or 2
-    found, made = _describe(
-        target,
-        params,
-        args,
-        num_replicas,
-        bucket_mib,
-        first_bucket_mib,
-        parsed_hook,
-    )
-    if cluster is None:
-        if json:
-            typer.echo(found.to_json())
-        else:
-            console.print(found)
-        return
-    assert made.loss is not None
-    buffers = plan_cluster.buffers_of(made.plan, made.loss.never_used)
-    predicted = plan_cluster.predict_step(buffers, cluster)
-    if json:
-        typer.echo(
-            json_lib.dumps(
-                json_lib.loads(found.to_json()) | {"cluster": predicted}, indent=1
-            )
+
+
+def _show_prediction_of_size(
+    gradient_mib: float,
+    hook: str | None,
+    cluster: plan_cluster.Cluster | None,
+    is_json: bool,
+) -> None:
+    """Prints the prediction for gradients of which only the size is given."""
+    if hook is not None:
+        raise typer.BadParameter(
+            "needs MODULE:LOSS_FN: what a hook sends depends on the shapes.",
+            param_hint="--hook",
         )
+    if cluster is None:
+        raise typer.BadParameter(
+            "is for a cluster: name --nodes, --latency-us and --bandwidth-gbps.",
+            param_hint="--gradient-mib",
+        )
+    buffers = plan_cluster.buffers_of_size(int(gradient_mib * _MIB))
+    predicted = plan_cluster.predict_step(buffers, cluster)
+    if is_json:
+        typer.echo(json_lib.dumps(predicted, indent=1))
     else:
+        rich.console.Console().print(plan_cluster.make_table(predicted))
+
+
+def _show(
+    found: description.Description,
+    made: Synchronization,
+    cluster: plan_cluster.Cluster | None,
+    is_json: bool,
+) -> None:
+    """Prints the description, and the prediction for a cluster."""
+    predicted = None
+    if cluster is not None:
+        assert made.loss is not None
+        buffers = plan_cluster.buffers_of(made.plan, made.loss.never_used)
+        predicted = plan_cluster.predict_step(buffers, cluster)
+    if not is_json:
+        console = rich.console.Console()
         console.print(found)
-        console.print(plan_cluster.make_table(predicted))
+        if predicted is not None:
+            console.print(plan_cluster.make_table(predicted))
+    elif predicted is None:
+        typer.echo(found.to_json())
+    else:
+        both = json_lib.loads(found.to_json()) | {"cluster": predicted}
+        typer.echo(json_lib.dumps(both, indent=1))
 
 
-def _describe(
-    target: str,
-    params: str,
-    args: list[str] | None,
-    num_replicas: int,
-    bucket_mib: float | None,
-    first_bucket_mib: float | None,
-    hook: CommHook | None,
-) -> tuple[description.Description, Synchronization]:
-    """Traces a loss, and describes what its gradients send."""
+def _bucket_sizes(
+    bucket_mib: float | None, first_bucket_mib: float | None
+) -> dict[str, int]:
+    """Returns the arguments of `plan_buckets` that were given."""
+    given = {"bucket_bytes": bucket_mib, "first_bucket_bytes": first_bucket_mib}
+    return {name: int(mib * _MIB) for name, mib in given.items() if mib is not None}
+
+
+def _trace(
+    target: str, params: str, args: list[str]
+) -> tuple[backward_loss.LossProgram, Any]:
+    """Traces the loss `target`; returns its program and its abstract parameters."""
     sys.path.insert(0, "")
     module, loss_fn = _resolve(target, None)
-    values = [
-        _abstract(name, _resolve(name, module)[1])
-        for name in (params, *(args or ["example_batch"]))
-    ]
+    values = [_abstract(name, _resolve(name, module)[1]) for name in (params, *args)]
     try:
         program = backward_loss.trace_abstractly(loss_fn, values[0], tuple(values[1:]))
     except (TypeError, ValueError) as error:
         raise _refused(f"{target}: {error}") from None
+    return program, values[0]
+
+
+def _synchronize(
+    program: backward_loss.LossProgram,
+    params: Any,
+    sizes: dict[str, int],
+    hook: CommHook | None,
+    num_replicas: int,
+) -> Synchronization:
+    """Returns the synchronisation that `jdp.value_and_grad` would make of a loss."""
     facts = differentiation.facts_of(program)
-    sizes = {
-        name: int(mib * _MIB)
-        for name, mib in {
-            "bucket_bytes": bucket_mib,
-            "first_bucket_bytes": first_bucket_mib,
-        }.items()
-        if mib is not None
-    }
     order = facts.timeline.order()
     bucket_plan = (
-        buckets.plan_buckets(values[0], order=order, **sizes)
+        buckets.plan_buckets(params, order=order, **sizes)
         if sizes
-        else buckets.default_plan(values[0], order)
+        else buckets.default_plan(params, order)
     )
     try:
         hook_bytes = reduce_with_hook.hook_bytes(
             hook, bucket_plan, facts.never_used, num_replicas
         )
-    except (TypeError, ValueError) as error:  # Of a chain, as it is traced.
+    except (TypeError, ValueError) as error:  # raised by a chain while it is traced.
         raise typer.BadParameter(str(error), param_hint="--hook") from None
-    made = Synchronization(
+    return Synchronization(
         plan=bucket_plan,
         packing="flat" if hook else reduce.choose_packing(None, None),
         algorithm="psum",
@@ -211,7 +195,6 @@ def _describe(
         riders=(buckets.LeafSpec((), np.dtype(program.jaxpr.out_avals[0].dtype)),),
         loss=facts,
     )
-    return description.make_description(target, num_replicas, [made]), made
 
 
 def _resolve(name: str, module: Any) -> tuple[Any, Any]:

@@ -1,0 +1,103 @@
+"""Launch options: the types and help texts of the options of `jdp launch`."""
+
+from typing import Annotated
+
+import typer
+
+NumProcesses = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--num-processes",
+        help="Number of processes on this host, all alike.",
+        show_default=False,
+    ),
+]
+Command = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SCRIPT [ARGS]...",
+        help="Program and its arguments.",
+        show_default=False,
+    ),
+]
+IsModule = Annotated[
+    bool,
+    typer.Option("-m", "--module", help="Run a module by its name, as `python -m`."),
+]
+DevicesPerProcess = Annotated[
+    int | None,
+    typer.Option(help="Number of devices per process.", show_default=False),
+]
+NumNodes = Annotated[int, typer.Option("--nodes", help="Number of hosts.")]
+NodeRank = Annotated[int, typer.Option(help="Position of this host, counted from 0.")]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Free port on the host of rank 0; required with several hosts.",
+        show_default=False,
+    ),
+]
+GraceS = Annotated[float, typer.Option(help="Seconds from SIGTERM to SIGKILL.")]
+NumServers = Annotated[
+    int | None,
+    typer.Option(
+        "--servers",
+        help="Number of parameter servers on this host.",
+        show_default=False,
+    ),
+]
+NumWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        help="Number of workers on this host, which train.",
+        show_default=False,
+    ),
+]
+Addresses = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="Address of a server; repeat the option for all servers of all hosts, in "
+        "order. Required with several hosts.",
+        show_default=False,
+    ),
+]
+KeyFile = Annotated[
+    str,
+    typer.Option(
+        help="File with the secret of the job, copied to all hosts; required for "
+        "parameter servers on several hosts.",
+        show_default=False,
+    ),
+]
+First = Annotated[
+    int,
+    typer.Option(
+        help="Number of the first server on this host, or of the first worker where "
+        "the host has no server."
+    ),
+]
+AllWorkers = Annotated[
+    int | None,
+    typer.Option(help="Number of workers on all hosts.", show_default=False),
+]
+Restarts = Annotated[
+    int, typer.Option(help="Number of times a killed server is started again.")
+]
+IsTable = Annotated[
+    bool | None,
+    typer.Option(
+        "--table/--no-table",
+        help="Show the progress of the servers each second, as a live table on stderr; "
+        "by default if that is a terminal.",
+        show_default=False,
+    ),
+]
+IsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the same progress as lines of JSON on stdout."),
+]
