@@ -2,7 +2,7 @@
 
 from jdp.collectives.adaptive_sum import adasum
 from jdp.collectives.auto import AutoAllReduce, auto_all_reduce
-from jdp.collectives.base import Halves
+from jdp.collectives.base import ReduceScatterAllGather
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.cost_model import (
     ALGORITHMS,
@@ -48,7 +48,7 @@ __all__ = [
     "AutoAllReduce",
     "Cost",
     "Curve",
-    "Halves",
+    "ReduceScatterAllGather",
     "Links",
     "Node",
     "PallasAllReduce",

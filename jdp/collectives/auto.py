@@ -138,7 +138,7 @@ class _Found:
     links: Links | None  # None: nothing is faster than shared memory.
 
 
-class _Last:
+class _LastSearch:
     """Result of the last search; like the world, there is one."""
 
     lock = threading.Lock()
@@ -146,14 +146,14 @@ class _Last:
 
 
 def _find(world: World) -> _Found | None:
-    with _Last.lock:
-        if _Last.found is None or _Last.found.world is not world:
+    with _LastSearch.lock:
+        if _LastSearch.found is None or _LastSearch.found.world is not world:
             if not _may_measure.get():
                 return None
             # A thread of its own is outside of the function that is traced here.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                _Last.found = pool.submit(_look, world).result()
-        return _Last.found
+                _LastSearch.found = pool.submit(_look, world).result()
+        return _LastSearch.found
 
 
 def _look(world: World) -> _Found:

@@ -29,7 +29,7 @@ Op = Literal["sum", "mean", "min", "max", "product"]
 Pairs = Sequence[tuple[int, int]]  # (source rank, destination rank).
 
 
-class Group(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """The replicas that reduce together, as one of them sees them."""
 
     axis_name: AxisName
@@ -37,7 +37,7 @@ class Group(NamedTuple):
     rank: jax.Array  # int32 ()
 
 
-class Halves(NamedTuple):
+class ReduceScatterAllGather(NamedTuple):
     """The two halves of an all-reduce; replica i holds part i of equal parts.
 
     The buffer, shape (n,), is padded to a multiple of the number of replicas; a part
@@ -52,7 +52,7 @@ class Halves(NamedTuple):
     gather_rows: Callable[..., list[jax.Array]] | None = None
 
 
-def enter(x: jax.Array, axis_name: AxisName, op: Op) -> tuple[jax.Array, Group]:
+def enter(x: jax.Array, axis_name: AxisName, op: Op) -> tuple[jax.Array, ReplicaGroup]:
     """Checks the arguments of an all-reduce and finds out who takes part.
 
     Raises:
@@ -71,17 +71,17 @@ def enter(x: jax.Array, axis_name: AxisName, op: Op) -> tuple[jax.Array, Group]:
     return cast_varying(x, axis_name), group
 
 
-def find_group(axis_name: AxisName) -> Group:
+def find_group(axis_name: AxisName) -> ReplicaGroup:
     """Returns the replicas of an axis.
 
     Raises:
       ValueError: `axis_name` is not bound.
     """
     size = mesh.axis_size(axis_name)
-    return Group(axis_name, size, lax.axis_index(mesh.as_axis_names(axis_name)))
+    return ReplicaGroup(axis_name, size, lax.axis_index(mesh.as_axis_names(axis_name)))
 
 
-def is_trivial(x: jax.Array, group: Group) -> bool:
+def is_trivial(x: jax.Array, group: ReplicaGroup) -> bool:
     """Whether there is nothing to send."""
     return group.size == 1 or x.size == 0
 
@@ -118,7 +118,7 @@ def finish(x: jax.Array, op: Op, num_replicas: int, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
-def exchange(x: jax.Array, group: Group, pairs: Pairs) -> jax.Array:
+def exchange(x: jax.Array, group: ReplicaGroup, pairs: Pairs) -> jax.Array:
     """Sends `x` along `pairs`; who is no destination gets something undefined.
 
     Args:

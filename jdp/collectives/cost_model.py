@@ -29,13 +29,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp.collectives import base, butterfly, halving_doubling, ring
+from jdp.collectives import base, butterfly, halving_doubling, ring, work_counts
 from jdp.collectives.adaptive_sum import adasum
 from jdp.collectives.butterfly import butterfly_all_reduce
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.hierarchical import hierarchical_all_reduce
 from jdp.collectives.ring import ring_all_reduce
 from jdp.collectives.tree import reduce_broadcast_all_reduce
+from jdp.collectives.work_counts import Counter, Size, Work
 
 
 class Curve(NamedTuple):
@@ -68,8 +69,10 @@ class Links:
 
     def __post_init__(self) -> None:
         """Checks that the numbers are ones that a link can have."""
-        for name in ("latency_s", "compute_s_per_byte"):
-            value = getattr(self, name)
+        for name, value in (
+            ("latency_s", self.latency_s),
+            ("compute_s_per_byte", self.compute_s_per_byte),
+        ):
             if not 0 <= value < math.inf:
                 raise ValueError(f"`{name}` must be at least 0, got {value}.")
         if not self.bandwidth_bytes_per_s > 0:
@@ -94,20 +97,6 @@ class Node:
             )
 
 
-class Work(NamedTuple):
-    """Steps, bytes and reductions of an algorithm."""
-
-    num_rounds: int = 0  # messages that wait for each other.
-    num_messages: int = 0  # `ppermute`s; two a round if both directions are in use.
-    serial_bytes: int = 0  # that go through a link one after another.
-    sent_bytes: int = 0  # by the busiest replica.
-    reduced_bytes: int = 0  # one after another, in the dtype of the accumulator.
-
-    def __add__(self, other: "Work") -> "Work":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Work of both in sequence, where one replica is the busiest in both."""
-        return Work(*map(sum, zip(self, other, strict=True)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """Predicted cost and time of an all-reduce."""
@@ -120,18 +109,6 @@ class Cost:
     def total_s(self) -> float:
         """Seconds from the first message to the last sum."""
         return self.communication_s + self.computation_s
-
-
-class Size(NamedTuple):
-    """A buffer, and how it is cut."""
-
-    num_elements: int
-    itemsize: int  # bytes of an element as it is, and as it is summed up.
-    sum_itemsize: int
-    num_chunks: int = 1
-
-
-Counter = Callable[[Size, int], Work]
 
 
 class Algorithm(NamedTuple):
@@ -175,9 +152,11 @@ def predict(
     size = Size(math.ceil(num_bytes / itemsize), itemsize, sum_itemsize, num_chunks)
     counter = ALGORITHMS[algorithm].counter
     if counter is not None:
-        return _price(_count(counter, size, num_replicas), links)
+        return _price(work_counts.count(counter, size, num_replicas), links)
     assert node is not None
-    within, across = count_hierarchical(size, num_replicas, node.num_replicas)
+    within, across = work_counts.count_hierarchical(
+        size, num_replicas, node.num_replicas
+    )
     costs = _price(within, node.links), _price(across, links)
     return Cost(
         work=within + across,
@@ -233,17 +212,6 @@ def num_chunks_here(algorithm: str, num_bytes: int, num_replicas: int) -> int:
             return 1
 
 
-def count_hierarchical(
-    size: Size, num_replicas: int, replicas_per_node: int
-) -> tuple[Work, Work]:
-    """Returns what `hierarchical_all_reduce` does within nodes, and across them."""
-    part = math.ceil(size.num_elements / replicas_per_node)
-    within = _count(_count_ring, size._replace(num_chunks=1), replicas_per_node)
-    across = Size(part, size.sum_itemsize, size.sum_itemsize, size.num_chunks)
-    num_nodes = num_replicas // replicas_per_node
-    return within, _count(_count_halving_doubling, across, num_nodes)
-
-
 def _check(
     algorithm: str,
     num_bytes: int,
@@ -273,11 +241,6 @@ def _check(
         )
 
 
-def _count(counter: Counter, size: Size, num_replicas: int) -> Work:
-    is_trivial = num_replicas == 1 or size.num_elements == 0
-    return Work() if is_trivial else counter(size, num_replicas)
-
-
 def _price(work: Work, links: Links) -> Cost:
     return Cost(
         work=work,
@@ -287,123 +250,25 @@ def _price(work: Work, links: Links) -> Cost:
     )
 
 
-def _count_ring(size: Size, n: int, *, num_lanes: int = 1) -> Work:
-    elements, itemsize, sum_itemsize, num_chunks = size
-    num_chunks = min(num_chunks, math.ceil(elements / (n * num_lanes)))
-    width = math.ceil(elements / (n * num_lanes * num_chunks))
-    num_rounds = 2 * (n - 1) * num_chunks
-    # The first round sends what was not summed yet, the gather what no longer is.
-    sent = num_chunks * width * (n * itemsize + (n - 2) * sum_itemsize)
-    return Work(
-        num_rounds=num_rounds,
-        num_messages=num_rounds * num_lanes,
-        serial_bytes=sent,
-        sent_bytes=sent * num_lanes,
-        reduced_bytes=num_chunks * width * num_lanes * (n - 1) * sum_itemsize,
-    )
-
-
-def _count_halving_doubling(size: Size, n: int) -> Work:
-    elements, itemsize, sum_itemsize, num_chunks = size
-    num_chunks = min(num_chunks, elements)
-    team, fold = _count_folds(size, n)
-    first_itemsize = itemsize if team == n else sum_itemsize
-    width = math.ceil(elements / (team * num_chunks))  # of a part of a chunk.
-    halves = width * team // 2 * first_itemsize + width * (team // 2 - 1) * sum_itemsize
-    num_rounds = 2 * num_chunks * (team.bit_length() - 1)
-    sent = num_chunks * (halves + width * (team - 1) * itemsize)
-    reduced = num_chunks * width * (team - 1) * sum_itemsize
-    return fold + Work(num_rounds, num_rounds, sent, sent, reduced)
-
-
-def _count_butterfly(size: Size, n: int) -> Work:
-    num_chunks = min(size.num_chunks, size.num_elements)
-    width = math.ceil(size.num_elements / num_chunks)
-    team, fold = _count_folds(size._replace(num_elements=width), n)
-    first_itemsize = size.itemsize if team == n else size.sum_itemsize
-    num_rounds = team.bit_length() - 1
-    sent = width * (first_itemsize + (num_rounds - 1) * size.sum_itemsize)
-    reduced = num_rounds * width * size.sum_itemsize
-    chunk = fold + Work(num_rounds, num_rounds, sent, sent, reduced)
-    return Work(*(num_chunks * value for value in chunk))
-
-
-def _count_folds(size: Size, n: int) -> tuple[int, Work]:
-    """Returns the size of the team, and what the folds do; a host is the busiest."""
-    team = 1 << (n.bit_length() - 1)
-    num_bytes = size.num_elements * size.itemsize
-    reduced = size.num_elements * size.sum_itemsize
-    return team, Work() if team == n else Work(2, 2, 2 * num_bytes, num_bytes, reduced)
-
-
-def _count_star(size: Size, n: int) -> Work:
-    num_bytes = size.num_elements * size.itemsize
-    num_rounds = 2 * (n - 1)
-    return Work(
-        num_rounds=num_rounds,
-        num_messages=num_rounds,
-        serial_bytes=num_rounds * num_bytes,
-        sent_bytes=(n - 1) * num_bytes,
-        reduced_bytes=(n - 1) * size.num_elements * size.sum_itemsize,
-    )
-
-
-def _count_tree(size: Size, n: int) -> Work:
-    elements, itemsize, sum_itemsize, _ = size
-    depth = (n - 1).bit_length()
-    # Of the ranks that hear from as many children the lowest has the most to serve.
-    sent = [depth * itemsize, itemsize]  # by the root; by a leaf.
-    for k in range(1, depth):
-        children = sum((1 << k) + (1 << i) < n for i in range(k))
-        sent.append(sum_itemsize + children * itemsize)
-    return Work(
-        num_rounds=2 * depth,
-        num_messages=2 * depth,
-        serial_bytes=elements * ((depth + 1) * itemsize + (depth - 1) * sum_itemsize),
-        sent_bytes=elements * max(sent),
-        reduced_bytes=depth * elements * sum_itemsize,
-    )
-
-
-def _count_chain(size: Size, n: int) -> Work:
-    elements, itemsize, sum_itemsize, num_chunks = size
-    num_chunks = min(num_chunks, elements)
-    num_rounds = n - 2 + num_chunks
-    width = math.ceil(elements / num_chunks)
-    serial = num_rounds * width * (itemsize + sum_itemsize)
-    return Work(
-        num_rounds=2 * num_rounds,
-        num_messages=2 * num_rounds,
-        serial_bytes=serial,
-        # Of two, each is an end: one sends the sums, the other the result.
-        sent_bytes=serial if n > 2 else num_rounds * width * sum_itemsize,
-        reduced_bytes=num_rounds * width * sum_itemsize,
-    )
-
-
-def _count_adasum(size: Size, n: int) -> Work:
-    num_rounds = n.bit_length() - 1
-    sent = num_rounds * size.num_elements * size.itemsize
-    # Three dot products and their combination.
-    reduced = 4 * num_rounds * size.num_elements * size.sum_itemsize
-    return Work(num_rounds, num_rounds, sent, sent, reduced)
-
-
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "ring": Algorithm(ring_all_reduce, _count_ring),
+    "ring": Algorithm(ring_all_reduce, work_counts.count_ring),
     "bidirectional_ring": Algorithm(
         functools.partial(ring_all_reduce, bidirectional=True),
-        functools.partial(_count_ring, num_lanes=2),
+        functools.partial(work_counts.count_ring, num_lanes=2),
     ),
-    "halving_doubling": Algorithm(halving_doubling_all_reduce, _count_halving_doubling),
-    "butterfly": Algorithm(butterfly_all_reduce, _count_butterfly),
-    "star": Algorithm(reduce_broadcast_all_reduce, _count_star),
+    "halving_doubling": Algorithm(
+        halving_doubling_all_reduce, work_counts.count_halving_doubling
+    ),
+    "butterfly": Algorithm(butterfly_all_reduce, work_counts.count_butterfly),
+    "star": Algorithm(reduce_broadcast_all_reduce, work_counts.count_star),
     "tree": Algorithm(
-        functools.partial(reduce_broadcast_all_reduce, pattern="tree"), _count_tree
+        functools.partial(reduce_broadcast_all_reduce, pattern="tree"),
+        work_counts.count_tree,
     ),
     "chain": Algorithm(
-        functools.partial(reduce_broadcast_all_reduce, pattern="chain"), _count_chain
+        functools.partial(reduce_broadcast_all_reduce, pattern="chain"),
+        work_counts.count_chain,
     ),
     "hierarchical": Algorithm(hierarchical_all_reduce, None),
-    "adasum": Algorithm(adasum, _count_adasum),
+    "adasum": Algorithm(adasum, work_counts.count_adasum),
 }

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jdp.collectives import base
-from jdp.collectives.base import Group, Op
+from jdp.collectives.base import Op, ReplicaGroup
 
 
 class Team(NamedTuple):
     """The 2^k replicas that go on."""
 
-    group: Group
+    group: ReplicaGroup
     size: int
     num_extras: int
     rank: jax.Array  # int32 (), in the team; that of its host for an extra.
@@ -73,7 +73,7 @@ class Team(NamedTuple):
         )
 
 
-def make_team(group: Group) -> Team:
+def make_team(group: ReplicaGroup) -> Team:
     """Returns the largest team of a power of two."""
     size = 1 << (group.size.bit_length() - 1)
     extras = group.size - size

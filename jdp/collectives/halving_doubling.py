@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp.collectives import base, folding
-from jdp.collectives.base import Halves, Op
+from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.collectives.folding import Team
 from jdp.types import AxisName
 
@@ -125,7 +125,9 @@ def halving_doubling_all_gather(part: jax.Array, axis_name: AxisName) -> jax.Arr
     return base.replicated(folding.fold_out(team, out), axis_name)
 
 
-HALVING_DOUBLING = Halves(halving_doubling_reduce_scatter, halving_doubling_all_gather)
+HALVING_DOUBLING = ReduceScatterAllGather(
+    halving_doubling_reduce_scatter, halving_doubling_all_gather
+)
 
 
 def _halve(team: Team, x: jax.Array, start: Any, length: int, op: Op) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 
 from jdp.collectives import base
-from jdp.collectives.base import Halves, Op
+from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.ring import RING
 from jdp.replicas import mesh
@@ -15,7 +15,7 @@ def hierarchical_all_reduce(
     axis_name: AxisName,
     *,
     op: Op = "sum",
-    within: Halves = RING,
+    within: ReduceScatterAllGather = RING,
     across: AllReduceFn = halving_doubling_all_reduce,
 ) -> jax.Array:
     """Reduce-scatters within a node, all-reduces across nodes, all-gathers within.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp.collectives import base
-from jdp.collectives.base import Group, Halves, Op
+from jdp.collectives.base import Op, ReduceScatterAllGather, ReplicaGroup
 from jdp.compat import annotations
 from jdp.types import AxisName
 
@@ -121,14 +121,14 @@ def ring_all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
     return base.replicated(out, axis_name)
 
 
-RING = Halves(ring_reduce_scatter, ring_all_gather)
+RING = ReduceScatterAllGather(ring_reduce_scatter, ring_all_gather)
 
 
 class _Lane:
     """Stream in one direction of the ring: `width` elements from `start` of a part."""
 
     def __init__(
-        self, group: Group, direction: int, start: jax.Array | int, width: int
+        self, group: ReplicaGroup, direction: int, start: jax.Array | int, width: int
     ):
         self.group = group
         self._direction = direction

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp.collectives import base
-from jdp.collectives.base import Group, Op
+from jdp.collectives.base import Op, ReplicaGroup
 from jdp.compat import annotations
 from jdp.types import AxisName
 
@@ -75,17 +75,17 @@ def _check(pattern: str, root: int, num_chunks: int, num_replicas: int) -> None:
         )
 
 
-def _send(x: jax.Array, group: Group, root: int, pairs: base.Pairs) -> jax.Array:
+def _send(x: jax.Array, group: ReplicaGroup, root: int, pairs: base.Pairs) -> jax.Array:
     """`base.exchange` with ranks counted from the root."""
     n = group.size
     return base.exchange(x, group, [((a + root) % n, (b + root) % n) for a, b in pairs])
 
 
-def _rank_from(root: int, group: Group) -> jax.Array:
+def _rank_from(root: int, group: ReplicaGroup) -> jax.Array:
     return (group.rank - root) % group.size
 
 
-def _reduce_star(x: jax.Array, group: Group, root: int, op: Op) -> jax.Array:
+def _reduce_star(x: jax.Array, group: ReplicaGroup, root: int, op: Op) -> jax.Array:
     """Only what the root ends with is of use."""
     y = x
     for k in range(1, group.size):
@@ -95,14 +95,14 @@ def _reduce_star(x: jax.Array, group: Group, root: int, op: Op) -> jax.Array:
     return y
 
 
-def _broadcast_star(y: jax.Array, group: Group, root: int) -> jax.Array:
+def _broadcast_star(y: jax.Array, group: ReplicaGroup, root: int) -> jax.Array:
     rank = _rank_from(root, group)
     for k in range(1, group.size):
         y = jnp.where(rank == k, _send(y, group, root, [(0, k)]), y)
     return y
 
 
-def _reduce_tree(x: jax.Array, group: Group, root: int, op: Op) -> jax.Array:
+def _reduce_tree(x: jax.Array, group: ReplicaGroup, root: int, op: Op) -> jax.Array:
     rank, y = _rank_from(root, group), x
     for distance in _distances(group.size):
         pairs = [(b, a) for a, b in _branches(group.size, distance)]
@@ -112,7 +112,7 @@ def _reduce_tree(x: jax.Array, group: Group, root: int, op: Op) -> jax.Array:
     return y
 
 
-def _broadcast_tree(y: jax.Array, group: Group, root: int) -> jax.Array:
+def _broadcast_tree(y: jax.Array, group: ReplicaGroup, root: int) -> jax.Array:
     rank = _rank_from(root, group)
     for distance in reversed(_distances(group.size)):
         got = _send(y, group, root, _branches(group.size, distance))
@@ -137,7 +137,7 @@ def _branches(num_replicas: int, distance: int) -> list[tuple[int, int]]:
 
 
 def _along_chain(
-    x: jax.Array, group: Group, root: int, op: Op, num_chunks: int
+    x: jax.Array, group: ReplicaGroup, root: int, op: Op, num_chunks: int
 ) -> jax.Array:
     n, rank = group.size, _rank_from(root, group)
     num_rounds = n - 2 + num_chunks

@@ -4,7 +4,7 @@ import jax
 from jax import lax
 
 from jdp.collectives import base
-from jdp.collectives.base import Halves, Op
+from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.replicas import mesh
 from jdp.types import AxisName
 
@@ -91,4 +91,4 @@ def psum_all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
     return base.replicated(whole.reshape(-1), axis_name)
 
 
-PSUM = Halves(psum_reduce_scatter, psum_all_gather)
+PSUM = ReduceScatterAllGather(psum_reduce_scatter, psum_all_gather)

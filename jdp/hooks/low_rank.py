@@ -49,7 +49,7 @@ jax.tree_util.register_dataclass(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class _PowerSGDOptions:
     rank: int
     start_step: int
     min_compression_rate: float
@@ -111,7 +111,7 @@ def power_sgd(
     start_step = types.as_count(start_step, "start_step", least=0)
     types.check_number(min_compression_rate, "min_compression_rate")
     types.check_number(orthogonalization_epsilon, "orthogonalization_epsilon")
-    options = _Options(
+    options = _PowerSGDOptions(
         rank,
         start_step,
         min_compression_rate,
@@ -120,23 +120,6 @@ def power_sgd(
         orthogonalization_epsilon,
         seed,
     )
-
-    def init(avals: Sequence[BucketAval]) -> PowerSGDState:
-        key = jax.random.key(seed)
-        matrices = [_matrices(aval.dtype, aval.leaf_shapes, options) for aval in avals]
-        residuals = [
-            # No empty array: orbax saves none.
-            jnp.zeros(aval.shape, aval.dtype) if found else None
-            for aval, found in zip(avals, matrices, strict=True)
-        ]
-        return PowerSGDState(
-            jnp.zeros((), jnp.int32),
-            [_draw(key, k, found) for k, found in enumerate(matrices)]
-            if warm_start
-            else [],
-            PerReplica(residuals) if error_feedback else None,
-            tuple(aval.leaf_shapes for aval in avals),
-        )
 
     def apply(
         buckets: list[jax.Array], state: PowerSGDState, all_reduce: HookAllReduce
@@ -154,11 +137,31 @@ def power_sgd(
             sums, state = all_reduce.switch(is_late, compressed, plain)
         return sums, state._replace(step=state.step + 1)
 
+    init = functools.partial(_init, options=options)
     return CommHook(init, apply, f"power_sgd({rank})")
 
 
+def _init(avals: Sequence[BucketAval], options: _PowerSGDOptions) -> PowerSGDState:
+    key = jax.random.key(options.seed)
+    matrices = [_matrices(aval.dtype, aval.leaf_shapes, options) for aval in avals]
+    residuals = [
+        # An empty array would not do: orbax does not save it.
+        jnp.zeros(aval.shape, aval.dtype) if found else None
+        for aval, found in zip(avals, matrices, strict=True)
+    ]
+    factors = []
+    if options.warm_start:
+        factors = [_draw(key, k, found) for k, found in enumerate(matrices)]
+    return PowerSGDState(
+        jnp.zeros((), jnp.int32),
+        factors,
+        PerReplica(residuals) if options.error_feedback else None,
+        tuple(aval.leaf_shapes for aval in avals),
+    )
+
+
 def _matrices(
-    dtype: Any, leaf_shapes: Sequence[tuple[int, ...]], options: _Options
+    dtype: Any, leaf_shapes: Sequence[tuple[int, ...]], options: _PowerSGDOptions
 ) -> list[_Matrix]:
     """Returns the leaves of a bucket that are worth compressing."""
     found = []
@@ -205,7 +208,7 @@ def _apply(
     buckets: list[jax.Array],
     state: PowerSGDState,
     all_reduce: HookAllReduce,
-    options: _Options,
+    options: _PowerSGDOptions,
 ) -> tuple[list[jax.Array], PowerSGDState]:
     key = jax.random.key(options.seed)
     sums, factors, residuals = [], [], []
@@ -248,7 +251,7 @@ def _send(
     matrices: list[_Matrix],
     leaf_shapes: Sequence[tuple[int, ...]],
     all_reduce: HookAllReduce,
-    options: _Options,
+    options: _PowerSGDOptions,
 ) -> tuple[jax.Array, list[jax.Array], jax.Array | None]:
     """Sums one bucket; returns the sum, the new Q and what was not sent."""
     num_replicas = all_reduce.num_replicas
@@ -305,7 +308,10 @@ def _wide(dtype: Any) -> Any:
 
 
 def _orthogonalize_all(
-    matrices: Sequence[jax.Array], options: _Options, *, step: jax.Array | None = None
+    matrices: Sequence[jax.Array],
+    options: _PowerSGDOptions,
+    *,
+    step: jax.Array | None = None,
 ) -> list[jax.Array]:
     """`_orthogonalize` of each; those of one shape at once, in fewer small kernels.
 
@@ -340,7 +346,7 @@ def _scatter(like: jax.Array, step: jax.Array) -> jax.Array:
     return bits.astype(like.dtype) * 2.0**-24 - 0.5
 
 
-def _orthogonalize(matrix: jax.Array, options: _Options) -> jax.Array:
+def _orthogonalize(matrix: jax.Array, options: _PowerSGDOptions) -> jax.Array:
     """Makes the columns orthonormal to rounding; dependent columns become zero.
 
     A column of rounding errors must not be blown up to a unit: it would not be

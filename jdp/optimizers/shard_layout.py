@@ -12,7 +12,7 @@ from jax import lax
 
 from jdp import compat
 from jdp.collectives import base
-from jdp.collectives.base import Halves
+from jdp.collectives.base import ReduceScatterAllGather
 from jdp.types import AxisName
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
@@ -74,7 +74,7 @@ def restore(rows: ArrayT, shape: tuple[int, ...]) -> ArrayT:
 
 
 def scatter(
-    rows: Sequence[jax.Array], layout: Layout, halves: Halves
+    rows: Sequence[jax.Array], layout: Layout, halves: ReduceScatterAllGather
 ) -> list[jax.Array]:
     """Averages the rows of all replicas, of which each gets its own.
 
@@ -96,7 +96,9 @@ def scatter(
     return [part[None] for part in parts]
 
 
-def gather(pieces: Sequence[Piece], layout: Layout, halves: Halves) -> list[jax.Array]:
+def gather(
+    pieces: Sequence[Piece], layout: Layout, halves: ReduceScatterAllGather
+) -> list[jax.Array]:
     """Puts pieces of one dtype together on all replicas, in one collective."""
     axis_name = layout.axis_name
     if pieces[0].data.dtype == jnp.bool_:

@@ -9,7 +9,7 @@ import optax
 
 from jdp import compat
 from jdp.collectives import base, xla
-from jdp.collectives.base import Halves
+from jdp.collectives.base import ReduceScatterAllGather
 from jdp.gradients import reduce, reduce_with_hook, used_flags, weighted_mean
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
@@ -52,7 +52,7 @@ def zero1(
     divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
-    halves: Halves = xla.PSUM,
+    halves: ReduceScatterAllGather = xla.PSUM,
     hook: CommHook | None = None,
     world: World | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -104,7 +104,7 @@ def zero1(
     """
     update_arguments.check_optimizer(tx, "zero1")
     weighted_mean.check_divide_by(divide_by)
-    if not isinstance(halves, Halves):
+    if not isinstance(halves, ReduceScatterAllGather):
         raise TypeError(
             "`halves` must be the halves of an all-reduce, such as "
             f"`jdp.collectives.RING`, got {halves!r}."
@@ -368,7 +368,7 @@ def _scatter(
     hook_state: PyTree,
     options: reduce.Options,
     weighting: Weighting | None,
-    halves: Halves,
+    halves: ReduceScatterAllGather,
     layout: Layout,
 ) -> _Scattered:
     """Averages gradients, of which a replica gets its pieces; unites what was used."""
@@ -407,7 +407,9 @@ def _scatter(
     return _Scattered(pieces_, used, total, hook_state)
 
 
-def _gather_all(own: list[Piece], layout: Layout, halves: Halves) -> list[jax.Array]:
+def _gather_all(
+    own: list[Piece], layout: Layout, halves: ReduceScatterAllGather
+) -> list[jax.Array]:
     """Puts pieces together, in one collective a dtype and set of mesh axes."""
     groups: dict[Any, list[int]] = {}
     for i, piece in enumerate(own):

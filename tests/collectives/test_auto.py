@@ -148,7 +148,7 @@ def world(monkeypatch):
     links = Links(1e-5, 1e9, measured=curves)
     found = auto._Found(world, Topology("cpu"), None, candidates, links)
     monkeypatch.setattr(mesh._CurrentWorld, "world", world)
-    monkeypatch.setattr(auto._Last, "found", found)
+    monkeypatch.setattr(auto._LastSearch, "found", found)
     return world
 
 
@@ -219,7 +219,7 @@ def test_without_a_world_it_is_psum(monkeypatch):
 def test_describe_measures_nothing(monkeypatch):
     world = harness.local_world(2)
     monkeypatch.setattr(mesh._CurrentWorld, "world", world)
-    monkeypatch.setattr(auto._Last, "found", None)
+    monkeypatch.setattr(auto._LastSearch, "found", None)
     monkeypatch.setattr(measurement, "candidates", None)  # would be called.
 
     @jdp.data_parallel
@@ -254,9 +254,9 @@ def _buffer(size, dtype=np.float32):
 
 def _on_gpus(monkeypatch, kernel_fails=None):
     found = dataclasses.replace(
-        auto._Last.found, topology=NVLINK, kernel_fails=kernel_fails
+        auto._LastSearch.found, topology=NVLINK, kernel_fails=kernel_fails
     )
-    monkeypatch.setattr(auto._Last, "found", found)
+    monkeypatch.setattr(auto._LastSearch, "found", found)
 
 
 def _choose(world, choose, *args, **options):
@@ -327,7 +327,7 @@ def test_auto_trains_where_the_kernel_cannot_run(monkeypatch, caplog):
     """CPU devices that are taken for GPUs: the kernel is tried, and left alone."""
     world = harness.local_world(2)
     monkeypatch.setattr(mesh._CurrentWorld, "world", world)
-    monkeypatch.setattr(auto._Last, "found", None)
+    monkeypatch.setattr(auto._LastSearch, "found", None)
     monkeypatch.setattr(auto.gpu_topology, "find_topology", lambda world: NVLINK)
     fit = functools.partial(measurement.fit_links, sizes=(1 << 10,), rounds=1)
     monkeypatch.setattr(measurement, "fit_links", fit)
@@ -417,7 +417,7 @@ def _train(world, names=None):
         return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trained)
 
     trained = {"auto": train("auto")}
-    found = auto._Last.found
+    found = auto._LastSearch.found
     for name, fn in found.candidates.items():
         if names is None or name in names:
             trained[name] = train(fn)

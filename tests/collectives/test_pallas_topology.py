@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from jdp.collectives.pallas import Topology, gpu_topology
-from jdp.collectives.pallas.gpu_topology import Facts, combine
+from jdp.collectives.pallas.gpu_topology import GpuFacts, combine
 from tests import harness
 
-HOPPER = Facts(
+HOPPER = GpuFacts(
     platform="gpu",
     host="a",
     compute_capability=9.0,

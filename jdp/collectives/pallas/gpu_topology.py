@@ -16,7 +16,7 @@ from jdp.replicas.mesh import World
 _CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132  # cuda.h, CUDA 12.1 and newer.
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of one process about its devices and their host."""
 
     platform: str
@@ -40,13 +40,13 @@ def find_topology(world: World) -> Topology:
     return combine(decode(body, world.process_count))
 
 
-def decode(body: bytes, process_count: int) -> list[Facts]:
+def decode(body: bytes, process_count: int) -> list[GpuFacts]:
     """Returns what process 0 has collected.
 
     Raises:
       Malformed: it is something else, or not of all processes.
     """
-    found = wire.decode(body, list[Facts], what="The list of GPUs of process 0")
+    found = wire.decode(body, list[GpuFacts], what="The list of GPUs of process 0")
     if len(found) != process_count:
         raise wire.Malformed(
             f"The list of GPUs of process 0 is of {len(found)} processes, there are "
@@ -58,13 +58,13 @@ def decode(body: bytes, process_count: int) -> list[Facts]:
 def _collect(bodies: list[bytes]) -> bytes:
     return msgspec.msgpack.encode(
         [
-            wire.decode(body, Facts, what=f"The note of GPUs of process {process}")
+            wire.decode(body, GpuFacts, what=f"The note of GPUs of process {process}")
             for process, body in enumerate(bodies)
         ]
     )
 
 
-def combine(facts: Sequence[Facts]) -> Topology:
+def combine(facts: Sequence[GpuFacts]) -> Topology:
     """Makes what each process knows into what holds for all of them."""
     capabilities = [each.compute_capability for each in facts]
     known = [c for c in capabilities if c is not None]
@@ -81,14 +81,14 @@ def combine(facts: Sequence[Facts]) -> Topology:
     )
 
 
-def find_facts(world: World) -> Facts:
+def find_facts(world: World) -> GpuFacts:
     """Looks at the devices of this process."""
     devices = world.local_devices
     host = f"{platform.node()} {_boot_id()}"
     if devices[0].platform != "gpu":
-        return Facts(platform=devices[0].platform, host=host)
+        return GpuFacts(platform=devices[0].platform, host=host)
     is_connected, because = _ask_nvml()
-    return Facts(
+    return GpuFacts(
         platform="gpu",
         host=host,
         compute_capability=min_capability([d.compute_capability for d in devices]),

@@ -100,7 +100,7 @@ def all_reduce_in_cluster(
     return kernel(_pad(xs, tiling.size))[:, :size]
 
 
-class Share(NamedTuple):
+class SoloKernel(NamedTuple):
     """The work of one replica, to be timed alone."""
 
     run: Callable[[jax.Array, jax.Array | None], jax.Array]  # (xs, parts) -> y
@@ -115,7 +115,7 @@ def all_reduce_alone(
     launch: Launch,
     *,
     rank: int = 0,
-) -> Share:
+) -> SoloKernel:
     """Makes the kernel in which one replica does its share, on one GPU.
 
     Args:
@@ -140,7 +140,7 @@ def all_reduce_alone(
     def run(xs: jax.Array, parts: jax.Array | None) -> jax.Array:
         return kernel(xs) if parts is None else kernel(xs, parts)
 
-    return Share(run, (num_replicas, tiling.part_size))
+    return SoloKernel(run, (num_replicas, tiling.part_size))
 
 
 def parts_of(xs: jax.Array, launch: Launch, *, rank: int = 0) -> jax.Array:

@@ -13,8 +13,8 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from jdp import compat
 from jdp.collectives import base
-from jdp.collectives.base import Halves, Op
-from jdp.collectives.shared_memory import shared_buffer
+from jdp.collectives.base import Op, ReduceScatterAllGather
+from jdp.collectives.shared_memory import cutting, shared_buffer
 from jdp.collectives.shared_memory.shared_buffer import DEFAULT_NUM_BYTES, SharedBuffer
 from jdp.compat import origins
 from jdp.replicas import mesh
@@ -55,7 +55,7 @@ def create_shared_buffer(
     return SharedBuffer(
         world,
         processes,
-        shared_buffer.round_up(num_bytes),
+        cutting.round_up(num_bytes),
         key=f"jdp/shared_memory/{number}/{processes[0]}",
         axis_name=axis_name,
     )
@@ -119,7 +119,7 @@ class SharedMemoryAllReduce:
         if len(ranks) == 1 or sum(sizes) == 0:
             return [base.replicated(x, axis_name) for x in arrays]
         rank = ranks.index(world.process_index)
-        pieces = shared_buffer.cut(
+        pieces = cutting.cut_arrays(
             sizes, dtype.itemsize, self._num_bytes(), rank, len(ranks)
         )
 
@@ -188,7 +188,7 @@ class SharedMemoryAllReduce:
     ) -> list[jax.Array]:
         world, ranks = self._find(axis_name)
         sizes, itemsize = [x.shape[1] for x in rows], rows[0].dtype.itemsize
-        steps = shared_buffer.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
+        steps = cutting.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
 
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
             given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
@@ -233,7 +233,7 @@ class SharedMemoryAllReduce:
         """
         world, ranks = self._find(axis_name)
         sizes, itemsize = [x.size for x in parts], parts[0].dtype.itemsize
-        steps = shared_buffer.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
+        steps = cutting.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
 
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
             given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
@@ -249,9 +249,9 @@ class SharedMemoryAllReduce:
         return [base.replicated(x, axis_name) for x in gathered]
 
     @property
-    def halves(self) -> Halves:
+    def halves(self) -> ReduceScatterAllGather:
         """Its two halves, for `hierarchical_all_reduce(within=)` for example."""
-        return Halves(
+        return ReduceScatterAllGather(
             self.reduce_scatter, self.all_gather, self.scatter_rows, self.gather_rows
         )
 
@@ -318,7 +318,7 @@ def _other_axes(x: jax.Array, axis_name: AxisName) -> list[str]:
     return sorted(compat.varying_axes(x) - set(mesh.as_axis_names(axis_name)))
 
 
-class _Last(NamedTuple):
+class _LastReduction(NamedTuple):
     """The last reduction of the function that is traced."""
 
     trace: Any
@@ -326,7 +326,7 @@ class _Last(NamedTuple):
     number: int
 
 
-_last: contextvars.ContextVar[_Last | None] = contextvars.ContextVar(
+_last: contextvars.ContextVar[_LastReduction | None] = contextvars.ContextVar(
     "last_shared_memory_reduction", default=None
 )
 
@@ -352,7 +352,7 @@ def _bind(
     """
     last = _last.get()
     if last is None or last.trace is not compat.current_trace():
-        last = _Last(compat.current_trace(), jnp.zeros(1, jnp.uint32), 0)
+        last = _LastReduction(compat.current_trace(), jnp.zeros(1, jnp.uint32), 0)
     call = zlib.crc32(f"{last.number} {what}".encode())
 
     def callback(context: Any, filled: Any, *given: Any) -> None:
@@ -369,6 +369,6 @@ def _bind(
     )
     with origins.bound_by_collective("shared_memory_all_reduce"):
         token, *filled = run_in_program(*shared)
-    _last.set(_Last(last.trace, token, last.number + 1))
+    _last.set(_LastReduction(last.trace, token, last.number + 1))
     # By JAX's types what a callback returns is the same everywhere.
     return [compat.cast_varying(x, varying) for x in filled]

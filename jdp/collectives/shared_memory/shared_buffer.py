@@ -10,25 +10,20 @@ to sum it, writes S / n of result, and reads the other S / n * (n - 1).
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jdp.collectives import base
 from jdp.collectives.base import Op
+from jdp.collectives.shared_memory import cutting
+from jdp.collectives.shared_memory.cutting import ReducePiece, RowsPiece
 from jdp.collectives.shared_memory.shared_segment import SharedSegment
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.types import AxisName
 
 DEFAULT_NUM_BYTES = 64 << 20
-# One stage reads all buffers on each process, two stages wait twice: on 2 processes
-# they cost the same at about 32 KiB (`jdp bench step`'s machine).
-_ONE_STAGE_BYTES = 32 << 10
-# A chunk is summed and written to the shared memory while it is in the cache.
-_CHUNK_BYTES = 128 << 10
-_LINE = 64  # bytes of a cache line; parts of two processes never share one.
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "mean": np.add,
@@ -36,29 +31,6 @@ _UFUNCS: dict[str, np.ufunc] = {
     "max": np.maximum,
     "product": np.multiply,
 }
-
-
-class Segment(NamedTuple):
-    """A run of elements of one array."""
-
-    array: int
-    where: slice  # in the array.
-    at: slice  # in the piece.
-
-
-class Piece(NamedTuple):
-    """Piece of the data that goes through the shared memory at once."""
-
-    size: int  # elements.
-    others: list[Segment]  # what other processes sum; everything, in one stage.
-    own: list[Segment]  # what this process sums, in chunks.
-
-
-class Step(NamedTuple):
-    """Segments of all processes that go through the shared memory at once."""
-
-    size: int  # elements.
-    runs: list[Segment]  # in chunks.
 
 
 class SharedBuffer:
@@ -81,19 +53,21 @@ class SharedBuffer:
         self._processes = processes
         self._rank = processes.index(world.process_index)
         count = len(processes)
-        small = 2 * count * _ONE_STAGE_BYTES
+        small = 2 * count * cutting.ONE_STAGE_BYTES
         segment = SharedSegment(
             world,
-            small + (count + 1) * num_bytes + count * _LINE,
+            small + (count + 1) * num_bytes + count * cutting.LINE_BYTES,
             key=key,
             processes=processes,
         )
         self._segment: SharedSegment | None = segment  # None: freed.
         memory = np.frombuffer(segment.memory, np.uint8)
-        cuts = [0, count * _LINE, count * _LINE + small]
+        cuts = [0, count * cutting.LINE_BYTES, count * cutting.LINE_BYTES + small]
         # Two of each, because the next round may begin while others still read.
         self._calls = memory[: cuts[1]].view(np.uint32).reshape(count, -1)
-        self._small = memory[cuts[1] : cuts[2]].reshape(2, count, _ONE_STAGE_BYTES)
+        self._small = memory[cuts[1] : cuts[2]].reshape(
+            2, count, cutting.ONE_STAGE_BYTES
+        )
         self._large = memory[cuts[2] :].reshape(count + 1, num_bytes)
         self._lock = threading.Lock()
         self._round = 0
@@ -109,20 +83,22 @@ class SharedBuffer:
             self._calls = self._small = self._large = np.empty(0, np.uint8)
             self._segment = None
 
-    def cut(self, sizes: Sequence[int], itemsize: int) -> list[Piece]:
+    def cut(self, sizes: Sequence[int], itemsize: int) -> list[ReducePiece]:
         """Cuts arrays, one after the other, into pieces that fit, and into parts."""
-        return cut(sizes, itemsize, self.num_bytes, self._rank, len(self._processes))
+        return cutting.cut_arrays(
+            sizes, itemsize, self.num_bytes, self._rank, len(self._processes)
+        )
 
-    def cut_rows(self, sizes: Sequence[int], itemsize: int) -> list[Step]:
+    def cut_rows(self, sizes: Sequence[int], itemsize: int) -> list[RowsPiece]:
         """Cuts arrays, one after the other, of which each process has a row."""
-        return cut_rows(sizes, itemsize, self.num_bytes, len(self._processes))
+        return cutting.cut_rows(sizes, itemsize, self.num_bytes, len(self._processes))
 
     def reduce_in_place(
         self,
         arrays: Sequence[np.ndarray],
         op: Op,
         call: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ReducePiece],
     ) -> None:
         """Replaces arrays of one dtype by their reductions over the processes.
 
@@ -145,7 +121,7 @@ class SharedBuffer:
         op: Op,
         call: int,
         outs: Sequence[np.ndarray],
-        steps: Sequence[Step],
+        steps: Sequence[RowsPiece],
     ) -> None:
         """Reduces this process' row of each array.
 
@@ -177,7 +153,7 @@ class SharedBuffer:
         parts: Sequence[np.ndarray],
         call: int,
         outs: Sequence[np.ndarray],
-        steps: Sequence[Step],
+        steps: Sequence[RowsPiece],
     ) -> None:
         """Gathers what all processes have of each array.
 
@@ -260,7 +236,7 @@ class SharedBuffer:
         arrays: Sequence[np.ndarray],
         op: Op,
         call: int,
-        piece: Piece,
+        piece: ReducePiece,
     ) -> None:
         own, dtype = self._rank, arrays[0].dtype
         num_bytes = piece.size * dtype.itemsize
@@ -334,68 +310,6 @@ def find_processes(world: World, axis_name: AxisName) -> tuple[int, ...]:
         f"`axis_name={axis_name!r}`: shared memory reduces over all axes of the world, "
         f"{world.axis_name!r}, or over the one within a node."
     )
-
-
-def cut(
-    sizes: Sequence[int], itemsize: int, num_bytes: int, rank: int, count: int
-) -> list[Piece]:
-    """Cuts arrays, one after the other, into pieces that fit, and these into parts."""
-    total = sum(sizes)
-    step = max(num_bytes, _ONE_STAGE_BYTES) // itemsize
-    pieces = []
-    for start in range(0, total, step):
-        stop = min(total, start + step)
-        size = stop - start
-        if size * itemsize <= _ONE_STAGE_BYTES:
-            pieces.append(Piece(size, _segments(sizes, start, 0, size, size), []))
-            continue
-        a, b = _part(size, itemsize, rank, count)
-        others = _segments(sizes, start, 0, a, size)
-        others += _segments(sizes, start, b, size, size)
-        own = _segments(sizes, start, a, b, _CHUNK_BYTES // itemsize)
-        pieces.append(Piece(size, others, own))
-    return pieces
-
-
-def cut_rows(
-    sizes: Sequence[int], itemsize: int, num_bytes: int, count: int
-) -> list[Step]:
-    """Cuts rows of `count` processes into pieces that fit."""
-    total = sum(sizes)
-    step = max(1, num_bytes // (count * itemsize))
-    chunk = _CHUNK_BYTES // itemsize
-    steps = []
-    for start in range(0, total, step):
-        size = min(step, total - start)
-        steps.append(Step(size, _segments(sizes, start, 0, size, chunk)))
-    return steps
-
-
-def round_up(num_bytes: int) -> int:
-    """Returns the size of a buffer whose neighbour begins at a line of its own."""
-    return -(-num_bytes // _LINE) * _LINE
-
-
-def _segments(
-    sizes: Sequence[int], piece: int, a: int, b: int, chunk: int
-) -> list[Segment]:
-    """Lists the runs from `a` to `b` of the piece that begins at `piece`."""
-    found, first = [], 0
-    for i, size in enumerate(sizes):
-        start, stop = max(first, piece + a), min(first + size, piece + b)
-        for k in range(start, stop, chunk):
-            end = min(k + chunk, stop)
-            where, at = slice(k - first, end - first), slice(k - piece, end - piece)
-            found.append(Segment(i, where, at))
-        first += size
-    return found
-
-
-def _part(size: int, itemsize: int, rank: int, count: int) -> tuple[int, int]:
-    """First element, and the one after the last, of the part that `rank` sums."""
-    step = _LINE // itemsize
-    ends = [size * p // count // step * step for p in range(count)] + [size]
-    return ends[rank], ends[rank + 1]
 
 
 @np.errstate(all="ignore")

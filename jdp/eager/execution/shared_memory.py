@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdp.collectives.base import Op
-from jdp.collectives.shared_memory import shared_buffer
-from jdp.collectives.shared_memory.shared_buffer import Piece, SharedBuffer
+from jdp.collectives.shared_memory import cutting
+from jdp.collectives.shared_memory.cutting import ReducePiece
+from jdp.collectives.shared_memory.shared_buffer import SharedBuffer
 from jdp.eager.execution.base import Members, Task
 
 _MAX_PLANS = 256  # ways of cutting arrays into pieces that are kept.
@@ -31,7 +32,7 @@ class SharedMemory:
         self._buffer: SharedBuffer | None = None
         self._why_not = ""
         self._calls = itertools.count(1)
-        self._plans: dict[tuple[tuple[int, ...], int], Sequence[Piece]] = {}
+        self._plans: dict[tuple[tuple[int, ...], int], Sequence[ReducePiece]] = {}
         if num_bytes == 0:
             self._why_not = "switched off by `shared_memory_bytes=0`"
         elif members.size == 1:
@@ -41,7 +42,7 @@ class SharedMemory:
                 self._buffer = SharedBuffer(
                     members.world,
                     members.ranks,
-                    shared_buffer.round_up(num_bytes),
+                    cutting.round_up(num_bytes),
                     key=key,
                 )
             except RuntimeError as error:  # Raised on all members.
