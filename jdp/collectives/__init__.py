@@ -1,4 +1,4 @@
-"""Collectives: all-reduces that stand in for `lax.psum`, and what each costs."""
+"""Collectives: all-reduces that replace `lax.psum`, and a model of their cost."""
 
 from jdp.collectives.adaptive_sum import adasum
 from jdp.collectives.auto import AutoAllReduce, auto_all_reduce

@@ -1,4 +1,4 @@
-"""Adaptive sum: gradients that agree are averaged, those that differ are added."""
+"""Adaptive sum: gradients that agree are averaged, and orthogonal ones are added."""
 
 import functools
 from collections.abc import Sequence
@@ -20,12 +20,13 @@ def adasum(tree: PyTree, axis_name: AxisName = "data") -> PyTree:
 
     their sum if they are orthogonal and their mean if they are parallel (Maleki et al.,
     2020, "Scaling distributed training with adaptive summation"). Replicas combine in
-    pairs at distance 1, 2, 4, ..., log2(n) exchanges of everything, so their order
-    matters. As in Horovod a result is rounded to the tensor's dtype at every level. Dot
-    products are taken in float32 or wider, of numbers scaled so that none overflows.
+    pairs at distance 1, 2, 4, ..., in log2(n) exchanges of all gradients, so their
+    order matters. As in Horovod, results are rounded to the tensor's dtype at every
+    level. Dot products are computed in float32 or wider, of numbers scaled so that
+    none overflows.
 
-    It is no `all_reduce=`: a bucket is not one tensor, and its mean is no Adasum. Take
-    local gradients, and give them all to one call.
+    `adasum` cannot be passed as `all_reduce=`: a bucket holds several tensors, and the
+    result is not a sum. Take local gradients and pass all of them in one call.
 
     Args:
       tree: pytree of floating arrays, any shapes; each leaf is a tensor.
@@ -35,8 +36,8 @@ def adasum(tree: PyTree, axis_name: AxisName = "data") -> PyTree:
       A pytree of the same shapes and dtypes, bitwise the same on all replicas.
 
     Raises:
-      ValueError: the number of replicas is no power of two.
-      TypeError: a leaf is not floating; it is named.
+      ValueError: the number of replicas is not a power of two.
+      TypeError: a leaf is not floating; the message names it.
     """
     group = base.find_group(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
@@ -69,7 +70,7 @@ def adasum(tree: PyTree, axis_name: AxisName = "data") -> PyTree:
 def _one_level(
     team: folding.Team, tensors: Sequence[jax.Array], distance: int
 ) -> list[jax.Array]:
-    """Combines tensors of one dtype with those of the replica at `distance`."""
+    """Combines tensors of one dtype with the tensors of the replica at `distance`."""
     shapes = [x.shape for x in tensors]
     lower, upper = team.swap_rows(buckets.pack(tensors), distance)
     lower, upper = buckets.unpack(lower, shapes), buckets.unpack(upper, shapes)
@@ -82,7 +83,7 @@ def _combine(a: jax.Array, b: jax.Array) -> jax.Array:
     x_unit, x_scale = _scale(x)
     y_unit, y_scale = _scale(y)
     half_dot = (x_unit * y_unit).sum() / 2
-    # Of norms that are zero the other term is zero too.
+    # If a norm is zero, the dot product is zero too.
     x_share = half_dot / _nonzero((x_unit * x_unit).sum())
     y_share = half_dot / _nonzero((y_unit * y_unit).sum())
     # In this order nothing overflows: |share| * scale is at most the other's norm.

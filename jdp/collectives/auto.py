@@ -1,4 +1,4 @@
-"""Dispatch: `all_reduce="auto"`, the fastest one for each buffer on this mesh."""
+"""Auto: which all-reduce `all_reduce="auto"` takes for each buffer on this mesh."""
 
 import concurrent.futures
 import contextlib
@@ -29,20 +29,21 @@ _BUDGET_S = 10.0  # to measure in.
 
 @dataclasses.dataclass(frozen=True)
 class AutoAllReduce:
-    """Picks an all-reduce for each buffer, while a program is traced.
+    """Chooses an all-reduce per buffer, while a program is traced.
 
-    Replicas that are CPU processes of one host reduce through shared memory; sums and
-    means of GPUs of one host take the custom kernel where `should_use_custom` says so.
-    Otherwise the first program that is traced measures with `fit_links`, together with
-    all processes, which takes some 10 s at most, once a job; then `choose` picks. Where
-    there is no world of `jdp.init`, or the axes are not its axes, it is `psum`.
+    Replicas that are CPU processes of one host reduce through shared memory. Sums and
+    means on GPUs of one host take the custom kernel where `should_use_custom` says so.
+    In all other cases, the first program that is traced measures with `fit_links` on
+    all processes, which takes about 10 s at most, once per job, and `choose` decides
+    from these times. Without a world of `jdp.init`, or on other axes than its own,
+    `psum` is used.
 
-    Before the custom kernel is taken it is tried, once a job: where it does not compile
-    or gives a wrong sum, it is not taken.
+    The custom kernel is tried once per job before it is used. If it does not compile or
+    gives a wrong sum, it is not used.
 
     Attributes:
       thresholds: which sizes take the kernel; see `jdp bench collectives --tune`.
-      explain: called for each buffer that does not take it, with the reason.
+      explain: called with the reason for each buffer that does not take the kernel.
     """
 
     thresholds: Thresholds = THRESHOLDS
@@ -114,7 +115,7 @@ auto_all_reduce = AutoAllReduce()
 
 @contextlib.contextmanager
 def without_measuring() -> Iterator[None]:
-    """While tracing: asks no process; "auto" is `psum` if nothing is known yet."""
+    """Keeps "auto" from measuring in this context; until it has, it is `psum`."""
     token = _may_measure.set(False)
     try:
         yield
@@ -133,13 +134,13 @@ class _Found:
 
     world: World
     topology: Topology
-    kernel_fails: str | None  # why the custom kernel cannot be taken, if it was tried.
+    kernel_fails: str | None  # why the custom kernel failed when it was tried.
     candidates: dict[str, Callable[..., jax.Array]]
-    links: Links | None  # None: nothing is faster than shared memory.
+    links: Links | None  # None: shared memory is available and the fastest.
 
 
 class _LastSearch:
-    """Result of the last search; like the world, there is one."""
+    """Result of the last search; there is one per process, like the world."""
 
     lock = threading.Lock()
     found: _Found | None = None
@@ -150,14 +151,14 @@ def _find(world: World) -> _Found | None:
         if _LastSearch.found is None or _LastSearch.found.world is not world:
             if not _may_measure.get():
                 return None
-            # A thread of its own is outside of the function that is traced here.
+            # In a thread of its own, where no function is being traced.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 _LastSearch.found = pool.submit(_look, world).result()
         return _LastSearch.found
 
 
 def _look(world: World) -> _Found:
-    """Finds out; every process calls it."""
+    """Finds the facts about a world; every process calls it."""
     topology, kernel_fails = find_kernel(world)
     candidates = measurement.candidates(world)
     links = None
@@ -174,18 +175,18 @@ def _look(world: World) -> _Found:
 
 
 def find_kernel(world: World) -> tuple[Topology, str | None]:
-    """Looks at the GPUs, and tries the custom kernel where it may be taken.
+    """Finds the GPU topology, and tries the custom kernel where it could be used.
 
     Every process calls it.
 
     Returns:
-      What the devices are, and why the kernel fails on them, if it does.
+      The topology, and why the kernel fails on it, or None.
     """
     topology = gpu_topology.find_topology(world)
     n = world.num_replicas
     reason = choice.why_not_custom(0, n, jnp.float32, topology, tuning.all_sizes(n))
     if reason is not None:
-        return topology, None  # Said for each buffer.
+        return topology, None  # `choose` gives the reason per buffer.
     return topology, measurement.find_failure(world, tuning.kernels(n, topology))
 
 

@@ -1,16 +1,16 @@
-"""Base: the contract of an all-reduce, and what its implementations share.
+"""Base: the contract of an all-reduce, and helpers that its implementations share.
 
 The contract of `all_reduce(x, axis_name, *, op="sum") -> x`:
 
 - `x` is a flat buffer, shape (n,), of any n; every replica of the axis calls it the
   same number of times, in the same order, with the same shape, dtype and options, under
   `shard_map`, `pmap(axis_name=)` or `vmap(axis_name=)`.
-- Every replica gets bitwise the same result, in the dtype of `x`; under `shard_map`
-  with `check_vma=True` its type says so.
+- Every replica gets bitwise the same result, in the dtype of `x`. Under `shard_map`
+  with `check_vma=True` the type of the result is invariant over the axis.
 - Sums and products of 16-bit floats are kept in float32 and rounded once, at the end.
-  What has been added up travels in float32; what has not, and the result, in 16 bits.
+  Partial sums travel in float32; inputs and results travel in 16 bits.
 - The mean of integers is rounded towards zero.
-- An axis of size 1 gives back `x`.
+- On an axis of size 1 the result is `x`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Pairs = Sequence[tuple[int, int]]  # (source rank, destination rank).
 
 
 class ReplicaGroup(NamedTuple):
-    """The replicas that reduce together, as one of them sees them."""
+    """Replicas that reduce together, and the rank of this one."""
 
     axis_name: AxisName
     size: int
@@ -38,22 +38,22 @@ class ReplicaGroup(NamedTuple):
 
 
 class ReduceScatterAllGather(NamedTuple):
-    """The two halves of an all-reduce; replica i holds part i of equal parts.
+    """Two halves of an all-reduce; between them replica i holds part i.
 
-    The buffer, shape (n,), is padded to a multiple of the number of replicas; a part
-    has shape (ceil(n / num_replicas),).
+    The buffer, shape (n,), is padded to a multiple of the number of replicas and cut
+    into equal parts, shape (ceil(n / num_replicas),).
     """
 
     reduce_scatter: Callable[..., jax.Array]  # (x, axis_name, *, op, dtype) -> part
     all_gather: Callable[..., jax.Array]  # (part, axis_name) -> padded buffer
-    # The same of several arrays of one dtype, where they need not be packed; else None:
-    # ([(num_replicas, k), ...], axis_name, *, op) -> [(k,), ...], and back.
+    # The same for several arrays of one dtype, without packing them, or None:
+    # ([(num_replicas, k), ...], axis_name, *, op) -> [(k,), ...], and its inverse.
     scatter_rows: Callable[..., list[jax.Array]] | None = None
     gather_rows: Callable[..., list[jax.Array]] | None = None
 
 
 def enter(x: jax.Array, axis_name: AxisName, op: Op) -> tuple[jax.Array, ReplicaGroup]:
-    """Checks the arguments of an all-reduce and finds out who takes part.
+    """Checks the arguments of an all-reduce and finds the group that takes part.
 
     Raises:
       ValueError: `x` is not flat, `op` is unknown, or `axis_name` is not bound.
@@ -107,7 +107,7 @@ def combine(op: Op, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def finish(x: jax.Array, op: Op, num_replicas: int, dtype: Any) -> jax.Array:
-    """Turns what was accumulated into the result, in `dtype`."""
+    """Turns the accumulated value into the result, in `dtype`."""
     if op == "mean":
         is_integer = jnp.issubdtype(x.dtype, jnp.integer)
         x = (
@@ -119,12 +119,12 @@ def finish(x: jax.Array, op: Op, num_replicas: int, dtype: Any) -> jax.Array:
 
 
 def exchange(x: jax.Array, group: ReplicaGroup, pairs: Pairs) -> jax.Array:
-    """Sends `x` along `pairs`; who is no destination gets something undefined.
+    """Sends `x` along `pairs`; ranks that are not a destination get undefined values.
 
     Args:
       x: any shape, the same on all replicas.
-      group: the replicas; all of them call it.
-      pairs: no rank is a source twice, or a destination twice.
+      group: the replicas; all of them make this call.
+      pairs: each rank is at most once a source and at most once a destination.
     """
     names = mesh.as_axis_names(group.axis_name)
     if set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
@@ -144,19 +144,19 @@ def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     """Sends row i of `rows`, shape (num_replicas, m), to replica i.
 
     Returns:
-      Shape (num_replicas, m): row i is what replica i has sent to this one.
+      Shape (num_replicas, m): row i was sent by replica i.
     """
     names = mesh.as_axis_names(axis_name)
     shape = rows.shape
     rows = rows.reshape(*[lax.axis_size(name) for name in names], *shape[1:])
-    # Along one axis after the other: `vmap` takes no more than one name.
+    # One axis after the other, since `vmap` takes one name at a time.
     for dimension, name in enumerate(names):
         rows = lax.all_to_all(rows, name, dimension, dimension, tiled=True)
     return rows.reshape(shape)
 
 
 def pad(x: jax.Array, multiple: int) -> jax.Array:
-    """Pads `x`, shape (n,), with zeros to a multiple of elements."""
+    """Pads `x`, shape (n,), with zeros to a multiple of `multiple` elements."""
     missing = -x.size % multiple
     return jnp.pad(x, (0, missing)) if missing else x
 
@@ -164,15 +164,15 @@ def pad(x: jax.Array, multiple: int) -> jax.Array:
 def default_num_chunks(num_bytes: int, bytes_per_chunk: int) -> int:
     """Returns the default number of chunks of a buffer.
 
-    One; on CPU as many as keep a chunk at `bytes_per_chunk`: replicas of one process
-    share its caches, and what falls out of them takes twice as long.
+    The default is 1, except on CPU, where chunks have about `bytes_per_chunk`: replicas
+    of one process share its caches, and a buffer that does not fit takes twice as long.
     """
     is_cpu = jax.default_backend() == "cpu"
     return max(1, num_bytes // bytes_per_chunk) if is_cpu else 1
 
 
 def limit_chunks(num_chunks: int, num_elements: int) -> int:
-    """Returns `num_chunks`, but no more than there are elements.
+    """Returns `num_chunks`, at most one per element.
 
     Raises:
       ValueError: `num_chunks` is less than 1.
@@ -183,22 +183,22 @@ def limit_chunks(num_chunks: int, num_elements: int) -> int:
 
 
 def empty(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
-    """A buffer to fill in a loop, of the dtype of `like` and varying as it does."""
+    """Returns a buffer to fill in a loop, with the dtype and varying axes of `like`."""
     axes = sorted(compat.varying_axes(like))
     return compat.cast_varying(jnp.zeros(shape, like.dtype), axes)
 
 
 def cast_varying(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Casts `x` to what may differ over `axis_name`, where JAX tracks that by type."""
+    """Casts `x` to a type that varies over `axis_name`, where JAX tracks that."""
     return compat.cast_varying(x, sorted(mesh.tracked_axes(axis_name)))
 
 
 def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Declares that `x` is the same on all replicas: to JAX's types, and to jdp.
+    """Declares that `x` is the same on all replicas, to JAX's types and to jdp.
 
-    No data moves. `lax.pcast` does not go this way, as JAX cannot prove it; it is on
-    the caller. Where JAX tracks that by type, the derivative is that of the copy which
-    replica 0 holds.
+    No data moves. The caller guarantees it: JAX cannot prove it, so `lax.pcast` does
+    not offer this direction. Where JAX tracks varying axes by type, the derivative is
+    taken of the copy on replica 0.
     """
     return annotations.declare_replicated(x, mesh.as_axis_names(axis_name))
 

@@ -1,4 +1,4 @@
-"""Butterfly: log2(n) exchanges of the whole buffer, for small ones."""
+"""Butterfly: log2(n) exchanges of the whole buffer, for small buffers."""
 
 import jax
 from jax import lax
@@ -20,15 +20,15 @@ def butterfly_all_reduce(
 ) -> jax.Array:
     """Reduces by recursive doubling: pairs at distance 1, 2, 4, ... swap buffers.
 
-    The fewest rounds of all, log2(n), and the most bytes: the whole buffer in each. If
-    n is no power of two there is a round more before, and one after.
+    It has the fewest rounds, log2(n), and sends the most bytes, the whole buffer in
+    each round. If n is not a power of two, one round is added before and one after.
 
     Args:
       x: shape (n,).
       axis_name: the axis, or axes, over which replicas lie.
       op: "sum", "mean", "min", "max" or "product".
-      num_chunks: the buffer is reduced in as many pieces, one after another, which
-        bounds the memory in use; by default 1, but pieces of 1 MiB on CPU.
+      num_chunks: number of pieces that are reduced one after another, which bounds
+        the memory in use. None: 1, except on CPU, where pieces have 1 MiB.
 
     Returns:
       The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.

@@ -1,7 +1,7 @@
-"""Cost model: how long an all-reduce takes, from its rounds, its bytes and the links.
+"""Cost model: the time of an all-reduce, from its rounds, its bytes and the links.
 
-With n replicas, S bytes, latency a, bandwidth B and C seconds a byte reduced, for n a
-power of two, 32 bits and more, and parts that divide:
+With n replicas, S bytes, latency a, bandwidth B and C seconds per reduced byte, for n a
+power of two, dtypes of 32 bits or more, and parts that divide evenly:
 
     algorithm           rounds          communication              computation
     ring                2(n-1)          2(n-1)a + 2(n-1)/n S/B     (n-1)/n S C
@@ -11,12 +11,13 @@ power of two, 32 bits and more, and parts that divide:
     star                2(n-1)          2(n-1)(a + S/B)            (n-1) S C
     tree                2 log2 n        2 log2 n (a + S/B)         log2 n S C
     chain, k chunks     2(n-2+k)        2(n-2+k)(a + S/(k B))      (n-2+k)/k S C
-    hierarchical        ring within, halving_doubling across S/L, L replicas a node
+    hierarchical        ring within, halving_doubling across S/L, L replicas per node
     adasum              log2 n          log2 n (a + S/B)           4 log2 n S C
 
-(Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) What is predicted is
-what the programs do: parts are padded, other n fold (two rounds with S more), sums of
-16-bit floats travel in float32, and the star's root serves one after another.
+(Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) The predictions
+count the programs as they are built: parts are padded, other n fold (two more rounds
+with S bytes), sums of 16-bit floats travel in float32, and the root of a star serves
+one replica after another.
 """
 
 import dataclasses
@@ -40,16 +41,16 @@ from jdp.collectives.work_counts import Counter, Size, Work
 
 
 class Curve(NamedTuple):
-    """How long an algorithm took on a mesh."""
+    """Measured times of an algorithm on a mesh."""
 
-    algorithm: str  # a key of `ALGORITHMS`, or one that only a mesh can tell about.
+    algorithm: str  # a key of `ALGORITHMS`, or one that can only be measured.
     num_replicas: int
     points: tuple[tuple[int, float], ...]  # bytes, rising, and seconds.
 
     def at(self, num_bytes: int) -> float:
-        """Seconds at any size: straight between points on logarithmic axes.
+        """Returns seconds at any size, interpolated linearly on logarithmic axes.
 
-        Below the first point it is constant, above the last in proportion to the size.
+        Below the first point it is constant; above the last it grows with the size.
         """
         sizes, seconds = zip(*self.points, strict=True)
         if num_bytes > sizes[-1]:
@@ -60,15 +61,14 @@ class Curve(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Links between replicas, and how fast replicas reduce."""
+    """Speed of the links between replicas, and of reducing on a replica."""
 
     latency_s: float  # of one message.
     bandwidth_bytes_per_s: float  # of one replica, sending and receiving at once.
-    compute_s_per_byte: float = 0.0  # to reduce what arrived with what was there.
-    measured: tuple[Curve, ...] = ()  # what `fit_links` has seen.
+    compute_s_per_byte: float = 0.0  # to reduce received data into local data.
+    measured: tuple[Curve, ...] = ()  # times from `fit_links`.
 
     def __post_init__(self) -> None:
-        """Checks that the numbers are ones that a link can have."""
         for name, value in (
             ("latency_s", self.latency_s),
             ("compute_s_per_byte", self.compute_s_per_byte),
@@ -84,13 +84,12 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Replicas that are nearer to each other than to all others."""
+    """Replicas of one node, and the links between them."""
 
     num_replicas: int
     links: Links
 
     def __post_init__(self) -> None:
-        """Checks that there is a replica."""
         if self.num_replicas < 1:
             raise ValueError(
                 f"`num_replicas` of a node must be at least 1, got {self.num_replicas}."
@@ -112,9 +111,9 @@ class Cost:
 
 
 class Algorithm(NamedTuple):
-    """A program, and what it does."""
+    """All-reduce function, and the counter of its work."""
 
-    all_reduce: Callable[..., Any]  # as `AllReduce`; "adasum" takes a tree.
+    all_reduce: Callable[..., Any]  # an `AllReduceFn`; "adasum" takes a tree.
     counter: Counter | None  # (size, num_replicas); None: see `predict`.
 
 
@@ -128,16 +127,16 @@ def predict(
     num_chunks: int = 1,
     node: Node | None = None,
 ) -> Cost:
-    """Predicts what an all-reduce sum costs.
+    """Predicts the cost of an all-reduce sum.
 
     Args:
       algorithm: a key of `ALGORITHMS`.
       num_bytes: size of the buffer, in bytes.
-      num_replicas: of the whole axis; up to 100,000 and more.
-      links: between replicas; of "hierarchical", between nodes, for each replica.
-      dtype: of the buffer.
-      num_chunks: as it is given to the all-reduce; one without ignores it.
-      node: of "hierarchical": the replicas of one node.
+      num_replicas: size of the whole axis; 100,000 and more is fine.
+      links: links between replicas; for "hierarchical", between nodes, per replica.
+      dtype: dtype of the buffer.
+      num_chunks: as passed to the all-reduce; ignored by algorithms without chunks.
+      node: for "hierarchical", the replicas of one node.
 
     Returns:
       The prediction; zero for one replica and for an empty buffer.
@@ -166,16 +165,16 @@ def predict(
 
 
 def choose(num_bytes: int, num_replicas: int, links: Links) -> str:
-    """Picks the all-reduce that takes the least time.
+    """Chooses the all-reduce that takes the least time.
 
-    Where `links` were measured with as many replicas, from all that were measured, by
-    interpolation; "psum" then stays unless another one is a fifth faster. Elsewhere
-    from ring, halving_doubling and butterfly, by `predict`.
+    If `links` holds times measured with this number of replicas, it interpolates them
+    and keeps "psum" unless another algorithm is a fifth faster. Otherwise it compares
+    ring, halving_doubling and butterfly by `predict`.
 
     Args:
       num_bytes: size of the buffer, in bytes.
-      num_replicas: of the axis.
-      links: between the replicas, as given or from `fit_links`.
+      num_replicas: size of the axis.
+      links: links between the replicas, for example from `fit_links`.
 
     Returns:
       A key of `ALGORITHMS`, or "psum", "shared_memory" or "hierarchical".
@@ -197,7 +196,7 @@ def choose(num_bytes: int, num_replicas: int, links: Links) -> str:
 
 
 def num_chunks_here(algorithm: str, num_bytes: int, num_replicas: int) -> int:
-    """Returns into how many chunks an algorithm cuts float32 by itself, here."""
+    """Returns the default number of chunks of a float32 buffer on this backend."""
     elements = math.ceil(num_bytes / 4)
     match algorithm:
         case "ring":

@@ -25,16 +25,16 @@ def halving_doubling_all_reduce(
 ) -> jax.Array:
     """Reduces by recursive halving, and gathers by recursive doubling.
 
-    Pairs at distance n/2, n/4, ... swap halves of what they still hold, and back
-    (Thakur, Rabenseifner and Gropp, 2005, section 4.5). If n is no power of two, there
-    is a round with the whole buffer before, and one after.
+    Pairs at distance n/2, n/4, ... swap halves of the part that they still hold, and
+    then swap back (Thakur, Rabenseifner and Gropp, 2005, section 4.5). If n is not a
+    power of two, a round with the whole buffer is added before and one after.
 
     Args:
       x: shape (n,).
       axis_name: the axis, or axes, over which replicas lie.
       op: "sum", "mean", "min", "max" or "product".
-      num_chunks: the buffer is reduced in as many pieces, one after another, which
-        bounds the memory in use; by default 1, but pieces of 2 MiB on CPU.
+      num_chunks: number of pieces that are reduced one after another, which bounds
+        the memory in use. None: 1, except on CPU, where pieces have 2 MiB.
 
     Returns:
       The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.
@@ -77,14 +77,14 @@ def halving_doubling_reduce_scatter(
     op: Op = "sum",
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """The first half: replica i gets the reduction of part i of n.
+    """Reduces and scatters: replica i gets the reduction of part i of n.
 
     Args:
       x: shape (n,); padded with zeros to a multiple of the number of replicas.
       axis_name: the axis, or axes, over which replicas lie.
       op: "sum", "mean", "min", "max" or "product".
-      dtype: of the result; that of `x` if None. `float32` spares a 16-bit `x` the
-        rounding at the end.
+      dtype: dtype of the result; None: the dtype of `x`. With float32, a 16-bit
+        `x` is not rounded at the end.
 
     Returns:
       Shape (ceil(n / num_replicas),).
@@ -104,7 +104,7 @@ def halving_doubling_reduce_scatter(
 
 
 def halving_doubling_all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The second half: every replica gets all parts, in the order of their ranks.
+    """Gathers: every replica gets all parts, in the order of their ranks.
 
     Args:
       part: shape (m,).
@@ -163,7 +163,7 @@ def _double(team: Team, part: jax.Array, out: jax.Array, start: Any) -> jax.Arra
 
 
 def _spread(team: Team, x: jax.Array) -> jax.Array:
-    """Lays out n parts so that a host gets two, and the others one and a gap."""
+    """Lays out n parts so that a host gets two parts, and others one part and a gap."""
     if not team.num_extras:
         return x
     width = x.size // team.group.size

@@ -1,4 +1,4 @@
-"""Hierarchical: what crosses between nodes is cut to a part for each replica."""
+"""Hierarchical: an all-reduce in which each replica sends one part across nodes."""
 
 import jax
 
@@ -20,7 +20,7 @@ def hierarchical_all_reduce(
 ) -> jax.Array:
     """Reduce-scatters within a node, all-reduces across nodes, all-gathers within.
 
-    With L replicas a node, 1/L of the buffer leaves each of them for another node.
+    With L replicas per node, each replica sends 1/L of the buffer to other nodes.
     Partial sums of 16-bit floats cross in float32.
 
     Args:
@@ -28,8 +28,8 @@ def hierarchical_all_reduce(
       axis_name: the axis across nodes and the axis within a node, in that order.
       op: "sum", "mean", "min", "max" or "product".
       within: `jdp.collectives.RING`, `HALVING_DOUBLING` or `SHARED_MEMORY`.
-      across: all-reduce of one part over the nodes; takes `op=` if `op` is not "sum" or
-        "mean".
+      across: function that all-reduces one part over the nodes; called with `op=`
+        unless `op` is "sum" or "mean".
 
     Returns:
       The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.

@@ -1,4 +1,4 @@
-"""Measurement: how long all-reduces take on the mesh that is here, and its links."""
+"""Measurement: times of all-reduces on the running mesh, and the links they imply."""
 
 import functools
 import math
@@ -30,13 +30,13 @@ from jdp.replicas import agreement, wire
 from jdp.replicas.mesh import World
 from jdp.types import AllReduceFn
 
-# Bytes that `fit_links` measures by itself; those of most buckets first, for there may
-# be no time for all.
+# Sizes in bytes that `fit_links` measures by default. The sizes of most buckets come
+# first, since there may not be time for all.
 SIZES = (1 << 22, 1 << 20, 1 << 24, 1 << 26, 1 << 15, 1 << 10)
 _BYTES_A_TURN = 1 << 20  # small buffers are reduced many times in a turn.
 _MAX_REPEATS = 20
 _SMALL_BYTES = 4 << 20
-_TRIED_SIZE = 100_003  # no multiple of anything; its sums are exact in float32.
+_TRIED_SIZE = 100_003  # prime; the sums are exact in float32.
 
 
 class Seconds(msgspec.Struct, frozen=True):
@@ -62,20 +62,20 @@ def time_all_reduces(
 ) -> list[Seconds]:
     """Times all-reduces in turns, each as a step would run it.
 
-    A program makes a buffer from another one and reduces it; a small one many times.
-    Measured is what this takes longer than the same program without the all-reduce.
-    Every process calls it; the times are those of this process.
+    A program computes a buffer from another one and reduces it, a small buffer many
+    times. The measured time is the difference to the same program without the
+    all-reduce. Every process calls it and gets its own times.
 
     Args:
       world: the replicas.
-      all_reduces: by name.
-      sizes: of the buffers, in bytes; float32.
-      rounds: how often each has its turn, after one that compiles and one that warms.
-      budget_s: seconds after which none has another turn, but for the first size; they
-        end on all processes at once. None: no end.
+      all_reduces: functions by name.
+      sizes: sizes of the float32 buffers, in bytes.
+      rounds: turns per function, after one that compiles and one that warms up.
+      budget_s: seconds after which no new turn begins, except for the first size. All
+        processes stop at the same turn. None: no limit.
 
     Returns:
-      A record for each name and size that was measured.
+      One record per name and size that was measured.
     """
     is_over: Callable[[], bool] = lambda: False  # noqa: E731
     found: list[Seconds] = []
@@ -87,7 +87,7 @@ def time_all_reduces(
 
 
 def _make_end(world: World, budget_s: float) -> Callable[[], bool]:
-    """Returns what says whether the time of any process is over, the same on all."""
+    """Returns a function that tells all processes whether any is out of time."""
     deadline_s = time.monotonic() + budget_s
     program = make_program(world, psum_all_reduce, 1)
 
@@ -108,7 +108,7 @@ def _time_size(
     rounds: int,
     is_over: Callable[[], bool],
 ) -> list[Seconds]:
-    """Times one size; without records, if it is over before a round is complete."""
+    """Times one size; returns no records if time runs out before a full round."""
     if is_over():
         return []
     count = num_repeats(num_bytes)
@@ -143,20 +143,20 @@ def _time_size(
 
 
 def find_failure(world: World, all_reduces: Mapping[str, AllReduceFn]) -> str | None:
-    """Tries all-reduces on small buffers; every process calls it, all get the same.
+    """Tries all-reduces on small buffers; every process calls it and gets one answer.
 
-    No process begins before all have compiled it.
+    No process runs them before all processes have compiled them.
 
     Args:
       world: the replicas.
-      all_reduces: by name, of float32.
+      all_reduces: functions by name; they are tried on float32.
 
     Returns:
-      Why one cannot be used, the first reason of the first process; None if all can.
+      Why one of them cannot be used, as the first failing process says, or None.
 
     Raises:
-      RuntimeError: one did not come back within `world.timeout_s` seconds, and nothing
-        else can run on its device now; or a process did not take part.
+      RuntimeError: an all-reduce did not finish within `world.timeout_s` seconds, so
+        nothing else can run on its device now; or a process did not take part.
     """
     programs: dict[str, tuple[Callable[[jax.Array], jax.Array], jax.Array]] = {}
 
@@ -176,7 +176,7 @@ def find_failure(world: World, all_reduces: Mapping[str, AllReduceFn]) -> str | 
             )
             try:
                 programs[name] = (jax.jit(mapped).lower(x).compile(), x)
-            except Exception as error:  # Whatever a compiler that fails may raise.
+            except Exception as error:  # A compiler may raise anything.
                 return f"{name} does not compile here: {type(error).__name__}: {error}"
         return ""
 
@@ -225,10 +225,10 @@ def _local_ranks(world: World) -> list[int]:
 
 
 def candidates(world: World) -> dict[str, Callable[..., jax.Array]]:
-    """Returns what `fit_links` measures by itself; every process calls it.
+    """Returns the functions that `fit_links` measures by default, by name.
 
-    Shared memory is among them where all replicas are CPU processes of one host, or,
-    on a pair of axes, those of each node are.
+    Every process calls it. Shared memory is included if all replicas are CPU processes
+    of one host or, on a pair of axes, if the replicas of each node are.
     """
     found: dict[str, Callable[..., jax.Array]] = {
         "psum": psum_all_reduce,
@@ -258,20 +258,20 @@ def fit_links(
 ) -> Links:
     """Measures latency, bandwidth and cost of reducing on the running mesh.
 
-    Every process calls it; all get what process 0 measured. It takes some seconds,
-    most of them to compile.
+    Every process calls it, and all get the result of process 0. It takes some seconds,
+    mostly for compilation.
 
     Args:
       world: the replicas.
-      all_reduces: what to time, by name; None: what `choose` can pick from.
-      sizes: bytes of the buffers that are reduced.
-      rounds: how often each all-reduce is timed at each size.
-      budget_s: seconds after which nothing more is timed; the first of `sizes` is
-        timed whatever that takes. None: no end.
+      all_reduces: functions to time, by name; None: all that `choose` can return.
+      sizes: sizes of the buffers, in bytes.
+      rounds: how often each all-reduce is timed per size.
+      budget_s: seconds after which no further size is timed; the first of `sizes` is
+        always timed. None: no limit.
 
     Returns:
-      The links that explain the times of ring, halving-doubling and butterfly best, in
-      relative terms; with all times measured, for `choose`.
+      The links that fit the times of ring, halving-doubling and butterfly with the
+      least relative error, together with all measured times, for `choose`.
 
     Raises:
       RuntimeError: a process did not take part.
@@ -292,7 +292,7 @@ def fit_links(
 
 
 def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
-    """Fits the three numbers to what was measured, weighted by 1 / time."""
+    """Fits latency, bandwidth and compute to measured times, weighted by 1 / time."""
     if not measured or not all(map(_is_possible, measured)):
         raise wire.Malformed(
             "A list of times is empty, or has times that cannot be. Install the same "
@@ -316,8 +316,8 @@ def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
         rows.append([value / each.median for value in row])
         ones.append(1.0)
     latency_s = s_per_byte = compute_s = 0.0
-    if rows:  # Else none has a count of its work; the times alone tell.
-        import scipy.optimize  # takes a quarter of a second, for those who measure.
+    if rows:  # Otherwise no algorithm has a counter, and only the times are used.
+        import scipy.optimize  # takes a quarter of a second, so only when measuring.
 
         (latency_s, s_per_byte, compute_s), _ = scipy.optimize.nnls(
             np.array(rows), np.array(ones)
@@ -337,13 +337,13 @@ def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
 
 
 def _is_possible(each: Seconds) -> bool:
-    # Less than nothing is possible, for it is the difference of two times.
+    # Negative numbers are possible: each is a difference of two times.
     is_finite = all(math.isfinite(x) and abs(x) < 1e6 for x in each.rounds)
     return bool(each.rounds) and is_finite and 0 < each.num_bytes < 1 << 50
 
 
 def num_repeats(num_bytes: int) -> int:
-    """Returns how often a program reduces a buffer, to be long enough to be timed."""
+    """Returns how often a program reduces a buffer to run long enough to be timed."""
     return max(1, min(_MAX_REPEATS, _BYTES_A_TURN // num_bytes))
 
 
@@ -352,14 +352,14 @@ def make_program(
 ) -> Callable[[jax.Array], jax.Array]:
     """Returns a program that makes a buffer and reduces it, `count` times.
 
-    It takes an array split over the replicas, and gives its memory to the result.
+    It takes an array split over the replicas and donates it to the result.
     """
 
     def once(x: jax.Array) -> jax.Array:
         return all_reduce(x * jnp.float32(0.5), world.axis_name)
 
     def run(x: jax.Array) -> jax.Array:
-        # No loop around large ones: XLA on CPU copies what it carries.
+        # No loop around large buffers: XLA on CPU copies the carry.
         return (
             once(x) if count == 1 else lax.fori_loop(0, count, lambda _, x: once(x), x)
         )
@@ -372,7 +372,7 @@ def make_program(
 
 
 def _shares_memory(world: World, names: tuple[str, ...]) -> bool:
-    """Whether all processes can make the buffer over these axes; they make it."""
+    """Makes the default buffer over these axes; returns whether all processes could."""
     try:
         default_buffer(world, names)
         is_made = True

@@ -23,19 +23,19 @@ def ring_all_reduce(
     bidirectional: bool = False,
     num_chunks: int | None = None,
 ) -> jax.Array:
-    """Reduces along a ring: parts are summed on their way around, then handed around.
+    """Reduces along a ring: one pass sums the parts, a second one distributes them.
 
-    Each replica sends 2(n - 1) messages of 1/n of the buffer to its neighbour, whatever
-    n is (Patarasuk and Yuan, 2009).
+    For any n, each replica sends 2(n - 1) messages of 1/n of the buffer to its
+    neighbour (Patarasuk and Yuan, 2009).
 
     Args:
       x: shape (n,).
       axis_name: the axis, or axes, over which replicas lie.
       op: "sum", "mean", "min", "max" or "product".
-      bidirectional: whether one half of the buffer travels the other way, at the same
-        time; of use where links carry both ways at full speed.
-      num_chunks: the buffer is reduced in as many pieces, one after another, which
-        bounds the memory in use; by default 1, but messages of 1 MiB on CPU.
+      bidirectional: whether half of the buffer travels the other way at the same time.
+        It helps where links carry both directions at full speed.
+      num_chunks: number of pieces that are reduced one after another, which bounds
+        the memory in use. None: 1, except on CPU, where messages have 1 MiB.
 
     Returns:
       The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.
@@ -82,14 +82,14 @@ def ring_reduce_scatter(
     op: Op = "sum",
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """The first half: replica i gets the reduction of part i of n.
+    """Reduces and scatters: replica i gets the reduction of part i of n.
 
     Args:
       x: shape (n,); padded with zeros to a multiple of the number of replicas.
       axis_name: the axis, or axes, over which replicas lie.
       op: "sum", "mean", "min", "max" or "product".
-      dtype: of the result; that of `x` if None. `float32` spares a 16-bit `x` the
-        rounding at the end.
+      dtype: dtype of the result; None: the dtype of `x`. With float32, a 16-bit
+        `x` is not rounded at the end.
 
     Returns:
       Shape (ceil(n / num_replicas),).
@@ -104,7 +104,7 @@ def ring_reduce_scatter(
 
 
 def ring_all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The second half: every replica gets all parts, in the order of their ranks.
+    """Gathers: every replica gets all parts, in the order of their ranks.
 
     Args:
       part: shape (m,).
@@ -157,7 +157,7 @@ class _Lane:
 
 
 def _scatter(lanes: list[_Lane], buffer: jax.Array, op: Op) -> list[jax.Array]:
-    """Part i - 1 leaves replica i first; what arrives last is part i."""
+    """Reduces all parts: replica i sends part i - 1 first and ends with part i."""
     n = lanes[0].group.size
 
     def one_round(t: jax.Array | int, held: list[jax.Array]) -> list[jax.Array]:
@@ -166,7 +166,7 @@ def _scatter(lanes: list[_Lane], buffer: jax.Array, op: Op) -> list[jax.Array]:
             for lane, y in zip(lanes, held, strict=True)
         ]
 
-    # The first round sends what was not reduced yet, in its own dtype.
+    # The first round sends inputs, which have not been reduced, in their own dtype.
     held = one_round(0, [lane.take(buffer, 1) for lane in lanes])
     return _repeat(1, n - 1, one_round, held, unroll=n <= _MAX_UNROLLED)
 
@@ -188,7 +188,7 @@ def _gather(lanes: list[_Lane], held: list[jax.Array], out: jax.Array) -> jax.Ar
 
 
 def _repeat(start: int, stop: int, body, carry, *, unroll: bool):
-    """`lax.fori_loop`; one round, or none, needs no loop."""
+    """Runs `lax.fori_loop`, or the body itself for fewer than two rounds."""
     if stop - start > 1:
         return lax.fori_loop(start, stop, body, carry, unroll=unroll)
     return body(start, carry) if stop > start else carry

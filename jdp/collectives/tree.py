@@ -23,16 +23,16 @@ def reduce_broadcast_all_reduce(
     root: int = 0,
     num_chunks: int = 1,
 ) -> jax.Array:
-    """Reduces to a root, and broadcasts from it.
+    """Reduces to a root and broadcasts from it.
 
     Patterns:
-      "star": the root takes one replica's buffer after another, as a parameter server
-        does, and serves one after another: 2(n - 1) rounds. Each is an operation of its
-        own in the program; use it for few replicas.
+      "star": the root receives the buffers of the replicas one after another, as a
+        parameter server does, and answers one after another: 2(n - 1) rounds. Each
+        round is an operation of its own in the program, so use it for few replicas.
       "tree": a binomial tree, 2 ceil(log2(n)) rounds with the whole buffer.
-      "chain": from the last replica to the root, and back. The buffer travels in
-        `num_chunks` chunks, one behind the other: 2(n - 2 + num_chunks) rounds with
-        1 / num_chunks of it.
+      "chain": from the last replica to the root and back. The buffer travels in
+        `num_chunks` chunks, one behind the other: 2(n - 2 + num_chunks) rounds, each
+        with 1 / num_chunks of the buffer.
 
     Args:
       x: shape (n,).
@@ -40,7 +40,7 @@ def reduce_broadcast_all_reduce(
       op: "sum", "mean", "min", "max" or "product".
       pattern: "star", "tree" or "chain".
       root: rank of the replica that has the result first.
-      num_chunks: of "chain"; must be 1 elsewhere.
+      num_chunks: number of chunks of "chain"; must be 1 for other patterns.
 
     Returns:
       The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.
@@ -86,10 +86,10 @@ def _rank_from(root: int, group: ReplicaGroup) -> jax.Array:
 
 
 def _reduce_star(x: jax.Array, group: ReplicaGroup, root: int, op: Op) -> jax.Array:
-    """Only what the root ends with is of use."""
+    """Reduces to the root; the results of other replicas are not used."""
     y = x
     for k in range(1, group.size):
-        # One after another, or n - 1 buffers may be in memory at once.
+        # In sequence; otherwise n - 1 buffers could be in memory at once.
         (sent,), (y,) = annotations.order_after([x], [y])
         y = base.combine(op, y, _send(sent, group, root, [(k, 0)]))
     return y
@@ -131,7 +131,7 @@ def _distances(num_replicas: int) -> list[int]:
 
 
 def _branches(num_replicas: int, distance: int) -> list[tuple[int, int]]:
-    """(parent, child) for all children at `distance`."""
+    """Returns (parent, child) for all children at `distance`."""
     children = range(distance, num_replicas, 2 * distance)
     return [(child - distance, child) for child in children]
 

@@ -6,25 +6,25 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """Steps, bytes and reductions of an algorithm."""
+    """Rounds, bytes and reductions of an algorithm."""
 
     num_rounds: int = 0  # messages that wait for each other.
-    num_messages: int = 0  # `ppermute`s; two a round if both directions are in use.
-    serial_bytes: int = 0  # that go through a link one after another.
+    num_messages: int = 0  # `ppermute`s; two per round if both directions are in use.
+    serial_bytes: int = 0  # through a link, one after another.
     sent_bytes: int = 0  # by the busiest replica.
-    reduced_bytes: int = 0  # one after another, in the dtype of the accumulator.
+    reduced_bytes: int = 0  # in sequence, in the dtype of the accumulator.
 
     def __add__(self, other: "Work") -> "Work":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Work of both in sequence, where one replica is the busiest in both."""
+        """Adds work in sequence, where the same replica is the busiest in both."""
         return Work(*map(sum, zip(self, other, strict=True)))
 
 
 class Size(NamedTuple):
-    """A buffer, and how it is cut."""
+    """Size of a buffer, and how it is cut."""
 
     num_elements: int
-    itemsize: int  # bytes of an element as it is, and as it is summed up.
-    sum_itemsize: int
+    itemsize: int  # bytes of an element.
+    sum_itemsize: int  # bytes of an element in the dtype of the accumulator.
     num_chunks: int = 1
 
 
@@ -40,7 +40,7 @@ def count(counter: Counter, size: Size, num_replicas: int) -> Work:
 def count_hierarchical(
     size: Size, num_replicas: int, replicas_per_node: int
 ) -> tuple[Work, Work]:
-    """Returns what `hierarchical_all_reduce` does within nodes, and across them."""
+    """Returns the work of `hierarchical_all_reduce` within nodes, and across them."""
     part = math.ceil(size.num_elements / replicas_per_node)
     within = count(count_ring, size._replace(num_chunks=1), replicas_per_node)
     across = Size(part, size.sum_itemsize, size.sum_itemsize, size.num_chunks)
@@ -54,7 +54,7 @@ def count_ring(size: Size, n: int, *, num_lanes: int = 1) -> Work:
     num_chunks = min(num_chunks, math.ceil(elements / (n * num_lanes)))
     width = math.ceil(elements / (n * num_lanes * num_chunks))
     num_rounds = 2 * (n - 1) * num_chunks
-    # The first round sends what was not summed yet, the gather what no longer is.
+    # The first round sends inputs, and the gather sends results: both in `itemsize`.
     sent = num_chunks * width * (n * itemsize + (n - 2) * sum_itemsize)
     return Work(
         num_rounds=num_rounds,
@@ -93,7 +93,7 @@ def count_butterfly(size: Size, n: int) -> Work:
 
 
 def _count_folds(size: Size, n: int) -> tuple[int, Work]:
-    """Returns the size of the team, and what the folds do; a host is the busiest."""
+    """Returns the size of the team, and the work of folding; a host is the busiest."""
     team = 1 << (n.bit_length() - 1)
     num_bytes = size.num_elements * size.itemsize
     reduced = size.num_elements * size.sum_itemsize
@@ -117,7 +117,7 @@ def count_tree(size: Size, n: int) -> Work:
     """Counts a reduction and a broadcast along a binomial tree."""
     elements, itemsize, sum_itemsize, _ = size
     depth = (n - 1).bit_length()
-    # Of the ranks that hear from as many children the lowest has the most to serve.
+    # Among ranks with equally many children, the lowest serves the most.
     sent = [depth * itemsize, itemsize]  # by the root; by a leaf.
     for k in range(1, depth):
         children = sum((1 << k) + (1 << i) < n for i in range(k))
@@ -142,7 +142,7 @@ def count_chain(size: Size, n: int) -> Work:
         num_rounds=2 * num_rounds,
         num_messages=2 * num_rounds,
         serial_bytes=serial,
-        # Of two, each is an end: one sends the sums, the other the result.
+        # With two replicas, one sends the sums and the other the result.
         sent_bytes=serial if n > 2 else num_rounds * width * sum_itemsize,
         reduced_bytes=num_rounds * width * sum_itemsize,
     )

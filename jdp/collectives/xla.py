@@ -12,9 +12,9 @@ from jdp.types import AxisName
 def psum_all_reduce(x: jax.Array, axis_name: AxisName, *, op: Op = "sum") -> jax.Array:
     """Reduces with the collectives of XLA, under the contract of this package.
 
-    XLA has no product of replicas: theirs is taken of what `lax.all_gather` returns,
-    num_replicas times the memory of `x`. NaN in a minimum or a maximum becomes whatever
-    the backend makes of it: on CPU it is lost.
+    XLA has no product over replicas, so it is computed from `lax.all_gather`, which
+    takes num_replicas times the memory of `x`. How a minimum or maximum treats NaN
+    depends on the backend; on CPU NaN is lost.
 
     Args:
       x: shape (n,).
@@ -46,15 +46,15 @@ def psum_reduce_scatter(
     op: Op = "sum",
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """The first half with the collectives of XLA: replica i gets part i of n.
+    """Reduces and scatters with XLA's collectives: replica i gets part i of n.
 
-    XLA scatters sums alone; of another `op` it reduces all and keeps a part.
+    XLA only scatters sums. For another `op` this reduces everything and keeps a part.
 
     Args:
       x: shape (n,); padded with zeros to a multiple of the number of replicas.
       axis_name: the axis, or axes, over which replicas lie.
       op: "sum", "mean", "min", "max" or "product".
-      dtype: of the result; that of `x` if None.
+      dtype: dtype of the result; None: the dtype of `x`.
 
     Returns:
       Shape (ceil(n / num_replicas),).
@@ -74,7 +74,7 @@ def psum_reduce_scatter(
 
 
 def psum_all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The second half with the collective of XLA.
+    """Gathers all parts with XLA's collectives.
 
     Args:
       part: shape (m,).
