@@ -15,7 +15,7 @@ import zmq
 from jdp.collectives import measurement
 from jdp.collectives.pallas import gpu_topology
 from jdp.collectives.shared_memory import shared_segment
-from jdp.join import context, early_exit, lockstep
+from jdp.join import early_exit, lockstep, progress_exchange
 from jdp.launch import endings, launcher_link
 from jdp.replicas import comparison, differences, meeting, progress, wire
 from jdp.runtime import job_key, store
@@ -40,7 +40,9 @@ MESSAGES = {
     "datagram_link._Offer": _LANE_OFFER,
     "lockstep.Announcement": lockstep.Announcement((1, 2)),
     "lockstep.Decision": lockstep.Decision(error="why"),
-    "context.ProcessProgress": context.ProcessProgress(3, is_joined=True),
+    "progress_exchange.ProcessProgress": progress_exchange.ProcessProgress(
+        3, is_joined=True
+    ),
     "gpu_topology.Facts": gpu_topology.Facts(platform="cpu", host="a"),
     "measurement.Seconds": [measurement.Seconds("ring", 8, [0.5])],
     "early_exit.DepartureNotice": early_exit.DepartureNotice(1, 3, "why"),

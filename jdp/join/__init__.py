@@ -1,1 +1,1 @@
-"""Join: processes with different amounts of data go on together."""
+"""Join: how do processes with different amounts of data train together?"""

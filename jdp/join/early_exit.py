@@ -1,8 +1,8 @@
-"""Departures: what happens to the others when one process leaves a loop early?
+"""Early exit: what happens to the other processes when one leaves a loop early?
 
-The process that leaves posts a notice. The others raise when they come to an iteration
-that it never begins. Those that already hang in a device collective with it cannot be
-interrupted, so a thread ends their process after a while, with a message.
+The leaving process posts a notice. The others raise when they come to an iteration that
+it never begins. A process that already hangs in a device collective with it cannot be
+interrupted. A thread ends such a process after a while, with a message.
 """
 
 import atexit
@@ -23,17 +23,17 @@ from jdp.replicas.mesh import World
 from jdp.runtime import forks, user_program
 from jdp.types import Store
 
-# Nothing is polled before the first notice: a `get` that times out leaves memory behind
-# in process 0 (see `DistributedStore.get`), and all who leave or close set the key.
+# Nothing is polled before the first notice: a `get` that times out leaks memory in
+# process 0 (see `DistributedStore.get`). A process that leaves or closes sets the key.
 _GET_TIMEOUT_S = 3600.0
 _POLL_PERIOD_S = 0.2
 _JOIN_TIMEOUT_S = 2.0
-_LOOKS = 20  # within `timeout_s`, for what a stranger has deleted.
+_LOOKS = 20  # per `timeout_s`, for keys that an intruder has deleted.
 _logger = logging.getLogger("jdp")
 
 
 class DepartureNotice(msgspec.Struct, frozen=True):
-    """A process has left."""
+    """Message of a process that has left."""
 
     process: int
     num_begun: int  # iterations that it had begun.
@@ -51,7 +51,7 @@ class LoopProgress(NamedTuple):
     """Where the main thread of this process is."""
 
     num_begun: int
-    since_s: float  # when it began the last of them.
+    since_s: float  # time when it began the last of them.
 
 
 def find_departed(
@@ -71,16 +71,16 @@ def judge(
     now_s: float,
     timeout_s: float,
 ) -> Literal["wait", "exit"]:
-    """Returns whether this process is to be ended; pure.
+    """Returns whether this process must be ended; pure.
 
-    It is, once it has stayed longer than `timeout_s` in an iteration that a process
-    has not begun, or has left from: it may wait for that process in a collective.
+    It must once it has spent more than `timeout_s` in an iteration that another process
+    has not begun, or has left: it may wait for that process in a collective.
 
     Args:
-      progress: where the main thread is.
-      notices: what has been read so far.
-      now_s: the clock.
-      timeout_s: how long an iteration may take from the notice on.
+      progress: progress of the main thread.
+      notices: all notices read so far.
+      now_s: the time.
+      timeout_s: longest duration of an iteration after the notice.
     """
     for notice, arrived_s in notices:
         start_s = max(progress.since_s, arrived_s)
@@ -90,10 +90,10 @@ def judge(
 
 
 class ExitWatch:
-    """One process' view of who has left a loop.
+    """One process's view of the processes that have left a loop.
 
-    The thread that runs the loop calls `begin` before each iteration and, once, either
-    `leave` or `close`.
+    The thread of the loop calls `begin` before each iteration, and `leave` or `close`
+    once.
     """
 
     def __init__(self, world: World, directory: str, *, loop: str):
@@ -101,8 +101,8 @@ class ExitWatch:
 
         Args:
           world: the job.
-          directory: where the notices go in the store; the same on all processes, and
-            of this loop alone.
+          directory: directory of the notices in the store; the same on all processes,
+            and used by this loop only.
           loop: the loop in words, such as "the loop over `jdp.join_batches`".
         """
         self._world = world
@@ -124,10 +124,10 @@ class ExitWatch:
         return self._progress.num_begun
 
     def check(self) -> None:
-        """Raises if a process has left before the next iteration.
+        """Raises if another process has left before the next iteration.
 
         Raises:
-          RuntimeError: it names the process.
+          RuntimeError: a process has left; the message names it.
         """
         if self._notices:
             notice = find_departed(self.num_begun, self._notices)
@@ -140,10 +140,10 @@ class ExitWatch:
                 raise progress.blame(error, notice.process)
 
     def begin(self) -> None:
-        """Counts the next iteration; call it before, not after. No store traffic.
+        """Counts the next iteration; call it before the iteration. No store traffic.
 
         Raises:
-          RuntimeError: a process has left before it.
+          RuntimeError: another process has left before this iteration.
         """
         self.check()
         self._progress = LoopProgress(self.num_begun + 1, time.monotonic())
@@ -152,18 +152,18 @@ class ExitWatch:
         """Tells the others that this process begins no further iteration.
 
         Args:
-          reason: why, such as "ValueError: boom"; None if it is not known.
+          reason: for example "ValueError: boom"; None: unknown.
         """
         if self._stopped.is_set():
             return
         store, own = self._world.store, self._world.process_index
-        # After one who left no later, a notice would tell the others nothing new.
+        # A notice of an earlier departure already tells the others enough.
         if store is not None and not find_departed(self.num_begun, self._notices):
             notice = msgspec.msgpack.encode(
                 DepartureNotice(own, self.num_begun, reason)
             )
             others = (p for p in range(self._world.process_count) if p != own)
-            # It is also what wakes: one that waits gets it though it is deleted then.
+            # The wake key holds the notice too: a waiter gets it before any deletion.
             keys = [f"{self._directory}/left/{own}", *map(self._wake_key, others)]
             _NoticeKeeper.start(
                 store, dict.fromkeys(keys, notice), self._world.timeout_s
@@ -171,13 +171,13 @@ class ExitWatch:
         self.close()
 
     def close(self) -> None:
-        """Ends the watch, because the loop has ended for all; posts nothing."""
+        """Ends the watch after the loop has ended on all processes; posts no notice."""
         if self._stopped.is_set():
             return
         self._stopped.set()
         if self._thread is None or self._thread is threading.current_thread():
             return
-        if not self._notices:  # Else it has been woken already.
+        if not self._notices:  # Otherwise the thread is awake already.
             assert self._world.store is not None
             key = self._wake_key(self._world.process_index)
             self._world.store.set(key, b"", overwrite=True)
@@ -195,7 +195,7 @@ class ExitWatch:
         try:
             self._watch()
         except jax.errors.JaxRuntimeError as error:
-            # The coordination service is gone with process 0: the lifeline tells that.
+            # The coordination service died with process 0; the lifeline reports that.
             _logger.debug("The watch over %s has ended: %s", self._loop, error)
 
     def _watch(self) -> None:
@@ -227,7 +227,7 @@ class ExitWatch:
             self._stopped.wait(_POLL_PERIOD_S)
 
     def _take_first(self, value: bytes) -> None:
-        """Takes the notice that woke this process; none came where it woke itself."""
+        """Takes the notice in the wake key; `close` sets the key without a notice."""
         try:
             process = wire.decode(value, DepartureNotice, what="It").process
         except wire.Malformed:
@@ -245,7 +245,7 @@ class ExitWatch:
             f"jdp: {self._describe(notice)}, and process {self._world.process_index} "
             f"has been in its iteration {self.num_begun - 1} (counted from 0) for more "
             f"than {self._world.timeout_s:g} s since; it may wait in a collective for "
-            f"that process, and nothing else can end this. {_WHAT_TO_DO}",
+            f"that process, which cannot be interrupted. {_WHAT_TO_DO}",
             file=sys.stderr,
             flush=True,
         )
@@ -255,10 +255,10 @@ class ExitWatch:
 
 
 class _NoticeKeeper:
-    """Posts again what a stranger at JAX's store deletes or writes over.
+    """Restores notices that an intruder in JAX's store deletes.
 
-    It ends once the others have had the time to be ended, with the next notice of this
-    process, or with its program: then the lifeline tells the others.
+    It ends once the others have had time to end, with the next notice of this process,
+    or with its program: then the lifeline informs the others.
     """
 
     _of_store: "weakref.WeakKeyDictionary[Store, _NoticeKeeper]" = (
@@ -266,10 +266,10 @@ class _NoticeKeeper:
     )
 
     def __init__(self, store: Store, posts: Mapping[str, bytes], timeout_s: float):
-        """Posts, and goes on in a thread; use `start`."""
+        """Posts, and starts the thread; use `start`."""
         self._store, self._posts = store, posts
         self._period_s = min(10.0, max(0.2, timeout_s / _LOOKS))
-        # An iteration may take `timeout_s` from the notice on; the rest is for looking.
+        # An iteration may take `timeout_s` after the notice, and reading it takes time.
         self._until_s = time.monotonic() + 2 * timeout_s
         self._stopped = threading.Event()
         self._stop = forks.only_here(self._end)
@@ -278,13 +278,13 @@ class _NoticeKeeper:
         self._thread = threading.Thread(
             target=self._keep, name="jdp-departures-keeper", daemon=True
         )
-        if threading.main_thread().is_alive():  # Else the program is at its end.
+        if threading.main_thread().is_alive():  # Otherwise the program is ending.
             atexit.register(self._stop)  # It runs before JAX leaves the store.
             self._thread.start()
 
     @classmethod
     def start(cls, store: Store, posts: Mapping[str, bytes], timeout_s: float) -> None:
-        """Posts, and has this process keep it; it keeps one notice at a time."""
+        """Posts a notice and keeps it posted, in place of the previous notice."""
         before = cls._of_store.pop(store, None)
         if before is not None:
             before._end()
@@ -300,7 +300,7 @@ class _NoticeKeeper:
                 for key, value in self._posts.items():
                     if self._store.try_get(key) is None:
                         self._store.set(key, value, overwrite=True)
-        except RuntimeError as error:  # The store has ended, and with it the job.
+        except RuntimeError as error:  # The store has ended, and the job with it.
             _logger.debug("A notice is kept no longer: %s", error)
         if self._of_store.get(self._store) is self:
             del self._of_store[self._store]
@@ -312,18 +312,18 @@ class _NoticeKeeper:
 
 
 def _decode(value: bytes, process: int) -> DepartureNotice:
-    """Reads the notice of a process; one that cannot be is a notice all the same."""
+    """Reads the notice of a process; a malformed one counts as a departure too."""
     try:
         notice = wire.decode(value, DepartureNotice, what="It")
         if notice.process != process or notice.num_begun < 0:
             raise wire.Malformed("It names another process, or fewer iterations than 0")
     except wire.Malformed as error:
-        return DepartureNotice(process, 0, f"with a notice that is none: {error}")
+        return DepartureNotice(process, 0, f"with a malformed notice: {error}")
     reason = None if notice.reason is None else wire.printable(notice.reason, most=4000)
     return DepartureNotice(process, notice.num_begun, reason)
 
 
 _WHAT_TO_DO = (
-    "Leave the loop on all processes at the same iteration, or look above for what "
-    "made that process leave."
+    "Leave the loop on all processes at the same iteration, or look above for the "
+    "reason why that process left."
 )

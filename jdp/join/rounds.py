@@ -8,16 +8,16 @@ from jdp.replicas import wire
 from jdp.replicas.meeting import StoreMeeting
 from jdp.replicas.mesh import World
 
-_ROUNDS_PER_FOLDER = 32  # they are deleted together.
+_ROUNDS_PER_FOLDER = 32  # deleted together.
 
 
 class Rounds:
-    """One process' side of the rounds of one loop; its agent calls `exchange`."""
+    """One process's side of the rounds of one loop; its agent calls `exchange`."""
 
     def __init__(self, world: World, directory: str):
         """Takes part in the rounds under `directory`, the same on all processes."""
         self.is_stopping = False
-        self.has_failed = False  # this process could not come to a decision.
+        self.has_failed = False  # this process got no decision.
         self._world = world
         self._directory = directory
         self._index = 0
@@ -31,10 +31,10 @@ class Rounds:
                 self._retired = world.store.take_retired()
 
     def exchange(self, announcement: Announcement) -> Decision | None:
-        """Brings this process' announcement and returns the decision of the round.
+        """Sends the announcement of this process, and returns the decision.
 
         Returns:
-          None where the loop was closed meanwhile.
+          The decision of the round; None if the loop was closed meanwhile.
         """
         index, self._index = self._index, self._index + 1
         if self._world.store is None:
@@ -47,7 +47,7 @@ class Rounds:
         return self._wait_for_decision(meeting)
 
     def finish(self) -> None:
-        """Notes what process 0 is to delete once this loop is over everywhere."""
+        """Marks keys that process 0 deletes once this loop is over everywhere."""
         store = self._world.store
         if store is not None and self._world.is_main_process:
             for directory in [*self._retired, self._directory]:
@@ -55,7 +55,7 @@ class Rounds:
             self._retired = []
 
     def _judge(self, announcements: list[Announcement]) -> Decision:
-        """Decides, unless a process says what makes no sense."""
+        """Decides, unless an announcement is impossible."""
         assert self._coordinator is not None
         for process, announcement in enumerate(announcements):
             fault = lockstep_checks.find_announcement_fault(
@@ -83,7 +83,9 @@ class Rounds:
         else:
             try:
                 theirs = [
-                    wire.decode(found[p], Announcement, what=f"What process {p} says")
+                    wire.decode(
+                        found[p], Announcement, what=f"The announcement of process {p}"
+                    )
                     for p in others
                 ]
                 decision = self._judge([announcement, *theirs])
@@ -95,15 +97,15 @@ class Rounds:
         return decision
 
     def _wait_for_decision(self, meeting: StoreMeeting) -> Decision | None:
-        # Process 0 waits for its own turn, half of `timeout_s` at most, and then for
-        # the others.
+        # Process 0 comes to the round after at most half of `timeout_s`, and then waits
+        # for the others.
         timeout_s = 2 * self._world.timeout_s + 5.0
         try:
             value = meeting.hear(timeout_s=timeout_s)
         except TimeoutError:
             self.has_failed = True
             return Decision(
-                error="Process 0 has decided nothing about the next iterations for "
+                error="Process 0 has sent no decision about the next iterations for "
                 f"{timeout_s:g} s; it may have stopped, or not come to this loop.",
                 culprit=0,
             )
@@ -123,7 +125,7 @@ class Rounds:
         )
 
     def _delete_old(self, index: int) -> None:
-        """Deletes keys that all have passed: in a round, the last one is over."""
+        """Deletes keys of earlier rounds: all processes have left them."""
         store = self._world.store
         assert store is not None
         for directory in self._retired:
@@ -137,9 +139,11 @@ class Rounds:
 
     def _describe_missing(self, missing: list[int], index: int) -> str:
         names = ", ".join(map(str, missing[:10])) + ", ..." * (len(missing) > 10)
-        who = f"Process {names} has" if len(missing) == 1 else f"Processes {names} have"
+        subject = "Process" if len(missing) == 1 else "Processes"
+        verb = "has" if len(missing) == 1 else "have"
         where = "come to this loop" if index == 0 else "been heard of in this loop"
         return (
-            f"{who} not {where} within {self._world.timeout_s:g} s; it may have "
-            "stopped, or be in another part of the program (a loop more or less)."
+            f"{subject} {names} {verb} not {where} within {self._world.timeout_s:g} s; "
+            "it may have stopped, or be in another part of the program (for example, "
+            "it ran one loop more or fewer than the others)."
         )

@@ -1,4 +1,4 @@
-"""Uneven batches: a loop that goes on while any process has data."""
+"""Uneven batches: how does a loop go on while any process has data?"""
 
 import atexit
 import sys
@@ -28,55 +28,55 @@ def join_batches(
 ) -> "UnevenBatches":
     """Iterates over `batches` for as long as any process has one left.
 
-    Every process calls it, in the same order as other things that all processes do, and
-    gets the same number of iterations: the largest number of batches of a process. At
-    each iteration all get the same shapes, so that they can run one compiled step
-    together. A batch that is smaller than the largest one is padded with zeros at its
-    end; a process that has run out gets nothing but zeros. The number of samples never
-    shrinks within the loop, so that a smaller last batch compiles no new program.
+    Every process must call it, in the same order relative to other calls that all
+    processes make. All get the same number of iterations, the largest number of batches
+    of any process. At each iteration all get the same shapes, so they can run one
+    compiled step together. A batch smaller than the largest one is padded with zeros at
+    its end; a process without data gets only zeros. The number of samples never shrinks
+    within the loop, so a smaller last batch compiles no new program.
 
         for batch, weight in jdp.join_batches(loader, world=world):
             state, loss = train_step(state, batch, weight)
 
     and in the step `jdp.value_and_grad(loss_fn, weight=weight.sum())(params, batch,
-    weight)`. A step that leaves the weight out takes padding for samples. Nothing
-    runs on the devices here. Host arrays are copied as they are read, in the thread
-    that reads ahead: a loader may write all its batches to the same memory.
+    weight)`. A step without the weight counts padding as samples. Nothing runs on
+    devices here. The thread that reads ahead copies host arrays, so a loader can write
+    all its batches to the same memory.
 
     Leave the loop on all processes at the same iteration, or on none. If one process
-    leaves alone, by `break` or an exception, the others raise RuntimeError, or end with
-    a message if they wait for that process in a collective for `world.timeout_s`.
+    leaves alone, by `break` or an exception, the others raise RuntimeError. A process
+    that waits for it in a collective for `world.timeout_s` is ended with a message.
 
     Args:
-      batches: this process' batches, which may be none: pytrees of numeric arrays or
+      batches: the batches of this process, possibly none: pytrees of numeric arrays or
         arrays of PRNG keys, shape (n, ...), with the same n in all leaves of a batch.
         The structure, dtypes and trailing shapes must be the same on all processes at
-        each iteration. Keys are padded with keys whose data is 0.
-      world: the replicas.
-      prefetch: how many batches are read ahead, at least 1. Processes agree about once
-        in `3 * prefetch / 4` iterations: more makes fewer messages.
-      like: an example batch, of arrays or `jax.ShapeDtypeStruct`s. Only needed where a
+        each iteration. Padding keys have zero data.
+      world: the world that `jdp.init` returned.
+      prefetch: number of batches to read ahead, at least 1. Processes agree about once
+        per `3 * prefetch / 4` iterations: a larger number sends fewer messages.
+      like: an example batch of arrays or `jax.ShapeDtypeStruct`s. Only needed if a
         process may have no batch at all and batches have nodes of types other than
         dict, list, tuple, namedtuple and None.
 
     Returns:
-      An iterator of (batch, weight); `weight` is float32, shape (samples,), 1 for a
-      true sample and 0 for padding. `close()` ends it early.
+      An iterator of (batch, weight); `weight` is float32, shape (samples,), 1 per true
+      sample and 0 for padding. `close()` ends it early.
 
     Raises:
       ValueError: `prefetch` is below 1.
       TypeError: `batches` is not iterable, or is a dict, which is one batch.
-      RuntimeError: while iterating, on all processes at the same iteration: reading
-        failed on another process (the one where it failed raises what it caught), specs
-        differ, a process has not read a batch or not come within `world.timeout_s`.
+      RuntimeError: while iterating, on all processes at the same iteration. Reading
+        failed on another process (the failing process raises its own exception), specs
+        differ, or a process has not come or not read a batch within `world.timeout_s`.
     """
     mesh.check_world(world)
     if prefetch < 1:
         raise ValueError(f"`prefetch` must be at least 1, got {prefetch}.")
     if isinstance(batches, Mapping):
         raise TypeError(
-            "`batches` is a dict, of which an iteration gives the keys. Pass a list of "
-            "batches; of one, `[batch]`."
+            "`batches` is a dict, and iterating over a dict yields its keys. Pass a "
+            "list of batches; for one batch, `[batch]`."
         )
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise TypeError(
@@ -97,8 +97,8 @@ class UnevenBatches:
         like: PyTree | None,
     ):
         """Use `join_batches`."""
-        number = 0 if world.store is None else world.store.next_round()
-        directory = f"jdp/join/{number}"
+        index = 0 if world.store is None else world.store.next_round()
+        directory = f"jdp/join/{index}"
         self._rounds = Rounds(world, directory)
         self._watch = ExitWatch(
             world, directory, loop="the loop over `jdp.join_batches`"
@@ -106,9 +106,9 @@ class UnevenBatches:
         self._read_ahead = ReadAhead(batches, world, prefetch, like, self._rounds)
         self._weights: dict[tuple[int, int], np.ndarray] = {}
         self._zeros: dict[tuple[int, int], list[np.ndarray]] = {}
-        # Threads hold `ReadAhead`, never this object: when a `for` loop drops it, it
-        # is closed. At exit it is closed before `jax.distributed`, and before
-        # `jdp.init`'s own hook, which were both registered earlier.
+        # Threads hold `ReadAhead`, never this object, so it is closed when a `for` loop
+        # drops it. At exit it is closed before the hooks of `jax.distributed` and
+        # `jdp.init` run, which were registered earlier.
         self._closer = closer = _Closer()
         self._close = weakref.finalize(
             self,
@@ -119,11 +119,9 @@ class UnevenBatches:
         closer.register(self._close)
 
     def __iter__(self) -> "UnevenBatches":
-        """Returns itself."""
         return self
 
     def __next__(self) -> tuple[PyTree, np.ndarray]:
-        """Returns the batch and the weights of the next iteration."""
         try:
             if not self._close.alive:
                 raise StopIteration
@@ -143,12 +141,12 @@ class UnevenBatches:
     def close(self) -> None:
         """Ends the loop on this process and stops its threads.
 
-        The other processes are told, unless the loop has ended for all.
+        Notifies the other processes, unless the loop has ended on all.
         """
         self._close()
 
     def _make_weight(self, samples: int, num_true: int) -> np.ndarray:
-        """Returns the weights; read-only, since those of full batches are reused."""
+        """Returns the weights; read-only, since weights of full batches are reused."""
         weight = self._weights.get((samples, num_true))
         if weight is None:
             weight = (np.arange(samples) < num_true).astype(np.float32)
@@ -161,12 +159,12 @@ class UnevenBatches:
         leaves = self._zeros.get((samples, spec))
         if leaves is None:
             leaves = batch_spec.make_zeros(self._read_ahead.specs[spec], samples)
-            self._zeros = {(samples, spec): leaves}  # Marks grow; the last is enough.
+            self._zeros = {(samples, spec): leaves}  # Sizes only grow: keep the last.
         return leaves
 
 
 class _Closer:
-    """Closes a loop that the end of the program finds open; knows why, at times."""
+    """Closes a loop that is open at exit, with the reason if it is known."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -181,7 +179,7 @@ class _Closer:
 
     def _run(self) -> None:
         assert self._close is not None
-        error = getattr(sys, "last_value", None)  # It was not caught.
+        error = getattr(sys, "last_value", None)  # The uncaught exception.
         if error is not None:
             self.reason = _as_reason(error)
         self._close()

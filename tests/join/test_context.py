@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jdp
-from jdp.join import context
-from jdp.join.context import JoinTask, ProcessProgress
+from jdp.join import context, progress_exchange
+from jdp.join.context import JoinTask
+from jdp.join.progress_exchange import ProcessProgress
 from tests import harness
 
 # --- Threads with a store in memory -------------------------------------------------
@@ -529,7 +530,7 @@ def test_what_a_stranger_deletes_in_the_store_is_posted_again(throws):
 
 
 def test_a_wait_for_another_process_ends_with_its_name(monkeypatch):
-    monkeypatch.setattr(context, "_MOST_WAITS", 2)
+    monkeypatch.setattr(progress_exchange, "_MOST_WAITS", 2)
 
     def run(world):
         with jdp.Join([_Counter(world, lambda process, value: 0.0)]):

@@ -83,7 +83,7 @@ def test_a_process_that_leaves_alone_is_named_by_the_others():
             "RuntimeError: Process 1 left the loop over `x` after 2 iterations, "
             f"ValueError: boom, and process {process} is about to begin iteration 2 "
             "(counted from 0). Leave the loop on all processes at the same iteration, "
-            "or look above for what made that process leave.\n",
+            "or look above for the reason why that process left.\n",
             2,
             ["1"],  # Who follows posts nothing.
         )

@@ -675,7 +675,7 @@ def test_a_process_without_batches_gets_keys():
         ([[], [], False, None, None, float("nan")], "Process 1 announces a time that"),
         ([[4], [[0, ["x", None, [["a", "O", []]]]]]], "with a leaf `a` of dtype 'O'"),
         ([[4], [[7, ["x", None, []]]]], "announces the structure of a batch|batches w"),
-        ([b"\xff"], "What process 1 says is malformed"),
+        ([b"\xff"], "The announcement of process 1 is malformed"),
     ],
 )
 def test_an_announcement_that_makes_no_sense_is_named_on_all_processes(said, message):

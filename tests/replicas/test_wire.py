@@ -92,8 +92,8 @@ FUZZED = {
         meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: _Offer,
         shared_segment: Peer, shared_segment: list[Peer], rendezvous: _Offer,
         rendezvous: tuple[str; str], rendezvous: MeetingOutcome, datagram_link: _Offer,
-        rounds: Announcement, rounds: Decision, context: ProcessProgress,
-        gpu_topology: Facts, gpu_topology: list[Facts], measurement: list[Seconds],
+        rounds: Announcement, rounds: Decision,
+        progress_exchange: ProcessProgress, gpu_topology: Facts, gpu_topology: list[Facts], measurement: list[Seconds],
         early_exit: DepartureNotice, lifeline: Left | AtEnd | Stuck,
         launcher_link: Exit, star_codec: Frame""",
     "comparison_fuzz": """
@@ -164,7 +164,10 @@ def test_an_end_that_no_process_has_is_refused(end):
 def test_a_notice_that_cannot_be_is_shown_as_one(notice):
     data = notice if isinstance(notice, bytes) else msgspec.msgpack.encode(notice)
     found = early_exit._decode(data, 1)
-    assert (found.process, found.num_begun) == (1, 0) and "is none" in found.reason
+    assert (found.process, found.num_begun) == (
+        1,
+        0,
+    ) and "malformed" in found.reason
 
 
 def test_a_lane_with_a_gap_ends_its_link():
