@@ -22,7 +22,7 @@ from jdp.replicas.mesh import World, global_batch
 from jdp.replicas.per_replica import PerReplica
 from jdp.replicas.replication import check_replicas, check_same_program, replicate
 from jdp.runtime.cluster import init
-from jdp.step.data_parallel import data_parallel
+from jdp.step.decorator import data_parallel
 from jdp.step.description import describe
 from jdp.trees.buckets import (
     BucketPlan,

@@ -65,10 +65,6 @@ LONG_MODULES = {
     "runtime/lifeline/star.py",
     "runtime/roll_call_sockets.py",
     "runtime/transport/zmq_link.py",
-    "step/call_arguments.py",
-    "step/data_parallel.py",
-    "step/replica_program.py",
-    "step/sameness.py",
 }
 LONG_FUNCTIONS = {
     "bench/collectives.py:bench_collectives",

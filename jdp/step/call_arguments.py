@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdp import compat
@@ -21,7 +20,6 @@ from jdp.gradients import buffers
 from jdp.replicas import mesh, replication
 from jdp.replicas.mesh import World
 from jdp.step import placement
-from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 Names = str | Iterable[str] | None
@@ -297,53 +295,6 @@ def map_batches(
     return *jax.tree.map(fn, tuple(others)), mapped
 
 
-def global_avals(world: World, batches: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """Returns shapes, dtypes and shardings of the arguments of all processes together.
-
-    Args:
-      world: the replicas.
-      batches: of arrays or `jax.ShapeDtypeStruct`s, with the samples of this process.
-
-    Raises:
-      TypeError: a leaf is no array.
-      ValueError: a batch has no dimension 0.
-    """
-
-    def of_batches(tree: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(tree)
-        avals = [of_batch(tree, i, leaf) for i, leaf in enumerate(leaves)]
-        return jax.tree.unflatten(treedef, avals)
-
-    def of_batch(tree: PyTree, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(leaf, np.ndarray) or not hasattr(leaf, "dtype"):
-            mesh.as_host_array(tree, index, leaf)
-        shape, dtype = _shape_and_dtype(leaf)
-        if not shape:
-            path = tree_paths.leaf_paths(tree)[index]
-            raise ValueError(
-                f"The batch's leaf `{path}` is a scalar; {mesh.SCALAR_ADVICE}"
-            )
-        if not (isinstance(leaf, jax.Array) and leaf.sharding == world.split):
-            shape = (shape[0] * world.process_count, *shape[1:])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=world.split)
-
-    def of_replicated(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        name = path[0].key + jax.tree_util.keystr(path[1:])
-        placement.check_is_array(leaf, f"The argument `{name}`")
-        shape, dtype = _shape_and_dtype(leaf)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=world.replicated)
-
-    if not is_call(batches):
-        return of_batches(batches)
-    *others, call = batches
-    found = dataclasses.replace(
-        call,
-        batches=of_batches(call.batches),
-        replicated=jax.tree_util.tree_map_with_path(of_replicated, call.replicated),
-    )
-    return *of_batches(tuple(others)), found
-
-
 def run(
     step: Callable[..., Any], world: World, state: PyTree, *batches: PyTree
 ) -> tuple[PyTree, PyTree]:
@@ -368,11 +319,6 @@ def run(
     values = {**call.batches, **replicated, **static}
     positional = [values.pop(name) for name in call.form.positional]
     return step(state, *positional, **values)
-
-
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    aval = jax.eval_shape(lambda x: x, leaf)
-    return aval.shape, aval.dtype
 
 
 def _as_names(option: str, names: Names) -> tuple[str, ...]:

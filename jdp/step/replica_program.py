@@ -16,13 +16,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdp import compat
-from jdp.backward import flow, sources
-from jdp.gradients import reduce, step_trace, weighted_mean
+from jdp.backward import flow
+from jdp.gradients import reduce, weighted_mean
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import per_replica
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import Outline
-from jdp.step import call_arguments, sameness
+from jdp.step import call_arguments, sameness, spread_reasons
 from jdp.step.sameness import Spread
 from jdp.types import PyTree
 
@@ -149,48 +149,6 @@ def trace_step(
         return _make_program(traced, found, differing, world)
 
 
-def check_is_tracing(step: str, arguments: dict[str, PyTree]) -> None:
-    """Raises FloatingPointError if JAX calls a step to look for a NaN.
-
-    With `jax_debug_nans` or `jax_debug_infs` it does, on the arguments of the call, and
-    would run `shard_map` in itself without end.
-
-    Args:
-      step: its name.
-      arguments: by name.
-    """
-    if not compat.searches_for_nan():
-        return
-    leaves = jax.tree.leaves(arguments)
-    if not leaves or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return
-    before = [
-        name + path.removeprefix("(root)")
-        for name, tree in arguments.items()
-        for path, leaf in _with_paths(tree)
-        if _has_nonfinite(leaf)
-    ]
-    found = (
-        f"`{before[0]}` held one before the step."
-        if before
-        else "The arguments that are left, such as the batches, held none."
-    )
-    raise FloatingPointError(
-        f"The step `{step}` returned a NaN or an infinity, which `jax_debug_nans` or "
-        f"`jax_debug_infs` refuses. {found} To see where it arises, run the loss of "
-        "one replica without `jdp.data_parallel`, or print with `jax.debug.print`."
-    )
-
-
-def _has_nonfinite(leaf: Any) -> bool:
-    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
-        return False
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return False
-    shards = (np.asarray(shard.data) for shard in leaf.addressable_shards)
-    return any(not np.isfinite(x.astype(np.complex128)).all() for x in shards)
-
-
 class _Made(NamedTuple):
     """Results of the step of one replica that outlive its trace."""
 
@@ -302,76 +260,10 @@ def _check_state(
             "with `jdp.zero1`."
         )
     else:
-        reason = _explain_spread(spread, traced, first, options.world)
+        reason = spread_reasons.explain(spread, traced, first, options.world)
     raise ValueError(
         f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
         f"{reason} Hold what is to differ in a `jdp.PerReplica`.{hint}"
-    )
-
-
-# What to do about state of which a file of another package makes what differs.
-_REMEDIES = {
-    "normalization.py": (
-        "It is a statistic of a layer: `jdp.sync_buffers(stats)` gives all replicas "
-        "the same; or take the statistics over all samples, with `SyncBatchNorm` of "
-        "`jdp.flax_linen` or `jdp.flax_nnx`, or `axis_name={axis!r}`."
-    ),
-    "reduce_on_plateau.py": (
-        "`reduce_on_plateau` compares losses, which must be those of all replicas: "
-        "`tx.update(..., value=jdp.average(loss))`."
-    ),
-}
-
-
-def _explain_spread(spread: Spread, traced: Any, output: int, world: World) -> str:
-    """Why an output of a replica's program differs, and what to do about it."""
-    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
-    external = sources.find_external(body) if spread.is_external else None
-    if external is not None:
-        return (
-            f"it depends on what `{external.primitive.name}`"
-            f"{sameness.line_of(external)} returns, which each replica calls by "
-            "itself. Call it outside of the step and pass the value as an argument "
-            "(`replicated_argnames`), or give all replicas that of one: "
-            f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
-        )
-    text = "it depends on a replica's own samples"
-    line = sameness.line_of_output(body, output)
-    over = [name for name in world.axis_names if name in spread.axes]
-    if len(over) < len(world.axis_names):
-        axes = " and ".join(f"`{name}`" for name in over)
-        return (
-            f"{text}{line}, and is averaged over some axes of the world only, not over "
-            f"{axes}. Pass `axis_name={world.axis_names}` to what averages, such as "
-            "`jdp.value_and_grad`."
-        )
-    makers = sameness.makers_of_output(body, output)
-    for file, remedy in _REMEDIES.items():
-        if any(maker.endswith(file) for maker in makers):
-            return f"{text}{line}. {remedy.format(axis=world.axis_name)}"
-    without = sameness.find_spreads(
-        body, inputs, world.axis_names, refuse_divided=False, with_index=False
-    )
-    if not without[output].axes:
-        return (
-            f"it depends on the number of a replica{line}, by `lax.axis_index` or "
-            "what moves values between replicas, such as `lax.ppermute`. Give all the "
-            f"same: `lax.pmean(x, {world.axis_name!r})`, or `jdp.broadcast_from(x, 0, "
-            f"axis_name={world.axis_name!r})`."
-        )
-    hint = ""
-    if step_trace.has_synchronized():
-        hint = (
-            " The step averages some gradients already. Of a metric take "
-            f"`lax.psum(x, {world.axis_name!r})`, `jdp.average(x)` or "
-            f"`lax.all_gather(x, {world.axis_name!r}, tiled=True)` before it is added "
-            "up; of running statistics `jdp.sync_buffers(stats)`. Else:"
-        )
-    return (
-        f"{text}{line}.{hint} Average gradients: `jdp.value_and_grad` in place of "
-        "`jax.value_and_grad` or `nnx.value_and_grad`, `jdp.sync_gradients`, or "
-        f"`lax.pmean(grads, {world.axis_name!r})`. A loss that an optimizer "
-        "differentiates itself is `jdp.mean_loss(loss_fn)`."
     )
 
 

@@ -18,9 +18,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 from jdp.backward import exchange, flow, sources
-from jdp.backward.exchange import line_of
-from jdp.compat import origins
 from jdp.optimizers import outer_transforms
+from jdp.step import divided_control
 
 # Primitives that run one jaxpr on their own operands.
 _CALLS = (
@@ -82,36 +81,11 @@ def find_spreads(
     return [analysis.spread(x) for x in analysis.follow(jaxpr, entering).outputs]
 
 
-def line_of_output(jaxpr: Any, index: int) -> str:
-    """Returns where the user's source makes an output: " (file.py:12)", or ""."""
-    eqn = _maker_of(jaxpr, index)
-    return "" if eqn is None else line_of(eqn)
-
-
-def makers_of_output(jaxpr: Any, index: int) -> list[str]:
-    """Returns the source files whose functions, one in another, make an output."""
-    eqn = _maker_of(jaxpr, index)
-    return [] if eqn is None else [file for file, _ in origins.frames_of(eqn)]
-
-
-def _maker_of(jaxpr: Any, index: int) -> Any | None:
-    var = jaxpr.outvars[index]
-    found = (e for e in jaxpr.eqns if any(out is var for out in e.outvars))
-    return next(found, None)
-
-
 class _Followed(NamedTuple):
     """Result of following a jaxpr's values."""
 
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]  # as they entered; but a reference holds what was written.
-
-
-class _Met(NamedTuple):
-    """A collective in a jaxpr, or in one within."""
-
-    eqn: Any
-    mask: int  # its axes.
 
 
 class _Analysis:
@@ -129,17 +103,14 @@ class _Analysis:
         self._with_index = with_index
         # By the ids of jaxprs, which are kept so that these stay taken.
         self._followed: dict[tuple[int, tuple[int, ...]], tuple[Any, _Followed]] = {}
-        self._met: dict[int, tuple[Any, list[_Met]]] = {}
+        self._collectives = divided_control.CollectiveFinder(self._bits)
         self._sources: dict[int, tuple[Any, int]] = {}
         self._marked: dict[int, str | None] = {}
         self._rules = _make_rules(self)
 
     def mask(self, axis_names: Iterable[Any]) -> int:
         """The bits of the axes that replicas lie over, of several axes."""
-        found = 0
-        for name in axis_names:
-            found |= self._bits.get(name, 0)
-        return found
+        return divided_control.mask_of(self._bits, axis_names)
 
     def spread(self, x: int) -> Spread:
         """Reads a value."""
@@ -184,7 +155,7 @@ class _Analysis:
             found |= x
         for inner in jaxprs_in_params(eqn.params):
             found |= self._sources_in(inner)
-            if found and self._collectives_in(inner):
+            if found and self._collectives.find(inner):
                 found = self._as_sent(found)
         return [found] * len(eqn.outvars), self._written(eqn, entering, found)
 
@@ -262,7 +233,7 @@ class _Analysis:
         predicate, *operands = entering
         branches = eqn.params["branches"]
         if predicate:
-            self._check_divided(eqn, predicate, branches, "a branch of a `cond`")
+            self._check_divided(eqn, predicate, branches)
         leaving = [predicate] * len(eqn.outvars)
         after = list(operands)
         for branch in branches:
@@ -299,7 +270,7 @@ class _Analysis:
                 break
             start = new
         if predicate:
-            self._check_divided(eqn, predicate, (body, test), "a `while` loop")
+            self._check_divided(eqn, predicate, (body, test))
         after = self._after([*tested, *inputs], entering, eqn, predicate)
         return start[num_consts:], after
 
@@ -359,57 +330,16 @@ class _Analysis:
             self._sources[id(jaxpr)] = jaxpr, found
         return self._sources[id(jaxpr)][1]
 
-    def _collectives_in(self, jaxpr: Any) -> list[_Met]:
-        """The collectives over these axes in a jaxpr, and in all within."""
-        if id(jaxpr) not in self._met:
-            found = []
-            for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
-                name = exchange.stem(eqn)
-                if name in exchange.UNITING or name in exchange.MOVING:
-                    mask = self.mask(exchange.axes_of(eqn))
-                    found += [_Met(eqn, mask)] if mask else []
-                elif name in sources.OPAQUE and origins.collective_of(eqn) is not None:
-                    found.append(_Met(eqn, self._all))
-                for inner in jaxprs_in_params(eqn.params):
-                    found += self._collectives_in(inner)
-            self._met[id(jaxpr)] = jaxpr, found
-        return self._met[id(jaxpr)][1]
-
-    def _check_divided(
-        self, eqn: Any, predicate: int, jaxprs: Iterable[Any], place: str
-    ) -> None:
+    def _check_divided(self, eqn: Any, predicate: int, jaxprs: Iterable[Any]) -> None:
         """Refuses a reduction that not all of its replicas need reach."""
         if not self._refuse_divided:
             return
-        met = [m for jaxpr in jaxprs for m in self._collectives_in(jaxpr)]
+        met = [m for jaxpr in jaxprs for m in self._collectives.find(jaxpr)]
         found = next((m for m in met if m.mask & predicate), None)
-        if found is None:
-            return
-        axes = self.spread(predicate & self._all).axes
-        names = [n for n in self._names if n in axes]
-        over = names[0] if len(names) == 1 else tuple(names)
-        is_loop = eqn.primitive.name == "while"
-        what = "end" if is_loop else "choose"
-        caller = origins.caller_in_jdp(found.eqn)
-        hint = ""
-        if caller == "average":
-            hint = (
-                " If an optimizer differentiates it, as a `value_fn`, pass "
-                "`jdp.mean_loss(loss_fn)`: the gradient of a `jdp.average` is of one "
-                "replica alone."
-            )
-        if caller in ("zero1", "distributed_optimizer"):
-            hint = (
-                " A wrapper that looks at gradients goes inside, where they are those "
-                f"of all: `jdp.{caller}(optax.apply_if_finite(...))`."
-            )
-        raise ValueError(
-            f"{_describe(found.eqn)} is in {place}{line_of(eqn)} that replicas of "
-            f"{'/'.join(names)} {what} by themselves; some would wait for the others "
-            "for ever. Let a value decide that all replicas share, such as "
-            f"`lax.pmax(condition, {over!r})` or a `jdp.average`, or apply "
-            f"it outside of the `{eqn.primitive.name}`.{hint}"
-        )
+        if found is not None:
+            axes = self.spread(predicate & self._all).axes
+            names = [name for name in self._names if name in axes]
+            raise ValueError(divided_control.explain(eqn, found.eqn, names))
 
 
 def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any]]:
@@ -456,13 +386,3 @@ def _changed_carries(body: Any, num_consts: int, num_carries: int) -> list[int]:
 def _has_groups(eqn: Any) -> bool:
     groups = eqn.params.get("axis_index_groups")
     return groups is not None and len(groups) > 1
-
-
-def _describe(eqn: Any) -> str:
-    """The name of a collective, and of the function of jdp that called it."""
-    name = exchange.public_name(eqn)
-    caller = origins.caller_in_jdp(eqn) or origins.collective_of(eqn)
-    if caller is None:
-        return f"`lax.{name}`"
-    is_own = name.startswith("jdp") or name in sources.OPAQUE
-    return f"`jdp.{caller}`" if is_own else f"`jdp.{caller}` (`lax.{name}`)"

@@ -196,7 +196,7 @@ def test_a_step_that_forgets_to_average_is_refused_by_path(way, check_vma):
     if way == "a key":  # of its number alone.
         remedy = "depends on the number of a replica"
     assert remedy in text
-    assert "(test_replica_step.py:" in text
+    assert "(test_replica_program.py:" in text
     assert "check_vma" not in text
 
 
@@ -220,7 +220,7 @@ def test_what_hosts_return_is_refused_by_path_and_line(name, check_vma):
     with pytest.raises(ValueError, match=r"leaf `\(root\)` may differ") as raised:
         step(np.float32(0), X)
     text = str(raised.value)
-    assert f"it depends on what `{name}` (test_replica_step.py:" in text
+    assert f"it depends on what `{name}` (test_replica_program.py:" in text
     assert "`replicated_argnames`" in text and "jdp.broadcast_from(x, 0" in text
     assert "Pass `check_vma=False`" in text
 

@@ -1,0 +1,94 @@
+"""Reasons of a spread: why does part of a new state differ, and what can be done?"""
+
+from typing import Any
+
+from jdp import compat
+from jdp.backward import exchange, flow, sources
+from jdp.compat import origins
+from jdp.gradients import step_trace
+from jdp.replicas.mesh import World
+from jdp.step import sameness
+from jdp.step.sameness import Spread
+
+# What to do about state of which a file of another package makes what differs.
+_REMEDIES = {
+    "normalization.py": (
+        "It is a statistic of a layer: `jdp.sync_buffers(stats)` gives all replicas "
+        "the same; or take the statistics over all samples, with `SyncBatchNorm` of "
+        "`jdp.flax_linen` or `jdp.flax_nnx`, or `axis_name={axis!r}`."
+    ),
+    "reduce_on_plateau.py": (
+        "`reduce_on_plateau` compares losses, which must be those of all replicas: "
+        "`tx.update(..., value=jdp.average(loss))`."
+    ),
+}
+
+
+def explain(spread: Spread, traced: Any, output: int, world: World) -> str:
+    """Why an output of a replica's program differs, and what to do about it."""
+    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
+    external = sources.find_external(body) if spread.is_external else None
+    if external is not None:
+        return (
+            f"it depends on what `{external.primitive.name}`"
+            f"{exchange.line_of(external)} returns, which each replica calls by "
+            "itself. Call it outside of the step and pass the value as an argument "
+            "(`replicated_argnames`), or give all replicas that of one: "
+            f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
+        )
+    text = "it depends on a replica's own samples"
+    line = _line_of_output(body, output)
+    over = [name for name in world.axis_names if name in spread.axes]
+    if len(over) < len(world.axis_names):
+        axes = " and ".join(f"`{name}`" for name in over)
+        return (
+            f"{text}{line}, and is averaged over some axes of the world only, not over "
+            f"{axes}. Pass `axis_name={world.axis_names}` to what averages, such as "
+            "`jdp.value_and_grad`."
+        )
+    makers = _makers_of_output(body, output)
+    for file, remedy in _REMEDIES.items():
+        if any(maker.endswith(file) for maker in makers):
+            return f"{text}{line}. {remedy.format(axis=world.axis_name)}"
+    without = sameness.find_spreads(
+        body, inputs, world.axis_names, refuse_divided=False, with_index=False
+    )
+    if not without[output].axes:
+        return (
+            f"it depends on the number of a replica{line}, by `lax.axis_index` or "
+            "what moves values between replicas, such as `lax.ppermute`. Give all the "
+            f"same: `lax.pmean(x, {world.axis_name!r})`, or `jdp.broadcast_from(x, 0, "
+            f"axis_name={world.axis_name!r})`."
+        )
+    hint = ""
+    if step_trace.has_synchronized():
+        hint = (
+            " The step averages some gradients already. Of a metric take "
+            f"`lax.psum(x, {world.axis_name!r})`, `jdp.average(x)` or "
+            f"`lax.all_gather(x, {world.axis_name!r}, tiled=True)` before it is added "
+            "up; of running statistics `jdp.sync_buffers(stats)`. Else:"
+        )
+    return (
+        f"{text}{line}.{hint} Average gradients: `jdp.value_and_grad` in place of "
+        "`jax.value_and_grad` or `nnx.value_and_grad`, `jdp.sync_gradients`, or "
+        f"`lax.pmean(grads, {world.axis_name!r})`. A loss that an optimizer "
+        "differentiates itself is `jdp.mean_loss(loss_fn)`."
+    )
+
+
+def _line_of_output(jaxpr: Any, index: int) -> str:
+    """Returns where the user's source makes an output: " (file.py:12)", or ""."""
+    eqn = _maker_of(jaxpr, index)
+    return "" if eqn is None else exchange.line_of(eqn)
+
+
+def _makers_of_output(jaxpr: Any, index: int) -> list[str]:
+    """Returns the source files whose functions, one in another, make an output."""
+    eqn = _maker_of(jaxpr, index)
+    return [] if eqn is None else [file for file, _ in origins.frames_of(eqn)]
+
+
+def _maker_of(jaxpr: Any, index: int) -> Any | None:
+    var = jaxpr.outvars[index]
+    found = (e for e in jaxpr.eqns if any(out is var for out in e.outvars))
+    return next(found, None)
