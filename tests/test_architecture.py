@@ -64,7 +64,6 @@ LONG_MODULES = {
     "parameter_server/worker.py",
     "runtime/lifeline/star.py",
     "runtime/roll_call_sockets.py",
-    "runtime/transport/zmq_link.py",
 }
 LONG_FUNCTIONS = {
     "bench/collectives.py:bench_collectives",

@@ -6,19 +6,13 @@ pushed, the second for what is pulled: of each, one is under way at a time, and 
 header travels over the socket.
 """
 
-import fcntl
 import mmap
 import os
-import re
-import secrets
-import stat
 
 from jdp.parameter_server.messages import SharedMemoryOffer
+from jdp.replicas import sealed_memory
 
-_TOKEN_BYTES = 16
-_HEADER_BYTES = 4096
-_PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
+_LABEL = "jdp-parameter-server"
 
 
 class SharedMemoryLane:
@@ -26,9 +20,9 @@ class SharedMemoryLane:
 
     def __init__(self, mapped: mmap.mmap, num_bytes: int):
         """Use `make_lane` and `open_lane`."""
-        whole = memoryview(mapped)
-        self.pushed = whole[_HEADER_BYTES : _HEADER_BYTES + num_bytes]
-        self.pulled = whole[_HEADER_BYTES + num_bytes :]
+        whole, start = memoryview(mapped), sealed_memory.HEADER_BYTES
+        self.pushed = whole[start : start + num_bytes]
+        self.pulled = whole[start + num_bytes :]
 
 
 class SharedMemoryFile:
@@ -46,25 +40,15 @@ class SharedMemoryFile:
 
 def make_lane(num_bytes: int) -> tuple[SharedMemoryLane, SharedMemoryFile] | None:
     """Makes memory for `num_bytes` in each direction; None where that cannot be."""
-    if not hasattr(os, "memfd_create") or num_bytes == 0:
+    if num_bytes == 0:
         return None
-    size = _HEADER_BYTES + 2 * num_bytes
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    descriptor = os.memfd_create("jdp-parameter-server", flags)
+    size = sealed_memory.HEADER_BYTES + 2 * num_bytes
     try:
-        os.fchmod(descriptor, 0o600)  # It is made with 0777.
-        os.posix_fallocate(descriptor, 0, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        mapped = mmap.mmap(descriptor, size)
+        mapped, descriptor, found = sealed_memory.make_memory(size, label=_LABEL)
     except OSError:  # There is not so much memory: the socket needs none beforehand.
-        os.close(descriptor)
         return None
-    mapped[:_TOKEN_BYTES] = token
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return SharedMemoryLane(mapped, num_bytes), SharedMemoryFile(
-        descriptor, SharedMemoryOffer(path, token, num_bytes)
-    )
+    offer = SharedMemoryOffer(found.path, found.token, num_bytes)
+    return SharedMemoryLane(mapped, num_bytes), SharedMemoryFile(descriptor, offer)
 
 
 def open_lane(offer: SharedMemoryOffer, *, least_bytes: int) -> SharedMemoryLane | None:
@@ -75,34 +59,13 @@ def open_lane(offer: SharedMemoryOffer, *, least_bytes: int) -> SharedMemoryLane
       least_bytes: how many it must have in each direction.
     """
     num_bytes = offer.num_bytes
-    size = _HEADER_BYTES + 2 * num_bytes
-    if num_bytes < least_bytes or not _PATH.fullmatch(offer.path):
+    if num_bytes < least_bytes:
         return None
+    found = sealed_memory.MemoryOffer(offer.path, offer.token)
     try:
-        # Looked at first: to open a device may already do something.
-        if not _is_ours(os.stat(offer.path), size):
-            return None
-        descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        mapped = sealed_memory.open_memory(
+            found, sealed_memory.HEADER_BYTES + 2 * num_bytes
+        )
     except OSError:
         return None
-    try:
-        # On another host the path may be anything. Without the seal its owner could cut
-        # it off, and a process that touches it then is killed.
-        if not _is_ours(os.fstat(descriptor), size):
-            return None
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            return None
-        mapped = mmap.mmap(descriptor, size)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(descriptor)
-    if mapped[:_TOKEN_BYTES] != offer.token:
-        return None
     return SharedMemoryLane(mapped, num_bytes)
-
-
-def _is_ours(found: os.stat_result, size: int) -> bool:
-    """Whether it is memory or a file of this user, of the right size."""
-    is_file = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-    return is_file and found.st_size == size

@@ -18,9 +18,8 @@ from zmq.utils import z85
 from jdp.parameter_server import messages
 from jdp.parameter_server.keys import Keys
 from jdp.runtime import descriptors
-from jdp.runtime.transport import zmq_sockets
+from jdp.runtime.transport import zmq_security, zmq_sockets
 
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _MONITORED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -66,13 +65,15 @@ class ServerSocket:
         """
         self._context = zmq.Context()
         self._refusals = zmq_sockets.Refusals()
-        self._admitted = {
+        admitted = {
             z85.decode(keys.worker_public): _WORKER.encode(),
             z85.decode(keys.server_public): _SERVER.encode(),
         }
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(_ZAP_ENDPOINT)
+        self._admission = zmq_security.Admission(
+            self._context,
+            admit=lambda domain, key: admitted.get(key),
+            refused=self._note_refused,
+        )
         self._socket = self._context.socket(zmq.ROUTER)
         for name, value in {
             zmq.LINGER: _LINGER_MS,
@@ -83,11 +84,11 @@ class ServerSocket:
             zmq.BACKLOG: _BACKLOG,
             zmq.MAXMSGSIZE: max(most_bytes, _SMALLEST_LIMIT) + 4096,
             zmq.ROUTER_HANDOVER: 1,
-            zmq.CURVE_SERVER: 1,
-            zmq.CURVE_SECRETKEY: keys.server_secret.encode(),
-            zmq.ZAP_DOMAIN: b"jdp",
         }.items():
             self._socket.setsockopt(name, value)
+        zmq_security.secure_listener(
+            self._socket, keys.server_secret.encode(), domain=b"jdp"
+        )
         self._monitor = zmq_sockets.open_monitor(self._socket, _MONITORED)
         self._guests = zmq_sockets.Guests(descriptors.most_guests(64))
         self._proved: set[int] = set()  # descriptors over which a message has come.
@@ -108,7 +109,7 @@ class ServerSocket:
 
     @property
     def _sockets(self) -> tuple[zmq.Socket, ...]:
-        return self._socket, self._zap, self._monitor
+        return self._socket, self._admission.socket, self._monitor
 
     def poll(self, timeout_s: float, others: "ClientSockets | None" = None) -> None:
         """Waits until something has come, here or to the other sockets."""
@@ -119,7 +120,7 @@ class ServerSocket:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(int(1000 * timeout_s))
         self._watch_guests()
-        self._answer_zap()
+        self._admission.answer()
 
     def receive(self) -> list[Message]:
         """Returns what has come, without waiting; what has too many frames is not."""
@@ -169,7 +170,7 @@ class ServerSocket:
         """Ends; what was sent still leaves, for half a second."""
         self._socket.disable_monitor()
         self._monitor.close()
-        self._zap.close()
+        self._admission.socket.close()
         self._socket.close()
         self._context.term()
 
@@ -200,22 +201,8 @@ class ServerSocket:
                 else "it speaks another protocol, or ended before it said who it is"
             )
 
-    def _answer_zap(self) -> None:
-        """Says who may connect, by the rules of ZeroMQ RFC 27."""
-        while True:
-            try:
-                request = self._zap.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            _, request_id, _, address, _, mechanism, *credentials = request
-            key = credentials[0] if len(credentials) == 1 else b""
-            if mechanism == b"CURVE" and key in self._admitted:
-                answer = (b"200", b"", self._admitted[key], b"")
-            else:
-                who = address.decode(errors="replace")
-                self.note(f"it does not have the keys of this job ({who})")
-                answer = (b"400", b"refused", b"", b"")
-            self._zap.send_multipart((b"1.0", request_id, *answer))
+    def _note_refused(self, address: str) -> None:
+        self.note(f"it does not have the keys of this job ({address})")
 
 
 class ClientSockets:
@@ -237,9 +224,9 @@ class ClientSockets:
           most_bytes: the longest payload.
           is_server: whether this is a server too, and not a worker.
         """
-        pair = (keys.worker_public, keys.worker_secret)
+        pair = keys.worker_public.encode(), keys.worker_secret.encode()
         if is_server:
-            pair = (keys.server_public, keys.server_secret)
+            pair = keys.server_public.encode(), keys.server_secret.encode()
         # Kept from connection to connection, so that answers find their way.
         identity = b"jdp" + os.urandom(16)
         self._context = zmq.Context()
@@ -262,11 +249,9 @@ class ClientSockets:
                 zmq.RECONNECT_IVL: _RECONNECT_MS,
                 zmq.RECONNECT_IVL_MAX: _MOST_RECONNECT_MS,
                 zmq.ROUTING_ID: identity,
-                zmq.CURVE_SERVERKEY: keys.server_public.encode(),
-                zmq.CURVE_PUBLICKEY: pair[0].encode(),
-                zmq.CURVE_SECRETKEY: pair[1].encode(),
             }.items():
                 socket.setsockopt(name, value)
+            zmq_security.secure_client(socket, keys.server_public.encode(), pair)
             try:
                 socket.connect(f"tcp://{address}")
             except zmq.ZMQError as error:

@@ -1,6 +1,7 @@
 """The all-reduce through memory that the processes of one host share."""
 
 import errno
+import fcntl
 import functools
 import os
 import pathlib
@@ -21,6 +22,7 @@ from jdp.collectives.shared_memory.all_reduce import (
     create_shared_buffer,
     shared_memory_all_reduce,
 )
+from jdp.replicas import sealed_memory
 from tests import harness
 from tests.collectives import contract
 
@@ -127,20 +129,28 @@ def _foreign(kind, size, folder):
         fd = os.open("/dev/zero", os.O_RDWR)
     elif kind == "file with a name":
         fd = os.open(folder / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    elif kind in ("without seals", "open to others", "longer"):
+        size += kind == "longer"
+        fd = os.memfd_create("strange", os.MFD_ALLOW_SEALING)
+        os.fchmod(fd, 0o666 if kind == "open to others" else 0o600)
+        os.ftruncate(fd, size)
+        if kind != "without seals":
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        return f"/proc/{os.getpid()}/fd/{fd}", (fd,)
     elif kind == "file of another file system":
         fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
     else:
-        mode = 0o666 if kind == "open to others" else 0o600
-        fd = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE, mode)
-        os.fchmod(fd, mode)
-        size += kind == "longer"
+        assert kind == "file without a name"
+        fd = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE, 0o600)
     if kind != "device":
         os.ftruncate(fd, size)
     return f"/proc/{os.getpid()}/fd/{fd}", (fd,)
 
 
 FOREIGN = ["path", "traversal", "pipe", "device", "file with a name"]
-FOREIGN += ["file of another file system", "open to others", "longer"]
+FOREIGN += ["file of another file system", "file without a name"]
+FOREIGN += ["without seals", "open to others", "longer"]
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
@@ -160,12 +170,10 @@ def test_nothing_but_own_memory_is_mapped(kind, tmp_path):
 
 
 def test_the_path_of_another_process_than_the_sender_is_not_opened():
-    fd = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE, 0o600)
-    os.ftruncate(fd, 8192)
-    path = f"/proc/{os.getpid()}/fd/{fd}"
+    _, fd, made = sealed_memory.make_memory(8192, label="test")
     own = shared_segment.Peer(os.getpid(), "1")
     for peer, is_mapped in ((own, True), (shared_segment.Peer(1, "1"), False)):
-        offer = shared_segment._Offer(peer, path, bytes(16))
+        offer = shared_segment._Offer(peer, *made)
         mapped, error = shared_segment._open(8192, offer, 0)
         assert (mapped is not None) == (error is None) == is_mapped
     os.close(fd)

@@ -1,33 +1,29 @@
 """Shared segment: memory that processes of one host share, and how far each one is.
 
-The memory is a file in /dev/shm that never has a name: the other processes open it
-through the first one's entry in /proc. So nothing is left, whichever process is killed.
+The first process makes the memory, sealed and without a name; the others open it.
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
-import re
-import secrets
-import stat
 import time
 from collections.abc import Sequence
 
 import msgspec
 
-from jdp.replicas import meeting, wire
+from jdp.replicas import meeting, sealed_memory, wire
 from jdp.replicas.meeting import MeetingRecord, StoreMeeting
 from jdp.replicas.mesh import World
 
 _TOPIC = "making of a shared segment"
 _FOLDER = "/dev/shm"
-_HEADER_BYTES = 4096
+_LABEL = "jdp-shared-segment"
+_HEADER_BYTES = sealed_memory.HEADER_BYTES
 _WORDS_A_LINE = 8  # counters of two processes never share a cache line of 64 bytes.
 _MAX_PROCESSES = 32
-_PATH = re.compile(r"/proc/([1-9][0-9]*)/fd/[0-9]+", re.ASCII)
 _BLAMED = _WORDS_A_LINE * _MAX_PROCESSES  # the word that says who is gone.
-_TOKEN = slice(_HEADER_BYTES - 16, _HEADER_BYTES)
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of Linux on x86-64.
 _EVERYBODY = 2**31 - 1
 # A peer that is on its way comes within microseconds. One that still computes takes
@@ -218,56 +214,30 @@ def _hear_offer(store_meeting: StoreMeeting, first: int) -> _Offer:
 
 
 def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Offer]:
-    fd = -1
     try:
-        fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
-        os.posix_fallocate(fd, 0, size)
-        mapped = _map(fd, size)
+        if size > _free_bytes():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mapped, _, made = sealed_memory.make_memory(
+            size, label=_LABEL, is_populated=True
+        )
     except OSError as error:
-        if fd >= 0:
-            os.close(fd)
         return None, _Offer(own, error=_explain(size, error))
-    token = secrets.token_bytes(16)
-    mapped[_TOKEN] = token
-    return mapped, _Offer(own, f"/proc/{own.pid}/fd/{fd}", token)
+    return mapped, _Offer(own, *made)
 
 
 def _open(size: int, offer: _Offer, first: int) -> tuple[mmap.mmap | None, str | None]:
     """Maps the memory that was offered; returns why it cannot, if so."""
-    found = _PATH.fullmatch(offer.path)
-    if found is None or int(found[1]) != offer.peer.pid:
-        return None, f"{_refusal(first)} (its path is not one of shared memory)."
     try:
-        # On another host the same path may be anything: nothing is opened before it is
-        # known to be memory.
-        _check_is_ours(os.stat(offer.path), size)
-        fd = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            _check_is_ours(os.fstat(fd), size)
-            mapped = _map(fd, size)
-        finally:
-            os.close(fd)
-    except (OSError, ValueError) as error:
+        # Populated: a page that is touched first in a step costs a microsecond there.
+        mapped = sealed_memory.open_memory(
+            sealed_memory.MemoryOffer(offer.path, offer.token),
+            size,
+            pid=offer.peer.pid,
+            is_populated=True,
+        )
+    except OSError as error:
         return None, f"{_refusal(first)} ({error})."
-    if mapped[_TOKEN] != offer.token:
-        return None, f"{_refusal(first)}."
     return mapped, None
-
-
-def _check_is_ours(found: os.stat_result, size: int) -> None:
-    """Raises OSError unless it is what `_create` makes: its owner is trusted."""
-    is_memory = stat.S_ISREG(found.st_mode) and found.st_nlink == 0
-    if not is_memory or found.st_dev != os.stat(_FOLDER).st_dev:
-        raise OSError("it is no memory without a name")
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise OSError("it is not of this user alone")
-    if found.st_size != size:
-        raise OSError(f"it has {found.st_size:,} bytes, not {size:,}")
-
-
-def _map(fd: int, size: int) -> mmap.mmap:
-    # Populated: a page that is touched first in a step costs a microsecond there.
-    return mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def _refusal(first: int) -> str:
@@ -288,12 +258,17 @@ def _find_obstacle(processes: Sequence[int]) -> str | None:
 
 
 def _explain(size: int, error: OSError) -> str:
-    stat = os.statvfs(_FOLDER)
-    free = stat.f_bavail * stat.f_frsize
     return (
         f"cannot make {size:,} bytes of shared memory: {error.strerror}; {_FOLDER} has "
-        f"{free:,} bytes left. Ask for less, or enlarge it (`docker run --shm-size`)."
+        f"{_free_bytes():,} bytes left. Ask for less, or enlarge it "
+        "(`docker run --shm-size`)."
     )
+
+
+def _free_bytes() -> int:
+    """Returns how much shared memory this host has left, as far as it is limited."""
+    found = os.statvfs(_FOLDER)
+    return found.f_bavail * found.f_frsize
 
 
 def _read_stat(pid: int) -> list[str] | None:

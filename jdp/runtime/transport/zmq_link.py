@@ -14,6 +14,7 @@ takes what a socket has, and only then sleeps.
 """
 
 import contextlib
+import functools
 import math
 import os
 import select
@@ -25,13 +26,12 @@ from collections.abc import Callable
 import zmq
 
 from jdp.runtime import descriptors
-from jdp.runtime.transport import transport, zmq_sockets
+from jdp.runtime.transport import transport, zmq_security, zmq_sockets
 from jdp.runtime.transport.transport import Event, LinkOptions, Lost, Received
 from jdp.runtime.transport.zmq_sockets import has_message
 
 _MOST_AT_ONCE = 4096  # messages that one wait takes, lest it never returns.
 _MORE = int(zmq.SNDMORE | zmq.DONTWAIT)  # or-ing them takes a microsecond.
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _DATA, _PULSE = b"data", b"pulse"  # the domains of ZAP: which socket it asks for.
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -92,9 +92,12 @@ class ZmqLink:
         make, options = zmq_sockets.make_socket, self._options
         self._socket = make(context, options, is_hub=is_hub, is_pulse=False)
         self._pulse = make(context, options, is_hub=is_hub, is_pulse=True)
-        self._zap = context.socket(zmq.REP)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(_ZAP_ENDPOINT)
+        self._admission = zmq_security.Admission(
+            # Without a reference to this link, which would be a cycle.
+            context,
+            admit=functools.partial(_admit, self._keys_left),
+            refused=functools.partial(_note_refused, self._refusals),
+        )
         events = _HUB_EVENTS if is_hub else _SPOKE_EVENTS
         sockets = [self._socket, self._pulse]
         monitors = [zmq_sockets.open_monitor(s, events) for s in sockets]
@@ -104,7 +107,7 @@ class ZmqLink:
         find = zmq_sockets.get_descriptor
         self._calls: dict[int, Callable[[ZmqLink, list[Event]], None]] = {
             self._wake_out: ZmqLink._clear_wake,
-            find(self._zap): ZmqLink._answer_zap,
+            find(self._admission.socket): lambda link, _: link._admission.answer(),
             find(self._pulse): ZmqLink._take_pulses,
             find(self._monitor): ZmqLink._observe,
             find(self._pulse_monitor): ZmqLink._observe_pulse,
@@ -118,7 +121,7 @@ class ZmqLink:
             zmq_sockets.end,
             context,
             sockets,
-            [*monitors, self._zap],
+            [*monitors, self._admission.socket],
             self._lines,
             (self._wake_in, self._wake_out),
         )
@@ -136,9 +139,7 @@ class ZmqLink:
           Where it does, with the ports: for messages, and for the pulse.
         """
         for hub, domain in ((self._socket, _DATA), (self._pulse, _PULSE)):
-            hub.setsockopt(zmq.CURVE_SERVER, 1)
-            hub.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
-            hub.setsockopt(zmq.ZAP_DOMAIN, domain)
+            zmq_security.secure_listener(hub, secret_key, domain=domain)
         self._socket.bind(endpoint)
         is_tcp = endpoint.startswith("tcp://")
         self._pulse.bind(endpoint if is_tcp else f"{endpoint}-pulse")
@@ -157,9 +158,7 @@ class ZmqLink:
         self._endpoints = endpoints
         spokes = self._socket, self._pulse
         for spoke, endpoint in zip(spokes, endpoints, strict=True):
-            spoke.setsockopt(zmq.CURVE_SERVERKEY, hub_key)
-            spoke.setsockopt(zmq.CURVE_PUBLICKEY, keys[0])
-            spoke.setsockopt(zmq.CURVE_SECRETKEY, keys[1])
+            zmq_security.secure_client(spoke, hub_key, keys)
             spoke.connect(endpoint)
             spoke.send(transport.encode(transport.HELLO), zmq.DONTWAIT)
 
@@ -377,26 +376,21 @@ class ZmqLink:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusals.note("it did not complete the handshake")
 
-    def _answer_zap(self, events: list[Event]) -> None:
-        """Says who may connect, by the rules of ZeroMQ RFC 27."""
-        while has_message(self._zap):
-            request = self._zap.recv_multipart(zmq.DONTWAIT)
-            _, request_id, domain, address, _, mechanism, *credentials = request
-            # A key opens a socket once: who is lost stays lost.
-            peer = None
-            if mechanism == b"CURVE":
-                peer = self._keys_left[domain].pop(credentials[0], None)
-            if peer is None:
-                who = address.decode(errors="replace")
-                self._refusals.note(f"its key is not of this job, or in use ({who})")
-                answer = (b"400", b"refused", b"", b"")
-            else:
-                answer = (b"200", b"", b"%d" % peer, b"")
-            self._zap.send_multipart((b"1.0", request_id, *answer))
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError(transport.CLOSED)
+
+
+def _admit(
+    keys_left: dict[bytes, dict[bytes, int]], domain: bytes, key: bytes
+) -> bytes | None:
+    # A key opens a socket once: a process that is lost stays lost.
+    peer = keys_left[domain].pop(key, None)
+    return None if peer is None else b"%d" % peer
+
+
+def _note_refused(refusals: zmq_sockets.Refusals, address: str) -> None:
+    refusals.note(f"its key is not of this job, or in use ({address})")
 
 
 def _left_ms(deadline_s: float | None) -> int | None:

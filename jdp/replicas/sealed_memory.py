@@ -1,0 +1,119 @@
+"""Sealed memory: how do processes of one host share memory that has no name?
+
+One process makes it; the others open it through that process's entry in /proc. So
+nothing is left behind, whichever process is killed. The seals keep its size: a process
+that touched memory which its owner had cut off would be killed.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+from typing import NamedTuple
+
+HEADER_BYTES = 4096  # at the beginning; the last bytes of it hold the token.
+_TOKEN = slice(HEADER_BYTES - 16, HEADER_BYTES)
+_PATH = re.compile(r"/proc/([1-9][0-9]{0,9})/fd/[0-9]{1,10}", re.ASCII)
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
+
+
+class MemoryOffer(NamedTuple):
+    """Where the other processes of this host find memory, and how they recognise it."""
+
+    path: str
+    token: bytes  # shape (16,)
+
+
+def make_memory(
+    size: int, *, label: str, is_populated: bool = False
+) -> tuple[mmap.mmap, int, MemoryOffer]:
+    """Makes and maps zeros, with the token in their header.
+
+    Args:
+      size: in bytes, with the header.
+      label: what /proc shows as the name.
+      is_populated: whether all pages are mapped now, not when they are touched first.
+
+    Returns:
+      The memory, its descriptor, and the offer; it holds until that one is closed.
+
+    Raises:
+      OSError: there is not so much memory, or this is not Linux.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    _check_available(size)
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)  # It is made with 0777.
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        mapped = _map(fd, size, is_populated=is_populated)
+    except BaseException:
+        os.close(fd)
+        raise
+    token = secrets.token_bytes(16)
+    mapped[_TOKEN] = token
+    return mapped, fd, MemoryOffer(f"/proc/{os.getpid()}/fd/{fd}", token)
+
+
+def open_memory(
+    offer: MemoryOffer, size: int, *, pid: int | None = None, is_populated: bool = False
+) -> mmap.mmap:
+    """Maps memory that another process has made.
+
+    Args:
+      offer: from that process.
+      size: in bytes, with the header.
+      pid: id of that process; None: any.
+      is_populated: whether all pages are mapped now, not when they are touched first.
+
+    Raises:
+      OSError: the offer is not one of sealed memory of this user, of that size; for
+        example because the process is on another host.
+    """
+    found = _PATH.fullmatch(offer.path)
+    if found is None or pid not in (None, int(found[1])):
+        raise OSError("its path is not that of a descriptor of the process")
+    # On another host the path may be anything, and to open a device may already do
+    # something: nothing is opened before it is known to be memory.
+    _check(os.stat(offer.path), size)
+    fd = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check(os.fstat(fd), size)
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError("its size is not sealed")
+        mapped = _map(fd, size, is_populated=is_populated)
+    except ValueError as error:
+        raise OSError(str(error)) from None
+    finally:
+        os.close(fd)
+    if mapped[_TOKEN] != offer.token:
+        raise OSError("it is other memory than was offered")
+    return mapped
+
+
+def _check(found: os.stat_result, size: int) -> None:
+    """Raises OSError unless it is like what `make_memory` makes."""
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 0:
+        raise OSError("it is not memory without a name")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError("it is not of this user alone")
+    if found.st_size != size:
+        raise OSError(f"it has {found.st_size:,} bytes, not {size:,}")
+
+
+def _check_available(size: int) -> None:
+    """Raises OSError where the kernel would kill a process for want of memory."""
+    with open("/proc/meminfo") as file:
+        found = re.search(r"MemAvailable: *(\d+) kB", file.read())
+    if found is not None and size > 1024 * int(found[1]):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _map(fd: int, size: int, *, is_populated: bool) -> mmap.mmap:
+    populate = mmap.MAP_POPULATE if is_populated else 0
+    return mmap.mmap(fd, size, mmap.MAP_SHARED | populate)

@@ -1,0 +1,54 @@
+"""Sealed memory keeps its size, and nothing else is opened in its place."""
+
+import os
+import re
+
+import pytest
+
+from jdp.replicas import sealed_memory
+
+
+@pytest.fixture
+def made():
+    mapped, fd, offer = sealed_memory.make_memory(8192, label="test")
+    yield mapped, fd, offer
+    os.close(fd)
+
+
+def test_what_one_writes_the_other_reads(made):
+    mapped, fd, offer = made
+    opened = sealed_memory.open_memory(offer, 8192, pid=os.getpid())
+    mapped[4096:4099] = b"abc"
+    assert opened[4096:4099] == b"abc"
+    assert os.fstat(fd).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("size", [0, 4096, 16384])
+def test_its_size_is_sealed(made, size):
+    with pytest.raises(PermissionError):
+        os.ftruncate(made[1], size)
+
+
+def test_another_offer_than_the_one_made_is_refused(made, monkeypatch):
+    offer = made[2]
+    for wrong, size, pid in (
+        (offer, 8191, None),
+        (offer, 1 << 40, None),
+        (offer, 8192, 1),
+        (offer._replace(token=bytes(16)), 8192, None),
+        (offer._replace(path="/etc/passwd"), 8192, None),
+        (offer._replace(path=offer.path + "\0"), 8192, None),
+        (offer._replace(path=re.sub("[0-9]", "\u0661", offer.path)), 8192, None),
+    ):
+        with pytest.raises(OSError):
+            sealed_memory.open_memory(wrong, size, pid=pid)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # as memory of another user.
+    with pytest.raises(OSError, match="not of this user alone"):
+        sealed_memory.open_memory(offer, 8192)
+
+
+def test_more_memory_than_is_free_is_refused_before_it_is_taken():
+    num_fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space left"):
+        sealed_memory.make_memory(1 << 60, label="test")
+    assert len(os.listdir("/proc/self/fd")) == num_fds
