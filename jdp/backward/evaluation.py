@@ -15,10 +15,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.compat import origins
+from jdp.compat import origins, primitives
 
-# A segment ends with one of these, so that it ends at the same place in every layer.
-_ENDS = frozenset({"conv_general_dilated", "dot_general"})
 _MAX_SEGMENT = 64  # equations.
 
 
@@ -107,7 +105,8 @@ def _segments(eqns: Sequence[Any]) -> list[list[Any]]:
             segments[-1].append(eqn)
         else:
             segments.append([eqn])
-        is_open = is_plain and eqn.primitive.name not in _ENDS
+        # So that segments end at the same places in every layer.
+        is_open = is_plain and eqn.primitive.name not in primitives.CONTRACTIONS
     return segments
 
 

@@ -14,49 +14,10 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
-from jdp.backward import flow, injection, sources
+from jdp.backward import flow, injection
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.backward.injection import InjectionAnalysis
-from jdp.compat import origins
-
-# They leave the same value on all replicas of their axes.
-UNITING = frozenset(
-    {
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "jdp_replicated",
-        "pbroadcast",
-        "pmax",
-        "pmin",
-        "psum",
-        "psum_invariant",
-    }
-)
-# They leave each replica with another value.
-MOVING = frozenset(
-    {
-        "all_to_all",
-        "pbroadcast_dynamic",
-        "ppermute",
-        "precv",
-        "psend",
-        "ragged_all_to_all",
-        "reduce_scatter",
-        "unreduced_pmax",
-        "unreduced_pmin",
-        "unreduced_psum",
-        "unreduced_reduce_scatter",
-    }
-)
-# Where JAX tracks by type what varies, the transposes of these sum over the replicas.
-_CASTS = frozenset({"pcast", "pvary"})
-# Their names in `jax.lax`, where it is another.
-_PUBLIC_NAMES = {
-    "all_gather_invariant": "all_gather",
-    "psum_invariant": "psum",
-    "reduce_scatter": "psum_scatter",
-}
+from jdp.compat import origins, primitives
 
 
 def stem(eqn: Any) -> str:
@@ -66,7 +27,7 @@ def stem(eqn: Any) -> str:
 
 def public_name(eqn: Any) -> str:
     """The name of a collective in `jax.lax`."""
-    return _PUBLIC_NAMES.get(stem(eqn), stem(eqn))
+    return primitives.PUBLIC_NAMES.get(stem(eqn), stem(eqn))
 
 
 def axes_of(eqn: Any) -> tuple[Any, ...]:
@@ -83,7 +44,7 @@ def line_of(eqn: Any) -> str:
 
 def describe(eqn: Any) -> str:
     """Names a collective for a message: function and source line."""
-    if stem(eqn) in sources.OPAQUE or stem(eqn).startswith("jdp_"):
+    if stem(eqn) in primitives.OPAQUE or stem(eqn).startswith("jdp_"):
         name = origins.caller_in_jdp(eqn) or origins.collective_of(eqn)
         return f"`jdp.{name or 'collectives'}`{line_of(eqn)}"
     return f"`lax.{public_name(eqn)}`{line_of(eqn)}"
@@ -101,7 +62,9 @@ class ExchangeAnalysis:
         """Takes the flows of gradients."""
         self._flows = flows
         self._axis_names = frozenset(axis_names)
-        self._names = UNITING | MOVING | (_CASTS if with_casts else frozenset())
+        self._names = primitives.UNITING | primitives.MOVING
+        if with_casts:
+            self._names |= primitives.CASTS
         # By the ids of jaxprs, which are kept so that these stay taken.
         self._known: dict[tuple[int, bool], tuple[Any, list[Any]]] = {}
 
@@ -113,13 +76,13 @@ class ExchangeAnalysis:
         if flow.is_marker(eqn):  # It averages gradients, and counts by itself.
             return []
         name = stem(eqn)
-        is_own = name in sources.OPAQUE and origins.collective_of(eqn) is not None
+        is_own = name in primitives.OPAQUE and origins.collective_of(eqn)
         if is_own or (name in self._names and self._axis_names & {*axes_of(eqn)}):
             return [eqn]
         found: list[Any] = []
         for inner in jaxprs_in_params(eqn.params):
             found += self.in_jaxpr(inner, with_rules=with_rules)
-        if with_rules and name in flow.CUSTOM_RULES:
+        if with_rules and name in primitives.CUSTOM_RULES:
             made = self._flows.derivative(eqn)
             found += self.in_jaxpr(made.jaxpr, with_rules=False)
         return found
@@ -156,7 +119,7 @@ class ExchangeAnalysis:
             name = eqn.primitive.name
             if flow.is_marker(eqn) or not self.met_in(eqn):
                 continue
-            if name in flow.CALLS:
+            if name in primitives.CALLS:
                 yield from self.on_path(flow.called_jaxpr(eqn), entering, bits)
             elif name == "cond":
                 for branch in eqn.params["branches"]:
@@ -215,7 +178,7 @@ class GatedEvaluation:
         if name == "scan":
             with compat.inside_equation(eqn):
                 return self._run_scan(eqn, operands)
-        if name in flow.CALLS:
+        if name in primitives.CALLS:
             run = self._runner(flow.called_jaxpr(eqn))
             if "policy" in eqn.params:
                 run = jax.checkpoint(

@@ -1,6 +1,6 @@
 """Flat program: the equations of a jaxpr and of all that it calls, in one list."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jdp.backward import flow
@@ -23,13 +23,12 @@ class FlatProgram(NamedTuple):
     constants: dict[int, Any]  # values that the program closes over, by key.
 
 
-def flatten(closed: Any, calls: Mapping[str, str]) -> FlatProgram:
+def flatten(closed: Any, calls: Collection[str]) -> FlatProgram:
     """Lists the equations of a closed jaxpr.
 
     Args:
       closed: the jaxpr.
-      calls: primitives whose jaxpr is listed in their place, and the parameter of each
-        that holds it.
+      calls: names of the primitives whose jaxpr is listed in their place.
     """
     equations: list[Equation] = []
     constants: dict[int, Any] = {}
@@ -52,9 +51,8 @@ def flatten(closed: Any, calls: Mapping[str, str]) -> FlatProgram:
 
         for eqn in body.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            called = calls.get(eqn.primitive.name)
-            if called is not None and called in eqn.params:
-                results = walk(eqn.params[called], operands)
+            if eqn.primitive.name in calls:
+                results = walk(flow.called_jaxpr(eqn), operands)
             else:
                 results = make_keys(eqn.outvars)
                 equations.append(Equation(eqn, operands, results))

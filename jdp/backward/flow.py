@@ -14,32 +14,10 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
+from jdp.compat import primitives
 
 # `jdp.sync_in_backward` is a `jit` of such a name, so that it can be found in a jaxpr.
 _SYNC_MARKER = "jdp_sync_in_backward_over_"
-
-# Primitives that call one jaxpr with their own operands.
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"})
-CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-# Real results whose derivative JAX takes to be zero.
-_ZERO_DERIVATIVE = frozenset({"bitcast_convert_type", "ceil", "floor", "round", "sign"})
-# The k-th result comes from the k-th operand alone.
-_ELEMENT_BY_ELEMENT = frozenset(
-    {
-        "all_gather",
-        "jdp_barrier",
-        "jdp_with_transpose",
-        "optimization_barrier",
-        "pcast",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "psum",
-        "psum_invariant",
-        "pvary",
-        "sort",
-    }
-)
 
 
 class Sets(NamedTuple):
@@ -144,15 +122,16 @@ class FlowAnalysis:
     def of_equation(self, eqn: Any) -> Flow | None:
         """The flow of an equation; None where every input reaches every output."""
         name = eqn.primitive.name
-        if name == "stop_gradient" or name in _ZERO_DERIVATIVE and _is_real(eqn):
+        has_zero_derivative = name in primitives.ZERO_DERIVATIVE and _is_real(eqn)
+        if name == "stop_gradient" or has_zero_derivative:
             return None if self._by_value else _nothing(eqn)
-        if name in _ELEMENT_BY_ELEMENT and len(eqn.invars) == len(eqn.outvars):
+        if name in primitives.ONE_TO_ONE and len(eqn.invars) == len(eqn.outvars):
             is_mixed = self._by_value and name == "sort"
             return None if is_mixed else _identity(eqn)
         if is_marker(eqn):
             self.markers.add(eqn.params["name"])
             return _nothing(eqn) if self._cut_markers else _identity(eqn)
-        if name in CALLS:
+        if name in primitives.CALLS:
             return self.of_jaxpr(called_jaxpr(eqn))
         if name == "cond":
             return self._of_cond(eqn)
@@ -167,7 +146,7 @@ class FlowAnalysis:
             # counts as used.
             may = self.of_jaxpr(called_jaxpr(eqn)).may
             return Flow(may, may)
-        if name in CUSTOM_RULES:
+        if name in primitives.CUSTOM_RULES:
             return self._of_custom_rule(eqn)[1]
         return None
 
@@ -347,7 +326,7 @@ def marker_name(axis_names: Sequence[str], divide_by: str | None) -> str:
 
 def is_marker(eqn: Any) -> bool:
     """Whether an equation is a `jdp.sync_in_backward`."""
-    if eqn.primitive.name not in CALLS:
+    if eqn.primitive.name not in primitives.CALLS:
         return False
     return str(eqn.params.get("name")).startswith(_SYNC_MARKER)
 

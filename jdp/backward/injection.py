@@ -17,9 +17,9 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jdp.backward import flow
 from jdp.backward.flow import NOTHING, FlowAnalysis, Sets, loop_shape, open_jaxpr
 from jdp.backward.vanishing import vanishing
+from jdp.compat import primitives
 
-# What a rule with its own transpose does is not looked into.
-_OPAQUE = frozenset({"custom_lin", "linear_call"})
+_RULES = primitives.CUSTOM_RULES | primitives.CUSTOM_TRANSPOSES
 
 
 class InjectionAnalysis:
@@ -80,12 +80,12 @@ class InjectionAnalysis:
         name = eqn.primitive.name
         if not live or flow.is_marker(eqn):
             return NOTHING
-        if name in flow.CUSTOM_RULES or name in _OPAQUE:
+        if name in _RULES:
             bits = self._injected_operands(eqn)
             return Sets(bits, bits)
         if not self._injects(eqn):
             return NOTHING
-        if name in flow.CALLS:
+        if name in primitives.CALLS:
             return self.of_jaxpr(flow.called_jaxpr(eqn), live)
         if name == "shard_map":  # which branch runs may differ between devices.
             may = self.of_jaxpr(flow.called_jaxpr(eqn), live).may
@@ -128,14 +128,14 @@ class InjectionAnalysis:
     def _injects(self, eqn: Any) -> bool:
         if flow.is_marker(eqn):
             return False
-        if eqn.primitive.name in flow.CUSTOM_RULES or eqn.primitive.name in _OPAQUE:
+        if eqn.primitive.name in _RULES:
             return self._injected_operands(eqn) != 0
         return any(map(self.has_any, jaxprs_in_params(eqn.params)))
 
     def _injected_operands(self, eqn: Any) -> int:
         """The operands whose gradient does not vanish with the cotangents."""
         every = sum(1 << i for i, v in enumerate(eqn.invars) if self._carries(v))
-        if eqn.primitive.name in _OPAQUE:
+        if eqn.primitive.name in primitives.CUSTOM_TRANSPOSES:
             return every
         if id(eqn) not in self._operands:
             self._operands[id(eqn)] = eqn, self._read_rule(eqn, every)
@@ -168,7 +168,7 @@ class InjectionAnalysis:
 
     def _live_operands(self, eqn: Any, live: int) -> int:
         name = eqn.primitive.name
-        if name in flow.CALLS and not flow.is_marker(eqn):
+        if name in primitives.CALLS and not flow.is_marker(eqn):
             return self._live_inputs(flow.called_jaxpr(eqn), live)
         if name == "cond":
             found = [self._live_inputs(b, live) for b in eqn.params["branches"]]
@@ -176,7 +176,7 @@ class InjectionAnalysis:
         if name == "scan":
             return self._live_inputs(loop_shape(eqn).body, self.body_live(eqn, live))
         every = (1 << len(eqn.invars)) - 1
-        if name in flow.CUSTOM_RULES or name == "while":
+        if name in primitives.CUSTOM_RULES or name == "while":
             return every  # a rule returns cotangents for all, of zeros or not.
         found = self._flows.of_equation(eqn)
         return every if found is None else flow.union(live, found.may)
@@ -209,7 +209,7 @@ def read(sets: dict[Any, Sets], var: Any) -> Sets:
 
 def _contains_opaque(jaxpr: Any) -> bool:
     return any(
-        eqn.primitive.name in _OPAQUE
+        eqn.primitive.name in primitives.CUSTOM_TRANSPOSES
         or any(map(_contains_opaque, jaxprs_in_params(eqn.params)))
         for eqn in open_jaxpr(jaxpr)[0].eqns
     )

@@ -14,19 +14,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp.backward import flow
 from jdp.backward.flow import FlowAnalysis
-
-_HEAVY = frozenset(
-    {
-        "conv_general_dilated",
-        "dot_general",
-        "ffi_call",
-        "pallas_call",
-        "ragged_dot",
-        "ragged_dot_general",
-        "scan",
-        "while",
-    }
-)
+from jdp.compat import primitives
 
 
 class Readiness(NamedTuple):
@@ -116,7 +104,7 @@ class _ReverseSweep:
         self, eqn: Any, after: list[Readiness | None]
     ) -> Sequence[Readiness | None]:
         name = eqn.primitive.name
-        if name in flow.CALLS and not flow.is_marker(eqn):
+        if name in primitives.CALLS and not flow.is_marker(eqn):
             return self.run(flow.open_jaxpr(flow.called_jaxpr(eqn))[0], after)
         self._step += 1
         self.work.append(self.work[-1] + _work(eqn))
@@ -154,7 +142,7 @@ def _steps(jaxpr: Any, start: int = 0) -> dict[Any, int]:
     steps: dict[Any, int] = {}
     step = start
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in flow.CALLS:
+        if eqn.primitive.name in primitives.CALLS:
             body, _ = flow.open_jaxpr(flow.called_jaxpr(eqn))
             inner = _steps(body, step)
             made = [
@@ -193,7 +181,7 @@ def _work(eqn: Any) -> float:
 
 
 def _is_heavy(eqn: Any) -> bool:
-    return eqn.primitive.name in _HEAVY or any(
+    return eqn.primitive.name in primitives.HEAVY or any(
         _is_heavy(inner)
         for jaxpr in _inner_jaxprs(eqn)
         for inner in flow.open_jaxpr(jaxpr)[0].eqns

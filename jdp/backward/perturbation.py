@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from jdp import compat
 from jdp.backward import flow
 from jdp.backward.flow import FlowAnalysis, is_differentiable, loop_shape, open_jaxpr
+from jdp.compat import primitives
 
 
 def find_perturbed(jaxpr: Any) -> dict[int, int]:
@@ -70,10 +71,10 @@ class _Search:
 
     def _of_equation(self, eqn: Any, bits: int) -> int:
         name = eqn.primitive.name
-        if name in flow.CUSTOM_RULES:
+        if name in primitives.CUSTOM_RULES:
             self.found[id(eqn)] = self.found.get(id(eqn), 0) | bits
             return -1
-        if name in flow.CALLS or name == "shard_map":
+        if name in primitives.CALLS or name == "shard_map":
             return self.of_jaxpr(flow.called_jaxpr(eqn), bits)
         if name == "cond":
             leaving = 0

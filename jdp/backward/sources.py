@@ -8,42 +8,7 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdp.compat import origins
-
-# Code of others: it may send what it is given.
-OPAQUE = frozenset(
-    {
-        "buffer_callback",
-        "call_tf",
-        "custom_partitioning",
-        "ffi_call",
-        "io_callback",
-        "mosaic_gpu_p",
-        "pallas_call",
-        "pure_callback",
-        "tpu_custom_call",
-        "triton_kernel_call",
-    }
-)
-# It draws from a state that the device keeps. `lax.empty`, which returns memory as it
-# was found, is not here: `jnp.empty` is made of it, and programs fill what it returns.
-_STATEFUL = frozenset({"rng_uniform"})
-# They run a function of the host, which may look at anything.
-_CALLBACKS = frozenset({"buffer_callback", "io_callback", "pure_callback"})
-# Effects on axes and references, by printing, and of assertions.
-_INSIDE_EFFECTS = frozenset(
-    {
-        "AccumEffect",
-        "DebugEffect",
-        "InternalMutableArrayEffect",
-        "NamedAxisEffect",
-        "NoDCEEffect",
-        "OrderedDebugEffect",
-        "ReadEffect",
-        "SingleSideCollectiveEffect",
-        "WriteEffect",
-    }
-)
+from jdp.compat import origins, primitives
 
 
 def is_external(eqn: Any) -> bool:
@@ -57,7 +22,7 @@ def is_external(eqn: Any) -> bool:
     name = eqn.primitive.name
     if not eqn.outvars:
         return False
-    if name in _STATEFUL or (name in _CALLBACKS and not eqn.invars):
+    if name in primitives.STATEFUL or (name in primitives.CALLBACKS and not eqn.invars):
         return True
     return (
         _has_outside_effect(eqn)
@@ -83,7 +48,5 @@ def find_external(jaxpr: Any) -> Any | None:
 def _has_outside_effect(eqn: Any) -> bool:
     """Whether an equation declares that it touches more than the device's memory."""
     kinds = (type(effect) for effect in eqn.effects)
-    return any(
-        kind.__name__ not in _INSIDE_EFFECTS and ".pallas." not in kind.__module__
-        for kind in kinds
-    )
+    others = (k for k in kinds if k.__name__ not in primitives.INSIDE_EFFECTS)
+    return any(".pallas." not in kind.__module__ for kind in others)

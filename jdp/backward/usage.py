@@ -17,6 +17,7 @@ from jdp.backward import flow, injection
 from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.backward.injection import InjectionAnalysis
+from jdp.compat import primitives
 
 
 class Marks(NamedTuple):
@@ -198,9 +199,9 @@ class MarkedEvaluation:
                 return self._run_scan(eqn, values, entering, live)
             if name == "while":
                 return *self._run_while(eqn, values, entering), None
-            if name in flow.CALLS:
+            if name in primitives.CALLS:
                 return self._run_call(eqn, values, entering, live)
-        assert name in flow.CUSTOM_RULES, name
+        assert name in primitives.CUSTOM_RULES, name
         return *self._run_custom_rule(eqn, values, entering), None
 
     def _run_cond(

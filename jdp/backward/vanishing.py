@@ -16,30 +16,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jdp.backward import flow
+from jdp.compat import primitives
 
 _ALWAYS_ZERO = 0  # the empty set of conditions.
-
-# Zero where the first operand is.
-_OF_FIRST = frozenset(
-    """
-    abs asin asinh atan atanh broadcast_in_dim cbrt conj convert_element_type copy
-    copy_p cummax cummin cumsum device_put dynamic_slice erf expand_dims expm1 imag
-    log1p neg real reduce_max reduce_min reduce_precision reduce_scatter reduce_sum
-    reshape rev sign sin sinh slice sqrt square squeeze stop_gradient tan tanh
-    transpose
-    """.split()
-)
-# The k-th result is zero where the k-th operand is.
-_OF_EACH = frozenset(
-    """
-    all_gather all_gather_invariant all_to_all jdp_barrier jdp_replicated
-    optimization_barrier pcast pmax pmin ppermute psum psum_invariant pvary
-    """.split()
-)
-# Zero where all operands are.
-_OF_ALL = frozenset("add add_any complex concatenate max min pad sub".split())
-# Zero where one of the operands is.
-_OF_ANY = frozenset("conv_general_dilated dot_general mul".split())
 
 
 def vanishing(
@@ -85,13 +64,13 @@ def _is_number(value: jax.Array) -> bool:
 
 def _of_equation(eqn: Any, entering: list[int | None]) -> list[int | None]:
     name = eqn.primitive.name
-    if name in _OF_FIRST:
+    if name in primitives.ZERO_WITH_FIRST:
         made = entering[0]
-    elif name in _OF_EACH and len(entering) == len(eqn.outvars):
+    elif name in primitives.ZERO_WITH_EACH and len(entering) == len(eqn.outvars):
         return entering
-    elif name in _OF_ALL:
+    elif name in primitives.ZERO_WITH_ALL:
         made = _all_of(entering)
-    elif name in _OF_ANY:
+    elif name in primitives.PRODUCTS:
         # Either condition is enough; one is kept.
         made = next((bits for bits in entering if bits is not None), None)
     elif name == "div":
@@ -102,7 +81,7 @@ def _of_equation(eqn: Any, entering: list[int | None]) -> list[int | None]:
         made = _all_of(entering[1:])
     elif name == "dynamic_update_slice":
         made = _all_of(entering[:2])
-    elif name in ("scatter", "scatter-add", "scatter_add"):
+    elif name in ("scatter", "scatter-add"):
         made = _all_of([entering[0], entering[2]])
     elif name == "gather" and "FILL" not in str(eqn.params["mode"]):
         made = entering[0]
@@ -113,7 +92,7 @@ def _of_equation(eqn: Any, entering: list[int | None]) -> list[int | None]:
 
 def _of_control_flow(eqn: Any, entering: list[int | None]) -> list[int | None]:
     name = eqn.primitive.name
-    if name in flow.CALLS or name in flow.CUSTOM_RULES or name == "shard_map":
+    if name in primitives.INLINABLE or name == "shard_map":
         return vanishing(flow.called_jaxpr(eqn), entering)
     if name == "cond":
         found = [vanishing(b, entering[1:]) for b in eqn.params["branches"]]

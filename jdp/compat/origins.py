@@ -1,8 +1,7 @@
 """Origins: which code made an equation?
 
-Markers answer it for parts of jdp, whatever JAX records of tracebacks. Frames answer it
-for the code of others, and for words in messages; there are none where tracebacks are
-off.
+Markers answer it for parts of jdp, with or without tracebacks. Frames answer it for
+other packages, and name functions in messages.
 """
 
 import contextlib

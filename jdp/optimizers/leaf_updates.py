@@ -21,8 +21,6 @@ from jdp.backward.flat_program import Equation, FlatProgram, is_literal
 from jdp.optimizers import update_arguments
 from jdp.types import PyTree
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr"}
-
 
 class Place(NamedTuple):
     """One leaf of the trees of a structure, and what is there in such a tree."""
@@ -240,7 +238,7 @@ def trace(
     like = layout.params.unflatten(range(len(states))), layout.join(parts)
     if closed.effects or made[-1] != jax.tree.structure(like):
         return None
-    program = flat_program.flatten(closed, _CALLS)
+    program = flat_program.flatten(closed, {"jit"})
     values = program.constants | dict(
         zip(program.inputs, jax.tree.leaves(arguments), strict=True)
     )

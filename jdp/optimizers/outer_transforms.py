@@ -18,17 +18,9 @@ import optax
 from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
+from jdp.compat import primitives
 from jdp.types import PyTree
 
-# What they make of a sum is not the sum of what they make of its parts. All others are
-# taken for linear: a transformation of optax that is not has one of these.
-_NONLINEAR = frozenset(
-    "abs acos argmax argmin asin atan atan2 cbrt ceil clamp cos cosh eq erf exp exp2 "
-    "expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min ne not "
-    "pow reduce_and reduce_max reduce_min reduce_or reduce_prod rem round rsqrt sign "
-    "sin sort sqrt square tan tanh top_k while".split()
-)
-_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 # It clips what single samples have, which must come before any mean.
 _PER_SAMPLE = "_privacy.py"
 _UPDATE = ".<locals>.update"  # In the name of what a transformation does.
@@ -128,7 +120,8 @@ def _find_nonlinear(
     name = eqn.primitive.name
     if not any(differ):
         return None
-    if name in _NONLINEAR or (name in _PRODUCTS and sum(differ) > 1):
+    is_product = name in primitives.PRODUCTS and sum(differ) > 1
+    if is_product or name in primitives.NONLINEAR:
         return eqn
     if name in ("cond", "select_n") and differ[0] or name == "div" and differ[1]:
         return eqn

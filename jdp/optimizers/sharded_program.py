@@ -27,7 +27,7 @@ from jdp import compat
 from jdp.backward import flat_program
 from jdp.backward.flat_program import Equation, is_literal
 from jdp.collectives import base, xla
-from jdp.compat import annotations
+from jdp.compat import annotations, primitives
 from jdp.optimizers import partials, shard_layout
 from jdp.optimizers.partials import Partial
 from jdp.optimizers.shard_layout import Layout, Piece
@@ -35,40 +35,6 @@ from jdp.replicas import mesh
 from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
-
-# Those of `jax.lax` that work element by element, and that optimizers are made of.
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type "
-    "cbrt ceil clamp complex conj convert_element_type copy copy_p cos cosh digamma "
-    "div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le "
-    "lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count "
-    "pow real reduce_precision rem round rsqrt select_n shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh "
-    "xor stop_gradient".split()
-)
-# What changes the shape, but not the order of the elements.
-_RESHAPES = frozenset(
-    {"reshape", "squeeze", "expand_dims", "reshard", "sharding_constraint"}
-)
-_ADDITIONS = ("add", "add_any", "sub", "neg")
-_REDUCTIONS: dict[str, partials.Op] = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    # Of booleans; of integers they are bitwise.
-    "reduce_or": "max",
-    "reduce_and": "min",
-}
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat": "jaxpr",
-    "checkpoint": "jaxpr",
-}
 
 
 def run(
@@ -118,7 +84,7 @@ class _Evaluation:
         self, closed: Any, args: Sequence[Any], foreign: Sequence[int] = ()
     ) -> list[Any]:
         """Returns the results: pieces or arrays; `foreign` are indices of `args`."""
-        program = flat_program.flatten(closed, _INLINED)
+        program = flat_program.flatten(closed, primitives.INLINABLE)
         self._foreign.update(program.inputs[i] for i in foreign)
         self._known.update(zip(program.inputs, args, strict=True))
         self._known.update(program.constants)
@@ -235,7 +201,7 @@ class _Evaluation:
             return self._cond(eqn, values, foreign)
         if self._is_elementwise(eqn):
             return self._elementwise(eqn, values)
-        if name in _RESHAPES:
+        if name in primitives.RESHAPES:
             (piece,) = values
             return [Piece(piece.data, eqn.outvars[0].aval.shape)]
         return self._reduction(name, eqn, values)
@@ -244,7 +210,7 @@ class _Evaluation:
         if eqn.primitive.name == "bitcast_convert_type":
             # To another width, it adds a dimension or takes one away.
             return eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-        return eqn.primitive.name in _ELEMENTWISE
+        return eqn.primitive.name in primitives.ELEMENTWISE
 
     def _linear(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
         """Sums of partial sums are partial sums, and so are multiples of one.
@@ -253,7 +219,7 @@ class _Evaluation:
         less than 32 bits are multiplied once they are whole: their parts may round to
         zero or overflow.
         """
-        if name not in (*_ADDITIONS, "mul", "div", *_RESHAPES):
+        if name not in (*primitives.ADDITIONS, "mul", "div", *primitives.RESHAPES):
             return None
         are_partial = [isinstance(x, Partial) for x in values]
         parts = [x for x in values if isinstance(x, Partial)]
@@ -266,7 +232,7 @@ class _Evaluation:
             return None
         is_exact = jnp.issubdtype(aval.dtype, jnp.integer)
         is_wide = not is_exact and jnp.finfo(aval.dtype).bits >= 32
-        if name in (*_ADDITIONS, *_RESHAPES):
+        if name in (*primitives.ADDITIONS, *primitives.RESHAPES):
             # What is whole is added on one replica.
             is_first = self._layout.rank == 0
             operands = [
@@ -320,7 +286,7 @@ class _Evaluation:
 
     def _reduction(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
         """Reduces all elements of pieces, so that only the others' part is missing."""
-        op = _REDUCTIONS.get(name)
+        op = primitives.REDUCTIONS.get(name)
         if op is not None:
             (piece,) = values
             left = [d for i, d in enumerate(piece.shape) if i not in eqn.params["axes"]]

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jdp.backward import flow
+from jdp.compat import primitives
 
 _NUM_ITERATIONS = 3  # of loops: what one carry hands to another shows after some.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -51,7 +52,7 @@ class ProgramValues:
 
     def _of_equation(self, eqn: Any, inputs: Sequence[int]) -> list[int]:
         name = eqn.primitive.name
-        if name in flow.CALLS or name in flow.CUSTOM_RULES:
+        if name in primitives.INLINABLE:
             return self.of_jaxpr(flow.called_jaxpr(eqn), inputs)
         if name == "cond":
             index, *operands = inputs

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import jaxprs_in_params
 
-from jdp.backward import exchange, flow, sources
-from jdp.compat import origins
+from jdp.backward import exchange, flow
+from jdp.compat import origins, primitives
 
 
 class FoundCollective(NamedTuple):
@@ -31,10 +31,10 @@ class CollectiveFinder:
             found = []
             for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
                 name = exchange.stem(eqn)
-                if name in exchange.UNITING or name in exchange.MOVING:
+                if name in primitives.UNITING or name in primitives.MOVING:
                     mask = mask_of(self._bits, exchange.axes_of(eqn))
                     found += [FoundCollective(eqn, mask)] if mask else []
-                elif name in sources.OPAQUE and origins.collective_of(eqn) is not None:
+                elif name in primitives.OPAQUE and origins.collective_of(eqn):
                     found.append(FoundCollective(eqn, sum(self._bits.values())))
                 for inner in jaxprs_in_params(eqn.params):
                     found += self.find(inner)
@@ -90,5 +90,5 @@ def _describe(eqn: Any) -> str:
     caller = origins.caller_in_jdp(eqn) or origins.collective_of(eqn)
     if caller is None:
         return f"`lax.{name}`"
-    is_own = name.startswith("jdp") or name in sources.OPAQUE
+    is_own = name.startswith("jdp") or name in primitives.OPAQUE
     return f"`jdp.{caller}`" if is_own else f"`jdp.{caller}` (`lax.{name}`)"

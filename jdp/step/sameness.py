@@ -18,25 +18,9 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 from jdp.backward import exchange, flow, sources
+from jdp.compat import primitives
 from jdp.optimizers import outer_transforms
 from jdp.step import divided_control
-
-# Primitives that run one jaxpr on their own operands.
-_CALLS = (
-    flow.CALLS
-    | flow.CUSTOM_RULES
-    | {
-        "call",
-        "composite",
-        "custom_vmap_call",
-        "eval_jaxpr",
-        "linear_call",
-        "remat",
-        "shard_map",
-    }
-)
-# The k-th result comes from the k-th operand alone.
-_ELEMENT_BY_ELEMENT = frozenset({"jdp_barrier", "optimization_barrier"})
 
 
 class Spread(NamedTuple):
@@ -353,12 +337,12 @@ def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any
         "scan": analysis.scan,
         "while": analysis.while_loop,
     }
-    rules |= dict.fromkeys(_CALLS, analysis.call)
-    rules |= dict.fromkeys(_ELEMENT_BY_ELEMENT, analysis.one_by_one)
-    rules |= dict.fromkeys(sources.OPAQUE, analysis.opaque)
+    rules |= dict.fromkeys(primitives.FOLLOWED_CALLS, analysis.call)
+    rules |= dict.fromkeys(primitives.BARRIERS, analysis.one_by_one)
+    rules |= dict.fromkeys(primitives.OPAQUE, analysis.opaque)
     for names, rule in (
-        (exchange.UNITING, analysis.uniting),
-        (exchange.MOVING, analysis.moving),
+        (primitives.UNITING, analysis.uniting),
+        (primitives.MOVING, analysis.moving),
     ):
         rules |= dict.fromkeys(names, rule)
         rules |= {f"{name}_start": rule for name in names}

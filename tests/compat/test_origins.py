@@ -6,13 +6,13 @@ from jax import lax
 
 from jdp.backward import exchange, sources
 from jdp.collectives.shared_memory import all_reduce
-from jdp.compat import origins
+from jdp.compat import origins, primitives
 from tests import harness
 
 
 def _callback_of(fn):
     jaxpr = jax.make_jaxpr(fn)(jnp.ones(3))
-    return next(e for e in jaxpr.eqns if e.primitive.name in sources.OPAQUE)
+    return next(e for e in jaxpr.eqns if e.primitive.name in primitives.OPAQUE)
 
 
 def _shared_memory(x):

@@ -633,3 +633,14 @@ def test_two_processes_step_as_those_of_torch_and_join_as_plain_adam():
         np.testing.assert_allclose(
             np.concatenate(parts), case[f"adam.{name}"], rtol=0, atol=1e-5
         )
+
+
+def test_a_rematerialised_optimizer_works_on_its_part():
+    inner = optax.adam(0.01)
+    tx = optax.GradientTransformation(inner.init, jax.checkpoint(inner.update))
+    world = harness.local_world(4)
+    expected, _ = harness.train_alone(PARAMS, BATCHES, tx)
+    *state, step = _train(jdp.zero1(tx, world=world), world)
+    _expect(state[0], expected)
+    text = step.lower(tuple(state), BATCHES[0]).as_text()
+    assert text.count('"stablehlo.all_gather') == 1  # Of the new parameters.
