@@ -1,4 +1,4 @@
-"""Admission: does a worker belong to this job, and is a push what it says?"""
+"""Admission: does a worker belong to this job, and do its pushes fit the model?"""
 
 import dataclasses
 from typing import Any
@@ -23,42 +23,42 @@ def find_objection(hello: WorkerHello, own: Admission, version: Version) -> str:
     """Returns why a worker is refused; "" if it is welcome.
 
     Args:
-      hello: what it says.
-      own: what it must fit.
-      version: of the parameters, where it is certain: on server 0, once it is at work.
+      hello: the hello of the worker.
+      own: the facts that it must match.
+      version: version of the parameters on server 0, once it has begun; else 0.0.
     """
-    who = f"worker {hello.worker}"
+    name = f"worker {hello.worker}"
     if (hello.server, hello.num_servers) != (own.server, own.num_servers):
         return (
-            f"Server {own.server} of {own.num_servers} listens here, and {who} looks "
+            f"Server {own.server} of {own.num_servers} listens here, and {name} looks "
             f"for server {hello.server} of {hello.num_servers}. Give all processes the "
             "same `addresses`."
         )
     if own.num_workers is not None and hello.worker >= own.num_workers:
         return (
-            f"Worker number {hello.worker} is none of this job, whose servers expect "
-            f"workers 0 to {own.num_workers - 1}. Give each worker a number below "
+            f"Worker index {hello.worker} is out of range: the servers expect workers "
+            f"0 to {own.num_workers - 1}. Give each worker an index below "
             "`num_workers`, or the servers the number of all workers: `--all-workers` "
             "of `jdp launch`, `num_workers` of `Place`."
         )
-    if text := shards.find_difference(own.leaves, hello.leaves, who):
+    if text := shards.find_difference(own.leaves, hello.leaves, name):
         return (
-            f"The model of {who} is not that of the servers: {text}. Make the same "
-            "parameters everywhere."
+            f"The model of {name} differs from the model of the servers: {text}. Make "
+            "the same parameters everywhere."
         )
     if hello.hook_name not in ("", own.hook_name):
         return (
-            f"`hook` is {hello.hook_name!r} on {who} and {own.hook_name!r} on "
+            f"`hook` is {hello.hook_name!r} on {name} and {own.hook_name!r} on "
             "the servers. Give both the same hook."
         )
     known = hello.known
-    # Without checkpoints, another epoch begins with the parameters that were given.
+    # Without checkpoints, a new epoch begins with the initial parameters.
     is_lost = known.count and known.epoch != version.epoch and not own.has_checkpoints
     if version.epoch and (known > version or is_lost):
         return (
-            f"The servers have version {version}, and {who} has seen {known}: "
-            "they began anew without a checkpoint. Start the workers anew, and give a "
-            "`checkpoint_dir`."
+            f"The servers have version {version}, and {name} has seen {known}: "
+            "they started again without a checkpoint. Start the workers again, and "
+            "give a `checkpoint_dir`."
         )
     return ""
 
@@ -93,19 +93,17 @@ def check_push(
 def check_arrays(
     push: Push, payload: Any, layout: shards.MemoryLayout, *, rejects: bool
 ) -> None:
-    """Raises MessageError if the arrays of a push are not what it says.
+    """Raises MessageError if the arrays of a push do not fit its header.
 
     Args:
-      push: says whether its gradient is finite.
+      push: the header, which claims whether the gradient is finite.
       payload: bytes of this server's part; None for none.
-      layout: of the arrays in them.
-      rejects: whether gradients that are not finite are dropped.
+      layout: layout of the arrays.
+      rejects: whether gradients that are not finite are rejected.
     """
     num_bytes = 0 if payload is None else len(payload)
     if num_bytes != layout.num_bytes:
-        raise MessageError(
-            f"pushed {num_bytes} bytes, and {layout.num_bytes} are of this model"
-        )
+        raise MessageError(f"pushed {num_bytes} bytes instead of {layout.num_bytes}")
     if rejects and push.is_finite:
         if not all(map(shards.is_finite, layout.views(payload))):
-            raise MessageError("says that a gradient is finite, and it is not")
+            raise MessageError("claims that a gradient is finite, but it is not")

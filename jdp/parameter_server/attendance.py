@@ -1,7 +1,7 @@
-"""Attendance: which workers have come, may they begin, and is the job over?
+"""Attendance: which workers have come, can they begin, and is the job over?
 
-Workers are counted by their number: one that is started again has another session, and
-is the same worker.
+Workers are counted by index: a worker that is started again has another session, and is
+the same worker.
 """
 
 import logging
@@ -20,8 +20,8 @@ class AttendanceRecord(msgspec.Struct, frozen=True):
     """The part of an attendance that outlives server 0.
 
     Attributes:
-      launch: of the launcher that started the server; "" for none.
-      came: session of each worker that has come, the last one.
+      launch: id of the launcher that started the server; "" for none.
+      came: the last session of each worker that has come.
       left: workers that have said goodbye.
     """
 
@@ -37,14 +37,15 @@ class Attendance:
     """Workers that have come and left; without clocks and files.
 
     The job is over when `num_workers` workers have come, at least one has said goodbye,
-    and none is here. Workers that have gone without a goodbye are waited for, and so
-    are those that never came, where another process was refused for its number.
+    and none takes part. Servers wait for workers that left without a goodbye. If a
+    process was refused for its index, they also wait for workers that never came.
     """
 
     def __init__(self, options: LeaderOptions):
-        """Begins with no worker."""
         self.has_changed = False  # since `encode`.
-        self.has_rivals = False  # a number was given twice, and another never comes.
+        self.has_rivals = (
+            False  # an index was used twice, so another worker never comes.
+        )
         self._num_workers = options.num_workers
         self._wait_s, self._launch = options.start_timeout_s, options.launch
         self._came: dict[int, bytes] = {}
@@ -53,10 +54,10 @@ class Attendance:
         self._empty_since_s: float | None = None
 
     def load(self, data: bytes) -> None:
-        """Takes what server 0 had written before it was killed.
+        """Takes the record that server 0 wrote before it was killed.
 
-        It counts at once where one launcher has started both, else as soon as a worker
-        is met that was there: the file may be of a run that is not continued.
+        The record counts at once if the same launcher started both processes. Otherwise
+        it counts once a worker of that run comes: it may belong to a finished run.
         """
         try:
             record = wire.decode_with(_decoder.decode, data)
@@ -67,13 +68,13 @@ class Attendance:
             self._go_on()
 
     def encode(self) -> bytes:
-        """Returns what `load` takes."""
+        """Returns the record for `load`."""
         self.has_changed = False
         left = tuple(sorted(self._left))
         return msgspec.msgpack.encode(AttendanceRecord(self._launch, self._came, left))
 
     def come(self, worker: int, session: bytes, *, has_seen: bool) -> None:
-        """A worker is here; `has_seen`: it had parameters of these servers before."""
+        """Notes a worker; `has_seen`: it had parameters of these servers before."""
         self._empty_since_s = None
         earlier = self._earlier
         if earlier is not None and (has_seen or earlier.came.get(worker) == session):
@@ -86,7 +87,7 @@ class Attendance:
             self.has_changed = True
 
     def leave(self, session: bytes, worker: int | None = None) -> None:
-        """A worker says goodbye; None: it is not known which one has this session."""
+        """Notes a goodbye; `worker` is None if the session is unknown."""
         earlier = self._earlier
         if earlier is not None and session in earlier.came.values():
             self._go_on()
@@ -97,7 +98,7 @@ class Attendance:
                 self.has_changed = True
 
     def is_over(self, *, is_empty: bool, now_s: float) -> bool:
-        """Whether all workers have left; `is_empty`: none is here."""
+        """Whether the job is over; `is_empty`: no worker takes part."""
         if not is_empty:
             self._empty_since_s = None
             return False
@@ -113,15 +114,15 @@ class Attendance:
         is_over = now_s >= self._empty_since_s + self._wait_s
         if is_over and not has_all:
             _logger.warning(
-                "%d of %d workers have never come, where others had the same number: "
-                "the job is over without them.",
+                "%d of %d workers have never come, and others had the same index: the "
+                "job is over without them.",
                 self._num_workers - len(self._came),
                 self._num_workers,
             )
         return is_over
 
     def _go_on(self) -> None:
-        """Goes on with what was written."""
+        """Continues with the earlier record."""
         earlier, self._earlier = self._earlier, None
         assert earlier is not None
         self._left |= set(earlier.left) - self._came.keys()
@@ -130,30 +131,29 @@ class Attendance:
 
 
 class Gathering:
-    """Whether workers are there, or were waited for long enough; in an epoch."""
+    """Wait for workers at the beginning of an epoch."""
 
     def __init__(self, options: LeaderOptions):
-        """Begins without any."""
         self._options = options
         self._start_s: float | None = None  # when the first one came.
         self._is_over = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether the servers wait for no worker any more."""
+        """Whether the servers have stopped waiting for workers."""
         return self._is_over
 
     def begin(self, *, now_s: float) -> None:
-        """A worker has come."""
+        """Notes that a worker has come."""
         if self._start_s is None:
             self._start_s = now_s
 
     def is_over(self, num_here: int, *, is_first: bool, now_s: float) -> bool:
-        """Whether those that are here may go on.
+        """Whether the workers that take part can go on.
 
         Args:
-          num_here: different workers.
-          is_first: whether there was no update and no death of a server yet.
+          num_here: number of different workers that take part.
+          is_first: whether there was no update and no restart of a server yet.
           now_s: the time.
         """
         if self._is_over or self._start_s is None:

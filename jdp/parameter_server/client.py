@@ -1,4 +1,4 @@
-"""Client: what a worker says to the servers, and when a push or a pull is done."""
+"""Client: which messages does a worker send, and when is a push or a pull done?"""
 
 import dataclasses
 
@@ -25,31 +25,31 @@ from jdp.parameter_server.messages import (
 )
 
 _HELLO_PERIOD_S = 0.3
-_FIRST_RETRY_S = 1.0  # of a pull without an answer; doubles.
+_FIRST_RETRY_S = 1.0  # of an unanswered pull; doubles.
 _MOST_RETRY_S = 8.0
-_PINGS_A_LEASE = 8
+_PINGS_PER_LEASE = 8
 _LONGEST_PING_S = 1.0
 _OVER = (
-    "The job is over: all other workers have left. This one came too late, or it was "
-    "silent for longer than `lease_s`, and the servers have waited `start_timeout_s` "
+    "The job is over: all other workers have left. This worker came too late, or it "
+    "was silent for longer than `lease_s`, and the servers waited `start_timeout_s` "
     "for it to come back."
 )
-_MOST_TEXT = 10_000  # characters of why a server has failed.
+_MOST_TEXT = 10_000  # characters of the text of `Failed`.
 
 
 @dataclasses.dataclass
 class _ServerPeer:
-    """A server, as a worker knows it."""
+    """A server, as seen by a worker."""
 
     is_welcome: bool = False
-    heard_s: float | None = None  # when it said something last.
-    has_ended: bool = False  # because it was told to; it said so last.
-    send_s: float = 0.0  # when to say hello, or to ping.
+    heard_s: float | None = None  # time of its last message.
+    has_ended: bool = False  # its last message was `Ended`.
+    send_s: float = 0.0  # time of the next hello or ping.
 
 
 @dataclasses.dataclass
 class _Pushing:
-    """A push that is under way."""
+    """A push that is not settled."""
 
     push: Push
     settled: dict[int, Settled] = dataclasses.field(default_factory=dict)
@@ -57,7 +57,7 @@ class _Pushing:
 
 @dataclasses.dataclass
 class _Pulling:
-    """A pull that is under way."""
+    """A pull that is not answered."""
 
     after: int
     pull: int
@@ -69,20 +69,20 @@ class _Pulling:
 class Client:
     """State machine of a worker; pure, without clocks, sockets and arrays.
 
-    One push and one pull at a time are under way. What the methods return is to be
-    sent, to the server with that number; nothing is lost where a message is, for what
-    has no answer is said again.
+    There is at most one unsettled push and one unanswered pull. Methods return messages
+    to send, each with the index of its server. A lost message does no harm: unanswered
+    messages are sent again.
     """
 
     def __init__(self, hellos: list[WorkerHello]):
-        """Takes what to say to each server first."""
+        """Takes the first message to each server."""
         self.hellos = hellos
         self.session = hellos[0].session
         self.known = Version()  # the newest version seen.
-        self.welcome: Welcome | None = None  # of server 0, the last one.
+        self.welcome: Welcome | None = None  # the last one of server 0.
         self.outcome: Outcome | None = None  # of the last push.
         self.failure = ""
-        self.awaited: tuple[int, ...] = ()  # workers, as server 0 said last.
+        self.awaited: tuple[int, ...] = ()  # indices, from the last pong of server 0.
         self.counts: dict[Outcome, int] = {"applied": 0, "late": 0, "rejected": 0}
         self.sequence = 0
         self.is_leaving = False  # until server 0 has answered the goodbye.
@@ -98,7 +98,7 @@ class Client:
 
     @property
     def is_pulling(self) -> bool:
-        """Whether parameters are on their way."""
+        """Whether a pull is not answered."""
         return self._pulling is not None
 
     @property
@@ -107,7 +107,7 @@ class Client:
         return all(peer.is_welcome for peer in self._peers)
 
     def find_silent(self, *, since_s: float) -> list[int]:
-        """Returns the servers that have said nothing since then."""
+        """Returns the servers without a message since then."""
         return [
             i
             for i, peer in enumerate(self._peers)
@@ -115,7 +115,7 @@ class Client:
         ]
 
     def has_ended(self, server: int) -> bool:
-        """Whether a server has said that it was told to end, and nothing since."""
+        """Whether the last message of a server said that it was told to end."""
         return self._peers[server].has_ended
 
     def push(
@@ -126,7 +126,7 @@ class Client:
         is_finite: bool,
         is_compressed: bool,
     ) -> list[tuple[int, ToServer]]:
-        """Begins a push; the one before must be settled."""
+        """Begins a push; the previous push must be settled."""
         assert self._pushing is None
         self.sequence += 1
         self._pushing = _Pushing(
@@ -146,13 +146,13 @@ class Client:
         ]
 
     def pull(self, *, after: int, now_s: float) -> list[tuple[int, ToServer]]:
-        """Begins a pull of what there is once push number `after` is settled."""
+        """Begins a pull of the parameters after push number `after` is settled."""
         assert self._pulling is None
         self._pulling = _Pulling(after, 0, 0.0)
         return self._ask(now_s)
 
     def leave(self) -> list[tuple[int, ToServer]]:
-        """Says goodbye; it is said until server 0 has heard it."""
+        """Says goodbye, repeatedly until server 0 answers."""
         self.is_leaving = True
         self._peers[0].send_s = 0.0
         leave = Leave(self.session)
@@ -161,7 +161,7 @@ class Client:
     def receive(
         self, server: int, message: ToWorker, *, now_s: float
     ) -> list[tuple[int, ToServer]]:
-        """A server said something; returns what to say to that."""
+        """Handles a message of a server; returns the replies."""
         peer = self._peers[server]
         peer.heard_s, peer.has_ended = now_s, False
         match message:
@@ -213,18 +213,18 @@ class Client:
 
     @property
     def lease_s(self) -> float:
-        """How long the servers bear silence; infinite before the first welcome."""
+        """Longest silence that servers allow; infinite before the first welcome."""
         return float("inf") if self.welcome is None else self.welcome.lease_s
 
     @property
     def ping_period_s(self) -> float:
-        """How long this worker is silent at most."""
+        """Longest silence of this worker."""
         if self.welcome is None:
             return _HELLO_PERIOD_S
-        return min(_LONGEST_PING_S, self.welcome.lease_s / _PINGS_A_LEASE)
+        return min(_LONGEST_PING_S, self.welcome.lease_s / _PINGS_PER_LEASE)
 
     def is_current(self, message: Params) -> bool:
-        """Whether parameters are those that were asked for last."""
+        """Whether parameters answer the newest request."""
         return self._pulling is not None and message.pull == self._pulling.pull
 
     def _pending_sequence(self) -> int:
@@ -240,7 +240,7 @@ class Client:
         if was_welcome:
             return []
         peer.send_s = now_s + self.ping_period_s
-        # The server may know that the push was settled; then it says so now.
+        # If the server knows that the push is settled, it answers so.
         sent: list[tuple[int, ToServer]] = [
             (server, Ping(self.session, self._pending_sequence()))
         ]
@@ -260,7 +260,7 @@ class Client:
         if pushing is None or pushing.push.sequence != settled.sequence:
             return
         pushing.settled[server] = settled
-        # Servers that went back to a checkpoint settle it anew, at another version.
+        # Servers that returned to a checkpoint settle it again, at another version.
         if len(pushing.settled) == len(self._peers):
             if len(set(map(_version_of, pushing.settled.values()))) == 1:
                 self.outcome = settled.outcome
@@ -283,7 +283,7 @@ class Client:
         return []
 
     def _ask(self, now_s: float) -> list[tuple[int, ToServer]]:
-        """Asks for parameters, and does not take what was asked for before."""
+        """Asks for parameters; answers to earlier requests are ignored."""
         pulling = self._pulling
         assert pulling is not None
         self._last_pull += 1
@@ -294,7 +294,7 @@ class Client:
         pulling.retry_s = min(2 * pulling.retry_s, _MOST_RETRY_S)
         if not self.is_welcome:
             return []
-        # Servers that went back to a checkpoint may not know what was settled.
+        # Servers that returned to a checkpoint may not know the settled push.
         after = pulling.after if self._pending_sequence() == pulling.after else 0
         return [(0, Pull(self.session, pulling.pull, after))]
 

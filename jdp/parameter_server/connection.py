@@ -1,4 +1,4 @@
-"""Connection: the thread through which a worker talks to the servers."""
+"""Connection: how does a worker talk to the servers while its program computes?"""
 
 import contextlib
 import threading
@@ -25,13 +25,13 @@ from jdp.parameter_server.sockets import ClientSockets, Message
 _TICK_S = 0.05
 _JOIN_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 3.0  # for the answer to a goodbye.
-_HEARD_S = 3.0  # a server that has said nothing for so long may be gone.
+_HEARD_S = 3.0  # a server that was silent for so long may be gone.
 
 
 class Connection:
-    """A client protocol with a thread of its own, which alone uses the sockets.
+    """A client with a thread of its own; only that thread uses the sockets.
 
-    Pings leave while the program computes, and so do pushes and pulls.
+    Pings, pushes and pulls are sent while the program computes.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Connection:
         """Starts the thread.
 
         Args:
-          client: has not begun.
-          shared_memory_lanes: to each server; None: arrays go through the socket.
+          client: a new client.
+          shared_memory_lanes: per server; None: arrays go through the socket.
           addresses: "host:port" of each server.
-          keys: of the job.
-          num_pulled_bytes: of the parameters of each server.
-          timeout_s: see `WorkerOptions`.
-          wait_timeout_s: see `WorkerOptions`.
+          keys: keys of the job.
+          num_pulled_bytes: bytes of the parameters of each server.
+          timeout_s: as in `WorkerOptions`.
+          wait_timeout_s: as in `WorkerOptions`.
         """
         self._client, self._shared_memory_lanes = client, shared_memory_lanes
         self._num_pulled_bytes = num_pulled_bytes
@@ -81,7 +81,7 @@ class Connection:
         """Waits until all servers know this worker.
 
         Raises:
-          RuntimeError: one does not answer, or refuses it.
+          RuntimeError: a server does not answer, or refuses this worker.
         """
         self._wait(lambda: self._client.is_welcome, "all servers say welcome")
         assert self._client.welcome is not None
@@ -91,9 +91,9 @@ class Connection:
         """Begins a push; returns its sequence number.
 
         Args:
-          payloads: for each server, which must stay as they are until it is settled.
-          version: of the parameters that it is made from.
-          **what: see `Client.push`.
+          payloads: per server; they must not change until the push is settled.
+          version: version of the parameters that the gradient was computed at.
+          **what: keyword arguments of `Client.push`.
         """
         with self._acting():
             self._payloads = payloads
@@ -101,7 +101,7 @@ class Connection:
             return self._client.sequence
 
     def pull(self, *, after: int) -> None:
-        """Begins a pull, unless the result of one was not taken yet."""
+        """Begins a pull, unless the result of an earlier pull was not taken yet."""
         with self._acting():
             if not self._has_asked:
                 self._has_asked = True
@@ -110,12 +110,12 @@ class Connection:
                 self._outbox += self._client.pull(after=after, now_s=now_s)
 
     def await_push(self) -> Outcome | None:
-        """Waits until the last push is settled; returns what became of it."""
+        """Waits until the last push is settled; returns its outcome."""
         self._wait(lambda: not self._client.is_pushing, "a push is settled")
         return self._client.outcome
 
     def await_pull(self) -> tuple[list[Any], Version]:
-        """Waits for the parameters; returns the memory they are in, by server."""
+        """Waits for parameters; returns their memory per server, and the version."""
         self._wait(lambda: not self._client.is_pulling, "parameters come")
         with self._changed:
             self._has_asked = False
@@ -138,7 +138,7 @@ class Connection:
             if self._is_closing:
                 return
             self._outbox += self._client.leave()
-            # Not of a server that has been silent: it may never come back.
+            # No wait for a silent server: it may never come back.
             is_heard = not self._client.find_silent(since_s=time.monotonic() - _HEARD_S)
             wait_s = _LEAVE_TIMEOUT_S if is_heard and not self._failure else 0.0
             self._leave_end_s = time.monotonic() + wait_s
@@ -173,9 +173,9 @@ class Connection:
             f"This worker has waited {self._wait_timeout_s:g} s until {what}. The "
             "servers answer"
             + (f", and wait for worker {names}: look at its log" if names else "")
-            + ". A worker that is stuck, or has not come, is waited for, for up to "
-            "`start_timeout_s` at the start; `wait_timeout_s` of `WorkerOptions` says "
-            "for how long this one waits."
+            + ". They wait for workers that are stuck, and at the start up to "
+            "`start_timeout_s` for workers that have not come. `wait_timeout_s` of "
+            "`WorkerOptions` limits the wait of this worker."
         )
 
     def _check(self) -> None:
@@ -203,7 +203,7 @@ class Connection:
         if len(deaf) == len(silent):
             stood = (
                 " Nothing listens there now: the job is over, or it has not begun, or "
-                "the address is that of another host."
+                "the address belongs to another host."
             )
         if self._longest_gap_s > self._client.lease_s:
             stood += (
@@ -213,7 +213,7 @@ class Connection:
         raise RuntimeError(
             f"Servers that have not answered for {self._timeout_s:g} s: "
             f"{', '.join(names.values())}. Look at their logs, whether the address is "
-            "right and can be reached from here, and whether their key file is that of "
+            "right and can be reached from here, and whether they have the key file of "
             f"this worker.{stood}"
         )
 
@@ -239,7 +239,7 @@ class Connection:
             self._sockets.close()
 
     def _is_leaving(self) -> bool:
-        """Whether the goodbye was not heard yet, and is still said."""
+        """Whether the goodbye is still unanswered and repeated."""
         return self._client.is_leaving and time.monotonic() < self._leave_end_s
 
     def _send(self, outbox: list[tuple[int, ToServer]]) -> None:
@@ -277,11 +277,11 @@ class Connection:
         if params.is_in_shared_memory:
             shared_memory = self._shared_memory_lanes[server]
             if shared_memory is None:
-                raise messages.MessageError("sent parameters through no shared memory")
+                raise messages.MessageError("sent parameters without shared memory")
             payload = shared_memory.pulled[:num_bytes]
         found = 0 if payload is None else len(payload)
         if found != num_bytes:
             raise messages.MessageError(
-                f"sent {found} bytes of parameters, and it has {num_bytes}"
+                f"sent {found} bytes of parameters instead of {num_bytes}"
             )
         self._pulled[server] = payload, params.version

@@ -1,4 +1,7 @@
-"""Replica: what every server, server 0 too, does with the log and its own parts."""
+"""Follower: how far has a server executed the log, and which pushes does it hold?
+
+Every server has one, server 0 included.
+"""
 
 from typing import Any, NamedTuple
 
@@ -16,8 +19,8 @@ from jdp.parameter_server.messages import (
 )
 from jdp.parameter_server.restoring import settle
 
-# Of how many sessions it is remembered which pushes were settled: of those that settled
-# one last. A forgotten session must not re-send a push that it sent so long ago.
+# Number of sessions whose last settled push is remembered, the most recent ones. A
+# forgotten session must not send an earlier push again.
 _MOST_SESSIONS = 4096
 
 
@@ -25,21 +28,20 @@ class PushPart(NamedTuple):
     """A server's part of a push that is not settled."""
 
     push: Push
-    payload: Any  # the arrays, or where they lie.
+    payload: Any  # the arrays, or a view of shared memory.
 
 
 class ExecutedEntry(NamedTuple):
-    """Result of an executed entry: work to do, and settled pushes."""
+    """Result of an executed entry."""
 
-    parts: list[PushPart]  # of an `Apply`, in its order.
-    settled: dict[bytes, Settled]  # what became of pushes by it.
+    parts: list[PushPart]  # the pushes of an `Apply`, in its order.
+    settled: dict[bytes, Settled]  # outcomes of pushes, by session.
 
 
 class Follower:
-    """How far a server has executed the log; without clocks, sockets and arrays."""
+    """State of a server as it follows the log; without clocks, sockets and arrays."""
 
     def __init__(self) -> None:
-        """Begins before the first epoch."""
         self.version = Version()
         self.leader = b""
         self.next_index = 0
@@ -47,17 +49,17 @@ class Follower:
         self._parts: dict[bytes, PushPart] = {}
 
     def hold(self, push: Push, payload: Any) -> bool:
-        """Takes a part; returns whether it is a new one that is not settled."""
+        """Takes a part; returns whether it is new and not settled."""
         if not self.wants(push.session, push.sequence):
             return False
         self._parts[push.session] = PushPart(push, payload)
         return True
 
     def wants(self, session: bytes, sequence: int) -> bool:
-        """Whether a push is neither settled nor here.
+        """Whether a push is neither settled nor held.
 
-        A session has one push at a time: while one is here that is not settled, no
-        other is taken, for the log may name the one that is.
+        A session has one push at a time. While an unsettled push is held, no other one
+        is taken: the log may name the held one.
         """
         settled = self.settled.get(session)
         if settled is not None and sequence <= settled.sequence:
@@ -65,14 +67,14 @@ class Follower:
         return session not in self._parts
 
     def find_held(self) -> tuple[tuple[bytes, int], ...]:
-        """Returns session and sequence number of the parts that are not settled."""
+        """Returns session and sequence number of each unsettled part."""
         return tuple((s, part.push.sequence) for s, part in self._parts.items())
 
     def receive(self, log: LeaderLog) -> list[LogEntry]:
-        """Returns the entries of a log that are to be executed now, in this order.
+        """Returns the entries of a log to execute now, in this order.
 
         Raises:
-          MessageError: it is no log; nothing has changed.
+          MessageError: the log is malformed; the state has not changed.
         """
         for index, entry in enumerate(log.entries, log.first_index):
             if isinstance(entry, Restore) != (index == 0):
@@ -81,7 +83,7 @@ class Follower:
                 raise MessageError("sent a log that begins another epoch")
         is_same = (log.leader, log.epoch) == (self.leader, self.version.epoch)
         if not is_same:
-            # Another log counts if it is newer, and from its beginning on.
+            # Another log is taken only if it is newer, and only from its beginning.
             if log.epoch <= self.version.epoch or log.first_index != 0:
                 return []
             self.leader, self.next_index = log.leader, 0
@@ -89,10 +91,11 @@ class Follower:
         return [] if skipped < 0 else list(log.entries[skipped:])
 
     def execute(self, entry: LogEntry) -> ExecutedEntry:
-        """Goes by an entry; see `restore` for what a `Restore` needs besides.
+        """Updates the state by an entry; after a `Restore`, call `restore` too.
 
         Raises:
-          MessageError: it applies what is not here; nothing has changed.
+          MessageError: an `Apply` names a push that is not held; the state has not
+            changed.
         """
         if isinstance(entry, Apply):
             self._check(entry)
@@ -116,7 +119,7 @@ class Follower:
         return ExecutedEntry(parts, settled)
 
     def restore(self, settled: dict[bytes, Settled]) -> None:
-        """Takes what a checkpoint has of pushes."""
+        """Takes the settled pushes of a checkpoint."""
         self.settled = dict(settled)
 
     def _check(self, entry: Apply) -> None:

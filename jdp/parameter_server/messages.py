@@ -1,11 +1,11 @@
-"""Messages: what workers and servers say to each other, and the log of the servers.
+"""Messages: which messages do workers and servers exchange, and what is in the log?
 
-A message is a frame with its header, and for arrays more frames behind it. A header
-begins with a byte for the version; what follows a `REFUSED` is text in every version,
-so that two versions can still tell each other that they differ.
+A message is a frame with a header; a message with arrays has a second frame for them.
+A header begins with a byte for the version. A `REFUSED` byte is followed by text in
+every version, so processes of different versions can report that they differ.
 
-The types say which values a field may have, and `decode` refuses all others. What a
-value means is checked where it is used: by `service`, `protocol` and `follower` on the
+The types restrict the values of each field, and `decode` refuses all others. The
+meaning of a value is checked where it is used: by `service`, `leader` and `follower` on
 servers, by `connection` on a worker.
 """
 
@@ -21,12 +21,12 @@ MESSAGE, REFUSED = range(2)  # the second byte.
 
 Outcome = Literal["applied", "late", "rejected"]
 
-# Counts have space for one more in 64 bits, and for as many as there may ever be.
+# Large enough for any job, and a sum of two still fits into 64 bits.
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a server or a worker.
 Identity = Annotated[bytes, Meta(min_length=1, max_length=64)]  # random bytes.
 Name = Annotated[str, Meta(max_length=4096)]
-# As float32, neither zero nor infinity, also in a sum.
+# Neither zero nor infinite as float32, nor are their sums.
 LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30
 Weight = Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
 Seconds = Annotated[float, Meta(ge=0.01, le=1e6)]
@@ -35,18 +35,17 @@ _MOST_REFUSAL = 10_000  # characters of a refusal that are shown.
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Which parameters: they never go back, as tuples are ordered.
+    """Version of the parameters; versions never decrease.
 
     Attributes:
-      epoch: how often the servers began, or began again from a checkpoint.
-      count: how many updates the parameters have.
+      epoch: number of starts of the servers, restarts from a checkpoint included.
+      count: number of updates in the parameters.
     """
 
     epoch: Count = 0
     count: Count = 0
 
     def __str__(self) -> str:
-        """As logs show it."""
         return f"{self.epoch}.{self.count}"
 
 
@@ -54,25 +53,25 @@ PushId = tuple[Identity, Count]  # session and sequence number of a push.
 
 
 class SharedMemoryOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Shared memory that a worker has made for a server; see `shared_memory`."""
+    """Shared memory of a worker for a server; see `shared_memory_lane`."""
 
     path: Name
     token: Annotated[bytes, Meta(max_length=64)]
-    num_bytes: Count  # for what is pushed, and as much for what is pulled.
+    num_bytes: Count  # in each direction.
 
 
 class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A worker comes, or comes back.
+    """First message of a worker, also when it comes back.
 
     Attributes:
-      session: of this worker, random.
-      worker: its number.
-      server, num_servers: whom it thinks it talks to, and of how many.
+      session: random bytes that identify the worker.
+      worker: index of the worker.
+      server, num_servers: index and number of servers that the worker was given.
       leaves: path, and dtype and shape as text, of each parameter.
-      hook_name: "" for none.
-      known: the newest version that it has seen.
-      shared_memory: shared memory, for a server on the same host.
-      process: where it runs, as text.
+      hook_name: name of the communication hook; "" for none.
+      known: the newest version that the worker has seen.
+      shared_memory: shared memory for a server on the same host; None for none.
+      process: host and process, as text.
     """
 
     session: Identity
@@ -87,7 +86,7 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A worker lives; `push` is the number of one that is not settled, or 0."""
+    """Sign of life; `push` is the sequence number of the unsettled push, or 0."""
 
     session: Identity
     push: Count
@@ -97,14 +96,14 @@ class Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A server's part of a gradient.
 
     Attributes:
-      session: who pushes.
-      sequence: 1, 2, ...; one at a time is under way. Sent again under the same number,
-        it is applied once.
-      version: of the parameters that it is the gradient at.
-      weight: its number of samples.
-      is_finite: whether the whole gradient, not this part alone, is.
-      is_compressed: whether the arrays are what the hook makes of it.
-      is_in_shared_memory: whether they lie in shared memory, and no frames follow.
+      session: session of the worker.
+      sequence: 1, 2, ...; a session has one unsettled push at a time. A push that is
+        sent again keeps its number and is applied once.
+      version: version of the parameters that the gradient was computed at.
+      weight: number of samples.
+      is_finite: whether the whole gradient, beyond this part, is finite.
+      is_compressed: whether the arrays are the output of the hook.
+      is_in_shared_memory: whether the arrays lie in shared memory; no frame follows.
     """
 
     session: Identity
@@ -117,7 +116,7 @@ class Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks server 0 that all servers hand out parameters, once a push is settled."""
+    """Request to server 0: all servers hand out parameters, once a push is settled."""
 
     session: Identity
     pull: Count
@@ -125,13 +124,13 @@ class Pull(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A worker goes on purpose."""
+    """Goodbye of a worker."""
 
     session: Identity
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A worker may push and pull."""
+    """Answer to a hello: the worker can push and pull."""
 
     version: Version
     mode: Name
@@ -141,15 +140,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SessionUnknown(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The server does not know the session: say hello (again)."""
+    """Answer to an unknown session: the worker has to send its hello again."""
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The server lives.
+    """Answer to a ping.
 
     Attributes:
-      wants: number of a push to send again, or 0.
-      awaited: of server 0, the workers that pushes wait for.
+      wants: sequence number of a push to send again, or 0.
+      awaited: from server 0, the indices of workers that pushes wait for.
     """
 
     wants: Count
@@ -165,7 +164,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Params(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A server's part of the parameters; behind it the arrays, or in shared memory."""
+    """A server's part of the parameters; the arrays follow, or are in shared memory."""
 
     pull: Count
     version: Version
@@ -173,32 +172,33 @@ class Params(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The server has heard that a worker leaves."""
+    """Answer to a goodbye."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The server cannot go on."""
+    """Last message of a server that failed, with the reason."""
 
     text: str
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The server ends.
+    """Last message of a server that ends.
 
     Attributes:
-      is_over: whether the job is; False: it was told to end, and may come back.
+      is_over: whether the job is over; False: the server was told to end, and may be
+        started again.
     """
 
     is_over: bool = False
 
 
 class Apply(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One update with the weighted mean of these pushes.
+    """One update with the weighted mean of pushes.
 
     Attributes:
-      pushes: session and sequence number of each, in the order in which they are added.
-      weights: of each.
-      staleness: the updates since the oldest of the versions that they are made from.
+      pushes: session and sequence number of each push, in the order of the sum.
+      weights: weight of each push.
+      staleness: number of updates since the oldest version among the pushes.
     """
 
     pushes: Annotated[tuple[PushId, ...], Meta(min_length=1, max_length=_MOST_PUSHES)]
@@ -207,7 +207,7 @@ class Apply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Discard(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A push that is not applied, and why."""
+    """A push that is not applied, with the reason."""
 
     session: Identity
     sequence: Count
@@ -215,30 +215,30 @@ class Discard(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class HandOut(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Hand parameters to a worker."""
+    """Every server sends its parameters to a worker."""
 
     session: Identity
     pull: Count
 
 
 class DropSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A worker has gone, or is silent: what is held for it is dropped."""
+    """A worker has left or is silent: servers drop its session and unsettled push."""
 
     session: Identity
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write a checkpoint."""
+    """Every server writes a checkpoint."""
 
 
 class KeepCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All servers have the checkpoint with this count: older ones may be dropped."""
+    """All servers have the checkpoint with this count, and can drop older ones."""
 
     count: Count
 
 
 class Restore(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Begin a new epoch at a checkpoint; the first entry of every log."""
+    """A new epoch begins at a checkpoint; the first entry of every log."""
 
     version: Version
 
@@ -260,19 +260,19 @@ LogEntry = (
 
 
 class FollowerStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Where another server than 0 is.
+    """Status of a server other than server 0.
 
     Attributes:
-      server: its number.
-      incarnation: random, of this process.
-      leader: the incarnation of the server 0 whose log it follows; b"" for none.
-      epoch: the highest that it knows.
-      next_index: of the log, the entry that it waits for.
-      checkpoints: their counts; 0 stands for the parameters it was given, where it may
-        begin with them.
-      held: session and sequence number of the parts that are not settled.
-      is_stopping: whether it was told to end, and wants a checkpoint before.
-      runs: in which log each of `checkpoints` was written; (): it does not say.
+      server: index of the server.
+      incarnation: random bytes that identify the process.
+      leader: incarnation of the server 0 whose log it follows; b"" for none.
+      epoch: the highest epoch that it knows.
+      next_index: log index of the entry that it executes next.
+      checkpoints: update counts of its checkpoints; 0 stands for the initial
+        parameters, if it can begin with them.
+      held: session and sequence number of each unsettled push that it holds.
+      is_stopping: whether it was told to end, and needs a checkpoint first.
+      runs: the run that wrote each of `checkpoints`; (): unknown.
     """
 
     server: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -289,7 +289,7 @@ class FollowerStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LeaderLog(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Entries that every server executes in this order."""
+    """Entries of the log, in the order in which every server executes them."""
 
     leader: Identity
     epoch: Count
@@ -310,11 +310,11 @@ to_follower = msgspec.msgpack.Decoder(ToFollower)
 
 
 class MessageError(Exception):
-    """A received message is malformed; the text goes on after "it "."""
+    """A received message is malformed or impossible; the text continues "it "."""
 
 
 class RefusedError(Exception):
-    """The other side refuses this process, and says why."""
+    """The other side refuses this process; the text has the reason."""
 
 
 def encode(message: ToServer | ToWorker | ToFollower) -> bytes:
@@ -331,11 +331,11 @@ def decode(frame: memoryview | bytes, decoder: msgspec.msgpack.Decoder):
     """Returns the message of a first frame.
 
     Raises:
-      MessageError: it is none.
-      RefusedError: it is a refusal.
+      MessageError: the frame is not a message of this version.
+      RefusedError: the frame is a refusal.
     """
     if len(frame) < 2:
-        raise MessageError("sent what is too short for a message")
+        raise MessageError("sent a frame that is too short for a message")
     if frame[1] == REFUSED:
         text = bytes(frame[2 : 2 + 4 * _MOST_REFUSAL]).decode(errors="replace")
         lines = text[:_MOST_REFUSAL].split("\n")
@@ -348,4 +348,4 @@ def decode(frame: memoryview | bytes, decoder: msgspec.msgpack.Decoder):
     try:
         return wire.decode_with(decoder.decode, frame[2:])
     except wire.DecodeError as error:
-        raise MessageError(f"sent what is no message: {error}") from None
+        raise MessageError(f"sent a malformed message: {error}") from None

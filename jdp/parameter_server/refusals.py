@@ -1,4 +1,4 @@
-"""Refusals: messages of peers with the keys that make no sense, and other workers."""
+"""Refusals: how are refused messages and workers counted and logged?"""
 
 import logging
 import time
@@ -6,46 +6,46 @@ import time
 from jdp.replicas import wire
 
 _LOG_PERIOD_S = 5.0
-_MOST_WORKERS = 4096  # whose last line is remembered.
+_MOST_WORKERS = 4096  # whose last log line is remembered.
 _logger = logging.getLogger("jdp")
 
 
 class PeerRefusals:
-    """Counts them, with a log that they cannot flood."""
+    """Counter of refusals, with log lines that peers cannot flood."""
 
-    def __init__(self, who: str):
-        """Begins with none.
+    def __init__(self, name: str):
+        """Counts from 0.
 
         Args:
-          who: refuses them; the log begins with it.
+          name: the process that refuses; log lines begin with it.
         """
         self.count = 0
-        self._who = who
+        self._name = name
         self._messages, self._workers = _Throttle(), _Throttle()
         self._come_at_s: dict[int, float] = {}  # by worker.
 
     def note(self, reason: str) -> None:
-        """Counts one, and logs it unless another was logged a moment ago.
+        """Counts a refused message; logs it unless the last line is recent.
 
         Args:
-          reason: goes on after "it ".
+          reason: continues "it ".
         """
         self.count += 1
         if num := self._messages.take():
             _logger.warning(
                 "%s has refused messages of peers that have the keys of this job: %d; "
-                "of the last one, it %s.",
-                self._who,
+                "the last peer %s.",
+                self._name,
                 num,
                 wire.printable(reason),
             )
 
     def note_worker(self, worker: int, text: str) -> None:
-        """Counts a worker that may not join, and logs it as `note` does.
+        """Counts a refused worker; logs it unless the last line is recent.
 
         Args:
-          worker: its number.
-          text: why, in printable characters.
+          worker: index of the worker.
+          text: the reason, in printable characters.
         """
         self.count += 1
         if num := self._workers.take():
@@ -53,7 +53,7 @@ class PeerRefusals:
             _logger.warning("Worker %d is refused: %s%s", worker, text, more)
 
     def note_come(self, worker: int) -> None:
-        """Logs that a worker has come, unless it came a moment ago too."""
+        """Logs that a worker has come, unless it also came a moment ago."""
         now_s = time.monotonic()
         if now_s < self._come_at_s.pop(worker, float("-inf")) + _LOG_PERIOD_S:
             self._come_at_s[worker] = now_s
@@ -72,7 +72,7 @@ class _Throttle:
         self._quiet_until_s = float("-inf")
 
     def take(self) -> int:
-        """Returns how many events the line is for; 0: there is none to be written."""
+        """Returns the number of events to log now; 0: log nothing."""
         self._num += 1
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:

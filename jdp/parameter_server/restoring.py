@@ -1,4 +1,4 @@
-"""Restoring: what do servers go back to, and what does an entry of the log settle?"""
+"""Restoring: which checkpoint do servers return to, and what does an entry settle?"""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,13 +25,13 @@ def find_common(
     """Returns the count of the newest checkpoint that all servers have.
 
     Args:
-      own: counts of the checkpoints of server 0. 0 stands for the parameters that
-        servers are given, which they may begin with where it is among them.
-      followers: of each other server, what it has said last.
-      runs: of each of `own`, in which log it was written; (): not known.
+      own: counts of the checkpoints of server 0. 0 stands for the initial parameters,
+        if server 0 can begin with them.
+      followers: the newest status of each other server.
+      runs: the run that wrote each of `own`; (): unknown.
 
     Raises:
-      NoCheckpointError: there is none.
+      NoCheckpointError: there is no such checkpoint.
     """
     has = {0: tuple(own), **{i: f.checkpoints for i, f in sorted(followers.items())}}
     common = set(own).intersection(*map(set, has.values()))
@@ -40,7 +40,7 @@ def find_common(
         dict(zip(f.checkpoints, f.runs or [b""] * len(f.checkpoints), strict=True))
         for f in followers.values()
     ]
-    # One number is one checkpoint only where all wrote it by one log.
+    # Equal counts are one checkpoint only if all servers wrote it in one run.
     mixed = {c for c in common if len({of[c] for of in said}) > 1}
     if common - mixed:
         return max(common - mixed)
@@ -50,19 +50,19 @@ def find_common(
     )
     if mixed:
         found += (
-            f". Those of update {', '.join(map(str, sorted(mixed)))} are of different "
-            "runs, and do not fit together"
+            f". The checkpoints of update {', '.join(map(str, sorted(mixed)))} are "
+            "from different runs, and do not fit together"
         )
     raise NoCheckpointError(
         "No checkpoint is left that all servers have, by number of updates (0: the "
-        f"parameters that it was given): {found}. The log says which were refused, and "
-        "why; they are kept as `refused-...`. Put a copy of `updates-...` back on the "
-        "servers that lack it, or give an empty `checkpoint_dir` to begin anew."
+        f"initial parameters): {found}. The log names the refused ones, with reasons; "
+        "they are kept as `refused-...`. Put a copy of `updates-...` back on the "
+        "servers that lack it, or give an empty `checkpoint_dir` to begin again."
     )
 
 
 def settle(version: Version, entry: LogEntry) -> tuple[Version, dict[bytes, Settled]]:
-    """Returns the version after an entry, and the pushes that it settles."""
+    """Returns the version after an entry, and the pushes that the entry settles."""
     match entry:
         case Restore():
             return entry.version, {}

@@ -1,4 +1,4 @@
-"""Saving: the state of a server goes to its checkpoints, and comes back from them."""
+"""Saving: how does a server write its state to checkpoints, and restore it?"""
 
 import logging
 
@@ -10,14 +10,13 @@ _logger = logging.getLogger("jdp")
 
 
 class Saver:
-    """The parameters of one server, and where they are written, if anywhere."""
+    """Parameters of one server, and its checkpoints, if there is a folder for them."""
 
     def __init__(self, server: int, updater: Updater, checkpoints: Checkpoints | None):
-        """Begins with what the server finds."""
         self._server, self._updater, self._checkpoints = server, updater, checkpoints
         if checkpoints is not None:
             checkpoints.set_state(updater.describe())
-        # The newest version that was to be written, whether or not it could be.
+        # The newest version of which a checkpoint was requested, written or not.
         self.asked = Version()
 
     @property
@@ -26,49 +25,49 @@ class Saver:
         return self._checkpoints is not None
 
     def find_counts(self) -> tuple[int, ...]:
-        """Returns the counts of the versions that this server can begin with."""
+        """Returns the update counts that this server can begin with."""
         return (0,) if self._checkpoints is None else self._checkpoints.find_counts()
 
     def find_runs(self) -> tuple[bytes, ...]:
-        """Returns the run of each of `find_counts`; b"" for the given parameters."""
+        """Returns the run of each of `find_counts`; b"" for the initial parameters."""
         return (b"",) if self._checkpoints is None else self._checkpoints.find_runs()
 
     def find_epoch(self) -> int:
-        """Returns the highest epoch that there was before this process."""
+        """Returns the highest epoch before this process."""
         return 0 if self._checkpoints is None else self._checkpoints.last.epoch
 
     def note(self, version: Version) -> None:
-        """Notes that the parameters have this version now."""
+        """Notes the current version of the parameters."""
         if self._checkpoints is not None:
             self._checkpoints.note(version)
 
     def keep(self, count: int) -> None:
-        """Takes note that all servers have the checkpoint with this count."""
+        """Notes that all servers have the checkpoint with this count."""
         if self._checkpoints is not None:
             self._checkpoints.keep(count)
 
     def read_attendance(self) -> bytes:
-        """Returns what `note_attendance` was given before this process began."""
+        """Returns the data of the last `note_attendance` before this process."""
         return b"" if self._checkpoints is None else self._checkpoints.read_attendance()
 
     def note_attendance(self, data: bytes) -> None:
-        """Writes down which workers have come and left; b"": that the job is over."""
+        """Stores which workers have come and left; b"": the job is over."""
         if self._checkpoints is not None:
             self._checkpoints.note_attendance(data)
 
     def has_saved(self, version: Version) -> bool:
-        """Whether there is nothing left to write up to this version."""
+        """Whether a checkpoint of this version was requested, or there is no folder."""
         return self._checkpoints is None or self.asked >= version
 
     def save(
         self, version: Version, settled: dict[bytes, Settled], leader: bytes
     ) -> bool:
-        """Writes a checkpoint; returns whether there is one more.
+        """Writes a checkpoint; returns whether it was written.
 
         Args:
-          version: of the parameters.
-          settled: see `checkpoint_files.write`.
-          leader: the server 0 that let it be written; with the epoch, the run.
+          version: version of the parameters.
+          settled: the last settled push of each session.
+          leader: incarnation of server 0; together with the epoch, it names the run.
         """
         self.asked = version
         if self._checkpoints is None:
@@ -77,23 +76,24 @@ class Saver:
         return self._checkpoints.save(version, self._updater.save(), settled, run)
 
     def restore(self, version: Version, before: Version) -> dict[bytes, Settled] | None:
-        """Goes back to a version.
+        """Returns to a version.
 
         Args:
-          version: the first of an epoch; its count is that of a checkpoint, or 0.
-          before: the version of the parameters.
+          version: the first version of an epoch; its count is the count of a
+            checkpoint, or 0.
+          before: the current version of the parameters.
 
         Returns:
-          What the checkpoint has of pushes; None if it is not here, or is not what
-          was written: then the parameters are as they were.
+          The settled pushes of the checkpoint. None if it is missing or damaged; the
+          parameters then stay as they are.
 
         Raises:
-          RuntimeError: it is that of other parameters.
+          RuntimeError: the checkpoint belongs to other parameters.
         """
         settled: dict[bytes, Settled] = {}
         checkpoints = self._checkpoints
         if version.count and checkpoints is not None:
-            # Server 0 may have heard of it just before it was dropped.
+            # It may have been dropped after server 0 heard of it.
             is_here = version.count in checkpoints.find_counts()
             found = checkpoints.load(version.count) if is_here else None
             if found is None:
@@ -114,7 +114,7 @@ class Saver:
         return settled
 
     def close(self) -> None:
-        """Ends."""
+        """Closes the folder."""
         if self._checkpoints is not None:
             self._checkpoints.close()
 
@@ -124,7 +124,7 @@ class Saver:
             self._server,
             f"the checkpoint of update {version.count}"
             if version.count
-            else "the parameters that it was given",
+            else "the initial parameters",
             max(before.count, version.count),
             max(0, before.count - version.count),
         )

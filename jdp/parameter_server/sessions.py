@@ -1,4 +1,4 @@
-"""Sessions: the workers of one server, and how each is reached."""
+"""Sessions: which workers does a server serve, and how does it reach them?"""
 
 import dataclasses
 import time
@@ -16,7 +16,7 @@ _TICK_S = 0.1
 
 @dataclasses.dataclass
 class WorkerSession:
-    """A worker that has said hello."""
+    """A worker that takes part."""
 
     route: bytes
     worker: int
@@ -24,27 +24,27 @@ class WorkerSession:
 
 
 class WorkerSessions:
-    """Those that take part, and where others are that hear how it ends."""
+    """Workers that take part, and routes to others that must hear of the end."""
 
     def __init__(self, socket: ServerSocket):
-        """Begins without any."""
         self._socket = socket
         self._of_name: dict[bytes, WorkerSession] = {}
-        self._outside: dict[bytes, None] = {}  # routes: not let in, or left out.
+        self._outside: dict[
+            bytes, None
+        ] = {}  # routes of workers that do not take part.
 
     def __len__(self) -> int:
-        """Returns the number of those that take part."""
         return len(self._of_name)
 
     def get(self, name: bytes) -> WorkerSession | None:
-        """Returns one that takes part."""
+        """Returns the session of a worker that takes part, if any."""
         return self._of_name.get(name)
 
     def add(self, name: bytes, session: WorkerSession) -> None:
-        """Lets one take part.
+        """Lets a worker take part.
 
         Raises:
-          MessageError: there are too many.
+          MessageError: there are too many workers.
         """
         if name not in self._of_name and len(self._of_name) >= MOST_SESSIONS:
             raise messages.MessageError(f"is one worker more than {MOST_SESSIONS}")
@@ -52,35 +52,35 @@ class WorkerSessions:
         self._outside.pop(session.route, None)
 
     def remove(self, name: bytes) -> None:
-        """Leaves one out, if it takes part."""
+        """Leaves a worker out, if it takes part."""
         if (session := self._of_name.pop(name, None)) is not None:
             self.note_outside(session.route)
 
     def clear(self) -> None:
-        """Leaves all out, until they say hello again."""
+        """Leaves all workers out, until they say hello again."""
         for name in list(self._of_name):
             self.remove(name)
 
     def note_outside(self, route: bytes) -> None:
-        """Remembers where one is that does not take part."""
+        """Remembers the route of a worker that does not take part."""
         self._outside[route] = None
         if len(self._outside) > MOST_SESSIONS:
             del self._outside[next(iter(self._outside))]
 
     def send(self, session: WorkerSession, message: Any, payload: Any = None) -> None:
-        """Sends to one that takes part."""
+        """Sends a message to a worker that takes part."""
         self._socket.send(session.route, messages.encode(message), payload)
 
     def tell_all(self, message: Any) -> None:
-        """Sends to all, also to those outside."""
+        """Sends a message to all workers, whether or not they take part."""
         routes = [session.route for session in self._of_name.values()]
         for route in dict.fromkeys([*routes, *self._outside]):
             self._socket.send(route, messages.encode(message))
 
     def tell_failure(self, text: str) -> None:
-        """Tells all why the server fails, also those that ask within a moment."""
+        """Tells all workers why the server fails, late ones included."""
         self.tell_all(Failed(text))
-        # A worker forgets what it has not read when the connection ends.
+        # Unread messages are lost when the connection ends.
         deadline_s = time.monotonic() + _FAREWELL_S
         while time.monotonic() < deadline_s:
             self._socket.poll(_TICK_S)

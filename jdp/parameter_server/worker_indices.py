@@ -1,16 +1,16 @@
-"""Worker numbers: does another process have a number already, or did it come back?
+"""Worker indices: is a second process a mistake, or a worker that came back?
 
-A worker that was killed and started again has its old number and a new session, and so
-has a second process that was given the same number by mistake. The second one waits: if
-the first one says something meanwhile, it lives, and the second one is refused. If the
-first one is silent for half a lease, the second one takes its place.
+A worker that was killed and started again has its old index and a new session. So has a
+second process that was given the same index by mistake. The second process waits. If
+the first one sends a message meanwhile, it is alive, and the second one is refused. If
+the first one is silent for half a lease, the second one takes its place.
 """
 
 import dataclasses
 
-_LONGEST_GRACE_S = 0.5  # for what a process said before it was killed.
-_GRACES_A_LEASE = 8
-_NUM_PROOFS = 2  # messages that show that a process lives.
+_LONGEST_GRACE_S = 0.5  # for messages that a process sent before it was killed.
+_GRACES_PER_LEASE = 8
+_NUM_PROOFS = 2  # messages that prove that a process is alive.
 _MOST_REFUSED = 1024
 
 
@@ -25,21 +25,21 @@ class _Rival:
 @dataclasses.dataclass
 class _Holder:
     session: bytes
-    process: str  # where it runs, as text.
+    process: str  # host and process, as text.
     heard_s: float
     rival: _Rival | None = None
 
 
 class WorkerIndices:
-    """Which session has which number; without clocks and sockets."""
+    """Sessions by worker index; without clocks and sockets."""
 
     def __init__(self, lease_s: float):
-        """Begins without any.
+        """Begins without workers.
 
         Args:
-          lease_s: after how many seconds of silence a worker is left out.
+          lease_s: seconds of silence after which a worker is left out.
         """
-        self._grace_s = min(_LONGEST_GRACE_S, lease_s / _GRACES_A_LEASE)
+        self._grace_s = min(_LONGEST_GRACE_S, lease_s / _GRACES_PER_LEASE)
         self._takeover_s = lease_s / 2
         self._holders: dict[int, _Holder] = {}
         self._objections: dict[bytes, str] = {}  # by session, not told yet.
@@ -47,10 +47,10 @@ class WorkerIndices:
     def take(
         self, worker: int, session: bytes, process: str, *, now_s: float
     ) -> tuple[bool, bytes | None]:
-        """A session wants a number, maybe again.
+        """Asks for an index for a session, perhaps again.
 
         Returns:
-          Whether it has the number now, and the session that has lost it thereby.
+          Whether the session has the index now, and the session that lost it.
         """
         holder = self._holders.get(worker)
         lost = None
@@ -70,7 +70,7 @@ class WorkerIndices:
         return True, lost
 
     def hear(self, worker: int, session: bytes, *, now_s: float) -> None:
-        """The session that has a number said something."""
+        """Notes a message of a session that has an index."""
         holder = self._holders.get(worker)
         if holder is None or holder.session != session:
             return
@@ -79,17 +79,17 @@ class WorkerIndices:
             holder.rival.num_proofs += 1
 
     def release(self, worker: int, session: bytes) -> None:
-        """A session gives its number back, by a goodbye or by silence."""
+        """Frees the index of a session, after a goodbye or silence."""
         holder = self._holders.get(worker)
         if holder is None or holder.session != session:
             return
         del self._holders[worker]
-        # One that says goodbye lives; the other one is no comeback of it.
+        # A process that says goodbye is alive: its rival is another process.
         if holder.rival is not None and holder.rival.num_proofs:
             self._object(worker, holder, holder.rival)
 
     def clear(self) -> None:
-        """All numbers are free."""
+        """Frees all indices."""
         self._holders.clear()
 
     def pop_objection(self, session: bytes) -> str:
@@ -103,9 +103,8 @@ class WorkerIndices:
         while len(self._objections) >= _MOST_REFUSED:
             del self._objections[next(iter(self._objections))]
         self._objections[rival.session] = (
-            f"Worker number {worker} is taken: {holder.process or 'another process'} "
-            f"has it and lives, and {rival.process or 'this process'} says that it is "
-            "worker "
-            f"{worker} too. Give each worker a number of its own: `jdp launch --first` "
-            "on every host but the first, or another `index` of `Place`."
+            f"Worker index {worker} is taken: {holder.process or 'another process'} "
+            f"has it and is alive, and {rival.process or 'this process'} uses it too. "
+            "Give each worker an index of its own: `jdp launch --first` on every host "
+            "but the first, or another `index` of `Place`."
         )

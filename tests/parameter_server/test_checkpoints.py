@@ -368,7 +368,7 @@ def test_checkpoints_of_different_runs_are_never_one():
 
     common = restoring.find_common((5, 10), follow((5, 10), (b"a", b"b")), (b"a", b"a"))
     assert common == 5
-    with pytest.raises(NoCheckpointError, match="Those of update 5, 10 are of differ"):
+    with pytest.raises(NoCheckpointError, match="checkpoints of update 5, 10 are from"):
         restoring.find_common((5, 10), follow((5, 10), (b"b", b"b")), (b"a", b"a"))
 
 

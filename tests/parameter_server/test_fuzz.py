@@ -31,7 +31,7 @@ def test_bombs_are_no_messages(data):
     head = bytes((messages.VERSION, messages.MESSAGE))
     decoders = (messages.to_server, messages.to_worker, messages.to_follower)
     for decoder in decoders:
-        with pytest.raises(messages.MessageError, match="sent what is no message"):
+        with pytest.raises(messages.MessageError, match="sent a malformed message"):
             messages.decode(head + data, decoder)
 
 
@@ -139,7 +139,7 @@ GOOD = bytes(fuzz.LAYOUT.num_bytes)
 @pytest.mark.parametrize(
     "message,payload,reason",
     [
-        (PUSH, bytes(64 + len(GOOD)), "pushed 128 bytes, and 64 are of this model"),
+        (PUSH, bytes(64 + len(GOOD)), "pushed 128 bytes instead of 64"),
         (PUSH, bytes(1), "pushed 1 bytes"),
         (PUSH, None, "pushed 0 bytes"),
         (

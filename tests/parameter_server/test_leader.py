@@ -176,7 +176,7 @@ def test_of_two_processes_with_one_number_the_second_is_refused(seed):
         assert indices.take(3, b"a", "process 1", now_s=now_s) == (True, None)
         if text := indices.pop_objection(b"b"):
             refused_s = now_s
-            assert "process 1 has it and lives, and process 2 says" in text
+            assert "process 1 has it and is alive, and process 2 uses" in text
         indices.hear(3, b"a", now_s=now_s)
     assert refused_s is not None and refused_s < 5.0
 
@@ -205,7 +205,7 @@ def test_one_that_says_goodbye_while_another_waits_for_its_number_has_lived():
     indices.take(3, b"b", "", now_s=1.0)
     indices.hear(3, b"a", now_s=2.0)
     indices.release(3, b"a")
-    assert "Worker number 3 is taken" in indices.pop_objection(b"b")
+    assert "Worker index 3 is taken" in indices.pop_objection(b"b")
 
 
 def test_a_first_round_waits_for_different_workers():

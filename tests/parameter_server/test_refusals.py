@@ -86,14 +86,14 @@ def test_a_worker_is_refused_where_the_servers_have_lost_what_it_has_seen(
     text = admission.find_objection(hello, own, version)
     # With checkpoints, update 80 was said to be lost, and training goes on.
     is_lost = known > version or (known == Version(1, 80) and not has_checkpoints)
-    assert is_lost == ("they began anew without a checkpoint" in text)
+    assert is_lost == ("they started again without a checkpoint" in text)
 
 
 def test_a_worker_that_calls_nan_finite_is_refused(tmp_path, monkeypatch):
     with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0)) as own, own.worker() as worker:
         worker.pull()
         monkeypatch.setattr(worker._packer, "pack", _pack_nan)
-        with pytest.raises(RuntimeError, match="says that a gradient is finite, and"):
+        with pytest.raises(RuntimeError, match="claims that a gradient is finite, but"):
             worker.push(PARAMS)
             worker.flush()
         worker.close()
@@ -688,7 +688,7 @@ def test_a_number_that_two_workers_have_is_refused_by_name(tmp_path, caplog):
         options=parameter_server.ServerOptions(lease_s=4.0, start_timeout_s=0.5),
     ) as own:
         process = rf"process {os.getpid()} on {re.escape(socket.gethostname())}"
-        text = rf"number 0 is taken: {process} has it and lives, and {process} says"
+        text = rf"index 0 is taken: {process} has it and is alive, and {process} uses"
         with own.worker() as worker:
             with pytest.raises(RuntimeError, match=text + ".*--first"):
                 own.worker()
@@ -698,7 +698,7 @@ def test_a_number_that_two_workers_have_is_refused_by_name(tmp_path, caplog):
         own.threads[0].join(20.0)
         assert not own.threads[0].is_alive()
     assert re.search("Worker 0 is refused: .*" + text, caplog.text)
-    assert "1 of 2 workers have never come, where others had the" in caplog.text
+    assert "1 of 2 workers have never come, and others had the same" in caplog.text
     assert "Connections dropped" not in caplog.text
 
 
@@ -709,7 +709,9 @@ def test_a_number_that_no_worker_has_is_refused(tmp_path):
         )
     with ThreadJob(tmp_path, PARAMS, optax.sgd(1.0), num_workers=2) as own:
         own.num_workers = None  # The worker does not know.
-        with pytest.raises(RuntimeError, match="7 is none of .* workers 0 to 1.*Place"):
+        with pytest.raises(
+            RuntimeError, match="7 is out of range.* workers 0 to 1.*Place"
+        ):
             own.worker(7)
 
 
