@@ -32,7 +32,9 @@ _LANE_OFFER = datagram_link._Offer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
 MESSAGES = {
     "meeting.MeetingRecord": meeting.MeetingRecord("a topic", b"body", "why"),
     "meeting.MeetingOutcome": meeting.MeetingOutcome(b"body", "why"),
-    "shared_segment._Offer": shared_segment._Offer(_PEER, "/proc/7/fd/3", b"t" * 16),
+    "shared_segment.SegmentOffer": shared_segment.SegmentOffer(
+        _PEER, "/proc/7/fd/3", b"t" * 16
+    ),
     "shared_segment.Peer": _PEER,
     "a list of shared_segment.Peer": [_PEER, _PEER],
     "rendezvous._Offer": _OFFER,
@@ -55,7 +57,10 @@ MESSAGES = {
     "comparison digests": [b"d" * 16, b"e" * 16],
     "comparison array": ("float32[2]", 0),
     "comparison block": 3,
-    "comparison._Array": [comparison._Array("float32[2]", b"d" * 16, True)] * 2,
+    "comparison._CapturedArray": [
+        comparison._CapturedArray("float32[2]", b"d" * 16, True)
+    ]
+    * 2,
     "differences.Details": differences.Details([("a", "f")], zlib.compress(b"a b")),
     "a list of gpu_topology.Facts": [gpu_topology.Facts(platform="cpu", host="a")] * 2,
 }
@@ -69,7 +74,7 @@ KINDS = {
     "endpoints of a link": tuple[str, str],
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
-    "comparison._Array": list[comparison._Array],
+    "comparison._CapturedArray": list[comparison._CapturedArray],
     "a list of gpu_topology.Facts": list[gpu_topology.Facts],
 }
 _ODD = (
@@ -171,7 +176,7 @@ def _try(decode, *args, **kwargs):
         return None
 
 
-def _open(offer: shared_segment._Offer) -> None:
+def _open(offer: shared_segment.SegmentOffer) -> None:
     """No path that is not memory of this user is opened, and none raises."""
     mapped, error = shared_segment._open(8192, offer, 0)
     assert mapped is None and error is not None
@@ -215,7 +220,7 @@ def _show_end(data: bytes, found: endings.Exit) -> None:
 NEXT = {
     "datagram_link._Offer": lambda data, found: _try(datagram_link._decode_offer, data),
     "endpoints of a link": lambda data, found: _try(rendezvous._check_endpoints, found),
-    "shared_segment._Offer": lambda data, found: _open(found),
+    "shared_segment.SegmentOffer": lambda data, found: _open(found),
     "gpu_topology.Facts": lambda data, found: gpu_topology.combine([found] * 2),
     "a list of gpu_topology.Facts": lambda data, found: _combine(data),
     "measurement.Seconds": lambda data, found: _try(measurement.make_links, found, 4),

@@ -19,7 +19,7 @@ from jdp.types import PyTree
 
 _MAX_ARRAYS = 10_000
 _BLOCK_BYTES = 1 << 16  # a difference is narrowed down to one block.
-_MAX_DETAIL_BYTES = 1 << 21  # a key-value store is no place for more.
+_MAX_DETAIL_BYTES = 1 << 21  # the most that is put into the key-value store.
 _SAME_JDP = "Install the same jdp in every process."
 _SAME_VALUES = (
     " Give all processes the same, such as with `jdp.replicate(world, tree)`, or look "
@@ -28,13 +28,13 @@ _SAME_VALUES = (
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where process `process` differs from process 0; nowhere if it is -1."""
+    """First difference between `process` and process 0; -1 where they agree."""
 
     process: int = -1
     index: int = -1
 
 
-class _Array(msgspec.Struct, frozen=True):
+class _CapturedArray(msgspec.Struct, frozen=True):
     """Description of an array that the program of one process holds."""
 
     spec: str
@@ -134,7 +134,7 @@ def compare_described(
 
 
 def _first_difference(world: World, topic: str, digests: Sequence[bytes]) -> Difference:
-    """Finds the lowest index at which a process' digests are not those of process 0."""
+    """Finds the lowest index at which a process has another digest than process 0."""
 
     def decide(bodies: list[bytes]) -> bytes:
         lists = [
@@ -179,7 +179,7 @@ def _explain(
     text: str,
     explain: Callable[[differences.Details, differences.Details, int], str],
 ) -> str:
-    """Says in words how `process` differs from process 0."""
+    """Explains how `process` differs from process 0."""
     details = differences.Details(leaves, zlib.compress(text.encode(), level=1))
     body = msgspec.msgpack.encode(details)
     if len(body) > _MAX_DETAIL_BYTES:
@@ -202,14 +202,14 @@ def _explain(
 def _name_element(
     world: World, topic: str, array: np.ndarray | None, process: int
 ) -> str:
-    """Says which element of an array is the first that `process` has otherwise.
+    """Names the first element of an array that differs on `process`.
 
     Args:
       world: the processes.
       topic: what they are doing, for errors.
-      array: of the same dtype and shape on process 0 and `process`; is not read on
-        others.
-      process: has other bits in it than process 0.
+      array: of the same dtype and shape on process 0 and `process`; the other
+        processes do not read it.
+      process: the process whose array has other bits than on process 0.
     """
     is_asked = world.process_index in (0, process) and array is not None
     data = b"" if array is None or not is_asked else as_bytes(array)
@@ -251,16 +251,16 @@ def _name_element(
 
 
 def _explain_arrays(world: World, topic: str, process: int, found_here: Found) -> str:
-    """Names the first captured array that `process` has otherwise than process 0."""
+    """Names the first captured array that differs on `process`."""
     arrays = [
-        _Array(x.spec, x.digest, x.value is not None)
+        _CapturedArray(x.spec, x.digest, x.value is not None)
         for x in found_here.arrays[:_MAX_ARRAYS]
     ]
 
     def decide(bodies: list[bytes]) -> bytes:
         what = "The captured arrays of process {}"
         ours, theirs = (
-            wire.decode(bodies[p], list[_Array], what=what.format(p))
+            wire.decode(bodies[p], list[_CapturedArray], what=what.format(p))
             for p in (0, process)
         )
         # One may be the beginning of the other.
@@ -300,8 +300,8 @@ def describe_leaves(
 
     Args:
       arguments: trees, by name.
-      shows_weak_type: whether a leaf of weak type is described as such. JAX traces it
-        apart from others, though the text of the program is the same.
+      shows_weak_type: whether to mark leaves of weak type. JAX traces them apart from
+        others, though the text of the program is the same.
     """
     described = []
     for name, tree in arguments.items():
@@ -319,7 +319,7 @@ def describe_leaves(
 
 
 def _local_copy(world: World, tree: PyTree, index: int, leaf: Any) -> np.ndarray:
-    """Copies a leaf to the host; its copies on the local devices must be equal."""
+    """Copies a leaf to the host; the copies on local devices must be equal."""
     if not isinstance(leaf, jax.Array):
         # A Python number has the dtype that JAX gives it, as in `describe_leaves`.
         return np.asarray(leaf) if hasattr(leaf, "dtype") else host_copy(leaf)

@@ -1,4 +1,4 @@
-"""Differences: words for what two processes do not have in common."""
+"""Differences: how is a difference between two processes explained?"""
 
 import zlib
 
@@ -7,8 +7,8 @@ import numpy as np
 
 from jdp.replicas import wire
 
-_BATCH = "batch"  # begins the names of arguments that are split over the processes.
-WEAK_TYPE = " with weak_type"  # behind dtype and shape of a leaf.
+_BATCH = "batch"  # prefix of the names of arguments that are split over the processes.
+WEAK_TYPE = " with weak_type"  # follows dtype and shape of a leaf.
 _MOST_TEXT_BYTES = 32 << 20  # of a program; one of 100,000 lines has 10 MB.
 
 
@@ -67,7 +67,7 @@ def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
 
 
 def _shapes_of(path: str) -> str:
-    """Says what the shape of a leaf is, where it is not what a process passed."""
+    """Notes that a shape is global, where a process passed only its own part."""
     return " (shapes over all processes)" if path.startswith(_BATCH) else ""
 
 
@@ -75,13 +75,13 @@ def unpack(data: bytes) -> str:
     """Returns the text that `zlib.compress` made `data` from.
 
     Raises:
-      Malformed: it is no such text, or longer than any program should be.
+      Malformed: it is not such a text, or longer than any program should be.
     """
     unpacker = zlib.decompressobj()
     try:
         text = unpacker.decompress(data, _MOST_TEXT_BYTES).decode()
     except (zlib.error, UnicodeDecodeError):
-        raise wire.Malformed("A program is no compressed text.") from None
+        raise wire.Malformed("A program is not compressed text.") from None
     if not unpacker.eof:
         raise wire.Malformed(
             f"A program is cut off, or longer than {_MOST_TEXT_BYTES:,} bytes."
@@ -90,7 +90,7 @@ def unpack(data: bytes) -> str:
 
 
 def explain_places(ours: Details, theirs: Details, process: int) -> str:
-    """Names the first leaf that is placed on process 0 and not on `process`, or so."""
+    """Names the first leaf whose placement differs between process 0 and `process`."""
     if not ours.program or not theirs.program:
         return "The processes do not have the same leaves on all replicas."
     our_lines, their_lines = (unpack(d.program).split("\n") for d in (ours, theirs))
@@ -132,7 +132,7 @@ def explain_programs(ours: Details, theirs: Details, process: int) -> str:
 
 
 def explain_captured(text: str) -> str:
-    """Says what to do about a captured array, which `text` describes."""
+    """Advises on a captured array that differs, as `text` describes."""
     return (
         "An array that the program captures, from outside of the function that is "
         f"traced, is not the same on all processes: {text} Each process would compute "

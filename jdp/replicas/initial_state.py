@@ -21,7 +21,7 @@ from jdp.types import AxisName, PyTree
 
 _ADVICE = (
     "\nA state is made by the same program on all processes, with the same "
-    "hyperparameters and seeds. Give each process those of process 0."
+    "hyperparameters and seeds. Give all processes the same as process 0."
 )
 
 
@@ -33,7 +33,7 @@ def init_on_replicas(
 ) -> PyTree:
     """Makes a state that has parts of the replicas' own.
 
-    Inside of a step it is `init(*args)`. Outside, every replica runs that, and every
+    Inside a step this is `init(*args)`. Outside, every replica runs that, and every
     process calls it: all get the arguments of process 0, as `jdp.replicate` gives them,
     and compare the program and the values that it captures.
 
@@ -41,7 +41,7 @@ def init_on_replicas(
       init: makes the state of one replica; it may use `axis_name`.
       *args: pytrees of host arrays, or of `jax.Array`s that are local or replicated.
       axis_name: the axis, or axes, over which replicas lie.
-      world: the replicas; None: what `jdp.init` made. Inside of a step it is not used.
+      world: the replicas; None: what `jdp.init` made. Not used inside a step.
 
     Returns:
       What `init` returns, its `PerReplica` parts split over the replicas, all others
@@ -61,7 +61,8 @@ def init_on_replicas(
     world = mesh.current_world() if world is None else world
     if mesh.as_axis_names(axis_name) != world.axis_names:
         raise ValueError(
-            f"`axis_name={axis_name!r}` is not that of the world, {world.axis_name!r}."
+            f"`axis_name={axis_name!r}` is not the axis of the world, "
+            f"{world.axis_name!r}."
         )
     topic = "making of a state on all replicas"
     if world.store is None:
@@ -99,12 +100,12 @@ def init_on_replicas(
 def copy_per_replica(
     tree: PyTree, *, axis_name: AxisName = "data", world: World | None = None
 ) -> PerReplica:
-    """Gives every replica a copy of its own, from which they may go apart.
+    """Gives every replica its own copy, which may diverge afterwards.
 
     Args:
       tree: pytree of arrays, the same on all replicas.
       axis_name: the axis, or axes, over which replicas lie.
-      world: the replicas; None: what `jdp.init` made. Inside of a step it is not used.
+      world: the replicas; None: what `jdp.init` made. Not used inside a step.
 
     Returns:
       The copies; outside of a step with a row for each replica. Every process calls
@@ -123,7 +124,7 @@ def copy_per_replica(
 
 
 def _on_all(world: World, leaf: Any, name: str) -> Any:
-    """An argument that a program of all replicas takes as replicated."""
+    """Returns an argument that a program of all replicas takes as replicated."""
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set == set(
         world.mesh.devices.flat
     ):
@@ -151,12 +152,12 @@ def _compare(world: World, fn: Callable[..., Any], args: PyTree, topic: str) -> 
 
 
 def _is_here(x: Any) -> bool:
-    """Whether this process has all of a value."""
+    """Returns whether this process holds the whole value."""
     return not isinstance(x, jax.Array) or x.is_fully_replicated
 
 
 def _constants(closed: Any) -> Iterator[Any]:
-    """The values in a program: numbers that it names, and arrays that it captures."""
+    """Yields the values in a program: literals, and the arrays that it captures."""
     if isinstance(closed, ClosedJaxpr):
         yield from closed.consts
         closed = closed.jaxpr

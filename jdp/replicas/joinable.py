@@ -1,4 +1,4 @@
-"""Join: what a process does for the others once its own input has ended."""
+"""Joinables: what does a process do for the others once its input has ended?"""
 
 import abc
 import difflib
@@ -11,24 +11,24 @@ from jdp.types import Device
 
 
 class JoinContext(Protocol):
-    """View of a `Joinable` of its `jdp.Join`."""
+    """Interface through which a `Joinable` sees its `jdp.Join`."""
 
-    is_enabled: bool  # False: every process has as many iterations.
+    is_enabled: bool  # False: all processes have the same number of iterations.
     last_joiner: int | None  # index of a process; known once all have joined.
 
     def notify(self, joinable: "Joinable") -> None:
-        """See `jdp.Join.notify_join_context`."""
+        """Tells the `Join` that an iteration begins; see `notify_join_context`."""
         ...
 
 
 class JoinHook:
-    """Actions of a process in place of an iteration, and after the last one of all.
+    """Actions in place of an iteration, and after the last iteration of all processes.
 
     Both do nothing unless they are overridden.
     """
 
     def main_hook(self) -> None:
-        """Stands in for one iteration: joins in the communication of the others.
+        """Stands in for one iteration: takes part in the communication of the others.
 
         Called while some process goes on, once for each of its iterations.
         """
@@ -37,8 +37,8 @@ class JoinHook:
         """Ends the loop on all processes; called once, when all have joined.
 
         Args:
-          is_last_joiner: whether this process had the most iterations, alone or with
-            others; if so its state is the newest.
+          is_last_joiner: whether no process had more iterations than this one; if so
+            its state is the newest.
         """
 
 
@@ -56,16 +56,16 @@ class Joinable(abc.ABC):
 
     @abc.abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook; `kwargs` are those of the `jdp.Join` that it takes."""
+        """Returns the hook; `kwargs`: those options of the `Join` that it takes."""
 
     @property
     @abc.abstractmethod
     def join_world(self) -> World:
-        """The processes that it communicates with."""
+        """World of the processes that it communicates with."""
 
     @property
     def join_device(self) -> Device:
-        """The first of this process' devices in `join_world`."""
+        """First device of this process in `join_world`."""
         return self.join_world.local_devices[0]
 
 
@@ -73,8 +73,8 @@ def as_list(joinables: Iterable[Joinable]) -> list[Joinable]:
     """Returns the joinables of a `jdp.Join`.
 
     Raises:
-      ValueError: there is none.
-      TypeError: it is no list, or one of them is no joinable.
+      ValueError: the list is empty.
+      TypeError: it is not a list, or an element is not a joinable.
     """
     if isinstance(joinables, Joinable) or not isinstance(joinables, Iterable):
         raise TypeError(
@@ -97,14 +97,14 @@ def common_world(joinables: Sequence[Joinable]) -> World:
     """Returns the world of all joinables.
 
     Raises:
-      ValueError: there are several.
+      ValueError: they belong to several worlds.
     """
     worlds = [joinable.join_world for joinable in joinables]
     for world in worlds[1:]:
         if world is not worlds[0] and world != worlds[0]:
             raise ValueError(
-                "`joinables` are of several worlds; those of one `Join` communicate "
-                "among the same processes."
+                "`joinables` belong to several worlds; all joinables of one `Join` "
+                "must communicate among the same processes."
             )
     return worlds[0]
 
@@ -143,13 +143,14 @@ def _options_of(joinable: Joinable) -> Collection[str] | None:
 
 
 def _explain_unknown(name: str, value: Any, known: set[str]) -> str:
-    """Says what an option may have been meant to be."""
+    """Suggests which option may have been meant."""
     names = sorted({*known, "enable", "throw_on_early_termination"})
     text = f"`jdp.Join` has no option `{name}`, and no joinable in it takes one."
     if name == "divide_by_initial_world_size" and "divide_by" in known:
         meant = "world" if value else "active"
         return (
-            f"{text} That of torch with the value {value!r} is `divide_by={meant!r}`."
+            f"{text} In jdp, the option of torch with the value {value!r} is "
+            f"`divide_by={meant!r}`."
         )
     near = difflib.get_close_matches(name, names, n=1)
     if near:

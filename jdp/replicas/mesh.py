@@ -1,4 +1,4 @@
-"""Mesh: the replicas of a job, and arrays laid out over them."""
+"""Mesh: which replicas does a job have, and how do arrays lie over them?"""
 
 import dataclasses
 import functools
@@ -31,43 +31,43 @@ _LARGE_BYTES = 1 << 16  # below, a copy of JAX's own costs less than aligned mem
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The replicas that train together; `jdp.init` makes it.
+    """Replicas that train together; `jdp.init` makes it.
 
     A replica is one device. Replicas are numbered in the order of `mesh.devices.flat`;
-    those of one process are next to each other.
+    the replicas of a process are consecutive.
     """
 
-    mesh: Mesh  # its only axes are `axis_name`'s.
-    axis_name: AxisName  # what collectives inside a step reduce over.
+    mesh: Mesh  # it has no axes but `axis_name`.
+    axis_name: AxisName  # the axis, or axes, that collectives in a step reduce over.
     process_index: int
     process_count: int
     timeout_s: float  # longest wait for another process on the host, in seconds.
     store: Store | None  # shared by the processes; None where there is only one.
-    host: str = "127.0.0.1"  # by which the processes reach process 0.
+    host: str = "127.0.0.1"  # address at which the processes reach process 0.
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The names of the mesh's axes."""
+        """Names of the axes of the mesh."""
         return as_axis_names(self.axis_name)
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of all processes together."""
+        """Number of replicas of all processes together."""
         return self.mesh.devices.size
 
     @property
     def num_local_replicas(self) -> int:
-        """Replicas of this process."""
+        """Number of replicas of this process."""
         return len(self.local_devices)
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process is the one that logs and saves: process 0."""
+        """Whether this is process 0, which logs and saves."""
         return self.process_index == 0
 
     @functools.cached_property
     def local_devices(self) -> tuple[Device, ...]:
-        """The devices of this process, in replica order."""
+        """Devices of this process, in the order of their replicas."""
         return tuple(
             device
             for device in self.mesh.devices.flat
@@ -86,13 +86,13 @@ class World:
 
 
 class _CurrentWorld:
-    """The world of this process; like `jax.distributed`, there is one."""
+    """World of this process; as with `jax.distributed`, there is only one."""
 
     world: World | None = None
 
 
 def set_current_world(world: World | None) -> None:
-    """Makes `world` the one that functions without a `world` use."""
+    """Makes `world` the default of functions that take a `world`."""
     _CurrentWorld.world = world
 
 
@@ -129,7 +129,7 @@ def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Returns one axis name, or several, as a tuple.
 
     Raises:
-      ValueError: there is none, one is no text, or one is there twice.
+      ValueError: there is no name, a name is not a string, or occurs twice.
     """
     if isinstance(axis_name, str):
         axis_name = (axis_name,)
@@ -144,7 +144,7 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number of replicas on an axis, or on several, while tracing.
 
     Raises:
-      ValueError: `axis_name` is no name, or not bound.
+      ValueError: `axis_name` is not a name, or is not bound.
     """
     names = as_axis_names(axis_name)
     try:
@@ -159,13 +159,13 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def is_bound(axis_name: AxisName) -> bool:
-    """Whether an axis, or all of several, is bound where this is traced."""
+    """Returns whether all given axes are bound where this is traced."""
     return set(as_axis_names(axis_name)) <= set(compat.bound_axis_names())
 
 
 def tracked_axes(axis_name: AxisName) -> frozenset[str]:
-    """The axes whose varying values JAX tracks by type here; empty if it does not."""
-    # One by one: of several, `lax.axis_index` computes, which takes 20 times as long.
+    """Returns the axes over which JAX tracks varying values by type here."""
+    # Per axis: for several at once, `lax.axis_index` takes 20 times as long.
     ranks = map(lax.axis_index, as_axis_names(axis_name))
     return frozenset[str]().union(*map(compat.varying_axes, ranks))
 
@@ -198,12 +198,13 @@ def make_mesh(
     """Lays `devices` out on one axis, or on a node axis and a data axis.
 
     Args:
-      devices: those of one process next to each other, those of one node too.
+      devices: grouped by node, and within a node by process.
       axis_name: one name, or a pair of names: across nodes, within a node.
       num_nodes: number of hosts; only used with a pair of names.
 
     Raises:
-      ValueError: not one or two names, or nodes with different numbers of devices.
+      ValueError: there are not one or two names, or the nodes have different numbers
+        of devices.
     """
     check_axis_name(axis_name)
     names = as_axis_names(axis_name)
@@ -220,7 +221,7 @@ def make_mesh(
 
 
 def global_batch(world: World, local_batch: PyTree) -> PyTree:
-    """Makes the global arrays of a step from what each process has loaded.
+    """Makes the global arrays of a step from the samples that each process has loaded.
 
     Every process calls it, each with its own samples and the same shapes; nothing is
     sent. Leaves that are already split over the replicas are returned as they are. Host
@@ -236,7 +237,7 @@ def global_batch(world: World, local_batch: PyTree) -> PyTree:
       replicas on dimension 0.
 
     Raises:
-      TypeError: a leaf is no array, or a value that JAX traces.
+      TypeError: a leaf is not an array, or is a traced value.
       ValueError: a leaf has no dimension 0, is empty, does not divide among the
         replicas of this process, or is a global array with another sharding.
     """
@@ -304,10 +305,11 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
 
 
 def as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
-    """Returns a leaf of a batch as an array of numpy.
+    """Returns a leaf of a batch as a NumPy array.
 
     Raises:
-      TypeError: it is no array, or one that JAX does not have; it is named.
+      TypeError: the leaf, which is named, is not an array, or has a dtype that JAX
+        lacks.
     """
     check_has_no_mask(leaf, _describe(tree, index))
     array = np.asarray(leaf)
@@ -325,11 +327,11 @@ def as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
 def own_copy(x: np.ndarray) -> np.ndarray:
     """Returns a copy of `x` in memory that no caller writes to.
 
-    JAX reads an array of numpy after `jax.device_put` has returned: on CPU it keeps
+    JAX reads a NumPy array after `jax.device_put` has returned: on CPU it keeps
     aligned memory as its own, whatever `may_alias` says, and copies other memory in a
     thread. A large copy is aligned, so that JAX keeps it and does not copy again: with
     100 MB on CPU 17 ms in place of 49 ms. Read-only arrays are copied too: a loader may
-    make them writeable again, and a view made before is.
+    make them writeable again, or hold a writeable view.
     """
     if x.nbytes < _LARGE_BYTES:
         return np.array(x)
@@ -341,7 +343,7 @@ def own_copy(x: np.ndarray) -> np.ndarray:
 
 
 def check_has_no_mask(leaf: object, name: str) -> None:
-    """Raises TypeError for a masked array of numpy, whose mask would be lost."""
+    """Raises TypeError for a masked NumPy array, whose mask would be lost."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array of numpy, and JAX knows no masks. Pass "
@@ -350,7 +352,7 @@ def check_has_no_mask(leaf: object, name: str) -> None:
 
 
 def check_has_known_dtype(leaf: object, name: str) -> None:
-    """Raises TypeError for an array of numpy in a dtype that JAX does not have."""
+    """Raises TypeError for a NumPy array in a dtype that JAX does not have."""
     if not isinstance(leaf, np.ndarray):
         return
     try:

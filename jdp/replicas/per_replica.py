@@ -1,4 +1,4 @@
-"""Per replica: the parts of a train state of which every replica has its own."""
+"""Per replica: which parts of a train state does every replica have for itself?"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from jdp.types import PyTree
 class PerReplica(NamedTuple):
     """A part of a train state that differs between the replicas.
 
-    What the optimizer state of a shard is, or a replica's own rounding errors. Inside
-    of a step `value` is what this replica has. Outside of it every array has one more
-    dimension in front, of length num_replicas, over which it is split: row i is that of
-    replica i. `jdp.data_parallel` takes it from one form to the other.
+    For example a shard of the optimizer state, or error-feedback residuals. Inside a
+    step, `value` belongs to this replica. Outside, every array has one more dimension
+    in front, of length num_replicas, over which it is split: row i belongs to replica
+    i. `jdp.data_parallel` converts between the two forms.
 
     Attributes:
       value: pytree of arrays.
@@ -27,18 +27,18 @@ class PerReplica(NamedTuple):
 
 
 def specs(tree: PyTree, axis_names: tuple[str, ...]) -> list[PartitionSpec]:
-    """Returns how each leaf of a state, outside of a step, lies over the replicas."""
+    """Returns the partition of each leaf of a state outside a step."""
     kinds = PartitionSpec(), PartitionSpec(axis_names)
     return [kinds[is_own] for is_own in are_own(tree)]
 
 
 def enter(tree: PyTree) -> PyTree:
-    """Takes a state from the form outside of a step to that of one replica."""
+    """Converts a state from its form outside a step to its form on one replica."""
     return map_parts(tree, lambda x: x, lambda x: x.reshape(x.shape[1:]))
 
 
 def leave(tree: PyTree) -> PyTree:
-    """The inverse of `enter`.
+    """Converts a state from its form on one replica to its form outside a step.
 
     Raises:
       TypeError: a class in it refuses one more dimension in front of its arrays.
@@ -54,14 +54,14 @@ def leave(tree: PyTree) -> PyTree:
 
 
 def explain_rows(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Advice for an array that, inside of a step, still has the rows of all replicas.
+    """Advises on an array that still has the rows of all replicas inside a step.
 
     Args:
       found: shape of the array.
-      expected: shape of what one replica has.
+      expected: shape of the array on one replica.
 
     Returns:
-      A sentence that begins with a space; "" if this is not what is wrong.
+      A sentence that begins with a space; "" where this is not the mistake.
     """
     if len(found) < 1 or found[1:] != tuple(expected):
         return ""
@@ -74,14 +74,14 @@ def explain_rows(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
 
 
 def are_own(tree: PyTree) -> list[bool]:
-    """Returns by leaf of a tree whether it is a replica's own."""
-    # The tree is not rebuilt: the user's classes may refuse leaves that are no arrays.
+    """Returns per leaf of a tree whether it is in a `PerReplica`."""
+    # The tree is not rebuilt: a class may refuse leaves that are not arrays.
     nodes = jax.tree.leaves(tree, is_leaf=_is_own)
     return [_is_own(node) for node in nodes for _ in jax.tree.leaves(node)]
 
 
 def split_leaves(tree: PyTree) -> tuple[list[Any], list[Any]]:
-    """Returns the leaves that all replicas share, and those of their own."""
+    """Returns the shared leaves, and the leaves of `PerReplica` parts."""
     parts: tuple[list[Any], list[Any]] = ([], [])
     for leaf, is_own in zip(jax.tree.leaves(tree), are_own(tree), strict=True):
         parts[is_own].append(leaf)
@@ -91,22 +91,22 @@ def split_leaves(tree: PyTree) -> tuple[list[Any], list[Any]]:
 def merge_leaves(
     are_own: Sequence[bool], shared: Sequence[Any], own: Sequence[Any]
 ) -> list[Any]:
-    """The inverse of `split_leaves`; returns the leaves of a tree, given `are_own`."""
+    """Returns the leaves of a tree, given `are_own`; the inverse of `split_leaves`."""
     left = iter(shared), iter(own)
     return [next(left[is_own]) for is_own in are_own]
 
 
 class Outline(NamedTuple):
-    """A tree without its arrays, by leaf: a class may refuse what is no array."""
+    """Leaf-wise description of a tree, for classes that refuse what is not an array."""
 
     treedef: Any
     paths: list[str]
     are_own: list[bool]
-    leaves: list[Any]  # `jax.ShapeDtypeStruct`s, and what was no `jax.Array`.
+    leaves: list[Any]  # `jax.ShapeDtypeStruct`s, and leaves other than `jax.Array`s.
 
     @property
     def num_shared(self) -> int:
-        """Leaves that all replicas share."""
+        """Number of leaves that all replicas share."""
         return self.are_own.count(False)
 
     def unflatten(self, leaves: list[Any]) -> PyTree:
@@ -116,7 +116,7 @@ class Outline(NamedTuple):
 
 
 def outline(tree: PyTree) -> Outline:
-    """Returns what outlives the trace of a tree."""
+    """Returns the description of a tree, which outlives its trace."""
     leaves, treedef = jax.tree.flatten(tree)
     avals = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
@@ -128,7 +128,7 @@ def outline(tree: PyTree) -> Outline:
 def map_parts(
     tree: PyTree, of_shared: Callable[[Any], Any], of_own: Callable[[Any], Any]
 ) -> PyTree:
-    """Maps the leaves that all replicas share, and those of their own."""
+    """Maps the shared leaves, and the leaves of `PerReplica` parts."""
 
     def visit(node: Any) -> Any:
         return jax.tree.map(of_own, node) if _is_own(node) else of_shared(node)
@@ -137,7 +137,7 @@ def map_parts(
 
 
 def _unflatten_rows(treedef: Any, leaves: list[Any]) -> PyTree:
-    """Returns a tree with parts of the form outside of a step."""
+    """Returns a tree whose `PerReplica` parts have their form outside a step."""
     try:
         return jax.tree.unflatten(treedef, leaves)
     except Exception as error:

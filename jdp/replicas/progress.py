@@ -21,14 +21,14 @@ _CONTAINERS = (dict, list, tuple)
 
 
 class Snapshot(NamedTuple):
-    """Where the main thread of this process is.
+    """Position of the main thread of this process.
 
     Attributes:
-      steps: how many calls of each decorated step it has begun, by name.
-      step: the step that it is in, or whose result is not there yet; None: none, or
-        a part of one that ends without the other processes.
-      waits_since_s: since when it waits on the host for the other processes, on the
-        monotonic clock; None: it does not.
+      steps: number of calls of each decorated step that it has begun, by name.
+      step: the step that it is in, or whose result is not there yet. None: it is in no
+        step, or in a part of a step that ends without the other processes.
+      waits_since_s: when it began to wait on the host for other processes, on the
+        monotonic clock. None: it does not wait.
       since_s: when it began that step or wait.
     """
 
@@ -38,8 +38,8 @@ class Snapshot(NamedTuple):
     since_s: float
 
 
-class _Own:
-    """The progress of this process; there is one main thread."""
+class _MainThread:
+    """Progress of the main thread of this process."""
 
     steps: dict[str, int] = {}
     last: str | None = None  # the step that was begun last.
@@ -52,7 +52,7 @@ class _Own:
 
 
 class CallLimit:
-    """Keeps few calls of one step under way.
+    """Keeps few calls of one step under way, where that `is_needed`.
 
     XLA's CPU client lets 32 programs per device be under way and then blocks the thread
     that starts them. With several devices in each of several processes, that is the
@@ -60,12 +60,11 @@ class CallLimit:
     """
 
     def __init__(self, *, is_needed: bool):
-        """Starts with no calls; none is limited unless `is_needed`."""
         self._is_needed = is_needed
         self._num_calls = 0
 
     def wait_for_earlier(self, state: Any) -> None:
-        """Waits, every few calls, until those that made `state` are done."""
+        """Waits, every few calls, until the calls that made `state` are done."""
         if not self._is_needed:
             return
         self._num_calls += 1
@@ -74,9 +73,9 @@ class CallLimit:
 
 
 def blame(error: RuntimeError, process: int | None) -> RuntimeError:
-    """Notes in `error` which process is the reason for it, and returns it.
+    """Notes in `error` which process is the reason for it, and returns `error`.
 
-    Launchers find the process that failed first by it.
+    Launchers find by it which process failed first.
     """
     if process is not None:
         vars(error)[_CULPRIT] = process
@@ -96,7 +95,7 @@ def counted(run: Run) -> Run:
 
     Args:
       run: method of an object with a `name` and a `world`; it returns a pair of
-        pytrees, of which the second is the one that the caller rather keeps.
+        pytrees, of which the caller is more likely to keep the second.
     """
 
     @functools.wraps(run)
@@ -124,8 +123,8 @@ def in_one_thread(run: Run) -> Run:
     """Refuses a call of a step while another thread is in a call of the same step.
 
     Replicas meet in every step. Two threads may begin their steps in another order on
-    each device, and then no device comes to the end of its own. The look costs 0.5 us
-    per call; it sees calls at the same time, not every use of two threads.
+    each device, and then no device comes to the end of its own. The check costs 0.5 us
+    per call. It finds calls at the same time, not every use of two threads.
 
     Args:
       run: method of an object with a `name`, a `world` and a `calling_thread`, which is
@@ -152,17 +151,17 @@ def in_one_thread(run: Run) -> Run:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Around a wait of the main thread for something that other processes do."""
+    """Marks a wait of the main thread for other processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    if _Own.num_waits == 0:
-        _Own.waits_since_s = time.monotonic()
-    _Own.num_waits += 1
+    if _MainThread.num_waits == 0:
+        _MainThread.waits_since_s = time.monotonic()
+    _MainThread.num_waits += 1
     try:
         yield
     finally:
-        _Own.num_waits -= 1
+        _MainThread.num_waits -= 1
 
 
 @contextlib.contextmanager
@@ -175,32 +174,34 @@ def working(*, needs_others: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, _Own.needs_others = _Own.needs_others, needs_others
+    before, _MainThread.needs_others = _MainThread.needs_others, needs_others
     try:
         yield
     finally:
-        _Own.needs_others = before
+        _MainThread.needs_others = before
 
 
 def snapshot() -> Snapshot:
-    """Returns where the main thread is; for any thread."""
-    waits_since_s = _Own.waits_since_s if _Own.num_waits else None
-    is_in_step = _Own.last is not None and (_Own.is_inside or not _is_done())
+    """Returns the position of the main thread; any thread may call it."""
+    waits_since_s = _MainThread.waits_since_s if _MainThread.num_waits else None
+    is_in_step = _MainThread.last is not None and (
+        _MainThread.is_inside or not _is_done()
+    )
     return Snapshot(
-        steps=dict(_Own.steps),
-        step=_Own.last if is_in_step and _Own.needs_others else None,
+        steps=dict(_MainThread.steps),
+        step=_MainThread.last if is_in_step and _MainThread.needs_others else None,
         waits_since_s=waits_since_s,
-        since_s=_Own.begun_s if waits_since_s is None else waits_since_s,
+        since_s=_MainThread.begun_s if waits_since_s is None else waits_since_s,
     )
 
 
 def has_result() -> bool:
-    """Returns whether the last call of a step is known to have ended well.
+    """Returns whether the last call of a step is known to have succeeded.
 
-    JAX raises the failure of a step where its result is read; here it is looked at.
+    JAX raises the error of a step where its result is read; this reads it.
     """
-    result = None if _Own.result is None else _Own.result()
-    if _Own.is_inside or not isinstance(result, jax.Array) or not _is_done():
+    result = None if _MainThread.result is None else _MainThread.result()
+    if _MainThread.is_inside or not isinstance(result, jax.Array) or not _is_done():
         return False
     try:
         result.block_until_ready()
@@ -210,36 +211,36 @@ def has_result() -> bool:
 
 
 def _begin_step(name: str) -> None:
-    _Own.steps[name] = _Own.steps.get(name, 0) + 1
-    _Own.last = name
-    _Own.result = None
-    _Own.begun_s = time.monotonic()
-    _Own.is_inside = True
+    _MainThread.steps[name] = _MainThread.steps.get(name, 0) + 1
+    _MainThread.last = name
+    _MainThread.result = None
+    _MainThread.begun_s = time.monotonic()
+    _MainThread.is_inside = True
 
 
 def _take_back(name: str) -> None:
-    _Own.steps[name] -= 1
-    if not _Own.steps[name]:
-        del _Own.steps[name]
+    _MainThread.steps[name] -= 1
+    if not _MainThread.steps[name]:
+        del _MainThread.steps[name]
 
 
 def _end_step(out: tuple[Any, Any] | None) -> None:
-    _Own.is_inside = False
+    _MainThread.is_inside = False
     if out is None:
         return
-    # Weak: what the caller drops is not kept, and the state may be donated.
+    # Weak: a result that the caller drops is not kept, and the state may be donated.
     for node in reversed(out):
         while type(node) in _CONTAINERS and node:
             node = next(iter(node.values() if type(node) is dict else node))
         if type(node) not in _CONTAINERS:
             with contextlib.suppress(TypeError):
-                _Own.result = weakref.ref(node)
+                _MainThread.result = weakref.ref(node)
                 return
 
 
 def _is_done() -> bool:
-    """Whether the result of the last call is there, as far as it can be told."""
-    result = None if _Own.result is None else _Own.result()
+    """Returns whether the result of the last call is there, as far as is known."""
+    result = None if _MainThread.result is None else _MainThread.result()
     if not isinstance(result, jax.Array):
         return True
     try:

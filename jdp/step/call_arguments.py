@@ -36,7 +36,7 @@ class CallForm(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CallArguments:
-    """The arguments of one call beside the state, by name."""
+    """Arguments of one call other than the state, by name."""
 
     batches: dict[str, PyTree]  # leaves of shape (n, ...), split over the replicas.
     replicated: dict[str, PyTree]  # leaves of any shape, whole on each replica.
@@ -44,11 +44,11 @@ class CallArguments:
 
 
 class NotGiven:
-    """Stands for the state of a call without arguments by position."""
+    """Placeholder for the state of a call without positional arguments."""
 
 
 class CallBinder:
-    """Tells the arguments of one step apart, by the names of its parameters."""
+    """Sorts the arguments of one step by the names of its parameters."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class CallBinder:
         static_argnames: Names,
         replicated_argnames: Names,
     ):
-        """Checks the names.
+        """Checks the names of the options.
 
         Raises:
-          TypeError: a name is no text.
-          ValueError: a name is no parameter of the step, is the state, or is given as
-            static and as replicated.
+          TypeError: a name is not a string.
+          ValueError: a name is not a parameter of the step, is the state, or is both
+            static and replicated.
         """
         self._step = step
         self._name = name
@@ -111,7 +111,7 @@ class CallBinder:
         """Takes the state out of the arguments that were given by name.
 
         Raises:
-          TypeError: it is not there.
+          TypeError: the state was not given.
         """
         first = next(iter(self._signature.parameters.values()), None)
         if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD:
@@ -125,18 +125,19 @@ class CallBinder:
     def bind(
         self, batches: tuple[PyTree, ...], named: dict[str, PyTree]
     ) -> tuple[PyTree, ...]:
-        """Returns the arguments of a call as the program takes them.
+        """Converts the arguments of a call into the form that the program takes.
 
         Args:
           batches: given by position, after the state.
           named: given by name.
 
         Returns:
-          `batches`, or one `CallArguments`. Arguments given by position and by name
-          come to the same.
+          `batches`, or one `CallArguments`; the same for arguments by position and by
+          name.
 
         Raises:
-          TypeError: the step takes no such arguments, or a static one has no hash.
+          TypeError: the step does not take these arguments, or a static argument is not
+            hashable.
         """
         if not named and not self.has_names:
             return batches
@@ -164,7 +165,7 @@ class CallBinder:
         return (CallArguments(batch, replicated, form),)
 
     def _count_taken(self) -> str:
-        """Says how many arguments the step takes, such as "from 2 to 3"."""
+        """Returns how many arguments the step takes, as text such as "from 2 to 3"."""
         known = self._signature.parameters.values()
         single = [p for p in known if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         least = sum(p.default is p.empty for p in single)
@@ -191,7 +192,7 @@ class CallBinder:
         """Puts the arguments of a call on the replicas; nothing is sent.
 
         Raises:
-          TypeError: a leaf is no array.
+          TypeError: a leaf is not an array.
           ValueError: see `jdp.global_batch`.
         """
         if not is_call(batches):
@@ -226,17 +227,17 @@ class CallBinder:
 
 
 def is_call(batches: tuple[PyTree, ...]) -> bool:
-    """Whether the arguments of a call were bound to names."""
+    """Returns whether the arguments of a call were bound to names."""
     return bool(batches) and type(batches[-1]) is CallArguments
 
 
 def has_static(batches: tuple[PyTree, ...]) -> bool:
-    """Whether a call has static arguments."""
+    """Returns whether a call has static arguments."""
     return is_call(batches) and bool(batches[-1].form.static)
 
 
 def specs(batches: tuple[PyTree, ...], axis_names: tuple[str, ...]) -> list[PyTree]:
-    """Returns how the arguments of a call lie over the replicas."""
+    """Returns the partition specs of the arguments of a call."""
     split = PartitionSpec(axis_names)
     found: list[PyTree] = [split] * len(batches)
     if is_call(batches):
@@ -253,9 +254,9 @@ def split_leaves(batches: tuple[PyTree, ...]) -> list[Any]:
 
 
 def warn_of_unequal_lengths(world: World, batches: tuple[PyTree, ...]) -> None:
-    """Warns of a leaf that is split though it may not be one row per sample.
+    """Warns of a leaf that is split although it may not have one row per sample.
 
-    One row per replica, such as its weight, is as usual.
+    A leaf with one row per replica, such as its weight, is normal.
     """
     trees = {k: v for k, v in by_name(batches).items() if k != "argument"}
     lengths: dict[int, str] = {}
@@ -298,10 +299,10 @@ def map_batches(
 def run(
     step: Callable[..., Any], world: World, state: PyTree, *batches: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Runs the step of one replica; while JAX traces.
+    """Runs the step of one replica, while JAX traces.
 
-    What is to be the same on all replicas is sent to all by replica 0, in a `jdp.Join`
-    by the first replica with data, unless one process holds all replicas.
+    Unless one process holds all replicas, replica 0 sends the replicated arguments to
+    all, or in a `jdp.Join` the first replica with data.
     """
     if not is_call(batches):
         return step(state, *batches)

@@ -21,7 +21,7 @@ def global_avals(world: World, batches: tuple[PyTree, ...]) -> tuple[PyTree, ...
       batches: of arrays or `jax.ShapeDtypeStruct`s, with the samples of this process.
 
     Raises:
-      TypeError: a leaf is no array.
+      TypeError: a leaf is not an array.
       ValueError: a batch has no dimension 0.
     """
 

@@ -55,11 +55,11 @@ def data_parallel(
     `step(state, *batches, **more) -> (state, metrics)` is written for one replica: it
     sees that replica's samples, and averages gradients over the axis
     `world.axis_name` with `jdp.value_and_grad`, `jdp.sync_gradients` or
-    `jdp.distributed_optimizer`. Also a decorator, with and without arguments, and of
+    `jdp.distributed_optimizer`. Also a decorator, with and without arguments, also of
     methods: `self` then belongs to the program, which is compiled once for each object,
     and its attributes are read when the step is traced.
 
-    Arguments are batches, by position or by name, but for those named here:
+    Arguments are batches, by position or by name, except those named here:
 
         @jdp.data_parallel(static_argnames="train", replicated_argnames=("rate", "key"))
         def step(state, x, *, rate, key, train=True): ...
@@ -74,7 +74,7 @@ def data_parallel(
     Args:
       step: the step of one replica; `jax.grad` in it is that replica's own gradient,
         as under `jax.pmap`. The state must come back with the same value on every
-        replica, but for its `jdp.PerReplica` parts. A metric that is the same on all
+        replica, except for its `jdp.PerReplica` parts. A metric that is the same on all
         replicas comes back as it is; others are averaged, integers and booleans in
         JAX's default float, but for those in a `jdp.PerReplica`, which come back with
         a row for each replica.
@@ -85,16 +85,16 @@ def data_parallel(
       replicated_argnames: names of arguments that are the same on all replicas and
         change from call to call: a learning rate, a PRNG key, the parameters of a
         teacher. Pytrees of arrays and numbers, of any shape. Of several processes all
-        get the values of process 0, in one small collective; in a `jdp.Join` those of
-        the first process that still has data.
+        get the values of process 0, in one small collective; in a `jdp.Join`
+        they get the values of the first process that still has data.
       donate_state: whether the memory of the state passed in is used for the new one.
         A donated state cannot be used again.
       check_vma: whether the program must show that the new state is the same on all
         replicas. jdp follows its values from the batches to the new state, through
         control flow; a reduction over the axis ends what differs. False is for a
         reduction that the program does not show, such as an `all_reduce` of your own
-        of `lax.ppermute` or a callback: refused is then only what was never sent. The
-        name is that of the option of `jax.shard_map` that this stands for.
+        of `lax.ppermute` or a callback: then only values that were never sent are
+        refused. It stands for the option of `jax.shard_map` with this name.
       static_graph: whether it is an error that another trace of the step, for other
         shapes, finds other used parameters or another order of their gradients. False
         logs the difference.
@@ -107,17 +107,17 @@ def data_parallel(
       position or by name, as the parameters of `step` are called.
 
     Raises:
-      ValueError: a name is no parameter of the step.
-      TypeError: `step` is no function, or an option is of another type.
-      TypeError: from a call: the step takes no such argument, or a leaf is no array.
+      ValueError: a name is not a parameter of the step.
+      TypeError: `step` is not a function, or an option is of another type.
+      TypeError: from a call: the step does not take such an argument, or a leaf is not
+        an array.
       RuntimeError: from a call: the processes do not have the same state or the same
         program; on every process, naming the difference.
       ValueError: from a call: a batch does not divide among the replicas, or the new
         state differs between replicas; the leaf is named. Or a metric has a row per
         sample. Or a reduction is in a `cond`, or in a `while` loop, that replicas
         decide differently, so that some would wait for ever.
-      TypeError: from a call: a metric is no number, or one without a mean that
-        differs.
+      TypeError: from a call: a metric is not a number, or differs and has no mean.
       RuntimeError: from a call: the state was donated before.
     """
 

@@ -1,4 +1,4 @@
-"""Description: what a step sends, in which order, and when each bucket is ready."""
+"""Description: what does a step send, and when is each bucket ready?"""
 
 import dataclasses
 import io
@@ -43,7 +43,7 @@ class BucketDescription:
 
 @dataclasses.dataclass(frozen=True)
 class SynchronizationDescription:
-    """Traffic of one `value_and_grad`, or its like, in a step."""
+    """Traffic of one `value_and_grad` or similar function in a step."""
 
     buckets: tuple[BucketDescription, ...]  # in the order sent.
     riders: tuple[str, ...]  # what travels in the buckets beside gradients.
@@ -54,7 +54,7 @@ class SynchronizationDescription:
     packing: str  # "flat" or "tuple".
     algorithm: str  # "psum", or the name of the `all_reduce`.
     hook: str | None  # the name of the communication hook.
-    wire_bytes: int  # sent by one replica a step; see `wire_bytes`.
+    wire_bytes: int  # sent by one replica per step; see `wire_bytes`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Description:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one replica sends a step.
+        """Bytes that one replica sends per step.
 
         2 (n - 1) / n times the bytes of the buckets: what a bandwidth-optimal
         all-reduce sends, such as the ring (Patarasuk and Yuan, 2009). With a hook,
@@ -76,12 +76,12 @@ class Description:
         return sum(made.wire_bytes for made in self.synchronizations)
 
     def to_json(self) -> str:
-        """The description as JSON; keys are the names of the fields."""
+        """Returns the description as JSON; keys are the names of the fields."""
         fields = {**dataclasses.asdict(self), "wire_bytes": self.wire_bytes}
         return json.dumps(fields, indent=1)
 
     def __str__(self) -> str:
-        """The tables as text, 120 columns wide."""
+        """Returns the tables as text, 120 columns wide."""
         # Not at the top: importing jdp stays free of rich.
         from rich.console import Console
 
@@ -127,7 +127,7 @@ def describe(
       always or at times; bytes on the wire. `str` makes a table of it, `to_json` JSON.
 
     Raises:
-      TypeError: `step` is not a step of `jdp.data_parallel`, or a leaf is no array.
+      TypeError: `step` is not a step of `jdp.data_parallel`, or a leaf is not an array.
     """
     if not isinstance(step, DataParallelStep):
         raise TypeError(
@@ -191,7 +191,7 @@ def _ready_after(loss: LossFacts | None, bucket: tuple[int, ...]) -> float | Non
 
 def _table(title: str, made: SynchronizationDescription) -> "Table":
     from rich.table import Table
-    from rich.text import Text  # brackets in paths are no markup.
+    from rich.text import Text  # brackets in paths are not markup.
 
     table = Table(title=title, caption=Text(_caption(made)), caption_justify="left")
     for name in ("bucket", "bytes", "ready after"):

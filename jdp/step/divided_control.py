@@ -17,10 +17,9 @@ class FoundCollective(NamedTuple):
 
 
 class CollectiveFinder:
-    """The collectives over some axes, by jaxpr."""
+    """Finds the collectives over some axes in jaxprs."""
 
     def __init__(self, bits: Mapping[str, int]):
-        """Finds collectives over the axes of `bits`, which stand for them in masks."""
         self._bits = bits
         # By the ids of jaxprs, which are kept so that these stay taken.
         self._found: dict[int, tuple[Any, list[FoundCollective]]] = {}
@@ -85,7 +84,7 @@ def explain(eqn: Any, collective: Any, names: Sequence[str]) -> str:
 
 
 def _describe(eqn: Any) -> str:
-    """The name of a collective, and of the function of jdp that called it."""
+    """Names a collective, and the function of jdp that called it."""
     name = exchange.public_name(eqn)
     caller = origins.caller_in_jdp(eqn) or origins.collective_of(eqn)
     if caller is None:

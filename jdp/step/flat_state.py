@@ -34,10 +34,9 @@ class Structure:
 
 
 class Structures:
-    """The structures of one step."""
+    """Structures of the states of one step."""
 
     def __init__(self) -> None:
-        """Starts with none."""
         self._known: dict[Any, Structure] = {}
 
     def flatten(self, tree: PyTree) -> "FlatState":
@@ -61,12 +60,11 @@ class Structures:
 
 
 class FlatState:
-    """The leaves of a state in the order of `jax.tree.leaves`; a pytree itself."""
+    """Leaves of a state in the order of `jax.tree.leaves`; itself a pytree."""
 
     __slots__ = ("leaves", "structure")
 
     def __init__(self, leaves: Iterable[Any], structure: Structure):
-        """Takes leaves, a list or a tuple, and their structure."""
         self.leaves: Any = leaves
         self.structure = structure
 
@@ -94,7 +92,7 @@ class Finder:
         self._layout, _ = _find_layout(example, 0, numbers)
         if _count_containers(self._layout) > _MOST_CONTAINERS:
             numbers = [*range(len(numbers))]
-            self._layout = _Layout(None, jax.tree.structure(example), (), list)
+            self._layout = _TreeLayout(None, jax.tree.structure(example), (), list)
         order = sorted(range(len(numbers)), key=numbers.__getitem__)
         self._sort = _make_picker(order, len(order))
 
@@ -108,16 +106,16 @@ class Finder:
         return self._sort(found) if _collect(tree, self._layout, found) else None
 
 
-class _Layout(NamedTuple):
-    """Where the leaves of a tree of dicts, lists and tuples are."""
+class _TreeLayout(NamedTuple):
+    """Positions of the leaves of a tree of dicts, lists and tuples."""
 
     kind: Any  # the type of the container; None: JAX takes the node apart.
     form: Any  # keys of a dict, in its order; of other containers the length.
-    inner: tuple[tuple[int, "_Layout"], ...]  # children that are containers.
+    inner: tuple[tuple[int, "_TreeLayout"], ...]  # children that are containers.
     get_leaves: Callable[[list[Any]], Sequence[Any]]  # from a list of the children.
 
 
-def _find_layout(node: Any, first: int, numbers: list[int]) -> tuple[_Layout, int]:
+def _find_layout(node: Any, first: int, numbers: list[int]) -> tuple[_TreeLayout, int]:
     """Finds how a node is laid out.
 
     Args:
@@ -137,7 +135,7 @@ def _find_layout(node: Any, first: int, numbers: list[int]) -> tuple[_Layout, in
     else:
         treedef = jax.tree.structure(node)
         numbers.extend(range(first, first + treedef.num_leaves))
-        return _Layout(None, treedef, (), list), treedef.num_leaves
+        return _TreeLayout(None, treedef, (), list), treedef.num_leaves
     inner, own, end = [], {}, first
     mine: list[list[int]] = [[] for _ in children]
     for i in sorted(range(len(children)), key=keys.__getitem__):  # As JAX does.
@@ -154,11 +152,11 @@ def _find_layout(node: Any, first: int, numbers: list[int]) -> tuple[_Layout, in
     numbers.extend([own[i] for i in indices])
     form = keys if kind is dict else len(children)
     get_leaves = _make_picker(indices, len(children))
-    layout = _Layout(kind, form, tuple(inner), get_leaves)
+    layout = _TreeLayout(kind, form, tuple(inner), get_leaves)
     return layout, end - first
 
 
-def _count_containers(layout: _Layout) -> int:
+def _count_containers(layout: _TreeLayout) -> int:
     return 1 + sum(_count_containers(inner) for _, inner in layout.inner)
 
 
@@ -172,7 +170,7 @@ def _make_picker(indices: list[int], size: int) -> Callable[[list[Any]], Sequenc
 
 
 def _is_plain(node: tuple[Any, ...]) -> bool:
-    """Whether JAX knows all of a tuple by its type and its fields, in their order."""
+    """Returns whether a tuple is defined for JAX by its type and ordered fields."""
     kind = type(node)
     if kind is tuple:
         return True
@@ -183,10 +181,10 @@ def _is_plain(node: tuple[Any, ...]) -> bool:
     return len(found[0]) == len(node) and all(map(operator.is_, found[0], node))
 
 
-def _collect(node: Any, layout: _Layout, found: list[Any]) -> bool:
+def _collect(node: Any, layout: _TreeLayout, found: list[Any]) -> bool:
     """Appends the leaves of a node to `found`; False if it is not laid out like that.
 
-    Leaves come in an order of their own: those of inner containers first.
+    Leaves come in an order of their own: leaves of inner containers first.
     """
     kind, form, inner, get_leaves = layout
     if kind is None:

@@ -1,4 +1,4 @@
-"""Step join: a step in a `jdp.Join`, also where a process has joined."""
+"""Step join: how does a step run in a `jdp.Join`, with or without data?"""
 
 import functools
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from jdp.types import PyTree
 
 
 class JoinedStep(Protocol):
-    """Parts of a step that the hook needs."""
+    """Part of a step that the hook needs."""
 
     name: str
     last_state: PyTree | None
@@ -23,13 +23,13 @@ class JoinedStep(Protocol):
 
     @property
     def join_world(self) -> World:
-        """The replicas that the step runs on."""
+        """Replicas that the step runs on."""
         ...
 
     def run(
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree]:
-        """Runs the step; with a divisor the first batch says who has data."""
+        """Runs the step; with a divisor the first batch marks replicas with data."""
         ...
 
 

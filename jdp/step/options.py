@@ -1,4 +1,4 @@
-"""Step options: what was `jdp.data_parallel` given, and how is a step compiled?"""
+"""Step options: how is a step of `jdp.data_parallel` checked and compiled?"""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jdp.step.call_arguments import Names
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """The options of `jdp.data_parallel`, checked."""
+    """Checked options of `jdp.data_parallel`."""
 
     world: World | None
     static_argnames: Names
@@ -63,7 +63,7 @@ class StepOptions:
 
 
 def check_step(step: Any) -> None:
-    """Raises TypeError for a step that is no function."""
+    """Raises TypeError for a step that is not a function."""
     if not callable(step) and not isinstance(step, classmethod | staticmethod):
         raise TypeError(
             "`step` must be a function `(state, *batches) -> (state, metrics)`, got "
@@ -73,10 +73,10 @@ def check_step(step: Any) -> None:
 
 
 def _default_compiler_options() -> dict[str, Any]:
-    # On CPU this pass merges all all-reduces into one that runs buffer by buffer, after
-    # the last gradient. Apart, buckets of 25 MiB overlap with the backward pass: 240 ms
-    # a step instead of 300 ms with one flat buffer of 100 MB, and the same time where
-    # there is but one bucket (2 processes, gloo; docs/performance.md).
+    # On CPU this pass merges all all-reduces into one, which runs buffer by buffer
+    # after the last gradient. Apart, buckets of 25 MiB overlap with the backward pass:
+    # 240 ms per step instead of 300 ms with one flat buffer of 100 MB, and the same
+    # time where there is only one bucket (2 processes, gloo; docs/performance.md).
     if jax.default_backend() == "cpu":
         return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
     return {}

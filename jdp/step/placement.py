@@ -53,7 +53,6 @@ class HeldLeaves:
     """
 
     def __init__(self) -> None:
-        """Starts with no arrays."""
         self._largest: list[weakref.ref[Any]] = []  # of each part.
         self._places: list[int] = []  # of these among the leaves, ascending.
         self._others: list[Any] = []
@@ -115,13 +114,13 @@ class HeldLeaves:
 
 
 class _Donations:
-    """How often a step of this process took the memory of a state."""
+    """Count of the states whose memory a step of this process took."""
 
     count = 0
 
 
 class StatePlacer:
-    """The state of one step: placed on the replicas, checked leaf by leaf.
+    """Places the state of one step on the replicas, and checks it leaf by leaf.
 
     A leaf that a step returned, or that was looked at before, costs a comparison of
     identities. Any other leaf costs a look at all of them.
@@ -169,7 +168,7 @@ class StatePlacer:
         self._returned.forget_layout()
 
     def needs_others(self, world: World, state: PyTree) -> bool:
-        """Whether `place` waits for the other processes."""
+        """Returns whether `place` waits for the other processes."""
         return self._is_new_structure(state) or bool(_not_placed(world, state)[0])
 
     def check(self, state: PyTree) -> None:
@@ -177,7 +176,7 @@ class StatePlacer:
 
         Raises:
           RuntimeError: a leaf was donated before.
-          TypeError: a leaf is no array, or a value that JAX traces.
+          TypeError: a leaf is not an array, or is a traced value.
         """
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
             name = _name_of(path)
@@ -200,7 +199,7 @@ class StatePlacer:
         Raises:
           RuntimeError: the processes do not have the same leaves in place; on every
             process, naming the first such leaf.
-          ValueError: a leaf lies on devices of several processes that are no replicas.
+          ValueError: a leaf lies on devices of several processes that are not replicas.
         """
         shared, own = _not_placed(world, state)
         if shared or self._is_new_structure(state):
@@ -253,7 +252,7 @@ class StatePlacer:
         return self.structures.flatten(state).structure not in self._placed
 
     def _topic(self, state: PyTree, shared: list[int]) -> str:
-        """The text by which processes in other parts of the program are told apart."""
+        """Returns a topic that tells apart other parts of the program."""
         if self._is_new_structure(state):
             return f"placement of the state of the step `{self._name}`"
         path = tree_paths.leaf_paths(state)[shared[0]] or "(root)"
@@ -268,7 +267,7 @@ def state_avals(world: World, state: PyTree) -> PyTree:
     """Returns shapes, dtypes and shardings of a state that is in its place.
 
     Raises:
-      TypeError: a leaf is no array.
+      TypeError: a leaf is not an array.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     avals = []
@@ -303,7 +302,7 @@ def check_is_array(leaf: Any, name: str) -> None:
 
 
 def _is_traced(arguments: PyTree) -> bool:
-    """Whether an argument is traced, or whatever is computed here."""
+    """Returns whether an argument, or any value computed here, is traced."""
     probes = [jax.device_put(np.float32(0)), *jax.tree.leaves(arguments)]
     return any(isinstance(x, jax.core.Tracer) for x in probes)
 

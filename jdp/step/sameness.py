@@ -24,7 +24,7 @@ from jdp.step import divided_control
 
 
 class Spread(NamedTuple):
-    """How one value may differ between the replicas."""
+    """Possible difference of one value between the replicas."""
 
     axes: frozenset[str]  # over which it may differ; empty: it is the same on all.
     # Whether along one of these axes nothing was sent to make it, so that it differs
@@ -93,7 +93,7 @@ class _Analysis:
         self._rules = _make_rules(self)
 
     def mask(self, axis_names: Iterable[Any]) -> int:
-        """The bits of the axes that replicas lie over, of several axes."""
+        """Returns the bits of those of `axis_names` that replicas lie over."""
         return divided_control.mask_of(self._bits, axis_names)
 
     def spread(self, x: int) -> Spread:
@@ -133,7 +133,7 @@ class _Analysis:
                     known[var] = x
 
     def plain(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows what is not known better: all operands reach all results."""
+        """Follows any other primitive: all operands reach all results."""
         found = self._source(eqn)
         for x in entering:
             found |= x
@@ -144,23 +144,23 @@ class _Analysis:
         return [found] * len(eqn.outvars), self._written(eqn, entering, found)
 
     def opaque(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows code of others."""
+        """Follows code that this analysis cannot see into."""
         leaving, after = self.plain(eqn, entering)
         return [self._as_sent(x) for x in leaving], after
 
     def reading(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows what reads a reference."""
+        """Follows a read of a reference."""
         found = 0
         for x in entering:
             found |= x
         return [found] * len(eqn.outvars), entering
 
     def one_by_one(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows what keeps its operands apart."""
+        """Follows a primitive whose k-th result comes from the k-th operand."""
         return entering, entering
 
     def expected(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows what must be the same, and refuses it if it cannot be."""
+        """Follows a value that must be the same, and refuses it if it cannot be."""
         axes = self.mask(exchange.axes_of(eqn))
         if self.spread(entering[0] & (axes | axes << len(self._names))).is_local:
             raise ValueError(eqn.params["message"])
@@ -178,7 +178,7 @@ class _Analysis:
         return leaving, entering
 
     def moving(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows what gives each replica of some axes another value."""
+        """Follows a primitive that gives each replica of some axes another value."""
         axes = self.mask(exchange.axes_of(eqn))
         leaving, after = self.plain(eqn, entering)
         if not self._with_index:
@@ -197,7 +197,7 @@ class _Analysis:
         return found.outputs, found.inputs
 
     def linear_solve(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows the solver, which is what runs; the rest serves derivatives."""
+        """Follows the solver, the part that runs; the rest serves derivatives."""
         if eqn.effects and compat.touches_reference(eqn):
             return self.plain(eqn, entering)
         matvec, vecmat, solve, transposed = eqn.params["const_lengths"]
@@ -213,7 +213,7 @@ class _Analysis:
         return found.inputs, entering
 
     def cond(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows all branches; what differently chosen ones return, differs."""
+        """Follows all branches; all results differ if replicas choose differently."""
         predicate, *operands = entering
         branches = eqn.params["branches"]
         if predicate:
@@ -236,7 +236,7 @@ class _Analysis:
         return outputs, self._after(inputs, entering, eqn, 0)
 
     def while_loop(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows a loop; what it changes differs where replicas end it differently."""
+        """Follows a loop; its changed values differ if replicas end it differently."""
         body, num_consts, num_carries = flow.loop_shape(eqn)
         test, skipped = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
         start = list(entering[skipped:])
@@ -261,7 +261,7 @@ class _Analysis:
     def _fixpoint(
         self, body: Any, entering: Sequence[int], num_consts: int, num_carries: int
     ) -> tuple[list[int], list[int]]:
-        """Runs a loop's body until what enters it no longer grows."""
+        """Follows a loop's body until its inputs no longer grow."""
         inputs, end = list(entering), num_consts + num_carries
         while True:
             found = self.follow(body, tuple(inputs))
@@ -276,7 +276,7 @@ class _Analysis:
     def _after(
         self, inputs: Sequence[int], entering: list[int], eqn: Any, predicate: int
     ) -> list[int]:
-        """Operands once control flow has run: what it wrote into references."""
+        """Returns the operands after control flow, with what it wrote to references."""
         if not (eqn.effects and compat.touches_reference(eqn)):
             return entering
         triples = zip(eqn.invars, entering, inputs, strict=True)
@@ -298,13 +298,13 @@ class _Analysis:
         return x | (x & self._all) << len(self._names)
 
     def _source(self, eqn: Any) -> int:
-        """How an equation's results differ by themselves, whatever enters it."""
+        """Returns how the results of an equation differ regardless of its operands."""
         if eqn.primitive.name == "axis_index":
             return self.mask(exchange.axes_of(eqn)) if self._with_index else 0
         return self._external if sources.is_external(eqn) else 0
 
     def _sources_in(self, jaxpr: Any) -> int:
-        """The axes over which a jaxpr differs by itself, whatever enters it."""
+        """Returns the axes over which a jaxpr differs regardless of its operands."""
         if id(jaxpr) not in self._sources:
             found = 0
             for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
@@ -315,7 +315,7 @@ class _Analysis:
         return self._sources[id(jaxpr)][1]
 
     def _check_divided(self, eqn: Any, predicate: int, jaxprs: Iterable[Any]) -> None:
-        """Refuses a reduction that not all of its replicas need reach."""
+        """Refuses a collective that some of its replicas may not reach."""
         if not self._refuse_divided:
             return
         met = [m for jaxpr in jaxprs for m in self._collectives.find(jaxpr)]

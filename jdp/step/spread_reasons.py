@@ -10,7 +10,7 @@ from jdp.replicas.mesh import World
 from jdp.step import sameness
 from jdp.step.sameness import Spread
 
-# What to do about state of which a file of another package makes what differs.
+# Advice on state whose differing part is made in a file of another package.
 _REMEDIES = {
     "normalization.py": (
         "It is a statistic of a layer: `jdp.sync_buffers(stats)` gives all replicas "
@@ -25,7 +25,7 @@ _REMEDIES = {
 
 
 def explain(spread: Spread, traced: Any, output: int, world: World) -> str:
-    """Why an output of a replica's program differs, and what to do about it."""
+    """Explains why an output of a replica's program differs, and what to do."""
     body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
     external = sources.find_external(body) if spread.is_external else None
     if external is not None:

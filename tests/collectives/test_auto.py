@@ -459,7 +459,7 @@ def _train_on_separate_nodes():
 
     def open_within_node(size, offer, first):
         if jax.process_index() // 2 != first // 2:
-            offer = shared_segment._Offer(offer.peer, "/proc/0/fd/0", offer.token)
+            offer = shared_segment.SegmentOffer(offer.peer, "/proc/0/fd/0", offer.token)
         return opened(size, offer, first)
 
     shared_segment._open = open_within_node

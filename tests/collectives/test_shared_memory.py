@@ -105,7 +105,7 @@ def test_memory_of_another_is_refused_by_all(monkeypatch):
     opened = shared_segment._open
 
     def open_another(size, offer, first):
-        other = shared_segment._Offer(offer.peer, offer.path, b"x" * 16)
+        other = shared_segment.SegmentOffer(offer.peer, offer.path, b"x" * 16)
         return opened(size, other, first)
 
     monkeypatch.setattr(shared_segment, "_open", open_another)
@@ -159,7 +159,7 @@ def test_nothing_but_own_memory_is_mapped(kind, tmp_path):
         tmp_path = pathlib.Path.home()  # /tmp may be of the same kind as /dev/shm.
     path, held = _foreign(kind, 8192, tmp_path)
     peer = shared_segment.Peer(os.getpid(), "1")
-    offer = shared_segment._Offer(peer, path, bytes(16))
+    offer = shared_segment.SegmentOffer(peer, path, bytes(16))
     try:
         mapped, error = shared_segment._open(8192, offer, 0)
     finally:
@@ -173,7 +173,7 @@ def test_the_path_of_another_process_than_the_sender_is_not_opened():
     _, fd, made = sealed_memory.make_memory(8192, label="test")
     own = shared_segment.Peer(os.getpid(), "1")
     for peer, is_mapped in ((own, True), (shared_segment.Peer(1, "1"), False)):
-        offer = shared_segment._Offer(peer, *made)
+        offer = shared_segment.SegmentOffer(peer, *made)
         mapped, error = shared_segment._open(8192, offer, 0)
         assert (mapped is not None) == (error is None) == is_mapped
     os.close(fd)

@@ -320,7 +320,7 @@ def test_what_cannot_be_joined_is_refused():
     with pytest.raises(ValueError, match="`joinables` is empty"):
         jdp.Join([])
     counters = [_Counter(harness.local_world(n), None) for n in (1, 2)]
-    with pytest.raises(ValueError, match="`joinables` are of several worlds"):
+    with pytest.raises(ValueError, match="`joinables` belong to several worlds"):
         jdp.Join(counters)
     with jdp.Join(counters[:1]):
         with pytest.raises(RuntimeError, match="in another `Join` already"):

@@ -127,7 +127,7 @@ def test_init_on_replicas_runs_on_each():
     assert made["own"].value.sharding == world.split
     assert made["shared"].sharding == world.replicated
     with pytest.raises(
-        ValueError, match="`axis_name='batch'` is not that of the world"
+        ValueError, match="`axis_name='batch'` is not the axis of the world"
     ):
         initial_state.init_on_replicas(init, 1.0, axis_name="batch", world=world)
 

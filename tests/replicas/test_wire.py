@@ -89,7 +89,7 @@ def _find_decoders():
 # By the module that fuzzes them.
 FUZZED = {
     "wire_fuzz": """
-        meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: _Offer,
+        meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: SegmentOffer,
         shared_segment: Peer, shared_segment: list[Peer], rendezvous: _Offer,
         rendezvous: tuple[str; str], rendezvous: MeetingOutcome, datagram_link: _Offer,
         rounds: Announcement, rounds: Decision,
@@ -100,7 +100,7 @@ FUZZED = {
     "comparison_fuzz": """
         comparison: Difference, comparison: int, comparison: tuple[str; int],
         comparison: list[bytes], comparison: differences.Details,
-        comparison: list[_Array]""",
+        comparison: list[_CapturedArray]""",
     "roll_call_fuzz": "roll_call: kind",
     "eager_fuzz": """
         messages: FromRank, messages: Batch, messages: Spec, startup: _Hello,

@@ -261,7 +261,11 @@ def test_a_call_that_was_refused_does_not_count():
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, FloatingPointError])
 def test_a_call_counts_if_its_program_has_run(monkeypatch, error):
-    monkeypatch.setattr(progress, "_Own", type("_Own", (progress._Own,), {"steps": {}}))
+    monkeypatch.setattr(
+        progress,
+        "_MainThread",
+        type("_MainThread", (progress._MainThread,), {"steps": {}}),
+    )
 
     class Step:
         name = "step"

@@ -46,7 +46,7 @@ class Peer(msgspec.Struct, frozen=True):
         return bool(fields) and fields[0] not in "ZX" and fields[19] == self.started
 
 
-class _Offer(msgspec.Struct, frozen=True):
+class SegmentOffer(msgspec.Struct, frozen=True):
     """Where the other processes find the memory that the first one has made."""
 
     peer: Peer
@@ -166,7 +166,7 @@ def _map_together(
         return mmap.mmap(-1, size), [own]
     first = processes[0]
     store_meeting = StoreMeeting(world.store, key, world.process_index, world.timeout_s)
-    mapped, offer = None, _Offer(own, error=_find_obstacle(processes))
+    mapped, offer = None, SegmentOffer(own, error=_find_obstacle(processes))
     error = offer.error
     try:
         if world.process_index == first:
@@ -201,7 +201,7 @@ def _list_peers(bodies: list[bytes]) -> bytes:
     return msgspec.msgpack.encode(peers)
 
 
-def _hear_offer(store_meeting: StoreMeeting, first: int) -> _Offer:
+def _hear_offer(store_meeting: StoreMeeting, first: int) -> SegmentOffer:
     timeout_s = store_meeting.timeout_s
     try:
         offer = store_meeting.hear("offer", timeout_s=timeout_s)
@@ -210,10 +210,10 @@ def _hear_offer(store_meeting: StoreMeeting, first: int) -> _Offer:
             f"Process {first} did not come to the {_TOPIC} within {timeout_s:g} s."
         ) from None
     assert offer is not None
-    return wire.decode(offer, _Offer, what=f"The offer of process {first}")
+    return wire.decode(offer, SegmentOffer, what=f"The offer of process {first}")
 
 
-def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Offer]:
+def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, SegmentOffer]:
     try:
         if size > _free_bytes():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -221,11 +221,13 @@ def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, _Offer]:
             size, label=_LABEL, is_populated=True
         )
     except OSError as error:
-        return None, _Offer(own, error=_explain(size, error))
-    return mapped, _Offer(own, *made)
+        return None, SegmentOffer(own, error=_explain(size, error))
+    return mapped, SegmentOffer(own, *made)
 
 
-def _open(size: int, offer: _Offer, first: int) -> tuple[mmap.mmap | None, str | None]:
+def _open(
+    size: int, offer: SegmentOffer, first: int
+) -> tuple[mmap.mmap | None, str | None]:
     """Maps the memory that was offered; returns why it cannot, if so."""
     try:
         # Populated: a page that is touched first in a step costs a microsecond there.
