@@ -45,7 +45,7 @@ MESSAGES = {
     "progress_exchange.ProcessProgress": progress_exchange.ProcessProgress(
         3, is_joined=True
     ),
-    "gpu_topology.Facts": gpu_topology.Facts(platform="cpu", host="a"),
+    "gpu_topology.GpuFacts": gpu_topology.GpuFacts(platform="cpu", host="a"),
     "measurement.Seconds": [measurement.Seconds("ring", 8, [0.5])],
     "early_exit.DepartureNotice": early_exit.DepartureNotice(1, 3, "why"),
     "lifeline.Left": rules.Left({"train": 3}, "why", 1),
@@ -62,7 +62,8 @@ MESSAGES = {
     ]
     * 2,
     "differences.Details": differences.Details([("a", "f")], zlib.compress(b"a b")),
-    "a list of gpu_topology.Facts": [gpu_topology.Facts(platform="cpu", host="a")] * 2,
+    "a list of gpu_topology.GpuFacts": [gpu_topology.GpuFacts(platform="cpu", host="a")]
+    * 2,
 }
 # Of those that are no class of their own.
 KINDS = {
@@ -75,7 +76,7 @@ KINDS = {
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._CapturedArray": list[comparison._CapturedArray],
-    "a list of gpu_topology.Facts": list[gpu_topology.Facts],
+    "a list of gpu_topology.GpuFacts": list[gpu_topology.GpuFacts],
 }
 _ODD = (
     None,
@@ -221,8 +222,8 @@ NEXT = {
     "datagram_link._Offer": lambda data, found: _try(datagram_link._decode_offer, data),
     "endpoints of a link": lambda data, found: _try(rendezvous._check_endpoints, found),
     "shared_segment.SegmentOffer": lambda data, found: _open(found),
-    "gpu_topology.Facts": lambda data, found: gpu_topology.combine([found] * 2),
-    "a list of gpu_topology.Facts": lambda data, found: _combine(data),
+    "gpu_topology.GpuFacts": lambda data, found: gpu_topology.combine([found] * 2),
+    "a list of gpu_topology.GpuFacts": lambda data, found: _combine(data),
     "measurement.Seconds": lambda data, found: _try(measurement.make_links, found, 4),
     "differences.Details": lambda data, found: _try(differences.unpack, found.program),
     "lifeline.Left": _judge_gone,

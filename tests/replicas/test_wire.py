@@ -93,8 +93,8 @@ FUZZED = {
         shared_segment: Peer, shared_segment: list[Peer], rendezvous: _Offer,
         rendezvous: tuple[str; str], rendezvous: MeetingOutcome, datagram_link: _Offer,
         rounds: Announcement, rounds: Decision,
-        progress_exchange: ProcessProgress, gpu_topology: Facts,
-        gpu_topology: list[Facts], measurement: list[Seconds],
+        progress_exchange: ProcessProgress, gpu_topology: GpuFacts,
+        gpu_topology: list[GpuFacts], measurement: list[Seconds],
         early_exit: DepartureNotice, lifeline: Left | AtEnd | Stuck,
         launcher_link: Exit, star_codec: Frame""",
     "comparison_fuzz": """
