@@ -66,11 +66,6 @@ LONG_MODULES = {
     "runtime/roll_call_sockets.py",
 }
 LONG_FUNCTIONS = {
-    "bench/collectives.py:bench_collectives",
-    "bench/jax_step.py:make_steps",
-    "bench/kernel.py:bench_kernel",
-    "bench/parameter_server_step.py:train_digits",
-    "bench/step.py:bench_step",
     "eager/engine.py:__init__",
     "flax_linen.py:_normalize",
     "gradients/accumulate.py:accumulate_gradients",

@@ -64,18 +64,7 @@ def bench_collectives(
     channel.check_can_write(plot, "--plot")
     if plot is not None:
         collectives_plot.check_can_plot()
-    results = []
-    for n in counts:
-        if kind == "devices":
-            starters = [_start_jax]
-            processes, devices = 1, n
-        else:
-            starters = [_start_jax, _start_torch]
-            processes, devices = n, 1
-        seconds = driver.time_systems(
-            starters, processes, (devices, *num_bytes), rounds=rounds, steps=steps
-        )
-        results.append(summarize(seconds, n))
+    results = [_measure(kind, n, num_bytes, rounds, steps) for n in counts]
     result: dict[str, Any] = {"replicas": results}
     config = {"kind": kind, "rounds": rounds, "steps": steps}
     driver.write_result(result, config, json_file)
@@ -86,6 +75,22 @@ def bench_collectives(
         collectives_plot.show(each, console)
     if plot is not None:
         collectives_plot.write(results, result["config"], plot)
+
+
+def _measure(
+    kind: str, num_replicas: int, num_bytes: list[int], rounds: int, steps: int
+) -> dict[str, Any]:
+    """Times every all-reduce of so many replicas; returns what `summarize` does."""
+    if kind == "devices":
+        starters = [_start_jax]
+        processes, devices = 1, num_replicas
+    else:
+        starters = [_start_jax, _start_torch]
+        processes, devices = num_replicas, 1
+    seconds = driver.time_systems(
+        starters, processes, (devices, *num_bytes), rounds=rounds, steps=steps
+    )
+    return summarize(seconds, num_replicas)
 
 
 def summarize(seconds: dict[str, list[float]], num_replicas: int) -> dict[str, Any]:

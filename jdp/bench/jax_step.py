@@ -54,9 +54,11 @@ def sgd(params: Any, grads: Any, config: StepConfig) -> Any:
 
 def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
     """Returns the compiled steps by name, each `(params, batch) -> (params, loss)`."""
-    axis = world.axis_name
+    return _make_jdp_steps(world, config) | _make_other_steps(world, config)
 
-    def jdp_step(params: Any, batch: Any) -> Any:
+
+def _make_jdp_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
+    def plain(params: Any, batch: Any) -> Any:
         loss, grads = jdp.value_and_grad(loss_fn)(params, batch)
         return sgd(params, grads, config), loss
 
@@ -71,6 +73,15 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
         )
         loss, grads = grad_fn(params, batch)
         return sgd(params, grads, config), loss
+
+    steps = {"jdp": plain, "jdp, find_unused": find_unused}
+    if jax.default_backend() == "cpu":
+        steps["jdp, shared memory"] = shared_memory
+    return {k: jdp.data_parallel(step, world=world) for k, step in steps.items()}
+
+
+def _make_other_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
+    axis = world.axis_name
 
     def partitioned(params: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -103,9 +114,7 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
             donate_argnums=0,
         )
 
-    steps = {
-        "jdp": jdp.data_parallel(jdp_step, world=world),
-        "jdp, find_unused": jdp.data_parallel(find_unused, world=world),
+    return {
         "partitioned": jax.jit(
             partitioned,
             in_shardings=(world.replicated, world.split),
@@ -116,9 +125,6 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
         "flat shard_map": sharded(flat),
         "no communication": sharded(none),
     }
-    if jax.default_backend() == "cpu":
-        steps["jdp, shared memory"] = jdp.data_parallel(shared_memory, world=world)
-    return steps
 
 
 def main(port: int, config: StepConfig) -> None:

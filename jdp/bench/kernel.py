@@ -61,15 +61,7 @@ def bench_kernel(
         raise typer.Exit(1)
     channel.check_can_write(json_file)
     world = jdp.init()
-    kernels = [
-        Kernel(algorithm, n, size, max_blocks)
-        for size in sorted(num_bytes)  # What is cut off is what takes longest.
-        for n in counts
-        for algorithm in ("one_stage", "two_stage")
-        for max_blocks in limits
-    ]
-    # A small buffer has no work for many blocks.
-    kernels = list({kernel.name: kernel for kernel in kernels}.values())
+    kernels = _make_kernels(num_bytes, counts, limits)
     rows = Rows(json_file, limit_s)
     config = StepConfig(24, width, batch)
     machine = describe_machine() | {"rounds": rounds, "step_config": list(config)}
@@ -86,6 +78,20 @@ def bench_kernel(
     show(result, rich.console.Console())
     if len(alone) < len(kernels):
         typer.echo(f"After {limit_s:.0f} s {len(alone)} of {len(kernels)} were timed.")
+
+
+def _make_kernels(
+    num_bytes: list[int], counts: list[int], limits: list[int]
+) -> list[Kernel]:
+    kernels = [
+        Kernel(algorithm, n, size, max_blocks)
+        for size in sorted(num_bytes)  # Slow kernels last: they are cut off first.
+        for n in counts
+        for algorithm in ("one_stage", "two_stage")
+        for max_blocks in limits
+    ]
+    # A small buffer has no work for many blocks.
+    return list({kernel.name: kernel for kernel in kernels}.values())
 
 
 def _time_alone(kernels: list[Kernel], rounds: int, rows: Rows) -> list[dict[str, Any]]:

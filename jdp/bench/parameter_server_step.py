@@ -155,28 +155,31 @@ def main(port: int, config: StepConfig, mode: str, echo_port: int) -> None:
         channel.serve(port, mode, place.index, variants)
 
 
-def train_digits(mode: Any, folder: str, port: int, seed: int) -> float:
-    """Returns the accuracy of two workers and a server, threads of this process."""
+def _load_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Returns images, shape (n, 64), float32, and labels (n,), in random order."""
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
-    rng = np.random.default_rng(seed)
     order = rng.permutation(len(digits.target))
-    images = (digits.data[order] / 16).astype(np.float32)
-    labels = digits.target[order]
+    return (digits.data[order] / 16).astype(np.float32), digits.target[order]
+
+
+def _logits_of(params: Any, x: Any) -> jax.Array:
+    hidden = jax.numpy.tanh(x @ params["w0"] + params["b0"])
+    return hidden @ params["w1"] + params["b1"]
+
+
+def _loss_fn(params: Any, batch: Any) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return losses(_logits_of(params, batch[0]), batch[1]).mean()
+
+
+def train_digits(mode: Any, folder: str, port: int, seed: int) -> float:
+    """Returns the accuracy of two workers and a server, threads of this process."""
+    rng = np.random.default_rng(seed)
+    images, labels = _load_digits(rng)
     sizes = {"w0": (64, 32), "b0": (32,), "w1": (32, 10), "b1": (10,)}
     params = {k: 0.2 * rng.normal(size=s).astype("f4") for k, s in sizes.items()}
-
-    def logits_of(params: Any, x: jax.Array) -> jax.Array:
-        return (
-            jax.numpy.tanh(x @ params["w0"] + params["b0"]) @ params["w1"]
-            + (params["b1"])
-        )
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        return losses(logits_of(params, batch[0]), batch[1]).mean()
-
     key_file = f"{folder}/keys-{port}"
     parameter_server.make_keys(key_file)
 
@@ -200,7 +203,7 @@ def train_digits(mode: Any, folder: str, port: int, seed: int) -> float:
         chosen = [orders.permutation(own)[: 46 * 16].reshape(-1, 16) for _ in range(8)]
         batches = [(images[i], labels[i]) for i in np.concatenate(chosen)]
         with Worker(params, place=place("worker", index)) as worker:
-            for _ in worker.steps(jax.jit(jax.value_and_grad(loss_fn)), batches):
+            for _ in worker.steps(jax.jit(jax.value_and_grad(_loss_fn)), batches):
                 pass
             worker.flush()
             found[index] = worker.pull()
@@ -211,7 +214,7 @@ def train_digits(mode: Any, folder: str, port: int, seed: int) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    right = logits_of(found[0], images[1500:]).argmax(-1) == labels[1500:]
+    right = _logits_of(found[0], images[1500:]).argmax(-1) == labels[1500:]
     return float(right.mean())
 
 

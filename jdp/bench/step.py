@@ -70,15 +70,22 @@ def bench_step(
         result = overlap.measure(num_processes, (*sizes, layers or 24), rounds, steps)
         make_table = overlap.make_table
     else:
-        start_jax = functools.partial(driver.start_jax, "jdp.bench.jax_step")
-        start_peer = functools.partial(start_torch, "jdp.bench.torch_step")
-        starters = (start_jax, start_peer, _start_mpi4jax)
-        seconds = driver.time_systems(
-            starters, num_processes, sizes, rounds=rounds, steps=steps
-        )
-        result, make_table = summarize(seconds), _table
+        result, make_table = _measure(num_processes, sizes, rounds, steps), _table
     driver.write_result(result, config, json_file)
     rich.console.Console().print(make_table(result))
+
+
+def _measure(
+    num_processes: int, sizes: tuple[int, ...], rounds: int, steps: int
+) -> dict[str, Any]:
+    """Times the step of every system; returns what `summarize` does."""
+    start_jax = functools.partial(driver.start_jax, "jdp.bench.jax_step")
+    start_peer = functools.partial(start_torch, "jdp.bench.torch_step")
+    starters = (start_jax, start_peer, _start_mpi4jax)
+    seconds = driver.time_systems(
+        starters, num_processes, sizes, rounds=rounds, steps=steps
+    )
+    return summarize(seconds)
 
 
 def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
