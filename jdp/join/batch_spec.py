@@ -1,4 +1,4 @@
-"""Batch specs: what must be equal on all processes, and how a batch is padded to it."""
+"""Batch specs: what must be equal on all processes, and how is a batch padded?"""
 
 import math
 import re
@@ -26,7 +26,7 @@ Signature = tuple[Any, tuple[Any, ...]]  # the treedef; per leaf dtype, trailing
 
 
 class BatchLeafSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One leaf, but for its number of samples."""
+    """One leaf, without its number of samples."""
 
     path: str
     dtype: str
@@ -34,7 +34,7 @@ class BatchLeafSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A batch, but for its number of samples."""
+    """A batch, without its number of samples."""
 
     structure: str  # the treedef, as text.
     nodes: bytes | None  # the treedef, as JSON; None where a node is of another type.
@@ -92,7 +92,7 @@ def inspect_batch(tree: PyTree, index: int) -> ReadBatch:
 
 
 def make_spec(batch: ReadBatch) -> BatchSpec:
-    """Describes a batch so that another process can compare it, or make zeros."""
+    """Describes a batch for other processes, which compare it or make zeros."""
     treedef, kinds = batch.signature
     leaves = [
         BatchLeafSpec(path, _name_of(dtype), tuple(shape))
@@ -111,9 +111,9 @@ def find_treedef(spec: BatchSpec, candidates: Sequence[Any]) -> Any | None:
     """Returns the treedef of `spec`, or None where this process cannot know it.
 
     Args:
-      spec: that of a batch of another process.
+      spec: spec of a batch of another process.
       candidates: treedefs that this process has seen, for nodes that are not of the
-        types that JAX knows by itself.
+        types that JAX knows.
     """
     for treedef in candidates:
         if _as_text(treedef) == spec.structure:
@@ -134,7 +134,7 @@ def find_fault(spec: BatchSpec) -> str | None:
             return f"with a leaf `{path}` of dtype {leaf.dtype[:_MOST_SHOWN]!r}"
         # One sample fits into the memory of no host.
         if min(leaf.shape, default=0) < 0 or math.prod(leaf.shape) >= _MOST_ELEMENTS:
-            return f"with a leaf `{path}` of a shape that none has"
+            return f"with a leaf `{path}` of an impossible shape"
     return None
 
 
@@ -319,7 +319,7 @@ def _decode_node(node: Any, depth: int = 0) -> Any:
             }
         case ["namedtuple", str(module), str(qualname), *children]:
             kind = _find_namedtuple(module, qualname, len(children))
-            # Not by its own `__new__`, which may be anybody's.
+            # Not by its own `__new__`, which could be any code.
             return tuple.__new__(kind, [_decode_node(c, depth + 1) for c in children])
     raise _UnknownNodeError
 

@@ -1,14 +1,14 @@
 """Lockstep: how processes with different amounts of data agree on the same iterations.
 
 Pure: no threads, no clock. In round i every process makes one announcement, and process
-0 makes one decision of all of them. An announcement holds the sizes of the batches read
-since the last one, whether the input has ended, and an error if reading failed. A
+0 makes one decision from all of them. An announcement holds the sizes of the batches
+read since the last one, whether the input has ended, and an error if reading failed. A
 decision holds the iterations that every process has announced, or ended before.
 
-A process announces at once if it has ended, or if something it has announced is not
-decided (then somebody else is slow). Else it waits, to save messages, until what it has
-read since fills three quarters of `prefetch`, or there is something and its loop has
-begun all decided iterations.
+A process announces at once if it has ended, or if a batch that it has announced is not
+decided (then another process is slow). Otherwise it waits, to save messages, until what
+it has read since fills three quarters of `prefetch`, or there is something and its loop
+has begun all decided iterations.
 
 No schedule deadlocks. Say a round is not complete. A process that has not announced
 has not ended and has nothing undecided, so all that it holds is decided. Either it
@@ -18,7 +18,7 @@ same for all, so a loop that is at the earliest of them need not wait, all loops
 begin all decided iterations, and then every queue has space. When the round is
 complete, every process has ended or has announced a batch that is not decided, so at
 least one iteration is decided, or the end or an error; a new spec takes one round more.
-Time enters only as keep-alive: a process may announce nothing, whenever it likes.
+Time enters only as keep-alive: a process can send an empty announcement at any time.
 """
 
 import itertools
@@ -50,8 +50,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     """Answer of process 0 to all processes in one round."""
 
     sizes: tuple[int, ...] = ()  # samples per replica of each new iteration.
-    specs: tuple[tuple[int, int], ...] = ()  # (offset in `sizes`, number of the spec).
-    proposal: BatchSpec | None = None  # gets the next number unless a process objects.
+    specs: tuple[tuple[int, int], ...] = ()  # (offset in `sizes`, index of the spec).
+    proposal: BatchSpec | None = None  # gets the next index unless a process objects.
     is_end: bool = False  # there is no iteration after these.
     error: str | None = None  # why not, where it is not the end of all inputs.
     is_read_error: bool = False  # those whose reading failed raise what they caught.
@@ -64,7 +64,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MemberState(msgspec.Struct, frozen=True):
-    """One process: what it has read, announced and been told."""
+    """State of one process: batches that are read, announced and decided."""
 
     prefetch: int
     sizes: tuple[int, ...] = ()  # read and not announced.
@@ -77,7 +77,7 @@ class MemberState(msgspec.Struct, frozen=True):
 
 
 class CoordinatorState(msgspec.Struct, frozen=True):
-    """All processes, as process 0 knows them."""
+    """State of all processes, as process 0 knows it."""
 
     timeout_s: float  # longest wait for one batch.
     sizes: tuple[tuple[int, ...], ...]  # per process, announced and not decided.
@@ -86,9 +86,9 @@ class CoordinatorState(msgspec.Struct, frozen=True):
     has_ended: tuple[bool, ...]
     errors: tuple[str | None, ...]
     num_decided: int = 0
-    specs: tuple[BatchSpec, ...] = ()  # agreed on, by number.
+    specs: tuple[BatchSpec, ...] = ()  # agreed on, by index.
     marks: tuple[int, ...] = ()  # per spec, the largest size so far.
-    current: int = -1  # number of the spec of the last iteration.
+    current: int = -1  # index of the spec of the last iteration.
     proposal: BatchSpec | None = None
 
 
@@ -96,7 +96,7 @@ class _SpecRun(NamedTuple):
     """Iterations of one spec, one after the other."""
 
     start: int
-    number: int
+    spec: int  # index.
 
 
 def read(
@@ -214,7 +214,7 @@ def decide(
             culprit, error = _find_stuck_reader(state, announcements)
     decision = Decision(
         sizes=sizes,
-        specs=tuple((segment.start - start, segment.number) for segment in segments),
+        specs=tuple((segment.start - start, segment.spec) for segment in segments),
         proposal=proposal,
         is_end=proposal is None
         and error is None
@@ -318,17 +318,17 @@ def _take(
     marks = list(state.marks)
     decided: list[int] = []
     ends = [segment.start for segment in segments[1:]] + [limit]
-    for (first, number), last in zip(segments, ends, strict=True):
+    for (first, spec), last in zip(segments, ends, strict=True):
         part = largest[first - start : last - start]
-        grown = itertools.accumulate(part, max, initial=marks[number])
+        grown = itertools.accumulate(part, max, initial=marks[spec])
         decided.extend(itertools.islice(grown, 1, None))
-        marks[number] = decided[-1]
+        marks[spec] = decided[-1]
     state = replace(
         state,
         sizes=tuple(sizes[count:] for sizes in state.sizes),
         num_decided=limit,
         marks=tuple(marks),
-        current=segments[-1].number,
+        current=segments[-1].spec,
         changes=tuple(
             tuple(change for change in changes if change[0] >= limit)
             if changes

@@ -1,7 +1,7 @@
-"""Lockstep checks: does what another process says make sense here?
+"""Lockstep checks: is the message of another process possible?
 
-Decoding has seen to the types. A process that loses count, or has another version of
-jdp, may still say what no process says: that is found here, before it is gone by.
+Decoding checks the types. A process that loses count, or has another version of jdp,
+can still send an impossible message. This module finds it before it is used.
 """
 
 import math
@@ -18,9 +18,9 @@ def find_announcement_fault(
     """Returns what is wrong with an announcement, as "Process 1 says ..."; or None.
 
     Args:
-      state: before it.
-      process: says it.
-      announcement: has been decoded.
+      state: state before the announcement.
+      process: process that announces.
+      announcement: the decoded announcement.
     """
     fault = _find_announcement_fault(state, process, announcement)
     if fault is None:
@@ -68,10 +68,10 @@ def find_decision_fault(
     """Returns what is wrong with a decision of process 0; or None.
 
     Args:
-      decision: has been decoded.
-      num_specs: that are agreed on by now.
-      spec: number of the spec of the last iteration; -1 before the first.
-      num_processes: of the job.
+      decision: the decoded decision.
+      num_specs: number of specs that are agreed on.
+      spec: index of the spec of the last iteration; -1 before the first.
+      num_processes: number of processes of the job.
     """
     fault = _find_decision_fault(decision, num_specs, spec, num_processes)
     if fault is None:
@@ -93,8 +93,8 @@ def _find_decision_fault(
     if sizes and spec < 0 and (not specs or specs[0][0] != 0):
         return "batches without their structure"
     before = -1
-    for offset, number in specs:
-        if not before < offset < len(sizes) or not 0 <= number < num_specs:
+    for offset, index in specs:
+        if not before < offset < len(sizes) or not 0 <= index < num_specs:
             return "a structure that was not agreed on"
         before = offset
     if decision.proposal is not None:

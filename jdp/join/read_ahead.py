@@ -1,6 +1,6 @@
-"""Read-ahead: what was read, what is agreed on, and what does the loop get next?
+"""Read-ahead: which batches are read and agreed on, and which one is next?
 
-Two threads a process keep everything off the critical path. The reader iterates over
+Two threads per process keep everything off the critical path. The reader iterates over
 the user's batches, ahead of the loop. The agent announces what was read, and learns the
 iterations that all processes agree on; see `jdp.join.lockstep`.
 """
@@ -25,7 +25,7 @@ from jdp.replicas import progress
 from jdp.replicas.mesh import World
 from jdp.types import PyTree
 
-_CHECK_PERIOD_S = 0.1  # how often a loop that waits looks whether somebody has left.
+_CHECK_PERIOD_S = 0.1  # a waiting loop checks so often whether a process has left.
 _JOIN_TIMEOUT_S = 2.0
 _PATIENCE_S = 0.05  # with a reader that seems to be in the user's code.
 _END: Any = object()
@@ -34,8 +34,8 @@ _END: Any = object()
 class AgreedIteration(NamedTuple):
     """One agreed iteration on this process."""
 
-    samples: int  # of this process.
-    spec: int  # its number.
+    samples: int  # on this process.
+    spec: int  # index of the spec.
     batch: ReadBatch | None  # None where this process has run out.
 
 
@@ -51,9 +51,9 @@ class ReadAhead:
         rounds: Rounds,
     ):
         """Starts the reader and the agent; `stop` ends them."""
-        self.specs: list[BatchSpec] = []  # agreed on, by number.
+        self.specs: list[BatchSpec] = []  # agreed on, by index.
         self.treedefs: list[Any] = []  # per spec; None where all batches are our own.
-        self.has_ended = False  # the loop has come to what ends it on all processes.
+        self.has_ended = False  # the loop has ended on all processes.
         self._batches = batches
         self._world = world
         self._like = like
@@ -68,7 +68,7 @@ class ReadAhead:
         self._seen: dict[Any, None] = {}  # treedefs of our own batches.
         self._num_begun = 0
         self._proposal: BatchSpec | None = None
-        self._spec = -1  # number of the one of the last decided iteration.
+        self._spec = -1  # index of the spec of the last decided iteration.
         self._final: Decision | None = None
         self._failure: BaseException | None = None  # of the reader.
         self._is_stopping = False
@@ -217,7 +217,7 @@ class ReadAhead:
             self._has_news.notify()
 
     def _wait_for_announcement(self) -> Announcement | None:
-        """Waits until this process has something to say, or has to say it is there."""
+        """Waits for news, or until a keep-alive is due."""
         with self._lock:
             while not lockstep.has_to_announce(self._member, self._num_begun):
                 if self._is_stopping:
@@ -234,7 +234,7 @@ class ReadAhead:
             return announcement
 
     def _find_deadline(self) -> float:
-        """Returns when this process has to announce even if there is nothing new."""
+        """Returns the time of the next keep-alive."""
         if self._world.store is None:
             return threading.TIMEOUT_MAX
         timeout_s = self._world.timeout_s
@@ -242,7 +242,7 @@ class ReadAhead:
         return min(self._announced_s + timeout_s / 2, stuck_s)
 
     def _find_reading_since(self) -> float:
-        """Returns since when the loop has waited for the reader; infinity if not."""
+        """Returns the time since which the loop waits for the reader, or infinity."""
         member = self._member
         if member.sizes or member.num_announced > member.num_decided:
             return math.inf
@@ -250,7 +250,7 @@ class ReadAhead:
 
     def _receive(self, decision: Decision) -> None:
         with self._lock:
-            # Agreed on, unless the error is an objection: then there is nothing else.
+            # Agreed on, unless the error is an objection: such a decision is empty.
             is_agreed = self._proposal is not None and (
                 decision.error is None or bool(decision.sizes)
             )
@@ -286,7 +286,7 @@ class ReadAhead:
             seen.append(jax.tree.structure(self._like))
         treedef = batch_spec.find_treedef(spec, seen)
         self.treedefs.append(treedef)
-        # One that has a batch at the iteration will know the treedef from it.
+        # A process with a batch at that iteration takes the treedef from it.
         member = self._member
         if treedef is None and member.num_announced <= member.num_decided:
             has_like = "" if self._like is None else ", which `like` does not have"

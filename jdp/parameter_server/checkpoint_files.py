@@ -1,10 +1,10 @@
 """Checkpoint files: how is one checkpoint written, and is it what was written?
 
 A folder `updates-N` has the arrays, as orbax writes them, and a manifest with a digest
-of each, and of each file: orbax is not given files that are damaged. Arrays without
-elements, which orbax refuses, are in the manifest alone. The folder gets
-its name when all of it is on the disk, the manifest last: a process that is killed, or
-a disk that is full, leaves no folder of that name.
+of each array and each file, so orbax never reads damaged files. Arrays without
+elements, which orbax refuses, are in the manifest only. The folder gets its name once
+all of it is on the disk, the manifest last. A killed process, or a full disk, leaves no
+folder of that name.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ _NUM_DESCRIPTORS = 64  # that orbax and tensorstore may open at once.
 _Digest = Annotated[str, Meta(min_length=32, max_length=32)]
 
 
-# What is not there, or is another kind of thing, is damage; any other error of a disk
-# may pass, such as ESTALE, EIO or EMFILE.
+# A file that is missing or of another kind is damage. Other errors of a disk may pass,
+# such as ESTALE, EIO or EMFILE.
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is not what was written."""
+    """A checkpoint is damaged or incomplete."""
 
 
 class FormatError(RuntimeError):
-    """A checkpoint is whole, and of another version of jdp."""
+    """A checkpoint was written by another version of jdp."""
 
 
 class _Leaf(msgspec.Struct, frozen=True):
@@ -72,8 +72,8 @@ class Manifest(msgspec.Struct, frozen=True):
     server: messages.Index
     num_servers: messages.Index
     version: Version
-    run: str  # of the log of server 0 that it was written in; the same on all servers.
-    state: tuple[str, ...]  # what the arrays are, see `Updater.describe`.
+    run: str  # names the log of server 0; the same on all servers.
+    state: tuple[str, ...]  # names of the arrays, see `Updater.describe`.
     leaves: tuple[_Leaf, ...]
     files: tuple[_File, ...]
     settled: bytes  # the table of pushes, as msgpack.
@@ -100,15 +100,15 @@ def write(
     Args:
       folder: its name once it is whole.
       half: its name until then, on the same disk.
-      place: number of the server, and of how many.
-      version: of the parameters.
-      arrays: of the state.
-      settled: what became of the last push of each session.
-      run: see `Manifest`.
-      state: see `Manifest`.
+      place: index of the server, and number of servers.
+      version: version of the parameters.
+      arrays: arrays of the state.
+      settled: outcome of the last push of each session.
+      run: as in `Manifest`.
+      state: as in `Manifest`.
 
     Raises:
-      OSError: it could not be written; nothing of it is left.
+      OSError: the checkpoint could not be written; nothing of it is left.
     """
     table = msgspec.msgpack.encode(settled)
     try:
@@ -146,9 +146,9 @@ def read_manifest(folder: pathlib.Path, *, place: tuple[int, int]) -> Manifest:
     """Reads a manifest, which says that all of a checkpoint was written.
 
     Raises:
-      CheckpointError: it is missing, damaged, or that of another server.
-      FormatError: it is of another version.
-      OSError: it cannot be read now.
+      CheckpointError: the manifest is missing, damaged, or from another server.
+      FormatError: the checkpoint was written by another version of jdp.
+      OSError: the manifest cannot be read now.
     """
     try:
         with (folder / _MANIFEST).open("rb") as file:
@@ -190,9 +190,9 @@ def read(
     """Reads the arrays and the table of a checkpoint.
 
     Raises:
-      CheckpointError: something is missing, or is not what was written.
-      FormatError: it is of another version.
-      OSError: it cannot be read now.
+      CheckpointError: something is missing or damaged.
+      FormatError: the checkpoint was written by another version of jdp.
+      OSError: the checkpoint cannot be read now.
     """
     manifest = read_manifest(folder, place=place)
     _check_files(folder / _ARRAYS, manifest.files)
@@ -211,7 +211,7 @@ def read(
 
 
 def drop(folder: pathlib.Path) -> None:
-    """Removes a checkpoint, under another name: one that is there is always whole."""
+    """Removes a checkpoint, renamed first: a folder with its name is always whole."""
     dropped = folder.with_name(f"drop-{folder.name}")
     remove(dropped)
     try:
@@ -222,7 +222,7 @@ def drop(folder: pathlib.Path) -> None:
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Removes a folder, or what else has its name; what cannot be removed stays."""
+    """Removes a folder or file, as far as possible."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -231,7 +231,7 @@ def remove(folder: pathlib.Path) -> None:
 
 
 def _describe(array: np.ndarray) -> _Leaf:
-    # A copy where bytes do not lie in a row; a dtype such as bfloat16 has no buffer.
+    # Copies arrays that are not contiguous; dtypes such as bfloat16 have no buffer.
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return _Leaf(str(array.dtype), array.shape, _digest(flat))
 

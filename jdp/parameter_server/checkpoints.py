@@ -1,4 +1,4 @@
-"""Checkpoints: what a server writes down, and what it finds after it was killed."""
+"""Checkpoints: which checkpoints of a server are kept, and which can be used?"""
 
 import contextlib
 import importlib.util
@@ -28,12 +28,12 @@ _logger = logging.getLogger("jdp")
 class Checkpoints:
     """The checkpoints of one server, with the table of pushes in each.
 
-    Beside them lies a file with the version of each moment, which outlives the process:
-    so it is known which epochs there were, and how many updates were lost.
+    A file beside them has the current version. It outlives the process, so a restart
+    knows earlier epochs and the number of lost updates.
 
-    A checkpoint that is not what was written is refused: it is named in the log, and
-    its folder gets the name `refused-N`. One that all servers have is only dropped for
-    a newer one that all have, so there always is one to go back to.
+    A damaged checkpoint is refused: the log names it, and its folder is renamed to
+    `refused-N`. A checkpoint that all servers have is only dropped for a newer one that
+    all have, so there is always one to return to.
     """
 
     def __init__(self, folder: str | os.PathLike[str], server: int, num_servers: int):
@@ -41,8 +41,8 @@ class Checkpoints:
 
         Raises:
           RuntimeError: orbax is not installed, the folder cannot be read or written,
-            or it has a checkpoint of another version; nothing is changed then.
-          ValueError: the folder is that of another number of servers.
+            or it has a checkpoint of another version of jdp; nothing is changed then.
+          ValueError: the folder belongs to another number of servers.
         """
         if importlib.util.find_spec("orbax.checkpoint") is None:
             raise RuntimeError(
@@ -90,24 +90,23 @@ class Checkpoints:
         self.last = self._progress.found.version  # before this start.
 
     def find_counts(self) -> tuple[int, ...]:
-        """Returns the counts of the versions to begin with.
+        """Returns the update counts that the server can begin with.
 
-        0, the parameters that the server was given, is among them until all servers
-        have had a checkpoint, or one was refused: from then on, to begin with 0 would
-        throw away what was trained.
+        They include 0, the initial parameters, until all servers have had a checkpoint
+        or one was refused. From then on, beginning with 0 would discard the training.
         """
         has_begun = self._progress.found.common > 0 or self._has_lost
         return (*(() if has_begun else (0,)), *sorted(self._counts))
 
     def find_runs(self) -> tuple[bytes, ...]:
-        """Returns the run of each of `find_counts`, b"" for the given parameters."""
+        """Returns the run of each of `find_counts`; b"" for the initial parameters."""
         return tuple(self._runs.get(c, "").encode() for c in self.find_counts())
 
     def set_state(self, state: tuple[str, ...]) -> None:
-        """Says what is written from now on, and compares it with what there is.
+        """Sets the names of the arrays, and compares them with existing checkpoints.
 
         Raises:
-          ValueError: a checkpoint is that of another model or optimizer.
+          ValueError: a checkpoint belongs to another model or optimizer.
         """
         self._state = state
         if not self._counts:
@@ -125,14 +124,14 @@ class Checkpoints:
                 )
 
     def note(self, version: Version) -> None:
-        """Notes how far the server is; costs some microseconds."""
+        """Stores the current version; costs some microseconds."""
         self._write_progress(version, self._progress.found.common)
 
     def read_attendance(self) -> bytes:
-        """Returns what `note_attendance` has written; b"" for nothing.
+        """Returns the data of `note_attendance`; b"" for none.
 
         Raises:
-          RuntimeError: it cannot be read.
+          RuntimeError: the file cannot be read.
         """
         path = self._folder / _ATTENDANCE
         try:
@@ -143,7 +142,7 @@ class Checkpoints:
             raise _cannot_be_used(path, error) from None
 
     def note_attendance(self, data: bytes) -> None:
-        """Writes down which workers have come and left; b"" removes it."""
+        """Stores which workers have come and left; b"" removes the file."""
         path = self._folder / _ATTENDANCE
         half = self._folder / f"half-{_ATTENDANCE}"
         # A disk that is full is named where a checkpoint is written.
@@ -166,12 +165,11 @@ class Checkpoints:
     ) -> bool:
         """Writes a checkpoint, whole or not at all, and drops old ones.
 
-        A disk that is full, or cannot be written for another reason, does not end the
-        job: the log says so, again after 8, 16, ... failures, when it is over, and at
-        the end.
+        A full or unwritable disk does not end the job. The log reports the first
+        failure, the 8th, 16th and so on, the next success, and a failure at the end.
 
         Returns:
-          Whether it was written.
+          Whether the checkpoint was written.
         """
         server, count = self._place[0], version.count
         folder = self._folder / f"updates-{count}"
@@ -206,10 +204,10 @@ class Checkpoints:
         return True
 
     def load(self, count: int) -> tuple[list[np.ndarray], dict[bytes, Settled]] | None:
-        """Reads a checkpoint; None if it is not what was written, and is refused.
+        """Reads a checkpoint; None if it is damaged, and therefore refused.
 
         Raises:
-          RuntimeError: it cannot be read now; it stays as it is.
+          RuntimeError: the checkpoint cannot be read now; it stays as it is.
         """
         folder = self._folder / f"updates-{count}"
         try:
@@ -221,15 +219,15 @@ class Checkpoints:
             raise _cannot_be_used(folder, error) from None
 
     def keep(self, count: int) -> None:
-        """Takes note that this is the newest checkpoint that all servers have."""
+        """Stores the count of the newest checkpoint that all servers have."""
         self._write_progress(self._progress.found.version, count)
 
     def drop_after(self, count: int) -> None:
-        """Drops what is newer than where the servers go on."""
+        """Drops checkpoints that are newer than the restored one."""
         self._drop([newer for newer in self._counts if newer > count])
 
     def close(self) -> None:
-        """Ends; nothing of the folder stays open, or half written."""
+        """Closes the folder, and removes partial checkpoints."""
         if self._num_failures:
             _logger.error(
                 "Server %d ends, and could not write what came last: the newest "
@@ -243,11 +241,11 @@ class Checkpoints:
         self._lock.close()
 
     def _scan(self) -> Version:
-        """Finds what there is; returns the newest version.
+        """Reads all manifests; returns the newest version.
 
         Raises:
-          RuntimeError: a checkpoint is of another version. Nothing is changed then, nor
-            at an OSError.
+          RuntimeError: a checkpoint was written by another version of jdp. Nothing is
+            changed then, nor at an OSError.
         """
         refused, has_refused = [], False
         newest = Version()
@@ -276,7 +274,7 @@ class Checkpoints:
         return newest
 
     def _tell_failure(self, count: int, error: OSError) -> None:
-        """Says it at the first failure, and after 8, 16, ... of them."""
+        """Logs the first failure, the 8th, the 16th and so on."""
         num = self._num_failures = self._num_failures + 1
         if num & (num - 1) or num in (2, 4):
             return
@@ -297,7 +295,7 @@ class Checkpoints:
         return f"that of update {max(self._counts)}" if self._counts else "none"
 
     def _remove_leftovers(self) -> None:
-        """Removes what could not be removed at once, such as without descriptors."""
+        """Removes folders that could not be removed before, for lack of descriptors."""
         with contextlib.suppress(OSError):
             for path in list(self._folder.iterdir()):
                 if path.name.startswith(("half-", "drop-")):
@@ -347,9 +345,9 @@ def find_superfluous(counts: Collection[int], common: int) -> list[int]:
     """Returns which checkpoints a server may drop.
 
     Args:
-      counts: those that it has.
-      common: the newest that all servers have, or 0. It and two before stay, to go back
-        to, and the three newest that others may not have yet.
+      counts: update counts of the checkpoints of a server.
+      common: the newest checkpoint that all servers have, or 0. It stays, with two
+        before it and the three newest that others may not have yet.
     """
     older = sorted(c for c in counts if c <= common)
     newer = sorted(c for c in counts if c > common)

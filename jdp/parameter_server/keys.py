@@ -1,4 +1,4 @@
-"""Keys: who may join a job, and where its processes are."""
+"""Keys: which processes can join a job, and where are they?"""
 
 import dataclasses
 import os
@@ -36,15 +36,15 @@ _decode_keys = msgspec.json.Decoder(Keys).decode
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which process of a job this is.
+    """Place of one process in a job.
 
     Attributes:
       role: "server" or "worker".
-      index: number of this server or worker, from 0.
-      addresses: "host:port" of each server, the same everywhere. A server listens at
-        its own.
-      num_workers: of the job; None: they come and go.
-      key_file: what `make_keys` has written. Any process that can read it may join.
+      index: index of this server or worker, from 0.
+      addresses: "host:port" of each server, the same everywhere. Each server listens at
+        its own address.
+      num_workers: number of workers of the job; None: workers come and go.
+      key_file: file of `make_keys`. Any process that can read it can join.
     """
 
     role: Literal["server", "worker"]
@@ -54,7 +54,6 @@ class Place:
     key_file: str = ""
 
     def __post_init__(self) -> None:
-        """Checks what one process can check alone."""
         if self.role not in ("server", "worker"):
             raise ValueError(f'`role` must be "server" or "worker", got {self.role!r}.')
         if not isinstance(self.addresses, tuple | list):
@@ -63,12 +62,11 @@ class Place:
                 f"{self.addresses!r}."
             )
         if not self.addresses:
-            raise ValueError("`addresses` must have one of each server, got none.")
+            raise ValueError("`addresses` must have one per server, got none.")
         for address in self.addresses:
             check_address(address)
         if not isinstance(self.key_file, str | os.PathLike):
             raise TypeError(f"`key_file` must be a path, got {self.key_file!r}.")
-        # What is frozen is set this way, once.
         object.__setattr__(self, "addresses", tuple(self.addresses))
         object.__setattr__(self, "key_file", os.fspath(self.key_file))
         index = option_checks.check_count("index", self.index, 0)
@@ -103,11 +101,11 @@ class Place:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Place":
-        """Reads what `jdp launch --servers --workers` has set.
+        """Reads the variables that `jdp launch --servers --workers` sets.
 
         Raises:
-          RuntimeError: it has not.
-          ValueError: a variable has a value that it cannot have.
+          RuntimeError: a variable is not set.
+          ValueError: a variable has an impossible value.
         """
         environ = os.environ if environ is None else environ
         missing = [name for name in VARIABLES if name not in environ]
@@ -138,14 +136,14 @@ def _read_number(environ: Mapping[str, str], name: str) -> int:
 
 
 def make_keys(path: str | os.PathLike[str]) -> None:
-    """Writes new keys, for the processes of one job, to a file of this user alone.
+    """Writes new keys for one job to a file that only this user can read.
 
-    Copy it to the other hosts of the job alone: a holder can push and pull, and can
-    pass for a server.
+    Copy it only to the other hosts of the job: a holder can push, pull, and pose as a
+    server.
 
     Raises:
-      FileExistsError: there is such a file; keys are not overwritten.
-      TypeError: `path` is none.
+      FileExistsError: the file exists; keys are not overwritten.
+      TypeError: `path` is not a path.
     """
     option_checks.check_is("path", path, (str, os.PathLike), "the path of a file")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -154,14 +152,14 @@ def make_keys(path: str | os.PathLike[str]) -> None:
 
 
 def open_new_keys() -> int:
-    """Opens new keys that no file system has; nothing of them outlives the processes.
+    """Opens new keys in memory; they do not outlive the processes.
 
     Returns:
-      A descriptor, which the caller closes. Where N is its number, also in a child
-      that inherits it, `read_keys` reads /proc/self/fd/N.
+      A descriptor N, which the caller closes. In this process, and in children that
+      inherit it, `read_keys` reads /proc/self/fd/N.
 
     Raises:
-      OSError: this system has no such files; only Linux has.
+      OSError: this system has no anonymous files; only Linux has.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("there is no memfd_create")
@@ -179,11 +177,11 @@ def _encode_new() -> bytes:
 
 
 def read_keys(path: str) -> Keys:
-    """Reads what `make_keys` has written.
+    """Reads a file that `make_keys` has written.
 
     Raises:
-      RuntimeError: it cannot be read, has no keys, is of another user, or others can
-        read it too.
+      RuntimeError: the file cannot be read, has no keys, belongs to another user, or
+        other users can read it.
     """
     try:
         data = job_key.read_private(path, most_bytes=_MOST_KEY_BYTES)
@@ -192,22 +190,22 @@ def read_keys(path: str) -> Keys:
     except OSError as error:
         raise RuntimeError(
             f"`key_file` {path!r} cannot be read: {error.strerror}. Write it with "
-            "`jdp.parameter_server.make_keys(path)`, once a job, and copy it to its "
-            "hosts."
+            "`jdp.parameter_server.make_keys(path)`, once per job, and copy it to "
+            "its hosts."
         ) from None
     try:
         found = wire.decode_with(_decode_keys, data)
         _check_keys(found)
     except wire.DecodeError as error:
         raise RuntimeError(
-            f"`key_file` {path!r} has no keys: {error}. Write it anew with "
+            f"`key_file` {path!r} has no keys: {error}. Write a new one with "
             "`jdp.parameter_server.make_keys(path)`."
         ) from None
     return found
 
 
 def _check_keys(found: Keys) -> None:
-    """Raises DecodeError unless they are pairs of CURVE keys."""
+    """Raises DecodeError unless the keys are pairs of CURVE keys."""
     import zmq
 
     for role, public, secret in (
@@ -220,7 +218,7 @@ def _check_keys(found: Keys) -> None:
         except (ValueError, zmq.ZMQError):
             is_pair = False
         if not is_pair:
-            raise wire.DecodeError(f"`{role}_public` and `{role}_secret` are no pair")
+            raise wire.DecodeError(f"`{role}_public` and `{role}_secret` do not match")
 
 
 def check_address(address: str) -> None:

@@ -1,4 +1,4 @@
-"""Launching: servers and workers of one host, and what the end of each means."""
+"""Launching: how do servers and workers of one host start, and when is it over?"""
 
 import contextlib
 import dataclasses
@@ -19,19 +19,19 @@ from jdp.runtime import environment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleOptions:
-    """How many servers and workers run here, and where the servers are.
+    """Servers and workers of this host, and addresses of all servers.
 
     Attributes:
-      num_servers, num_workers: on this host.
+      num_servers, num_workers: number of servers and workers on this host.
       addresses: "host:port" of each server of the job; (): free ports of this host.
-      key_file: keys of the job; "": new ones, that are gone afterwards.
-      first: number of the first server here, or of the first worker where there are
-        workers only.
-      all_workers: workers of all hosts; None: those here.
-      restarts: how often each server that is killed is started again.
-      report: see `ServerOptions.report`. A table is drawn below the output of all
+      key_file: keys of the job; "": new keys that do not outlive it.
+      first: index of the first server here, or of the first worker if there are only
+        workers here.
+      all_workers: number of workers of all hosts; None: only the workers here.
+      restarts: number of times that each killed server is started again.
+      report: as `ServerOptions.report`. A table is drawn below the output of all
         processes, if stderr is a terminal.
-      grace_s: from SIGTERM to SIGKILL, in seconds.
+      grace_s: seconds from SIGTERM to SIGKILL.
     """
 
     num_servers: int
@@ -45,7 +45,6 @@ class RoleOptions:
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
-        """Checks every option."""
         for name in ("num_servers", "num_workers", "first", "restarts"):
             option_checks.check_count(name, getattr(self, name), 0)
         if self.num_servers + self.num_workers == 0:
@@ -62,13 +61,13 @@ class RoleOptions:
             keys.check_address(address)
         if not self.addresses and self.num_servers * self.num_workers == 0:
             raise ValueError(
-                "`address` of every server is needed where servers or workers are on "
-                "other hosts, and a `key_file` that all of them have."
+                "`address` of every server is needed if servers or workers are on "
+                "other hosts, and a `key_file` that all hosts have."
             )
         most = self.num_workers + (0 if self.num_servers else self.first)
         if self.all_workers is not None and self.all_workers < most:
             raise ValueError(
-                f"`all_workers` must be at least {most}, as many as there are up to "
+                f"`all_workers` must be at least {most}, the number of workers up to "
                 f"the last one here, got {self.all_workers}."
             )
         if self.addresses and not self.key_file:
@@ -93,7 +92,7 @@ class RoleOptions:
         """Returns the place of each process: servers first."""
         num_workers = self.all_workers or self.num_workers or None
         if self.all_workers is None and not self.num_servers and self.first:
-            num_workers = None  # There are others, and it is not known how many.
+            num_workers = None  # The number of workers elsewhere is unknown.
         first_worker = 0 if self.num_servers else self.first
         servers = [("server", self._first_server + i) for i in range(self.num_servers)]
         workers = [("worker", first_worker + i) for i in range(self.num_workers)]
@@ -110,9 +109,9 @@ class RoleOptions:
 
 
 class RolePolicy:
-    """A worker may be killed, a server comes back, and workers say when it is over.
+    """Policy: killed workers are forgiven, killed servers restart, workers end the job.
 
-    A process whose program fails ends the job all the same: that is a mistake in it.
+    A process whose program fails ends the job, whatever its role.
     """
 
     def __init__(self, num_servers: int, num_workers: int, restarts: int):
@@ -125,7 +124,7 @@ class RolePolicy:
     def judge(
         self, end: Exit, running: Collection[int]
     ) -> Literal["count", "forgive", "restart"]:
-        """See `supervisor.Policy`."""
+        """Decides about an ended process, as `supervisor.Policy` asks."""
         is_server = end.process_id < self._num_servers
         if end.returncode >= 0:
             self._has_ended_well |= not is_server and end.returncode == 0
@@ -141,7 +140,7 @@ class RolePolicy:
         return "forgive" if others or self._has_ended_well else "count"
 
     def find_superfluous(self, running: Collection[int]) -> list[int]:
-        """See `supervisor.Policy`."""
+        """Returns the servers that can end, once all workers have ended."""
         if self._num_workers == 0 or any(i >= self._num_servers for i in running):
             return []
         self._is_over = True
@@ -160,16 +159,16 @@ def launch_roles(
     """Runs servers and workers on this host, and returns when the last has ended.
 
     Args:
-      command: what every process runs; `Place.from_environ` says which one it is.
-      options: how many, and where.
-      environ: the environment of the processes; that of the caller by default.
-      stdout_fd: where their stdout goes, line by line with the number of the process,
-        servers first.
+      command: command of every process; `Place.from_environ` tells its role and index.
+      options: numbers and addresses.
+      environ: environment of the processes; None: the environment of the caller.
+      stdout_fd: descriptor for their stdout, with the index of the process before each
+        line, servers first.
       stderr_fd: the same for their stderr and for messages of the launcher.
-      adopts_orphans: see `launch.launch`.
+      adopts_orphans: as in `launch.launch`.
 
     Returns:
-      0, or the exit code of what went wrong first.
+      0, or the exit code of the first failure.
     """
     launch_id = uuid.uuid4().hex
     base = dict(os.environ if environ is None else environ)
@@ -207,10 +206,10 @@ def launch_roles(
 
 
 def _make_key_file(stack: contextlib.ExitStack) -> tuple[str, list[int]]:
-    """Makes keys that are gone with the job, however it ends.
+    """Makes keys that do not outlive the job, however it ends.
 
     Returns:
-      Their path in each process of the job, and the descriptors that it inherits.
+      Their path in each process of the job, and the descriptors that processes inherit.
     """
     try:
         descriptor = keys.open_new_keys()
@@ -225,15 +224,15 @@ def _make_key_file(stack: contextlib.ExitStack) -> tuple[str, list[int]]:
 
 @contextlib.contextmanager
 def _display(forwarder: output.Forwarder) -> Iterator[int]:
-    """Draws what server 0 sends to the descriptor that this yields."""
+    """Yields a descriptor, and draws the lines that server 0 sends to it."""
     screen = forwarder.stderr
-    # A datagram is a whole line, and a server that is killed leaves nothing unfinished.
+    # A datagram is a whole line: a killed server leaves no partial one.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def draw(data: bytes) -> None:
         try:
             line = metrics.decode_line(data)
-        except wire.DecodeError:  # A program wrote to what is the server's.
+        except wire.DecodeError:  # A program wrote to the descriptor of the server.
             return
         num_columns = os.get_terminal_size(screen.fd).columns or 80
         screen.draw_footer(metrics.render_table(line, num_columns=num_columns))

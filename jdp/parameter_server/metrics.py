@@ -1,4 +1,4 @@
-"""Metrics: what servers have done, and how it is shown."""
+"""Metrics: which events do servers count, and how are they shown?"""
 
 import contextlib
 import dataclasses
@@ -18,16 +18,16 @@ from jdp.replicas import wire
 Report = Literal["", "table", "json"]
 _Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 _Word = Annotated[str, Meta(pattern=r"^[a-z0-9]{1,20}\Z")]
-_RATE_WINDOW_S = 5.0  # of which updates a second are the mean.
+_RATE_WINDOW_S = 5.0  # window of the mean of updates per second.
 
 
 @dataclasses.dataclass
 class Metrics:
-    """Counters of server 0; bytes are its own.
+    """Counters of one server.
 
     Attributes:
-      num_pushed_bytes, num_pulled_bytes: of arrays, by socket or shared memory.
-      staleness: how many updates had which staleness.
+      num_pushed_bytes, num_pulled_bytes: bytes of arrays, by socket or shared memory.
+      staleness: number of updates by staleness.
     """
 
     num_pushed_bytes: int = 0
@@ -44,7 +44,7 @@ class Metrics:
             self._times_s.pop(0)
 
     def find_rate(self, *, now_s: float) -> float:
-        """Returns updates a second, over the last seconds."""
+        """Returns updates per second, over the last seconds."""
         times = [t for t in self._times_s if t >= now_s - _RATE_WINDOW_S]
         if not times:
             return 0.0
@@ -63,11 +63,11 @@ class Metrics:
         """Returns one line of the report.
 
         Args:
-          version: of the parameters, as "epoch.count".
-          counts: of pushes, by outcome.
-          num_workers: that take part.
-          num_waiting: pushes that are not settled.
-          num_refused: messages that made no sense.
+          version: version of the parameters, as "epoch.count".
+          counts: number of pushes by outcome.
+          num_workers: number of workers that take part.
+          num_waiting: number of unsettled pushes.
+          num_refused: number of refused messages and workers.
           now_s: the time of a monotonic clock.
         """
         return {
@@ -86,7 +86,7 @@ class Metrics:
 
 
 class ReportLine(TypedDict):
-    """One line of the report; see `Metrics.summarize`."""
+    """One line of the report, as `Metrics.summarize` makes it."""
 
     version: Annotated[str, Meta(pattern=r"^[0-9]{1,20}\.[0-9]{1,20}\Z")]
     updates: _Count
@@ -105,30 +105,30 @@ _decode_line = msgspec.json.Decoder(ReportLine).decode
 
 
 def decode_line(data: bytes) -> ReportLine:
-    """Returns what a server has sent to the launcher.
+    """Returns the line that a server has sent to the launcher.
 
     Raises:
-      wire.DecodeError: it is no line of a report.
+      wire.DecodeError: the data is not a line of a report.
     """
     return wire.decode_with(_decode_line, data)
 
 
 class Reporter(Protocol):
-    """Where a report goes."""
+    """Output of a report."""
 
     def show(self, line: ReportLine) -> None:
-        """Shows the newest line."""
+        """Shows a line."""
         ...
 
     def close(self) -> None:
-        """Ends."""
+        """Closes the output."""
         ...
 
 
 def open_reporter(kind: Report) -> Reporter | None:
-    """Opens what shows lines: a live table, or JSON on stdout; None for neither.
+    """Opens a live table, or JSON on stdout; returns None for neither.
 
-    The table is drawn by the launcher if there is one that has a terminal.
+    The launcher draws the table if it has a terminal.
     """
     if kind == "json":
         return _JsonReporter()
@@ -147,7 +147,7 @@ class _JsonReporter:
 
 
 class _Sender:
-    """Sends lines to the launcher; a terminal that is slow misses some."""
+    """Sends lines to the launcher; a slow terminal misses some."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -161,7 +161,7 @@ class _Sender:
 
 
 class _TableReporter:
-    """A table that is drawn anew in place; on no terminal, once, at the end."""
+    """A table that is redrawn in place; without a terminal, drawn once at the end."""
 
     def __init__(self) -> None:
         import rich.console
@@ -179,7 +179,7 @@ class _TableReporter:
 
 
 def render_table(line: ReportLine, *, num_columns: int) -> list[bytes]:
-    """Returns the rows of the table as they are written to a terminal."""
+    """Returns the rows of the table, with the escape codes of a terminal."""
     import rich.console
 
     file = io.StringIO()
@@ -197,7 +197,7 @@ def make_table(line: ReportLine) -> Any:
     table.add_column("value", justify="right")
     for name, value in (
         ("updates", line["updates"]),
-        ("updates a second", line["updates_per_s"]),
+        ("updates per second", line["updates_per_s"]),
         ("workers", line["workers"]),
         ("queue", line["queue"]),
         ("pulls", line["pulls"]),

@@ -1,4 +1,4 @@
-"""Modes: when do servers update the parameters, and who has to wait?"""
+"""Modes: when do servers update the parameters, and which workers wait?"""
 
 import dataclasses
 
@@ -12,12 +12,10 @@ class Sync:
     backup: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the number."""
         count = option_checks.check_count("backup", self.backup, 0)
         object.__setattr__(self, "backup", count)
 
     def __str__(self) -> str:
-        """As it is written."""
         return f"sync(backup={self.backup})"
 
 
@@ -26,7 +24,6 @@ class Asynchronous:
     """Each push is an update; see `asynchronous`."""
 
     def __str__(self) -> str:
-        """As it is written."""
         return "asynchronous()"
 
 
@@ -37,12 +34,10 @@ class Bounded:
     staleness: int
 
     def __post_init__(self) -> None:
-        """Checks the number."""
         count = option_checks.check_count("staleness", self.staleness, 1)
         object.__setattr__(self, "staleness", count)
 
     def __str__(self) -> str:
-        """As it is written."""
         return f"bounded(staleness={self.staleness})"
 
 
@@ -52,40 +47,41 @@ Mode = Sync | Asynchronous | Bounded
 def sync(*, backup: int = 0) -> Sync:
     """Updates once with the mean of all workers' gradients of one version.
 
-    The mean is weighted with `num_samples` of each push, so the parameters are those of
-    one device that has the whole batch.
+    The mean is weighted with `num_samples` of each push, so the parameters equal those
+    of one device with the whole batch.
 
     Args:
-      backup: how many workers, the slowest of each round, are not waited for. Their
-        gradients come late, are dropped, and are counted (Chen et al., 2016,
+      backup: number of workers, the slowest of each round, that a round does not wait
+        for. Their late gradients are dropped and counted (Chen et al., 2016,
         "Revisiting Distributed Synchronous SGD").
     """
     return Sync(backup)
 
 
 def asynchronous() -> Asynchronous:
-    """Updates at each push of any worker, and lets none wait."""
+    """Updates at each push of any worker; no worker waits."""
     return Asynchronous()
 
 
 def bounded(*, staleness: int) -> Bounded:
-    """Updates at each push, but of no worker that is too far ahead.
+    """Updates at each push, unless the worker is too far ahead.
 
-    The push of a worker waits while it would have made over `staleness` more pushes
-    than the slowest worker since that joined; a rejected push counts (Ho et al., 2013,
-    "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server").
+    A push waits while its worker would be more than `staleness` pushes ahead of the
+    slowest worker, counted since the later of both joined. Rejected pushes count (Ho et
+    al., 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+    Server").
 
     Args:
-      staleness: how many pushes a worker may be ahead, at least 1.
+      staleness: largest number of pushes that a worker can be ahead, at least 1.
     """
     return Bounded(staleness)
 
 
 def check_num_workers(mode: object, num_workers: int | None) -> None:
-    """Raises where `mode` is none, or waits for none of so many workers.
+    """Checks that `mode` is a mode, and waits for at least one worker.
 
     Raises:
-      TypeError: it is no mode.
+      TypeError: `mode` is not a mode.
       ValueError: `backup` is not less than `num_workers`.
     """
     if not isinstance(mode, Mode):

@@ -1,4 +1,4 @@
-"""Progress: how far did a server come that was killed?"""
+"""Progress: how far did a killed server come?"""
 
 import contextlib
 import os
@@ -17,26 +17,26 @@ _MOST = 1 << 60
 
 
 class ServerProgress(NamedTuple):
-    """How far a server is."""
+    """Progress of a server."""
 
     version: Version
     common: int  # count of the newest checkpoint that all servers had; 0: none.
 
 
 class ProgressFile:
-    """A file with the newest progress, which is written at each update.
+    """A file with the newest progress, written at each update.
 
-    It has two places, which are written in turn, each with a checksum: when the process
-    is killed in the middle of one, the other is whole.
+    It has two slots, written in turn, each with a checksum. If the process is killed
+    while it writes one, the other is whole.
     """
 
     def __init__(self, path: pathlib.Path):
-        """Opens the file, or makes it.
+        """Opens the file, or creates it.
 
         Raises:
-          OSError: it cannot be opened.
+          OSError: the file cannot be opened.
         """
-        self.damage = ""  # what is wrong with it.
+        self.damage = ""  # why the file is damaged; "" if it is not.
         # A link made by another account could lead to a file of this account.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o644)
@@ -56,7 +56,7 @@ class ProgressFile:
         self._close()
 
     def write(self, progress: ServerProgress) -> None:
-        """Writes how far the server is; on a disk that is full, the file stays."""
+        """Writes the progress; on a full disk, the file stays as it is."""
         self.found = progress
         record = _RECORD.pack(*_fields(progress))
         data = record + _CHECKSUM.pack(zlib.crc32(record))

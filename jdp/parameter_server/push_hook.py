@@ -1,9 +1,10 @@
-"""Compression: what a worker pushes through a communication hook.
+"""Push hook: how does a push go through a communication hook?
 
-A hook sums over replicas; here there is one, and what it would send is what is pushed.
-The worker runs the hook and keeps what goes out. The server runs it again on zeros, and
-gives it what has come in where it sends: so whatever a hook makes of what was sent,
-such as putting chosen elements in their places, the server does.
+A hook sums over replicas. Here there is one replica, and the arrays that the hook would
+send are pushed. The worker runs the hook and records the arrays that it sends. The
+server runs the hook again, on zeros, and replaces the arrays that it sends by the
+recorded ones. So the server repeats all that the hook does with sent arrays, such as
+putting chosen elements in their places.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Shards: which server has which parameters, and how they lie on the wire."""
+"""Shards: which server has which parameters, and how are they laid out?"""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ from jdp.trees.buckets import BucketAval, BucketPlan
 from jdp.types import PyTree
 
 _ALIGNMENT = 64  # bytes; that of XLA's own buffers.
-_BUCKETS_A_SERVER = 8  # so that servers can have about the same bytes.
+_BUCKETS_PER_SERVER = 8  # so that servers can have about the same bytes.
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLayout:
-    """Where arrays lie in one piece of memory, one after the other."""
+    """Layout of arrays in one piece of memory, one after the other."""
 
     avals: tuple[jax.ShapeDtypeStruct, ...]
     offsets: tuple[int, ...]  # bytes; of each array.
@@ -60,7 +60,7 @@ def make_memory(num_bytes: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Leaves of one server."""
+    """Parameters of one server."""
 
     buckets: tuple[tuple[int, ...], ...]  # leaf indices, in packing order.
     avals: tuple[BucketAval, ...]  # of the packed buckets.
@@ -74,7 +74,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How a tree is shared out among servers."""
+    """Division of a tree among servers."""
 
     plan: BucketPlan
     of_server: tuple[Shard, ...]
@@ -129,7 +129,7 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
         )
     params = jax.tree.map(_canonicalize, params)
     num_bytes = buckets.plan_buckets(params).num_bytes
-    most = max(1, num_bytes // (num_servers * _BUCKETS_A_SERVER))
+    most = max(1, num_bytes // (num_servers * _BUCKETS_PER_SERVER))
     most = buckets.DEFAULT_BUCKET_BYTES if num_servers == 1 else most
     plan = buckets.plan_buckets(params, bucket_bytes=most, first_bucket_bytes=most)
     if len(plan.buckets) < num_servers:
@@ -138,18 +138,18 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
     owned: list[list[int]] = [[] for _ in range(num_servers)]
     load = [0] * num_servers
     # The largest first, each where there is least: at most 4/3 of the best (Graham).
-    for number in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
+    for index in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
         server = min(range(num_servers), key=lambda k: (load[k], len(owned[k]), k))
-        owned[server].append(number)
-        load[server] += sizes[number]
+        owned[server].append(index)
+        load[server] += sizes[index]
     avals = plan.bucket_avals()
     shards = []
-    for numbers in owned:
-        numbers.sort()
-        of_server = [avals[k] for k in numbers]
+    for indices in owned:
+        indices.sort()
+        of_server = [avals[k] for k in indices]
         shards.append(
             Shard(
-                tuple(plan.buckets[k] for k in numbers),
+                tuple(plan.buckets[k] for k in indices),
                 tuple(of_server),
                 make_layout(of_server),
             )

@@ -43,10 +43,10 @@ _WORKER, _SERVER = "worker", "server"  # how ZAP calls who has which key.
 class Message(NamedTuple):
     """Received message."""
 
-    source: bytes | int  # the route to a worker, or the number of a server.
+    source: bytes | int  # the route to a worker, or the index of a server.
     header: memoryview
     payload: memoryview | None
-    is_server: bool = False  # whether it has proved that it is one.
+    is_server: bool = False  # whether the sender has proved to be a server.
 
 
 class ServerSocket:
@@ -274,21 +274,21 @@ class ClientSockets:
     def receive(self) -> list[Message]:
         """Returns what has come, without waiting."""
         found = []
-        for number, socket in enumerate(self.sockets):
+        for server, socket in enumerate(self.sockets):
             for _ in range(_MOST_AT_ONCE):
                 try:
                     frames = socket.recv_multipart(zmq.DONTWAIT, copy=False)
                 except zmq.Again:
                     break
                 payload = frames[1].buffer if len(frames) > 1 else None
-                found.append(Message(number, frames[0].buffer, payload))
+                found.append(Message(server, frames[0].buffer, payload))
         return found
 
-    def send(self, number: int, header: bytes, payload: object = None) -> None:
+    def send(self, server: int, header: bytes, payload: object = None) -> None:
         """Sends to a server, without waiting; nothing while it cannot be reached."""
         frames = [header] if payload is None else [header, payload]
         try:
-            self.sockets[number].send_multipart(
+            self.sockets[server].send_multipart(
                 frames, zmq.DONTWAIT, copy=payload is None
             )
         except zmq.Again:

@@ -45,7 +45,7 @@ def test_a_report_is_a_line_of_json_or_a_table(capsys):
     console = rich.console.Console(width=80, file=io.StringIO())
     console.print(metrics.make_table(_line()))
     text = console.file.getvalue()
-    assert "updates a second" in text and "staleness 2" in text and "3.0" in text
+    assert "updates per second" in text and "staleness 2" in text and "3.0" in text
     reporter = metrics.open_reporter("table")
     reporter.show(_line())
     reporter.close()

@@ -223,7 +223,7 @@ def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypat
             nonlocal shown
             with contextlib.suppress(BlockingIOError):
                 shown += os.read(master_fd, 1 << 16)
-            return shown.count(b"updates a second") >= 2
+            return shown.count(b"updates per second") >= 2
 
         job.wait(reads_a_table_again)
     finally:
@@ -236,7 +236,7 @@ def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypat
     os.close(slave_fd)
     assert job.exit_code == 0, shown
     # Between two tables, the rows of the first one are erased.
-    between = shown.split(b"updates a second")[1]
+    between = shown.split(b"updates per second")[1]
     assert between.count(b"\x1b[A\x1b[2K") >= 10
     assert b"staleness 0" in shown and b"[0]" not in shown
 
