@@ -11,7 +11,8 @@ from jax.extend.core import Literal
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.backward.flow import FlowAnalysis, is_differentiable, loop_shape, open_jaxpr
+from jdp.backward.derivatives import is_differentiable
+from jdp.backward.flow import FlowAnalysis, loop_shape, open_jaxpr
 from jdp.compat import primitives
 
 
