@@ -15,7 +15,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 class Exit(NamedTuple):
     """The end of one process."""
 
-    process_id: int  # -1: it is no process of the job, see `note`.
+    process_id: int  # -1: not a process of the job, see `note`.
     returncode: int  # As in `subprocess`: the negative signal where one killed it.
     failed_at_s: float | None = None  # When its program raised, where it could say so.
     culprit: int | None = None  # The process that it says is the reason, if another.
@@ -107,7 +107,7 @@ def observe(
 def find_failures(exits: Sequence[Exit]) -> list[Exit]:
     """Returns the failures among `exits`, the one that the others follow from first.
 
-    From the failure that comes first by itself, the rule goes to the process that it
+    From the failure that comes first alone, the rule goes to the process that it
     names, from there on to the next. It does not go from an error that says something
     to one that says only that a link broke: a process that did not come to a meeting,
     and that the others leave, gets such an error for that. Of processes that name each

@@ -8,7 +8,7 @@ from jdp.runtime import user_program
 
 
 class Failure(NamedTuple):
-    """A worker's report of the end of its program.
+    """A process's report of the end of its program.
 
     Attributes:
       at_s: when, on the monotonic clock of this host.
@@ -24,7 +24,7 @@ class Failure(NamedTuple):
 
 
 class FailurePipe:
-    """Where workers say when and how their program failed; read by their launcher.
+    """Pipe on which processes report the ends of their programs to their launcher.
 
     Attributes:
       in_init: processes that are in `jdp.init` now.

@@ -1,8 +1,8 @@
-"""Guard: who ends the workers when their launcher can no longer do it?
+"""Guard: how do the processes of a job end when their launcher was killed?
 
 The launcher runs this file by its path, in a session of its own, and holds the other
 end of its stdin. Over it the guard hears the id of the launch and the folder to remove,
-since every account of a host can read a command line, and the workers as they start.
+since every account of a host can read a command line, and the processes as they start.
 The pipe closes when the launcher ends, however it ends: without the byte `DONE` before
 it, the launcher was killed, and the guard ends the job. The file imports neither jdp
 nor jax, so that it starts in a few hundredths of a second.
@@ -31,7 +31,7 @@ import psutil
 READY = b"ready\n"
 DONE = b"d"
 _LAUNCH_ID = "JDP_LAUNCH_ID"  # `environment.LAUNCH_ID`; a test holds them equal.
-# A guard of a job inside this job ends by itself, once it has ended that job.
+# A guard of a job inside this job ends alone, once it has ended that job.
 IS_GUARD = "JDP_IS_GUARD"
 _SCAN_PERIOD_S = 0.1
 _LOOK_PERIOD_S = 0.2
@@ -64,10 +64,10 @@ class Census:
     """The processes of a job on this host, by all that tells them."""
 
     def __init__(self, launch_id: str, *, launcher: int, adopts: bool) -> None:
-        """Begins before the first worker.
+        """Begins before the first process.
 
         Args:
-          launch_id: that workers carry in their environment.
+          launch_id: that processes carry in their environment.
           launcher: its process id.
           adopts: whether every child of the launcher from now on is of the job.
 
@@ -90,7 +90,7 @@ class Census:
         self._adopts = adopts
 
     def add(self, process: Process) -> None:
-        """Takes a process for one of the job, such as a worker."""
+        """Adds a process that the launcher has started."""
         self._known[process.pid] = process.start
 
     def look(self) -> None:
@@ -158,7 +158,7 @@ class Census:
         return stat.parent in self._known
 
     def _has_parent(self, stat: _Stat) -> bool:
-        """Whether its parent is the one that is known, not another of that number."""
+        """Whether its parent is the known process, not another of that number."""
         start = self._known.get(stat.parent, self._launcher.start)
         return _is_still(Process(stat.parent, start))
 
@@ -182,7 +182,7 @@ def adopt_orphans() -> bool:
 
 
 def reap_adopted(own: Iterable[int]) -> None:
-    """Takes the ends of children that were adopted, but not those of `own`."""
+    """Takes the ends of children that were adopted, but not the ends of `own`."""
     kept = set(own)
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):
@@ -207,7 +207,7 @@ def group_of(process: Process) -> int | None:
 
 
 def signal_processes(processes: Iterable[Process], signum: int) -> None:
-    """Sends `signum` to each process that is still the one that was found."""
+    """Sends `signum` to each process that is still the process that was found."""
     for process in processes:
         with contextlib.suppress(OSError):  # Ended in between, or not ours.
             _signal(process, signum)
@@ -275,7 +275,7 @@ def encode_charge(launch_id: str, folder: str, *, adopts: bool) -> bytes:
 
 
 def encode_process(process: Process) -> bytes:
-    """Returns what a launcher writes of each worker, and of what it knows besides."""
+    """Returns the line that a launcher writes per process of the job."""
     return f"{process.pid} {process.start}\n".encode()
 
 
@@ -333,7 +333,7 @@ def remove_folder(path: str) -> None:
                 os.unlink(name, dir_fd=fd)
             os.rmdir(path)
     except OSError:
-        pass  # Another process of the job has been faster, or may not be refused.
+        pass  # Another process of the job has been faster, or it cannot be removed.
     finally:
         os.close(fd)
 

@@ -1,4 +1,4 @@
-"""Guarding: which processes are of a job, and who ends them without its launcher?"""
+"""Guarding: which processes are of a job, and how do they end without its launcher?"""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ class Kin:
         """Begins without a guard.
 
         Args:
-          launch_id: that workers carry in their environment.
+          launch_id: that processes carry in their environment.
           folder: that the guard removes; or "".
           adopts_orphans: see `supervisor.Supervisor`.
         """
@@ -43,7 +43,7 @@ class Kin:
         self._look_at_s = 0.0
 
     def open(self) -> None:
-        """Starts the guard; before the first worker.
+        """Starts the guard; before the first process.
 
         Raises:
           OSError: it could not be started.
@@ -60,7 +60,7 @@ class Kin:
         self._guard = self._start()
 
     def add(self, pid: int) -> None:
-        """Takes note of a worker, whose end was not taken yet."""
+        """Takes note of a process of the job, before its end is reaped."""
         found = guard.describe(pid)
         assert found is not None and self._census is not None
         self._census.add(found)
@@ -69,11 +69,11 @@ class Kin:
             with contextlib.suppress(BrokenPipeError):  # The next one is told of all.
                 self._guard.stdin.write(guard.encode_process(found))
 
-    def look(self, workers: Iterable[int]) -> None:
+    def look(self, own_children: Iterable[int]) -> None:
         """Takes note of what has started, and the ends of orphans; now and then.
 
         Args:
-          workers: process ids, whose ends are for the caller.
+          own_children: process ids, whose ends are for the caller.
         """
         now_s = time.monotonic()
         if self._census is None or now_s < self._look_at_s:
@@ -81,7 +81,7 @@ class Kin:
         self._look_at_s = now_s + _LOOK_PERIOD_S
         self._census.look()
         if self._reaps:
-            own = set(workers) | ({self._guard.pid} if self._guard else set())
+            own = set(own_children) | ({self._guard.pid} if self._guard else set())
             guard.reap_adopted(own)
 
     def find(self) -> list[guard.Process]:
@@ -191,7 +191,7 @@ def _wait_until_ready(fd: int) -> None:
         if not chunk:
             raise GuardError(
                 f"The guard process did not start within {_TIMEOUT_S:g} s; "
-                "no worker was started. It wrote:\n"
+                "no process was started. It wrote:\n"
                 f"{said.decode(errors='replace') or 'nothing'}"
             )
         said += chunk

@@ -96,7 +96,7 @@ def launch(
     Args:
       command: what every process runs.
       options: how many, and where they meet.
-      environ: the environment of the processes; that of the caller by default.
+      environ: the environment of the processes; by default the caller's.
       stdout_fd: where their stdout goes, line by line with the number of the process.
       stderr_fd: the same for their stderr and for messages of the launcher.
       adopts_orphans: for a caller that does nothing else in this process, such as
@@ -140,7 +140,7 @@ def _launch(
         place = place_of(
             options, local_process_id, coordinator_address=coordinator_address
         )
-        environs[place.process_id] = worker_environ(
+        environs[place.process_id] = process_environ(
             place, launch_id, base=base, key=key, folder=folder
         )
     forwarder = output.Forwarder(
@@ -160,7 +160,7 @@ def _launch(
             folder=folder,
             adopts_orphans=adopts_orphans,
         )
-        return job.run(worker_arguments(command), environs)
+        return job.run(process_arguments(command), environs)
     finally:
         if link is not None:
             link.close()
@@ -193,7 +193,7 @@ def _open_link(
             why = f"port {port} is not free here: {error.strerror}"
     forwarder.print_line(
         f"jdp launch: the launchers of the hosts are not linked, because {why}. A "
-        "failure on one host ends its processes there; the others notice by themselves."
+        "failure on one host ends its processes there; the others notice it."
     )
     return None
 
@@ -226,7 +226,7 @@ def find_key(options: LaunchOptions, environ: Mapping[str, str]) -> bytes | None
     return job_key.from_environ(environ)
 
 
-def worker_environ(
+def process_environ(
     place: environment.LaunchEnvironment,
     launch_id: str,
     *,
@@ -243,7 +243,7 @@ def worker_environ(
     return {**kept, **place.to_environ(), **shared, **secret}
 
 
-def worker_arguments(command: Command) -> list[str]:
+def process_arguments(command: Command) -> list[str]:
     """Returns the command line of one process."""
     # -u: a line is shown when it is printed, not when a buffer is full.
     start = [sys.executable, "-u", user_program.__file__]

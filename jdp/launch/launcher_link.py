@@ -122,7 +122,7 @@ class LauncherLink:
             end = check(wire.decode_with(_DECODER.decode, body))
         except wire.DecodeError:
             _logger.warning(
-                "The launcher of node %d has said what is no message.", node
+                "The launcher of node %d has sent an invalid message.", node
             )
             return
         if end.returncode == 0:

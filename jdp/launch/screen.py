@@ -29,7 +29,7 @@ _STYLE = re.compile(rb"\x1b\[([0-9;:]*)m")
 class PlainState(NamedTuple):
     """Text on the current line of a file or a pipe."""
 
-    open_owner: int | None = None  # Whose text there has no newline.
+    open_owner: int | None = None  # Owner of the text there that has no newline.
     is_partial: bool = False  # It has no carriage return either, and goes on.
 
 
@@ -168,7 +168,7 @@ class Screen:
     def draw_footer(self, lines: Sequence[bytes]) -> None:
         """Shows lines below all others of a terminal, in place of those before."""
         num_rows = os.get_terminal_size(self.fd).lines or _DEFAULT_NUM_ROWS
-        kept = lines[: max(0, num_rows - 2)]  # What has scrolled off stays there.
+        kept = lines[: max(0, num_rows - 2)]  # Lines that have scrolled off stay there.
         self._terminal, out = render_terminal(self._terminal, -1, [], b"", kept)
         self.backlog += out
 
@@ -179,7 +179,7 @@ class Screen:
             self.backlog += _SHOW_CURSOR
 
     def close_line(self, owner: int | None = None) -> None:
-        """Ends the line that `owner`, by default anybody, left open."""
+        """Ends the line that `owner`, by default any, left open."""
         if self._plain.open_owner is not None:
             if owner in (None, self._plain.open_owner):
                 self._plain = PlainState()

@@ -29,7 +29,7 @@ _SILENT_S = 10.0  # for other hosts to fail, after an end that skipped exit hand
 _SCAN_PERIOD_S = 0.1
 # How long after SIGKILL a process may still be listed before it is given up.
 _KILL_TIMEOUT_S = 10.0
-# What an ended process wrote lies in a buffer of the kernel. A stream is still open
+# The output of an ended process lies in a buffer of the kernel. A stream is still open
 # after that only if a process outside the job holds it; it gets this long.
 _DRAIN_IDLE_S = 0.5
 _DRAIN_S = 5.0
@@ -97,7 +97,7 @@ class Supervisor:
         self._policy = FirstFailurePolicy() if policy is None else policy
         self._arguments: Sequence[str] = ()
         self._environs: Mapping[int, Mapping[str, str]] = {}
-        self._told: set[int] = set()  # who is superfluous.
+        self._told: set[int] = set()  # processes named as superfluous.
         self._forwarder = forwarder
         self._grace_s = grace_s
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -126,7 +126,7 @@ class Supervisor:
                 with self._guarded():
                     for process_id in environs:
                         self._start(process_id)
-                    self._wait_for_workers()
+                    self._wait_for_processes()
                     self._sweep()
                     self._drain()
                     self._report()
@@ -166,7 +166,7 @@ class Supervisor:
         self._exits.add(process_id, process.pid)
         self._kin.add(process.pid)
 
-    def _wait_for_workers(self) -> None:
+    def _wait_for_processes(self) -> None:
         while self._running:
             self._forwarder.pump(timeout_s=_TICK_S)
             self._observe()
@@ -328,7 +328,7 @@ class Supervisor:
         return time.monotonic() > self._state.kill_at_s + _KILL_TIMEOUT_S
 
     def _signal(self, signum: int) -> None:
-        """Signals the group of each worker, and what has left these groups."""
+        """Signals the group of each process, and processes that left these groups."""
         if signum == signal.SIGKILL:
             self._kill(self._kin.find())
             return
@@ -349,7 +349,7 @@ class Supervisor:
         guard.kill(left, since_s=self._state.kill_at_s)
 
     def _sweep(self) -> None:
-        """Ends what the workers have left behind."""
+        """Ends what the processes have left behind."""
         left = self._kin.find()
         if left and not self._state.is_killed:
             outer = [process for process in left if not process.is_of_inner_job]
@@ -438,9 +438,9 @@ class Supervisor:
             self._kin.say_done()
         finally:
             self._kin.close()  # After an error, the guard ends the job.
-            for worker in self._running.values():
+            for process in self._running.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.wait(_TICK_S)
+                    process.wait(_TICK_S)
 
     def _check_guard(self) -> None:
         """Starts the guard again if it was killed; the job does not depend on it."""

@@ -202,7 +202,7 @@ def launch_roles(
             pass_fds=pass_fds,
             adopts_orphans=adopts_orphans,
         )
-        return job.run(launch.worker_arguments(command), environs)
+        return job.run(launch.process_arguments(command), environs)
 
 
 def _make_key_file(stack: contextlib.ExitStack) -> tuple[str, list[int]]:

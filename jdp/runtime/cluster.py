@@ -39,7 +39,7 @@ class Place:
     process_id: int
     local_device_ids: Sequence[int] | None = None
     num_cpu_devices: int | None = None
-    node: str | None = None  # equal within a host; None: found out by itself.
+    node: str | None = None  # equal within a host; None: found automatically.
     is_one_launch: bool = False  # whether one launcher has started all processes.
 
     def __post_init__(self) -> None:

@@ -83,7 +83,7 @@ def start(
       timeout_s: how long to wait for the others, in seconds.
 
     Raises:
-      RuntimeError: the path that process 0 told is none of this user.
+      RuntimeError: the path from process 0 is not in a folder of this user.
     """
     port = addresses.split(address)[1]
     if meeting.path:

@@ -34,8 +34,8 @@ _NUMBERS_OF_CLUSTERS = (
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-# What launchers set in each of several processes, where JAX does not find these; the
-# first is their number. Slurm sets `SLURM_NTASKS` also without a call of srun.
+# Variables that launchers set in each of several processes, where JAX does not find
+# these; the first is their number. Slurm sets `SLURM_NTASKS` also without `srun`.
 _OF_OTHER_LAUNCHERS = (
     ("WORLD_SIZE", "RANK", "MASTER_ADDR"),  # torchrun.
     ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI.
@@ -44,8 +44,8 @@ _OF_OTHER_LAUNCHERS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"),  # horovodrun.
     ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS"),  # JAXJob of Kubeflow.
 )
-# What they set to the number of a process where they do not say how many there are, and
-# why JAX does not find these.
+# Variables that they set to the number of a process where they do not say how many
+# there are, and why JAX does not find these.
 _NUMBERED = (
     (
         ("JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"),
@@ -92,7 +92,7 @@ class LaunchEnvironment:
         """Reads the variables; None where no launcher set them.
 
         Raises:
-          ValueError: some are set and others are missing, or one is no number.
+          ValueError: some are set and others are missing, or one is not a number.
         """
         present = [name for name in _REQUIRED if name in environ]
         missing = [name for name in _REQUIRED if name not in environ]

@@ -1,7 +1,7 @@
 """Forks: what must a child that a process forks leave to its parent?
 
 A child made by `os.fork` inherits exit handlers, finalizers and open connections. It
-is no process of the job: the handlers of jdp run in the parent alone.
+is not a process of the job: the handlers of jdp run in the parent alone.
 """
 
 import functools

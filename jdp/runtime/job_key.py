@@ -89,7 +89,7 @@ def from_environ(environ: Mapping[str, str]) -> bytes | None:
     """Returns the key in the environment of this process, or None.
 
     Raises:
-      ValueError: the variable is set, and is no key. The text does not show it.
+      ValueError: the variable is set, and is not a key. The text does not show it.
     """
     text = environ.get(VARIABLE)
     if text is None:
@@ -138,7 +138,7 @@ def read_private(path: str, *, most_bytes: int) -> bytes:
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is no regular file, not of this user, or open to others.
+      ValueError: it is not a regular file, not of this user, or open to others.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -152,12 +152,12 @@ def _check_owner(path: str, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise ValueError(
             f"`key_file` {path!r} must be of the user who runs the job, number "
-            f"{os.geteuid()}; it is of number {found.st_uid}, who could replace it."
+            f"{os.geteuid()}; it is of number {found.st_uid}, which could replace it."
         )
     if found.st_mode & 0o077:
         raise ValueError(
             f"`key_file` {path!r} can be read or written by other users of this host, "
-            f"who could join the job. Make it private: `chmod 600 {path}`."
+            f"which could join the job. Make it private: `chmod 600 {path}`."
         )
 
 

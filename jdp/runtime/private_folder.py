@@ -30,7 +30,7 @@ _OPEN_TO_ALL = stat.S_IWOTH | stat.S_ISVTX
 def make() -> Iterator[str]:
     """Yields a folder of this user alone, in TMPDIR if its path is short enough.
 
-    The caller removes it; until then this process, or one that it forks, has its lock.
+    The caller removes it; until then this process, or a child it forks, has its lock.
 
     Raises:
       OSError: none can be made.
@@ -91,7 +91,7 @@ def enter() -> Iterator[str]:
 
 
 def is_private(folder: str) -> bool:
-    """Returns whether only this user can enter `folder`, which is no link."""
+    """Returns whether only this user can enter `folder`, which is not a link."""
     try:
         found = os.lstat(folder)
     except (OSError, ValueError):

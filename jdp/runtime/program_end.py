@@ -1,7 +1,7 @@
 """Program end: how does a process end that no launcher ends?
 
-JAX waits at exit until all processes have come to the end. The others of one that
-failed never do: they wait for it in a collective. So they are told before Python waits
+JAX waits at exit until all processes have come to the end. Where one has failed, the
+others never do: they wait for it in a collective. So they are told before Python waits
 for threads; threads and exit handlers get a moment, and JAX's own none. A process that
 ends otherwise keeps its exit code, also where JAX would wait in vain.
 """

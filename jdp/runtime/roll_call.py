@@ -5,7 +5,7 @@ a process is missing, or two claim one id. So the processes first meet at the sa
 address, see `roll_call_sockets`, and each gets an exception that says what is wrong.
 
 A line each: process 0 challenges whatever connects, a process says hello, process 0
-says how it ended. Hello and verdict are signed with the key of the job, for this job,
+says how it ended. RollCallHello and verdict are signed with the key of the job, for this job,
 challenge and process only; a job without a key signs with zeros.
 """
 
@@ -41,7 +41,7 @@ _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class Refused(Exception):
-    """A line is none of a roll call; the text says why."""
+    """A line does not belong to a roll call; the text says why."""
 
 
 class Challenge(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class Challenge(msgspec.Struct, frozen=True):
     job: _Text = ""  # see `job_key.name_job`; several jobs may have one key.
 
 
-class Hello(msgspec.Struct, frozen=True):
+class RollCallHello(msgspec.Struct, frozen=True):
     """How a process introduces itself."""
 
     protocol: _Text
@@ -67,7 +67,7 @@ class Hello(msgspec.Struct, frozen=True):
     settings: dict[_Text, _Text] = {}  # of JAX, by name; see `_SETTINGS`.
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RollCallVerdict(msgspec.Struct, frozen=True):
     """The end of the roll call: an error for all, or the world of the processes."""
 
     error: str | None = None
@@ -83,16 +83,16 @@ class RollCall(NamedTuple):
 
     num_processes: int
     deadline_s: float
-    present: Mapping[int, Hello]  # by process id.
+    present: Mapping[int, RollCallHello]  # by process id.
     error: str | None = None
 
 
-def open_roll(own: Hello, *, deadline_s: float) -> RollCall:
+def open_roll(own: RollCallHello, *, deadline_s: float) -> RollCall:
     """Starts a roll call at process 0."""
     return RollCall(own.num_processes, deadline_s, {own.process_id: own})
 
 
-def receive(roll: RollCall, hello: Hello) -> RollCall:
+def receive(roll: RollCall, hello: RollCallHello) -> RollCall:
     """Enters `hello`; pure. A repeated message of one process changes nothing."""
     known = roll.present.get(hello.process_id)
     if roll.error or (known and known.instance == hello.instance):
@@ -128,7 +128,7 @@ def receive(roll: RollCall, hello: Hello) -> RollCall:
     return roll._replace(present={**roll.present, hello.process_id: hello})
 
 
-def _compare_settings(reference: Hello, hello: Hello) -> str | None:
+def _compare_settings(reference: RollCallHello, hello: RollCallHello) -> str | None:
     for name, value in reference.settings.items():
         theirs = hello.settings.get(name)
         if theirs != value:
@@ -141,7 +141,7 @@ def _compare_settings(reference: Hello, hello: Hello) -> str | None:
     return None
 
 
-def forget(roll: RollCall, hello: Hello) -> RollCall:
+def forget(roll: RollCall, hello: RollCallHello) -> RollCall:
     """Strikes out a process that has gone before the end; pure. It may come again."""
     if roll.error or roll.present.get(hello.process_id) != hello:
         return roll
@@ -149,26 +149,30 @@ def forget(roll: RollCall, hello: Hello) -> RollCall:
     return roll._replace(present=present)
 
 
-def judge(roll: RollCall, *, now_s: float) -> Verdict | None:
+def judge(roll: RollCall, *, now_s: float) -> RollCallVerdict | None:
     """Returns the verdict, or None while a process is still to come; pure."""
     if roll.error:
-        return Verdict(error=roll.error)
+        return RollCallVerdict(error=roll.error)
     missing = [i for i in range(roll.num_processes) if i not in roll.present]
     if not missing:
-        return Verdict(nodes=[roll.present[i].node for i in range(roll.num_processes)])
+        return RollCallVerdict(
+            nodes=[roll.present[i].node for i in range(roll.num_processes)]
+        )
     if now_s < roll.deadline_s:
         return None
     shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
-    return Verdict(
+    return RollCallVerdict(
         error=f"{len(missing)} of {roll.num_processes} processes did not come in time: "
         f"{shown}. Look at their logs, and at whether they can reach the coordinator.",
         missing=missing[0],
     )
 
 
-def make_hello(process_id: int, num_processes: int, *, node: str | None) -> Hello:
+def make_hello(
+    process_id: int, num_processes: int, *, node: str | None
+) -> RollCallHello:
     """Describes this process; `node` overrides how machines are told apart."""
-    return Hello(
+    return RollCallHello(
         protocol=PROTOCOL,
         process_id=process_id,
         num_processes=num_processes,
@@ -195,7 +199,7 @@ def session_key(key: bytes | None, session: str) -> bytes:
     """Returns the key that signs what processes of this run tell each other.
 
     Without a key of the job it hides nothing from a listener at the roll call. It
-    still keeps out those who come later.
+    still keeps out later strangers.
     """
     return job_key.derive(key or _NO_KEY, f"roll call session {session}")
 
@@ -209,7 +213,7 @@ def decode_challenge(line: bytes) -> Challenge:
     """Inverts `encode_challenge`.
 
     Raises:
-      Refused: the line is no challenge.
+      Refused: the line is not a challenge.
     """
     challenge = _decode(line, Challenge)
     _check_texts(challenge.protocol, challenge.key_id, challenge.job)
@@ -218,18 +222,20 @@ def decode_challenge(line: bytes) -> Challenge:
     return challenge
 
 
-def encode_hello(hello: Hello, challenge: Challenge, key: bytes | None) -> bytes:
+def encode_hello(
+    hello: RollCallHello, challenge: Challenge, key: bytes | None
+) -> bytes:
     """Returns the line of `hello` that answers `challenge`."""
     return _sign(key, _hello_context(challenge), msgspec.json.encode(hello))
 
 
-def decode_hello(line: bytes, challenge: Challenge, key: bytes | None) -> Hello:
+def decode_hello(line: bytes, challenge: Challenge, key: bytes | None) -> RollCallHello:
     """Inverts `encode_hello`.
 
     Raises:
-      Refused: the line is no hello, or does not prove the key for this challenge.
+      Refused: the line is not a hello, or does not prove the key for this challenge.
     """
-    hello = _decode(_verify(key, _hello_context(challenge), line), Hello)
+    hello = _decode(_verify(key, _hello_context(challenge), line), RollCallHello)
     _check_texts(hello.protocol, hello.host, hello.node, hello.jax_version)
     _check_texts(*hello.settings, *hello.settings.values())
     if hello.protocol != PROTOCOL:
@@ -240,7 +246,7 @@ def decode_hello(line: bytes, challenge: Challenge, key: bytes | None) -> Hello:
 
 
 def encode_verdict(
-    verdict: Verdict, challenge: Challenge, instance: str, key: bytes | None
+    verdict: RollCallVerdict, challenge: Challenge, instance: str, key: bytes | None
 ) -> bytes:
     """Returns the line of `verdict` for the process of this `instance`."""
     context = _verdict_context(challenge, instance)
@@ -248,16 +254,16 @@ def encode_verdict(
 
 
 def decode_verdict(
-    line: bytes, challenge: Challenge, own: Hello, key: bytes | None
-) -> Verdict:
+    line: bytes, challenge: Challenge, own: RollCallHello, key: bytes | None
+) -> RollCallVerdict:
     """Inverts `encode_verdict`.
 
     Raises:
-      Refused: the line is no verdict, does not prove the key, or is for another
+      Refused: the line is not a verdict, does not prove the key, or is for another
         process or an earlier run.
     """
     context = _verdict_context(challenge, own.instance)
-    verdict = _decode(_verify(key, context, line), Verdict)
+    verdict = _decode(_verify(key, context, line), RollCallVerdict)
     if verdict.error is not None:
         if not verdict.error.replace("\n", "").isprintable():
             raise Refused("its error is no text")
@@ -312,7 +318,7 @@ def _check_texts(*texts: str) -> None:
         raise Refused("it holds what is no text")
 
 
-def _where(hello: Hello) -> str:
+def _where(hello: RollCallHello) -> str:
     return f"{hello.host}, pid {hello.pid}"
 
 

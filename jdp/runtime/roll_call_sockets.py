@@ -18,7 +18,7 @@ import msgspec
 
 from jdp.replicas import progress
 from jdp.runtime import addresses, job_key, roll_call
-from jdp.runtime.roll_call import Challenge, Hello, Refused, Verdict
+from jdp.runtime.roll_call import Challenge, Refused, RollCallHello, RollCallVerdict
 
 _TELL_TIMEOUT_S = 5.0
 _RETRY_S = 0.05
@@ -45,7 +45,7 @@ class Meeting(NamedTuple):
 
 
 def call_roll(
-    own: Hello,
+    own: RollCallHello,
     address: str,
     *,
     timeout_s: float,
@@ -79,7 +79,7 @@ def call_roll(
 class _Guest:
     """A connection, and what has come over it so far."""
 
-    hello: Hello  # once it has been said.
+    hello: RollCallHello  # once it has been said.
 
     def __init__(self, line: socket.socket, challenge: Challenge, where: str):
         self.line = line
@@ -93,7 +93,12 @@ class _Host:
     """Process 0: hears all, and tells them how it ended."""
 
     def __init__(
-        self, own: Hello, address: str, timeout_s: float, key: bytes | None, path: str
+        self,
+        own: RollCallHello,
+        address: str,
+        timeout_s: float,
+        key: bytes | None,
+        path: str,
     ):
         self._own, self._address, self._key = own, address, key
         self._job = job_key.name_job(address, os.environ)
@@ -105,7 +110,7 @@ class _Host:
         self._refused: dict[str, int] = {}  # connections, by address.
         self._paused_until_s = 0.0
 
-    def serve(self) -> tuple[Verdict, Meeting]:
+    def serve(self) -> tuple[RollCallVerdict, Meeting]:
         """Runs the roll call to its end."""
         with selectors.DefaultSelector() as self._selector:
             server = listen(self._address)
@@ -126,7 +131,7 @@ class _Host:
         found = Meeting(verdict.nodes, host, host, bind_host, session_key, verdict.path)
         return verdict, found
 
-    def _judge(self) -> Verdict | None:
+    def _judge(self) -> RollCallVerdict | None:
         verdict = roll_call.judge(self._roll, now_s=time.monotonic())
         if verdict is not None and verdict.error is not None and self._refused:
             shown = ", ".join(list(self._refused)[:10])
@@ -136,7 +141,7 @@ class _Host:
             if self._key:
                 why += " Give all the same `--key-file` or `JDP_JOB_KEY`."
             error = f"{verdict.error} {why}"
-            verdict = Verdict(error=error, missing=verdict.missing)
+            verdict = RollCallVerdict(error=error, missing=verdict.missing)
         return verdict
 
     def _step(self, server: socket.socket) -> None:
@@ -227,7 +232,7 @@ class _Host:
         self._selector.unregister(guest.line)
         guest.line.close()
         self._heard.remove(guest)
-        # If it has called again meanwhile, the later connection is the one that counts.
+        # If it has called again meanwhile, only the later connection counts.
         if all(other.hello != guest.hello for other in self._heard):
             self._roll = roll_call.forget(self._roll, guest.hello)
 
@@ -244,7 +249,7 @@ class _Host:
         if len(self._refused) < _MOST_WARNINGS:
             _logger.warning("Roll call: %s", text)
 
-    def _complete(self, verdict: Verdict) -> tuple[Verdict, str]:
+    def _complete(self, verdict: RollCallVerdict) -> tuple[RollCallVerdict, str]:
         """Adds to the verdict how process 0 is reached; returns where to listen too."""
         reached = []
         for guest in self._heard:
@@ -255,12 +260,12 @@ class _Host:
         host, serves_all = addresses.choose_host(reached)
         if verdict.error is None:
             session = roll_call.make_challenge(None).nonce
-            verdict = Verdict(
+            verdict = RollCallVerdict(
                 nodes=verdict.nodes, host=host, session=session, path=self._path
             )
         return verdict, host if serves_all else ""
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, verdict: RollCallVerdict) -> None:
         deadline_s = time.monotonic() + _TELL_TIMEOUT_S
         for guest in self._heard:
             line = roll_call.encode_verdict(
@@ -281,14 +286,16 @@ class _Host:
 class _Caller:
     """The others: each introduces itself to process 0 until it answers."""
 
-    def __init__(self, own: Hello, address: str, timeout_s: float, key: bytes | None):
+    def __init__(
+        self, own: RollCallHello, address: str, timeout_s: float, key: bytes | None
+    ):
         self._own, self._address, self._key = own, address, key
         self._job = job_key.name_job(address, os.environ)
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._has_warned = False
 
-    def attend(self) -> tuple[Verdict, Meeting]:
+    def attend(self) -> tuple[RollCallVerdict, Meeting]:
         """Calls until there is a verdict.
 
         Raises:
@@ -319,7 +326,7 @@ class _Caller:
             f"address right, and can this machine ({platform.node()}) reach it?"
         )
 
-    def _ask(self, line: socket.socket) -> tuple[Verdict, Meeting]:
+    def _ask(self, line: socket.socket) -> tuple[RollCallVerdict, Meeting]:
         most_bytes = roll_call.MOST_CHALLENGE_BYTES
         first = self._read_line(line, most_bytes, timeout_s=_HELLO_TIMEOUT_S)
         try:

@@ -39,7 +39,7 @@ def kept() -> Iterator[None]:
 
 
 class _Kept:
-    """The state of SIGTERM; there is one in a process."""
+    """The state of SIGTERM; there is one per process."""
 
     before: bytes = b""
     of_jax: int = 0

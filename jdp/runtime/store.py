@@ -68,7 +68,7 @@ class DistributedStore(_Own):
     def get(self, key: str, *, timeout_s: float) -> bytes:
         """See `jdp.types.Store`.
 
-        One that times out leaves some 35 kB in process 0 until the key is set
+        A wait that times out leaves some 35 kB in process 0 until the key is set
         (measured, JAX 0.10.2): to wait long, do not repeat short ones.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -120,7 +120,7 @@ class DistributedStore(_Own):
     def _verify(
         self, key: str, signed: bytes
     ) -> tuple[bytes, None] | tuple[None, job_key.Refused]:
-        """Returns the value, or why it is none of this job, which is logged once."""
+        """Returns the value, or why it is not of this job, which is logged once."""
         try:
             return job_key.verify(self._key, _context(key), signed), None
         except job_key.Refused as error:

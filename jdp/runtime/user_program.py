@@ -1,7 +1,7 @@
-"""Worker: how does one process of a job run the user's program?
+"""User program: how does one process of a job run the user's program?
 
-`jdp launch` runs this file by its path: `python -u worker.py script train.py args...`
-or `... module package.train args...`. The program sees what it would see under
+`jdp launch` runs this file by its path: `python -u user_program.py script train.py
+args...` or `... module package.train args...`. The program sees what it would see under
 `python train.py` or `python -m package.train`, and `__main__` stays the program's until
 the interpreter ends; `runpy` would take it back before threads and exit handlers do,
 and they may start processes that import it. The file imports neither jdp nor jax.
@@ -29,16 +29,16 @@ import types
 _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
 FAILURE_FD = "JDP_FAILURE_FD"
-_FLUSH_TIMEOUT_S = 2.0  # of files that are no regular files, together.
+_FLUSH_TIMEOUT_S = 2.0  # for all pipes and sockets together.
 _FILE: type = io.IOBase.__mro__[1]  # in C: a class of `abc` would look at every object.
-_TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is no C long.
+_TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is not a C long.
 # Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
 RECORD = struct.Struct("<cidii?")
 FAILED, BEGAN, JOINED, ENDED, LOST = b"f", b"b", b"j", b"e", b"l"
 # A peer that is gone breaks collectives and its line at once, and either may be first.
 _PEER_IS_HEARD_S = 1.0
 _NAMED = re.compile(r"\bProcess (\d{1,9}) has ended; the others")
-# What JAX says of a broken link: it tells nothing of why the other side is gone.
+# JAX's errors about a broken link: it tells nothing of why the other side is gone.
 _BROKEN = re.compile(
     r"\bGloo |\bgloo/|ncclRemoteError|remote process exited|oordination service"
     r"|UNAVAILABLE:|Connection (?:closed|reset|refused)"
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     """Runs the program named by `argv`: its kind, its target, its arguments."""
     kind, target, *arguments = argv
     _Own.failure_fd, _Own.pid = _take_failure_fd(), os.getpid()
-    # What jdp imports under this name is this module, and knows the pipe.
+    # `import jdp.runtime.user_program` must yield this module, which has the pipe.
     sys.modules["jdp.runtime.user_program"] = sys.modules["__main__"]
     program = types.ModuleType("__main__")
     program.__dict__["__builtins__"] = builtins
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
         _write(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         _tell_others(describe_error(error), culprit)
         if (hook_code := show_error(error)) is not None:
-            code = hook_code or code  # What the others were told is not taken back.
+            code = hook_code or code  # The others were told already.
             _write(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         if culprit is not None:
             # JAX aborts all when process 0 ends; the culprit gets to say what it has.

@@ -294,7 +294,7 @@ def test_the_environment_of_an_outer_job_does_not_leak():
     options = launch.LaunchOptions(num_processes=1)
     place = launch.place_of(options, 0, coordinator_address="a:1")
     base = dict.fromkeys(environment.VARIABLES, "outer") | {"KEPT": "1"}
-    environ = launch.worker_environ(place, "id", base=base)
+    environ = launch.process_environ(place, "id", base=base)
     assert "outer" not in environ.values()
     assert environment.DEVICES_PER_PROCESS not in environ
     assert (environ["KEPT"], environ[environment.LAUNCH_ID]) == ("1", "id")
@@ -607,7 +607,7 @@ def test_an_error_in_the_launcher_ends_the_processes(job, monkeypatch):
     def fail(self):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(supervisor.Supervisor, "_wait_for_workers", fail)
+    monkeypatch.setattr(supervisor.Supervisor, "_wait_for_processes", fail)
     with pytest.raises(ZeroDivisionError):
         job(IGNORE_SIGTERM)
 
@@ -616,7 +616,7 @@ def test_an_error_in_the_launcher_ends_the_processes(job, monkeypatch):
 def test_a_guard_that_cannot_start_is_an_error(job, monkeypatch, tmp_path):
     (tmp_path / "guard.py").write_text("raise SystemExit('no psutil')")
     monkeypatch.setattr(guarding.guard, "__file__", str(tmp_path / "guard.py"))
-    with pytest.raises(RuntimeError, match="no worker was started.*\n.*no psutil"):
+    with pytest.raises(RuntimeError, match="no process was started.*\n.*no psutil"):
         job("print('never')")
     assert (tmp_path / "out").read_text() == ""
 

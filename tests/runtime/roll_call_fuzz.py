@@ -34,7 +34,7 @@ def fuzz(num_messages: int, *, seed: int, has_key: bool) -> None:
         heard = _decode(roll_call.decode_hello, said, challenge, key)
         if heard is not None:
             roll = _enter(roll, own, heard, number)
-        verdict = roll_call.Verdict(nodes=["n"] * _NUM_PROCESSES, host="::1")
+        verdict = roll_call.RollCallVerdict(nodes=["n"] * _NUM_PROCESSES, host="::1")
         line = roll_call.encode_verdict(verdict, challenge, own.instance, key)
         context = roll_call._verdict_context(challenge, own.instance)
         said = _mangle(rng, line, key, context)

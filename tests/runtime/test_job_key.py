@@ -110,7 +110,7 @@ def test_one_host_gets_a_new_key_and_several_the_given_one():
     assert launch.find_key(mine, outer) == b"m" * 32
     assert "mmm" not in repr(mine)
     place = launch.place_of(mine, 0, coordinator_address="a:1")
-    assert job_key.VARIABLE not in launch.worker_environ(place, "id", base=outer)
-    environ = launch.worker_environ(place, "id", base=outer, key=b"m" * 32)
+    assert job_key.VARIABLE not in launch.process_environ(place, "id", base=outer)
+    environ = launch.process_environ(place, "id", base=outer, key=b"m" * 32)
     assert job_key.from_environ(environ) == b"m" * 32
     assert environment.JOB_KEY == job_key.VARIABLE

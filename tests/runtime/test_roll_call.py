@@ -33,7 +33,7 @@ def test_every_order_of_arrival_ends_with_the_nodes_by_process(order):
         verdict = roll_call.judge(roll, now_s=0.0)
         is_complete = len({*order[: k + 1]}) == 3
         assert (verdict is not None) == is_complete
-    assert verdict == roll_call.Verdict(nodes=["a", "a", "b", "b"])
+    assert verdict == roll_call.RollCallVerdict(nodes=["a", "a", "b", "b"])
 
 
 def test_missing_processes_are_named_at_the_deadline():
@@ -100,8 +100,8 @@ def test_decoding_inverts_encoding(key):
     line = roll_call.encode_hello(HELLO, challenge, key)
     assert roll_call.decode_hello(line, challenge, key) == HELLO
     for verdict in (
-        roll_call.Verdict(error="A line.\nAnd one more."),
-        roll_call.Verdict(nodes=["a", "b", "c"], host="10.0.0.1", session="5e"),
+        roll_call.RollCallVerdict(error="A line.\nAnd one more."),
+        roll_call.RollCallVerdict(nodes=["a", "b", "c"], host="10.0.0.1", session="5e"),
     ):
         args = challenge, HELLO.instance, key
         line = roll_call.encode_verdict(verdict, *args)
@@ -121,7 +121,7 @@ def test_a_line_of_another_key_challenge_or_process_is_refused(key, theirs):
     expected = "it does not prove the key of this job"
     hello = roll_call.encode_hello(HELLO, challenge, key)
     assert expected in _refusal(roll_call.decode_hello, hello, other, key)
-    verdict = roll_call.Verdict(error="x")
+    verdict = roll_call.RollCallVerdict(error="x")
     said = roll_call.encode_verdict(verdict, challenge, HELLO.instance, key)
     mine = _hello(2)
     for args in ((other, HELLO, key), (challenge, mine, key)):

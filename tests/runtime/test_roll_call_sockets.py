@@ -258,7 +258,7 @@ def test_a_coordinator_without_the_key_is_not_believed():
                         real = roll_call.make_challenge(KEY, address)
                         line.sendall(roll_call.encode_challenge(real))
                         line.recv(4096)
-                        verdict = roll_call.Verdict(error="Go home.")
+                        verdict = roll_call.RollCallVerdict(error="Go home.")
                         args = verdict, real, "0" * 32, None
                         line.sendall(roll_call.encode_verdict(*args))
 

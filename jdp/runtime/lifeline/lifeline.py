@@ -1,7 +1,8 @@
-"""Lifeline: does this process wait for one that is gone?
+"""Lifeline: does this process wait for a process that is gone?
 
-From `jdp.init` to the end, every process holds a line to the others. One that ends says
-how many steps it has begun, and whether it failed; one that dies breaks its line. A
+From `jdp.init` to the end, every process holds a line to the others. A process that
+ends says how many steps it has begun, and whether it failed. A process that dies
+breaks its line. A
 process that is in a step which another will never begin, or waits on the host for one
 that is gone, can wait for ever: this ends it soon, with a message on all that names
 the process which ended first.
@@ -28,7 +29,14 @@ from jdp.replicas.mesh import World
 from jdp.runtime import environment, forks, user_program
 from jdp.runtime.lifeline import by_store, rules, star
 from jdp.runtime.lifeline.jax_end import JaxEnd
-from jdp.runtime.lifeline.rules import AfterLoss, AtEnd, Gone, Left, Stuck, Verdict
+from jdp.runtime.lifeline.rules import (
+    AfterLoss,
+    AtEnd,
+    Gone,
+    Left,
+    LifelineVerdict,
+    Stuck,
+)
 
 _PURPOSE = "processes"
 _KEY = "jdp/lifeline"  # in the store: where process 0 listens.
@@ -37,7 +45,7 @@ _MEET_TIMEOUT_S = 10.0
 _LINGER_S = 0.7  # of process 0, whose end lets JAX abort the others.
 LEAVING_S = 5.0  # the same, for those that are at their end.
 _STILL_RUNS_S = 60.0
-_WAITS_AT_END_S = 60.0  # until a process says for whom JAX waits; there is no limit.
+_WAITS_AT_END_S = 60.0  # until a process names those that JAX waits for.
 _logger = logging.getLogger("jdp")
 
 
@@ -52,7 +60,7 @@ class _Lifeline:
         self._pid = os.getpid()
         self._has_launcher = environment.LAUNCH_ID in os.environ
         self._gone: tuple[Gone, ...] = ()
-        self._stuck: Verdict | None = None
+        self._stuck: LifelineVerdict | None = None
         self._after_loss: AfterLoss | None = None
         self._shown: set[int] = set()
         self._ended_s: float | None = None
@@ -142,7 +150,7 @@ class _Lifeline:
         try:
             message = rules.check(wire.decode_with(_DECODER.decode, body), self._count)
         except wire.DecodeError:
-            _logger.warning("Process %d has said what is no message.", process)
+            _logger.warning("Process %d has sent an invalid message.", process)
             return
         if isinstance(message, Left):
             said = message.steps, message.error, message.culprit
@@ -151,7 +159,7 @@ class _Lifeline:
         if isinstance(message, AtEnd):
             self._jax_end.note(process, may_begin=message.may_begin)
             return
-        verdict = Verdict(message.culprit, message.text)
+        verdict = LifelineVerdict(message.culprit, message.text)
         if self._stuck is None:
             self._stuck = verdict
         self._shown.add(message.culprit)
@@ -192,7 +200,7 @@ class _Lifeline:
         return _CHECK_PERIOD_S
 
     def _note_waiting(self, now_s: float) -> float | None:
-        """Says once for whom JAX waits at the end; returns in how many seconds."""
+        """Names once the processes JAX waits for; returns when to look again, in s."""
         if self._ended_s is None or self._has_noted:
             return None
         if not jax_distributed.is_connected():
@@ -214,7 +222,7 @@ class _Lifeline:
         )
         return None
 
-    def _find_verdict(self, now_s: float) -> Verdict | None:
+    def _find_verdict(self, now_s: float) -> LifelineVerdict | None:
         has_ended = self._ended_s is not None
         now = progress.snapshot()
         if any(gone.steps is None for gone in self._gone):
@@ -264,7 +272,7 @@ class _Lifeline:
                     self._own,
                 )
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: LifelineVerdict) -> None:
         """Begins to end this process; the others and its launcher are told."""
         _show(verdict.text)
         user_program.report_failure(

@@ -11,7 +11,7 @@ import msgspec
 from jdp.replicas import wire
 from jdp.replicas.progress import Snapshot
 
-# What was under way when a process ended gets this long: to hear of its last step,
+# Steps under way when a process ended get this long: to hear of its last step,
 # where that is known, and where it died without a word.
 ENDED_GRACE_S = 2.0
 LOST_GRACE_S = 4.0
@@ -84,7 +84,7 @@ class Gone(NamedTuple):
         return self.steps is not None and self.error is None and self.broke_s is None
 
 
-class Verdict(NamedTuple):
+class LifelineVerdict(NamedTuple):
     """Why this process is to be ended."""
 
     culprit: int
@@ -133,7 +133,7 @@ def judge(
     *,
     now_s: float,
     after_loss_s: float | None = None,
-) -> Verdict | None:
+) -> LifelineVerdict | None:
     """Returns whether process `own` waits in vain; pure.
 
     Args:
@@ -150,11 +150,11 @@ def judge(
         both_s = now_s - max(other.arrived_s, now.since_s)
         who = describe(other)
         if has_ended:
-            # JAX waits at its end for all; one that died does not come.
+            # JAX waits at its end for all; a dead process does not come.
             if other.steps is None or other.error is not None:
                 is_own = other.culprit == own  # It failed because this one ended.
                 if is_own or gone_s > ENDED_GRACE_S:
-                    return Verdict(
+                    return LifelineVerdict(
                         own if is_own else other.process,
                         f"{who}; process {own} had come to the end of its program.",
                     )
@@ -175,13 +175,15 @@ def judge(
             where = f"process {own} has begun a step since, which cannot end"
             is_stuck = now_s - after_loss_s > LOST_GRACE_S
         if is_stuck or (other.error is not None and gone_s > FAILED_GRACE_S):
-            return Verdict(other.process, f"{who}, and {where}. {_advice(other)}")
+            return LifelineVerdict(
+                other.process, f"{who}, and {where}. {_advice(other)}"
+            )
     return None
 
 
 def judge_end(
     own: int, ended_s: float, gone: Sequence[Gone], *, now_s: float
-) -> Verdict | None:
+) -> LifelineVerdict | None:
     """Returns whether process `own` waits in vain at the end of JAX; pure.
 
     Args:
@@ -194,7 +196,7 @@ def judge_end(
         if other.broke_s is None:
             continue
         if now_s - max(other.broke_s, ended_s) > LOST_GRACE_S:
-            return Verdict(
+            return LifelineVerdict(
                 other.process,
                 f"{describe(other)}, but was killed or left by `os._exit` before its "
                 f"exit handlers had run; process {own} waits for it at its own end.",

@@ -45,7 +45,7 @@ class _Line:
         self.where = _where(sock)  # address of the other end, for messages.
         self.codec = codec
         self.unsent = bytearray(codec.greet())
-        self.member: int | None = None  # who is at the other end, once proved.
+        self.member: int | None = None  # the other end, once proved.
         self.is_center = False  # whether member 0 should be there.
         self.has_said_bye = False
         self.began_s = time.monotonic()
@@ -113,7 +113,7 @@ class Star:
         self._refused = refused
         self._warned: set[str] = set()  # addresses of what was refused.
         self._is_welcome = False  # Member 0 has answered.
-        self._met: set[int] = set()  # by member 0, also who has left since.
+        self._met: set[int] = set()  # by member 0, also members that have left since.
         self._unheard: list[Frame] = []  # said before that.
         self._reconnect_s: float | None = None
         self._connect_by_s = time.monotonic() + connect_timeout_s
@@ -239,7 +239,7 @@ class Star:
                 self._read(line)
 
     def _guests(self) -> list[_Line]:
-        """Returns who has not proved anything yet; drops who takes too long."""
+        """Returns lines that have proved nothing yet; drops the overdue ones."""
         guests = [line for line in self._lines.values() if line.member is None]
         oldest_s = time.monotonic() - _GUEST_TIMEOUT_S
         for line in guests:

@@ -42,7 +42,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """One message on a line."""
 
     kind: Literal["hello", "say", "lost", "bye", "doubled"]
-    member: int  # whom it is from, or who is lost.
+    member: int  # the sender, or the member that is lost.
     body: bytes = b""
 
 

@@ -2,9 +2,9 @@
 
 A message over ZeroMQ passes two more threads, each of which has to be woken. A datagram
 between two Unix sockets passes none: a round trip takes a third of the time. Nothing
-else changes: messages are numbered, so that those of one process are handed on in the
-order they were sent, whichever way they came; what does not fit, or finds the other
-side's queue full, goes over ZeroMQ, which also says who is lost.
+else changes: messages are numbered, so that they are handed on in the order
+they were sent, whichever way they came; what does not fit, or finds the other
+side's queue full, goes over ZeroMQ, which also says which process is lost.
 """
 
 import re
@@ -105,7 +105,7 @@ class LaneLink:
         while True:
             wait_s = self._until_gap(timeout_s)
             came = self._link.wait(wait_s)
-            # What was still on the lane when a process was lost comes before that.
+            # Messages still on the lane when a process was lost comes before that.
             lost = [event for event in came if isinstance(event, Lost)]
             messages = [event for event in came if isinstance(event, Received)]
             if lost:
@@ -122,7 +122,7 @@ class LaneLink:
             is_over = not came and wait_s == timeout_s
             if events or self._link.is_woken or is_over:
                 return events
-            # What came is for later; the wait goes on.
+            # These events are for later; the wait goes on.
             if deadline_s is not None:
                 timeout_s = max(0.0, deadline_s - time.monotonic())
 

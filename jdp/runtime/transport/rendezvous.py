@@ -198,7 +198,7 @@ def find_endpoints(host: str, folder: str) -> list[str]:
 
 
 def find_addresses(host: str) -> list[str]:
-    """Returns the numeric addresses of `host`, those of IPv4 first.
+    """Returns the numeric addresses of `host`, IPv4 first.
 
     Raises:
       RuntimeError: there is none.
@@ -252,7 +252,7 @@ def _check_endpoints(endpoints: tuple[str, str]) -> tuple[str, str]:
         folder = found["folder"]
         if folder is not None and not private_folder.is_private(folder):
             raise RuntimeError(
-                f"Process 0 listens in {folder!r}, which is no folder of this user "
+                f"Process 0 listens in {folder!r}, which is not a folder of this user "
                 "alone here. The processes of a job on one host must be of one user "
                 "and see the same files; give them one TMPDIR."
             )

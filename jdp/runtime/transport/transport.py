@@ -38,7 +38,7 @@ class Link(Protocol):
 
     Messages of one process to another arrive in the order they were sent, whole, once.
     None is dropped but those that a lost process had not read. A lost process
-    stays lost: the hub sees the loss of any spoke, a spoke only that of the hub.
+    stays lost: the hub sees the loss of any spoke, a spoke only the address of the hub.
 
     One thread uses it; any thread may call `wake`.
     """
@@ -223,7 +223,7 @@ def decode(frame: memoryview) -> tuple[int, bytes]:
     """Returns the kind and the payload of a frame.
 
     Raises:
-      FrameError: it is none, or of another version.
+      FrameError: it is not a frame, or has another version.
     """
     if len(frame) < HEADER_BYTES:
         raise FrameError(f"sent {len(frame)} bytes, which are not a frame")

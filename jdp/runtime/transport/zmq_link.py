@@ -1,12 +1,12 @@
 """Transport over ZeroMQ: the sockets behind a link.
 
-The hub has a ROUTER, each spoke a DEALER. CURVE encrypts, and proves who is who: public
+The hub has a ROUTER, each spoke a DEALER. CURVE encrypts, and proves identities: public
 keys are exchanged through the store, the hub admits each of them once, and no other.
 There is no reconnecting, so that a message is either delivered or its sender is lost.
 
 A second pair of sockets, the pulse, carries heartbeats only. libzmq sends none while a
 connection is full, so it would never miss a process that has stopped reading; and where
-a long message takes its time, it would miss one that is well.
+a long message takes its time, it would miss a healthy process.
 
 Events of the sockets come over file descriptors that are edge-triggered: one says once
 that something has changed, and any call on its socket may swallow that. So a wait first
@@ -102,7 +102,7 @@ class ZmqLink:
         sockets = [self._socket, self._pulse]
         monitors = [zmq_sockets.open_monitor(s, events) for s in sockets]
         self._monitor, self._pulse_monitor = monitors
-        # What to do when a descriptor has something. The sockets for messages have
+        # The call for a descriptor that has something. The sockets for messages have
         # their turn anyway.
         find = zmq_sockets.get_descriptor
         self._calls: dict[int, Callable[[ZmqLink, list[Event]], None]] = {
@@ -143,7 +143,7 @@ class ZmqLink:
         self._socket.bind(endpoint)
         is_tcp = endpoint.startswith("tcp://")
         self._pulse.bind(endpoint if is_tcp else f"{endpoint}-pulse")
-        # A descriptor signals only to who has looked, and found nothing.
+        # A descriptor signals only after a look that found nothing.
         self._take_pulses([])
         self._endpoints = (
             self._socket.getsockopt_string(zmq.LAST_ENDPOINT),
@@ -216,7 +216,7 @@ class ZmqLink:
         """See `jdp.runtime.transport.transport.Link`."""
         if self._is_closed:
             return
-        self._observe([])  # To whom there is no way, nothing can linger.
+        self._observe([])  # Where there is no connection, nothing can linger.
         goodbye = transport.encode(transport.GOODBYE)
         for peer in list(self._routes) if self._rank == 0 else [0]:
             self.send_frame(peer, goodbye)
@@ -261,7 +261,7 @@ class ZmqLink:
     def _take(
         self, route: bytes, frame: zmq.Frame, num_frames: int, events: list[Event]
     ) -> None:
-        # Who has sent it is who proved to have the key, whatever else it says.
+        # The sender is the process that proved to have the key, whatever it says.
         peer = int(frame.get("User-Id")) if self._rank == 0 else 0
         if peer in self._lost:
             return
@@ -281,7 +281,7 @@ class ZmqLink:
         if kind == transport.DATA:
             events.append(Received(peer, payload))
         elif kind == transport.HELLO:
-            self.wake()  # for who asks `find_missing`.
+            self.wake()  # for callers of `find_missing`.
         elif kind == transport.GOODBYE:
             self.lose(peer, transport.describe_closed(peer), events)
 
@@ -307,7 +307,7 @@ class ZmqLink:
     def _observe(self, events: list[Event]) -> None:
         """Takes what the monitor says of connections for messages."""
         changes = zmq_sockets.read_changes(self._monitor)
-        # What a process had sent before its end has come before these news.
+        # A process's last messages have come before these news.
         while self._receive(events):
             pass
         for event, fd in changes:
@@ -359,7 +359,7 @@ class ZmqLink:
                 if peer not in self._lost:
                     self._hold(frame.get(zmq.SRCFD), peer)
                 self._pulses.add(peer)
-                self.wake()  # for who asks `find_missing`.
+                self.wake()  # for callers of `find_missing`.
             else:
                 why = f"process {peer} sent a message in place of heartbeats"
                 self.lose(peer, why, events)

@@ -72,7 +72,7 @@ def open_monitor(watched: zmq.Socket, events: int) -> zmq.Socket:
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(endpoint)
-    # libzmq signals only who has looked, and found nothing.
+    # libzmq signals only after a look that found nothing.
     assert not has_message(monitor)
     return monitor
 
@@ -147,7 +147,7 @@ class Line:
         except OSError:
             os.close(copy)
             return
-        # It may have gone, and a file of somebody else have its number.
+        # It may have gone, and another file have its number.
         if _find_endpoints(found).isdisjoint(map(_shorten, endpoints)):
             found.close()
         else:
