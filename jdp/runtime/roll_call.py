@@ -5,8 +5,8 @@ a process is missing, or two claim one id. So the processes first meet at the sa
 address, see `roll_call_sockets`, and each gets an exception that says what is wrong.
 
 A line each: process 0 challenges whatever connects, a process says hello, process 0
-says how it ended. The hello and the verdict are signed with the key of the job, for this job,
-challenge and process only; a job without a key signs with zeros.
+says how it ended. The hello and the verdict are signed with the key of the job, for
+this job, challenge and process only; a job without a key signs with zeros.
 """
 
 import os
