@@ -113,7 +113,7 @@ def all_reduce(
         wire_dtype=wire_dtype,
         process_set=process_set,
     )
-    if gradients.is_traced(tree):
+    if argument_types.is_traced(tree):
         with named(name, "all_reduce", process_set) as name:
             return gradients.all_reduce(waiting(begin), op, tree, name)
     return begin(tree, name=name).result()
@@ -163,7 +163,7 @@ def all_gather(
         called `join`.
     """
     begin = functools.partial(all_gather_async, process_set=process_set)
-    if gradients.is_traced(tree):
+    if argument_types.is_traced(tree):
         average = functools.partial(all_reduce, process_set=process_set)
         place = submission.find_place("all_gather", process_set)
         with named(name, "all_gather", process_set) as name:
@@ -208,7 +208,7 @@ def broadcast(
       RuntimeError: see `synchronize`; also if a process has called `join`.
     """
     begin = functools.partial(broadcast_async, root=root, process_set=process_set)
-    if gradients.is_traced(tree):
+    if argument_types.is_traced(tree):
         average = functools.partial(all_reduce, process_set=process_set)
         is_root = session.rank() == root
         with named(name, "broadcast", process_set) as name:
@@ -268,7 +268,7 @@ def reduce_scatter(
         postscale=postscale,
         process_set=process_set,
     )
-    if gradients.is_traced(tree):
+    if argument_types.is_traced(tree):
         gather = functools.partial(all_gather, process_set=process_set)
         factor = submission.gradient_factor(op, prescale, postscale, process_set)
         with named(name, "reduce_scatter", process_set) as name:
@@ -324,11 +324,11 @@ def all_to_all(
         called `join`.
     """
     begin = functools.partial(all_to_all_async, process_set=process_set)
-    if not gradients.is_traced(x):
+    if not argument_types.is_traced(x):
         return begin(x, splits, name=name).result()
     submission.check_set(process_set)
     count = len(process_set.ranks)
-    given = submission.check_splits(x, splits, count) or [0] * count
+    given = argument_types.check_splits(x, splits, count) or [0] * count
     with named(name, "all_to_all", process_set) as name:
         result = gradients.all_to_all(waiting(begin), x, given, name)
     return result[0] if splits is None else result
@@ -354,7 +354,7 @@ def all_to_all_async(
         options,
         name,
         array,
-        submission.check_splits(array, splits, len(process_set.ranks)),
+        argument_types.check_splits(array, splits, len(process_set.ranks)),
     )
     engine.submit([entry])
 

@@ -15,6 +15,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jdp.types import PyTree
+
 
 def check_name(name: Any, argument: str = "name") -> str:
     """Returns a name as a plain `str`.
@@ -155,3 +157,42 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     )
+
+
+def is_traced(tree: PyTree) -> bool:
+    """Whether a leaf is a tracer of JAX."""
+    if isinstance(tree, np.ndarray):
+        return False
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
+    """Returns how many rows of an array go to each of `count` processes."""
+    if array.ndim == 0:
+        return ()  # All ranks hear of it from the coordinator.
+    num_rows = array.shape[0]
+    if splits is None:
+        if num_rows % count:
+            raise ValueError(
+                f"`splits` is not given, but the {num_rows} rows do not divide among "
+                f"the {count} processes."
+            )
+        return (num_rows // count,) * count
+    splits = np.asarray(splits)
+    if splits.ndim != 1 or splits.dtype.kind not in "iu":
+        raise ValueError(
+            "`splits` must be integers, shape (k,), got "
+            f"{splits.dtype}{list(splits.shape)}."
+        )
+    if splits.size != count:
+        raise ValueError(
+            f"`splits` must have an entry for each of the {count} processes, got "
+            f"{splits.size}."
+        )
+    rows = tuple(splits.tolist())  # Integers of numpy would overflow in the sum.
+    if min(rows) < 0 or sum(rows) > num_rows:
+        raise ValueError(
+            f"`splits` must be at least 0, and no more than the {num_rows} rows of the "
+            f"array together, got {list(rows)}."
+        )
+    return rows

@@ -4,7 +4,7 @@ from typing import Any
 
 from jdp.eager import argument_types, session, submission
 from jdp.eager.diagnosis.flight_recorder import Record
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.messages import Request, Spec, encode_spec
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.submission import Handle

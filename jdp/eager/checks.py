@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jdp.eager import numerics
 from jdp.eager.coordinator import fusion
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.execution.base import Task
 from jdp.eager.messages import (
     HAS_LOCAL_FIRST,

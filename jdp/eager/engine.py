@@ -13,11 +13,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jdp.eager import checks, lost_entries, messages, pending, startup
+from jdp.eager import checks, lost_entries, messages, startup
 from jdp.eager.coordinator import stall
 from jdp.eager.coordinator.lead import Lead
 from jdp.eager.diagnosis.flight_recorder import FlightRecorder
-from jdp.eager.entry import Completion, Entry
+from jdp.eager.entries import (
+    JOINED,
+    JOINED_TWICE,
+    Completion,
+    Entry,
+    Pending,
+    Submitted,
+)
 from jdp.eager.execution import executor, small_tensors
 from jdp.eager.messages import Batch, Doubt, FromRank, ProtocolError, Response
 from jdp.eager.options import EagerOptions
@@ -82,7 +89,7 @@ class Engine:
         self.known_options: dict[Any, Any] = {}
         self.why_dead = ""  # why nothing goes on; "" while it does.
         self._refusal = ""  # why nothing can be submitted; "" while it can.
-        self.submitted = pending.Submitted()
+        self.submitted = Submitted()
         # What callers and the thread share; the lock is for what follows it.
         self._is_waiting = False  # the thread, for news.
         self._is_awaited = False  # something that is in the queue.
@@ -93,7 +100,7 @@ class Engine:
         self._lock = threading.Lock()
         self._queue: list[Entry] = []
         self._queued_s = 0.0  # when the first of them came.
-        self._pending = pending.Pending()
+        self._pending = Pending()
         self._join_entry: Entry | None = None
         self._says_joined = False
         # Of the thread alone.
@@ -143,10 +150,10 @@ class Engine:
         try:
             with self._lock:
                 if self._join_entry is not None:
-                    raise RuntimeError(pending.JOINED_TWICE)
+                    raise RuntimeError(JOINED_TWICE)
                 self.check_is_open()
                 self._join_entry, self._says_joined = entry, True
-                self._refusal = pending.JOINED
+                self._refusal = JOINED
                 self._recorder.add(entry.record)
             self._notify()
         except BaseException:  # See `submit`.
@@ -286,7 +293,7 @@ class Engine:
         leaves, asks = self._wants_to_leave, self._asks
         self._asks = False
         waits = self._pending.entries or self._join_entry
-        is_due = self._watch.is_due() and waits
+        is_due = waits and time.perf_counter() >= self._watch.due_s
         doubts = self._find_doubts() if is_due else ()
         if not (entries or joined or leaves or asks or is_last or doubts):
             return

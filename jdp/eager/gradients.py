@@ -34,13 +34,6 @@ _USE = (
 )
 
 
-def is_traced(tree: PyTree) -> bool:
-    """Whether a leaf is a tracer of JAX."""
-    if isinstance(tree, np.ndarray):
-        return False
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
 def describe_unsupported(leaf: jax.core.Tracer) -> str:
     """Says why a collective cannot be called with a tracer."""
     if "Jaxpr" in type(leaf).__name__:

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jdp.eager import gradients, session, submission
+from jdp.eager import argument_types, gradients, session, submission
 from jdp.eager.api import Op, named, waiting
 from jdp.eager.diagnosis.flight_recorder import Record
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.messages import Kind, Request, Spec, encode_spec
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.submission import Handle
@@ -52,7 +52,7 @@ def grouped_all_reduce(
         wire_dtype=wire_dtype,
         process_set=process_set,
     )
-    if gradients.is_traced(tree):
+    if argument_types.is_traced(tree):
         with named(name, "group", process_set) as name:
             return gradients.all_reduce(waiting(begin), op, tree, name)
     return begin(tree, name=name).result()
@@ -102,7 +102,7 @@ def grouped_all_gather(
       RuntimeError: one of them has failed, and so none was gathered; see `all_gather`.
     """
     begin = functools.partial(grouped_all_gather_async, process_set=process_set)
-    if gradients.is_traced(tree):
+    if argument_types.is_traced(tree):
         average = functools.partial(grouped_all_reduce, process_set=process_set)
         place = submission.find_place("all_gather", process_set)
         with named(name, "group", process_set) as name:
@@ -154,7 +154,7 @@ def grouped_reduce_scatter(
         postscale=postscale,
         process_set=process_set,
     )
-    if gradients.is_traced(tree):
+    if argument_types.is_traced(tree):
         gather = functools.partial(grouped_all_gather, process_set=process_set)
         factor = submission.gradient_factor(op, prescale, postscale, process_set)
         with named(name, "group", process_set) as name:

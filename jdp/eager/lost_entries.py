@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from jdp.eager.coordinator.coordinator import JOIN
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.messages import Doubt
 from jdp.replicas import progress
 from jdp.runtime import user_program
@@ -28,13 +28,8 @@ class Watch:
     """Questions of one process; of the engine's thread alone."""
 
     def __init__(self) -> None:
-        """Begins now."""
-        self._asked_s = time.perf_counter()
+        self.due_s = time.perf_counter() + PERIOD_S  # when to ask next.
         self._offset = 0
-
-    def is_due(self) -> bool:
-        """Whether it is time to ask."""
-        return time.perf_counter() - self._asked_s >= PERIOD_S
 
     def ask(self, submitted: Sequence[Entry], join: Entry | None) -> tuple[Doubt, ...]:
         """Returns what to ask about.
@@ -43,7 +38,8 @@ class Watch:
           submitted: what the coordinator was told before, and has not decided.
           join: the same, of `join`.
         """
-        now_s = self._asked_s = time.perf_counter()
+        now_s = time.perf_counter()
+        self.due_s = now_s + PERIOD_S
         late = [
             entry for entry in submitted if now_s - entry.record.submitted_s >= PERIOD_S
         ]

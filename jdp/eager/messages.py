@@ -7,6 +7,7 @@ holds the key of the job: in form by the functions at the end, in sense by `chec
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -240,6 +241,22 @@ _spec = msgspec.msgpack.Decoder(Spec)
 def encode_spec(spec: Spec) -> bytes:
     """Encodes a spec; like specs give like bytes."""
     return encode(spec)
+
+
+def num_bytes_of(spec: Spec, locals_: Sequence[tuple[int, ...]]) -> int:
+    """Returns the bytes of a tensor; of a gather, of all that comes together.
+
+    Args:
+      spec: of the operation.
+      locals_: by member, `Request.local`; () for kinds that have none.
+    """
+    size = _size_of(spec)
+    return size * sum(map(sum, locals_)) if locals_ else size
+
+
+@functools.lru_cache(maxsize=4096)
+def _size_of(spec: Spec) -> int:
+    return jnp.dtype(spec.dtype).itemsize * math.prod(spec.shape) if spec.dtype else 0
 
 
 def _find_fault(spec: Spec) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from jdp.eager import argument_types, session
 from jdp.eager.diagnosis.flight_recorder import Record
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.messages import Request, Spec, encode_spec
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jdp.backward import captured
 from jdp.eager import argument_types, session
 from jdp.eager.diagnosis.flight_recorder import Record
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.messages import Request, Spec, encode_spec
 from jdp.eager.submission import Handle
 from jdp.types import PyTree

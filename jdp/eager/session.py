@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jdp.eager.engine import Engine
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.messages import UNNAMED
 from jdp.eager.options import EagerOptions
 from jdp.replicas import mesh, progress

@@ -14,7 +14,7 @@ import numpy as np
 from jdp.eager import argument_types, gradients, numerics, results, session
 from jdp.eager.diagnosis.flight_recorder import Record
 from jdp.eager.engine import Engine
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.execution import small_tensors
 from jdp.eager.messages import (
     HAS_LOCAL_FIRST,
@@ -222,38 +222,6 @@ def gradient_factor(
     factor = argument_types.check_factor(prescale, "prescale")
     factor *= argument_types.check_factor(postscale, "postscale")
     return factor * (len(process_set.ranks) if op == "sum" else 1)
-
-
-def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
-    """Returns how many rows of an array go to each of `count` processes."""
-    if array.ndim == 0:
-        return ()  # All ranks hear of it from the coordinator.
-    num_rows = array.shape[0]
-    if splits is None:
-        if num_rows % count:
-            raise ValueError(
-                f"`splits` is not given, but the {num_rows} rows do not divide among "
-                f"the {count} processes."
-            )
-        return (num_rows // count,) * count
-    splits = np.asarray(splits)
-    if splits.ndim != 1 or splits.dtype.kind not in "iu":
-        raise ValueError(
-            "`splits` must be integers, shape (k,), got "
-            f"{splits.dtype}{list(splits.shape)}."
-        )
-    if splits.size != count:
-        raise ValueError(
-            f"`splits` must have an entry for each of the {count} processes, got "
-            f"{splits.size}."
-        )
-    rows = tuple(splits.tolist())  # Integers of numpy would overflow in the sum.
-    if min(rows) < 0 or sum(rows) > num_rows:
-        raise ValueError(
-            f"`splits` must be at least 0, and no more than the {num_rows} rows of the "
-            f"array together, got {list(rows)}."
-        )
-    return rows
 
 
 def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:

@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass
 class _Entry:
-    """Stands for `jdp.eager.entry.Entry`."""
+    """Stands for `jdp.eager.entries.Entry`."""
 
     call: Call
     request: Request

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from jdp.eager import checks, encoding, messages, startup
-from jdp.eager.coordinator import fusion
 from jdp.eager.coordinator.autotune import Tunable
 from jdp.eager.coordinator.cache_slots import bits
 from jdp.eager.diagnosis import flight_recorder
@@ -355,7 +354,7 @@ class _Rank:
         specs = [messages.decode_spec(spec) for spec in response.specs]
         checks.check_places(response, specs, members, size=4)
         checks.check_entries(response, entries, has_joined=self.has_joined, place=place)
-        num_bytes = sum(fusion.num_bytes_of(spec, ()) for spec in specs)
+        num_bytes = sum(messages.num_bytes_of(spec, ()) for spec in specs)
         task = Task(specs[0].kind, specs[0].op, None, num_bytes, False)
         checks.check_data(response, data, task)
         if specs[0].kind not in messages._OF_TENSORS:
@@ -395,7 +394,7 @@ def _make_array(spec, local):
 
 
 class _Entry:
-    """Stands for `jdp.eager.entry.Entry`."""
+    """Stands for `jdp.eager.entries.Entry`."""
 
     def __init__(self, request):
         self.request = request

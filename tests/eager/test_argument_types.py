@@ -70,7 +70,7 @@ def test_integers_of_numpy_and_jax_are_integers(value):
     assert argument_types.check_integer(value, "root") == 1
     ranks = eager.ProcessSet([value, 0]).ranks
     assert ranks == (0, 1) and {type(rank) for rank in ranks} == {int}
-    splits = submission.check_splits(np.zeros(2), [value, value], 2)
+    splits = argument_types.check_splits(np.zeros(2), [value, value], 2)
     assert splits == (1, 1)
 
 

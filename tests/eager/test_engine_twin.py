@@ -12,7 +12,7 @@ from jdp.eager import lost_entries, submission
 from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.diagnosis.flight_recorder import Record
 from jdp.eager.engine import Engine
-from jdp.eager.entry import Completion, Entry
+from jdp.eager.entries import Completion, Entry
 from jdp.eager.messages import Request, Response, Spec, encode_spec
 from jdp.eager.response_cache import ResponseCache
 from jdp.replicas import progress

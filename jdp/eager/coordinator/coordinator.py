@@ -32,6 +32,7 @@ from jdp.eager.messages import (
     Response,
     Spec,
     decode_spec,
+    num_bytes_of,
 )
 
 _NEVER_CACHED = ("barrier", "add_process_set", "remove_process_set")
@@ -405,7 +406,7 @@ class Coordinator:
             return -1
         spec = decode_spec(ready.spec)
         key = fusion.key_of(ready.process_set, spec)
-        item = Item(key, fusion.num_bytes_of(spec, ready.locals))
+        item = Item(key, num_bytes_of(spec, ready.locals))
         facts = ready.process_set, ready.name, ready.spec, ready.locals
         is_small = small_tensors.is_small(spec, item.num_bytes)
         carried_bytes = item.num_bytes if is_small else -1

@@ -1,11 +1,7 @@
 """Fusion: which operations that are ready run as one."""
 
-import functools
-import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
-
-import jax.numpy as jnp
 
 from jdp.eager.messages import Spec
 
@@ -66,19 +62,3 @@ def key_of(process_set: int, spec: Spec) -> tuple[object, ...] | None:
         return None
     rest = (spec.op, spec.prescale, spec.postscale, spec.root)
     return (process_set, spec.kind, spec.dtype, spec.device, *rest)
-
-
-def num_bytes_of(spec: Spec, locals_: Sequence[tuple[int, ...]]) -> int:
-    """Returns the bytes of a tensor; of a gather, of all that comes together.
-
-    Args:
-      spec: of the operation.
-      locals_: by member, `Request.local`; () for kinds that have none.
-    """
-    size = _size_of(spec)
-    return size * sum(map(sum, locals_)) if locals_ else size
-
-
-@functools.lru_cache(maxsize=4096)
-def _size_of(spec: Spec) -> int:
-    return jnp.dtype(spec.dtype).itemsize * math.prod(spec.shape) if spec.dtype else 0

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jdp.eager.coordinator import fusion
 from jdp.eager.coordinator.fusion import Item
-from jdp.eager.messages import decode_spec
+from jdp.eager.messages import decode_spec, num_bytes_of
 
 
 class Ready(NamedTuple):
@@ -132,9 +132,7 @@ def _item(unit: Sequence[Ready], fuse_groups: bool) -> Item:
     keys = {_key_of(each) for each in unit}
     is_group = bool(decode_spec(unit[0].spec).group)
     is_alone = len(keys) > 1 or is_group and not fuse_groups
-    num_bytes = sum(
-        fusion.num_bytes_of(decode_spec(each.spec), each.locals) for each in unit
-    )
+    num_bytes = sum(num_bytes_of(decode_spec(each.spec), each.locals) for each in unit)
     return Item(None if is_alone else keys.pop(), num_bytes)
 
 

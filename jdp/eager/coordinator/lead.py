@@ -91,7 +91,8 @@ class Lead:
     def decide(self, *, is_over: Callable[[], bool]) -> None:
         """Sends what there is to decide, until there is nothing, or the end."""
         now_s = time.monotonic()
-        self._inspector.look(self._coordinator, now_s=now_s)
+        if now_s >= self._inspector.due_s:
+            self._inspector.look(self._coordinator, now_s=now_s)
         while not is_over():
             batch = self._coordinator.decide(now_s=now_s)
             if batch is None:

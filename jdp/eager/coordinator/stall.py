@@ -107,13 +107,13 @@ class Inspector:
         self._warn_after_s = options.stall_warning_s
         self._stop_after_s = options.stall_shutdown_s or None
         self._state = StallState(now_s)
-        self._looked_s = now_s
+        self.due_s = now_s + LOOK_PERIOD_S  # when to look next.
 
     def look(self, coordinator: Coordinator, *, now_s: float) -> None:
-        """Looks whether somebody is late, once in `LOOK_PERIOD_S`."""
-        if self._warn_after_s == 0 or now_s - self._looked_s < LOOK_PERIOD_S:
+        """Looks whether a rank is late."""
+        self.due_s = now_s + LOOK_PERIOD_S
+        if self._warn_after_s == 0:
             return
-        self._looked_s = now_s
         self._state, verdict = observe(
             self._state,
             coordinator.find_stalls(now_s=now_s, after_s=self._warn_after_s),

@@ -21,7 +21,7 @@ class Members:
     set_id: int
     ranks: tuple[int, ...]  # ascending.
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """How many they are."""
         return len(self.ranks)

@@ -19,9 +19,8 @@ import jax
 import numpy as np
 
 from jdp.eager import checks, messages
-from jdp.eager.coordinator import fusion
 from jdp.eager.diagnosis.timeline import Timeline, rank_path
-from jdp.eager.entry import Completion, Entry
+from jdp.eager.entries import Completion, Entry
 from jdp.eager.execution import fused, registry, small_tensors
 from jdp.eager.execution.base import Implementation, Members, Task
 from jdp.eager.execution.fused import Job, Scratch
@@ -205,13 +204,13 @@ class Executor:
         specs = [messages.decode_spec(spec) for spec in response.specs]
         spec = specs[0]
         dtype = np.dtype(spec.dtype or "uint8")
-        num_bytes = sum([fusion.num_bytes_of(each, ()) for each in specs])
+        num_bytes = sum([messages.num_bytes_of(each, ()) for each in specs])
         is_on_device = spec.device != "cpu"
         task = Task(spec.kind, spec.op, dtype, num_bytes, is_on_device)
         state = self.sets[response.process_set]
         size = self._world.process_count
         checks.check_places(response, specs, state.members.ranks, size=size)
-        implementation = registry.pick(state.implementations, task)
+        implementation = next(i for i in state.implementations if i.is_enabled(task))
         prepared = _Prepared(response, specs, task, state, implementation)
         if len(self._prepared) == _MAX_PREPARED:
             self._prepared.clear()

@@ -1,9 +1,8 @@
 """Registry: the implementations of a process set, in order of preference."""
 
 import dataclasses
-from collections.abc import Sequence
 
-from jdp.eager.execution.base import Implementation, Members, Task
+from jdp.eager.execution.base import Implementation, Members
 from jdp.eager.execution.hierarchical import make_hierarchical
 from jdp.eager.execution.local import LocalCopy
 from jdp.eager.execution.pallas import make_pallas_kernel
@@ -39,8 +38,3 @@ def make_implementations(
         Xla(members),
         LocalCopy(members),
     ]
-
-
-def pick(implementations: Sequence[Implementation], task: Task) -> Implementation:
-    """Returns the first one that is enabled for the task."""
-    return next(each for each in implementations if each.is_enabled(task))

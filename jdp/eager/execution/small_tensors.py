@@ -12,7 +12,7 @@ import numpy as np
 from jdp.collectives.base import Op
 from jdp.collectives.shared_memory import shared_buffer
 from jdp.eager import numerics
-from jdp.eager.entry import Entry
+from jdp.eager.entries import Entry
 from jdp.eager.messages import Response, Spec, decode_spec
 
 NAME = "with the agreement"  # in a timeline, in place of an implementation.
