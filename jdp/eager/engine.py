@@ -110,8 +110,6 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="jdp-eager", daemon=True)
         self._thread.start()
 
-    # What callers use, on any thread
-
     def submit(self, entries: Sequence[Entry]) -> None:
         """Puts requests into the queue, all or none.
 
@@ -210,8 +208,6 @@ class Engine:
             except BaseException:  # No other call would wake it.
                 self._link.wake()
                 raise
-
-    # The thread
 
     def _run(self) -> None:
         try:
@@ -363,8 +359,6 @@ class Engine:
             message = messages.decode_from_rank(event.payload)
             self.lead.receive(event.peer, message, timeline=self.executor.timeline)
 
-    # What was decided
-
     def _apply(self, batch: Batch) -> None:
         checks.check_batch(batch, size=self.size)
         if batch.who_waits or batch.tuned is not None or batch.unknown:
@@ -450,8 +444,6 @@ class Engine:
             f"{request.name!r}: process set {request.process_set} has been removed."
         )
         self._completion.fail([entry], error)
-
-    # The end
 
     def _fail(self, why: str, *, tell: bool = False) -> None:
         """Ends the engine here; all that wait raise `why`."""
