@@ -3,12 +3,13 @@
 from jdp import collectives, hooks
 from jdp.backward.loss import gradient_order, used_parameters
 from jdp.gradients.accumulate import accumulate_gradients
+from jdp.gradients.averaging import average
 from jdp.gradients.buffers import broadcast_from, sync_buffers
+from jdp.gradients.differentiation import value_and_grad
 from jdp.gradients.in_backward import sync_in_backward
 from jdp.gradients.noise import GradientNorms, NoiseScaleState, noise_scale
 from jdp.gradients.objective import mean_loss
-from jdp.gradients.reduce import average
-from jdp.gradients.sync import local_gradients, sync_gradients, value_and_grad
+from jdp.gradients.sync import local_gradients, sync_gradients
 from jdp.join.context import Join
 from jdp.join.uneven_batches import join_batches
 from jdp.optimizers.diloco import diloco

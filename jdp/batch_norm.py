@@ -14,7 +14,7 @@ from jax import lax
 
 from jdp import compat
 from jdp.compat import origins
-from jdp.gradients import reduce, weighted_mean
+from jdp.gradients import reduce, step_trace, weighted_mean
 from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.types import AxisName
@@ -176,7 +176,7 @@ def count_samples(
             f"{options.feature_axes} has none left to take statistics over. Give it a "
             "dimension of samples, or call it where an axis of replicas is bound."
         )
-    ambient = weighted_mean.resolve(None, "weight")
+    ambient = step_trace.current().resolve(None, "weight")
     amount = is_kept = None
     if weight is not None:
         amount = _of_samples(weight, x, options)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import batch_norm
 from jdp.batch_norm import Moments
-from jdp.gradients import weighted_mean
+from jdp.gradients import step_trace
+from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import Weighting
 from tests import harness
 from tests.transforms import AXIS, COMPILED_FAST, transforms_compiled_fast
@@ -310,7 +311,7 @@ def test_a_step_that_knows_who_has_data_needs_no_weights():
 
     def fn(affine, local):
         x, amount = local
-        with weighted_mean.replica(Weighting(amount, "weight")):
+        with step_trace.running(StepTrace(), Weighting(amount, "weight")):
             y, taken, _ = _layer(affine, x)
             grads = jax.grad(lambda x: _layer(affine, x)[0].sum() * jnp.log(amount))(x)
         return taken, lax.pmax(jnp.isnan(grads).any(), AXIS)

@@ -14,8 +14,8 @@ import typer
 from jdp.backward import loss as backward_loss
 from jdp.bench import hook_option
 from jdp.cli import plan_cluster, plan_options
-from jdp.gradients import differentiation, reduce, reduce_with_hook
-from jdp.gradients.step_trace import Synchronization
+from jdp.gradients import differentiation, hook_reduction, reduce
+from jdp.gradients.step_facts import Synchronization
 from jdp.hooks import CommHook
 from jdp.step import description
 from jdp.trees import buckets
@@ -179,9 +179,11 @@ def _synchronize(
         else buckets.default_plan(params, order)
     )
     try:
-        hook_bytes = reduce_with_hook.hook_bytes(
-            hook, bucket_plan, facts.never_used, num_replicas
-        )
+        hook_bytes = 0
+        if hook is not None:
+            hook_bytes = hook_reduction.hook_bytes(
+                hook, bucket_plan, facts.never_used, num_replicas
+            )
     except (TypeError, ValueError) as error:  # raised by a chain while it is traced.
         raise typer.BadParameter(str(error), param_hint="--hook") from None
     return Synchronization(

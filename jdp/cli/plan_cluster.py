@@ -10,8 +10,7 @@ import rich.table
 import typer
 
 from jdp.collectives.cost_model import Cost, Links, Node, Work, predict
-from jdp.gradients import reduce
-from jdp.trees.buckets import DEFAULT_BUCKET_BYTES, BucketPlan
+from jdp.trees.buckets import DEFAULT_BUCKET_BYTES, BucketPlan, remaining_buckets
 
 MAX_REPLICAS = 100_000
 _FLAT = (
@@ -97,7 +96,7 @@ def make_cluster(
 def buffers_of(plan: BucketPlan, never_used: Collection[int]) -> list[Buffer]:
     """Returns the buckets of a plan, without the leaves that are not sent."""
     found = []
-    for bucket in reduce.remaining_buckets(plan, never_used):
+    for bucket in remaining_buckets(plan, never_used):
         specs = [plan.leaves[i] for i in bucket]
         size = sum(math.prod(spec.shape) for spec in specs)
         found.append(Buffer(size * specs[0].dtype.itemsize, specs[0].dtype))

@@ -13,14 +13,15 @@ from jax import lax
 from jdp import compat, types
 from jdp.gradients import (
     differentiation,
-    loss_arguments,
+    loss_weighting,
     noise,
     reduce,
-    sync,
+    step_trace,
     used_flags,
     weighted_mean,
 )
-from jdp.gradients.differentiation import Local, Seed
+from jdp.gradients.differentiation import Local
+from jdp.gradients.loss_weighting import Seed
 from jdp.gradients.micro_metrics import MicroMetrics
 from jdp.gradients.reduce import Packing
 from jdp.gradients.weighted_mean import DivideBy, Weighting
@@ -100,7 +101,7 @@ def accumulate_gradients(
         is no integer, or `dtype` is not a floating dtype; from a call: a metric has no
         mean, such as a PRNG key.
     """
-    loss_arguments.check_loss(loss_fn)
+    differentiation.check_loss(loss_fn)
     types.check_flags(
         has_aux=has_aux,
         find_unused=find_unused,
@@ -114,11 +115,12 @@ def accumulate_gradients(
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
         mesh.axis_size(axis_name)  # It raises, if the axis is not bound.
-        of_params, params, batches = loss_arguments.pick(loss_fn, argnums, args)
+        trace = step_trace.current()
+        of_params, params, batches = differentiation.pick(loss_fn, argnums, args)
         num_samples = _num_samples(batches, num_micro_batches)
         of_samples = _check_weight(weight, num_samples)
         own_total = None if of_samples is None else of_samples.sum()
-        weighting = weighted_mean.resolve(own_total, divide_by)
+        weighting = trace.resolve(own_total, divide_by)
         of_all = of_samples is not None and divide_by == "weight"
         # What the program tells, without arrays, and what makes a tree of usage flags.
         traced: list[tuple[Local, Callable[..., PyTree]]] = []
@@ -142,17 +144,16 @@ def accumulate_gradients(
                 amount = of_samples.sum()
                 if not of_all:
                     amount = amount / _divisor(own_total)
-                objective = weighted_mean.resolve(amount, "weight")
+                objective = trace.resolve(amount, "weight")
             local = differentiation.differentiate(
-                of_params,
-                params,
-                batch,
+                differentiation.Arguments(of_params, params, batch),
                 kwargs,
                 axis_name,
-                has_aux,
-                find_unused,
-                objective,
+                trace,
+                has_aux=has_aux,
+                find_unused=find_unused,
                 allow_int=allow_int,
+                weighting=objective,
             )
             differentiation.check_is_local(local, "accumulate_gradients")
             decided, fill_used = used_flags.outline(local.used)
@@ -201,7 +202,9 @@ def accumulate_gradients(
         samples = None
         if find_norms:
             samples = noise.count_samples(own_total, weighting)
-        return sync.sync_local(local, options, weighting, has_aux, hook_state, samples)
+        return differentiation.sync_local(
+            local, options, weighting, trace, has_aux, hook_state, samples
+        )
 
     return wrapped
 
@@ -320,7 +323,7 @@ def _seed_of_all(
         size = jnp.asarray(mesh.axis_size(axis_name), totals.amount.dtype)
         divisor = jnp.where(jnp.isnan(totals.amount), jnp.nan, size)
         return Seed(weighting.amount, totals, divisor)
-    return differentiation.seed_of(weighting.amount, totals, totals.amount.dtype)[1]
+    return loss_weighting.seed_of(weighting.amount, totals, totals.amount.dtype)[1]
 
 
 def _divisor(total: jax.Array | None) -> jax.Array:

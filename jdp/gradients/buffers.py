@@ -11,7 +11,7 @@ from jax import lax
 
 from jdp import types
 from jdp.collectives import base
-from jdp.gradients import reduce, weighted_mean
+from jdp.gradients import averaging, reduce, step_trace
 from jdp.replicas import mesh
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
@@ -63,7 +63,7 @@ def sync_buffers(
         if policy == "mean" and jnp.issubdtype(x.dtype, jnp.inexact)
     }
     copied = [i for i in range(len(leaves)) if i not in averaged]
-    means = reduce.average({i: leaves[i] for i in averaged}, axis_name=axis_name)
+    means = averaging.average({i: leaves[i] for i in averaged}, axis_name=axis_name)
     found = _copy_from([leaves[i] for i in copied], rank, axis_name)
     synced = means | dict(zip(copied, found, strict=True))
     return jax.tree.unflatten(treedef, [synced[i] for i in range(len(leaves))])
@@ -107,7 +107,7 @@ def _check_source(source: int, axis_name: AxisName) -> int:
 def _find_source(source: int, axis_name: AxisName) -> jax.Array | int:
     """The first replica from `source` on that has data, where that is known."""
     size = _check_source(source, axis_name)
-    weighting = weighted_mean.resolve(None, "weight")
+    weighting = step_trace.current().resolve(None, "weight")
     if weighting is None:
         return source
     distance = (base.find_group(axis_name).rank - source) % size

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jdp import compat
 from jdp.backward import flow
 from jdp.backward.loss import LossProgram
-from jdp.gradients import reduce, weighted_mean
+from jdp.gradients import reduce, step_trace
 from jdp.gradients.reduce import Packing
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import mesh
@@ -51,7 +51,7 @@ def sync_in_backward(
     options = reduce.make_options(axis_name, None, packing, all_reduce)
     mesh.axis_size(axis_name)
     reduce.choose_packing(packing, options.all_reduce)
-    weighting = weighted_mean.resolve(weight, divide_by)
+    weighting = step_trace.current().resolve(weight, divide_by)
     # Of leaves: JAX puts text in the place of an operand's, which a class may refuse.
     operands, treedef = jax.tree.flatten(params)
     varying = [frozenset(compat.varying_axes(x)) for x in operands]
@@ -67,9 +67,9 @@ def sync_in_backward(
         tree = jax.tree.unflatten(treedef, cotangents)
         plan = buckets.default_plan(tree)
         here = None if weighting is None else weighting._replace(amount=amount)
-        means, *_ = reduce.mean_over_replicas(
+        means = reduce.mean_over_replicas(
             tree, options._replace(plan=plan), weighting=here
-        )
+        ).grads
         # As the types of custom_vjp want it: the cotangent varies as the operand did.
         leaves = [
             compat.cast_varying(x, sorted(axes))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jdp import types
 from jdp.gradients import weighted_mean
+from jdp.gradients.reduce import Means
 from jdp.gradients.weighted_mean import Weighting
 from jdp.replicas import mesh
 from jdp.types import AxisName, PyTree
@@ -144,20 +145,13 @@ def as_rider(
     return jnp.stack([square, 1 / samples]).astype(dtype)
 
 
-def from_rider(
-    mean_rider: jax.Array,
-    mean_grads: PyTree,
-    *,
-    weighting: Weighting | None,
-    total: jax.Array | int,
-    axis_name: AxisName,
+def norms_of(
+    means: Means, weighting: Weighting | None, axis_name: AxisName
 ) -> GradientNorms:
-    """Returns the norms, from the mean of `as_rider` and that of the gradients.
-
-    `total` is how much all replicas count together.
-    """
-    local, inverse = mean_rider.real.astype(jnp.float32)
-    square = _square(mean_grads)
+    """Returns the norms from a reduction whose last rider is from `as_rider`."""
+    total = means.total
+    local, inverse = means.riders[-1].real.astype(jnp.float32)
+    square = _square(means.grads)
     divisor = jnp.where(jnp.equal(total, 0), 1, total).astype(jnp.float32)
     inverse_of_all = inverse / divisor
     if weighting is not None and weighting.divide_by == "weight":

@@ -14,9 +14,15 @@ from jdp import compat
 from jdp.backward.loss import LossProgram, trace_loss
 from jdp.compat import annotations
 from jdp.compat.cotangents import Transpose, scale, with_transpose
-from jdp.gradients import differentiation, loss_arguments, reduce, sync, weighted_mean
-from jdp.gradients.reduce import Options, Packing
-from jdp.gradients.step_trace import LossFacts
+from jdp.gradients import (
+    averaging,
+    differentiation,
+    reduce,
+    step_trace,
+    weighted_mean,
+)
+from jdp.gradients.reduce import Packing, ReduceOptions
+from jdp.gradients.step_facts import LossFacts
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import mesh
 from jdp.trees import buckets, tree_paths
@@ -81,14 +87,14 @@ def mean_loss(
       the loss, the same on all replicas. It raises what `value_and_grad` raises, and
       ValueError where a parameter may differ between the replicas.
     """
-    loss_arguments.check_loss(loss_fn)
+    differentiation.check_loss(loss_fn)
     options = reduce.make_options(axis_name, plan, packing, all_reduce)
 
     @functools.wraps(loss_fn)
     def mean(*args: Any, **kwargs: Any) -> jax.Array:
         mesh.axis_size(axis_name)
-        of_params, params, rest = loss_arguments.pick(loss_fn, argnums, args)
-        weighting = weighted_mean.resolve(weight, divide_by)
+        of_params, params, rest = differentiation.pick(loss_fn, argnums, args)
+        weighting = step_trace.current().resolve(weight, divide_by)
         params = _check_same(params, axis_name)
         own = reduce.cast_varying(params, axis_name)
         program = trace_loss(of_params, own, rest, kwargs)
@@ -105,10 +111,10 @@ def mean_loss(
             own = _averaged_in_backward(params, own, facts, options, weighting, peak)
             loss = reduce.cast_varying(program.evaluate(own)[0], axis_name)
             wide = loss if peak is None else _divided_in_backward(loss, peak)
-            mean = reduce.average_weighted(wide, axis_name, lambda: weighting)
+            mean = averaging.average_weighted(wide, axis_name, lambda: weighting)
             return mean.astype(loss.dtype)
         loss, _ = program.evaluate(own)
-        return reduce.average_weighted(loss, axis_name, lambda: weighting)
+        return averaging.average_weighted(loss, axis_name, lambda: weighting)
 
     return mean
 
@@ -142,7 +148,7 @@ def _averaged_in_backward(
     params: PyTree,
     own: PyTree,
     facts: LossFacts,
-    options: Options,
+    options: ReduceOptions,
     weighting: Weighting | None,
     peak: jax.Array | None,
 ) -> PyTree:
@@ -178,8 +184,8 @@ def _averaged_in_backward(
         for peak in peaks:
             tree, plan = _scaled(tree, peak), _widened(plan)
         planned = options._replace(plan=plan)
-        means, *_ = reduce.mean_over_replicas(tree, planned, done=missing)
-        sync.record(planned, divide_by, (), facts, missing)
+        means = reduce.mean_over_replicas(tree, planned, done=missing).grads
+        step_trace.current().add_synchronization(planned, divide_by, (), facts, missing)
         found = jax.tree.leaves(reduce.cast_varying(means, options.axis_name))
         return [found[i].astype(avals[i].dtype) for i in places]
 

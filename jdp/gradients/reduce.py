@@ -1,17 +1,16 @@
-"""Reduction: buckets of gradients become their mean over the replicas."""
+"""Reduction: gradients, bucket by bucket, become their mean over the replicas."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jdp import compat
-from jdp.compat import annotations
-from jdp.gradients import option_checks, weighted_mean
-from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.hooks.base import CommHook
+from jdp.gradients import group_sums, hook_reduction, option_checks, weighted_mean
+from jdp.gradients.weighted_mean import Weighting
+from jdp.hooks.base import CommHook, Wire
+from jdp.hooks.state import avals_of
 from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan
@@ -20,7 +19,7 @@ from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
 Packing = Literal["flat", "tuple"]
 
 
-class Options(NamedTuple):
+class ReduceOptions(NamedTuple):
     """How gradients are averaged; see `jdp.sync_gradients`."""
 
     axis_name: AxisName
@@ -36,180 +35,219 @@ def make_options(
     packing: Packing | None,
     all_reduce: AllReduceOption,
     hook: CommHook | None = None,
-) -> Options:
-    """Validates the public arguments and resolves them into `Options`.
+) -> ReduceOptions:
+    """Validates the public arguments and resolves them into `ReduceOptions`.
 
     Raises:
-      ValueError: `all_reduce` is no function and not "auto", or does not sum;
+      ValueError: `all_reduce` is neither a function nor "auto", or does not sum;
         `packing` is unknown, or "tuple" with a hook.
-      TypeError: `plan` is no plan, or `hook` no hook.
+      TypeError: `plan` is not a plan, or `hook` is not a hook.
     """
-    return Options(
+    if hook is not None or packing is not None:
+        option_checks.check_hook(hook, packing)
+    return ReduceOptions(
         axis_name,
-        option_checks.check_plan(plan),
+        plan if plan is None else option_checks.check_plan(plan),
         packing,
-        option_checks.find_all_reduce(all_reduce),
-        option_checks.check_hook(hook, packing),
+        None if all_reduce is None else option_checks.find_all_reduce(all_reduce),
+        hook,
     )
 
 
-def average(
-    tree: PyTree,
-    *,
-    weight: jax.typing.ArrayLike | None = None,
-    divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
-) -> PyTree:
-    """Averages small values, such as metrics, over the replicas in one collective.
-
-    As with `lax.pmean`, `jax.grad` of an average is the gradient of one replica; for a
-    loss that is differentiated by others than jdp there is `jdp.mean_loss`.
-
-    Integers and booleans are averaged in JAX's default float, which is float32, and
-    float64 with `jax_enable_x64`. Under a `shard_map` whose types track what varies, a
-    leaf that is the same on all replicas is returned as it is.
-
-    Args:
-      tree: pytree of arrays or numbers.
-      weight: see `sync_gradients`. Values of a replica without data do not count,
-        whatever they are; the average of no data is zero, with a weight of NaN or below
-        zero it is NaN. A negative constant is refused.
-      divide_by: "weight" averages by weight; with "active" and "world" each replica
-        with data counts the same.
-      axis_name: the axis, or axes, over which replicas lie.
-
-    Returns:
-      A pytree of the same shapes, the same on all replicas; what was averaged is
-      floating or complex.
-    """
-    weighting = weighted_mean.resolve(weight, divide_by)
-    return average_weighted(tree, axis_name, lambda: weighting)
+def choose_packing(packing: Packing | None, all_reduce: AllReduce | None) -> Packing:
+    """Returns the packing in use; the default is "flat" on CPU or with `all_reduce`."""
+    if all_reduce is not None:
+        if packing == "tuple":
+            raise ValueError(
+                "`packing='tuple'` sends leaves as they are, but `all_reduce` takes "
+                "flat buffers. Leave one of the two out."
+            )
+        return "flat"
+    return packing or ("flat" if jax.default_backend() == "cpu" else "tuple")
 
 
-def average_weighted(
-    tree: PyTree, axis_name: AxisName, find_weighting: Callable[[], Weighting | None]
-) -> PyTree:
-    """`average`; asks for the weighting if there is something to average."""
-    num_replicas = mesh.axis_size(axis_name)
-    tracked = mesh.tracked_axes(axis_name)
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(x) for x in leaves]
-    local = [
-        i
-        for i, x in enumerate(leaves)
-        if not tracked or tracked & compat.varying_axes(x)
-    ]
-    if not local:
-        return jax.tree.unflatten(treedef, leaves)
-    weighting = find_weighting()
-    groups: dict[Any, list[int]] = {}
-    for i in local:
-        leaves[i] = weighted_mean.as_inexact(leaves[i])
-        kind = leaves[i].dtype, compat.varying_axes(leaves[i]) - tracked
-        groups.setdefault(kind, []).append(i)
-    parts = [
-        [cast_varying(leaves[i], axis_name) for i in group] for group in groups.values()
-    ]
-    options = Options(axis_name, packing="flat")
-    weighting = _cast_varying_amount(weighting, axis_name)
-    parts = [_weigh(group, weighting) for group in parts]
-    sums, total = _sum_groups(parts, num_replicas, options, weighting)
-    for members, group in zip(groups.values(), sums, strict=True):
-        for i, x in zip(members, group.arrays, strict=True):
-            leaves[i] = _divide(x, group.is_mean, total, leaves[i].dtype)
-    return jax.tree.unflatten(treedef, leaves)
+class Means(NamedTuple):
+    """Results of a reduction, the same on all replicas."""
+
+    grads: PyTree
+    riders: list[jax.Array]
+    total: jax.Array | int  # weight of all replicas; their number without weighting.
+    hook_state: PyTree = None
 
 
 def mean_over_replicas(
     grads: PyTree,
-    options: Options,
+    options: ReduceOptions,
     *,
+    hook_state: PyTree = None,
     weighting: Weighting | None = None,
     is_weighed: bool = False,
     divisor: jax.Array | None = None,
     riders: Sequence[jax.Array] = (),
     done: Collection[int] = (),
-) -> tuple[PyTree, list[jax.Array], jax.Array | int]:
-    """Averages gradients, and what rides with them.
+) -> Means:
+    """Averages gradients, and riders: small arrays that travel with them.
+
+    Without a hook, each rider travels in the first bucket of its dtype. With a hook,
+    riders are summed exactly, in a collective of their own before the buckets.
 
     Args:
       grads: see `jdp.sync_gradients`.
-      options: how; its plan must not be None.
-      weighting: how much each replica counts; None: all the same.
-      is_weighed: whether the gradients are times that already; NaN times zero is
-        still a zero here.
-      divisor: what divides the sum of weighed gradients; None: as `weighting` says.
-      riders: further arrays; each travels in the first bucket of its dtype. They are
-        averaged over the replicas with data, whatever divides the gradients.
-      done: leaf indices of gradients that were averaged before, in the backward pass.
+      options: the options; with a plan.
+      hook_state: state of `options.hook`.
+      weighting: weight of this replica; None: equal weights.
+      is_weighed: whether the gradients were multiplied by the weight already; the
+        gradients of a replica without data are zero here even where they hold NaN.
+      divisor: divides the sum of weighed gradients; None: as `weighting` says.
+      riders: averaged over the replicas with data, whatever divides the gradients.
+      done: leaf indices of gradients that the backward pass has averaged.
 
-    Returns:
-      The averaged gradients, the averaged riders, and how much all replicas count
-      together: an array, float32 (), or their number where there is no weighting.
+    Raises:
+      ValueError: `hook_state` does not fit the hook and these buckets, or there is no
+        hook.
     """
     axis_name, plan = options.axis_name, options.plan
-    packing = choose_packing(options.packing, options.all_reduce)
-    options = options._replace(packing=packing)
-    num_replicas = mesh.axis_size(axis_name)
     assert plan is not None
+    if options.hook is None and hook_state is not None:
+        raise ValueError(
+            "`hook_state` is given, but no `hook`. Pass the hook that it was made for."
+        )
+    if options.hook is None:
+        packing = choose_packing(options.packing, options.all_reduce)
+        options = options._replace(packing=packing)
+    mesh.axis_size(axis_name)  # It raises, if the axis is not bound.
     leaves = check_are_local(grads, plan, done, axis_name)
-    bucketed = remaining_buckets(plan, done)
+    bucketed = buckets.remaining_buckets(plan, done)
     if is_alone(axis_name):
-        return _alone(grads, bucketed, riders, weighting)
-    weighting = _cast_varying_amount(weighting, axis_name)
+        return Means(*_alone(grads, bucketed, riders, weighting), hook_state)
     groups = [[leaves[i] for i in bucket] for bucket in bucketed]
-    if not is_weighed:
-        groups = [_weigh(group, weighting) for group in groups]
-    elif divisor is not None:
-        groups = [[weighted_mean.widen(x) for x in group] for group in groups]
-    own = _weigh(cast_varying(list(riders), axis_name), weighting)
-    seats = [_seat(groups, rider) for rider in own]
-    sums, total = _sum_groups(groups, num_replicas, options, weighting, divisor is None)
-    by = total if divisor is None else divisor
-    if weighting is not None and weighting.divide_by == "world" and divisor is None:
-        by = jnp.where(jnp.isnan(total), total, num_replicas)
+    weighed = _Weighed(weighting, is_weighed, divisor)
+    if options.hook is None:
+        averaged, found, total = _average(groups, riders, options, weighed)
+    else:
+        found, total = mean_of_riders(riders, options, weighting)
+        averaged, hook_state = _average_through_hook(
+            bucketed, groups, options, weighed, total, hook_state
+        )
     synced = list(leaves)  # keeps the leaves that are in no bucket.
-    # What rides comes after the gradients: in groups of its own, and within a group.
-    for bucket, group in zip(bucketed, sums[: len(bucketed)], strict=True):
-        for i, x in zip(bucket, group.arrays[: len(bucket)], strict=True):
-            synced[i] = _divide(x, group.is_mean, by, leaves[i].dtype)
-    means = [
-        _divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
-        for (g, k), rider in zip(seats, riders, strict=True)
-    ]
-    return jax.tree.unflatten(plan.treedef, synced), means, total
+    for bucket, group in zip(bucketed, averaged, strict=True):
+        for i, x in zip(bucket, group, strict=True):
+            synced[i] = x.astype(leaves[i].dtype)
+    grads = jax.tree.unflatten(plan.treedef, synced)
+    return Means(grads, found, total, hook_state)
 
 
 def mean_of_riders(
-    riders: Sequence[jax.Array], options: Options, weighting: Weighting | None
+    riders: Sequence[jax.Array], options: ReduceOptions, weighting: Weighting | None
 ) -> tuple[list[jax.Array], jax.Array | int]:
-    """Averages what rides with gradients by itself, in a collective a dtype.
+    """Averages riders without gradients, in one collective per dtype.
 
     Returns:
-      The second and the third of what `mean_over_replicas` returns.
+      The riders and the total weight, as in `Means`.
     """
     num_replicas = mesh.axis_size(options.axis_name)
-    weighting = _cast_varying_amount(weighting, options.axis_name)
+    weighting = cast_amount(weighting, options.axis_name)
     groups: list[list[jax.Array]] = []
-    own = _weigh(cast_varying(list(riders), options.axis_name), weighting)
+    own = weigh(cast_varying(list(riders), options.axis_name), weighting)
     seats = [_seat(groups, rider) for rider in own]
     if weighting is not None and not any(_holds(x[0], weighting) for x in groups):
         # The total travels alone.
         alone = jnp.zeros(0, weighting.amount.dtype)
         groups.append([cast_varying(alone, options.axis_name)])
     flat = options._replace(packing="flat")
-    sums, total = _sum_groups(groups, num_replicas, flat, weighting)
-    means = [
-        _divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
+    sums, total = sum_groups(groups, num_replicas, flat, weighting)
+    return _divide_riders(sums, seats, riders, total), total
+
+
+class _Weighed(NamedTuple):
+    """How gradients count; see `mean_over_replicas`."""
+
+    weighting: Weighting | None
+    is_weighed: bool
+    divisor: jax.Array | None
+
+
+def _average(
+    groups: list[list[jax.Array]],
+    riders: Sequence[jax.Array],
+    options: ReduceOptions,
+    weighed: _Weighed,
+) -> tuple[list[list[jax.Array]], list[jax.Array], jax.Array | int]:
+    """Averages gradients, by bucket, and riders; also returns the total weight."""
+    weighting, is_weighed, divisor = weighed
+    weighting = cast_amount(weighting, options.axis_name)
+    num_replicas = mesh.axis_size(options.axis_name)
+    kinds = [[x.dtype for x in group] for group in groups]
+    if not is_weighed:
+        groups = [weigh(group, weighting) for group in groups]
+    elif divisor is not None:
+        groups = [[weighted_mean.widen(x) for x in group] for group in groups]
+    own = weigh(cast_varying(list(riders), options.axis_name), weighting)
+    seats = [_seat(groups, rider) for rider in own]
+    sums, total = sum_groups(groups, num_replicas, options, weighting, divisor is None)
+    by = total if divisor is None else divisor
+    if weighting is not None and weighting.divide_by == "world" and divisor is None:
+        by = jnp.where(jnp.isnan(total), total, num_replicas)
+    # Riders come after the gradients: within a group, and in groups of their own.
+    averaged = [
+        [
+            divide(x, found.is_mean, by, dtype)
+            for x, dtype in zip(found.arrays, dtypes, strict=False)
+        ]
+        for found, dtypes in zip(sums, kinds, strict=False)
+    ]
+    return averaged, _divide_riders(sums, seats, riders, total), total
+
+
+def _average_through_hook(
+    bucketed: Sequence[tuple[int, ...]],
+    groups: list[list[jax.Array]],
+    options: ReduceOptions,
+    weighed: _Weighed,
+    total: jax.Array | int,
+    hook_state: PyTree,
+) -> tuple[list[list[jax.Array]], PyTree]:
+    """Averages gradients, by bucket, through the hook; also returns the next state.
+
+    The hook gets g n w / W, where w is this replica's weight and W the total. The plain
+    mean of that is the weighted mean, and equal weights leave it at g.
+    """
+    weighting, is_weighed, divisor = weighed
+    axis_name, plan, hook = options.axis_name, options.plan, options.hook
+    num_replicas = mesh.axis_size(axis_name)
+    assert hook is not None and plan is not None
+    avals = avals_of(plan, bucketed)
+    share = hook_reduction.find_share(weighting, is_weighed, total, axis_name, divisor)
+    sums, before, state = hook_reduction.sum_buckets(
+        hook, Wire(axis_name, options.all_reduce), avals, groups, share, hook_state
+    )
+    averaged = []
+    for buffer, group in zip(sums, groups, strict=True):
+        mean = divide(buffer, False, num_replicas, buffer.dtype)
+        parts = buckets.unpack(mean, [x.shape for x in group])
+        averaged.append([p.astype(x.dtype) for p, x in zip(parts, group, strict=True)])
+    if weighting is not None:  # Without any data, nothing changes.
+        has_data = weighted_mean.has_data(total)
+        averaged = [
+            [weighted_mean.zero_unless(has_data, x) for x in group]
+            for group in averaged
+        ]
+        state = jax.tree.map(
+            lambda old, new: jnp.where(has_data, new, old), before, state
+        )
+    return averaged, state
+
+
+def _divide_riders(
+    sums: Sequence[group_sums.GroupSum],
+    seats: Sequence[tuple[int, int]],
+    riders: Sequence[jax.Array],
+    total: jax.Array | int,
+) -> list[jax.Array]:
+    return [
+        divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
         for (g, k), rider in zip(seats, riders, strict=True)
     ]
-    return means, total
-
-
-def remaining_buckets(plan: BucketPlan, done: Collection[int]) -> list[tuple[int, ...]]:
-    """Returns the buckets of a plan without the leaves in `done`."""
-    kept = [tuple(i for i in bucket if i not in done) for bucket in plan.buckets]
-    return [bucket for bucket in kept if bucket]
 
 
 def _seat(groups: list[list[jax.Array]], rider: jax.Array) -> tuple[int, int]:
@@ -248,38 +286,20 @@ def _alone(
     return jax.tree.unflatten(treedef, leaves), means, weighting.amount
 
 
-def _cast_varying_amount(
-    weighting: Weighting | None, axis_name: AxisName
-) -> Weighting | None:
-    if weighting is None:
-        return None
-    return weighting._replace(amount=cast_varying(weighting.amount, axis_name))
-
-
-def _weigh(arrays: Sequence[jax.Array], weighting: Weighting | None) -> list[jax.Array]:
+def weigh(arrays: Sequence[jax.Array], weighting: Weighting | None) -> list[jax.Array]:
+    """Returns arrays times the weight of this replica."""
     if weighting is None:
         return list(arrays)
     return [weighted_mean.weigh(x, weighting) for x in arrays]
 
 
-class _Reduced(NamedTuple):
-    """Arrays of one collective after the reduction."""
-
-    arrays: list[jax.Array]
-    is_mean: bool = False  # whether the all-reduce has divided them.
-
-
-# What divides the sums of a group, as a factor, given what was reduced before it.
-_FindScale = Callable[[list[jax.Array], list[_Reduced]], jax.typing.ArrayLike | None]
-
-
-def _sum_groups(
+def sum_groups(
     groups: list[list[jax.Array]],
     num_replicas: int,
-    options: Options,
+    options: ReduceOptions,
     weighting: Weighting | None,
     by_total: bool = True,
-) -> tuple[list[_Reduced], jax.Array | int]:
+) -> tuple[list[group_sums.GroupSum], jax.Array | int]:
     """Sums weighed arrays, each group in one collective; if `by_total`, to be divided.
 
     Returns:
@@ -288,13 +308,20 @@ def _sum_groups(
     """
     if not groups:
         return [], num_replicas
+    wire = group_sums.Wiring(options.axis_name, options.packing, options.all_reduce)
     if weighting is None:
+        are_means = [_is_divided_before(group[0]) for group in groups]
         groups = [[_before(x, num_replicas) for x in group] for group in groups]
 
-        def find_scale(group: list[jax.Array], _: list[_Reduced]) -> float | None:
+        def find_scale(
+            group: list[jax.Array], _: list[group_sums.GroupSum]
+        ) -> float | None:
             return None if _is_divided_before(group[0]) else 1.0 / num_replicas
 
-        return _reduce(groups, options, None, find_scale), num_replicas
+        sums = group_sums.reduce(groups, wire, None, find_scale)
+        pairs = zip(sums, are_means, strict=True)
+        sums = [x._replace(is_mean=x.is_mean or is_mean) for x, is_mean in pairs]
+        return sums, num_replicas
     # The total rides in the first group that it fits in, or in one of its own.
     fitting = [g for g, x in enumerate(groups) if _vary_alike(x[0], weighting.amount)]
     fitting.sort(key=lambda g: not _holds(groups[g][0], weighting))
@@ -305,7 +332,7 @@ def _sum_groups(
     groups[seat] = [*groups[seat], encoded]
 
     def find_inverse(
-        _: list[jax.Array], reduced: list[_Reduced]
+        _: list[jax.Array], reduced: list[group_sums.GroupSum]
     ) -> jax.typing.ArrayLike | None:
         if len(reduced) <= seat or not by_total or weighting.divide_by == "world":
             return None
@@ -313,89 +340,9 @@ def _sum_groups(
         return weighted_mean.divide(jnp.ones(()), total, jnp.float32)
 
     has_data = weighted_mean.has_data(weighting.amount)
-    sums = _reduce(groups, options, has_data, find_inverse)
+    sums = group_sums.reduce(groups, wire, has_data, find_inverse)
     total = weighted_mean.decode(sums[seat].arrays.pop())
     return sums if fitting else sums[:seat], total
-
-
-def _reduce(
-    groups: list[list[jax.Array]],
-    options: Options,
-    has_data: jax.Array | None,
-    find_scale: _FindScale,
-) -> list[_Reduced]:
-    """Sums over the replicas; what one without data holds does not count."""
-    if options.packing == "tuple":
-        if has_data is not None:
-            groups = [
-                [weighted_mean.zero_unless(has_data, x) for x in g] for g in groups
-            ]
-        return [_Reduced(g) for g in _reduce_tuples(groups, options.axis_name)]
-    reduced: list[_Reduced] = []
-    for group in groups:
-        all_reduce = _choose_all_reduce(group, options)
-        scale = find_scale(group, reduced) if all_reduce.takes_scale else None
-        reduced.append(_reduce_group(group, all_reduce, options, has_data, scale))
-    return reduced
-
-
-def _choose_all_reduce(group: list[jax.Array], options: Options) -> AllReduce:
-    all_reduce = options.all_reduce or _PSUM
-    if all_reduce.choose is None:
-        return all_reduce
-    buffer = jax.ShapeDtypeStruct((sum(x.size for x in group),), group[0].dtype)
-    return all_reduce.choose(buffer, options.axis_name)
-
-
-_PSUM = AllReduce(lax.psum, name="psum")
-
-
-def _reduce_group(
-    group: list[jax.Array],
-    all_reduce: AllReduce,
-    options: Options,
-    has_data: jax.Array | None,
-    scale: jax.typing.ArrayLike | None,
-) -> _Reduced:
-    axis_name = options.axis_name
-    if all_reduce.reduce_group is not None:
-        return _Reduced(all_reduce.reduce_group(group, axis_name, has_data=has_data))
-    buffer = _pack(group, has_data)
-    if scale is None:
-        buffer = all_reduce.reduce(buffer, axis_name)
-    else:
-        buffer = all_reduce.reduce(buffer, axis_name, scale=scale)
-    arrays = buckets.unpack(buffer, [x.shape for x in group])
-    return _Reduced(arrays, is_mean=scale is not None)
-
-
-def _pack(group: list[jax.Array], has_data: jax.Array | None) -> jax.Array:
-    if has_data is None:
-        return buckets.pack(group)
-    if jax.default_backend() != "cpu":
-        return weighted_mean.zero_unless(has_data, buckets.pack(group))
-    # XLA on CPU copies into a bucket what is there; to select, it would go through all
-    # gradients once more: 6 ms of a step of 24 ms (12.7 MB of gradients, 2 processes).
-    return lax.cond(
-        has_data, buckets.pack, lambda xs: jnp.zeros_like(buckets.pack(xs)), group
-    )
-
-
-def _reduce_tuples(
-    groups: list[list[jax.Array]], axis_name: AxisName
-) -> list[list[jax.Array]]:
-    """Sums leaf by leaf, side by side within a bucket and one bucket after another.
-
-    XLA combines all-reduces that do not depend on each other, so a bucket becomes one
-    all-reduce with as many operands, and the dependence keeps buckets apart; on CPU
-    only if the pass "cse_barrier_expander" does not remove it first.
-    """
-    reduced: list[list[jax.Array]] = []
-    for group in groups:
-        if reduced:
-            group, reduced[-1] = annotations.order_after(group, reduced[-1])
-        reduced.append([lax.psum(x, axis_name) for x in group])
-    return reduced
 
 
 def _before(x: jax.Array, num_replicas: int) -> jax.Array:
@@ -409,27 +356,22 @@ def _is_divided_before(x: jax.Array) -> bool:
     return x.dtype == jnp.float16
 
 
-def _divide(
+def divide(
     x: jax.Array, is_mean: bool, divisor: jax.Array | int, dtype: Any
 ) -> jax.Array:
+    """Returns a mean in `dtype`, from a sum or from a mean."""
     if is_mean:
         return x.astype(dtype)
     if isinstance(divisor, int):
-        # What was not widened to be weighed.
-        return x if _is_divided_before(x) else (x / divisor).astype(dtype)
+        return (x / divisor).astype(dtype)
     return weighted_mean.divide(x, divisor, dtype)
 
 
-def choose_packing(packing: Packing | None, all_reduce: AllReduce | None) -> Packing:
-    """Returns the packing that is used; "flat" on CPU and for an `all_reduce`."""
-    if all_reduce is not None:
-        if packing == "tuple":
-            raise ValueError(
-                "`packing='tuple'` sends leaves as they are, but `all_reduce` takes "
-                "flat buffers. Leave one of the two out."
-            )
-        return "flat"
-    return packing or ("flat" if jax.default_backend() == "cpu" else "tuple")
+def cast_amount(weighting: Weighting | None, axis_name: AxisName) -> Weighting | None:
+    """Casts the weight as `cast_varying` does."""
+    if weighting is None:
+        return None
+    return weighting._replace(amount=cast_varying(weighting.amount, axis_name))
 
 
 def is_alone(axis_name: AxisName) -> bool:
@@ -465,7 +407,7 @@ def check_are_local(
             "or use `jax.grad(..., allow_int=True)`, whose float0 leaves pass through."
         )
     tracked = mesh.tracked_axes(axis_name)
-    for i in (i for bucket in remaining_buckets(plan, done) for i in bucket):
+    for i in (i for bucket in buckets.remaining_buckets(plan, done) for i in bucket):
         if tracked <= compat.varying_axes(leaves[i]):
             continue
         raise ValueError(

@@ -1,242 +1,257 @@
-"""Recording: what was synchronised, and why so, while a step was traced."""
+"""Step trace: the facts found while a step is traced.
+
+The user's function stands between the step and the functions of jdp that it calls. So
+one context variable holds the `StepTrace` of the step, and `current` returns it; from
+there on it is an argument.
+"""
 
 import contextlib
 import contextvars
 import dataclasses
-import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import get_args
 
-from jdp.backward.order import Timeline
+import jax
+
+from jdp import compat
+from jdp.gradients import (
+    hook_reduction,
+    reduce,
+    step_warnings,
+    weighted_mean,
+)
+from jdp.gradients.reduce import ReduceOptions
+from jdp.gradients.step_facts import LossFacts, Synchronization
+from jdp.gradients.weighted_mean import DivideBy, Weighting
+from jdp.replicas import mesh
 from jdp.trees import buckets
-from jdp.trees.buckets import BucketPlan
 
 
-@dataclasses.dataclass(frozen=True)
-class LossFacts:
-    """Facts from the program of a loss, by leaf index of the parameters."""
+class StepWeighting:
+    """Weighting of one step: given from outside, and as its gradients had it."""
 
-    paths: tuple[str, ...]
-    timeline: Timeline
-    never_used: tuple[int, ...]
-    undecided: tuple[int, ...]
-    synced_in_backward: tuple[int, ...]
-    batch_norms: tuple[str, ...]  # scopes of Flax's own; "" where there is none.
-    synced_batch_norms: tuple[str, ...]  # the same of those of jdp.
-    exchanges: tuple[str, ...]  # other collectives that gradients go through.
-    has_exchanges: bool  # whether there are collectives of either kind.
-    finds_unused: bool = False  # whether the caller asked what was used.
+    def __init__(self, ambient: Weighting | None = None):
+        """Begins before the step's function is called.
 
+        Args:
+          ambient: the weighting where no `weight=` is passed; from `jdp.Join`.
+        """
+        self.ambient = ambient
+        self._jax_trace = compat.current_trace()
+        self._last: Weighting | None = None
+        self._is_out_of_reach = False  # a weight was given in a loop or a branch.
 
-@dataclasses.dataclass(frozen=True)
-class Synchronization:
-    """Synchronisation by one call of `value_and_grad`, or its like, in a step."""
+    def note(self, weighting: Weighting) -> None:
+        """Notes how gradients were weighted."""
+        if compat.current_trace() is self._jax_trace:
+            self._last = weighting
+        else:
+            self._is_out_of_reach = True
 
-    plan: BucketPlan
-    packing: str  # "flat" or "tuple".
-    algorithm: str
-    hook: str | None
-    hook_bytes: int  # that it sends of a replica, for all buckets.
-    num_replicas: int
-    riders: tuple[buckets.LeafSpec, ...]  # what rides in the buckets.
-    divide_by: str | None  # "weight", "active" or "world"; None without weights.
-    loss: LossFacts | None  # None where only gradients were given.
-    is_weighed_late: bool = False  # by a replica's number of samples, after backward.
-    # Whether weights were given that the backward pass did not know at all, not even
-    # of which replicas they are zero.
-    is_weighed_blindly: bool = False
+    def without_arrays(self) -> "StepWeighting":
+        """Returns a copy that outlives the trace: amounts become shapes."""
+        copy = StepWeighting(_as_aval(self.ambient))
+        copy._jax_trace = None
+        copy._last = _as_aval(self._last)
+        copy._is_out_of_reach = self._is_out_of_reach
+        return copy
+
+    @property
+    def noted(self) -> Weighting | None:
+        """The weighting of the last gradients outside of loops and branches."""
+        return self._last or self.ambient
+
+    def of_metrics(self) -> Weighting | None:
+        """Returns the weighting of the step's metrics: that of its last gradients.
+
+        Raises:
+          ValueError: only a loop or a branch of the step knows the weight.
+        """
+        if self._last is None and self._is_out_of_reach:
+            raise ValueError(
+                "The step weighs its gradients inside of a `scan`, a `cond` or a "
+                "`jit`, where its metrics do not know the weight. Average them there, "
+                "with `jdp.average(metrics, weight=...)`."
+            )
+        return self.noted
 
 
 @dataclasses.dataclass
-class Recording:
-    """Traced synchronisations, in the order of the program."""
+class StepTrace:
+    """Facts of one trace of a step, in the order of the program."""
 
     losses: list[LossFacts] = dataclasses.field(default_factory=list)
     synchronizations: list[Synchronization] = dataclasses.field(default_factory=list)
+    weighting: StepWeighting = dataclasses.field(default_factory=StepWeighting)
+    warns_at_once: bool = False  # whether nothing reads the facts after the trace.
+
+    def add_loss(self, facts: LossFacts) -> None:
+        """Notes a loss that was traced."""
+        self.losses.append(facts)
+        if self.warns_at_once and (facts.never_used or facts.undecided):
+            step_warnings.warn_of_loss(facts)
+
+    def add_reduction(
+        self,
+        options: ReduceOptions,
+        weighting: Weighting | None,
+        riders: Sequence[jax.Array],
+        loss: LossFacts | None = None,
+        done: Collection[int] = (),
+        *,
+        is_weighed: bool,
+    ) -> None:
+        """Notes a reduction of gradients, and their weighting for the step's metrics.
+
+        Args:
+          options: the options; with a plan.
+          weighting: weight of this replica; None: equal weights.
+          riders: further arrays in the buckets.
+          loss: facts about the loss; None: only gradients were given.
+          done: leaf indices that were not sent.
+          is_weighed: whether the backward pass weighed the gradients.
+        """
+        is_late = (
+            weighting is not None
+            and not self.is_ambient(weighting)
+            and not is_weighed
+            and not reduce.is_alone(options.axis_name)
+        )
+        by_samples = weighting is not None and weighting.divide_by == "weight"
+        self.note(weighting)
+        self.add_synchronization(
+            options,
+            None if weighting is None else weighting.divide_by,
+            riders,
+            loss,
+            done,
+            is_weighed_late=is_late and by_samples,
+            is_weighed_blindly=is_late and loss is None,
+        )
+
+    def add_synchronization(
+        self,
+        options: ReduceOptions,
+        divide_by: DivideBy | None,
+        riders: Sequence[jax.Array],
+        loss: LossFacts | None,
+        done: Collection[int],
+        *,
+        is_weighed_late: bool = False,
+        is_weighed_blindly: bool = False,
+    ) -> None:
+        """Notes a reduction of gradients; see `add_reduction` and `Synchronization`."""
+        plan, hook = options.plan, options.hook
+        assert plan is not None
+        num_replicas = mesh.axis_size(options.axis_name)
+        hook_bytes = 0
+        if hook is not None:
+            hook_bytes = hook_reduction.hook_bytes(hook, plan, done, num_replicas)
+        made = Synchronization(
+            plan=plan,
+            packing=reduce.choose_packing(options.packing, options.all_reduce),
+            algorithm="psum" if options.all_reduce is None else options.all_reduce.name,
+            hook=None if hook is None else hook.name,
+            hook_bytes=hook_bytes,
+            num_replicas=num_replicas,
+            riders=tuple(buckets.LeafSpec(x.shape, x.dtype) for x in riders),
+            divide_by=divide_by,
+            loss=loss,
+            is_weighed_late=is_weighed_late,
+            is_weighed_blindly=is_weighed_blindly,
+        )
+        self.synchronizations.append(made)
+        if self.warns_at_once and divide_by is not None and loss is not None:
+            step_warnings.warn_of_weights([made], [loss])
+
+    def warn(self) -> None:
+        """Warns of facts that point to a mistake; once per loss."""
+        for facts in self.distinct_losses():
+            step_warnings.warn_of_loss(facts)
+        if any(made.divide_by for made in self.synchronizations):
+            step_warnings.warn_of_weights(self.synchronizations, self.losses)
 
     def distinct_losses(self) -> list[LossFacts]:
-        """The losses, once each; that of micro-batches of two sizes is traced twice."""
+        """Returns each loss once; micro-batches of two sizes trace one loss twice."""
         found: dict[Hashable, LossFacts] = {}
         for facts in self.losses:
-            # What was used is known of a loss if one of its calls asks for it.
-            if facts.finds_unused or _graph(facts) not in found:
-                found[_graph(facts)] = facts
+            # One call that asks for unused parameters is enough.
+            if facts.finds_unused or facts.graph not in found:
+                found[facts.graph] = facts
         return list(found.values())
 
+    def resolve(
+        self, weight: jax.typing.ArrayLike | None, divide_by: DivideBy
+    ) -> Weighting | None:
+        """Returns how this replica counts; None: all replicas count the same.
 
-_current: contextvars.ContextVar[Recording | None] = contextvars.ContextVar(
-    "recording", default=None
+        A traced weight below zero, which no replica can have, becomes NaN. A mean with
+        a weight of NaN is NaN.
+
+        Args:
+          weight: what the user passed; None: the ambient weighting.
+          divide_by: see `jdp.sync_gradients`.
+
+        Raises:
+          ValueError: `weight` is not a scalar or is a negative constant, or `divide_by`
+            is unknown.
+          TypeError: `weight` is not a real number.
+        """
+        check_divide_by(divide_by)
+        if weight is not None:
+            return weighted_mean.as_weighting(weight, divide_by)
+        ambient = self.weighting.ambient
+        if ambient is None or divide_by == "weight":
+            return ambient
+        return ambient._replace(divide_by=divide_by)
+
+    def note(self, weighting: Weighting | None) -> None:
+        """Notes how gradients were weighted, for the metrics of the step."""
+        if weighting is not None:
+            self.weighting.note(weighting)
+
+    def is_ambient(self, weighting: Weighting) -> bool:
+        """Whether this is the ambient weighting: the caller passed no weight."""
+        ambient = self.weighting.ambient
+        return ambient is not None and weighting.amount is ambient.amount
+
+
+_current: contextvars.ContextVar[StepTrace | None] = contextvars.ContextVar(
+    "step_trace", default=None
 )
 
 
+def current() -> StepTrace:
+    """Returns the trace of the step around; outside of one, a new one that warns."""
+    return _current.get() or StepTrace(warns_at_once=True)
+
+
 @contextlib.contextmanager
-def collect() -> Iterator[Recording]:
-    """While tracing: collects what losses tell and what is synchronised."""
-    found = Recording()
-    token = _current.set(found)
+def running(trace: StepTrace, ambient: Weighting | None = None) -> Iterator[None]:
+    """Makes `trace` the current one while the function of a step is called.
+
+    Args:
+      trace: collects the facts.
+      ambient: see `StepWeighting`.
+    """
+    trace.weighting = StepWeighting(ambient)
+    token = _current.set(trace)
     try:
-        yield found
+        yield
     finally:
         _current.reset(token)
 
 
-def add_loss(facts: LossFacts) -> None:
-    """Notes a loss that was traced; warns by itself where nothing collects."""
-    found = _current.get()
-    if found is not None:
-        found.losses.append(facts)
-    else:
-        warn_of_never_used(facts)
-        warn_of_undecided(facts)
-
-
-def add_synchronization(made: Synchronization) -> None:
-    """Notes what is synchronised."""
-    found = _current.get()
-    if found is not None:
-        found.synchronizations.append(made)
-    elif made.divide_by is not None and made.loss is not None:
-        warn_of_batch_norms([made.loss])
-        warn_of_late_weights([made], [made.loss])
-
-
-def has_synchronized() -> bool:
-    """Whether what is being traced has synchronised gradients."""
-    found = _current.get()
-    return found is not None and bool(found.synchronizations)
-
-
-def warn_of(found: Recording) -> None:
-    """Warns of what the trace of a step has found; once per loss."""
-    for facts in found.distinct_losses():
-        warn_of_never_used(facts)
-        warn_of_undecided(facts)
-    if any(made.divide_by for made in found.synchronizations):
-        warn_of_batch_norms(found.losses)
-        warn_of_late_weights(found.synchronizations, found.losses)
-
-
-def warn_of_never_used(facts: LossFacts) -> None:
-    """Warns, by path, of parameters that can never receive a gradient."""
-    if not facts.never_used:
-        return
-    paths = [facts.paths[i] for i in facts.never_used]
-    warnings.warn(
-        f"{len(paths)} of {len(facts.paths)} parameters can never receive a gradient: "
-        f"{_listed(paths)}. The loss does not depend on them, or `stop_gradient` is "
-        "between. If that is meant, keep them out of the parameters.",
-        stacklevel=2,
-    )
-
-
-def warn_of_undecided(facts: LossFacts) -> None:
-    """Warns, by path, of parameters that control flow may leave out, unasked."""
-    if facts.finds_unused or not facts.undecided:
-        return
-    paths = [facts.paths[i] for i in facts.undecided]
-    warnings.warn(
-        f"{len(paths)} of {len(facts.paths)} parameters may be left out of a step by "
-        f"control flow: {_listed(paths)}. Their gradient is zero then, and an "
-        "optimizer with momentum or weight decay moves them all the same. Pass "
-        "`find_unused=True`, and wrap the optimizer in `jdp.skip_unused`, or ignore "
-        "this warning if that is meant.",
-        stacklevel=2,
-    )
-
-
-def warn_of_batch_norms(losses: Sequence[LossFacts]) -> None:
-    """Warns of what averages over batches without regard to weights."""
-    scopes = sorted({scope for facts in losses for scope in facts.batch_norms})
-    if not scopes:
-        return
-    named = [scope for scope in scopes if scope]
-    where = f" ({_listed(named)})" if named else ""
-    warnings.warn(
-        f"A weighted step runs Flax's `BatchNorm`{where}. Its statistics count padding "
-        "as data, unless it is called with a `mask`, and the average over replicas "
-        "counts each replica the same, with data or without. Results will depend on "
-        "how the samples are distributed; use `SyncBatchNorm` of `jdp.flax_linen` or "
-        "`jdp.flax_nnx`, with the weights of the samples, or `convert_batch_norm`.",
-        stacklevel=2,
-    )
-
-
-def warn_of_late_weights(
-    made: Sequence[Synchronization], losses: Sequence[LossFacts]
-) -> None:
-    """Warns of weights that come after gradients through values of all replicas."""
-    exchanges = list(dict.fromkeys(e for facts in losses for e in facts.exchanges))
-    if exchanges and any(x.is_weighed_late or x.is_weighed_blindly for x in made):
-        warnings.warn(
-            "Gradients are weighed after the backward pass of a loss with a collective "
-            f"in it: {', '.join(exchanges[:3])}. Through it the gradient of each "
-            "replica comes from the losses of all, which counted the same there, those "
-            "without data too. Use `jdp.value_and_grad(weight=...)`, which weighs the "
-            "losses, in place of `jdp.local_gradients` and `weight=` afterwards, "
-            "without `jdp.sync_in_backward`.",
-            stacklevel=2,
+def check_divide_by(divide_by: str) -> None:
+    """Raises ValueError if `divide_by` is unknown."""
+    if divide_by not in get_args(DivideBy):
+        raise ValueError(
+            f"`divide_by` must be 'weight', 'active' or 'world', got {divide_by!r}."
         )
-    scopes = sorted({scope for facts in losses for scope in facts.synced_batch_norms})
-    if not scopes or not any(each.is_weighed_late for each in made):
-        return
-    warnings.warn(
-        "Gradients are weighed after the backward pass of a loss with synchronised "
-        "batch norm, whose statistics tie the gradient of each replica to the losses "
-        "of all. That is right only where replicas with data have the same weight; "
-        "use `jdp.value_and_grad(weight=...)`, which weighs the losses, without "
-        "`jdp.sync_in_backward`.",
-        stacklevel=2,
-    )
 
 
-def graph_difference(before: Recording, now: Recording) -> str | None:
-    """Says how the losses of two traces of one step differ; None if they do not.
-
-    Compared are the paths of the parameters, which of them are used, always or at
-    times, and the order of their gradients.
-    """
-    old, new = before.distinct_losses(), now.distinct_losses()
-    for a, b in zip(old, new, strict=False):
-        if _graph(a) != _graph(b):
-            return _difference(a, b)
-    if len(old) != len(new):
-        return f"it has {len(new)} different losses, and had {len(old)}"
-    return None
-
-
-def _graph(facts: LossFacts) -> tuple[Hashable, ...]:
-    order = facts.timeline.order()
-    return facts.paths, order, facts.never_used, facts.undecided
-
-
-def _difference(a: LossFacts, b: LossFacts) -> str:
-    if a.paths != b.paths:
-        lost = [path for path in a.paths if path not in b.paths]
-        gained = [path for path in b.paths if path not in a.paths]
-        parts = [f"{_listed(lost)} were parameters and are not"] * bool(lost)
-        parts += [f"{_listed(gained)} are parameters and were not"] * bool(gained)
-        return "; ".join(parts) or "the parameters come in another order"
-    parts = []
-    for path in a.paths:
-        was, is_now = _usage(a, path), _usage(b, path)
-        if was != is_now:
-            parts.append(f"`{path}` was {was} used and is now {is_now} used")
-    if not parts:
-        pairs = zip(a.timeline.order(), b.timeline.order(), strict=True)
-        was, is_now = next((i, k) for i, k in pairs if i != k)
-        parts.append(
-            f"the gradient of `{b.paths[is_now]}` is now finished where that of "
-            f"`{a.paths[was]}` was"
-        )
-    return "; ".join(parts[:10]) + ("; ..." if len(parts) > 10 else "")
-
-
-def _usage(facts: LossFacts, path: str) -> str:
-    index = facts.paths.index(path)
-    if index in facts.never_used:
-        return "never"
-    return "at times" if index in facts.undecided else "always"
-
-
-def _listed(paths: Sequence[str]) -> str:
-    shown = ", ".join(f"`{path}`" for path in paths[:10])
-    return shown + (", ..." if len(paths) > 10 else "")
+def _as_aval(weighting: Weighting | None) -> Weighting | None:
+    if weighting is None:
+        return None
+    x = weighting.amount
+    return weighting._replace(amount=jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -1,9 +1,6 @@
-"""Weights: how much each replica counts in a mean, and where that is known from."""
+"""Weighted mean: the arithmetic of a mean in which replicas count differently."""
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,94 +25,8 @@ class Weighting(NamedTuple):
     divide_by: DivideBy
 
 
-def _as_aval(weighting: Weighting | None) -> Weighting | None:
-    if weighting is None:
-        return None
-    x = weighting.amount
-    return weighting._replace(amount=jax.ShapeDtypeStruct(x.shape, x.dtype))
-
-
-class Replica:
-    """State of the weighting while the step of one replica is traced."""
-
-    def __init__(self, ambient: Weighting | None):
-        """Starts with what holds for all that is given no weight."""
-        self.ambient = ambient
-        self._trace = compat.current_trace()
-        self._last: Weighting | None = None
-        self._is_out_of_reach = False  # a weight was given, in a loop or a branch.
-
-    def note(self, weighting: Weighting) -> None:
-        """Notes how gradients were weighted."""
-        if compat.current_trace() is self._trace:
-            self._last = weighting
-        else:
-            self._is_out_of_reach = True
-
-    def without_arrays(self) -> "Replica":
-        """Copy for use after the trace has ended: amounts become shapes."""
-        copy = Replica(_as_aval(self.ambient))
-        copy._trace = None
-        copy._last = _as_aval(self._last)
-        copy._is_out_of_reach = self._is_out_of_reach
-        return copy
-
-    @property
-    def noted(self) -> Weighting | None:
-        """The weights of the last gradients, as far as they are in reach."""
-        return self._last or self.ambient
-
-    def of_metrics(self) -> Weighting | None:
-        """How the metrics of the step are weighted: as the last of its gradients.
-
-        Raises:
-          ValueError: the weight is known in a loop or a branch of the step alone.
-        """
-        if self._last is None and self._is_out_of_reach:
-            raise ValueError(
-                "The step weighs its gradients inside of a `scan`, a `cond` or a "
-                "`jit`, where its metrics do not know the weight. Average them there, "
-                "with `jdp.average(metrics, weight=...)`."
-            )
-        return self.noted
-
-
-_replica: contextvars.ContextVar[Replica | None] = contextvars.ContextVar(
-    "replica", default=None
-)
-
-
-@contextlib.contextmanager
-def replica(ambient: Weighting | None = None) -> Iterator[Replica]:
-    """While the step of one replica is traced; `ambient` where no weight is given."""
-    found = Replica(ambient)
-    token = _replica.set(found)
-    try:
-        yield found
-    finally:
-        _replica.reset(token)
-
-
-def resolve(
-    weight: jax.typing.ArrayLike | None, divide_by: DivideBy
-) -> Weighting | None:
-    """Returns how this replica counts; None where every replica counts the same.
-
-    A traced weight below zero, which no replica can have, becomes NaN, as a NaN stays
-    one: what is averaged with it is NaN, too.
-
-    Raises:
-      ValueError: `weight` is not a scalar or is a negative constant, or `divide_by` is
-        unknown.
-      TypeError: `weight` is not a real number.
-    """
-    check_divide_by(divide_by)
-    current = _replica.get()
-    if weight is None:
-        ambient = current.ambient if current is not None else None
-        if ambient is None or divide_by == "weight":
-            return ambient
-        return ambient._replace(divide_by=divide_by)
+def as_weighting(weight: jax.typing.ArrayLike, divide_by: DivideBy) -> Weighting:
+    """Returns how a replica of this `weight` counts; see `StepTrace.resolve`."""
     if isinstance(weight, str | bytes):
         raise TypeError(f"`weight` must be a real number, got {weight!r}.")
     check_constant(weight)
@@ -123,7 +34,7 @@ def resolve(
     if x.shape != ():
         raise ValueError(
             "`weight` must be a scalar, how much this replica counts, got shape "
-            f"{x.shape}. Pass `weight.sum()` of one number a sample."
+            f"{x.shape}. Pass the sum, `weight.sum()`, of the weights of its samples."
         )
     if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"`weight` must be a real number, got {x.dtype}.")
@@ -151,28 +62,6 @@ def nan_if_negative(weight: jax.Array) -> jax.Array:
 def has_data(amount: jax.Array | int) -> jax.Array:
     """Whether an amount, or a total, is one of data: also NaN, which is to be seen."""
     return jnp.not_equal(amount, 0)
-
-
-def check_divide_by(divide_by: str) -> None:
-    """Raises ValueError if `divide_by` is unknown."""
-    if divide_by not in get_args(DivideBy):
-        raise ValueError(
-            f"`divide_by` must be 'weight', 'active' or 'world', got {divide_by!r}."
-        )
-
-
-def is_ambient(weighting: Weighting) -> bool:
-    """Whether it says no more than which replicas have data: no weight was given."""
-    current = _replica.get()
-    ambient = current.ambient if current is not None else None
-    return ambient is not None and weighting.amount is ambient.amount
-
-
-def note(weighting: Weighting | None) -> None:
-    """Tells the step that is traced how its gradients were weighted."""
-    current = _replica.get()
-    if current is not None and weighting is not None:
-        current.note(weighting)
 
 
 class Totals(NamedTuple):

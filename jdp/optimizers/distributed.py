@@ -10,8 +10,8 @@ from jax import lax
 
 from jdp import compat
 from jdp.backward.flow import FlowAnalysis, Sets
-from jdp.gradients import reduce, sync, used_flags, weighted_mean
-from jdp.gradients.sync import Packing
+from jdp.gradients import reduce, step_trace, sync, used_flags, weighted_mean
+from jdp.gradients.reduce import Packing
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.hooks.base import CommHook
 from jdp.hooks.state import init_state
@@ -69,7 +69,7 @@ def distributed_optimizer(
       ValueError: `divide_by`, `packing` or `all_reduce` is unknown.
     """
     update_arguments.check_optimizer(tx, "distributed_optimizer")
-    weighted_mean.check_divide_by(divide_by)
+    step_trace.check_divide_by(divide_by)
     inner = optax.with_extra_args_support(tx)
 
     def update(
@@ -86,11 +86,14 @@ def distributed_optimizer(
         extra_args = update_arguments.check_extra(
             extra_args, tx, distributed_optimizer, axis_name
         )
-        weighting = weighted_mean.resolve(weight, divide_by)
+        trace = step_trace.current()
+        weighting = trace.resolve(weight, divide_by)
         inner_state, hook_state = state, None
         if isinstance(state, HookedState):
             inner_state, hook_state = state
-        synced = sync.sync_weighted(updates, used, weighting, options, hook_state)
+        synced = sync.sync_weighted(
+            updates, used, weighting, options, trace, hook_state
+        )
         if used is not None:
             extra_args["used"] = synced.used
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp.gradients import reduce, used_flags, weighted_mean
+from jdp.gradients import averaging, reduce, step_trace, used_flags, weighted_mean
 from jdp.gradients.weighted_mean import Weighting
 from jdp.optimizers import partials, update_arguments
 from jdp.optimizers.partials import Op, Partial
@@ -193,8 +193,9 @@ def no_samples(count: int, axis_name: AxisName) -> jax.Array:
 
 def find_amount(weight: jax.typing.ArrayLike | None, axis_name: AxisName) -> jax.Array:
     """Amount that this replica has seen in this step: float32 (), 1 by default."""
-    weighting = weighted_mean.resolve(weight, "weight")
-    weighted_mean.note(weighting)
+    trace = step_trace.current()
+    weighting = trace.resolve(weight, "weight")
+    trace.note(weighting)
     amount = jnp.ones((), jnp.float32) if weighting is None else weighting.amount
     return reduce.cast_varying(amount.astype(jnp.float32), axis_name)
 
@@ -282,7 +283,7 @@ def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> P
     weighting = Weighting(amount, "weight")
     real = jax.dtypes.canonicalize_dtype(float)
     wide = jax.tree.map(lambda x: x.astype(real) if is_exact(x) else x, tree)
-    means = reduce.average_weighted(wide, names, lambda: weighting)
+    means = averaging.average_weighted(wide, names, lambda: weighting)
     exact = [x for x in jax.tree.leaves(tree) if is_exact(x)]
     limits = iter(_find_limits(exact, names, amount))
 

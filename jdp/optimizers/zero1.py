@@ -10,7 +10,13 @@ import optax
 from jdp import compat
 from jdp.collectives import base, xla
 from jdp.collectives.base import ReduceScatterAllGather
-from jdp.gradients import reduce, reduce_with_hook, used_flags, weighted_mean
+from jdp.gradients import (
+    hook_reduction,
+    reduce,
+    step_trace,
+    used_flags,
+    weighted_mean,
+)
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
 from jdp.hooks.state import init_state
@@ -103,7 +109,7 @@ def zero1(
       ValueError: `divide_by` is unknown.
     """
     update_arguments.check_optimizer(tx, "zero1")
-    weighted_mean.check_divide_by(divide_by)
+    step_trace.check_divide_by(divide_by)
     if not isinstance(halves, ReduceScatterAllGather):
         raise TypeError(
             "`halves` must be the halves of an all-reduce, such as "
@@ -138,8 +144,9 @@ def zero1(
         updates = outer_transforms.mark(updates, "zero1")
         layout = layouts.find_layout(axis_name)
         extra_args = update_arguments.check_extra(extra_args, tx, zero1, axis_name)
-        weighting = weighted_mean.resolve(weight, divide_by)
-        weighted_mean.note(weighting)
+        trace = step_trace.current()
+        weighting = trace.resolve(weight, divide_by)
+        trace.note(weighting)
         scattered = _scatter(
             updates, used, state.hook, options, weighting, halves, layout
         )
@@ -366,7 +373,7 @@ def _scatter(
     grads: PyTree,
     used: PyTree | None,
     hook_state: PyTree,
-    options: reduce.Options,
+    options: reduce.ReduceOptions,
     weighting: Weighting | None,
     halves: ReduceScatterAllGather,
     layout: Layout,
@@ -377,7 +384,7 @@ def _scatter(
     decided = used_flags.find_decided(used, grads)
     riders = [used_flags.as_rider(decided, jnp.float32)] if decided else []
     if options.hook is not None or reduce.is_alone(options.axis_name):
-        means = reduce_with_hook.mean_over_replicas(
+        means = reduce.mean_over_replicas(
             grads,
             options,
             hook_state=hook_state,
@@ -397,9 +404,9 @@ def _scatter(
         flags, total = reduce.mean_of_riders(riders, options, weighting)
         if decided:
             used = used_flags.from_rider(used, flags[0])
-    share = reduce_with_hook.find_share(weighting, False, total, options)
+    share = hook_reduction.find_share(weighting, False, total, options.axis_name)
     for bucket in plan.buckets:
-        rows = [layout.rows(reduce_with_hook.scale(leaves[i], share)) for i in bucket]
+        rows = [layout.rows(hook_reduction.scale(leaves[i], share)) for i in bucket]
         parts = layouts.scatter(rows, layout, halves)
         for i, part in zip(bucket, parts, strict=True):
             # float16 is weighed in float32.

@@ -9,8 +9,8 @@ import jax
 
 from jdp.backward import captured
 from jdp.collectives import auto
-from jdp.gradients import step_trace, weighted_mean
-from jdp.gradients.step_trace import Recording
+from jdp.gradients import step_trace, step_warnings
+from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.replicas import agreement, comparison, mesh, progress
 from jdp.replicas.joinable import Joinable, JoinHook
@@ -65,7 +65,7 @@ class DataParallelStep(Joinable):
             static_argnames=options.static_argnames,
             replicated_argnames=options.replicated_argnames,
         )
-        self._recording: Recording | None = None  # of the last trace.
+        self._last_trace: StepTrace | None = None
         self._is_compared, self.calling_thread = False, 0
         self._placer = StatePlacer(self.name, donates=options.donate_state)
         self._jitted: dict[DivideBy | None, Any] = {}
@@ -161,7 +161,7 @@ class DataParallelStep(Joinable):
             have no batch at all. The values of the batches are not used.
           **kwargs: ignored; of other joinables.
         """
-        weighted_mean.check_divide_by(divide_by)
+        step_trace.check_divide_by(divide_by)
         if example is not None:
             if not isinstance(example, tuple | list) or not example:
                 raise TypeError(
@@ -217,14 +217,15 @@ class DataParallelStep(Joinable):
         """
         with auto.without_measuring():
             state, *arguments = self._avals(state, batches, named)
-            program = self._shard(None, state, tuple(arguments))
+            unread = StepTrace(warns_at_once=True)
+            program = self._shard(None, state, tuple(arguments), unread)
         constants = captured.find(program.jaxprs)
         return f"{program}\ncaptured arrays: {constants.digest.hex()}"
 
     @mesh.without_ambient
     def trace(
         self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
-    ) -> Recording:
+    ) -> StepTrace:
         """Traces the step for arguments like these, to see what it synchronises.
 
         Values are not read, nothing runs, and no other process is asked.
@@ -234,10 +235,11 @@ class DataParallelStep(Joinable):
           *batches: the same, with the samples of this process.
           **named: arguments by name.
         """
-        with step_trace.collect() as found, auto.without_measuring():
+        trace = StepTrace()
+        with auto.without_measuring():
             state, *arguments = self._avals(state, batches, named)
-            self._shard(None, state, tuple(arguments))
-        return found
+            self._shard(None, state, tuple(arguments), trace)
+        return trace
 
     def _avals(
         self, state: PyTree, batches: tuple[PyTree, ...], named: dict[str, PyTree]
@@ -301,24 +303,26 @@ class DataParallelStep(Joinable):
         arguments = {"state": state, **call_arguments.by_name(batches)}
         nan_search.check_is_tracing(self.name, arguments)
         with agreement.reporting(world, self._topic, is_local=True):
-            with step_trace.collect() as found:
-                program = self._shard(divide_by, state, batches)
-            if self._recording is None and world.is_main_process:
+            trace = StepTrace()
+            program = self._shard(divide_by, state, batches, trace)
+            if self._last_trace is None and world.is_main_process:
                 skipped = 0 if divide_by is None else 1  # which replicas have data.
                 call_arguments.warn_of_unequal_lengths(world, batches[skipped:])
-            self._check_graph(found)
+            self._check_graph(trace)
         comparison.compare_programs(
             world, program, arguments, topic=self._topic, jaxprs=program.jaxprs
         )
         self._is_compared = True
         return program.run(state, batches)
 
-    def _check_graph(self, found: Recording) -> None:
+    def _check_graph(self, trace: StepTrace) -> None:
         """Compares with the last trace of this step; warns at the first."""
-        before, is_main = self._recording, self.world.is_main_process
+        before, is_main = self._last_trace, self.world.is_main_process
         if before is None and is_main:
-            step_trace.warn_of(found)
-        difference = before and step_trace.graph_difference(before, found)
+            trace.warn()
+        difference = before and step_warnings.graph_difference(
+            before.distinct_losses(), trace.distinct_losses()
+        )
         if difference:
             text = f"The step `{self.name}` was traced again, and {difference}."
             if self._options.static_graph:
@@ -328,16 +332,20 @@ class DataParallelStep(Joinable):
                 )
             if is_main:
                 _logger.warning(text)
-        self._recording = found
+        self._last_trace = trace
 
     def _shard(
-        self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
+        self,
+        divide_by: DivideBy | None,
+        state: PyTree,
+        batches: tuple[PyTree, ...],
+        trace: StepTrace,
     ) -> Program:
         options = replica_program.Options(
             self.world, divide_by, self._options.check_vma
         )
         step = functools.partial(call_arguments.run, self._step, self.world)
-        return replica_program.trace_step(step, options, state, batches)
+        return replica_program.trace_step(step, options, state, batches, trace)
 
 
 class _BoundStep(DataParallelStep):

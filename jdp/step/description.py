@@ -5,10 +5,10 @@ import io
 import json
 from typing import TYPE_CHECKING
 
-from jdp.gradients import reduce
-from jdp.gradients.step_trace import LossFacts, Synchronization
+from jdp.gradients.step_facts import LossFacts, Synchronization
 from jdp.step.call_arguments import NotGiven
 from jdp.step.data_parallel import DataParallelStep
+from jdp.trees.buckets import remaining_buckets
 from jdp.types import PyTree
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _describe(made: Synchronization) -> SynchronizationDescription:
             _ready_after(loss, bucket),
             tuple(map(leaf, bucket)),
         )
-        for bucket in reduce.remaining_buckets(plan, {*synced, *never_used})
+        for bucket in remaining_buckets(plan, {*synced, *never_used})
     )
     sent = [] if made.hook else [bucket.num_bytes for bucket in buckets]
     sent += [spec.num_bytes for spec in made.riders]

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.gradients import reduce, weighted_mean
+from jdp.gradients import averaging, step_trace
+from jdp.gradients.step_trace import StepTrace, StepWeighting
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import per_replica
 from jdp.replicas.mesh import World
@@ -95,7 +96,11 @@ class Program:
 
 
 def trace_step(
-    step: Step, options: Options, state: PyTree, batches: tuple[PyTree, ...]
+    step: Step,
+    options: Options,
+    state: PyTree,
+    batches: tuple[PyTree, ...],
+    trace: StepTrace,
 ) -> Program:
     """Traces the step of one replica, and checks what it returns.
 
@@ -104,6 +109,7 @@ def trace_step(
       options: how.
       state: as it is outside of a step; arrays or `jax.ShapeDtypeStruct`s.
       batches: of all replicas.
+      trace: collects the facts about the step.
 
     Raises:
       TypeError: the step returns no pair, or a metric is no number.
@@ -117,12 +123,14 @@ def trace_step(
 
     def run(leaves: list[Any], *batches: PyTree) -> Any:
         state = per_replica.enter(jax.tree.unflatten(treedef, leaves))
-        found = _run_on_replica(step, options, state, batches)
-        new_state, metrics, replica, counts = found
+        new_state, metrics, counts = _run_on_replica(
+            step, options, state, batches, trace
+        )
         trees = per_replica.outline(new_state), per_replica.outline(metrics)
-        made.append(_Made(*trees, replica.without_arrays(), counts))
+        weighting = trace.weighting.noted
+        trace.weighting = trace.weighting.without_arrays()
+        made.append(_Made(*trees, trace.weighting, counts))
         shared, own = per_replica.split_leaves(per_replica.leave(new_state))
-        weighting = replica.noted
         amounts = [] if weighting is None else [weighting.amount]
         raw = [*jax.tree.leaves(metrics), *amounts]
         return shared, own, [jnp.asarray(x)[None] for x in raw]
@@ -144,7 +152,7 @@ def trace_step(
         if is_single:
             return _make_program(traced, found, _inexact_if_weighed(found), world)
         spreads = _find_spreads(traced, found, world)
-        _check_state(traced, found, spreads, options)
+        _check_state(traced, found, spreads, options, trace)
         differing = _check_metrics(found, spreads.metrics, world)
         return _make_program(traced, found, differing, world)
 
@@ -154,7 +162,7 @@ class _Made(NamedTuple):
 
     state: Outline
     metrics: Outline
-    replica: weighted_mean.Replica
+    weighting: StepWeighting
     sample_counts: frozenset[int]  # the lengths of this replica's batches.
 
 
@@ -177,15 +185,19 @@ def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _run_on_replica(
-    step: Step, options: Options, state: PyTree, batches: tuple[PyTree, ...]
-) -> tuple[PyTree, PyTree, weighted_mean.Replica, frozenset[int]]:
-    """Returns the new state, the metrics, and what a `_Made` has beside these."""
+    step: Step,
+    options: Options,
+    state: PyTree,
+    batches: tuple[PyTree, ...],
+    trace: StepTrace,
+) -> tuple[PyTree, PyTree, frozenset[int]]:
+    """Returns the new state, the metrics, and the lengths of the batches."""
     ambient = None
     if options.divide_by is not None:
         ambient = Weighting(batches[0][0], options.divide_by)
         batches = batches[1:]
     try:
-        with weighted_mean.replica(ambient) as replica:
+        with step_trace.running(trace, ambient):
             out = step(state, *batches)
     except NameError as error:
         if "axis name" in str(error):
@@ -205,7 +217,7 @@ def _run_on_replica(
     for path, leaf in _with_paths(metrics):
         _check_is_array(path, leaf)
     counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
-    return state, metrics, replica, counts
+    return state, metrics, counts
 
 
 def _check_is_array(path: str, leaf: Any) -> None:
@@ -231,7 +243,11 @@ def _find_spreads(traced: Any, found: _Made, world: World) -> _Spreads:
 
 
 def _check_state(
-    traced: Any, found: _Made, spreads: _Spreads, options: Options
+    traced: Any,
+    found: _Made,
+    spreads: _Spreads,
+    options: Options,
+    trace: StepTrace,
 ) -> None:
     """Raises ValueError if replicas would go apart behind a state that is shared."""
     flags = zip(found.state.paths, found.state.are_own, strict=True)
@@ -260,7 +276,10 @@ def _check_state(
             "with `jdp.zero1`."
         )
     else:
-        reason = spread_reasons.explain(spread, traced, first, options.world)
+        has_synchronized = bool(trace.synchronizations)
+        reason = spread_reasons.explain(
+            spread, traced, first, options.world, has_synchronized=has_synchronized
+        )
     raise ValueError(
         f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
         f"{reason} Hold what is to differ in a `jdp.PerReplica`.{hint}"
@@ -316,7 +335,7 @@ def _dtype_of(x: Any) -> Any:
 
 def _inexact_if_weighed(found: _Made) -> list[bool]:
     """Returns by metric whether a weight of 0 of a single replica makes it 0."""
-    is_weighed = found.replica.noted is not None
+    is_weighed = found.weighting.noted is not None
     pairs = zip(found.metrics.leaves, found.metrics.are_own, strict=True)
     return [
         is_weighed and not own and jnp.issubdtype(_dtype_of(x), jnp.inexact)
@@ -332,7 +351,7 @@ def _make_program(
     own = found.metrics.are_own
     if all(own):
         return program
-    weighting = found.replica.of_metrics() if any(differing) else None
+    weighting = found.weighting.of_metrics() if any(differing) else None
     chosen = [d for d, is_own in zip(differing, own, strict=True) if not is_own]
 
     def average(metrics: list[jax.Array], amount: list[jax.Array]) -> list[jax.Array]:
@@ -341,7 +360,7 @@ def _make_program(
         if weighting is not None:
             here = weighting._replace(amount=amount[0][0])
         local = {i: _widen(leaves[i]) for i, differs in enumerate(chosen) if differs}
-        means = reduce.average_weighted(local, world.axis_name, lambda: here)
+        means = averaging.average_weighted(local, world.axis_name, lambda: here)
         return [means.get(i, x) for i, x in enumerate(leaves)]
 
     mapped = jax.shard_map(
@@ -353,5 +372,5 @@ def _make_program(
     )
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.out_avals]
     _, (shared, _), amount = program.split(avals)
-    averaging = jax.make_jaxpr(mapped)(shared, amount)
-    return Program(traced, averaging, found)
+    average_program = jax.make_jaxpr(mapped)(shared, amount)
+    return Program(traced, average_program, found)

@@ -5,7 +5,6 @@ from typing import Any
 from jdp import compat
 from jdp.backward import exchange, flow, sources
 from jdp.compat import origins
-from jdp.gradients import step_trace
 from jdp.replicas.mesh import World
 from jdp.step import sameness
 from jdp.step.sameness import Spread
@@ -24,7 +23,9 @@ _REMEDIES = {
 }
 
 
-def explain(spread: Spread, traced: Any, output: int, world: World) -> str:
+def explain(
+    spread: Spread, traced: Any, output: int, world: World, *, has_synchronized: bool
+) -> str:
     """Explains why an output of a replica's program differs, and what to do."""
     body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
     external = sources.find_external(body) if spread.is_external else None
@@ -36,8 +37,7 @@ def explain(spread: Spread, traced: Any, output: int, world: World) -> str:
             "(`replicated_argnames`), or give all replicas that of one: "
             f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
         )
-    text = "it depends on a replica's own samples"
-    line = _line_of_output(body, output)
+    text, line = "it depends on a replica's own samples", _line_of_output(body, output)
     over = [name for name in world.axis_names if name in spread.axes]
     if len(over) < len(world.axis_names):
         axes = " and ".join(f"`{name}`" for name in over)
@@ -61,7 +61,7 @@ def explain(spread: Spread, traced: Any, output: int, world: World) -> str:
             f"axis_name={world.axis_name!r})`."
         )
     hint = ""
-    if step_trace.has_synchronized():
+    if has_synchronized:
         hint = (
             " The step averages some gradients already. Of a metric take "
             f"`lax.psum(x, {world.axis_name!r})`, `jdp.average(x)` or "

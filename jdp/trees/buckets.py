@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +206,12 @@ def fit_plan(
             groups.setdefault(axes[i], []).append(i)
         cut += map(tuple, groups.values())
     return dataclasses.replace(plan, buckets=tuple(cut))
+
+
+def remaining_buckets(plan: BucketPlan, done: Collection[int]) -> list[tuple[int, ...]]:
+    """Returns the buckets of `plan` without the leaf indices in `done`."""
+    kept = [tuple(i for i in bucket if i not in done) for bucket in plan.buckets]
+    return [bucket for bucket in kept if bucket]
 
 
 def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:

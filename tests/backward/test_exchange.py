@@ -14,7 +14,9 @@ import pytest
 from jax import lax
 
 import jdp
-from jdp.gradients import weighted_mean
+from jdp.gradients import step_trace
+from jdp.gradients.step_trace import StepTrace
+from jdp.gradients.weighted_mean import Weighting
 from tests import harness
 from tests.transforms import AXIS, COMPILED_FAST
 
@@ -298,7 +300,7 @@ def test_who_has_joined_sends_no_cotangent(divide_by):
 
     def fn(params, local):
         x, amount = local
-        with weighted_mean.replica(weighted_mean.Weighting(amount, divide_by)):
+        with step_trace.running(StepTrace(), Weighting(amount, divide_by)):
             whole = jdp.value_and_grad(loss_fn)(params, x)[1]["w"]
             _, grads = jdp.local_gradients(loss_fn)(params, x)
             micro = jdp.accumulate_gradients(loss_fn, 1)(params, x)[1]["w"]

@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 
 import jdp
-from jdp.gradients import weighted_mean
+from jdp.gradients import step_trace
+from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import Weighting
 from tests import harness
 from tests.transforms import AXIS, COMPILED_FAST, transforms_compiled_fast
@@ -278,7 +279,7 @@ def test_where_a_replica_is_known_to_have_no_data_it_needs_no_weight():
     def fn(params, local):
         batch, amount = local
         mean = jdp.mean_loss(lambda p, b: harness.oracle_loss(p, b) * jnp.log(amount))
-        with weighted_mean.replica(Weighting(amount, "weight")):
+        with step_trace.running(StepTrace(), Weighting(amount, "weight")):
             return _some_of(lambda p: mean(p, batch) + _own(p, batch), params)
 
     def _own(params, batch):

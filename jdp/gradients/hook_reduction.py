@@ -1,4 +1,4 @@
-"""Compression: the mean over the replicas, through a communication hook."""
+"""Hook reduction: the buckets that a communication hook gets, and must return."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp.gradients import reduce, weighted_mean
-from jdp.gradients.reduce import Options
+from jdp.gradients import weighted_mean
 from jdp.gradients.weighted_mean import Weighting
 from jdp.hooks import base
 from jdp.hooks.base import CommHook, Wire
@@ -16,99 +15,53 @@ from jdp.hooks.state import avals_of
 from jdp.replicas import mesh, per_replica
 from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketAval, BucketPlan, LeafSpec
-from jdp.types import PyTree
+from jdp.types import AxisName, PyTree
 
 
-class Means(NamedTuple):
-    """Results of `jdp.gradients.reduce.mean_over_replicas`, and the next state."""
+def sum_buckets(
+    hook: CommHook,
+    wire: Wire,
+    avals: Sequence[BucketAval],
+    groups: Sequence[Sequence[jax.Array]],
+    share: "Share | None",
+    hook_state: PyTree,
+) -> tuple[list[jax.Array], PyTree, PyTree]:
+    """Sums buckets over the replicas through the hook.
 
-    grads: PyTree
-    riders: list[jax.Array]
-    total: jax.Array | int
-    hook_state: PyTree
+    Args:
+      hook: the hook.
+      wire: the collectives of the hook.
+      avals: the buckets.
+      groups: gradients per bucket.
+      share: what gradients are multiplied by first.
+      hook_state: the state that the user passed.
 
-
-def mean_over_replicas(
-    grads: PyTree,
-    options: Options,
-    *,
-    hook_state: PyTree = None,
-    weighting: Weighting | None = None,
-    is_weighed: bool = False,
-    divisor: jax.Array | None = None,
-    riders: Sequence[jax.Array] = (),
-    done: Collection[int] = (),
-) -> Means:
-    """`reduction.mean_over_replicas`, through `options.hook` if there is one.
-
-    The hook gets the gradients of a replica times n w / W, where w is how much it
-    counts of W together: their mean is what is wanted, for any weights, and
-    they are the undivided gradients where all count the same. What rides with them is
-    summed exactly, before, in a collective of its own.
+    Returns:
+      A buffer per bucket, shape (n,); the state before, and the next state.
 
     Raises:
-      ValueError: the state is not that of the hook for these buckets, or there is no
-        hook.
+      ValueError: the state does not fit the hook and these buckets.
     """
-    hook, plan = options.hook, options.plan
-    assert plan is not None
-    if hook is None and hook_state is not None:
-        raise ValueError(
-            "`hook_state` is given, but no `hook`. Pass the hook that it was made for."
-        )
-    if hook is None or reduce.is_alone(options.axis_name):
-        means = reduce.mean_over_replicas(
-            grads,
-            options,
-            weighting=weighting,
-            is_weighed=is_weighed,
-            divisor=divisor,
-            riders=riders,
-            done=done,
-        )
-        return Means(*means, hook_state)
-    leaves = reduce.check_are_local(grads, plan, done, options.axis_name)
-    bucketed = reduce.remaining_buckets(plan, done)
-    avals = avals_of(plan, bucketed)
     hook_state = _check_state(hook, avals, hook_state)
-    found, total = reduce.mean_of_riders(riders, options, weighting)
-    share = find_share(weighting, is_weighed, total, options, divisor)
     packed = [
-        scale(buckets.pack([leaves[i].astype(aval.dtype) for i in bucket]), share)
-        for bucket, aval in zip(bucketed, avals, strict=True)
+        scale(buckets.pack([x.astype(aval.dtype) for x in group]), share)
+        for group, aval in zip(groups, avals, strict=True)
     ]
-    wire = Wire(options.axis_name, options.all_reduce)
-    sums, state = _check_result(
-        hook, hook.apply(packed, hook_state, wire), avals, hook_state
-    )
-    synced = list(leaves)
-    for bucket, buffer in zip(bucketed, sums, strict=True):
-        mean = buffer / wire.num_replicas
-        parts = buckets.unpack(mean, [leaves[i].shape for i in bucket])
-        for i, part in zip(bucket, parts, strict=True):
-            synced[i] = part.astype(leaves[i].dtype)
-    if weighting is not None:  # Without any data nothing happens.
-        has_data = weighted_mean.has_data(total)
-        for i in (i for bucket in bucketed for i in bucket):
-            synced[i] = weighted_mean.zero_unless(has_data, synced[i])
-        state = jax.tree.map(
-            lambda old, new: jnp.where(has_data, new, old), hook_state, state
-        )
-    return Means(jax.tree.unflatten(plan.treedef, synced), found, total, state)
+    out = hook.apply(packed, hook_state, wire)
+    sums, state = _check_result(hook, out, avals, hook_state)
+    return sums, hook_state, state
 
 
 def hook_bytes(
-    hook: CommHook | None, plan: BucketPlan, done: Collection[int], num_replicas: int
+    hook: CommHook, plan: BucketPlan, done: Collection[int], num_replicas: int
 ) -> int:
-    """Returns what a hook sends of one replica, for the leaves that are not `done`."""
-    if hook is None:
-        return 0
-    avals = avals_of(plan, reduce.remaining_buckets(plan, done))
+    """Returns the bytes that a hook sends per replica, without the leaves in `done`."""
+    avals = avals_of(plan, buckets.remaining_buckets(plan, done))
     return round(base.measure(hook, avals, num_replicas).num_bytes)
 
 
 class Share(NamedTuple):
-    """How much the gradients of this replica count, of the mean that is 1."""
+    """Factor for this replica's gradients; equal weights make it 1."""
 
     factor: jax.Array  # float32 or float64 ().
     has_data: jax.Array  # bool ().
@@ -118,16 +71,17 @@ def find_share(
     weighting: Weighting | None,
     is_weighed: bool,
     total: jax.Array | int,
-    options: Options,
+    axis_name: AxisName,
     divisor: jax.Array | None = None,
 ) -> Share | None:
-    """Returns n w / W, or 1 / w of it where gradients are times w; None if it is 1.
+    """Returns n w / W: number of replicas, weight of this one, total weight.
 
-    With `divisor`, of gradients that are weighed, n / `divisor`.
+    Gradients that were multiplied by w already get n / W, or n / `divisor`. None stands
+    for the factor 1.
     """
     if weighting is None:
         return None
-    num_replicas = mesh.axis_size(options.axis_name)
+    num_replicas = mesh.axis_size(axis_name)
     amount = weighting.amount
     has_data = weighted_mean.has_data(amount)
     if weighting.divide_by == "world" and divisor is None:
@@ -142,9 +96,9 @@ def find_share(
 
 
 def scale(x: jax.Array, share: Share | None) -> jax.Array:
-    """Returns what the mean over the replicas is to be taken of.
+    """Returns `x` times the share of this replica.
 
-    Weighed float16 comes back as float32: times n, it may be out of its range where the
+    float16 comes back as float32: times n, a gradient may be out of range where the
     mean is not.
     """
     if share is None:

@@ -1,0 +1,82 @@
+"""Averaging: the mean of small values, such as metrics, over the replicas."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdp import compat
+from jdp.gradients import reduce, step_trace, weighted_mean
+from jdp.gradients.reduce import ReduceOptions
+from jdp.gradients.weighted_mean import DivideBy, Weighting
+from jdp.replicas import mesh
+from jdp.types import AxisName, PyTree
+
+
+def average(
+    tree: PyTree,
+    *,
+    weight: jax.typing.ArrayLike | None = None,
+    divide_by: DivideBy = "weight",
+    axis_name: AxisName = "data",
+) -> PyTree:
+    """Averages small values, such as metrics, over the replicas in one collective.
+
+    As with `lax.pmean`, `jax.grad` of an average is the gradient of one replica; for a
+    loss that is differentiated by others than jdp there is `jdp.mean_loss`.
+
+    Integers and booleans are averaged in JAX's default float, which is float32, and
+    float64 with `jax_enable_x64`. Under a `shard_map` whose types track what varies, a
+    leaf that is the same on all replicas is returned as it is.
+
+    Args:
+      tree: pytree of arrays or numbers.
+      weight: see `sync_gradients`. Values of a replica without data do not count,
+        whatever they are; the average of no data is zero, with a weight of NaN or below
+        zero it is NaN. A negative constant is refused.
+      divide_by: "weight" averages by weight; with "active" and "world" each replica
+        with data counts the same.
+      axis_name: the axis, or axes, over which replicas lie.
+
+    Returns:
+      A pytree of the same shapes, the same on all replicas; what was averaged is
+      floating or complex.
+    """
+    weighting = step_trace.current().resolve(weight, divide_by)
+    return average_weighted(tree, axis_name, lambda: weighting)
+
+
+def average_weighted(
+    tree: PyTree, axis_name: AxisName, find_weighting: Callable[[], Weighting | None]
+) -> PyTree:
+    """`average`; asks for the weighting if there is something to average."""
+    num_replicas = mesh.axis_size(axis_name)
+    tracked = mesh.tracked_axes(axis_name)
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(x) for x in leaves]
+    local = [
+        i
+        for i, x in enumerate(leaves)
+        if not tracked or tracked & compat.varying_axes(x)
+    ]
+    if not local:
+        return jax.tree.unflatten(treedef, leaves)
+    weighting = find_weighting()
+    groups: dict[Any, list[int]] = {}
+    for i in local:
+        leaves[i] = weighted_mean.as_inexact(leaves[i])
+        kind = leaves[i].dtype, compat.varying_axes(leaves[i]) - tracked
+        groups.setdefault(kind, []).append(i)
+    parts = [
+        [reduce.cast_varying(leaves[i], axis_name) for i in group]
+        for group in groups.values()
+    ]
+    options = ReduceOptions(axis_name, packing="flat")
+    weighting = reduce.cast_amount(weighting, axis_name)
+    parts = [reduce.weigh(group, weighting) for group in parts]
+    sums, total = reduce.sum_groups(parts, num_replicas, options, weighting)
+    for members, group in zip(groups.values(), sums, strict=True):
+        for i, x in zip(members, group.arrays, strict=True):
+            leaves[i] = reduce.divide(x, group.is_mean, total, leaves[i].dtype)
+    return jax.tree.unflatten(treedef, leaves)

@@ -1,0 +1,48 @@
+"""Step facts: one loss of a step, and one synchronisation of its gradients."""
+
+import dataclasses
+from collections.abc import Hashable
+
+from jdp.backward.order import Timeline
+from jdp.trees import buckets
+from jdp.trees.buckets import BucketPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFacts:
+    """Facts about one loss, read from its program; integers are leaf indices."""
+
+    paths: tuple[str, ...]
+    timeline: Timeline
+    never_used: tuple[int, ...]
+    undecided: tuple[int, ...]
+    synced_in_backward: tuple[int, ...]
+    batch_norms: tuple[str, ...]  # name scopes of Flax's `BatchNorm`, "" for none.
+    synced_batch_norms: tuple[str, ...]  # name scopes of jdp's `SyncBatchNorm`.
+    exchanges: tuple[str, ...]  # other collectives that gradients go through.
+    has_exchanges: bool  # whether gradients go through any collective.
+    finds_unused: bool = False  # whether the caller asked which parameters are used.
+
+    @property
+    def graph(self) -> tuple[Hashable, ...]:
+        """The facts that are equal for two traces of one loss."""
+        return self.paths, self.timeline.order(), self.never_used, self.undecided
+
+
+@dataclasses.dataclass(frozen=True)
+class Synchronization:
+    """One reduction of gradients in a step, such as by `value_and_grad`."""
+
+    plan: BucketPlan
+    packing: str  # "flat" or "tuple".
+    algorithm: str
+    hook: str | None
+    hook_bytes: int  # sent by the hook per replica, for all buckets.
+    num_replicas: int
+    riders: tuple[buckets.LeafSpec, ...]  # further arrays in the buckets.
+    divide_by: str | None  # "weight", "active" or "world"; None without weights.
+    loss: LossFacts | None  # None where only gradients were given.
+    # Whether gradients were multiplied by the weight after the backward pass.
+    is_weighed_late: bool = False
+    # Whether the backward pass did not even know which replicas have weight 0.
+    is_weighed_blindly: bool = False
