@@ -1,7 +1,7 @@
-"""Channel: how a benchmark tells its workers what to time, and when.
+"""Channel: how a benchmark tells its processes what to time, and when.
 
-Each worker connects back to the driver and sleeps in `recv` until it is asked, so that
-the workers that do not run leave the cores to those that do.
+Each process connects back to the driver and sleeps in `recv` until it is asked, so that
+the processes that do not run leave the cores to those that do.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Line:
 
 
 def serve(port: int, group: str, rank: int, variants: Mapping[str, RunSteps]) -> None:
-    """Times variants for the driver at `port` until it hangs up; runs in a worker.
+    """Times variants for the driver at `port` until the driver hangs up.
 
     Args:
       port: where the driver listens on this host.

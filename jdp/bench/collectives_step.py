@@ -1,4 +1,4 @@
-"""The workers of `jdp bench collectives`: every all-reduce at every size."""
+"""The processes of `jdp bench collectives`: every all-reduce at every size."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def make_all_reduces(
 
 
 def main(port: int, num_devices: int, sizes: Sequence[int]) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     world = jdp.init(num_cpu_devices=num_devices)
     all_reduces = make_all_reduces(world)
     all_reduces[NONE] = (world, lambda x, _: x)

@@ -1,4 +1,4 @@
-"""Driver: starts the workers of a benchmark, and times their variants in turn."""
+"""Driver: Starts the processes of a benchmark, and times their variants in turn."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ _RUN_TIMEOUT_S = 300.0
 
 
 class BenchmarkError(RuntimeError):
-    """A worker did not start, or ended."""
+    """A process did not start, or ended."""
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ class Group:
     variants: list[str] = dataclasses.field(default_factory=list)
 
 
-# Starts the workers of one system, which is None where it is not installed:
+# Starts the processes of one system, which is None where it is not installed:
 # (number of processes, port of the driver, sizes of the model, folder for logs).
 Starter = Callable[[int, int, Sequence[int], pathlib.Path], Group | None]
 
@@ -84,7 +84,7 @@ def measure_systems(
     Args:
       starters: one for each system; the first must start.
       num_processes: of each system.
-      sizes: of the model, as the workers take them.
+      sizes: of the model, as the processes take them.
       rounds: how often each variant has its turn.
       steps: how many steps a turn has.
 
@@ -92,7 +92,7 @@ def measure_systems(
       By variant, what each round took.
 
     Raises:
-      typer.Exit: a worker did not start, or ended; its last words were printed.
+      typer.Exit: a process did not start, or ended; its last words were printed.
     """
     console = rich.console.Console(stderr=True)
     try:
@@ -112,7 +112,7 @@ def start_jax(
     *,
     arguments: Sequence[str] = (),
 ) -> Group:
-    """Starts the workers of a module that calls `jdp.init`; `arguments` come last."""
+    """Starts the processes of a module that calls `jdp.init`; `arguments` come last."""
     coordinator = f"127.0.0.1:{free_port()}"
     log = folder / "jax.log"
     processes = []
@@ -141,7 +141,7 @@ def start_jax(
 def spawn(
     command: list[str], log: pathlib.Path, environ: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts one worker; its output goes to `log`."""
+    """Starts one process; its output goes to `log`."""
     with log.open("ab") as file:
         return subprocess.Popen(
             command,
@@ -195,7 +195,7 @@ def _run(group: Group, variant: str, steps: int) -> Turn:
         replies = [line.receive(timeout_s=_RUN_TIMEOUT_S) for line in group.lines]
     except (EOFError, OSError):
         raise BenchmarkError(
-            f"a worker of {group.name} ended in {variant!r}:\n{_tail(group.log)}"
+            f"a process of {group.name} ended in {variant!r}:\n{_tail(group.log)}"
         ) from None
     sent = [reply["sent_bytes"] / steps for reply in replies]
     return Turn(statistics.median(replies[0]["seconds"]), statistics.mean(sent))
@@ -208,7 +208,7 @@ def _started(
     sizes: Sequence[int],
     console: rich.console.Console,
 ) -> Iterator[list[Group]]:
-    """Starts the workers of all systems that are installed, and ends them."""
+    """Starts the processes of all systems that are installed, and ends them."""
     groups: list[Group] = []
     with tempfile.TemporaryDirectory() as directory:
         folder = pathlib.Path(directory)
@@ -237,7 +237,7 @@ def _started(
 
 
 def _accept(server: socket.socket, group: Group, num_processes: int) -> bool:
-    """Waits until all workers of `group` have called; False if one ended first."""
+    """Waits until all processes of `group` have called; False if one ended first."""
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     by_rank: dict[int, channel.Line] = {}
     server.settimeout(0.2)
@@ -259,7 +259,7 @@ def _accept(server: socket.socket, group: Group, num_processes: int) -> bool:
 
 
 def _stop(group: Group) -> None:
-    """Hangs up, at which the workers end; kills those that do not."""
+    """Hangs up, at which the processes end; kills those that do not."""
     for line in group.lines:
         line.close()
     for process in group.processes:

@@ -11,7 +11,7 @@ import typer
 
 from jdp.bench import channel, collectives, driver, step
 
-# Names of the variants, as the workers make them.
+# Names of the variants, as the processes make them.
 ALL_REDUCE = "all_reduce"  # and the bytes.
 MANY = "many all_reduces"
 STEP = "step, by name"
@@ -186,5 +186,5 @@ def _show(value: float, unit: str) -> str:
 
 def _start_torch(*args: Any) -> driver.Group | None:
     num_processes, port, _, folder = args
-    # The workers take a number of devices first, which is of no use to torch.
+    # The processes take a number of devices first, which is of no use to torch.
     return _START_TORCH(num_processes, port, (1, *NUM_BYTES), folder)

@@ -1,4 +1,4 @@
-"""The workers of `jdp bench eager`: the engine alone, and in a step."""
+"""The processes of `jdp bench eager`: the engine alone, and in a step."""
 
 import functools
 import random
@@ -158,7 +158,7 @@ def _coordinate(rank: int, num_steps: int) -> list[float]:
 
 
 def main(port: int, config: StepConfig, idle_s: float) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     world = jdp.init()
     eager.init(world)
     variants = {

@@ -1,4 +1,4 @@
-"""The workers of `jdp bench hooks`."""
+"""The processes of `jdp bench hooks`."""
 
 import sys
 from typing import Any
@@ -27,7 +27,7 @@ def make_step(world: jdp.World, config: StepConfig, hook: CommHook | None) -> An
 
 
 def main(port: int, config: StepConfig, hooks: list[str]) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     world = jdp.init()
     steps = {"no hook": make_step(world, config, None)}
     for text in hooks:

@@ -1,4 +1,4 @@
-"""The workers of `jdp bench step` that run JAX: jdp and what it is compared to."""
+"""The processes of `jdp bench step` that run JAX: jdp and what it is compared to."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -128,7 +128,7 @@ def _make_other_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
 
 
 def main(port: int, config: StepConfig) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     world = jdp.init()
     steps = {
         name: (step, jdp.replicate(world, init_params(config)))

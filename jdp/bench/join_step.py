@@ -1,4 +1,4 @@
-"""The workers of `jdp bench join`: a loop that is even, and ways that need not be."""
+"""The processes of `jdp bench join`: a loop that is even, and ways that need not be."""
 
 import itertools
 import sys
@@ -41,7 +41,7 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
 
 
 def main(port: int, config: StepConfig) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     world = jdp.init()
     batches = itertools.repeat(make_batch(config, world.process_index))
     steps = make_steps(world, config)

@@ -24,7 +24,8 @@ from jdp.collectives.pallas import choice, gpu_topology, tuning
 
 def bench_kernel(
     replicas: Annotated[
-        str, typer.Option(help="Of how many replicas one's share is timed.")
+        str,
+        typer.Option(help="Numbers of replicas; the share of one of them is timed."),
     ] = "2,8",
     sizes: Annotated[
         str, typer.Option(help="Buffers, such as 64k,8m (KiB and MiB).")
@@ -33,7 +34,9 @@ def bench_kernel(
         str, typer.Option(help="Thread blocks at most, such as 66,132.")
     ] = "66,132",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 11,
-    width: Annotated[int, typer.Option(min=1, help="Of the step's 24 layers.")] = 2048,
+    width: Annotated[
+        int, typer.Option(min=1, help="Width of the step's 24 layers.")
+    ] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Samples of the step.")] = 1024,
     limit_s: Annotated[
         float, typer.Option(min=1, help="Seconds after which no kernel is begun.")

@@ -1,4 +1,4 @@
-"""The workers of `jdp bench local`."""
+"""The processes of `jdp bench local`."""
 
 import sys
 from typing import Any
@@ -34,7 +34,7 @@ def make_plain_step(world: jdp.World, config: StepConfig) -> Any:
 
 
 def main(port: int, config: StepConfig) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     world = jdp.init()
     sgd = optax.sgd(config.learning_rate)
     ways = {

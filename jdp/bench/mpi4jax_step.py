@@ -1,4 +1,4 @@
-"""The workers of `jdp bench step` that reduce one flat buffer with mpi4jax."""
+"""The processes of `jdp bench step` that reduce one flat buffer with mpi4jax."""
 
 import sys
 from typing import Any
@@ -13,7 +13,7 @@ from jdp.bench.channel import StepConfig
 
 
 def main(port: int, config: StepConfig) -> None:
-    """Runs one worker; `mpirun` starts it."""
+    """Runs one process; `mpirun` starts it."""
     comm = MPI.COMM_WORLD
 
     @jax.jit

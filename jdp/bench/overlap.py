@@ -8,7 +8,7 @@ import rich.table
 
 from jdp.bench import driver
 
-# Names of the variants of a model, as the workers make them.
+# Names of the variants of a model, as the processes make them.
 STEP = "step"
 NO_COMMUNICATION = "no communication"
 COMMUNICATION = "communication alone"

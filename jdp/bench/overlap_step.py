@@ -1,4 +1,4 @@
-"""The workers of `jdp bench step --overlap`."""
+"""The processes of `jdp bench step --overlap`."""
 
 import sys
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def make_steps(config: StepConfig) -> dict[str, Step]:
 
 
 def main(port: int, config: StepConfig, num_layers: int) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     world = jdp.init()
     batch = jdp.global_batch(world, jax_step.make_batch(config, world.process_index))
     loop = stack(jax_step.init_params(config._replace(num_blocks=num_layers)))

@@ -138,7 +138,7 @@ def start_torch(
     sizes: Sequence[int],
     folder: pathlib.Path,
 ) -> driver.Group | None:
-    """Starts the workers of a module that runs torch; None where it is missing."""
+    """Starts the processes of a module that runs torch; None where it is missing."""
     if importlib.util.find_spec("torch") is None:
         return None
     rendezvous = str(driver.free_port())

@@ -1,4 +1,4 @@
-"""The workers of `jdp bench collectives` that reduce with torch over gloo."""
+"""The processes of `jdp bench collectives` that reduce with torch over gloo."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ TORCH = "torch gloo"
 def main(
     port: int, rank: int, size: int, rendezvous: int, sizes: Sequence[int]
 ) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     torch.distributed.init_process_group(
         "gloo", f"tcp://127.0.0.1:{rendezvous}", rank=rank, world_size=size

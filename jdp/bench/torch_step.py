@@ -1,4 +1,4 @@
-"""The workers of `jdp bench step` that run torch's DistributedDataParallel on gloo."""
+"""The processes of `jdp bench step` that run torch's DistributedDataParallel ."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ class Blocks(nn.Module):
 
 
 def main(port: int, rank: int, size: int, rendezvous: int, config: StepConfig) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     torch.distributed.init_process_group(
         "gloo", f"tcp://127.0.0.1:{rendezvous}", rank=rank, world_size=size

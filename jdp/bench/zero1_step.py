@@ -1,4 +1,4 @@
-"""The workers of `jdp bench zero1`."""
+"""The processes of `jdp bench zero1`."""
 
 import sys
 from typing import Any
@@ -28,7 +28,7 @@ def make_step(
 
 
 def main(port: int, config: StepConfig) -> None:
-    """Runs one worker."""
+    """Runs one process."""
     world = jdp.init()
     adam = optax.adam(1e-3)
     all_reduce, halves = (

@@ -17,7 +17,7 @@ import typer
 from jdp.launch import launch
 from jdp.runtime import addresses, environment, job_key
 
-# What has to be installed besides jax, and what may be, as in pyproject.toml.
+# Packages that are required besides jax, and optional ones, as in pyproject.toml.
 REQUIRED = ("numpy", "optax", "msgspec", "psutil", "pyzmq", "rich", "scipy", "typer")
 EXTRAS = {
     "autotune": ("bayesian-optimization",),
@@ -171,7 +171,7 @@ def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Find
     """Looks at the variables of jdp.
 
     Args:
-      environ: of this process.
+      environ: the variables of this process.
 
     Returns:
       The options of the eager engine that parse, by variable; and what was found.
@@ -269,6 +269,6 @@ def _print(sections: Sections) -> None:
         grid.add_column(overflow="fold")
         for each in found:
             mark = "!" if each.is_broken else ""
-            # They may hold brackets, which are no markup.
+            # They may hold brackets that are not markup.
             grid.add_row(mark, rich.text.Text(each.name), rich.text.Text(each.value))
         console.print(grid)

@@ -36,7 +36,7 @@ def diff(
         raise _bad_file(error, "the flight records that the log names") from None
     console = rich.console.Console()
     console.print(_make_table([one, other]))
-    # Names may hold brackets, which are no markup, and lines are for grep: not wrapped.
+    # Names may hold brackets that are not markup, and lines are for grep: not wrapped.
     console.print(
         divergence.explain(one, other, found),
         markup=False,
