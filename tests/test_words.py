@@ -139,7 +139,7 @@ UNFINISHED: dict[str, str] = {
         "launch optimizers parameter_server runtime step"
     ),
     "node": ("collectives eager join launch runtime"),
-    "worker": ("bench launch runtime"),
+    "worker": ("launch runtime"),
     "goes by": ("eager optimizers step"),
     "is none": (
         "bench collectives docs/eager.md docs/errors.md eager gradients join "

@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
 
 def make_command(
-    worker: str, reference: str, text: str, *, default_rounds: int = 11
+    module: str, reference: str, text: str, *, default_rounds: int = 11
 ) -> Callable[..., None]:
     """Returns the command that runs `bench`, with `text` as its help."""
 
@@ -53,7 +53,7 @@ def make_command(
         json_file: JsonFile = None,
     ) -> None:
         bench(
-            worker,
+            module,
             reference,
             Options(num_processes, blocks, width, batch, rounds, steps, json_file),
         )
@@ -63,18 +63,18 @@ def make_command(
 
 
 def bench(
-    worker: str, reference: str, options: Options, *, arguments: Sequence[str] = ()
+    module: str, reference: str, options: Options, *, arguments: Sequence[str] = ()
 ) -> None:
-    """Times the variants of a worker in turn; prints a table and writes the file.
+    """Times the variants of a module in turn; prints a table and writes the file.
 
     Args:
-      worker: the module that runs them.
+      module: the module that runs them.
       reference: name of the variant that the others are compared to.
       options: as the command line says.
-      arguments: further ones of the worker.
+      arguments: further arguments of the module.
     """
     channel.check_can_write(options.json_file)
-    start = functools.partial(driver.start_jax, worker, arguments=arguments)
+    start = functools.partial(driver.start_jax, module, arguments=arguments)
     turns = driver.measure_systems(
         (start,),
         options.num_processes,
