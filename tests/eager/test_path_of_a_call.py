@@ -30,7 +30,7 @@ def _count_modules():
     eager.init(jdp.init(timeout_s=60.0))
     threading.setprofile(None)
     x, found = np.ones(1000, np.float32), []
-    for name in ("warm", "warm", "new", "new"):
+    for name in ("warm", "warm", "a", "a", "b", "b", "c", "c"):
         eager.barrier()
         time.sleep(0.3)  # The barrier is over on the thread of the engine as well.
         entered.clear()
@@ -42,7 +42,8 @@ def _count_modules():
         sys.setprofile(None)
         found.append(sorted(entered))
     eager.shutdown()
-    return found[2:]
+    # Once a second the coordinator also looks which rank is late.
+    return min(found[2::2], key=len), min(found[3::2], key=len)
 
 
 def test_an_all_reduce_enters_few_modules():
