@@ -57,7 +57,7 @@ class Store(Protocol):
     """Small values that the processes of a job share on the host, by key."""
 
     def next_round(self) -> int:
-        """Returns 0, 1, 2, ...: how often this process has called it before."""
+        """Returns 0, 1, 2, ...: the number of earlier calls on this process."""
         ...
 
     def set(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
@@ -77,19 +77,19 @@ class Store(Protocol):
         ...
 
     def list_directory(self, directory: str) -> dict[str, bytes]:
-        """Returns what is set under `directory`, by what follows `<directory>/`."""
+        """Returns the values under `directory`, by the key after `<directory>/`."""
         ...
 
     def delete(self, key: str) -> None:
-        """Forgets `key`, and everything under it where it is a directory."""
+        """Deletes `key`, and everything under it if it is a directory."""
         ...
 
     def retire(self, directory: str) -> None:
-        """Notes a directory to be deleted once no process can still read it."""
+        """Marks a directory for deletion once no process can still read it."""
         ...
 
     def take_retired(self) -> list[str]:
-        """Returns what this process has retired since the last call."""
+        """Returns the directories that this process retired since the last call."""
         ...
 
 
@@ -101,15 +101,15 @@ def check_flags(**flags: Any) -> None:
 
 
 def as_count(value: Any, name: str, *, least: int) -> int:
-    """Returns an option that counts something.
+    """Returns an option that is a count.
 
     Args:
-      value: what was given.
-      name: of the option.
-      least: the smallest that makes sense.
+      value: the value that was passed.
+      name: name of the option.
+      least: smallest valid value.
 
     Raises:
-      TypeError: it is no integer.
+      TypeError: it is not an integer.
       ValueError: it is below `least`.
     """
     count = as_integer(value, name)
@@ -129,7 +129,7 @@ def as_integer(value: Any, name: str) -> int:
 
 
 def check_number(value: Any, name: str) -> None:
-    """Raises TypeError if an option is no real number."""
+    """Raises TypeError if an option is not a real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")
 
@@ -138,7 +138,7 @@ def as_floating(dtype: Any, name: str) -> Any:
     """Returns an option that is a floating dtype.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it is not a floating dtype.
     """
     try:
         found = jnp.dtype(dtype)

@@ -138,6 +138,55 @@ def test_no_public_name_shadows_a_module():
         assert not names & modules, f"{package}: {sorted(names & modules)}"
 
 
+# Attributes that are looked up because foreign objects may lack them.
+FOREIGN_ATTRIBUTES = {
+    # Leaves of users' trees, and functions and classes of users.
+    *("shape", "dtype", "__jax_array__", "__name__", "__iter__", "__getitem__"),
+    *("_fields", "_field_defaults", "__dataclass_fields__", "init", "update", "func"),
+    # Parts of jaxprs, whose classes differ between kinds and versions of JAX.
+    *("jaxpr", "consts", "val", "eqns", "primitive", "mlir_module_serialized"),
+    *("mat", "Inline", "remove_size_one_mesh_axis_from_type"),
+    # The interpreter, its modules and its errors.
+    *("ps1", "last_value", "strerror", "__module__", "get_code"),
+    # Functions that not every system has.
+    *("memfd_create", "F_SEAL_SHRINK", "F_SEAL_GROW"),
+}
+# Modules that look up attributes by computed names: fields of an options class in their
+# checks, flags of JAX, options of a socket, an object that a user names.
+COMPUTED_ATTRIBUTES = {
+    "cli/plan.py",
+    "eager/coordinator/autotune.py",
+    "eager/options.py",
+    "launch/launch.py",
+    "parameter_server/launching.py",
+    "parameter_server/server.py",
+    "parameter_server/worker.py",
+    "runtime/cluster.py",
+    "runtime/lifeline/star.py",
+    "runtime/roll_call.py",
+}
+
+
+def test_protocols_have_no_hidden_members():
+    """Optional members of jdp's own protocols are fields, not found by `getattr`."""
+    hidden = []
+    for path, _ in _units():
+        place = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr"), args=[_, name, *_]
+                ):
+                    match name:
+                        case ast.Constant(value=str(name)):
+                            is_known = name in FOREIGN_ATTRIBUTES
+                        case _:
+                            is_known = place in COMPUTED_ATTRIBUTES
+                    if not is_known:
+                        hidden.append(f"{place}:{node.lineno}")
+    assert hidden == []
+
+
 def _length(function):
     """Lines of a function, without its docstring."""
     length = function.end_lineno - function.lineno + 1

@@ -1,6 +1,6 @@
-"""Communication hooks: fewer bytes for the gradients.
+"""Communication hooks: compression of gradients on the wire.
 
-See `base` for what a hook is. Those here are pairs of pure functions:
+`base` defines the contract. A hook is a pair of pure functions:
 
     hook = jdp.hooks.power_sgd(rank=4)
     state = {"params": params, "hook": jdp.hooks.init_state(hook, params)}

@@ -1,14 +1,14 @@
-"""Base: what a communication hook is, what it is given, and what it may send.
+"""Base: the contract of a communication hook, and the collectives that it may use.
 
-A hook is a pair of pure functions that sum the buckets of all replicas their own way:
+A hook is a pair of pure functions that sum the buckets of all replicas:
 
-- `init(avals) -> state`, from the buckets' sizes. Of what differs between the replicas,
-  such as rounding errors, the state holds a `jdp.PerReplica`; the rest is the same on
-  all. A hook without a state returns `()`.
-- `apply(buckets, state, all_reduce) -> (buckets, state)`, called by every replica once
-  a step. Buckets are flat buffers, shape (n,), of this replica's own gradients,
-  undivided: the mean over the replicas is what is wanted of them, and their sum is
-  what `apply` returns, the same on all. It sends through `all_reduce` alone.
+- `init(avals) -> state` makes the state from the sizes of the buckets. Parts that
+  differ between replicas, such as rounding errors, are in a `jdp.PerReplica`; the rest
+  is the same on all replicas. A hook without a state returns `()`.
+- `apply(buckets, state, all_reduce) -> (buckets, state)` is called by every replica
+  once per step. Buckets are flat buffers, shape (n,), of this replica's own gradients,
+  not divided by anything. `apply` returns their sums over the replicas, the same on
+  all; jdp divides them to the mean. A hook communicates through `all_reduce` only.
 """
 
 import functools
@@ -38,7 +38,7 @@ class HookAllReduce(Protocol):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the sum of `x`, shape (n,), over the replicas, in its dtype.
 
-        Sums of 16-bit floats are taken in float32, and rounded once.
+        Sums of 16-bit floats are computed in float32 and rounded once.
         """
         ...
 
@@ -46,7 +46,7 @@ class HookAllReduce(Protocol):
         """Sends row i of `rows`, shape (num_replicas, m), to replica i.
 
         Returns:
-          Shape (num_replicas, m): row i is what replica i has sent to this one.
+          Shape (num_replicas, m): row i was sent by replica i.
         """
         ...
 
@@ -59,8 +59,8 @@ class HookAllReduce(Protocol):
     ) -> T:
         """Returns what `late` returns, or `early` where `is_late` is False.
 
-        For a hook that begins at some step. Both may send; `is_late`, bool (), is the
-        same on all replicas. As the bytes of the hook count those of `late`.
+        For hooks with a warm-up. Both functions may communicate; `is_late`, bool (), is
+        the same on all replicas. `measure` counts the bytes of `late`.
         """
         ...
 
@@ -88,49 +88,49 @@ class CommHook(NamedTuple):
 
     init: HookInit
     apply: HookApply
-    name: str = "custom"  # as tables show it.
-    # Whether all that it sends is to be summed, so that another hook may do that.
+    name: str = "custom"  # label in tables.
+    # Whether it communicates by sums only, so that `chain` can put a hook after it.
     only_sums: bool = True
 
 
 class ErrorFeedbackState(NamedTuple):
     """Gradients not sent yet (Seide et al., 2014; Karimireddy et al., 2019)."""
 
-    # PerReplica of a list: per bucket shape (n,), dtype of the bucket, or None of a
-    # bucket that travels as it is.
+    # PerReplica of a list: per bucket shape (n,), dtype of the bucket, or None for a
+    # bucket that is not compressed.
     residuals: Any
 
 
 class Wire:
-    """A `HookAllReduce` of the replicas of an axis."""
+    """A `HookAllReduce` over the replicas of an axis."""
 
     def __init__(self, axis_name: AxisName, all_reduce: AllReduce | None):
-        """Sends over `axis_name`; `all_reduce` sums, None: XLA's own collectives."""
+        """Communicates over `axis_name`; `all_reduce` sums, None: XLA's collectives."""
         self._axis_name = axis_name
         self._all_reduce = all_reduce
         self.num_replicas = mesh.axis_size(axis_name)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """See `HookAllReduce`."""
+        """Implements `HookAllReduce`."""
         x = base.cast_varying(x, self._axis_name)
         if self._all_reduce is not None:
             return self._all_reduce.reduce(x, self._axis_name)
         if not _is_narrow(x.dtype) or self.num_replicas == 1:
             return lax.psum(x, self._axis_name)
-        # XLA on CPU sends 16-bit floats as float32, and others may add them up as what
-        # they are. In halves they travel as they are and are rounded once.
+        # XLA on CPU sends 16-bit floats as float32; other backends may sum in 16 bits.
+        # A reduce-scatter and all-gather send 16 bits and round once.
         rows = base.pad(x, self.num_replicas).reshape(self.num_replicas, -1)
         part = sum_rows(self.exchange(rows)).astype(x.dtype)
         whole = self.gather(part).reshape(-1)[: x.size]
         return base.replicated(whole, self._axis_name)
 
     def exchange(self, rows: jax.Array) -> jax.Array:
-        """See `HookAllReduce`."""
+        """Implements `HookAllReduce`."""
         rows = base.cast_varying(rows, self._axis_name)
         return _as_bits(lambda x: base.all_to_all(x, self._axis_name), rows)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """See `HookAllReduce`."""
+        """Implements `HookAllReduce`."""
         x = base.cast_varying(x, self._axis_name)
         whole = _as_bits(lambda x: xla.psum_all_gather(x, self._axis_name), x)
         return whole.reshape(self.num_replicas, -1)
@@ -138,44 +138,43 @@ class Wire:
     def switch(
         self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
     ) -> T:
-        """See `HookAllReduce`."""
+        """Implements `HookAllReduce`."""
         return lax.cond(is_late, late, early)
 
 
 class Meter:
-    """A `HookAllReduce` that sends nothing and counts what would be sent."""
+    """A `HookAllReduce` that sends nothing and counts the bytes it would send."""
 
     def __init__(self, num_replicas: int):
-        """Begins with nothing."""
         self.num_replicas = num_replicas
         self.num_bytes = 0.0  # sent by one replica.
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Counts what a bandwidth-optimal all-reduce sends: 2 (n - 1) / n bytes."""
+        """Counts a bandwidth-optimal all-reduce: 2 (n - 1) / n of the bytes."""
         share = (self.num_replicas - 1) / self.num_replicas
         self.num_bytes += 2 * share * x.nbytes
         return x
 
     def exchange(self, rows: jax.Array) -> jax.Array:
-        """Counts the rows for others."""
+        """Counts the rows for other replicas."""
         self.num_bytes += (self.num_replicas - 1) / self.num_replicas * rows.nbytes
         return rows
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Counts what one replica sends in a ring: its own, and what it hands on."""
+        """Counts a ring: a replica sends its own data, and forwards the rest."""
         self.num_bytes += (self.num_replicas - 1) * x.nbytes
         return jnp.broadcast_to(x, (self.num_replicas, *x.shape))
 
     def switch(
         self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
     ) -> T:
-        """Counts what is sent in the end."""
+        """Counts `late`, the branch of most steps."""
         del is_late, early
         return late()
 
 
 def measure(hook: CommHook, avals: Sequence[BucketAval], num_replicas: int) -> Meter:
-    """Returns what a hook sends in a step, of a replica; nothing is computed."""
+    """Returns the bytes that one replica sends per step; computes nothing."""
     meter = Meter(num_replicas)
     trace(hook, avals, meter)
     return meter
@@ -184,9 +183,9 @@ def measure(hook: CommHook, avals: Sequence[BucketAval], num_replicas: int) -> M
 def trace(
     hook: CommHook, avals: Sequence[BucketAval], all_reduce: HookAllReduce
 ) -> None:
-    """Lets a hook make its calls of `all_reduce`; nothing is computed."""
+    """Traces a hook, so that it makes its calls of `all_reduce`; computes nothing."""
 
-    # A function of its own each time: JAX remembers what it has traced.
+    # A new function for each call, because JAX caches traces by function.
     def run(buckets: list[jax.Array]) -> Any:
         return hook.apply(buckets, hook.init(avals), all_reduce)
 
@@ -194,12 +193,12 @@ def trace(
 
 
 def is_real(dtype: Any) -> bool:
-    """Whether a dtype is a real floating one; others travel as they are."""
+    """Whether a dtype is real and floating; other dtypes are not compressed."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
 def sum_rows(rows: jax.Array) -> jax.Array:
-    """Sums rows, shape (r, m), in float32; shape (m,)."""
+    """Sums rows, shape (r, m), in float32; returns shape (m,)."""
     rows = rows.astype(jnp.float32)
     if len(rows) > _MOST_UNROLLED:
         return rows.sum(0)
@@ -212,7 +211,7 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def _as_bits(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Sends 16-bit floats as the integers with their bits, which XLA leaves alone."""
+    """Sends 16-bit floats as integers with the same bits, which XLA does not widen."""
     if not _is_narrow(x.dtype):
         return send(x)
     sent = send(lax.bitcast_convert_type(x, jnp.uint16))

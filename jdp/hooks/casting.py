@@ -1,4 +1,4 @@
-"""Casting: buckets travel as they are, or in a narrower dtype."""
+"""Casting: buckets that travel unchanged, or in a narrower dtype."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from jdp.trees.buckets import BucketAval
 
 
 def none() -> CommHook:
-    """Returns the hook that changes nothing: exact, all bytes of the buckets."""
+    """Returns the hook that changes nothing: buckets are summed exactly."""
 
     def apply(
         buckets: list[jax.Array], state: tuple[()], all_reduce: HookAllReduce
@@ -24,16 +24,16 @@ def none() -> CommHook:
 def cast(dtype: jax.typing.DTypeLike) -> CommHook:
     """Returns the hook that sends wider floats in a narrower dtype.
 
-    Each replica's gradient is rounded to it once, and so is their sum, which is taken
-    in float32. With the unit roundoff u of the dtype (2^-9 for bfloat16, 2^-11 for
-    float16) the error of a sum of g_i is at most u * (sum |g_i| + |sum g_i|) to first
-    order. float16 is divided by the number of replicas before it is sent, as torch's
-    `fp16_compress_hook` does, so that the sum does not overflow where the mean would
-    not; what is beyond its range, 65504, arrives as infinity.
+    Each replica's gradient is rounded to `dtype` once, and so is the sum, which is
+    computed in float32. With the unit roundoff u of the dtype (2^-9 for bfloat16, 2^-11
+    for float16) the error of a sum of g_i is at most u * (sum |g_i| + |sum g_i|) to
+    first order. float16 is divided by the number of replicas before it is sent, as in
+    torch's `fp16_compress_hook`, so the sum overflows only where the mean would. Values
+    beyond its range, 65504, arrive as infinity.
 
     Args:
-      dtype: a floating dtype, such as `jnp.bfloat16`. Buckets of other than real floats
-        and of dtypes that are not wider travel as they are.
+      dtype: a floating dtype, such as `jnp.bfloat16`. Buckets that are not real floats,
+        or not of a wider dtype, travel unchanged.
 
     Returns:
       The hook; it has no state.

@@ -1,4 +1,4 @@
-"""Chaining: what one hook sends, another one compresses again."""
+"""Chaining: hooks that compress the messages of other hooks."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -14,23 +14,23 @@ T = TypeVar("T")
 
 
 def chain(*hooks: CommHook) -> CommHook:
-    """Returns the hook in which each one compresses what the one before it sends.
+    """Returns a hook in which each hook compresses the messages of the hook before it.
 
     `chain(power_sgd(4), cast(jnp.bfloat16))` sends the thin factors in bfloat16;
     `chain(cast(jnp.float16), power_sgd(4))` is torch's `fp16_compress_wrapper`. Errors
-    add up. `int8`, `top_k` and `rows` do not sum what they send, so only one of them
-    fits, at the end.
+    add up. `int8`, `top_k` and `rows` do not communicate by sums, so only one of them
+    can be used, as the last hook.
 
     Args:
-      *hooks: at least one.
+      *hooks: one or more hooks.
 
     Returns:
-      The hook; its state is the list of theirs.
+      The hook; its state is a list of their states.
 
     Raises:
-      TypeError: one is no hook.
-      ValueError: no hooks; or one that is not the last does not sum what it sends:
-        `int8`, `top_k`, `rows`, or from `init` a hook of your own.
+      TypeError: an argument is not a hook.
+      ValueError: there are no hooks, or a hook before the last does not communicate by
+        sums: `int8`, `top_k`, `rows`, or (raised by `init`) a hook of your own.
     """
     if not hooks:
         raise ValueError("`chain` needs at least one hook.")
@@ -62,7 +62,7 @@ def chain(*hooks: CommHook) -> CommHook:
 
 
 class _OnlySums:
-    """Collectives for a hook that is not the last: sums alone."""
+    """Collectives for a hook that is not the last: only sums."""
 
     def exchange(self, rows: jax.Array) -> jax.Array:
         raise _not_the_last()
@@ -72,12 +72,12 @@ class _OnlySums:
 
 
 class _Through(_OnlySums):
-    """A `HookAllReduce` that is another hook; each call has a state of its own."""
+    """A `HookAllReduce` that sums through another hook, with one state per call."""
 
     def __init__(self, hook: CommHook, states: list[PyTree], wire: HookAllReduce):
         self._hook = hook
         self._wire = wire
-        self._number = 0  # of calls.
+        self._number = 0  # calls so far.
         self.num_replicas = wire.num_replicas
         self.states = list(states)
 
@@ -109,7 +109,7 @@ class _Through(_OnlySums):
 
 
 class _Listener(_OnlySums):
-    """Hears what is given to be summed, in both branches."""
+    """A `HookAllReduce` that records the arrays to be summed, in both branches."""
 
     num_replicas = 1
 
@@ -130,7 +130,7 @@ class _Listener(_OnlySums):
 
 
 def _sent(hook: CommHook, avals: Sequence[BucketAval]) -> list[BucketAval]:
-    """Returns what a hook gives to be summed, call by call."""
+    """Returns the arrays that a hook sums, call by call."""
     listener = _Listener()
     base.trace(hook, avals, listener)
     sums = listener.sums

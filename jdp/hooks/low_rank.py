@@ -1,4 +1,4 @@
-"""Low rank: matrices travel as the product of two thin ones (PowerSGD)."""
+"""Low rank: matrices that travel as the product of two thin ones (PowerSGD)."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jdp.trees.buckets import BucketAval
 
 
 class _Matrix(NamedTuple):
-    """One leaf of a bucket that is sent as a product."""
+    """Leaf of a bucket that is sent as a product."""
 
     place: int  # of the leaf in the bucket.
     num_rows: int
@@ -31,16 +31,16 @@ class PowerSGDState(NamedTuple):
     """State that PowerSGD keeps from step to step."""
 
     step: jax.Array  # number of steps taken, int32 ().
-    # By bucket and matrix the last Q, shape (num_columns, rank), the same on all
-    # replicas; none without `warm_start`.
+    # Per bucket and matrix the last Q, shape (num_columns, rank), the same on all
+    # replicas; empty without `warm_start`.
     factors: list[list[jax.Array]]
-    # By bucket what was not sent, shape (n,), or None where all is sent; None without
-    # error feedback.
+    # Per bucket the part that was not sent, shape (n,), or None if all is sent. None
+    # without error feedback.
     residuals: PerReplica | None
-    leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # by bucket, of its leaves.
+    leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # per bucket, of its leaves.
 
 
-# Shapes are no arrays. A named tuple all the same: `flax.serialization` knows it.
+# Shapes are not arrays. It still is a named tuple, which `flax.serialization` knows.
 jax.tree_util.register_dataclass(
     PowerSGDState,
     data_fields=["step", "factors", "residuals"],
@@ -69,42 +69,43 @@ def power_sgd(
     orthogonalization_epsilon: float = 0.0,
     seed: int = 0,
 ) -> CommHook:
-    """Returns the hook of PowerSGD (Vogels et al., 2019), as torch has it.
+    """Returns the hook of PowerSGD (Vogels et al., 2019), like torch's.
 
     A matrix M, (a, b), is sent as P, (a, r), and Q, (b, r): one step of the power
-    method on the mean of all replicas, from the Q of the step before. A leaf of more
-    dimensions is a matrix of its last one and all others. P Q^T is the projection of
-    the mean onto the columns of P: what is missing is at most the whole of it, and
-    nothing where its rank is at most r. Error feedback adds what is missing to the next
-    gradient. Leaves that would not become smaller by `min_compression_rate` travel as
-    they are; so does a bucket in which no leaf would.
+    method on the mean over replicas, starting from the Q of the step before. A leaf
+    with more dimensions is a matrix of its last dimension and all others. P Q^T is the
+    projection of the mean onto the columns of P. The residual is at most as large as
+    the mean, and zero if the rank of the mean is at most r; error feedback adds it to
+    the next gradient. Leaves that would not become smaller by `min_compression_rate`
+    travel unchanged, and so do buckets without any compressed leaf.
 
     A NaN or an infinity makes the whole matrix NaN in that step. It does not stay in
-    the state: the residuals of that bucket begin again at zero, and its Q is kept. A
-    column of Q that a mean of lower rank leaves at zero is drawn anew.
+    the state: the residuals of that bucket restart at zero, and its Q is kept. A column
+    of Q that a mean of lower rank sets to zero is drawn again.
 
-    P and Q are sums of products in float32, which must be in its range: of n replicas,
-    a matrix whose largest element is above 3.4e38 / (n sqrt(max(a, b))) may arrive as
-    infinity or NaN, and one whose largest element is below 1.2e-38 sqrt(max(a, b)) as
-    zeros, which error feedback adds to the next gradient.
+    P and Q are sums of products in float32 and must be in its range. With n replicas, a
+    matrix whose largest element is above 3.4e38 / (n sqrt(max(a, b))) may arrive as
+    infinity or NaN. A matrix whose largest element is below 1.2e-38 sqrt(max(a, b)) may
+    arrive as zeros, which error feedback adds to the next gradient.
 
     Args:
-      rank: r; more is closer and sends more.
-      start_step: plain all-reduces in as many steps before; gradients change fast in
-        the beginning.
-      min_compression_rate: a matrix is compressed where a * b is more than this times
+      rank: r; a higher rank is more accurate and sends more.
+      start_step: number of first steps with plain all-reduces, since gradients change
+        fast in the beginning.
+      min_compression_rate: a matrix is compressed if a * b is more than this times
         (a + b) * r.
-      warm_start: whether Q is that of the step before, and not drawn anew.
-      error_feedback: whether what was not sent is kept, as much as the gradients.
-      orthogonalization_epsilon: added to the norms by which P and Q are divided;
-        columns that depend on those before them become zeros in any case.
-      seed: of the first Q, the same on all replicas.
+      warm_start: whether Q starts from the step before instead of a random draw.
+      error_feedback: whether residuals are kept; they are as large as the gradients.
+      orthogonalization_epsilon: added to the norms by which P and Q are divided.
+        Columns that depend on earlier columns become zeros in any case.
+      seed: seed of the first Q, the same on all replicas.
 
     Returns:
       The hook; its state is a `PowerSGDState`.
 
     Raises:
-      TypeError: `rank` or `start_step` is no integer, or another option no number.
+      TypeError: `rank` or `start_step` is not an integer, or another option is not a
+        number.
       ValueError: `rank` is below 1, or `start_step` below 0.
     """
     rank = types.as_count(rank, "rank", least=1)
@@ -176,10 +177,10 @@ def _matrices(
 
 
 def _draw(key: jax.Array, bucket: int, matrices: list[_Matrix]) -> list[jax.Array]:
-    """Draws a first Q per matrix, shape (num_columns, rank), float32.
+    """Draws a Q per matrix, shape (num_columns, rank), float32.
 
     Matrices of one shape are drawn in one loop. XLA on CPU takes 0.1 s to compile each
-    `jax.random.normal`, and under `vmap` it copies the drawing into every consumer.
+    `jax.random.normal`, and under `vmap` it copies the computation into every consumer.
     """
     key = jax.random.fold_in(key, bucket)
 
@@ -197,7 +198,7 @@ def _draw(key: jax.Array, bucket: int, matrices: list[_Matrix]) -> list[jax.Arra
 
 
 def _by_shape(shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Groups the indices of equal shapes."""
+    """Groups indices by shape."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, shape in enumerate(shapes):
         groups.setdefault(shape, []).append(i)
@@ -253,7 +254,7 @@ def _send(
     all_reduce: HookAllReduce,
     options: _PowerSGDOptions,
 ) -> tuple[jax.Array, list[jax.Array], jax.Array | None]:
-    """Sums one bucket; returns the sum, the new Q and what was not sent."""
+    """Sums one bucket; returns the sum, the new Q and the residual."""
     num_replicas = all_reduce.num_replicas
     given = bucket if residual is None else bucket + residual
     leaves = packing.unpack(given, leaf_shapes)
@@ -261,7 +262,7 @@ def _send(
     exact = [x for i, x in enumerate(leaves) if i not in places]
     sum_of_exact = all_reduce(packing.pack(exact)) if exact else None
     ms = [leaves[m.place].reshape(m.num_rows, m.num_columns) for m in matrices]
-    # A Q that has lost a column, in a step of lower rank, would never find it again.
+    # A column of Q that became zero, in a step of lower rank, would stay zero.
     qs = _orthogonalize_all(factors, options, step=step)
     ps = _sum_packed([_dot(m, q) for m, q in zip(ms, qs, strict=True)], all_reduce)
     ps = _orthogonalize_all(ps, options)
@@ -286,7 +287,7 @@ def _send(
         for i, x in enumerate(leaves)
     ]
     kept = packing.pack(missing).astype(bucket.dtype)
-    # What is sent may overflow where Q does not.
+    # P Q^T may overflow where Q does not.
     is_kept = is_finite & jnp.isfinite(kept)
     return total, qs, jnp.where(is_kept, kept, jnp.zeros_like(kept))
 
@@ -297,13 +298,13 @@ def _sum_packed(arrays: list[jax.Array], all_reduce: HookAllReduce) -> list[jax.
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """In float32 throughout: the power method loses what the factors round away."""
+    """Multiplies in float32 or wider, as rounded factors spoil the power method."""
     dtype = _wide(a.dtype)
     return jnp.dot(a.astype(dtype), b.astype(dtype), precision=lax.Precision.HIGHEST)
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype itself, or float32 in place of a narrower one."""
+    """Returns the dtype itself, or float32 in place of a narrower one."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
@@ -313,12 +314,12 @@ def _orthogonalize_all(
     *,
     step: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """`_orthogonalize` of each; those of one shape at once, in fewer small kernels.
+    """Applies `_orthogonalize`; matrices of one shape share their kernels.
 
     Args:
       matrices: shape (n, r) each.
-      options: of the hook.
-      step: int32 (); columns of zeros are drawn anew before. None: they stay zeros.
+      options: options of the hook.
+      step: int32 (); columns of zeros are drawn again first. None: they stay zeros.
     """
     found: list[Any] = [None] * len(matrices)
     for members in _by_shape([matrix.shape for matrix in matrices]):
@@ -333,10 +334,10 @@ def _orthogonalize_all(
 
 
 def _scatter(like: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns numbers in [-0.5, 0.5), others in each step, the same on all replicas.
+    """Returns numbers in [-0.5, 0.5) that differ by step and not by replica.
 
-    The finalizer of MurmurHash3 on the position: it compiles in a tenth of the time of
-    `jax.random.uniform`.
+    It hashes positions with the finalizer of MurmurHash3, which compiles in a tenth of
+    the time of `jax.random.uniform`.
     """
     bits = lax.iota(jnp.uint32, like.size).reshape(like.shape)
     bits = bits + step.astype(jnp.uint32) * np.uint32(0x9E3779B9)
@@ -349,21 +350,21 @@ def _scatter(like: jax.Array, step: jax.Array) -> jax.Array:
 def _orthogonalize(matrix: jax.Array, options: _PowerSGDOptions) -> jax.Array:
     """Makes the columns orthonormal to rounding; dependent columns become zero.
 
-    A column of rounding errors must not be blown up to a unit: it would not be
-    orthogonal to the others, and P P^T no projection any more. So each column is scaled
-    by its largest element, which keeps the squares in range, and freed of the columns
-    before it twice, which is enough (Parlett, The Symmetric Eigenvalue Problem, 6.9). A
-    column of which no more than rounding errors is left becomes zero.
+    A column of rounding errors must not be scaled up to unit length: it would not be
+    orthogonal to the others, and P P^T would not be a projection. So each column is
+    scaled by its largest element, which keeps the squares in range, and projected off
+    the columns before it twice, which is enough (Parlett, The Symmetric Eigenvalue
+    Problem, 6.9). A column with only rounding errors left becomes zero.
 
     Args:
       matrix: shape (n, r), a float dtype.
-      options: of the hook.
+      options: options of the hook.
 
     Returns:
       Shape (n, r); a NaN or an infinity makes its column and those after it NaN.
     """
     peaks = jnp.abs(matrix).max(0, keepdims=True)
-    # XLA may multiply by the inverse, which is taken for zero where it is subnormal.
+    # XLA may multiply by the inverse, which is flushed to zero if it is subnormal.
     step_down = jnp.where(peaks > 2.0**64, jnp.asarray(2.0**-64, matrix.dtype), 1)
     divisor = jnp.where(peaks == 0, 1, peaks * step_down)
     columns = (matrix * step_down / divisor).T
@@ -373,7 +374,7 @@ def _orthogonalize(matrix: jax.Array, options: _PowerSGDOptions) -> jax.Array:
         column = columns[k]
         before = jnp.linalg.norm(column)
         for _ in range(2):
-            # Units that are still to come are zeros.
+            # Later units are still zeros.
             column = column - _dot(_dot(units, column), units)
         norm = jnp.linalg.norm(column)
         is_dependent = norm <= tolerance * before  # False where it is NaN.

@@ -1,4 +1,4 @@
-"""Row selection: of the gradient of a table only the rows that are not zero travel."""
+"""Row selection: gradients of tables of which only the nonzero rows travel."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from jdp.trees.buckets import BucketAval
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowsState:
-    """No arrays: what `rows` knows of the buckets.
+    """State of `rows`: shapes, and no arrays.
 
     Attributes:
-      leaf_shapes: by bucket the shapes of its leaves.
+      leaf_shapes: per bucket, the shapes of its leaves.
     """
 
     leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...] = dataclasses.field(
@@ -28,26 +28,26 @@ class RowsState:
 
 
 def rows(max_rows: int) -> CommHook:
-    """Returns the hook that sends the rows of tables which are not zero, exactly.
+    """Returns the hook that sends the nonzero rows of tables, exactly.
 
-    For embeddings: the gradient of a table, (r, c), has as many rows that are not zero
-    as the replica's samples have distinct tokens. Each replica sends `max_rows` rows
-    and their indices, and adds up those of all, in the order of the replicas: the
-    result is the sum that an all-reduce takes, in another order. In a step in which
-    any replica has more such rows in a table, the bucket of that table travels whole.
+    It is meant for embeddings: the gradient of a table, (r, c), has one nonzero row per
+    distinct token in the replica's samples. Each replica sends `max_rows` rows with
+    their indices and adds up the rows of all replicas in rank order. The result is the
+    sum of an all-reduce, in another order of summation. In a step in which any replica
+    has more nonzero rows in a table, the bucket of that table travels whole.
 
     Args:
-      max_rows: how many rows of each table a replica sends at most, such as the number
-        of tokens in its batch.
+      max_rows: most rows per table that a replica sends, for example the number of
+        tokens in its batch.
 
     Returns:
-      The hook; nothing has to be kept of its state. Leaves other than tables of two
-      dimensions and of real floats travel as they are, and so do tables that would
-      not become smaller: of n replicas, those with n * max_rows * (c + 1) numbers, at
-      4 bytes, not below the 2 * r * c of an all-reduce.
+      The hook; its state need not be kept. Leaves that are not two-dimensional tables
+      of real floats travel unchanged. So do tables that would not become smaller: with
+      n replicas and 4-byte floats, tables for which n * max_rows * (c + 1) is not below
+      the 2 * r * c of an all-reduce.
 
     Raises:
-      TypeError: `max_rows` is no integer.
+      TypeError: `max_rows` is not an integer.
       ValueError: `max_rows` is below 1.
     """
     max_rows = types.as_count(max_rows, "max_rows", least=1)
@@ -110,9 +110,9 @@ def _sum_rows_of(
     max_rows: int,
     all_reduce: HookAllReduce,
 ) -> list[jax.Array]:
-    """Sums tables of which no replica has more than `max_rows` rows, in two gathers."""
+    """Sums tables with at most `max_rows` nonzero rows per replica, in two gathers."""
     indices = [
-        # The last index plus one stands for no row.
+        # The index after the last stands for an unused slot.
         jnp.nonzero(found, size=max_rows, fill_value=len(found))[0].astype(jnp.int32)
         for found in is_nonzero
     ]
@@ -127,7 +127,7 @@ def _sum_rows_of(
         is_narrow = jnp.finfo(table.dtype).bits < 32
         wide: Any = jnp.dtype(jnp.float32) if is_narrow else table.dtype
         sums.append(jnp.zeros_like(values_of_all, wide, shape=table.shape))
-    # One replica after the other, so that all of them round the same.
+    # In rank order, so that all replicas round alike.
     for values, places in zip(values_of_all, indices_of_all, strict=True):
         parts = packing.unpack(values, [x.shape for x in sent])
         ats = packing.unpack(places, [at.shape for at in indices])
@@ -139,7 +139,7 @@ def _sum_rows_of(
 def _is_smaller(
     shape: tuple[int, ...], itemsize: int, max_rows: int, num_replicas: int
 ) -> bool:
-    """Whether the rows and indices of all are fewer bytes than an all-reduce sends."""
+    """Whether the rows and indices of all replicas are smaller than an all-reduce."""
     if len(shape) != 2:
         return False
     num_rows, num_columns = shape

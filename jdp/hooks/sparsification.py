@@ -1,4 +1,4 @@
-"""Sparsification: of each bucket the largest elements travel, the rest later."""
+"""Sparsification: buckets of which the largest elements travel, the rest later."""
 
 import math
 from collections.abc import Sequence
@@ -16,24 +16,25 @@ from jdp.trees.buckets import BucketAval
 def top_k(fraction: float) -> CommHook:
     """Returns the hook that sends the elements of the largest magnitude.
 
-    What a replica does not send it adds to its next gradient (error feedback), so that
-    all is sent in the end: with d of n elements, what is left is at most
-    (1 - d / n) of the squared norm (Stich et al., 2018). Each replica sends its own
-    elements, with 4 bytes for the position of each: `fraction` of the bytes times the
-    number of replicas, over those of a plain float32 all-reduce.
+    A replica adds the elements that it does not send to its next gradient (error
+    feedback), so everything is sent eventually. If d of n elements are sent, the rest
+    has at most (1 - d / n) of the squared norm (Stich et al., 2018). Each replica sends
+    its own elements with a 4-byte position each, which is `fraction` times the number
+    of replicas, relative to the bytes of a float32 all-reduce.
 
-    A NaN counts as the largest of all, then an infinity. A replica sends at least one
-    of those it has, and as many as its share allows; it does not keep the others.
+    NaN counts as larger than infinity, and infinity as larger than any number. A
+    replica sends as many such elements as its share allows, at least one, and drops the
+    others.
 
     Args:
-      fraction: of the elements of each bucket; at least one is sent.
+      fraction: share of the elements of each bucket; at least one element is sent.
 
     Returns:
-      The hook; its state holds what was not sent, as much as the gradients. Buckets of
-      other than real floats travel as they are.
+      The hook; its state holds the elements that were not sent and is as large as the
+      gradients. Buckets that are not real floats travel unchanged.
 
     Raises:
-      TypeError: `fraction` is no number.
+      TypeError: `fraction` is not a number.
       ValueError: `fraction` is not above 0 and at most 1.
     """
     types.check_number(fraction, "fraction")
@@ -46,7 +47,7 @@ def top_k(fraction: float) -> CommHook:
     def init(avals: Sequence[BucketAval]) -> ErrorFeedbackState:
         return ErrorFeedbackState(
             PerReplica(
-                # No empty array: orbax saves none.
+                # None in place of an empty array, which orbax does not save.
                 [jnp.zeros(a.shape, a.dtype) if _is_cut(a) else None for a in avals]
             )
         )
@@ -63,8 +64,8 @@ def top_k(fraction: float) -> CommHook:
         values = all_reduce.gather(sent)
         places_of_all = all_reduce.gather(places)
         total = jnp.zeros_like(values, shape=x.shape)
-        # One replica after the other: in a sum of all at once their order would be
-        # left to the device, and replicas might round otherwise.
+        # In rank order: in one sum over all replicas the device would choose the order,
+        # and replicas could round differently.
         for i in range(all_reduce.num_replicas):
             total = total.at[places_of_all[i]].add(
                 values[i], unique_indices=True, mode="promise_in_bounds"

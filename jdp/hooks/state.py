@@ -1,4 +1,4 @@
-"""State: the state of a hook before the first step, of all replicas."""
+"""State: the state of a hook before the first step, on all replicas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,26 +25,27 @@ def init_state(
 ) -> PyTree:
     """Makes the state of a hook, to be kept in the train state.
 
-    It knows leaves by their place and their shapes, not by their names: make it anew
-    where parameters are added, removed, renamed or reordered.
+    The state identifies leaves by position and shape, not by name. Make a new one when
+    parameters are added, removed, renamed or reordered.
 
-    Inside of a step it is that of one replica. Outside, every process calls it, and its
-    `jdp.PerReplica` parts are split over the replicas.
+    Inside a step it is the state of one replica. Outside, every process calls this, and
+    the `jdp.PerReplica` parts are split over the replicas.
 
     Args:
       hook: the hook.
-      grads: pytree like the gradients, which is one like the parameters; values are not
-        read. Integers and PRNG keys stand for gradients of dtype float0.
-      plan: which gradients travel together, the same as that of the step; None:
-        `jdp.plan_buckets(grads)`, as the step has it without a plan.
+      grads: pytree with the structure, shapes and dtypes of the gradients, such as the
+        parameters; values are not read. Integers and PRNG keys stand for gradients of
+        dtype float0.
+      plan: the bucket plan of the step; None: `jdp.plan_buckets(grads)`, which is also
+        the default of the step.
       axis_name: the axis, or axes, over which replicas lie.
-      world: the replicas; None: what `jdp.init` made.
+      world: the replicas; None: the world of `jdp.init`.
 
     Returns:
-      The state; `()` of a hook without one.
+      The state; `()` for a hook without a state.
 
     Raises:
-      RuntimeError: outside of a step, without a world.
+      RuntimeError: it is called outside a step, and there is no world.
     """
     plan = buckets.fit_plan(plan, jax.tree.map(_gradient_of, grads))
     avals = avals_of(plan)
@@ -54,7 +55,7 @@ def init_state(
 
 
 def _gradient_of(leaf: Any) -> Any:
-    """A gradient may stand for itself, a parameter for its gradient."""
+    """Returns a gradient like `leaf`, which is a gradient or a parameter."""
     dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
     if jnp.issubdtype(dtype, jnp.inexact):
         return leaf
@@ -64,14 +65,14 @@ def _gradient_of(leaf: Any) -> Any:
 def avals_of(
     plan: BucketPlan, bucketed: Sequence[tuple[int, ...]] | None = None
 ) -> list[BucketAval]:
-    """Returns the buckets as a hook gets them.
+    """Returns the shapes and dtypes of the buckets that a hook gets.
 
-    The sum of float16 gradients overflows where their mean does not, so a hook gets
+    The sum of float16 gradients can overflow where their mean does not, so a hook gets
     them in float32.
 
     Args:
       plan: the plan.
-      bucketed: the leaves that are left in its buckets; None: all.
+      bucketed: the leaves that remain in each bucket; None: all.
     """
     avals = []
     for bucket in plan.buckets if bucketed is None else bucketed:

@@ -1,28 +1,28 @@
 """Pallas: the custom all-reduce of inference engines, as a GPU kernel of JAX.
 
-On one NVLink host NCCL spends most of a small all-reduce on latency. Here each GPU
-reads the buffers of its peers itself. What the classical interface (vLLM's
-`CustomAllreduce`, and those made after it) does by hand, XLA does for a kernel that
-reads from peers, a "collective" Mosaic GPU kernel; where each call went:
+On one NVLink host, NCCL spends most of a small all-reduce on latency. In this kernel
+each GPU reads the buffers of its peers itself. XLA does for a "collective" Mosaic GPU
+kernel, which reads from peers, what the classical interface (vLLM's `CustomAllreduce`
+and its successors) does by hand. Its calls map as follows:
 
 - `create_shared_buffer`, `free_shared_buffer`: the temporary buffer is an output of the
-  kernel, allocated by XLA's buffer assignment like every other one, and dropped.
-- The signal flags in it (`meta_ptrs`): semaphores in the kernel's scratch, set to zero
-  before each launch by the program itself; so there is no flag to reset and no counter
-  that outlives a call.
+  kernel, allocated by XLA's buffer assignment like any other, and dropped.
+- The signal flags in it (`meta_ptrs`): semaphores in the kernel's scratch. The program
+  sets them to zero before each launch, so there is no flag to reset and no counter that
+  outlives a call.
 - The exchange of handles (`cudaIpcGetMemHandle`, all-gather, `cudaIpcOpenMemHandle`):
   XLA's collective metadata, an argument of the kernel that holds the address of each of
   its parameters on every device; `uses_xla_collective_metadata` in the lowered text.
-- `register_buffer`, and the copy into a registered buffer of an input that is none: XLA
-  knows all addresses before it launches, so every buffer is as good as registered. With
-  several processes it allocates the kernel's buffers in memory that all have mapped.
+- `register_buffer`, and the copy of other inputs into a registered buffer: XLA knows
+  all addresses before it launches, so every buffer counts as registered. With several
+  processes it allocates the kernel's buffers in memory that all processes have mapped.
 - `rank_data`, the pool of pointers on the GPU: the collective metadata again.
 - `capture` and `register_graph_buffers`: XLA's command buffers (CUDA graphs) record
-  what `jit` has compiled, when buffers have their addresses. Since JAX 0.12 the kernel
-  is in the graph; before, one graph ends where it is launched, and another begins.
-- The barrier at the start (`barrier_at_start`): XLA meets all devices before it
-  launches such a kernel. The one between the stages and the one at the end are the
-  kernel's own (`Peers.meet`).
+  the compiled program, when buffers have their addresses. Since JAX 0.12 the kernel is
+  in the graph; before, one graph ends where it is launched, and another begins.
+- The barrier at the start (`barrier_at_start`): XLA synchronises all devices before it
+  launches such a kernel. The barriers between the stages and at the end are in the
+  kernel (`Peers.meet`).
 - `cross_device_reduce_1stage`, `cross_device_reduce_2stage`: `one_stage` and
   `two_stage` of `jdp.collectives.pallas.bodies`.
 - `should_custom_ar`: `should_use_custom`; `custom_all_reduce`, which decides and falls
@@ -55,22 +55,21 @@ from jdp.types import AllReduce, AxisName
 class PallasAllReduce:
     """Reduces among the GPUs of one host, which read each other's memory over NVLink.
 
-    Sums are kept in float32 and rounded once; bitwise the same on every replica. It
-    has no derivative and runs under `shard_map` alone, on GPUs of compute capability
-    9.0 or more. Whether they can read each other's memory is not checked here:
-    `all_reduce="auto"` does, and takes `psum` otherwise.
+    Sums are kept in float32 and rounded once; all replicas get the same bits. It has no
+    derivative and runs only under `shard_map`, on GPUs of compute capability 9.0 or
+    more. It does not check whether the GPUs can read each other's memory;
+    `all_reduce="auto"` does, and uses `psum` if they cannot.
 
     Attributes:
-      algorithm: "one_stage", "two_stage", or "multimem", which has the NVLink switch
-        reduce, float32 alone; None: by the size of the buffer.
-      thresholds: which size takes which, and the largest that is taken.
+      algorithm: "one_stage", "two_stage", or "multimem", in which the NVLink switch
+        reduces, only float32; None: chosen by the size of the buffer.
+      thresholds: sizes at which the algorithm changes, and the largest size.
     """
 
     algorithm: Algorithm | None = None
     thresholds: Thresholds = THRESHOLDS
 
     def __post_init__(self):
-        """Checks itself."""
         if self.algorithm not in (None, *get_args(Algorithm)):
             raise ValueError(
                 f"`algorithm` must be {', '.join(get_args(Algorithm))} or None, got "
@@ -92,23 +91,23 @@ class PallasAllReduce:
     ) -> jax.Array:
         """Reduces one buffer; see the contract in `jdp.collectives.base`.
 
-        A buffer of at least 2 KiB and a multiple of 16 bytes is read where it lies;
-        others are padded, which XLA does where it writes them.
+        A buffer of at least 2 KiB and a multiple of 16 bytes is read in place. Others
+        are padded, which XLA fuses into the operation that writes them.
 
         Args:
           x: shape (n,), float32, bfloat16 or float16, at most 8 MiB.
           axis_name: the axis, or axes, over which replicas lie: 2, 4, 6 or 8.
           op: "sum" or "mean".
-          scale: what the sum is multiplied with before it is rounded, a number or
-            float32 (), the same on all replicas; not with `op="mean"`.
+          scale: factor of the sum before it is rounded, a number or float32 (), the
+            same on all replicas; not with `op="mean"`.
 
         Returns:
           Shape (n,), dtype of `x`, the same on all replicas.
 
         Raises:
-          ValueError: `x` is not flat or too large, `scale` no scalar, `op` or the
-            number of replicas another one, or this is not under `shard_map`.
-          TypeError: another dtype.
+          ValueError: `x` is not flat or too large, `scale` is not a scalar, `op` or the
+            number of replicas is not supported, or this is not under `shard_map`.
+          TypeError: the dtype is not supported.
           NotImplementedError: when compiled for another platform than CUDA.
         """
         if op not in ("sum", "mean"):
@@ -143,7 +142,7 @@ class PallasAllReduce:
             if jnp.shape(scale) != ():
                 raise ValueError(f"`scale` must be a scalar, got {jnp.shape(scale)}.")
             scale = jnp.asarray(scale, jnp.float32).reshape(1)
-        # Pallas takes a third of a second to import; who never comes here need not.
+        # Importing Pallas takes a third of a second, so only when it is used.
         from jdp.collectives.pallas import kernel_launch
 
         x = annotations.only_for(x, "cuda", _NOT_A_GPU)

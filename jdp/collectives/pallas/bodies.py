@@ -1,4 +1,4 @@
-"""Pallas bodies: what a replica does in the custom all-reduce, written once."""
+"""Pallas bodies: the algorithms of the custom all-reduce, for one replica."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ Scale = Any  # a float, a reference to float32 (1,), or None.
 
 
 def one_stage(peers: Peers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -> None:
-    """Every replica loads everything from all of them, and sums it up.
+    """Sums on every replica the buffers of all replicas.
 
-    All sum in the order of the ranks, so that they get bitwise the same.
+    All replicas sum in rank order, so that they get the same bits.
     """
     t, order = tiling, range(tiling.num_replicas)
     y = peers.own(y)
@@ -36,23 +36,23 @@ def one_stage(peers: Peers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -> Non
 def two_stage(
     peers: Peers, tiling: Tiling, x: Ref, y: Ref, part: Ref, scale: Scale
 ) -> None:
-    """Every replica sums up a part of the buffer; then each gathers all parts.
+    """Sums one part of the buffer on every replica; then each gathers all parts.
 
-    A part is summed by one replica, so that all get bitwise the same, whatever the
-    order. The warpgroup that wrote a tile meets those that will read it: they have the
-    same number in the same block of their replicas, because both loops give tile i of
-    a part to the same one. So no barrier of the whole grid is needed.
+    One replica sums a part, so that all get the same bits, in any order of summation.
+    The warpgroup that wrote a tile meets the warpgroups that will read it: they have
+    the same index in the same block of their replicas, because both loops give tile i
+    of a part to the same warpgroup. So no barrier of the whole grid is needed.
 
     Args:
       peers: the replicas.
-      tiling: of `x`.
+      tiling: tiling of `x`.
       x: shape (n,), the buffer to be reduced.
       y: shape (n,), the result.
-      part: shape (tiling.part_size,), what this replica has summed up.
-      scale: what the sum is multiplied with.
+      part: shape (tiling.part_size,), the sums of this replica.
+      scale: factor of the sum.
     """
     t, n, rank = tiling, tiling.num_replicas, peers.rank()
-    # Each begins with another peer, lest all ask the same one.
+    # Each replica begins with another peer, so that not all read from the same one.
     order = [_rem(rank + i, n) for i in range(n)]
     y, own_part = peers.own(y), peers.own(part)
     tail_owner, tail_index = divmod(t.num_tiles - 1, t.tiles_per_part)
@@ -76,7 +76,7 @@ def two_stage(
     @t.for_each_tile(t.tiles_per_part)
     def _(i):
         at = pl.multiple_of(i * t.tile, t.tile)
-        # All loads first: each takes long. What a part has no tile for is not stored.
+        # All loads first, as each takes long. Tiles beyond the buffer are not stored.
         sums = [peers.load(part, p, at) for p in order]
         for p, total in zip(order, sums, strict=True):
             tile = p * t.tiles_per_part + i
@@ -93,11 +93,11 @@ def two_stage(
 
 
 def multimem(peers: RemotePeers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -> None:
-    """Every replica has the NVLink switch sum up a part, and send it to all.
+    """Lets the NVLink switch sum one part per replica and send it to all replicas.
 
-    Needs GPUs on a switch that reduces (NVLink SHARP). A part is summed once, so that
-    all get bitwise the same. There is no tail: what the switch sums up twice need not
-    be the same twice.
+    It needs GPUs on a switch that reduces (NVLink SHARP). A part is summed once, so
+    that all replicas get the same bits. There is no tail, which the switch would sum
+    twice, possibly with different results.
     """
     t, axes = tiling, peers.axis_names
     first = peers.rank() * t.tiles_per_part
@@ -115,7 +115,7 @@ def multimem(peers: RemotePeers, tiling: Tiling, x: Ref, y: Ref, scale: Scale) -
 
         _when(_is_full(t) or first + i < t.num_tiles, reduce)
 
-    peers.meet_by_switch()  # All parts are there, and no peer reads any more.
+    peers.meet_by_switch()  # All parts have arrived, and no peer still reads.
 
 
 def _reduce(
@@ -146,12 +146,12 @@ def _store(ref: Ref, tiling: Tiling, offset: Rank, tile: jax.Array) -> None:
 
 
 def _is_full(tiling: Tiling) -> bool:
-    """Whether all parts have as many tiles."""
+    """Whether all parts have the same number of tiles."""
     return tiling.num_tiles % tiling.num_replicas == 0
 
 
 def _when(condition: bool | jax.Array, fn) -> None:
-    """Runs `fn`; no branch is made where the condition is known when traced."""
+    """Runs `fn` if `condition`; makes no branch if that is known when traced."""
     if isinstance(condition, bool):
         if condition:
             fn()

@@ -1,4 +1,4 @@
-"""Custom choice: when the custom all-reduce is taken, and which of its algorithms."""
+"""Choice: which buffers take the custom all-reduce, and by which algorithm."""
 
 import dataclasses
 import pathlib
@@ -28,13 +28,13 @@ class Topology:
     """Facts about the GPUs of the replicas.
 
     Attributes:
-      platform: of the devices: "gpu", "cpu" or "tpu".
-      num_hosts: on how many machines they lie.
-      compute_capability: the least of the devices, such as 9.0; None if unknown.
-      is_fully_connected: whether every GPU reads the memory of every other one over
-        NVLink; None if that could not be found out.
-      has_multicast: whether they hang on a switch that reduces (NVLink SHARP).
-      unknown_because: why something could not be found out.
+      platform: platform of the devices: "gpu", "cpu" or "tpu".
+      num_hosts: number of hosts of the devices.
+      compute_capability: lowest of the devices, such as 9.0; None if unknown.
+      is_fully_connected: whether every GPU can read the memory of every other GPU over
+        NVLink; None if unknown.
+      has_multicast: whether a switch that reduces (NVLink SHARP) connects them.
+      unknown_because: why a fact is unknown.
     """
 
     platform: str
@@ -46,16 +46,16 @@ class Topology:
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one number of replicas changes from one algorithm to the next.
+    """Sizes at which the algorithm changes, for one number of replicas.
 
     Attributes:
-      num_replicas: of the axis.
-      one_stage_below: one stage takes buffers of fewer bytes than this; None: all.
-      multimem_from: the switch reduces buffers of at least so many bytes, where there
-        is one; None: never.
+      num_replicas: size of the axis.
+      one_stage_below: buffers of fewer bytes take one stage; None: all buffers.
+      multimem_from: buffers of at least this many bytes are reduced by the switch, if
+        there is one; None: never.
       max_bytes: larger buffers go to NCCL.
-      max_blocks: of a launch. `PallasAllReduce` takes at most half as many as the
-        device has multiprocessors; see `limit_blocks`.
+      max_blocks: most blocks of a launch. `PallasAllReduce` also takes at most half the
+        number of multiprocessors; see `limit_blocks`.
     """
 
     num_replicas: int
@@ -65,7 +65,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_blocks: int = MAX_BLOCKS
 
     def choose(self, num_bytes: int, *, can_multicast: bool) -> Algorithm:
-        """Returns the algorithm for a buffer that is not too large."""
+        """Returns the algorithm for a buffer of at most `max_bytes`."""
         from_ = self.multimem_from
         if can_multicast and from_ is not None and num_bytes >= from_:
             return "multimem"
@@ -74,24 +74,24 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
-    """All limits, and where they come from.
+    """Limits for all numbers of replicas, and their source.
 
-    `jdp bench collectives --tune` measures them on the GPUs that are there and writes a
-    file; pass `Thresholds.load(path)` to `jdp.collectives.AutoAllReduce`.
+    `jdp bench collectives --tune` measures them on the GPUs at hand and writes a file.
+    Pass `Thresholds.load(path)` to `jdp.collectives.AutoAllReduce`.
     """
 
     limits: tuple[Limits, ...]
     source: str
 
     def find(self, num_replicas: int) -> Limits | None:
-        """Returns the limits for so many replicas, or None if there are none."""
+        """Returns the limits for a number of replicas, or None if it has none."""
         return next((e for e in self.limits if e.num_replicas == num_replicas), None)
 
     def get(self, num_replicas: int) -> Limits:
-        """Returns the limits for so many replicas.
+        """Returns the limits for a number of replicas.
 
         Raises:
-          ValueError: there are none.
+          ValueError: it has no limits.
         """
         limits = self.find(num_replicas)
         if limits is None:
@@ -102,12 +102,12 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
         return limits
 
     def known(self) -> str:
-        """Returns for how many replicas there are limits, in words."""
+        """Returns the numbers of replicas that have limits, as text."""
         return ", ".join(str(each.num_replicas) for each in self.limits)
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Thresholds":
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
           ValueError: the file does not hold thresholds.
@@ -123,8 +123,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
         pathlib.Path(path).write_bytes(text + b"\n")
 
 
-# One stage for two replicas, as the second stage saves nothing there. Not measured by
-# jdp, which has not run on several GPUs yet. The switch is taken once it was measured.
+# Two replicas take one stage, since a second one saves nothing. jdp has not measured
+# these, as it has not run on several GPUs. The switch is used once it is measured.
 THRESHOLDS = Thresholds(
     limits=(
         Limits(num_replicas=2, one_stage_below=None),
@@ -138,12 +138,12 @@ THRESHOLDS = Thresholds(
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """On how many threads a kernel runs.
+    """Threads of a kernel.
 
     Attributes:
-      num_blocks: thread blocks.
-      num_warpgroups: of a block, of 128 threads each.
-      unroll: loads of 16 bytes that a thread has under way for each peer.
+      num_blocks: number of thread blocks.
+      num_warpgroups: warpgroups per block, of 128 threads each.
+      unroll: loads of 16 bytes that a thread has in flight per peer.
     """
 
     num_blocks: int
@@ -151,26 +151,26 @@ class Launch:
     unroll: int = 1
 
 
-_LOADS_UNDER_WAY = 8  # of a thread: with 512 threads and 66 blocks 4.3 MB of a GPU.
+_LOADS_UNDER_WAY = 8  # per thread; with 512 threads and 66 blocks 4.3 MB per GPU.
 _TILE_BYTES = 128 * 16
 
 
 def default_launch(
     num_bytes: int, num_replicas: int, algorithm: Algorithm, *, max_blocks: int
 ) -> Launch:
-    """Returns as many blocks as there is work for; unrolls what is larger than that.
+    """Returns as many blocks as there is work for, unrolled for larger buffers.
 
-    With 66 and 132 blocks, eight warpgroups per block were not better than four. Loads
-    of 8 vectors under way per thread were best for large buffers of 2 replicas, and as
-    good as 16 of 8 replicas. `MAX_BLOCKS` names the measurement.
+    With 66 and 132 blocks, eight warpgroups per block were not better than four. For
+    large buffers, 8 vectors in flight per thread were best with 2 replicas, and as good
+    as 16 with 8 replicas. `MAX_BLOCKS` names the measurement.
 
     Args:
-      num_bytes: of the buffer.
-      num_replicas: how many reduce it.
-      algorithm: which body.
-      max_blocks: all blocks have to be resident at once, since they wait for the blocks
-        of the peers. A multiprocessor is sure to hold one of 512 threads, so there must
-        not be more blocks than multiprocessors.
+      num_bytes: size of the buffer.
+      num_replicas: number of replicas that reduce it.
+      algorithm: name of the body.
+      max_blocks: most blocks. All blocks must be resident at once, since they wait for
+        the blocks of the peers. A multiprocessor always holds one block of 512 threads,
+        so there must not be more blocks than multiprocessors.
     """
     work = num_bytes if algorithm == "one_stage" else -(-num_bytes // num_replicas)
     num_tiles = max(1, work // _TILE_BYTES)
@@ -185,15 +185,15 @@ def default_launch(
 def limit_blocks(max_blocks: int, num_multiprocessors: int | None) -> int:
     """Returns how many blocks may be launched on a device.
 
-    At most half of its multiprocessors: their blocks wait, and so do those of a kernel
-    of NCCL, which XLA may run beside them on another stream. If each had a
-    multiprocessor that the other one needs, on different devices, both would wait for
-    ever. NCCL takes up to 32 multiprocessors of an H100.
+    It is at most half the number of multiprocessors. Blocks of this kernel wait for
+    other devices, and so do blocks of NCCL, which XLA may run beside it on another
+    stream. If each kernel held a multiprocessor that the other one needs, on different
+    devices, both would wait forever. NCCL takes up to 32 multiprocessors of an H100.
 
     Args:
-      max_blocks: the limit without regard to the device.
-      num_multiprocessors: of the device; None if it is not known. GPUs of compute
-        capability 9.0 with NVLink have 78 or more (H20).
+      max_blocks: limit that does not depend on the device.
+      num_multiprocessors: multiprocessors of the device; None if unknown. GPUs of
+        compute capability 9.0 with NVLink have 78 or more (H20).
     """
     if num_multiprocessors is None:
         return max_blocks
@@ -210,14 +210,14 @@ def choose_algorithm(
     """Returns the algorithm for a buffer.
 
     Args:
-      num_bytes: of the buffer.
+      num_bytes: size of the buffer.
       num_replicas: 2, 4, 6 or 8.
-      thresholds: where one algorithm ends and the next begins.
-      can_multicast: whether the GPUs hang on a switch that reduces, and can reduce the
-        dtype of the buffer.
+      thresholds: sizes at which the algorithm changes.
+      can_multicast: whether a switch connects the GPUs that can reduce the dtype of the
+        buffer.
 
     Raises:
-      ValueError: `thresholds` has no limits for so many replicas.
+      ValueError: `thresholds` has no limits for this number of replicas.
     """
     return thresholds.get(num_replicas).choose(num_bytes, can_multicast=can_multicast)
 
@@ -233,16 +233,17 @@ def should_use_custom(
 ) -> bool:
     """Returns whether a sum or mean should take the custom all-reduce.
 
-    It is for GPUs of one host that are all connected to each other, and for buffers so
-    small that NCCL spends its time on latency; the kernel pads them to 16 bytes.
+    It is meant for GPUs of one host that are all connected to each other, and for
+    buffers so small that NCCL spends its time on latency. The kernel pads them to 16
+    bytes.
 
     Args:
-      num_bytes: of the buffer.
-      num_replicas: of the axis.
-      dtype: of the buffer.
-      topology: of the devices that the replicas lie on.
+      num_bytes: size of the buffer.
+      num_replicas: size of the axis.
+      dtype: dtype of the buffer.
+      topology: facts about the devices of the replicas.
       thresholds: the limits; see `jdp bench collectives --tune`.
-      explain: called with the reason where the answer is no.
+      explain: called with the reason if the result is False.
 
     Returns:
       True where the kernel takes the buffer, False where `psum` should.

@@ -1,4 +1,4 @@
-"""GPU topology: what replicas lie on, as far as the custom all-reduce must know."""
+"""GPU topology: the facts about devices that decide on the custom all-reduce."""
 
 import ctypes
 import pathlib
@@ -28,7 +28,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_topology(world: World) -> Topology:
-    """Finds out what the replicas lie on; every process calls it, all get the same.
+    """Finds the topology; every process calls it, and all get the same.
 
     Raises:
       RuntimeError: a process did not take part.
@@ -41,10 +41,10 @@ def find_topology(world: World) -> Topology:
 
 
 def decode(body: bytes, process_count: int) -> list[GpuFacts]:
-    """Returns what process 0 has collected.
+    """Decodes the facts that process 0 has collected.
 
     Raises:
-      Malformed: it is something else, or not of all processes.
+      Malformed: it is not a list of facts, or processes are missing.
     """
     found = wire.decode(body, list[GpuFacts], what="The list of GPUs of process 0")
     if len(found) != process_count:
@@ -65,7 +65,7 @@ def _collect(bodies: list[bytes]) -> bytes:
 
 
 def combine(facts: Sequence[GpuFacts]) -> Topology:
-    """Makes what each process knows into what holds for all of them."""
+    """Combines the facts of all processes."""
     capabilities = [each.compute_capability for each in facts]
     known = [c for c in capabilities if c is not None]
     connected = [each.is_fully_connected for each in facts]
@@ -82,7 +82,7 @@ def combine(facts: Sequence[GpuFacts]) -> Topology:
 
 
 def find_facts(world: World) -> GpuFacts:
-    """Looks at the devices of this process."""
+    """Finds the facts about the devices of this process."""
     devices = world.local_devices
     host = f"{platform.node()} {_boot_id()}"
     if devices[0].platform != "gpu":
@@ -99,13 +99,13 @@ def find_facts(world: World) -> GpuFacts:
 
 
 def min_capability(names: Sequence[str]) -> float | None:
-    """Returns the least of capabilities such as "9.0"; None if one is not NVIDIA's."""
+    """Returns the lowest capability, such as 9.0; None if a GPU is not NVIDIA's."""
     known = [re.fullmatch(r"\d+\.\d+", name) for name in names]
     return min(float(match[0]) for match in known if match) if all(known) else None
 
 
 def _ask_nvml() -> tuple[bool | None, str]:
-    """Asks the driver whether all GPUs are connected; None and why not, if unknown."""
+    """Asks the driver whether all GPUs are connected; None and why if unknown."""
     try:
         import pynvml  # the package nvidia-ml-py; only GPUs need it.
     except ImportError:
@@ -125,8 +125,8 @@ def _ask_nvml() -> tuple[bool | None, str]:
 def are_all_connected(nvml: Any) -> bool:
     """Returns whether every GPU of this host reaches every other one over NVLink.
 
-    Also those that the job does not use: a process that is given one GPU sees the
-    others as devices of the driver only.
+    This includes GPUs that the job does not use: a process with one GPU sees the others
+    only as devices of the driver.
 
     Args:
       nvml: the module `pynvml`, after `nvmlInit`.
@@ -156,7 +156,7 @@ def find_driver_version() -> str:
 
 
 def _has_multicast(ordinal: int) -> bool:
-    """Asks the driver whether a GPU of this process hangs on a switch that reduces."""
+    """Asks the driver whether a GPU of this process is on a switch that reduces."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -173,7 +173,7 @@ def _has_multicast(ordinal: int) -> bool:
 
 
 def _boot_id() -> str:
-    """Tells hosts of the same name apart."""
+    """Returns an id that tells hosts of the same name apart."""
     try:
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

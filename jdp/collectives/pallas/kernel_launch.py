@@ -1,4 +1,4 @@
-"""Pallas launch: the kernels of the custom all-reduce, and what they run on."""
+"""Kernel launch: the kernels of the custom all-reduce, on real and virtual peers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from jdp.collectives.pallas.peers import (
 )
 from jdp.types import AxisName
 
-# The default, another one since JAX 0.11, cannot say how loads are aligned.
+# The default, which changed in JAX 0.11, cannot express the alignment of loads.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 # JAX puts a barrier of the warpgroup before and after each store, 16 in an iteration of
 # the second stage of 8 replicas, so that its loads wait for those of all other warps.
 # One is needed only between what a warpgroup writes and what it, or a peer, reads of
 # that: there it meets the peers, which begins and ends with a barrier of its own
-# (`compat_kernels.SignalAll`, `pl.semaphore_wait`). Before that each thread stores to
+# (`mosaic_kernels.SignalAll`, `pl.semaphore_wait`). Before that each thread stores to
 # places of its own. Where the tail overlaps with the last whole tile, two threads of a
 # warpgroup store the same bits.
 _WITHOUT_BARRIERS = dataclasses.replace(_PARAMS, unsafe_no_auto_barriers=True)
@@ -56,10 +56,10 @@ def all_reduce_on_replicas(
     Args:
       x: shape (n,).
       axis_name: the axis, or axes, over which replicas lie.
-      num_replicas: of the axis.
-      algorithm: which body.
-      launch: on how many threads.
-      scale: what the sum is multiplied with in float32, the same on all replicas.
+      num_replicas: size of the axis.
+      algorithm: name of the body.
+      launch: threads of the kernel.
+      scale: factor of the sum in float32, the same on all replicas.
 
     Returns:
       Shape (n,).
@@ -69,7 +69,7 @@ def all_reduce_on_replicas(
     y = jax.ShapeDtypeStruct((tiling.size,), x.dtype)
     part = jax.ShapeDtypeStruct((tiling.part_size,), x.dtype)
     kernel = _make_kernel(peers, tiling, algorithm, y, part, scale)
-    # Of what a kernel gives, JAX says that it is the same everywhere.
+    # To JAX's types, the result of a kernel is the same on all replicas.
     reduced = compat.cast_varying(
         kernel(_pad(x, tiling.size)), sorted(compat.varying_axes(x))
     )
@@ -79,16 +79,16 @@ def all_reduce_on_replicas(
 def all_reduce_in_cluster(
     xs: jax.Array, algorithm: Algorithm, launch: Launch, scale: Scale = None
 ) -> jax.Array:
-    """Runs all replicas on one GPU, as the blocks of a cluster.
+    """Runs all replicas on one GPU, as blocks of a cluster.
 
     Args:
       xs: shape (num_replicas, n), at most 8 replicas.
       algorithm: "one_stage" or "two_stage".
-      launch: of one replica.
-      scale: what the sum is multiplied with.
+      launch: threads of one replica.
+      scale: factor of the sum.
 
     Returns:
-      Shape (num_replicas, n): what each of them got.
+      Shape (num_replicas, n): the result of each replica.
     """
     n, size = xs.shape
     tiling = make_tiling(size, xs.dtype, n, algorithm, launch)
@@ -101,10 +101,10 @@ def all_reduce_in_cluster(
 
 
 class SoloKernel(NamedTuple):
-    """The work of one replica, to be timed alone."""
+    """Kernel with the work of one replica, to be timed alone."""
 
     run: Callable[[jax.Array, jax.Array | None], jax.Array]  # (xs, parts) -> y
-    part_shape: tuple[int, int]  # of `parts`: a row for each replica.
+    part_shape: tuple[int, int]  # shape of `parts`: one row per replica.
 
 
 def all_reduce_alone(
@@ -116,19 +116,19 @@ def all_reduce_alone(
     *,
     rank: int = 0,
 ) -> SoloKernel:
-    """Makes the kernel in which one replica does its share, on one GPU.
+    """Makes the kernel with the work of one replica, on one GPU.
 
     Args:
-      num_replicas: of whom it is one.
+      num_replicas: number of replicas, including this one.
       size: elements of a replica's buffer, a multiple of 16 bytes and not padded.
-      dtype: of the buffer.
+      dtype: dtype of the buffer.
       algorithm: "one_stage" or "two_stage".
-      launch: on how many threads.
-      rank: which replica it is.
+      launch: threads of the kernel.
+      rank: rank of the replica.
 
     Returns:
-      A function of the buffers of all replicas, shape (num_replicas, size), and of
-      the parts of two stages (see `parts_of`), that returns the reduced buffer, (n,).
+      The kernel. Its inputs are the buffers of all replicas, shape (num_replicas,
+      size), and for two stages the parts (see `parts_of`); it returns shape (size,).
     """
     tiling = make_tiling(size, dtype, num_replicas, algorithm, launch)
     assert tiling.size == size, (tiling.size, size)
@@ -144,12 +144,12 @@ def all_reduce_alone(
 
 
 def parts_of(xs: jax.Array, launch: Launch, *, rank: int = 0) -> jax.Array:
-    """Returns what peers would have summed up in the first stage; NaN for `rank`'s own.
+    """Returns the sums of peers after the first stage, and NaN in the row of `rank`.
 
     Args:
-      xs: shape (num_replicas, n), of a size that needs no padding.
-      launch: that of the kernel.
-      rank: the replica that sums up its part itself.
+      xs: shape (num_replicas, n), where n needs no padding.
+      launch: threads of the kernel.
+      rank: rank of the replica that sums its part itself.
 
     Returns:
       Shape (num_replicas, part_size).
@@ -169,7 +169,7 @@ def parts_of(xs: jax.Array, launch: Launch, *, rank: int = 0) -> jax.Array:
 def make_tiling(
     size: int, dtype: Any, num_replicas: int, algorithm: Algorithm, launch: Launch
 ) -> Tiling:
-    """Cuts a buffer of `size` elements into tiles; pads it to what can be cut."""
+    """Cuts a buffer of `size` elements, padded if needed, into tiles."""
     vector = VECTOR_BYTES // jnp.dtype(dtype).itemsize
     tile = WARPGROUP * vector * launch.unroll
     multiple = tile if algorithm == "multimem" else vector
@@ -185,7 +185,7 @@ def make_tiling(
 
 
 def _pad(x: jax.Array, size: int) -> jax.Array:
-    """Pads the last dimension; nothing to do, and no copy, where it fits."""
+    """Pads the last dimension to `size`, without a copy if it has that size."""
     missing = size - x.shape[-1]
     widths = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
     return jnp.pad(x, widths) if missing else x
@@ -202,7 +202,7 @@ def _make_kernel(
     cluster_size: int | None = None,
     is_solo: bool = False,
 ) -> Callable[..., jax.Array]:
-    """Returns the function of the inputs that launches a body."""
+    """Returns a function of the inputs that launches a body."""
     has_parts = algorithm == "two_stage"
     has_scale = isinstance(scale, jax.Array)
 
@@ -233,7 +233,7 @@ def _make_kernel(
         num_threads=tiling.num_warpgroups,
         thread_name=WARPGROUP_AXIS,
         kernel_name=f"jdp_{algorithm}_all_reduce",
-        # What `multimem` signals with has no barrier of its own.
+        # The signals of `multimem` have no barrier of their own.
         compiler_params=_PARAMS if algorithm == "multimem" else _WITHOUT_BARRIERS,
         **options,
     )
@@ -241,9 +241,10 @@ def _make_kernel(
 
 
 def do_nothing(launch: Launch) -> Callable[[jax.Array], jax.Array]:
-    """Returns a kernel with the threads and counters of another, and no work.
+    """Returns a kernel with threads and counters, but without work.
 
-    It takes an array and returns one of the same shape and dtype, of any values.
+    It takes an array and returns an array of the same shape and dtype, with undefined
+    values.
     """
 
     def kernel(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Pallas peers: who the replicas of a kernel are, and how one reads from another."""
+"""Peers: the replicas of a kernel, real or virtual, and loads between them."""
 
 import abc
 import dataclasses
@@ -26,23 +26,22 @@ Rank = int | jax.Array  # int32 ()
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a buffer is cut into tiles, and the tiles given to warpgroups.
+    """Tiles of a buffer, and their distribution over warpgroups.
 
-    A tile is what the 128 threads of a warpgroup load in `unroll` vectors of 16 bytes
-    each. What is left after the last whole tile, the tail, is reduced as a tile that
-    ends with the buffer, by the warpgroup of the last whole tile, so that no other
-    writes where the two overlap.
+    The 128 threads of a warpgroup load one tile, in `unroll` vectors of 16 bytes each.
+    The tail, after the last whole tile, is reduced as a tile that ends with the buffer.
+    The warpgroup of the last whole tile does that, so that no other warpgroup writes
+    where the two tiles overlap.
     """
 
     num_replicas: int
     size: int  # elements of the buffer.
     dtype: Any
     num_blocks: int
-    num_warpgroups: int  # of a block.
+    num_warpgroups: int  # per block.
     unroll: int = 1
 
     def __post_init__(self):
-        """Checks itself."""
         assert self.size >= self.tile and self.size % self.vector == 0
 
     @property
@@ -62,12 +61,12 @@ class Tiling:
 
     @property
     def has_tail(self) -> bool:
-        """Whether something is left after the last whole tile."""
+        """Whether elements are left after the last whole tile."""
         return self.size % self.tile != 0
 
     @property
     def tiles_per_part(self) -> int:
-        """Tiles that one replica reduces in two stages; the last ones get fewer."""
+        """Tiles that one replica reduces in two stages; the last replicas get fewer."""
         return -(-self.num_tiles // self.num_replicas)
 
     @property
@@ -77,11 +76,11 @@ class Tiling:
 
     @property
     def layout(self) -> Any:
-        """How a tile lies in the registers: vectors, thread by thread."""
+        """Register layout of a tile: vectors, thread by thread."""
         return plgpu.Layout.WG_STRIDED((self.tile,), vec_size=self.vector)
 
     def for_each_tile(self, num_tiles: int) -> Callable[[Callable[..., None]], None]:
-        """Decorates what is done with tile i; each has its warpgroup, in every loop."""
+        """Decorates a function of tile i; a tile has one warpgroup in all loops."""
 
         def run(fn: Callable[[jax.Array], None]) -> None:
             axes = (BLOCK_AXIS, WARPGROUP_AXIS)
@@ -94,20 +93,19 @@ class Tiling:
 
 
 class Peers(abc.ABC):
-    """The replicas of a kernel: all that differs between real and virtual ones.
+    """Replicas of a kernel: the operations that differ between real and virtual ones.
 
     A reference passed to `load` or `own` is one of the kernel's own arguments. To wait
-    for each other, warpgroups count up in semaphores that are zero at the start: who
-    never resets a counter needs no second round.
+    for each other, warpgroups count up in semaphores that are zero at the start.
+    Counters are never reset, so no second round is needed.
     """
 
     def __init__(self, tiling: Tiling):
-        """Takes how the buffers are cut."""
         self.tiling = tiling
-        self._arrived: Ref = None  # what this warpgroup waits for.
+        self._arrived: Ref = None  # counter that this warpgroup waits for.
 
     def scratch(self) -> list[Any]:
-        """Returns what `enter` wants to be allocated: a counter for each warpgroup."""
+        """Returns the scratch memory for `enter`: one counter per warpgroup."""
         return [plgpu.SemaphoreType.REGULAR((self.tiling.num_warpgroups,))]
 
     def enter(self, *scratch: Ref) -> None:
@@ -117,7 +115,7 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def rank(self) -> Rank:
-        """Returns which replica this is; an int where it is known when traced."""
+        """Returns the rank of this replica, an int if it is known when traced."""
 
     @abc.abstractmethod
     def own(self, ref: Ref) -> Ref:
@@ -128,10 +126,10 @@ class Peers(abc.ABC):
         """Loads a tile, shape (tile,), of the buffer of `peer`."""
 
     def meet(self, phase: int) -> None:
-        """Waits until this warpgroup has come to `phase` = 1, 2, ... on all replicas.
+        """Waits until this warpgroup has reached `phase` = 1, 2, ... on all replicas.
 
-        What they have written before, all see afterwards; `compat_kernels.SignalAll`
-        says why.
+        Their earlier writes are visible to all afterwards, as
+        `mosaic_kernels.SignalAll` explains.
         """
         self._signal_all()
         count = self.tiling.num_replicas * phase
@@ -142,25 +140,24 @@ class Peers(abc.ABC):
         """Adds one to the counter of this warpgroup on every replica, at once."""
 
     def _counter(self) -> Ref:
-        """Returns the counter that the others add to."""
+        """Returns the counter that other replicas add to."""
         return self._arrived
 
 
 class RemotePeers(Peers):
-    """Every replica is a GPU: a device of a mesh axis, read through `remote_ref`."""
+    """Replicas that are GPUs: devices of a mesh axis, read through `remote_ref`."""
 
     def __init__(self, tiling: Tiling, axis_name: AxisName):
-        """Takes the axis, or axes, of the replicas."""
         super().__init__(tiling)
         self.axis_names = mesh.as_axis_names(axis_name)
         self.sizes = [lax.axis_size(name) for name in self.axis_names]
 
     def rank(self) -> jax.Array:
-        """The index along the axis."""
+        """Returns the index along the axis."""
         return lax.axis_index(self.axis_names)
 
     def own(self, ref: Ref) -> Ref:
-        """The reference itself."""
+        """Returns the reference itself."""
         return ref
 
     def load(self, ref: Ref, peer: Rank, offset: Rank) -> jax.Array:
@@ -175,21 +172,21 @@ class RemotePeers(Peers):
         mosaic_kernels.signal_all_devices(self._arrived, first, offsets)
 
     def meet_by_switch(self) -> None:
-        """Waits, once in a kernel, for all replicas and what the switch wrote for them.
+        """Waits, once per kernel, for all replicas and the data that the switch wrote.
 
-        The signal is sent the way of the data, which orders it behind them.
+        The signal takes the same way as the data, so it arrives after the data.
         """
         plgpu.semaphore_signal_multicast(self._arrived, collective_axes=self.axis_names)
         pl.semaphore_wait(self._arrived, self.tiling.num_replicas, decrement=False)
 
     def _devices(self) -> tuple[jax.Array, tuple[int, ...]]:
-        """Which devices the replicas are, in the order of the mesh.
+        """Finds the devices of the replicas, in the order of the mesh.
 
         Returns:
-          The index of rank 0, and by rank how many devices behind it each lies.
+          The device index of rank 0, and per rank the offset from it.
         """
         first: Rank = 0
-        strides: dict[str, int] = {}  # devices from one place of an axis to the next.
+        strides: dict[str, int] = {}  # devices from one index of an axis to the next.
         stride = 1
         for name, size in reversed(jax.sharding.get_abstract_mesh().shape.items()):
             if name not in self.axis_names:
@@ -203,7 +200,7 @@ class RemotePeers(Peers):
         return jnp.asarray(first, jnp.int32), offsets
 
     def _device(self, rank: Rank) -> dict[str, Rank]:
-        """Where a rank lies in the mesh; on axes not named, at this device's place."""
+        """Returns the mesh coordinates of a rank; other axes stay at this device's."""
         rank = jnp.asarray(rank, jnp.int32)
         device: dict[str, Rank] = {}
         for name, size in zip(self.axis_names[::-1], self.sizes[::-1], strict=True):
@@ -213,14 +210,14 @@ class RemotePeers(Peers):
 
 
 class ClusterPeers(Peers):
-    """Every replica is a block of one cluster on one GPU; for correctness, not speed.
+    """Replicas that are blocks of a cluster on one GPU; for correctness, not speed.
 
-    Buffers have a row for each replica, shape (num_replicas, n). The blocks of a
-    cluster run at the same time, so that they can wait for each other.
+    Buffers have one row per replica, shape (num_replicas, n). The blocks of a cluster
+    run at the same time, so that they can wait for each other.
     """
 
     def scratch(self) -> list[Any]:
-        """Nothing: other blocks could not see it."""
+        """Returns nothing, since other blocks could not see it."""
         return []
 
     def enter(self, *scratch: Ref) -> None:
@@ -232,11 +229,11 @@ class ClusterPeers(Peers):
         self._arrived = every.at[block, warpgroup]
 
     def rank(self) -> jax.Array:
-        """The index of the block in its cluster."""
+        """Returns the index of the block in its cluster."""
         return lax.axis_index(RANK_AXIS)
 
     def own(self, ref: Ref) -> Ref:
-        """A row."""
+        """Returns the row of this replica."""
         return ref.at[self.rank()]
 
     def load(self, ref: Ref, peer: Rank, offset: Rank) -> jax.Array:
@@ -252,28 +249,28 @@ class ClusterPeers(Peers):
 
 
 class SoloPeers(Peers):
-    """One replica alone on one GPU does its share of the work; for its time.
+    """One replica alone on one GPU, to time its work.
 
-    The input has a row for each replica, shape (num_replicas, n). A pair of references
-    stands for a temporary buffer: the own one, and the rows that the peers would have
-    written. This is a lower bound: memory in place of NVLink, and no peer to wait for.
+    The input has one row per replica, shape (num_replicas, n). A pair of references
+    stands for a temporary buffer: this replica's own, and the rows that the peers would
+    have written. The time is a lower bound, with local memory in place of NVLink and no
+    peer to wait for.
     """
 
     def __init__(self, tiling: Tiling, rank: int):
-        """Takes which replica it is."""
         super().__init__(tiling)
         self._rank = rank
 
     def rank(self) -> int:
-        """The same in every program."""
+        """Returns the rank, which is known when traced."""
         return self._rank
 
     def own(self, ref: Ref) -> Ref:
-        """The own one of a pair, or the reference itself."""
+        """Returns the first of a pair, or the reference itself."""
         return ref[0] if isinstance(ref, tuple) else ref
 
     def load(self, ref: Ref, peer: Rank, offset: Rank) -> jax.Array:
-        """Loads from a row, or from what this replica wrote itself."""
+        """Loads from a row, or from the own temporary buffer."""
         span = pl.ds(offset, self.tiling.tile)
         if isinstance(ref, tuple):
             own, rows = ref
@@ -282,10 +279,10 @@ class SoloPeers(Peers):
         return _load(ref.at[peer, span], self.tiling)
 
     def _signal_all(self) -> None:
-        """Signals itself as often as it would signal the others, and in that way.
+        """Signals itself as often as it would signal other replicas.
 
-        ptxas makes one atomic of those of a warp to one address; the fence before it,
-        which is what takes time, is the same.
+        ptxas merges the atomics of a warp to one address into one. The fence before it,
+        which takes most of the time, is the same.
         """
         mosaic_kernels.signal_all(self._arrived, (0,) * self.tiling.num_replicas)
 

@@ -1,4 +1,4 @@
-"""Tuning: the limits of the custom all-reduce, from times on the GPUs that are here."""
+"""Tuning: the limits of the custom all-reduce, from times on the GPUs at hand."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ _NCCL = "psum"
 
 
 def all_sizes(num_replicas: int) -> Thresholds:
-    """Returns thresholds under which every size may be reduced."""
+    """Returns thresholds that allow every size."""
     whole = Limits(num_replicas=num_replicas, one_stage_below=None, max_bytes=SIZES[-1])
     return Thresholds(limits=(whole,), source="to be measured")
 
@@ -32,7 +32,7 @@ def kernels(num_replicas: int, topology: Topology) -> dict[str, AllReduceFn]:
 
 
 def candidates(num_replicas: int, topology: Topology) -> dict[str, AllReduceFn]:
-    """Returns what is timed to find the limits, by name."""
+    """Returns the functions to time to find the limits, by name."""
     return {_NCCL: psum_all_reduce} | kernels(num_replicas, topology)
 
 
@@ -47,28 +47,27 @@ def measure_limits(
 
     Args:
       world: the replicas.
-      all_reduces: `candidates` of them.
-      sizes: bytes of the buffers.
-      rounds: how often each is timed at each size.
+      all_reduces: result of `candidates`.
+      sizes: sizes of the buffers, in bytes.
+      rounds: how often each function is timed per size.
 
     Returns:
-      The best limits for so many replicas, and the times.
+      The best limits for this number of replicas, and the times.
     """
     times = measurement.time_all_reduces(world, all_reduces, sizes, rounds=rounds)
     return find_limits(times, world.num_replicas), times
 
 
 def find_limits(times: Sequence[Seconds], num_replicas: int) -> Limits:
-    """Returns the limits that lose least against the best choice at each size.
+    """Returns the limits with the smallest loss against the best choice per size.
 
-    What is lost is counted as the ratio of times, all sizes alike, so that one
-    measurement out of line moves no limit; of limits that lose the same, NCCL and then
-    one stage get most.
+    The loss is the product of time ratios over all sizes, so that a single outlier does
+    not move a limit. Among equal losses, NCCL and then one stage get the largest range.
 
     Args:
-      times: of "psum", "one_stage" and "two_stage", maybe "multimem", at the same
-        sizes.
-      num_replicas: how many have reduced.
+      times: times of "psum", "one_stage", "two_stage" and optionally "multimem", at
+        the same sizes.
+      num_replicas: number of replicas of these times.
     """
     by_size: dict[int, dict[str, float]] = {}
     for each in times:
@@ -76,7 +75,7 @@ def find_limits(times: Sequence[Seconds], num_replicas: int) -> Limits:
     sizes = sorted(by_size)
     has_switch = all("multimem" in found for found in by_size.values())
     best, least = None, math.inf
-    # A limit lies at a measured size, or beyond all of them.
+    # A limit is a measured size, or None: beyond all of them.
     ends: list[int | None] = [*sizes, None]
     for max_bytes, below, from_ in itertools.product(
         [0, *sizes], ends[::-1], ends if has_switch else [None]

@@ -1,4 +1,4 @@
-"""Shared memory: the all-reduce of CPU processes on one host, inside `jit`."""
+"""Shared memory: an all-reduce among CPU processes of one host, inside `jit`."""
 
 import contextvars
 import threading
@@ -30,18 +30,17 @@ def create_shared_buffer(
 ) -> SharedBuffer:
     """Makes the memory through which the processes of one host reduce.
 
-    Every process calls it, in the same order as other things that all processes do. It
-    is freed with its last reference on each process; nothing stays in /dev/shm.
+    Every process calls it, in the same order relative to other collective calls. Each
+    process frees it with its last reference; nothing stays in /dev/shm.
 
     Args:
       world: the processes, with one CPU replica each.
-      num_bytes: of the largest buffer that goes through it at once, in bytes; a larger
-        one goes in pieces. It takes that much for each process and once more.
-      axis_name: what it reduces over: all axes, or of a pair the one within a node;
-        None: all.
+      num_bytes: size of the largest buffer that is reduced in one piece, in bytes. The
+        memory takes this size once per process, and once more.
+      axis_name: axes to reduce over: all, or the inner axis of a pair; None: all.
 
     Returns:
-      The memory, for `SharedMemoryAllReduce`.
+      The shared buffer, for `SharedMemoryAllReduce`.
 
     Raises:
       RuntimeError: see `SharedSegment`.
@@ -64,14 +63,16 @@ def create_shared_buffer(
 class SharedMemoryAllReduce:
     """Reduces over CPU processes of one host.
 
-    Sums and products of 16-bit floats are taken in float32, as the contract of
-    `jdp.collectives.base` wants it. It has side effects, so that a program keeps its
-    reductions in order, one after the other. Programs with it are to be called from one
-    thread: JAX runs these in the order of the calls, the same on all processes.
+    Sums and products of 16-bit floats are computed in float32, as the contract of
+    `jdp.collectives.base` requires. A reduction has side effects, so a program keeps
+    its reductions in order. Call programs that contain it from one thread: JAX then
+    runs them in the order of the calls, the same on all processes.
+
+    Without a `buffer`, it reduces through a default buffer of 64 MiB per process, made
+    when a program with it first runs.
     """
 
     def __init__(self, buffer: SharedBuffer | None = None):
-        """Reduces through `buffer`; None: see `shared_memory_all_reduce`."""
         self._buffer = buffer
 
     @property
@@ -88,15 +89,15 @@ class SharedMemoryAllReduce:
 
         Args:
           x: shape (n,).
-          axis_name: all axes of the world, or of a pair the one within a node.
+          axis_name: all axes of the world, or the inner axis of a pair.
           op: "sum", "mean", "min", "max" or "product".
 
         Returns:
           The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.
 
         Raises:
-          ValueError: `axis_name` is not bound, or not one of those above; unknown `op`.
-          RuntimeError: when it runs: a process has ended, or did not come in time.
+          ValueError: `axis_name` is not bound or not as above, or `op` is unknown.
+          RuntimeError: at run time: a process has ended, or did not arrive in time.
         """
         base.enter(x, axis_name, op)
         return self.reduce_group([x], axis_name, op=op)[0]
@@ -109,10 +110,10 @@ class SharedMemoryAllReduce:
         op: Op = "sum",
         has_data: jax.Array | None = None,
     ) -> list[jax.Array]:
-        """Reduces arrays of one dtype and of any shapes, without packing them.
+        """Reduces arrays of one dtype and any shapes in place, without packing them.
 
-        They go from where they are into the shared memory and back, in place. Where
-        `has_data`, bool (), is False, this replica has zeros, whatever they hold.
+        Where `has_data`, bool (), is False, this replica contributes zeros, whatever
+        the arrays hold.
         """
         world, ranks = self._find(axis_name)
         sizes, dtype = [x.size for x in arrays], arrays[0].dtype
@@ -148,13 +149,13 @@ class SharedMemoryAllReduce:
         op: Op = "sum",
         dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """The first half: replica i gets the reduction of part i of n.
+        """Reduces and scatters: replica i gets the reduction of part i of n.
 
         Args:
           x: shape (n,); padded with zeros to a multiple of the number of replicas.
           axis_name: see `__call__`.
           op: "sum", "mean", "min", "max" or "product".
-          dtype: of the result, that of `x` or of its sum; that of `x` if None.
+          dtype: dtype of the result: the dtype of `x` or of its sum; None: of `x`.
 
         Returns:
           Shape (ceil(n / num_replicas),).
@@ -170,10 +171,10 @@ class SharedMemoryAllReduce:
     def scatter_rows(
         self, rows: Sequence[jax.Array], axis_name: AxisName, *, op: Op = "sum"
     ) -> list[jax.Array]:
-        """Replica i gets the reduction of row i of each array, without packing them.
+        """Gives replica i the reduction of row i of each array, without packing.
 
         Args:
-          rows: of one dtype, shape (num_replicas, k) each.
+          rows: arrays of one dtype, shape (num_replicas, k) each.
           axis_name: see `__call__`.
           op: see `reduce_scatter`.
 
@@ -204,7 +205,7 @@ class SharedMemoryAllReduce:
         )
 
     def all_gather(self, part: jax.Array, axis_name: AxisName) -> jax.Array:
-        """The second half: every replica gets all parts, in the order of their ranks.
+        """Gathers: every replica gets all parts, in the order of their ranks.
 
         Args:
           part: shape (m,).
@@ -222,10 +223,10 @@ class SharedMemoryAllReduce:
     def gather_rows(
         self, parts: Sequence[jax.Array], axis_name: AxisName
     ) -> list[jax.Array]:
-        """The inverse of `scatter_rows`: row i of each array is that of replica i.
+        """Inverts `scatter_rows`: row i of each result comes from replica i.
 
         Args:
-          parts: of one dtype, shape (k,) each.
+          parts: arrays of one dtype, shape (k,) each.
           axis_name: see `__call__`.
 
         Returns:
@@ -250,7 +251,7 @@ class SharedMemoryAllReduce:
 
     @property
     def halves(self) -> ReduceScatterAllGather:
-        """Its two halves, for `hierarchical_all_reduce(within=)` for example."""
+        """The two halves, for example for `hierarchical_all_reduce(within=...)`."""
         return ReduceScatterAllGather(
             self.reduce_scatter, self.all_gather, self.scatter_rows, self.gather_rows
         )
@@ -281,14 +282,12 @@ class SharedMemoryAllReduce:
         return self._buffer or default_buffer(world, axis_name)
 
 
-# Through a buffer of `DEFAULT_NUM_BYTES`, which the processes of the current world make
-# when a program with it first runs.
 shared_memory_all_reduce = SharedMemoryAllReduce()
 SHARED_MEMORY = shared_memory_all_reduce.halves
 
 
 class _Default:
-    """The buffers of the current world, by axes; like the world, there is one set."""
+    """Default buffers of the current world, by axes."""
 
     lock = threading.Lock()
     world: World | None = None
@@ -296,7 +295,7 @@ class _Default:
 
 
 def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
-    """Returns the buffer of the current world over some axes; made at the first call.
+    """Returns the default buffer over these axes; the first call makes it.
 
     Raises:
       RuntimeError: see `SharedSegment`.
@@ -319,10 +318,10 @@ def _other_axes(x: jax.Array, axis_name: AxisName) -> list[str]:
 
 
 class _LastReduction(NamedTuple):
-    """The last reduction of the function that is traced."""
+    """Last reduction of the function that is being traced."""
 
     trace: Any
-    token: jax.Array  # uint32 (1,); a reduction that takes it comes later.
+    token: jax.Array  # uint32 (1,); a reduction that takes it is ordered after.
     number: int
 
 
@@ -340,15 +339,15 @@ def _bind(
     *,
     num_in_place: int = 0,
 ) -> list[jax.Array]:
-    """Calls `run(call, results, operands)` when the program comes to this point.
+    """Calls `run(call, results, operands)` when the program reaches this point.
 
     Args:
-      run: fills the results, which are the first operands where they are in place.
-      what: what the processes do; it must be the same on all of them.
+      run: fills the results; results in place are the first operands.
+      what: label of the operation; must be the same on all processes.
       operands: arrays of this replica.
-      results: their shapes and dtypes.
+      results: shapes and dtypes of the results.
       varying: axes over which the results may differ.
-      num_in_place: as many operands become the first results.
+      num_in_place: number of first operands whose memory the first results take.
     """
     last = _last.get()
     if last is None or last.trace is not compat.current_trace():
@@ -358,8 +357,8 @@ def _bind(
     def callback(context: Any, filled: Any, *given: Any) -> None:
         run(call, filled[1:], given[1:])
 
-    # XLA runs what does not depend on each other in any order, another one in every
-    # process: the token makes it one order.
+    # XLA may run independent operations in a different order on each process. The token
+    # makes the order the same.
     shared = [last.token, *operands]
     run_in_program = buffer_callback(
         callback,
@@ -370,5 +369,5 @@ def _bind(
     with origins.bound_by_collective("shared_memory_all_reduce"):
         token, *filled = run_in_program(*shared)
     _last.set(_LastReduction(last.trace, token, last.number + 1))
-    # By JAX's types what a callback returns is the same everywhere.
+    # To JAX's types, the results of a callback are the same on all replicas.
     return [compat.cast_varying(x, varying) for x in filled]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 ONE_STAGE_BYTES = 32 << 10
 
 
-# A chunk is summed and written to the shared memory while it is in the cache.
+# A chunk stays in the cache from its sum until it is written to the shared memory.
 _CHUNK_BYTES = 128 << 10
 
 
@@ -16,7 +16,7 @@ LINE_BYTES = 64  # bytes of a cache line; parts of two processes never share one
 
 
 class ElementRun(NamedTuple):
-    """A run of elements of one array."""
+    """Contiguous elements of one array."""
 
     array: int
     where: slice  # in the array.
@@ -24,15 +24,15 @@ class ElementRun(NamedTuple):
 
 
 class ReducePiece(NamedTuple):
-    """Piece of the data that goes through the shared memory at once."""
+    """Part of the data that goes through the shared memory at once, to be reduced."""
 
     size: int  # elements.
-    others: list[ElementRun]  # what other processes sum; everything, in one stage.
-    own: list[ElementRun]  # what this process sums, in chunks.
+    others: list[ElementRun]  # summed by other processes; in one stage, everything.
+    own: list[ElementRun]  # summed by this process, in chunks.
 
 
 class RowsPiece(NamedTuple):
-    """Segments of all processes that go through the shared memory at once."""
+    """Part of the rows of all processes that goes through the memory at once."""
 
     size: int  # elements.
     runs: list[ElementRun]  # in chunks.
@@ -41,7 +41,7 @@ class RowsPiece(NamedTuple):
 def cut_arrays(
     sizes: Sequence[int], itemsize: int, num_bytes: int, rank: int, count: int
 ) -> list[ReducePiece]:
-    """Cuts arrays, one after the other, into pieces that fit, and these into parts."""
+    """Cuts concatenated arrays into pieces that fit, and each piece into parts."""
     total = sum(sizes)
     step = max(num_bytes, ONE_STAGE_BYTES) // itemsize
     pieces = []
@@ -74,14 +74,14 @@ def cut_rows(
 
 
 def round_up(num_bytes: int) -> int:
-    """Returns the size of a buffer whose neighbour begins at a line of its own."""
+    """Rounds up to whole cache lines, so that buffers do not share one."""
     return -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
 
 def _runs(
     sizes: Sequence[int], piece: int, a: int, b: int, chunk: int
 ) -> list[ElementRun]:
-    """Lists the runs from `a` to `b` of the piece that begins at `piece`."""
+    """Returns the runs from `a` to `b` of the piece that begins at `piece`."""
     found, first = [], 0
     for i, size in enumerate(sizes):
         start, stop = max(first, piece + a), min(first + size, piece + b)
@@ -94,7 +94,7 @@ def _runs(
 
 
 def _part(size: int, itemsize: int, rank: int, count: int) -> tuple[int, int]:
-    """First element, and the one after the last, of the part that `rank` sums."""
+    """Returns the first element, and the end, of the part that `rank` sums."""
     step = LINE_BYTES // itemsize
     ends = [size * p // count // step * step for p in range(count)] + [size]
     return ends[rank], ends[rank + 1]

@@ -1,10 +1,10 @@
 """Shared buffer: numpy arrays reduced through memory that processes share.
 
-Small buffers take one stage: each process writes its own into the shared memory, and
-sums all. Large ones take two: each process sums one part of all, in place in its own
-buffer, and copies the parts of the others. In the second nothing is copied that its
-owner alone reads: of S bytes on n processes each writes S / n * (n - 1), reads as much
-to sum it, writes S / n of result, and reads the other S / n * (n - 1).
+Small buffers take one stage: each process writes its buffer into the shared memory and
+sums all buffers. Large buffers take two stages: each process sums one part of all
+buffers, in place in its own buffer, and then copies the other parts. In two stages,
+with S bytes and n processes, each process writes S / n * (n - 1) bytes, reads as many
+to sum them, writes S / n bytes of result, and reads S / n * (n - 1) bytes of results.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ class SharedBuffer:
         key: str,
         axis_name: AxisName = (),
     ):
-        """Use `create_shared_buffer`; here `processes` may be any of one host."""
+        """Maps the memory; `processes` may be any processes of one host."""
         processes = tuple(processes)
         self.world = world
-        self.axis_name = axis_name  # (): it is not used inside of programs.
+        self.axis_name = axis_name  # (): not used inside programs.
         self.num_bytes = num_bytes
         self._processes = processes
         self._rank = processes.index(world.process_index)
@@ -63,7 +63,7 @@ class SharedBuffer:
         self._segment: SharedSegment | None = segment  # None: freed.
         memory = np.frombuffer(segment.memory, np.uint8)
         cuts = [0, count * cutting.LINE_BYTES, count * cutting.LINE_BYTES + small]
-        # Two of each, because the next round may begin while others still read.
+        # Two of each, since the next round may begin while other processes still read.
         self._calls = memory[: cuts[1]].view(np.uint32).reshape(count, -1)
         self._small = memory[cuts[1] : cuts[2]].reshape(
             2, count, cutting.ONE_STAGE_BYTES
@@ -74,9 +74,9 @@ class SharedBuffer:
         self._failure: str | None = None
 
     def free(self) -> None:
-        """Gives the memory back, also while programs hold the buffer.
+        """Frees the memory on this process, also while programs hold the buffer.
 
-        Each process frees it; a reduction afterwards raises RuntimeError.
+        Later reductions raise RuntimeError.
         """
         with self._lock:
             self._failure = "The shared buffer has been freed."
@@ -84,13 +84,13 @@ class SharedBuffer:
             self._segment = None
 
     def cut(self, sizes: Sequence[int], itemsize: int) -> list[ReducePiece]:
-        """Cuts arrays, one after the other, into pieces that fit, and into parts."""
+        """Cuts concatenated arrays into pieces that fit, and these into parts."""
         return cutting.cut_arrays(
             sizes, itemsize, self.num_bytes, self._rank, len(self._processes)
         )
 
     def cut_rows(self, sizes: Sequence[int], itemsize: int) -> list[RowsPiece]:
-        """Cuts arrays, one after the other, of which each process has a row."""
+        """Cuts concatenated arrays of which each process has a row."""
         return cutting.cut_rows(sizes, itemsize, self.num_bytes, len(self._processes))
 
     def reduce_in_place(
@@ -105,11 +105,11 @@ class SharedBuffer:
         Args:
           arrays: contiguous and writeable, shape (n,) each.
           op: see `SharedMemoryAllReduce`.
-          call: what must be equal on all processes, or they reduce different things.
-          pieces: what `cut` made of their sizes.
+          call: identifier of the operation, equal on all processes.
+          pieces: result of `cut` for their sizes.
 
         Raises:
-          RuntimeError: a process is gone, or reduces something else.
+          RuntimeError: a process has ended, or reduces something else.
         """
         with self._in_turn() as segment:
             for piece in pieces:
@@ -123,21 +123,22 @@ class SharedBuffer:
         outs: Sequence[np.ndarray],
         steps: Sequence[RowsPiece],
     ) -> None:
-        """Reduces this process' row of each array.
+        """Reduces the row of this process in each array.
 
         Args:
           rows: arrays of one dtype, shape (num_processes, n) each.
           op: see `SharedMemoryAllReduce`.
           call: see `reduce_in_place`.
           outs: shape (n,) each, dtype of `rows` or of their sum.
-          steps: what `cut_rows` made of the sizes n.
+          steps: result of `cut_rows` for the sizes n.
         """
         own, count, dtype = self._rank, len(self._processes), rows[0].dtype
         with self._in_turn() as segment:
             for size, runs in steps:
                 num_bytes = count * size * dtype.itemsize
                 slots = self._large[:count, :num_bytes].view(dtype)
-                slots = slots.reshape(count, count, size)  # of whom, for whom.
+                # By source, destination and element.
+                slots = slots.reshape(count, count, size)
                 for rank in self._others():
                     for i, where, at in runs:
                         slots[own, rank, at] = rows[i][rank, where]
@@ -155,12 +156,12 @@ class SharedBuffer:
         outs: Sequence[np.ndarray],
         steps: Sequence[RowsPiece],
     ) -> None:
-        """Gathers what all processes have of each array.
+        """Gathers the parts of each array from all processes.
 
         Args:
           parts: arrays of one dtype, shape (n,) each.
           call: see `reduce_in_place`.
-          outs: shape (num_processes, n) each, of that dtype.
+          outs: arrays of that dtype, shape (num_processes, n) each.
           steps: see `reduce_scatter`.
         """
         dtype = parts[0].dtype
@@ -175,12 +176,12 @@ class SharedBuffer:
                 segment.arrive_and_wait()
 
     def all_to_all(self, parts: np.ndarray, call: int, out: np.ndarray) -> None:
-        """Sends part i to process i, and gets one from each.
+        """Sends part i to process i, and receives one part per process.
 
         Args:
-          parts: shape (num_processes, n), one for each process.
+          parts: shape (num_processes, n), one row per process.
           call: see `reduce_in_place`.
-          out: shape (num_processes, n), dtype of `parts`; one of each process.
+          out: shape (num_processes, n), dtype of `parts`; row i comes from process i.
         """
         count, width = parts.shape
         step = max(1, self.num_bytes // (count * parts.itemsize))
@@ -196,11 +197,11 @@ class SharedBuffer:
                 segment.arrive_and_wait()
 
     def broadcast(self, array: np.ndarray, root: int, call: int) -> None:
-        """Replaces an array by that of one process.
+        """Replaces an array by the array of one process.
 
         Args:
           array: shape (n,), writeable.
-          root: of whom, counted among the processes of the buffer.
+          root: rank of that process among the processes of the buffer.
           call: see `reduce_in_place`.
         """
         step = max(1, self.num_bytes // array.itemsize)
@@ -217,7 +218,7 @@ class SharedBuffer:
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[SharedSegment]:
-        """One reduction at a time, and none after one that failed."""
+        """Allows one reduction at a time, and none after a failed one."""
         with self._lock:
             if self._failure is not None or self._segment is None:
                 raise RuntimeError(self._failure)
@@ -255,8 +256,8 @@ class SharedBuffer:
         self._meet(segment, call)
         for i, where, at in piece.own:
             part = arrays[i][where]
-            # In the order of the ranks, as everywhere: then sums are the same, bit by
-            # bit, whatever size the arrays have. So `part` may not be the first.
+            # In rank order, as in one stage, so that sums have the same bits for every
+            # size of the arrays. So `part` is not necessarily the first.
             parts = [slot[at] for slot in slots]
             parts[own] = part
             reduce(parts, op, out=result[at])
@@ -285,8 +286,8 @@ def find_processes(world: World, axis_name: AxisName) -> tuple[int, ...]:
     """Returns the processes that reduce with this one, by rank on the axis.
 
     Raises:
-      ValueError: `axis_name` is neither all axes of the world nor the one within a
-        node, a process has several replicas, or they are not on CPU.
+      ValueError: `axis_name` is neither all axes of the world nor the inner axis of a
+        pair, a process has several replicas, or they are not on CPU.
     """
     if world.num_replicas != world.process_count:
         raise ValueError(
@@ -316,12 +317,12 @@ def find_processes(world: World, axis_name: AxisName) -> tuple[int, ...]:
 def reduce(operands: Sequence[np.ndarray], op: Op, *, out: np.ndarray) -> None:
     """Reduces arrays of one process into `out`, which may be the first of them.
 
-    What overflows is infinite, and inf - inf is nan, without a warning, as in JAX.
+    As in JAX, overflow gives infinity and inf - inf gives NaN, without a warning.
 
     Args:
       operands: two or more, of one shape and dtype.
       op: see `SharedMemoryAllReduce`.
-      out: of the same shape, and of their dtype or that of their sum.
+      out: array of the same shape, with their dtype or the dtype of their sum.
     """
     ufunc, (first, second, *rest) = _UFUNCS[op], operands
     dtype = base.accumulator(first.dtype, "sum")

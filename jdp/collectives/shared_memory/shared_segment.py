@@ -23,60 +23,61 @@ _LABEL = "jdp-shared-segment"
 _HEADER_BYTES = sealed_memory.HEADER_BYTES
 _WORDS_A_LINE = 8  # counters of two processes never share a cache line of 64 bytes.
 _MAX_PROCESSES = 32
-_BLAMED = _WORDS_A_LINE * _MAX_PROCESSES  # the word that says who is gone.
+_BLAMED = _WORDS_A_LINE * _MAX_PROCESSES  # word of the process that is gone.
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of Linux on x86-64.
-_EVERYBODY = 2**31 - 1
-# A peer that is on its way comes within microseconds. One that still computes takes
-# longer, and may need the core that spinning would keep busy; always where there are
-# fewer cores than processes.
+_ALL_WAITERS = 2**31 - 1
+# A peer that has finished computing arrives within microseconds. A peer that still
+# computes takes longer, and may need the core on which this process spins; it surely
+# does if there are fewer cores than processes.
 _NUM_SPINS = 5000
 _NUM_SPINS_SHARED = 100
-_CHECK_PERIOD_S = 0.05  # how often a wait looks whether its peer still lives.
+_CHECK_PERIOD_S = 0.05  # how often a wait checks that its peer is alive.
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A process; another one that gets its id later started at another time."""
+    """Process, identified by its id and start time, since ids are reused."""
 
     pid: int
     started: str
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         fields = _read_stat(self.pid)
         return bool(fields) and fields[0] not in "ZX" and fields[19] == self.started
 
 
 class SegmentOffer(msgspec.Struct, frozen=True):
-    """Where the other processes find the memory that the first one has made."""
+    """Location of the memory that the first process has made."""
 
     peer: Peer
     path: str = ""
     token: bytes = b""
-    error: str | None = None  # why there is none.
+    error: str | None = None  # why there is no memory.
 
 
 class SharedSegment:
-    """Memory shared by processes of a world, and a counter of each.
+    """Memory shared by processes of a world, with a counter for each process.
 
-    Each of them makes it, with the same arguments, and then calls `arrive_and_wait`
-    the same number of times. One thread at a time may do so.
+    Each process makes it with the same arguments and then calls `arrive_and_wait` the
+    same number of times, from one thread at a time.
     """
 
     def __init__(
         self, world: World, num_bytes: int, *, key: str, processes: Sequence[int]
     ):
-        """Maps the memory, zeros at first.
+        """Maps the memory, initially zeros.
 
         Args:
-          world: the job.
-          num_bytes: its size.
-          key: where the processes meet in the store; one key, one segment.
-          processes: indices of those that share it, all of one host, this one too.
+          world: world of the processes.
+          num_bytes: size of the memory.
+          key: key in the store, used for this segment only.
+          processes: indices of the processes that share it, including this one; all
+            on one host.
 
         Raises:
-          RuntimeError: there is not so much memory, this is not Linux on x86-64, a
-            process is on another host or did not come within `world.timeout_s`; on
-            every process.
+          RuntimeError: on every process, if memory is missing, a system is not Linux on
+            x86-64, or a process is on another host or did not arrive within
+            `world.timeout_s`.
         """
         self._world = world
         self._processes = tuple(processes)
@@ -95,7 +96,7 @@ class SharedSegment:
     def arrive_and_wait(self) -> None:
         """Waits until all processes have arrived as often as this one.
 
-        What a process wrote before it arrived, all can read after they have waited.
+        Data that a process wrote before it arrived is visible to all afterwards.
 
         Raises:
           RuntimeError: a process has ended, or did not arrive within
@@ -103,7 +104,7 @@ class SharedSegment:
         """
         self._count += 1
         self._words[_WORDS_A_LINE * self._own] = self._count
-        self._futex(self._own, _FUTEX_WAKE, _EVERYBODY)
+        self._futex(self._own, _FUTEX_WAKE, _ALL_WAITERS)
         for rank in range(len(self._processes)):
             if rank != self._own:
                 self._wait_for(rank)
@@ -118,7 +119,7 @@ class SharedSegment:
             if words[_BLAMED]:
                 raise RuntimeError(self._describe(words[_BLAMED] - 1))
             if not self._peers[rank].is_alive() or time.monotonic() > deadline_s:
-                if words[word] >= count:  # It came, and ended then.
+                if words[word] >= count:  # It arrived before it ended.
                     return
                 words[_BLAMED] = rank + 1
                 raise RuntimeError(self._describe(rank))
@@ -228,9 +229,9 @@ def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, SegmentOffer]:
 def _open(
     size: int, offer: SegmentOffer, first: int
 ) -> tuple[mmap.mmap | None, str | None]:
-    """Maps the memory that was offered; returns why it cannot, if so."""
+    """Maps the offered memory; returns the map, or why that failed."""
     try:
-        # Populated: a page that is touched first in a step costs a microsecond there.
+        # Populated now, since the first access to a page costs a microsecond in a step.
         mapped = sealed_memory.open_memory(
             sealed_memory.MemoryOffer(offer.path, offer.token),
             size,
@@ -254,8 +255,8 @@ def _find_obstacle(processes: Sequence[int]) -> str | None:
         return f"is one of more than {_MAX_PROCESSES}, too many for a shared segment."
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         return None
-    # Counters stand for what was written before them, without a fence: x86-64 keeps
-    # the order of writes.
+    # Data is written before its counter, without a fence: x86-64 keeps the order of
+    # writes.
     return f"runs on {platform.system()} {platform.machine()}, not Linux on x86-64."
 
 
@@ -274,7 +275,7 @@ def _free_bytes() -> int:
 
 
 def _read_stat(pid: int) -> list[str] | None:
-    """The fields of /proc/pid/stat after the name: state first, start time 20th."""
+    """Reads /proc/<pid>/stat after the name: field 0 is the state, 19 the start."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
