@@ -1,4 +1,4 @@
-"""Shared segment: memory that processes of one host share, and how far each one is.
+"""Shared segment: memory that processes of one host share, with a counter for each.
 
 The first process makes the memory, sealed and without a name; the others open it.
 """
