@@ -195,13 +195,19 @@ def _normalize(
         )
         if updated is not None:
             mean.value, var.value = updated
-
-    def make(name: str, init: nn.initializers.Initializer) -> jax.Array:
-        made = module.param(name, init, shape, module.param_dtype)
-        return jnp.asarray(made, None if is_wide else module.param_dtype)
-
-    scale = make("scale", module.scale_init) if module.use_scale else None
-    bias = make("bias", module.bias_init) if module.use_bias else None
+    scale = bias = None
+    if module.use_scale:
+        scale = _parameter(module, "scale", module.scale_init, shape)
+    if module.use_bias:
+        bias = _parameter(module, "bias", module.bias_init, shape)
     y = batch_norm.normalize(inputs, moments, scale, bias, options)
     given = [a for a in (x, scale, bias) if a is not None]
     return y.astype(dtypes.canonicalize_dtype(*given, dtype=module.dtype))
+
+
+def _parameter(
+    module: nn.BatchNorm, name: str, init: nn.initializers.Initializer, shape: list[int]
+) -> jax.Array:
+    made = module.param(name, init, shape, module.param_dtype)
+    is_wide = module.force_float32_reductions
+    return jnp.asarray(made, None if is_wide else module.param_dtype)
