@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jdp import eager
-from jdp.eager import engine, pending, session
+from jdp.eager import engine, entries, session
 from tests import harness
 
-_FILES = {each.__file__ for each in (engine, pending, session)}
+_FILES = {each.__file__ for each in (engine, entries, session)}
 
 
 @pytest.fixture(scope="module", autouse=True)
