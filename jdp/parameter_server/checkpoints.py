@@ -88,6 +88,8 @@ class Checkpoints:
                 last = Version(newest.epoch + _LOST_EPOCHS, newest.count)
                 self._progress.write(ServerProgress(last, 0))
         self.last = self._progress.found.version  # before this start.
+        common = self._progress.found.common
+        self._commons = [common] if common else []  # see `find_superfluous`.
 
     def find_counts(self) -> tuple[int, ...]:
         """Returns the update counts that the server can begin with.
@@ -200,7 +202,7 @@ class Checkpoints:
         self._runs[count], self._states[count] = run, self._state
         if self._place[1] == 1:
             self.keep(count)
-        self._drop(find_superfluous(self._counts, self._progress.found.common))
+        self._drop(find_superfluous(self._counts, self._commons))
         return True
 
     def load(self, count: int) -> tuple[list[np.ndarray], dict[bytes, Settled]] | None:
@@ -220,6 +222,7 @@ class Checkpoints:
 
     def keep(self, count: int) -> None:
         """Stores the count of the newest checkpoint that all servers have."""
+        self._commons = add_common(self._commons, count)
         self._write_progress(self._progress.found.version, count)
 
     def drop_after(self, count: int) -> None:
@@ -341,14 +344,37 @@ def _cannot_be_used(path: pathlib.Path, error: OSError) -> RuntimeError:
     )
 
 
-def find_superfluous(counts: Collection[int], common: int) -> list[int]:
+def find_superfluous(counts: Collection[int], commons: Sequence[int]) -> list[int]:
     """Returns which checkpoints a server may drop.
+
+    Where the newest checkpoint is damaged, all servers go back to one before it that
+    all have. Servers whose disks are full in turn also have checkpoints that others
+    lack, which must not take the place of those.
 
     Args:
       counts: update counts of the checkpoints of a server.
-      common: the newest checkpoint that all servers have, or 0. It stays, with two
-        before it and the three newest that others may not have yet.
+      commons: counts of checkpoints that all servers had, ascending, as far as this
+        process knows them. The last `_NUM_KEPT` stay, and so do the newest `_NUM_KEPT`
+        up to the last of them and the newest `_NUM_KEPT` after it, which the others may
+        not have yet. Checkpoints before the first of `commons` stay until `_NUM_KEPT`
+        are known: all servers may have any of these.
     """
-    older = sorted(c for c in counts if c <= common)
-    newer = sorted(c for c in counts if c > common)
-    return older[:-_NUM_KEPT] + newer[:-_NUM_KEPT]
+    commons = commons[-_NUM_KEPT:]
+    newest = commons[-1] if commons else 0
+    older = sorted(c for c in counts if c <= newest)
+    newer = sorted(c for c in counts if c > newest)
+    first = commons[0] if 0 < len(commons) < _NUM_KEPT else 0
+    kept = {*commons, *older[-_NUM_KEPT:]}
+    return [c for c in older if c > first and c not in kept] + newer[:-_NUM_KEPT]
+
+
+def add_common(commons: Sequence[int], count: int) -> list[int]:
+    """Returns `commons` with the newest checkpoint that all servers have.
+
+    Args:
+      commons: see `find_superfluous`.
+      count: of that checkpoint; 0: the initial parameters. Where it is below the last
+        of `commons`, the servers went back to it.
+    """
+    before = [c for c in commons if c < count]
+    return [*before, count][-_NUM_KEPT:] if count else []

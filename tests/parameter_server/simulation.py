@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from jdp.parameter_server.checkpoints import find_superfluous
+from jdp.parameter_server.checkpoints import add_common, find_superfluous
 from jdp.parameter_server.client import Client
 from jdp.parameter_server.follower import Follower
 from jdp.parameter_server.leader import Leader
@@ -48,6 +48,7 @@ class SimulatedServer:
         self.incarnation = self.job.rng.randbytes(8)
         self.follower = Follower()
         self.params = ()
+        self.commons = [self.common] if self.common else []
         self.sessions = set()
         self.is_over = False
         self.leader = None
@@ -73,7 +74,8 @@ class SimulatedServer:
         self.common = common
         if self.common:
             self.disk.pop(0, None)
-        self.drop(find_superfluous(set(self.disk) - {0}, self.common))
+        self.commons = add_common(self.commons, common)
+        self.drop(find_superfluous(set(self.disk) - {0}, self.commons))
 
     def find_good(self):
         return set(self.disk) - self.damaged

@@ -388,10 +388,29 @@ def test_the_given_parameters_count_until_all_servers_had_a_checkpoint(tmp_path)
     assert Checkpoints(tmp_path / "one", 0, 1).find_counts() == ()
 
 
-def test_a_checkpoint_that_all_have_is_only_dropped_for_a_newer_one():
-    assert checkpoints.find_superfluous({1, 2, 3, 4, 5}, 5) == [1, 2]
-    assert checkpoints.find_superfluous({1, 2, 3, 4, 5, 6, 7}, 2) == [3, 4]
-    assert checkpoints.find_superfluous({1, 2}, 0) == []
+def test_a_checkpoint_that_all_have_is_only_dropped_for_newer_ones():
+    superfluous = checkpoints.find_superfluous
+    assert superfluous({1, 2, 3, 4, 5}, [1, 2, 3, 4, 5]) == [1, 2]
+    assert superfluous({1, 2, 3, 4, 5, 6, 7}, [2]) == [3, 4]
+    assert superfluous({1, 2}, []) == []
+
+
+def test_checkpoints_that_others_lack_do_not_take_the_place_of_those_that_all_have():
+    superfluous = checkpoints.find_superfluous
+    assert superfluous({3, 6, 9, 12, 15}, [3, 15]) == [6]
+    assert superfluous({3, 6, 9, 12, 15, 18}, [3, 9, 18]) == [6]
+    # After a restart, any of the earlier ones may be one that all have.
+    assert superfluous({3, 6, 9, 12, 15}, [15]) == []
+
+
+def test_servers_that_go_back_forget_the_checkpoints_after_that():
+    commons = []
+    for count in (3, 6, 9, 12):
+        commons = checkpoints.add_common(commons, count)
+    assert commons == [6, 9, 12]
+    assert checkpoints.add_common(commons, 9) == [6, 9]
+    assert checkpoints.add_common(commons, 3) == [3]
+    assert checkpoints.add_common(commons, 0) == []
 
 
 @pytest.mark.parametrize(
