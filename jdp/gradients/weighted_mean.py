@@ -34,7 +34,7 @@ def as_weighting(weight: jax.typing.ArrayLike, divide_by: DivideBy) -> Weighting
     if x.shape != ():
         raise ValueError(
             "`weight` must be a scalar, how much this replica counts, got shape "
-            f"{x.shape}. Pass the sum, `weight.sum()`, of the weights of its samples."
+            f"{x.shape}. Pass `weight.sum()`, the sum of the weights of its samples."
         )
     if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"`weight` must be a real number, got {x.dtype}.")

@@ -202,7 +202,9 @@ def test_prefetch_must_be_positive(value):
 def test_batches_must_be_iterable_and_no_batch():
     with pytest.raises(TypeError, match="`batches` must be iterable, got int"):
         join_batches(3, world=harness.local_world(1))  # type: ignore
-    with pytest.raises(TypeError, match=r"`batches` is a dict, .* of one, `\[batch\]`"):
+    with pytest.raises(
+        TypeError, match=r"`batches` is a dict, .* one batch, `\[batch\]`"
+    ):
         join_batches({"x": np.ones(2)}, world=harness.local_world(1))
 
 

@@ -907,7 +907,7 @@ def test_a_job_inside_a_job_ends_with_the_outer_one(cli, tmp_path):
         *("launch", "-n", "1", "program.py"),
         program="""
         import sys
-        from jdp.runtime import launch
+        from jdp.launch import launch
         launch.launch(
             launch.Command(kind="script", target="inner.py"),
             launch.LaunchOptions(num_processes=1),
