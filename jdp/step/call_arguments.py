@@ -1,8 +1,8 @@
-"""Step arguments: which arguments of a step are batches, the same on all, or static?
+"""Call arguments: which arguments of a step are batches, replicated, or static?
 
-A call with batches alone, given by position, stays what it is. Any other becomes one
-`CallArguments`, whose static part JAX compares like the structure of a tree: another
-static value is another program.
+A call with batches alone, passed by position, is left as it is. Any other call becomes
+one `CallArguments`. JAX compares its static part like the structure of a tree, so that
+another static value is another program.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ Names = str | Iterable[str] | None
 class CallForm(NamedTuple):
     """Parts of a call that belong to the program."""
 
-    positional: tuple[str, ...]  # names of arguments given by position, in order.
+    positional: tuple[str, ...]  # names of arguments passed by position, in order.
     static: tuple[tuple[str, type, Any], ...]  # name, type, value; sorted by name.
     is_weak: tuple[bool, ...]  # by leaf of `replicated`: whether a Python number.
 
@@ -70,8 +70,8 @@ class CallBinder:
         self._static = _as_names("static_argnames", static_argnames)
         self._replicated = _as_names("replicated_argnames", replicated_argnames)
         self.has_names = bool(self._static or self._replicated)
-        # Python numbers of the last call, and what they became with or without 64
-        # bits, by name.
+        # By name: the Python number of the last call, whether 64 bits were enabled, and
+        # the array that it became.
         self._placed: dict[str, tuple[Any, bool, jax.Array]] = {}
         self._check_names()
 
@@ -88,7 +88,7 @@ class CallBinder:
             if name in self._replicated:
                 raise ValueError(
                     f"`{name}` is in `static_argnames` and in `replicated_argnames`; "
-                    "an argument is one of the two."
+                    "name it in only one of the two."
                 )
         for option, names in options.items():
             if not names:
@@ -98,20 +98,21 @@ class CallBinder:
             for name in names:
                 if name not in known and not takes_all:
                     raise ValueError(
-                        f"`{option}` has {name!r}, which is no parameter of the step "
-                        f"`{self._name}{self._signature}`."
+                        f"`{option}` has {name!r}, which is not a parameter of the "
+                        f"step `{self._name}{self._signature}`."
                     )
                 if name == next(iter(known), None):
                     raise ValueError(
                         f"`{option}` has {name!r}, the state of the step "
-                        f"`{self._name}{self._signature}`. Name arguments after it."
+                        f"`{self._name}{self._signature}`. Name only arguments after "
+                        "it."
                     )
 
     def take_state(self, named: dict[str, PyTree]) -> PyTree:
-        """Takes the state out of the arguments that were given by name.
+        """Takes the state out of the arguments that were passed by name.
 
         Raises:
-          TypeError: the state was not given.
+          TypeError: the state was not passed.
         """
         first = next(iter(self._signature.parameters.values()), None)
         if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD:
@@ -128,12 +129,12 @@ class CallBinder:
         """Converts the arguments of a call into the form that the program takes.
 
         Args:
-          batches: given by position, after the state.
-          named: given by name.
+          batches: arguments passed by position, after the state.
+          named: arguments passed by name.
 
         Returns:
-          `batches`, or one `CallArguments`; the same for arguments by position and by
-          name.
+          `batches`, or one `CallArguments`. Passing an argument by position or by name
+          makes no difference.
 
         Raises:
           TypeError: the step does not take these arguments, or a static argument is not
@@ -165,7 +166,7 @@ class CallBinder:
         return (CallArguments(batch, replicated, form),)
 
     def _count_taken(self) -> str:
-        """Returns how many arguments the step takes, as text such as "from 2 to 3"."""
+        """Returns how many arguments the step takes, such as "from 2 to 3"."""
         known = self._signature.parameters.values()
         single = [p for p in known if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         least = sum(p.default is p.empty for p in single)
@@ -254,9 +255,9 @@ def split_leaves(batches: tuple[PyTree, ...]) -> list[Any]:
 
 
 def warn_of_unequal_lengths(world: World, batches: tuple[PyTree, ...]) -> None:
-    """Warns of a leaf that is split although it may not have one row per sample.
+    """Warns about a leaf that is split but might not have one row per sample.
 
-    A leaf with one row per replica, such as its weight, is normal.
+    A leaf with one row per replica, such as the weights of replicas, is fine.
     """
     trees = {k: v for k, v in by_name(batches).items() if k != "argument"}
     lengths: dict[int, str] = {}
@@ -270,15 +271,15 @@ def warn_of_unequal_lengths(world: World, batches: tuple[PyTree, ...]) -> None:
     (first, a), (second, b) = list(lengths.items())[:2]
     warnings.warn(
         f"The batches have different first dimensions: `{a}` {first}, `{b}` {second}, "
-        "over all replicas. Each is split over the replicas. Pass an array that all "
-        "samples share, such as weights of classes, in `replicated_argnames`, or hold "
+        "over all replicas. Each is split over the replicas. If all samples share an "
+        "array, such as weights of classes, name it in `replicated_argnames`, or hold "
         "it in the state.",
         stacklevel=2,
     )
 
 
 def by_name(batches: tuple[PyTree, ...]) -> dict[str, PyTree]:
-    """Returns the arguments of a call by the names that an error gives them."""
+    """Returns the arguments of a call by the names that errors use."""
     if is_call(batches):
         call = batches[-1]
         return {"batch": call.batches, "argument": call.replicated}
@@ -301,8 +302,8 @@ def run(
 ) -> tuple[PyTree, PyTree]:
     """Runs the step of one replica, while JAX traces.
 
-    Unless one process holds all replicas, replica 0 sends the replicated arguments to
-    all, or in a `jdp.Join` the first replica with data.
+    With several processes, replica 0 sends the replicated arguments to all replicas;
+    inside a `jdp.Join`, the first replica with data does.
     """
     if not is_call(batches):
         return step(state, *batches)
@@ -332,7 +333,7 @@ def _as_names(option: str, names: Names) -> tuple[str, ...]:
     for name in found:
         if not isinstance(name, str):
             raise TypeError(
-                f"`{option}` must hold names of parameters, as text, got {name!r}."
+                f"`{option}` must hold names of parameters as strings, got {name!r}."
             )
     return found
 
@@ -346,7 +347,7 @@ def _check_has_hash(name: str, value: Any) -> None:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"The static argument `{name}` must have a hash, since its value belongs "
-            f"to the program, got {type(value).__name__}. Pass a tuple or a frozen "
+            f"The static argument `{name}` must have a hash, since its value is part "
+            f"of the program, got {type(value).__name__}. Pass a tuple or a frozen "
             "dataclass, or name it in `replicated_argnames` if it is an array."
         ) from None

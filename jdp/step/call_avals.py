@@ -1,4 +1,4 @@
-"""Call avals: which shapes and dtypes do the arguments of a call have altogether?"""
+"""Call avals: which shapes and dtypes have the arguments of all processes together?"""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ def global_avals(world: World, batches: tuple[PyTree, ...]) -> tuple[PyTree, ...
 
     Args:
       world: the replicas.
-      batches: of arrays or `jax.ShapeDtypeStruct`s, with the samples of this process.
+      batches: arrays or `jax.ShapeDtypeStruct`s, with the samples of this process.
 
     Raises:
       TypeError: a leaf is not an array.

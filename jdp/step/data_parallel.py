@@ -28,7 +28,7 @@ from jdp.step.flat_state import FlatState
 from jdp.step.join_hook import StepJoinHook
 from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
-from jdp.step.replica_program import Program, Step
+from jdp.step.replica_program import Program, ProgramOptions, Step
 from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
@@ -36,13 +36,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 class DataParallelStep(Joinable):
-    """A step of all replicas; see `data_parallel`.
+    """Step of all replicas, as `jdp.data_parallel` returns it; a `jdp.Joinable`.
 
-    It is a joinable: in a `jdp.Join`, processes may call it different numbers of times,
-    with batches of one shape. A process that has joined runs it on zeros, and its
-    replicas count for nothing in gradients and metrics, as if `weight=0` were passed
-    to each function that takes one. So a joined process does whatever the step does
-    with the result, and what it alone may hold of the state goes on being updated.
+    Inside a `jdp.Join`, processes may call it different numbers of times, with batches
+    of one shape. A process that has joined runs it on zeros. Its replicas have weight
+    0 in gradients and metrics, as if `weight=0` were passed to every function that
+    takes a weight. It still applies the updates, so that the parts of the state that
+    only this process holds stay up to date.
     """
 
     join_options = ("divide_by", "example")
@@ -69,10 +69,10 @@ class DataParallelStep(Joinable):
         self._is_compared, self.calling_thread = False, 0
         self._placer = StatePlacer(self.name, donates=options.donate_state)
         self._jitted: dict[DivideBy | None, Any] = {}
-        self._join_hook: StepJoinHook | None = None  # of the `jdp.Join` it is in.
+        self._join_hook: StepJoinHook | None = None  # for the surrounding `jdp.Join`.
         self.last_state: PyTree | None = None
         self._owners: tuple[type, ...] = (type,)
-        self._core = self  # of a bound step the one without the object.
+        self._core = self  # a bound step has here the step without the object.
         self._bound = methods.PerObject(
             lambda owner: DataParallelStep(methods.bind_weakly(step, owner), options),
             _BoundStep,
@@ -80,7 +80,7 @@ class DataParallelStep(Joinable):
         )
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Notes of which class the step is a method."""
+        """Notes the class whose method the step is."""
         if not (self._is_static or self._is_of_class):
             self._owners = (type, owner)
 
@@ -90,15 +90,15 @@ class DataParallelStep(Joinable):
         return self if of is None or self._is_static else self._bound.of(of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep":
-        """Returns the step itself, as for functions, also of `jax.jit`."""
+        """Returns the step itself, as a copy of a function does."""
         return self
 
     def __call__(
         self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
-        # `Trainer.step(trainer, state, batch)`; of `classmethod(step)` the class, from
-        # Python 3.13 on. An object that JAX takes apart is a state.
+        # `Trainer.step(trainer, state, batch)`. For `classmethod(step)`, Python 3.13
+        # and later pass the class here. An object that is a pytree node is a state.
         if isinstance(state, self._owners) and jax.tree_util.all_leaves((state,)):
             if state is NotGiven:
                 return self(self._binder.take_state(named), **named)
@@ -122,7 +122,7 @@ class DataParallelStep(Joinable):
     def run(
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree]:
-        """Runs one step; with a divisor the first batch says who has data."""
+        """Runs one step; with a divisor, the first batch marks replicas with data."""
         flat, *placed = self._place(state, batches)
         self._call_limit.wait_for_earlier(flat)
         jitted = self._jitted.get(divide_by) or self._jit(divide_by)
@@ -146,20 +146,22 @@ class DataParallelStep(Joinable):
         example: tuple[PyTree, ...] | None = None,
         **kwargs: Any,
     ) -> JoinHook:
-        """Returns what stands in for this step; see `jdp.Joinable`.
+        """Returns the hook that stands in for this step; see `jdp.Joinable`.
 
-        `last_state` is then what the last call in the `jdp.Join` returned, by
-        either; after it that of the last joiner, of several the process with the
-        highest index, bit for bit the same on all. Where no process calls the step, it
-        is the state of `example`, or of the `jdp.Join` before.
+        Inside the `jdp.Join`, `last_state` is the state that the last call returned,
+        made by the user or by the hook. After it, `last_state` is the state of the last
+        joiner, bit for bit the same on all processes; of several last joiners the
+        process with the highest index counts. If no process calls the step, it is the
+        state in `example`, or the state that the previous `jdp.Join` left.
 
         Args:
-          divide_by: see `jdp.sync_gradients`. Each replica with data counts the same,
-            so "weight" and "active" (torch: `divide_by_initial_world_size=False`) are
-            one; "world" is torch's default.
-          example: the arguments of a call, `(state, *batches)`, for a process that may
-            have no batch at all. The values of the batches are not used.
-          **kwargs: ignored; of other joinables.
+          divide_by: see `jdp.sync_gradients`. Each replica with data has the same
+            weight, so "weight" and "active" (torch:
+            `divide_by_initial_world_size=False`) are equivalent; "world" is torch's
+            default.
+          example: the arguments of a call, `(state, *batches)`, for a process that
+            might have no batch at all. The values of the batches are not used.
+          **kwargs: options of other joinables; ignored.
         """
         step_trace.check_divide_by(divide_by)
         if example is not None:
@@ -180,16 +182,16 @@ class DataParallelStep(Joinable):
 
     @property
     def join_world(self) -> World:
-        """See `jdp.Joinable`."""
+        """Replicas that the `jdp.Join` must have."""
         return self.world
 
     @mesh.without_ambient
     def lower(
         self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
     ) -> jax.stages.Lowered:
-        """Lowers the step for arguments like these, to look at the program.
+        """Lowers the step for such arguments, to inspect the program.
 
-        Every process calls it, as it would call the step. Values are not read.
+        Every process must call it, as it would call the step. Values are not read.
 
         Args:
           state: see `trace`.
@@ -204,11 +206,11 @@ class DataParallelStep(Joinable):
     def fingerprint(
         self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
     ) -> str:
-        """Returns the text of the program for arguments like these.
+        """Returns the text of the program for such arguments.
 
-        It ends with a digest of the arrays that the step captures. Values of arguments
-        are not read, nothing runs, and no other process is asked. Processes
-        whose texts are equal run the same program.
+        It ends with a digest of the arrays that the step captures. Processes with equal
+        texts run the same program. Values of arguments are not read, nothing runs, and
+        no other process takes part.
 
         Args:
           state: see `trace`.
@@ -226,13 +228,13 @@ class DataParallelStep(Joinable):
     def trace(
         self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
     ) -> StepTrace:
-        """Traces the step for arguments like these, to see what it synchronises.
+        """Traces the step for such arguments, to see what it synchronises.
 
-        Values are not read, nothing runs, and no other process is asked.
+        Values are not read, nothing runs, and no other process takes part.
 
         Args:
           state: pytree of arrays or `jax.ShapeDtypeStruct`s.
-          *batches: the same, with the samples of this process.
+          *batches: likewise, with the samples of this process.
           **named: arguments by name.
         """
         trace = StepTrace()
@@ -244,7 +246,7 @@ class DataParallelStep(Joinable):
     def _avals(
         self, state: PyTree, batches: tuple[PyTree, ...], named: dict[str, PyTree]
     ) -> tuple[PyTree, ...]:
-        """Shapes, dtypes and shardings of the arguments of all processes together."""
+        """Returns the avals of the arguments of all processes together."""
         if state is NotGiven:
             state = self._binder.take_state(named)
         arguments = self._binder.bind(batches, named)
@@ -272,9 +274,9 @@ class DataParallelStep(Joinable):
     def _place_anew(
         self, state: PyTree, batches: tuple[PyTree, ...]
     ) -> tuple[FlatState, tuple[PyTree, ...]]:
-        """Places a state that did not come from this step as it is."""
+        """Places a state that is not the unchanged result of this step."""
         world, placer = self.world, self._placer
-        # The other processes may be about to compare theirs with ours.
+        # The other processes may be about to compare their state with ours.
         is_awaited = not self._is_compared or placer.needs_others(world, state)
         reporting = agreement.reporting(world, self._topic, is_local=True)
         with reporting if is_awaited else _NOTHING:
@@ -283,21 +285,21 @@ class DataParallelStep(Joinable):
         return placer.place(world, state), batches
 
     def _jit(self, divide_by: DivideBy | None) -> Any:
-        """The compiled step of flat states; see `_step_of`."""
+        """Returns the compiled step of flat states; see `_step_of`."""
         if divide_by not in self._jitted:
             step = self._placer.structures.take_flat(self._step_of(divide_by))
             self._jitted[divide_by] = self._options.compile(step, self.name)
         return self._jitted[divide_by]
 
     def _step_of(self, divide_by: DivideBy | None) -> Step:
-        """The step of all replicas; with a divisor its first batch are weights."""
-        # Of the core: what is compiled keeps no object alive.
+        """Returns the step of all replicas; a divisor puts weights before batches."""
+        # The core's method: compiled code must not keep an object alive.
         return functools.partial(self._core._trace, divide_by)
 
     def _trace(
         self, divide_by: DivideBy | None, state: PyTree, *batches: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Runs when JAX traces; compares the program before it can be compiled."""
+        """Traces the step, and compares the program before it can be compiled."""
         self._placer.note_other_program()
         world = self.world
         arguments = {"state": state, **call_arguments.by_name(batches)}
@@ -306,7 +308,7 @@ class DataParallelStep(Joinable):
             trace = StepTrace()
             program = self._shard(divide_by, state, batches, trace)
             if self._last_trace is None and world.is_main_process:
-                skipped = 0 if divide_by is None else 1  # which replicas have data.
+                skipped = 0 if divide_by is None else 1  # the marks of `run`.
                 call_arguments.warn_of_unequal_lengths(world, batches[skipped:])
             self._check_graph(trace)
         comparison.compare_programs(
@@ -316,7 +318,7 @@ class DataParallelStep(Joinable):
         return program.run(state, batches)
 
     def _check_graph(self, trace: StepTrace) -> None:
-        """Compares with the last trace of this step; warns at the first."""
+        """Compares a trace with the last one; warns about the first."""
         before, is_main = self._last_trace, self.world.is_main_process
         if before is None and is_main:
             trace.warn()
@@ -328,7 +330,7 @@ class DataParallelStep(Joinable):
             if self._options.static_graph:
                 raise ValueError(
                     f"{text} With `static_graph=True` every trace must find the same; "
-                    "leave it out if the difference is meant."
+                    "leave it out if the difference is intended."
                 )
             if is_main:
                 _logger.warning(text)
@@ -341,15 +343,13 @@ class DataParallelStep(Joinable):
         batches: tuple[PyTree, ...],
         trace: StepTrace,
     ) -> Program:
-        options = replica_program.Options(
-            self.world, divide_by, self._options.check_vma
-        )
+        options = ProgramOptions(self.world, divide_by, self._options.check_vma)
         step = functools.partial(call_arguments.run, self._step, self.world)
         return replica_program.trace_step(step, options, state, batches, trace)
 
 
 class _BoundStep(DataParallelStep):
-    """The step of one object: what it knows is the step's, and it holds the object."""
+    """Step of one object: shares the attributes of its core and holds the object."""
 
     __slots__ = ("__self__",)
 

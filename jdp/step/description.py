@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DIVISORS = {
-    "weight": "the total weight, which rides in a bucket",
-    "active": "the number of replicas with data, which rides in a bucket",
+    "weight": "the total weight, which is sent in a bucket",
+    "active": "the number of replicas with data, which is sent in a bucket",
     "world": "the number of all replicas",
 }
 
@@ -34,10 +34,10 @@ class LeafDescription:
 
 @dataclasses.dataclass(frozen=True)
 class BucketDescription:
-    """One bucket."""
+    """One bucket, and when in the backward pass it is ready."""
 
     num_bytes: int
-    ready_after: float | None  # share of the backward pass; None where unknown.
+    ready_after: float | None  # share of the backward pass; None if unknown.
     leaves: tuple[LeafDescription, ...]  # in packing order.
 
 
@@ -46,20 +46,20 @@ class SynchronizationDescription:
     """Traffic of one `value_and_grad` or similar function in a step."""
 
     buckets: tuple[BucketDescription, ...]  # in the order sent.
-    riders: tuple[str, ...]  # what travels in the buckets beside gradients.
-    divide_by: str | None  # how replicas are weighted; None: all count the same.
+    riders: tuple[str, ...]  # values sent in the buckets besides gradients.
+    divide_by: str | None  # how replicas are weighted; None: equal weights.
     synced_in_backward: tuple[LeafDescription, ...]  # by `jdp.sync_in_backward`.
-    never_used: tuple[str, ...]  # paths that can receive no gradient; not sent.
-    used_at_times: tuple[str, ...]  # paths of which control flow decides.
+    never_used: tuple[str, ...]  # paths that cannot receive a gradient; not sent.
+    used_at_times: tuple[str, ...]  # paths that control flow decides about.
     packing: str  # "flat" or "tuple".
     algorithm: str  # "psum", or the name of the `all_reduce`.
     hook: str | None  # the name of the communication hook.
-    wire_bytes: int  # sent by one replica per step; see `wire_bytes`.
+    wire_bytes: int  # sent by one replica per step; see `Description.wire_bytes`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """Traffic of a step; as text, a table."""
+    """Traffic of a step; `str` makes a table of it."""
 
     name: str
     num_replicas: int
@@ -69,9 +69,9 @@ class Description:
     def wire_bytes(self) -> int:
         """Bytes that one replica sends per step.
 
-        2 (n - 1) / n times the bytes of the buckets: what a bandwidth-optimal
-        all-reduce sends, such as the ring (Patarasuk and Yuan, 2009). With a hook,
-        what it gives to be sent.
+        2 (n - 1) / n times the bytes of the buckets, the cost of a bandwidth-optimal
+        all-reduce such as the ring (Patarasuk and Yuan, 2009). With a hook, the bytes
+        that the hook passes on are counted.
         """
         return sum(made.wire_bytes for made in self.synchronizations)
 
@@ -85,7 +85,7 @@ class Description:
         # Not at the top: importing jdp stays free of rich.
         from rich.console import Console
 
-        # To a file, and as in a terminal: in a notebook rich would show it by itself.
+        # To a file and as in a terminal: in a notebook rich would display it at once.
         text = io.StringIO()
         console = Console(
             file=text, width=120, no_color=True, highlight=False, force_jupyter=False
@@ -112,19 +112,20 @@ def describe(
 ) -> Description:
     """Describes what a step of `jdp.data_parallel` sends.
 
-    The step is traced, not run; nothing is sent, and each process may call it alone.
+    The step is traced, not run, and nothing is sent. One process may call it alone.
 
     Args:
-      step: what `jdp.data_parallel` returned.
+      step: the result of `jdp.data_parallel`.
       state: a state as the step takes it, or `jax.ShapeDtypeStruct`s.
       *batches: batches as the step takes them, or `jax.ShapeDtypeStruct`s with the
         shapes of this process' samples.
       **named: arguments by name.
 
     Returns:
-      The buckets in the order sent, with the parameters in them, bytes, and the share
-      of the backward pass after which each is ready; parameters that are not used,
-      always or at times; bytes on the wire. `str` makes a table of it, `to_json` JSON.
+      The buckets in the order sent, each with its parameters, its bytes, and the share
+      of the backward pass after which it is ready; the parameters that are never used
+      or only used at times; and the bytes on the wire. `str` makes a table of it,
+      `to_json` makes JSON.
 
     Raises:
       TypeError: `step` is not a step of `jdp.data_parallel`, or a leaf is not an array.
@@ -132,7 +133,7 @@ def describe(
     if not isinstance(step, DataParallelStep):
         raise TypeError(
             "`step` must be what `jdp.data_parallel` returned, got "
-            f"{type(step).__name__}. For a loss function there is `jdp plan`."
+            f"{type(step).__name__}. For a loss function, use `jdp plan`."
         )
     found = step.trace(state, *batches, **named)
     return make_description(step.name, step.world.num_replicas, found.synchronizations)
@@ -141,12 +142,12 @@ def describe(
 def make_description(
     name: str, num_replicas: int, made: list[Synchronization]
 ) -> Description:
-    """Describes what was recorded."""
+    """Describes the synchronisations that a trace recorded."""
     return Description(name, num_replicas, tuple(map(_describe, made)))
 
 
 def wire_bytes(num_bytes: int, num_replicas: int) -> int:
-    """Bytes that one of n replicas sends to sum `num_bytes`: 2 (n - 1) / n of them."""
+    """Returns 2 (n - 1) / n times `num_bytes`, which one of n replicas sends."""
     return round(2 * (num_replicas - 1) / num_replicas * num_bytes)
 
 
@@ -221,13 +222,13 @@ def _caption(made: SynchronizationDescription) -> str:
     lines = [
         f"{len(made.buckets)} {noun}, packing {made.packing}, algorithm "
         f"{made.algorithm}, hook {made.hook or 'none'}; one replica sends "
-        f"{made.wire_bytes:,} bytes a step."
+        f"{made.wire_bytes:,} bytes per step."
     ]
     if made.riders:
-        lines.append(f"Beside gradients: {', '.join(made.riders)}.")
+        lines.append(f"Besides gradients: {', '.join(made.riders)}.")
     if made.divide_by:
         lines.append(
-            "Replicas without data do not count; the sum is divided by "
+            "Replicas without data have weight 0; the sum is divided by "
             f"{_DIVISORS[made.divide_by]}."
         )
     if made.never_used:

@@ -1,4 +1,4 @@
-"""Divided control flow: which collectives could only some replicas reach?"""
+"""Divided control flow: which collectives might only some replicas reach?"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +10,10 @@ from jdp.compat import origins, primitives
 
 
 class FoundCollective(NamedTuple):
-    """A collective in a jaxpr, or in a jaxpr inside of it."""
+    """A collective in a jaxpr, or in a jaxpr inside it."""
 
     eqn: Any
-    mask: int  # its axes.
+    mask: int  # the bits of its axes.
 
 
 class CollectiveFinder:
@@ -21,11 +21,11 @@ class CollectiveFinder:
 
     def __init__(self, bits: Mapping[str, int]):
         self._bits = bits
-        # By the ids of jaxprs, which are kept so that these stay taken.
+        # Keyed by the id of the jaxpr, which is kept so that the id stays taken.
         self._found: dict[int, tuple[Any, list[FoundCollective]]] = {}
 
     def find(self, jaxpr: Any) -> list[FoundCollective]:
-        """Returns the collectives in a jaxpr, and in all jaxprs inside of it."""
+        """Returns the collectives in a jaxpr and in all jaxprs inside it."""
         if id(jaxpr) not in self._found:
             found = []
             for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
@@ -42,7 +42,7 @@ class CollectiveFinder:
 
 
 def mask_of(bits: Mapping[str, int], axis_names: Iterable[Any]) -> int:
-    """Returns the bits of those axes that `bits` knows, in one number."""
+    """Returns the bits of the axes that are in `bits`, as one number."""
     mask = 0
     for name in axis_names:
         mask |= bits.get(name, 0)
@@ -53,33 +53,33 @@ def explain(eqn: Any, collective: Any, names: Sequence[str]) -> str:
     """Explains why control flow with a collective in it is refused.
 
     Args:
-      eqn: the `cond` or `while`, which replicas decide differently.
+      eqn: the `cond` or `while` that replicas decide differently.
       collective: the equation of the collective, in a branch or the loop.
       names: axes over which the decision differs.
     """
     over = names[0] if len(names) == 1 else tuple(names)
     is_loop = eqn.primitive.name == "while"
-    what = "end" if is_loop else "choose"
+    what = "end at different times" if is_loop else "choose differently"
     place = "a `while` loop" if is_loop else "a branch of a `cond`"
     caller = origins.caller_in_jdp(collective)
     hint = ""
     if caller == "average":
         hint = (
             " If an optimizer differentiates it, as a `value_fn`, pass "
-            "`jdp.mean_loss(loss_fn)`: the gradient of a `jdp.average` is of one "
-            "replica alone."
+            "`jdp.mean_loss(loss_fn)`: the gradient of a `jdp.average` is the gradient "
+            "of one replica alone."
         )
     if caller in ("zero1", "distributed_optimizer"):
         hint = (
-            " A wrapper that looks at gradients goes inside, where they are those "
-            f"of all: `jdp.{caller}(optax.apply_if_finite(...))`."
+            " A wrapper that looks at gradients goes inside, where the gradients are "
+            f"averaged: `jdp.{caller}(optax.apply_if_finite(...))`."
         )
     return (
-        f"{_describe(collective)} is in {place}{exchange.line_of(eqn)} that replicas "
-        f"of {'/'.join(names)} {what} by themselves; some would wait for the others "
-        "for ever. Let a value decide that all replicas share, such as "
-        f"`lax.pmax(condition, {over!r})` or a `jdp.average`, or apply "
-        f"it outside of the `{eqn.primitive.name}`.{hint}"
+        f"{_describe(collective)} is in {place}{exchange.line_of(eqn)} that the "
+        f"replicas along {'/'.join(names)} may {what}: some would wait for the others "
+        "forever. Decide with a value that is the same on all replicas, such as "
+        f"`lax.pmax(condition, {over!r})` or a `jdp.average`, or call the collective "
+        f"outside of the `{eqn.primitive.name}`.{hint}"
     )
 
 

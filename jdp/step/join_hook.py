@@ -1,4 +1,4 @@
-"""Step join: how does a step run in a `jdp.Join`, with or without data?"""
+"""Join hook: how does a step run in a `jdp.Join`, with and without data?"""
 
 import functools
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from jdp.types import PyTree
 
 
 class JoinedStep(Protocol):
-    """Part of a step that the hook needs."""
+    """Attributes and methods of a step that the hook needs."""
 
     name: str
     last_state: PyTree | None
@@ -29,7 +29,7 @@ class JoinedStep(Protocol):
     def run(
         self, divide_by: DivideBy | None, state: PyTree, batches: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree]:
-        """Runs the step; with a divisor the first batch marks replicas with data."""
+        """Runs the step; with a divisor, the first batch marks replicas with data."""
         ...
 
 
@@ -42,16 +42,15 @@ class StepJoinHook(JoinHook):
         divide_by: DivideBy,
         example: tuple[PyTree, ...] | None,
     ):
-        """Runs `step`; see `jdp.step.data_parallel.DataParallelStep.join_hook`."""
         self._step = step
         self._divide_by: DivideBy = divide_by
-        self._has_run = False  # by any process: then all have.
-        self._arguments = example  # of the last call; the state is that it returned.
+        self._has_run = False  # true on all processes at once.
+        self._arguments = example  # of the last call, with the state that it returned.
 
     def run(
         self, state: PyTree, batches: tuple[PyTree, ...], *, has_data: bool
     ) -> tuple[PyTree, PyTree]:
-        """Runs the step; without data the replicas of this process do not count."""
+        """Runs the step; without data, the replicas of this process have weight 0."""
         step = self._step
         amount = np.full(step.join_world.num_local_replicas, has_data, np.float32)
         out = step.run(self._divide_by, state, (amount, *batches))
@@ -65,7 +64,7 @@ class StepJoinHook(JoinHook):
         if self._arguments is None:
             raise RuntimeError(
                 f"This process has not called the step `{self._step.name}` in the "
-                "`jdp.Join`, so it knows no state and no shapes to stand in with. Pass "
+                "`jdp.Join`, so it has no state and no shapes to run it on zeros. Pass "
                 "`example=(state, *batches)` to `jdp.Join`, or use `jdp.join_batches`."
             )
         state, *batches = self._arguments
@@ -78,7 +77,7 @@ class StepJoinHook(JoinHook):
         step = self._step
         context = step.join_context
         assert context is not None and context.last_joiner is not None
-        self._arguments = None  # Nothing but `last_state` is kept alive.
+        self._arguments = None  # Keeps nothing alive but `last_state`.
         if self._has_run:
             step.last_state = replication.copy_from(
                 step.join_world, step.last_state, process=context.last_joiner
@@ -86,7 +85,7 @@ class StepJoinHook(JoinHook):
 
 
 def _zeros_of(world: World, leaf: Any) -> np.ndarray:
-    """Zeros in the shape of this process' part of a batch."""
+    """Returns zeros in the shape of this process' part of a batch."""
     aval = jax.eval_shape(lambda x: x, leaf)
     if isinstance(leaf, jax.Array) and leaf.sharding == world.split:
         part = aval.shape[0] // world.num_replicas * world.num_local_replicas

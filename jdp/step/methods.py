@@ -1,4 +1,4 @@
-"""Methods: one step per object, made once and kept no longer than the object."""
+"""Methods: which step belongs to an object, and how long is it kept?"""
 
 import functools
 import inspect
@@ -11,22 +11,22 @@ T = TypeVar("T")
 
 class _Entry(NamedTuple):
     owner: weakref.ref[Any]
-    core: Any  # refers to its owner weakly.
-    handle: weakref.ref[Any] | None  # of what refers to the owner strongly.
+    core: Any  # holds its owner weakly.
+    handle: weakref.ref[Any] | None  # to a handle that holds the owner strongly.
 
 
 class PerObject(Generic[T]):
-    """Something for each object, by identity; neither keeps the object alive."""
+    """One value per object, by identity; the table does not keep objects alive."""
 
     def __init__(
         self, make: Callable[[Any], T], hold: Callable[[T, Any], T], *, what: str
     ):
-        """Makes nothing yet.
+        """Starts with an empty table.
 
         Args:
-          make: makes it for an object, to which it may refer weakly only.
-          hold: (made, object) -> the same for a caller, which holds the object.
-          what: it is, for errors.
+          make: object -> its value, which must hold the object weakly.
+          hold: (value, object) -> a handle for callers, which holds the object.
+          what: a description of the value, for errors.
         """
         self._make = make
         self._hold = hold
@@ -34,10 +34,10 @@ class PerObject(Generic[T]):
         self._entries: dict[int, _Entry] = {}
 
     def of(self, owner: Any) -> T:
-        """Returns what belongs to `owner`; the same each time while it is in use.
+        """Returns the handle of `owner`; the same one as long as it is in use.
 
         Raises:
-          TypeError: `owner` cannot be referred to weakly.
+          TypeError: `owner` takes no weak references.
         """
         number = id(owner)
         entry = self._entries.get(number)
@@ -60,9 +60,9 @@ class PerObject(Generic[T]):
 
 
 def bind_weakly(fn: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """Returns the method `fn` of `owner`, without keeping `owner` alive.
+    """Returns `fn` bound to `owner`, without keeping `owner` alive.
 
-    It may be called as long as `owner` lives.
+    The result must not be called after `owner` is gone.
     """
     reference = weakref.ref(owner)
 

@@ -1,4 +1,4 @@
-"""NaN search: does JAX call a step again to find where a NaN arises?"""
+"""NaN search: is JAX calling a step again to find where a NaN arises?"""
 
 from typing import Any
 
@@ -14,13 +14,12 @@ from jdp.types import PyTree
 def check_is_tracing(step: str, arguments: dict[str, PyTree]) -> None:
     """Raises FloatingPointError if JAX calls a step to look for a NaN.
 
-    With `jax_debug_nans` or `jax_debug_infs` JAX runs the step again, operation by
-    operation, on the arguments of the call. `shard_map` would then call itself without
-    end.
+    With `jax_debug_nans` or `jax_debug_infs`, JAX runs the step again on the arguments
+    of the call, operation by operation. `shard_map` would then call itself endlessly.
 
     Args:
-      step: its name.
-      arguments: by name.
+      step: the name of the step.
+      arguments: the arguments of the call, by name.
     """
     if not compat.searches_for_nan():
         return
@@ -36,11 +35,11 @@ def check_is_tracing(step: str, arguments: dict[str, PyTree]) -> None:
     found = (
         f"`{before[0]}` held one before the step."
         if before
-        else "The arguments that are left, such as the batches, held none."
+        else "The arguments that were not donated, such as the batches, held none."
     )
     raise FloatingPointError(
         f"The step `{step}` returned a NaN or an infinity, which `jax_debug_nans` or "
-        f"`jax_debug_infs` refuses. {found} To see where it arises, run the loss of "
+        f"`jax_debug_infs` refuses. {found} To find where it arises, run the loss of "
         "one replica without `jdp.data_parallel`, or print with `jax.debug.print`."
     )
 

@@ -14,22 +14,22 @@ import numpy as np
 from jdp import compat
 from jdp.replicas import mesh, per_replica, replication
 from jdp.replicas.mesh import World
-from jdp.step.flat_state import Finder, FlatState, Structure, Structures
+from jdp.step.flat_state import FlatState, LeafFinder, Structure, Structures
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 T = TypeVar("T")
 
-_MAX_PARTS = 16  # of a state, of which each has an array that is held weakly.
+_MAX_PARTS = 16  # parts of a state; one array of each part is held weakly.
 
 
 def from_python(run: Callable[..., T]) -> Callable[..., T]:
-    """Says of a call that fails while JAX traces that this is why.
+    """Replaces the error of a call that fails because JAX is tracing.
 
-    What fails there is whatever looks first at a value that JAX traces.
+    Otherwise the error would come from the first code that looks at a traced value.
 
     Args:
-      run: method of an object with a `name`.
+      run: a method of an object with a `name`.
     """
 
     @functools.wraps(run)
@@ -45,35 +45,35 @@ def from_python(run: Callable[..., T]) -> Callable[..., T]:
 
 
 class HeldLeaves:
-    """Arrays of one state that need no second look, without keeping them alive.
+    """Arrays of one state that were checked already, without keeping them alive.
 
-    Of each part of the state, such as parameters and optimizer state, the largest array
-    is held weakly. When one dies, all others are let go: a program that drops a part of
-    its state frees the memory.
+    The largest array of each part of the state, such as parameters or optimizer state,
+    is held weakly. When one of these dies, all other arrays are released: a program
+    that drops a part of its state frees the memory.
     """
 
     def __init__(self) -> None:
         self._largest: list[weakref.ref[Any]] = []  # of each part.
-        self._places: list[int] = []  # of these among the leaves, ascending.
+        self._places: list[int] = []  # their positions among the leaves, ascending.
         self._others: list[Any] = []
         self._structure: Structure | None = None
-        self._finder: Finder | None = None
+        self._finder: LeafFinder | None = None
         self._num_donations = 0  # of all steps, when the arrays were held.
 
     def hold(self, flat: FlatState, tree: PyTree) -> bool:
-        """Holds the leaves of a state, all of them arrays, in place of the last.
+        """Holds the leaves of a state, all of them arrays, in place of the last state.
 
         Args:
           flat: the state.
-          tree: the same, as it is found again: with its dicts in the order of those of
-            the last one, if that had the same structure.
+          tree: the same state as the user has it. If the last state had the same
+            structure, the keys of each dict have the same order as there.
 
         Returns:
-          Whether the state has another structure than the last, or may have.
+          Whether the structure might differ from the structure of the last state.
         """
         is_other = self._finder is None or flat.structure is not self._structure
         if is_other:
-            self._structure, self._finder = flat.structure, Finder(tree)
+            self._structure, self._finder = flat.structure, LeafFinder(tree)
             self._places = _find_largest(tree, flat.leaves)
         self._num_donations = _Donations.count
         others = list(flat.leaves)
@@ -88,11 +88,11 @@ class HeldLeaves:
         return is_other
 
     def forget_layout(self) -> None:
-        """Expects that the next state may have another structure, or other shapes."""
+        """Allows the next state to have another structure or other shapes."""
         self._finder = None
 
     def find(self, tree: PyTree) -> FlatState | None:
-        """Returns a state if its leaves are those held, by identity, and alive."""
+        """Returns the state if its leaves are the held arrays, and alive."""
         structure = self._structure
         if not self._largest or self._finder is None or structure is None:
             return None
@@ -114,7 +114,7 @@ class HeldLeaves:
 
 
 class _Donations:
-    """Count of the states whose memory a step of this process took."""
+    """Number of states that were donated to a step of this process."""
 
     count = 0
 
@@ -122,16 +122,16 @@ class _Donations:
 class StatePlacer:
     """Places the state of one step on the replicas, and checks it leaf by leaf.
 
-    A leaf that a step returned, or that was looked at before, costs a comparison of
-    identities. Any other leaf costs a look at all of them.
+    A state whose leaves were all returned by the step, or checked before, costs one
+    identity comparison per leaf. A single other leaf makes all leaves be checked.
     """
 
     def __init__(self, name: str, *, donates: bool):
         """Places states for one step.
 
         Args:
-          name: of the step, for errors.
-          donates: whether the step takes the memory of its state.
+          name: the name of the step, for errors.
+          donates: whether the state is donated to the step.
         """
         self._name = name
         self._donates = donates
@@ -139,22 +139,23 @@ class StatePlacer:
         self._passed = HeldLeaves()  # only filled if states are not donated.
         self.structures = Structures()
         self._placed: set[Structure] = set()
-        # Sizes in bytes of arguments that may share memory with a leaf: its own, and
-        # where one of the two is in parts those. A key and its data differ in shape.
+        # Sizes in bytes of arguments that may share memory with a leaf: the size of the
+        # leaf, or of a part or a multiple of it where one of the two is split. Not
+        # shapes: a PRNG key and its data differ in shape.
         self._sizes: set[int] = set()
         self._num_replicas = 1
 
     def find_known(self, state: PyTree) -> FlatState | None:
-        """Returns a state all of whose leaves were looked at before, and are alive."""
+        """Returns a state if all its leaves were checked before and are alive."""
         found = self._returned.find(state)
         if found is None and not self._donates:
             found = self._passed.find(state)
         return found
 
     def take_returned(self, world: World, flat: FlatState) -> PyTree:
-        """Returns a state that a step returned: distinct arrays, all in their places.
+        """Converts a state that the step returned, and lets `find_known` find it.
 
-        It is found again by `find_known`.
+        Its leaves are distinct arrays, all in their places.
         """
         state = flat.to_tree()
         if self._donates:
@@ -164,11 +165,11 @@ class StatePlacer:
         return state
 
     def note_other_program(self) -> None:
-        """Notes that the step may return another structure than before."""
+        """Notes that the step may return another structure next."""
         self._returned.forget_layout()
 
     def needs_others(self, world: World, state: PyTree) -> bool:
-        """Returns whether `place` waits for the other processes."""
+        """Returns whether `place` waits for other processes."""
         return self._is_new_structure(state) or bool(_not_placed(world, state)[0])
 
     def check(self, state: PyTree) -> None:
@@ -185,20 +186,20 @@ class StatePlacer:
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise RuntimeError(
                     f"The state was donated to an earlier call of `{self._name}`, or "
-                    f"of another function. {name} is gone. Go on with the state that "
-                    "it returned, or pass `donate_state=False` to `jdp.data_parallel`."
+                    f"of another function. {name} is gone. Use the state that the call "
+                    "returned, or pass `donate_state=False` to `jdp.data_parallel`."
                 )
             check_is_array(leaf, name)
 
     def place(self, world: World, state: PyTree) -> FlatState:
-        """Puts a state on the replicas; leaves that are in place stay what they are.
+        """Puts a state on the replicas; leaves already in place are not copied.
 
-        Every process calls it if one of them has a leaf that is not in its place, or a
-        structure that it has not seen.
+        If one process has a leaf that is not in its place, or a structure that it has
+        not seen, every process must call it.
 
         Raises:
-          RuntimeError: the processes do not have the same leaves in place; on every
-            process, naming the first such leaf.
+          RuntimeError: the processes do not have the same leaves in place. Every
+            process raises, and names the first such leaf.
           ValueError: a leaf lies on devices of several processes that are not replicas.
         """
         shared, own = _not_placed(world, state)
@@ -218,7 +219,7 @@ class StatePlacer:
         return flat
 
     def part_from(self, state: FlatState, arguments: PyTree) -> PyTree:
-        """Copies arrays of `arguments` that share memory with a state to be donated."""
+        """Copies arrays of `arguments` that share memory with a donated state."""
         leaves, treedef = jax.tree.flatten(arguments)
         sizes = {x.size * x.dtype.itemsize for x in leaves}
         if sizes.isdisjoint(self._sizes):
@@ -236,7 +237,7 @@ class StatePlacer:
         return jax.tree.unflatten(treedef, leaves)
 
     def _note_shared(self, world: World, state: FlatState) -> None:
-        """Notes with which arguments a state that is to be donated may share memory."""
+        """Notes the sizes of arguments that may share memory with a donated state."""
         if not self._donates:
             return
         self._num_replicas = world.num_replicas
@@ -244,7 +245,7 @@ class StatePlacer:
             self._sizes |= self._sizes_beside(x)
 
     def _sizes_beside(self, x: jax.Array) -> set[int]:
-        """Returns how many bytes an argument that shares memory with `x` may have."""
+        """Returns the possible sizes, in bytes, of an argument that aliases `x`."""
         num_bytes, n = x.size * x.dtype.itemsize, self._num_replicas
         return {num_bytes, num_bytes // n, num_bytes * n}
 
@@ -252,7 +253,7 @@ class StatePlacer:
         return self.structures.flatten(state).structure not in self._placed
 
     def _topic(self, state: PyTree, shared: list[int]) -> str:
-        """Returns a topic that tells apart other parts of the program."""
+        """Returns a topic that differs from the topics of other meetings."""
         if self._is_new_structure(state):
             return f"placement of the state of the step `{self._name}`"
         path = tree_paths.leaf_paths(state)[shared[0]] or "(root)"
@@ -264,7 +265,7 @@ class StatePlacer:
 
 
 def state_avals(world: World, state: PyTree) -> PyTree:
-    """Returns shapes, dtypes and shardings of a state that is in its place.
+    """Returns shapes, dtypes and shardings that a state has on the replicas.
 
     Raises:
       TypeError: a leaf is not an array.
@@ -293,32 +294,32 @@ def check_is_array(leaf: Any, name: str) -> None:
         jax.typeof(leaf)
     except TypeError:
         raise TypeError(
-            f"{name} is a {type(leaf).__name__}, not an array or a number. Keep what "
-            "is no array out of the state: for an equinox model `params, static = "
-            "eqx.partition(model, eqx.is_array)`, and `eqx.combine` in the step. A "
-            "class of one's own is taken apart once it is registered with "
-            "`jax.tree_util.register_dataclass`."
+            f"{name} is a {type(leaf).__name__}, not an array or a number. Keep other "
+            "objects out of the state: for an equinox model call `params, static = "
+            "eqx.partition(model, eqx.is_array)`, and `eqx.combine` in the step. "
+            "Register your own classes with `jax.tree_util.register_dataclass`."
         ) from None
 
 
 def _is_traced(arguments: PyTree) -> bool:
-    """Returns whether an argument, or any value computed here, is traced."""
+    """Returns whether an argument, or any value computed now, is traced."""
     probes = [jax.device_put(np.float32(0)), *jax.tree.leaves(arguments)]
     return any(isinstance(x, jax.core.Tracer) for x in probes)
 
 
 def _while_tracing(step: str) -> TypeError:
     return TypeError(
-        f"The step `{step}` was called while JAX traces. It is compiled as a whole; "
+        f"The step `{step}` was called while JAX traces. The step compiles itself: "
         "call it from Python, or use `jdp.value_and_grad` under your own `jit` and "
         "`shard_map`."
     )
 
 
 def _find_largest(tree: PyTree, leaves: Sequence[Any]) -> list[int]:
-    """Returns the place among the leaves of the largest array of each part of a tree.
+    """Returns the position of the largest leaf of each part of a tree.
 
-    Parts are the children of the first node that has several; of many it is one part.
+    Parts are the children of the first node that has several children. If they are more
+    than `_MAX_PARTS`, the tree is one part.
     """
     parts = [tree]
     while len(parts) == 1:
@@ -342,7 +343,7 @@ def _has_deleted(leaves: list[Any]) -> bool:
 
 
 def _not_placed(world: World, state: PyTree) -> tuple[list[int], list[int]]:
-    """Returns which leaves are to be placed: of the shared ones, and of their own."""
+    """Returns the shared leaves that are not in place, and the per-replica ones."""
     found: tuple[list[int], list[int]] = ([], [])
     leaves = jax.tree.leaves(state)
     for i, is_own in enumerate(per_replica.are_own(state)):
@@ -353,10 +354,10 @@ def _not_placed(world: World, state: PyTree) -> tuple[list[int], list[int]]:
 
 
 def _copy_aliases(leaves: Sequence[Any]) -> list[Any]:
-    """Copies arrays whose memory an array before them has already.
+    """Copies arrays that share memory with an array before them.
 
-    XLA refuses to be given one buffer twice; on several local CPU devices that ends
-    the process.
+    XLA refuses to take one buffer twice; with several local CPU devices it ends the
+    process.
     """
     taken: set[int] = set()
     distinct = []
@@ -370,7 +371,7 @@ def _copy_aliases(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _copy(x: jax.Array) -> jax.Array:
-    """Copies an array shard by shard: no program of several processes is needed."""
+    """Copies an array shard by shard, which needs no program of several processes."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _copy(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -1,8 +1,9 @@
-"""Replica program: the step of one replica becomes a program of all of them.
+"""Replica program: how does the step of one replica become a program of all?
 
-The step is traced once, without JAX's types of what varies, so that `jax.grad` in it is
-the gradient of one replica, as under `pmap`. Then `sameness` tells which results are
-the same on all replicas: the new state must be; metrics that differ are averaged.
+The step is traced once, without JAX's types for values that vary, so that `jax.grad`
+inside it returns the gradient of one replica, as under `pmap`. Then `sameness` finds
+which results are the same on all replicas. The new state must be the same; metrics
+that differ are averaged.
 """
 
 import contextlib
@@ -30,34 +31,35 @@ from jdp.types import PyTree
 Step = Callable[..., tuple[PyTree, PyTree]]
 
 
-class Options(NamedTuple):
-    """How a step is turned into a program."""
+class ProgramOptions(NamedTuple):
+    """Options of turning a step into a program."""
 
     world: World
-    divide_by: DivideBy | None  # in a `jdp.Join`: the first batch says who has data.
-    is_proven: bool  # whether the program must show that the new state is the same.
+    # Inside a `jdp.Join`; then the first batch marks the replicas with data.
+    divide_by: DivideBy | None
+    is_proven: bool  # whether the program must prove that the new state is the same.
 
 
 class Program:
-    """The step of all replicas, traced; its text is what processes compare."""
+    """Traced step of all replicas; the processes compare its text."""
 
-    def __init__(self, step: Any, averaging: Any | None, made: "_Made"):
+    def __init__(self, step: Any, averaging: Any | None, outlines: "_StepOutlines"):
         """Use `trace_step`.
 
         Args:
           step: closed jaxpr: leaves of state and batches -> leaves of the new state,
             and the metrics of each replica.
-          averaging: closed jaxpr: metrics of each replica, but for those of its own
-            -> metrics; None where there are none.
-          made: what the step returned.
+          averaging: closed jaxpr: shared metrics of each replica -> their means; None
+            if every metric is in a `jdp.PerReplica`.
+          outlines: the results of the step.
         """
         self._step = step
         self._averaging = averaging
-        self._state = made.state
-        self._metrics = made.metrics
+        self._state = outlines.state
+        self._metrics = outlines.metrics
 
     def __str__(self) -> str:
-        """Returns the text of all that runs."""
+        """Returns the text of both jaxprs."""
         return "\n".join(map(str, self.jaxprs))
 
     @property
@@ -80,9 +82,9 @@ class Program:
         """Takes the results of the step apart.
 
         Returns:
-          The leaves of the state; those of the metrics, with a row for each replica,
-          which all share, and of their own; and, in a list of one or none, how much
-          each replica counts.
+          The leaves of the state; the leaves of the metrics with one row per replica,
+          first the shared ones, then the ones in a `jdp.PerReplica`; and the weight of
+          each replica, in a list that is empty if no weight was noted.
         """
         num_shared, first = self._state.num_shared, len(self._state.leaves)
         end = first + len(self._metrics.leaves)
@@ -97,28 +99,28 @@ class Program:
 
 def trace_step(
     step: Step,
-    options: Options,
+    options: ProgramOptions,
     state: PyTree,
     batches: tuple[PyTree, ...],
     trace: StepTrace,
 ) -> Program:
-    """Traces the step of one replica, and checks what it returns.
+    """Traces the step of one replica and checks its results.
 
     Args:
       step: see `jdp.data_parallel`.
-      options: how.
-      state: as it is outside of a step; arrays or `jax.ShapeDtypeStruct`s.
-      batches: of all replicas.
+      options: the options of the program.
+      state: the state as it is outside of a step: arrays or `jax.ShapeDtypeStruct`s.
+      batches: the batches of all replicas together.
       trace: collects the facts about the step.
 
     Raises:
-      TypeError: the step returns no pair, or a metric is no number.
-      ValueError: the new state differs between replicas, a metric is one per sample,
-        or a reduction is in control flow that replicas decide differently.
+      TypeError: the step does not return a pair, or a metric is not a number.
+      ValueError: the new state differs between replicas, a metric has one row per
+        sample, or a collective is in control flow that replicas decide differently.
     """
     world = options.world
     split = PartitionSpec(world.axis_names)
-    made: list[_Made] = []
+    traces: list[_StepOutlines] = []
     treedef = jax.tree.structure(state)
 
     def run(leaves: list[Any], *batches: PyTree) -> Any:
@@ -129,7 +131,7 @@ def trace_step(
         trees = per_replica.outline(new_state), per_replica.outline(metrics)
         weighting = trace.weighting.noted
         trace.weighting = trace.weighting.without_arrays()
-        made.append(_Made(*trees, trace.weighting, counts))
+        traces.append(_StepOutlines(*trees, trace.weighting, counts))
         shared, own = per_replica.split_leaves(per_replica.leave(new_state))
         amounts = [] if weighting is None else [weighting.amount]
         raw = [*jax.tree.leaves(metrics), *amounts]
@@ -148,17 +150,18 @@ def trace_step(
     is_single = world.num_replicas == 1
     with compat.skip_size_one_axes() if is_single else contextlib.nullcontext():
         traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
-        found = made[-1]
+        outlines = traces[-1]
         if is_single:
-            return _make_program(traced, found, _inexact_if_weighed(found), world)
-        spreads = _find_spreads(traced, found, world)
-        _check_state(traced, found, spreads, options, trace)
-        differing = _check_metrics(found, spreads.metrics, world)
-        return _make_program(traced, found, differing, world)
+            weighed = _find_weighed(outlines)
+            return _make_program(traced, outlines, weighed, world)
+        spreads = _find_spreads(traced, outlines, world)
+        _check_state(traced, outlines, spreads, options, trace)
+        differing = _check_metrics(outlines, spreads.metrics, world)
+        return _make_program(traced, outlines, differing, world)
 
 
-class _Made(NamedTuple):
-    """Results of the step of one replica that outlive its trace."""
+class _StepOutlines(NamedTuple):
+    """Results of the step of one replica, without the arrays of its trace."""
 
     state: Outline
     metrics: Outline
@@ -166,11 +169,11 @@ class _Made(NamedTuple):
     sample_counts: frozenset[int]  # the lengths of this replica's batches.
 
 
-class _Spreads(NamedTuple):
-    """How leaves may differ between replicas."""
+class _ResultSpreads(NamedTuple):
+    """Possible differences of the results between replicas."""
 
-    shared: list[Spread]  # of the state.
-    metrics: list[Spread]
+    state: list[Spread]  # per leaf that is not in a `jdp.PerReplica`.
+    metrics: list[Spread]  # per leaf.
 
 
 def _with_paths(tree: PyTree) -> list[tuple[str, Any]]:
@@ -186,7 +189,7 @@ def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
 
 def _run_on_replica(
     step: Step,
-    options: Options,
+    options: ProgramOptions,
     state: PyTree,
     batches: tuple[PyTree, ...],
     trace: StepTrace,
@@ -202,16 +205,16 @@ def _run_on_replica(
     except NameError as error:
         if "axis name" in str(error):
             error.add_note(
-                "The replicas of this step lie over the axis "
-                f"{options.world.axis_name!r}. Pass that to `lax.pmean` and the like, "
-                "or choose another name with `jdp.init(axis_name=...)`."
+                "The replicas of this step lie along the axis "
+                f"{options.world.axis_name!r}. Pass this name to `lax.pmean` and other "
+                "collectives, or choose another one with `jdp.init(axis_name=...)`."
             )
         raise
     if not isinstance(out, tuple) or len(out) != 2:
         got = f"{len(out)} values" if type(out) is tuple else type(out).__name__
         raise TypeError(
             f"The step must return a pair `(state, metrics)`, got {got}. Return "
-            "`(state, {})` where there are no metrics."
+            "`(state, {})` if there are no metrics."
         )
     state, metrics = out
     for path, leaf in _with_paths(metrics):
@@ -225,55 +228,55 @@ def _check_is_array(path: str, leaf: Any) -> None:
     if isinstance(leaf, bool | int | float | complex | jax.Array):
         return
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV":
-        return  # "V" is bfloat16, and what is narrower.
+        return  # "V" is bfloat16 and narrower floats.
     if hasattr(leaf, "__jax_array__"):
         return
     raise TypeError(
-        f"The metric `{path}` is {leaf!r}, of type {type(leaf).__name__}. Metrics are "
-        "numbers and arrays; keep text and other objects outside of the step."
+        f"The metric `{path}` is {leaf!r}, of type {type(leaf).__name__}. Metrics must "
+        "be numbers and arrays; keep text and other objects outside of the step."
     )
 
 
-def _find_spreads(traced: Any, found: _Made, world: World) -> _Spreads:
+def _find_spreads(traced: Any, outlines: _StepOutlines, world: World) -> _ResultSpreads:
     body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
     spreads = sameness.find_spreads(body, inputs, world.axis_names)
-    first = len(found.state.leaves)
-    end = first + len(found.metrics.leaves)
-    return _Spreads(spreads[: found.state.num_shared], spreads[first:end])
+    first = len(outlines.state.leaves)
+    end = first + len(outlines.metrics.leaves)
+    return _ResultSpreads(spreads[: outlines.state.num_shared], spreads[first:end])
 
 
 def _check_state(
     traced: Any,
-    found: _Made,
-    spreads: _Spreads,
-    options: Options,
+    outlines: _StepOutlines,
+    spreads: _ResultSpreads,
+    options: ProgramOptions,
     trace: StepTrace,
 ) -> None:
-    """Raises ValueError if replicas would go apart behind a state that is shared."""
-    flags = zip(found.state.paths, found.state.are_own, strict=True)
+    """Raises ValueError if a shared leaf of the new state may differ."""
+    flags = zip(outlines.state.paths, outlines.state.are_own, strict=True)
     paths = [path for path, is_own in flags if not is_own]
     refused = [
         i
-        for i, spread in enumerate(spreads.shared)
+        for i, spread in enumerate(spreads.state)
         if (spread.axes if options.is_proven else spread.is_local)
     ]
     if not refused:
         return
     first, others = refused[0], len(refused) - 1
     also = f", and so may {others} more" if others else ""
-    spread = spreads.shared[first]
+    spread = spreads.state[first]
     hint = ""
     if options.is_proven and not spread.is_local:
         hint = (
-            " Pass `check_vma=False` if it is equal for a reason that the program does "
-            "not show, such as an all-reduce of your own."
+            " If it is equal for a reason that the program does not show, such as your "
+            "own all-reduce, pass `check_vma=False`."
         )
     if ".acc_grads" in paths[first]:
         reason = (
             "`optax.MultiSteps` adds up gradients that are not averaged yet. Average "
-            "them in front of it (`jdp.value_and_grad`); else it goes inside, where "
-            "they are: `jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, and so "
-            "with `jdp.zero1`."
+            "them before it, with `jdp.value_and_grad`, or wrap it in the function "
+            "that averages: `jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, or "
+            "likewise `jdp.zero1`."
         )
     else:
         has_synchronized = bool(trace.synchronizations)
@@ -282,19 +285,21 @@ def _check_state(
         )
     raise ValueError(
         f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
-        f"{reason} Hold what is to differ in a `jdp.PerReplica`.{hint}"
+        f"{reason} If it is meant to differ, hold it in a `jdp.PerReplica`.{hint}"
     )
 
 
-def _check_metrics(found: _Made, spreads: Sequence[Spread], world: World) -> list[bool]:
-    """Returns by leaf whether it is to be averaged.
+def _check_metrics(
+    outlines: _StepOutlines, spreads: Sequence[Spread], world: World
+) -> list[bool]:
+    """Returns whether to average the metric, per leaf.
 
     Raises:
-      TypeError: it cannot be averaged.
-      ValueError: it is one per sample.
+      TypeError: a leaf that differs has no mean.
+      ValueError: a leaf that differs has one row per sample.
     """
     differing = []
-    tree = found.metrics
+    tree = outlines.metrics
     for path, leaf, spread, is_own in zip(
         tree.paths, tree.leaves, spreads, tree.are_own, strict=True
     ):
@@ -305,22 +310,22 @@ def _check_metrics(found: _Made, spreads: Sequence[Spread], world: World) -> lis
         if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
             raise TypeError(
                 f"The metric `{path}` differs between the replicas and is {dtype}, "
-                "which has no mean. Return what is the same on all replicas, or each "
-                "replica's own in a `jdp.PerReplica`."
+                "which has no mean. Return a value that is the same on all replicas, "
+                "or return one value per replica, in a `jdp.PerReplica`."
             )
-        if shape and shape[0] in found.sample_counts:
+        if shape and shape[0] in outlines.sample_counts:
             raise ValueError(
                 f"The metric `{path}`, {dtype}{list(shape)}, seems to have a row per "
-                "sample of a replica, and the mean over replicas would mix rows of "
+                "sample of a replica. The mean over replicas would mix rows of "
                 "different samples. Return `jdp.PerReplica(x)` to get the rows of "
-                "each replica, a mean over the samples, or, if this is meant, "
-                f"`jdp.average(x, axis_name={world.axis_name!r})`."
+                "each replica, return a mean over the samples, or, if the mix is "
+                f"intended, return `jdp.average(x, axis_name={world.axis_name!r})`."
             )
     return differing
 
 
 def _widen(x: jax.Array) -> jax.Array:
-    """Returns numbers of which JAX forms no mean, 4-bit and 8-bit ones, in float32."""
+    """Returns numbers too narrow for JAX to average in float32; others as they are."""
     dtype = x.dtype
     is_float = jnp.issubdtype(dtype, jnp.floating)
     is_narrow = is_float and jnp.finfo(dtype).bits <= 8
@@ -333,10 +338,10 @@ def _dtype_of(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
 
 
-def _inexact_if_weighed(found: _Made) -> list[bool]:
-    """Returns by metric whether a weight of 0 of a single replica makes it 0."""
-    is_weighed = found.weighting.noted is not None
-    pairs = zip(found.metrics.leaves, found.metrics.are_own, strict=True)
+def _find_weighed(outlines: _StepOutlines) -> list[bool]:
+    """Returns whether weight 0 of the only replica sets a metric to 0, per leaf."""
+    is_weighed = outlines.weighting.noted is not None
+    pairs = zip(outlines.metrics.leaves, outlines.metrics.are_own, strict=True)
     return [
         is_weighed and not own and jnp.issubdtype(_dtype_of(x), jnp.inexact)
         for x, own in pairs
@@ -344,14 +349,14 @@ def _inexact_if_weighed(found: _Made) -> list[bool]:
 
 
 def _make_program(
-    traced: Any, found: _Made, differing: list[bool], world: World
+    traced: Any, outlines: _StepOutlines, differing: list[bool], world: World
 ) -> Program:
-    """Adds what averages the metrics of `differing` leaves."""
-    program = Program(traced, None, found)
-    own = found.metrics.are_own
+    """Adds a jaxpr that averages the metrics whose leaves are `differing`."""
+    program = Program(traced, None, outlines)
+    own = outlines.metrics.are_own
     if all(own):
         return program
-    weighting = found.weighting.of_metrics() if any(differing) else None
+    weighting = outlines.weighting.of_metrics() if any(differing) else None
     chosen = [d for d, is_own in zip(differing, own, strict=True) if not is_own]
 
     def average(metrics: list[jax.Array], amount: list[jax.Array]) -> list[jax.Array]:
@@ -373,4 +378,4 @@ def _make_program(
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.out_avals]
     _, (shared, _), amount = program.split(avals)
     average_program = jax.make_jaxpr(mapped)(shared, amount)
-    return Program(traced, average_program, found)
+    return Program(traced, average_program, outlines)

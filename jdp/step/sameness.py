@@ -1,14 +1,14 @@
-"""Sameness: which values of a replica's program are the same on all replicas.
+"""Sameness: which values of a replica's program are the same on all replicas?
 
-JAX proves it by types, under `shard_map(check_vma=True)`. Those types refuse ordinary
-programs, such as a loop that begins with zeros, and change what `jax.grad` means. So
-the program is traced without them, and this follows its values instead.
+JAX proves sameness with types, under `shard_map(check_vma=True)`. Those types refuse
+ordinary programs, such as a loop that begins with zeros, and change the meaning of
+`jax.grad`. So the program is traced without them, and its values are followed here.
 
-A value is a Python integer, a pair of bits for each axis: whether it may differ over
-the axis, and, if so, whether something was sent along the axis to make it. One more
-bit tells that something outside of the program has a part in it; see `sources`. The
-result of several values is their union, bit by bit. Loops are followed until nothing
-changes.
+The spread of a value is a Python integer with two bits per axis: whether the value may
+differ along the axis, and, if so, whether something was sent along the axis to compute
+it. One more bit tells that something outside of the program takes part in it; see
+`sources`. The spread of a result is the bitwise union of its operands' spreads. Loops
+are followed until nothing changes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -26,11 +26,11 @@ from jdp.step import divided_control
 class Spread(NamedTuple):
     """Possible difference of one value between the replicas."""
 
-    axes: frozenset[str]  # over which it may differ; empty: it is the same on all.
-    # Whether along one of these axes nothing was sent to make it, so that it differs
-    # for sure, or depends on nothing that does.
+    axes: frozenset[str]  # axes along which it may differ; empty: the same on all.
+    # Whether nothing was sent along one of these axes to compute the value. It then
+    # surely differs, unless nothing that it depends on differs.
     is_local: bool
-    # Whether something outside of the program has a part in it; see `sources`.
+    # Whether something outside of the program takes part in it; see `sources`.
     is_external: bool = False
 
 
@@ -46,17 +46,17 @@ def find_spreads(
 
     Args:
       jaxpr: the open jaxpr of one replica's part.
-      inputs: by input, the axes over which it differs between replicas.
-      axis_names: the axes over which the replicas lie.
-      refuse_divided: whether to raise for a reduction that only some replicas reach.
-      with_index: whether values differ by the number of a replica; else only by what
-        enters, to tell what of the two it is.
+      inputs: the axes along which an input differs, per input.
+      axis_names: the axes along which the replicas lie.
+      refuse_divided: whether to raise for a collective that only some replicas reach.
+      with_index: whether the number of a replica makes values differ. With False only
+        inputs do, which tells the two causes apart.
 
     Returns:
-      By output, how it may differ.
+      The possible difference of each output.
 
     Raises:
-      ValueError: a reduction is in control flow that replicas decide differently.
+      ValueError: a collective is in control flow that replicas decide differently.
     """
     analysis = _Analysis(
         axis_names, refuse_divided=refuse_divided, with_index=with_index
@@ -66,14 +66,14 @@ def find_spreads(
 
 
 class _Followed(NamedTuple):
-    """Result of following a jaxpr's values."""
+    """Spreads after a jaxpr was followed."""
 
     outputs: tuple[int, ...]
-    inputs: tuple[int, ...]  # as they entered; but a reference holds what was written.
+    inputs: tuple[int, ...]  # as they entered; a reference has the values written.
 
 
 class _Analysis:
-    """Follows values, through each jaxpr once for each way in which they enter."""
+    """Follows values through jaxprs, each once per combination of input spreads."""
 
     def __init__(
         self, axis_names: Sequence[str], *, refuse_divided: bool, with_index: bool
@@ -81,11 +81,11 @@ class _Analysis:
         self._names = tuple(axis_names)
         self._bits = {name: 1 << i for i, name in enumerate(self._names)}
         self._all = (1 << len(self._names)) - 1
-        # A callback may return what it heard from other replicas.
+        # A callback may return values that it got from other replicas.
         self._external = self._as_sent(self._all) | 1 << 2 * len(self._names)
         self._refuse_divided = refuse_divided
         self._with_index = with_index
-        # By the ids of jaxprs, which are kept so that these stay taken.
+        # Keyed by the id of the jaxpr, which is kept so that the id stays taken.
         self._followed: dict[tuple[int, tuple[int, ...]], tuple[Any, _Followed]] = {}
         self._collectives = divided_control.CollectiveFinder(self._bits)
         self._sources: dict[int, tuple[Any, int]] = {}
@@ -93,18 +93,18 @@ class _Analysis:
         self._rules = _make_rules(self)
 
     def mask(self, axis_names: Iterable[Any]) -> int:
-        """Returns the bits of those of `axis_names` that replicas lie over."""
+        """Returns the bits of the axes in `axis_names` that replicas lie along."""
         return divided_control.mask_of(self._bits, axis_names)
 
     def spread(self, x: int) -> Spread:
-        """Reads a value."""
+        """Converts the bits of a value."""
         axes = x & self._all
         names = frozenset(n for n, bit in self._bits.items() if axes & bit)
         is_external = bool(axes and x >> 2 * len(self._names))
         return Spread(names, bool(axes & ~self._sent(x)), is_external)
 
     def follow(self, jaxpr: Any, entering: tuple[int, ...]) -> _Followed:
-        """Carries values through a jaxpr, open or closed."""
+        """Propagates spreads through a jaxpr, open or closed."""
         key = id(jaxpr), entering
         if key not in self._followed:
             body, _ = flow.open_jaxpr(jaxpr)
@@ -133,7 +133,7 @@ class _Analysis:
                     known[var] = x
 
     def plain(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows any other primitive: all operands reach all results."""
+        """Follows any other primitive: every operand affects every result."""
         found = self._source(eqn)
         for x in entering:
             found |= x
@@ -160,14 +160,14 @@ class _Analysis:
         return entering, entering
 
     def expected(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows a value that must be the same, and refuses it if it cannot be."""
+        """Follows a value that must be the same on all; raises if it cannot be."""
         axes = self.mask(exchange.axes_of(eqn))
         if self.spread(entering[0] & (axes | axes << len(self._names))).is_local:
             raise ValueError(eqn.params["message"])
         return entering, entering
 
     def uniting(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows a reduction, or a gathering, over some of the axes."""
+        """Follows a reduction or an all-gather along some of the axes."""
         if _has_groups(eqn):
             return self.moving(eqn, entering)
         axes = self.mask(exchange.axes_of(eqn))
@@ -178,7 +178,7 @@ class _Analysis:
         return leaving, entering
 
     def moving(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows a primitive that gives each replica of some axes another value."""
+        """Follows a primitive that gives each replica along some axes another value."""
         axes = self.mask(exchange.axes_of(eqn))
         leaving, after = self.plain(eqn, entering)
         if not self._with_index:
@@ -197,7 +197,7 @@ class _Analysis:
         return found.outputs, found.inputs
 
     def linear_solve(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows the solver, the part that runs; the rest serves derivatives."""
+        """Follows the solver, which runs; the other jaxprs serve derivatives."""
         if eqn.effects and compat.touches_reference(eqn):
             return self.plain(eqn, entering)
         matvec, vecmat, solve, transposed = eqn.params["const_lengths"]
@@ -208,12 +208,12 @@ class _Analysis:
         return found.outputs, entering
 
     def run_state(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows a function of references, which returns what they hold."""
+        """Follows a function of references, which returns their contents."""
         found = self.follow(eqn.params["jaxpr"], tuple(entering))
         return found.inputs, entering
 
     def cond(self, eqn: Any, entering: list[int]) -> Any:
-        """Follows all branches; all results differ if replicas choose differently."""
+        """Follows all branches; results differ if replicas choose differently."""
         predicate, *operands = entering
         branches = eqn.params["branches"]
         if predicate:
@@ -276,7 +276,7 @@ class _Analysis:
     def _after(
         self, inputs: Sequence[int], entering: list[int], eqn: Any, predicate: int
     ) -> list[int]:
-        """Returns the operands after control flow, with what it wrote to references."""
+        """Returns the operands after control flow, with writes to references."""
         if not (eqn.effects and compat.touches_reference(eqn)):
             return entering
         triples = zip(eqn.invars, entering, inputs, strict=True)
@@ -298,13 +298,13 @@ class _Analysis:
         return x | (x & self._all) << len(self._names)
 
     def _source(self, eqn: Any) -> int:
-        """Returns how the results of an equation differ regardless of its operands."""
+        """Returns the spread that an equation adds to the spreads of its operands."""
         if eqn.primitive.name == "axis_index":
             return self.mask(exchange.axes_of(eqn)) if self._with_index else 0
         return self._external if sources.is_external(eqn) else 0
 
     def _sources_in(self, jaxpr: Any) -> int:
-        """Returns the axes over which a jaxpr differs regardless of its operands."""
+        """Returns the spread that a jaxpr adds to the spreads of its operands."""
         if id(jaxpr) not in self._sources:
             found = 0
             for eqn in flow.open_jaxpr(jaxpr)[0].eqns:
@@ -315,7 +315,7 @@ class _Analysis:
         return self._sources[id(jaxpr)][1]
 
     def _check_divided(self, eqn: Any, predicate: int, jaxprs: Iterable[Any]) -> None:
-        """Refuses a collective that some of its replicas may not reach."""
+        """Raises ValueError for a collective that some replicas might not reach."""
         if not self._refuse_divided:
             return
         met = [m for jaxpr in jaxprs for m in self._collectives.find(jaxpr)]
@@ -327,7 +327,7 @@ class _Analysis:
 
 
 def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any]]:
-    """Rules by the name of a primitive: (equation, entering) -> (leaving, after)."""
+    """Returns rules by primitive name: (equation, entering) -> (leaving, after)."""
     rules: dict[str, Callable[[Any, list[int]], Any]] = {
         "cond": analysis.cond,
         "custom_linear_solve": analysis.linear_solve,
@@ -358,7 +358,7 @@ def _union(xs: Sequence[int], ys: Sequence[int]) -> list[int]:
 
 
 def _changed_carries(body: Any, num_consts: int, num_carries: int) -> list[int]:
-    """Carries that a loop does not pass on as they came."""
+    """Returns the indices of the carries that a loop's body changes."""
     jaxpr, _ = flow.open_jaxpr(body)
     return [
         i

@@ -1,4 +1,4 @@
-"""Reasons of a spread: why does part of a new state differ, and what can be done?"""
+"""Reasons of a spread: why does a leaf of the new state differ, and what helps?"""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from jdp.replicas.mesh import World
 from jdp.step import sameness
 from jdp.step.sameness import Spread
 
-# Advice on state whose differing part is made in a file of another package.
+# Advice for leaves that a file of another package computes.
 _REMEDIES = {
     "normalization.py": (
-        "It is a statistic of a layer: `jdp.sync_buffers(stats)` gives all replicas "
-        "the same; or take the statistics over all samples, with `SyncBatchNorm` of "
-        "`jdp.flax_linen` or `jdp.flax_nnx`, or `axis_name={axis!r}`."
+        "It is a statistic of a layer. `jdp.sync_buffers(stats)` gives all replicas "
+        "the same statistics; `SyncBatchNorm` of `jdp.flax_linen` or `jdp.flax_nnx`, "
+        "or `axis_name={axis!r}`, computes them over all samples."
     ),
     "reduce_on_plateau.py": (
-        "`reduce_on_plateau` compares losses, which must be those of all replicas: "
-        "`tx.update(..., value=jdp.average(loss))`."
+        "`reduce_on_plateau` compares losses, which must be averaged over all "
+        "replicas: `tx.update(..., value=jdp.average(loss))`."
     ),
 }
 
@@ -32,9 +32,9 @@ def explain(
     if external is not None:
         return (
             f"it depends on what `{external.primitive.name}`"
-            f"{exchange.line_of(external)} returns, which each replica calls by "
-            "itself. Call it outside of the step and pass the value as an argument "
-            "(`replicated_argnames`), or give all replicas that of one: "
+            f"{exchange.line_of(external)} returns, which each replica calls "
+            "separately. Call it outside of the step and pass the value as an argument "
+            "(`replicated_argnames`), or give all replicas the value of one: "
             f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
         )
     text, line = "it depends on a replica's own samples", _line_of_output(body, output)
@@ -43,8 +43,8 @@ def explain(
         axes = " and ".join(f"`{name}`" for name in over)
         return (
             f"{text}{line}, and is averaged over some axes of the world only, not over "
-            f"{axes}. Pass `axis_name={world.axis_names}` to what averages, such as "
-            "`jdp.value_and_grad`."
+            f"{axes}. Pass `axis_name={world.axis_names}` to the function that "
+            "averages, such as `jdp.value_and_grad`."
         )
     makers = _makers_of_output(body, output)
     for file, remedy in _REMEDIES.items():
@@ -55,35 +55,36 @@ def explain(
     )
     if not without[output].axes:
         return (
-            f"it depends on the number of a replica{line}, by `lax.axis_index` or "
-            "what moves values between replicas, such as `lax.ppermute`. Give all the "
-            f"same: `lax.pmean(x, {world.axis_name!r})`, or `jdp.broadcast_from(x, 0, "
+            f"it depends on the number of a replica{line}, through `lax.axis_index` or "
+            "a collective that moves values between replicas, such as `lax.ppermute`. "
+            "Give all replicas the same value: "
+            f"`lax.pmean(x, {world.axis_name!r})`, or `jdp.broadcast_from(x, 0, "
             f"axis_name={world.axis_name!r})`."
         )
     hint = ""
     if has_synchronized:
         hint = (
-            " The step averages some gradients already. Of a metric take "
-            f"`lax.psum(x, {world.axis_name!r})`, `jdp.average(x)` or "
-            f"`lax.all_gather(x, {world.axis_name!r}, tiled=True)` before it is added "
-            "up; of running statistics `jdp.sync_buffers(stats)`. Else:"
+            " The step averages some gradients already. If the leaf adds up a metric, "
+            f"add `lax.psum(x, {world.axis_name!r})`, `jdp.average(x)` or "
+            f"`lax.all_gather(x, {world.axis_name!r}, tiled=True)`. For running "
+            "statistics, use `jdp.sync_buffers(stats)`. Otherwise:"
         )
     return (
-        f"{text}{line}.{hint} Average gradients: `jdp.value_and_grad` in place of "
-        "`jax.value_and_grad` or `nnx.value_and_grad`, `jdp.sync_gradients`, or "
-        f"`lax.pmean(grads, {world.axis_name!r})`. A loss that an optimizer "
-        "differentiates itself is `jdp.mean_loss(loss_fn)`."
+        f"{text}{line}.{hint} Average the gradients, with `jdp.value_and_grad` in "
+        "place of `jax.value_and_grad` or `nnx.value_and_grad`, "
+        f"`jdp.sync_gradients`, or `lax.pmean(grads, {world.axis_name!r})`. If an "
+        "optimizer differentiates the loss, pass it `jdp.mean_loss(loss_fn)`."
     )
 
 
 def _line_of_output(jaxpr: Any, index: int) -> str:
-    """Returns where the user's source makes an output: " (file.py:12)", or ""."""
+    """Returns the user's line that makes an output, as " (file.py:12)", or ""."""
     eqn = _maker_of(jaxpr, index)
     return "" if eqn is None else exchange.line_of(eqn)
 
 
 def _makers_of_output(jaxpr: Any, index: int) -> list[str]:
-    """Returns the source files whose functions, one in another, make an output."""
+    """Returns the source files in the call stack that makes an output."""
     eqn = _maker_of(jaxpr, index)
     return [] if eqn is None else [file for file, _ in origins.frames_of(eqn)]
 

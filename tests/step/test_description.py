@@ -196,7 +196,7 @@ def test_a_table_has_every_bucket_path_and_sum():
         "['second']",
         "['a']  (used at times)",
         "packing flat, algorithm psum, hook none",
-        f"{found.wire_bytes:,} bytes a step",
+        f"{found.wire_bytes:,} bytes per step",
         "Never used, and not sent: ['spare'].",
         "100%",
     ):

@@ -524,7 +524,7 @@ def test_a_reduction_that_some_replicas_do_not_reach_is_refused(name, place):
     assert f"`{name}`" in text or f"`lax.{name}`" in text
     assert "test_sameness.py:" in text
     word = "choose" if place in ("cond", "nested") else "end"
-    assert f"that replicas of data {word} by themselves" in text
+    assert f"that the replicas along data may {word} " in text
 
 
 @pytest.mark.parametrize(
