@@ -1,4 +1,4 @@
-"""The processes of `jdp bench step` that run JAX: jdp and what it is compared to."""
+"""Processes of `jdp bench step` that run JAX: what do they time?"""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from jdp.bench.channel import StepConfig
 
 
 def init_params(config: StepConfig) -> list[dict[str, np.ndarray]]:
-    """Returns three leaves a block: w (d, d), b (d,), s (d,); float32."""
+    """Returns three leaves per block: w (d, d), b (d,), s (d,); float32."""
     rng = np.random.default_rng(0)
     d = config.width
     return [
@@ -54,7 +54,10 @@ def sgd(params: Any, grads: Any, config: StepConfig) -> Any:
 
 def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
     """Returns the compiled steps by name, each `(params, batch) -> (params, loss)`."""
-    return _make_jdp_steps(world, config) | _make_other_steps(world, config)
+    steps = _make_jdp_steps(world, config) | _make_other_steps(world, config)
+    if jax.default_backend() == "cpu":
+        steps["jdp, shared memory"] = _make_shared_memory_step(world, config)
+    return steps
 
 
 def _make_jdp_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
@@ -67,17 +70,19 @@ def _make_jdp_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
         (loss, grads), _ = grad_fn(params, batch)
         return sgd(params, grads, config), loss
 
-    def shared_memory(params: Any, batch: Any) -> Any:
+    steps = {"jdp": plain, "jdp, find_unused": find_unused}
+    return {k: jdp.data_parallel(step, world=world) for k, step in steps.items()}
+
+
+def _make_shared_memory_step(world: jdp.World, config: StepConfig) -> Any:
+    def step(params: Any, batch: Any) -> Any:
         grad_fn = jdp.value_and_grad(
             loss_fn, all_reduce=collectives.shared_memory_all_reduce
         )
         loss, grads = grad_fn(params, batch)
         return sgd(params, grads, config), loss
 
-    steps = {"jdp": plain, "jdp, find_unused": find_unused}
-    if jax.default_backend() == "cpu":
-        steps["jdp, shared memory"] = shared_memory
-    return {k: jdp.data_parallel(step, world=world) for k, step in steps.items()}
+    return jdp.data_parallel(step, world=world)
 
 
 def _make_other_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
@@ -146,10 +151,10 @@ def serve(
     """Compiles steps, and times them for the driver at `port` until it hangs up.
 
     Args:
-      port: where the driver listens on this host.
+      port: the port of the driver on this host.
       world: the job.
-      config: of the model, whose batch all steps get.
-      steps: by name, `(state, batch) -> (state, loss)` and its first state.
+      config: the model, which also defines the batch of all steps.
+      steps: by name, a step `(state, batch) -> (state, loss)` and its first state.
     """
     batch = jdp.global_batch(world, make_batch(config, world.process_index))
 

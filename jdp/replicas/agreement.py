@@ -11,22 +11,22 @@ from jdp.replicas.mesh import World
 def meet(
     world: World, topic: str, body: bytes, decide: Decide, *, then_raises: bool = False
 ) -> bytes:
-    """Brings one record of every process together and returns one decision.
+    """Collects one record from every process and returns one decision.
 
-    Every process calls it, the same number of times and in the same order. Process 0
-    collects the records and decides; the others wait for what it decided.
+    Every process must call it, the same number of times and in the same order. Process
+    0 collects the records and decides; the others wait for the decision.
 
     Args:
       world: the job; with one process `decide` is called at once.
-      topic: what the meeting is about, in words; must be the same everywhere.
-      body: this process' record.
+      topic: the subject of the meeting, in words; the same on every process.
+      body: the record of this process.
       decide: pure function of the records, by process; runs on process 0.
-      then_raises: whether all processes raise what was decided. Process 0, with which
-        the store may end, then waits a few seconds until the others have read it.
+      then_raises: whether all processes will raise the decision. The store may end
+        with process 0, which then waits a few seconds until the others have read it.
 
     Raises:
       RuntimeError: a process failed, came with another topic, or did not come within
-        `world.timeout_s` seconds; on every process.
+        `world.timeout_s` seconds. Every process raises it.
     """
     if world.store is None:
         return decide([body])
@@ -44,26 +44,26 @@ def meet(
 def report_failure(world: World, topic: str, error: BaseException) -> None:
     """Tells the processes that wait in `meet` that this one will not come.
 
-    Process 0, with which the store may end, stays a few seconds until those that have
-    not failed themselves have read it.
+    The store may end with process 0, which therefore waits a few seconds until the
+    processes that have not failed have read it.
     """
     if world.store is None:
         return
     text = f"process {world.process_index} failed: {type(error).__name__}: {error}"
     record = MeetingRecord(topic, error=text)
-    with contextlib.suppress(RuntimeError):  # Process 0 is gone, and the store with it.
+    with contextlib.suppress(RuntimeError):  # Process 0 and the store may be gone.
         _hold(world, world.store.next_round(), record, _decide_nothing, False)
 
 
 @contextlib.contextmanager
 def reporting(world: World, topic: str, *, is_local: bool = False) -> Iterator[None]:
-    """Around work before a `meet`: if it raises, the other processes are told.
+    """Reports to the other processes if the work before a `meet` raises.
 
     Args:
       world: the job.
       topic: see `meet`.
-      is_local: whether the work waits for no other process. It then goes on where
-        another process has ended; the meeting tells why.
+      is_local: whether the work waits for no other process. It then continues after
+        another process has ended, and the meeting raises the reason.
     """
     try:
         with progress.working(needs_others=not is_local):

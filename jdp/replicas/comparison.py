@@ -19,11 +19,12 @@ from jdp.types import PyTree
 
 _MAX_ARRAYS = 10_000
 _BLOCK_BYTES = 1 << 16  # a difference is narrowed down to one block.
-_MAX_DETAIL_BYTES = 1 << 21  # the most that is put into the key-value store.
+_MAX_DETAIL_BYTES = 1 << 21  # largest record in the key-value store.
 _SAME_JDP = "Install the same jdp in every process."
 _SAME_VALUES = (
-    " Give all processes the same, such as with `jdp.replicate(world, tree)`, or look "
-    "for what each computes from its own data, clock or random numbers."
+    " Give all processes the same values, for example with `jdp.replicate(world, "
+    "tree)`, or look for a value that each computes from its own data, clock or random "
+    "numbers."
 )
 
 
@@ -55,11 +56,11 @@ def compare_programs(
 
     Args:
       world: the processes.
-      jaxpr: the program; only its text counts.
-      arguments: the trees that go into it, by the name that an error gives them.
-      topic: what the processes are doing, for errors.
-      advice: the end of the error for another program.
-      jaxprs: closed jaxprs whose constants are compared, at a hash of each.
+      jaxpr: the program; only its text is compared.
+      arguments: the trees that it takes, by the names that errors use.
+      topic: the activity of the processes, for errors.
+      advice: the end of the error if the programs differ.
+      jaxprs: closed jaxprs whose constants are compared, which costs a hash of each.
     """
     if world.store is None:
         return
@@ -82,9 +83,9 @@ def compare_values(
     Args:
       world: the processes.
       tree: see `check_replicas`.
-      name: of the tree, for errors.
-      topic: what the processes are doing, for errors.
-      advice: the end of the error for another value.
+      name: the name of the tree, for errors.
+      topic: the activity of the processes, for errors.
+      advice: the end of the error if a value differs.
     """
     if world.store is not None:
         leaves = describe_leaves({name: tree})
@@ -118,7 +119,7 @@ def compare_described(
     """Compares leaves, a text, and the arrays that a program captures.
 
     Raises:
-      RuntimeError: on every process, with what differs.
+      RuntimeError: something differs. Every process raises, and names the difference.
     """
     digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
     if arrays is not None:
@@ -206,10 +207,10 @@ def _name_element(
 
     Args:
       world: the processes.
-      topic: what they are doing, for errors.
-      array: of the same dtype and shape on process 0 and `process`; the other
-        processes do not read it.
-      process: the process whose array has other bits than on process 0.
+      topic: the activity of the processes, for errors.
+      array: the array, with the same dtype and shape on process 0 and `process`; the
+        other processes do not read it.
+      process: the process whose array differs in its bits from process 0's.
     """
     is_asked = world.process_index in (0, process) and array is not None
     data = b"" if array is None or not is_asked else as_bytes(array)
@@ -221,7 +222,7 @@ def _name_element(
             wire.decode(bodies[p], list[bytes], what=what.format(p))
             for p in (0, process)
         )
-        # Of one dtype and shape, so they have as many blocks.
+        # The arrays have one dtype and shape, so the numbers of blocks are equal.
         pairs = enumerate(zip(ours, theirs, strict=True))
         found = next((i for i, (a, b) in pairs if a != b), None)
         if found is None:
@@ -263,11 +264,11 @@ def _explain_arrays(world: World, topic: str, process: int, found_here: Found) -
             wire.decode(bodies[p], list[_CapturedArray], what=what.format(p))
             for p in (0, process)
         )
-        # One may be the beginning of the other.
+        # One list may be a prefix of the other.
         pairs = enumerate(zip(ours, theirs, strict=False))
         found = next((i for i, (a, b) in pairs if a.digest != b.digest), None)
         if found is None:
-            told = f"process {process} uses the same arrays otherwise than process 0."
+            told = f"process {process} uses the same arrays differently from process 0."
             return msgspec.msgpack.encode((told, -1))
         a, b = ours[found], theirs[found]
         if a.spec == b.spec and a.has_value:
@@ -300,8 +301,8 @@ def describe_leaves(
 
     Args:
       arguments: trees, by name.
-      shows_weak_type: whether to mark leaves of weak type. JAX traces them apart from
-        others, though the text of the program is the same.
+      shows_weak_type: whether to mark leaves of weak type. JAX traces again for them,
+        even if the text of the program is the same.
     """
     described = []
     for name, tree in arguments.items():
@@ -326,9 +327,9 @@ def _local_copy(world: World, tree: PyTree, index: int, leaf: Any) -> np.ndarray
     path = tree_paths.leaf_paths(tree)[index]
     if not leaf.is_fully_replicated:
         raise ValueError(
-            f"`{path}` is split over the replicas ({leaf.sharding}); only what every "
-            "replica holds whole can be compared. Leave it out, or wrap what is each "
-            "replica's own in a `jdp.PerReplica`, of which nothing is compared."
+            f"`{path}` is split over the replicas ({leaf.sharding}); only arrays that "
+            "every replica holds whole can be compared. Leave it out, or wrap values "
+            "that belong to one replica in a `jdp.PerReplica`, which is not compared."
         )
     first, *others = (shard.data for shard in leaf.addressable_shards)
     value = host_copy(first)
@@ -344,7 +345,7 @@ def _local_copy(world: World, tree: PyTree, index: int, leaf: Any) -> np.ndarray
 
 
 def host_copy(leaf: Any) -> np.ndarray:
-    """Returns an array, number or the data of keys, in the dtype that JAX gives it."""
+    """Returns an array, number, or the data of PRNG keys, in the dtype JAX gives it."""
     if isinstance(leaf, jax.Array):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
@@ -355,7 +356,7 @@ def host_copy(leaf: Any) -> np.ndarray:
 
 
 def as_bytes(x: np.ndarray) -> bytes:
-    """Returns the values of an array in order."""
+    """Returns the elements of an array in C order."""
     return np.ascontiguousarray(x).tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Differences: how is a difference between two processes explained?"""
+"""Differences: in which leaf, line or element do two processes differ?"""
 
 import zlib
 
@@ -9,25 +9,25 @@ from jdp.replicas import wire
 
 _BATCH = "batch"  # prefix of the names of arguments that are split over the processes.
 WEAK_TYPE = " with weak_type"  # follows dtype and shape of a leaf.
-_MOST_TEXT_BYTES = 32 << 20  # of a program; one of 100,000 lines has 10 MB.
+_MOST_TEXT_BYTES = 32 << 20  # longest program; 100,000 lines have 10 MB.
 
 
 _ONE_TREE = "Build the same tree in every process."
 _ABOUT_WEAK_TYPE = (
-    "JAX gives a Python number a weak_type, and compiles another program for it. Pass "
-    "an array of one dtype in every process, such as `jnp.float32(x)`."
+    "A Python number has a weak_type in JAX, which compiles another program for it. "
+    "Pass an array of one dtype in every process, such as `jnp.float32(x)`."
 )
 
 
 class Details(msgspec.Struct, frozen=True):
-    """Full description of a program, in which a difference can be found."""
+    """Full description of a program, for finding the difference."""
 
     leaves: list[tuple[str, str]]  # path; dtype and shape.
     program: bytes  # the jaxpr's text, compressed.
 
 
 def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
-    """Names the first leaf that process 0 and `process` do not have in common."""
+    """Names the first leaf that differs between process 0 and `process`."""
     our_specs, their_specs = dict(ours.leaves), dict(theirs.leaves)
     only_ours = [leaf for leaf in ours.leaves if leaf[0] not in their_specs]
     only_theirs = [leaf for leaf in theirs.leaves if leaf[0] not in our_specs]
@@ -47,7 +47,7 @@ def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
             if their_path != path:
                 return (
                     "The processes have their leaves in another order: "
-                    f"`{path}` on process 0 stands where `{their_path}` stands on "
+                    f"`{path}` on process 0 is in the place of `{their_path}` on "
                     f"process {process}. Build the tree in one order everywhere."
                 )
     head = "The processes do not have the same leaves. "
@@ -67,15 +67,15 @@ def explain_leaves(ours: Details, theirs: Details, process: int) -> str:
 
 
 def _shapes_of(path: str) -> str:
-    """Notes that a shape is global, where a process passed only its own part."""
+    """Returns a note that a shape is global, for batches, or ""."""
     return " (shapes over all processes)" if path.startswith(_BATCH) else ""
 
 
 def unpack(data: bytes) -> str:
-    """Returns the text that `zlib.compress` made `data` from.
+    """Returns the text that `zlib.compress` has compressed into `data`.
 
     Raises:
-      Malformed: it is not such a text, or longer than any program should be.
+      Malformed: `data` is not compressed text, or too long for a program.
     """
     unpacker = zlib.decompressobj()
     try:
@@ -94,7 +94,7 @@ def explain_places(ours: Details, theirs: Details, process: int) -> str:
     if not ours.program or not theirs.program:
         return "The processes do not have the same leaves on all replicas."
     our_lines, their_lines = (unpack(d.program).split("\n") for d in (ours, theirs))
-    # A process of the job has a line for each leaf; `strict` refuses another one.
+    # Both have one line per leaf, unless a message is malformed.
     pairs = zip(our_lines, their_lines, strict=True)
     a, b = next(((a, b) for a, b in pairs if a != b), ("nothing", "nothing"))
     name = a.split(" is ")[0]
@@ -118,7 +118,7 @@ def explain_programs(ours: Details, theirs: Details, process: int) -> str:
     if not ours.program or not theirs.program:
         return f"{head}: process 0 and process {process} (too long to compare here)."
     our_lines, their_lines = (unpack(d.program).splitlines() for d in (ours, theirs))
-    # A text may be the beginning of another.
+    # One text may be a prefix of the other.
     for a, b in zip(our_lines, their_lines, strict=False):
         if a != b:
             return (
@@ -132,19 +132,19 @@ def explain_programs(ours: Details, theirs: Details, process: int) -> str:
 
 
 def explain_captured(text: str) -> str:
-    """Advises on a captured array that differs, as `text` describes."""
+    """Explains that a captured array, which `text` describes, differs."""
     return (
         "An array that the program captures, from outside of the function that is "
         f"traced, is not the same on all processes: {text} Each process would compute "
-        "with its own. Put it into the state, or pass it as an argument "
-        "(`replicated_argnames`); or make it of the same seed everywhere."
+        "with its own array. Put it into the state, pass it as an argument "
+        "(`replicated_argnames`), or create it from the same seed everywhere."
     )
 
 
 def explain_first_element(
     like: np.ndarray, offset: int, ours: bytes, theirs: bytes, process: int
 ) -> str:
-    """Names the first element that differs in two blocks that begin at `offset`."""
+    """Names the first element that differs between two blocks at byte `offset`."""
     itemsize = like.dtype.itemsize
     for start in range(0, len(ours), itemsize):
         a, b = ours[start : start + itemsize], theirs[start : start + itemsize]

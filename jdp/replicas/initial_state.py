@@ -1,7 +1,7 @@
-"""Replica state: a state that all replicas make at once, each its own part.
+"""Initial state: how do all replicas make a state at once, each its own part?
 
-All processes make it with one program, of the same values. So they compare both first:
-JAX does not, and takes what differs for the same.
+All processes make it with one program and the same values. They compare both first:
+JAX does not, and treats different values as the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from jdp.types import AxisName, PyTree
 
 _ADVICE = (
     "\nA state is made by the same program on all processes, with the same "
-    "hyperparameters and seeds. Give all processes the same as process 0."
+    "hyperparameters and seeds. Use the values of process 0 on all processes."
 )
 
 
@@ -31,26 +31,27 @@ def init_on_replicas(
     axis_name: AxisName,
     world: World | None = None,
 ) -> PyTree:
-    """Makes a state that has parts of the replicas' own.
+    """Makes a state of which each replica has its own parts.
 
-    Inside a step this is `init(*args)`. Outside, every replica runs that, and every
-    process calls it: all get the arguments of process 0, as `jdp.replicate` gives them,
-    and compare the program and the values that it captures.
+    Inside a step this is `init(*args)`. Outside, every replica runs `init(*args)`, and
+    every process must call this function. All use the arguments of process 0, as with
+    `jdp.replicate`, and compare the program and the values that it captures.
 
     Args:
       init: makes the state of one replica; it may use `axis_name`.
       *args: pytrees of host arrays, or of `jax.Array`s that are local or replicated.
-      axis_name: the axis, or axes, over which replicas lie.
-      world: the replicas; None: what `jdp.init` made. Not used inside a step.
+      axis_name: the axis, or axes, along which the replicas lie.
+      world: the replicas; None: the world that `jdp.init` returned. Not used inside a
+        step.
 
     Returns:
-      What `init` returns, its `PerReplica` parts split over the replicas, all others
-      replicated.
+      The result of `init`, with its `PerReplica` parts split over the replicas, and all
+      other parts replicated.
 
     Raises:
-      RuntimeError: outside of a step, without a world. Or the processes have other
-        arguments, by path, shape and dtype, another program, or other captured
-        values, such as a learning rate; on every process, naming the difference.
+      RuntimeError: outside of a step, there is no world; or the processes have
+        arguments with other paths, shapes or dtypes, other programs, or other captured
+        values, such as a learning rate. Every process raises, and names the difference.
       ValueError: the world has other axes.
     """
     if mesh.is_bound(axis_name):
@@ -104,16 +105,18 @@ def copy_per_replica(
 
     Args:
       tree: pytree of arrays, the same on all replicas.
-      axis_name: the axis, or axes, over which replicas lie.
-      world: the replicas; None: what `jdp.init` made. Not used inside a step.
+      axis_name: the axis, or axes, along which the replicas lie.
+      world: the replicas; None: the world that `jdp.init` returned. Not used inside a
+        step.
 
     Returns:
-      The copies; outside of a step with a row for each replica. Every process calls
-      it there, and all get what process 0 has.
+      The copies. Outside of a step they have one row per replica; every process must
+      call this function there, and all use the arrays of process 0.
 
     Raises:
-      RuntimeError: outside of a step, without a world. Or the processes have other
-        arrays, by path, shape and dtype; on every process, naming the difference.
+      RuntimeError: outside of a step, there is no world; or the processes have arrays
+        with other paths, shapes or dtypes. Every process raises, and names the
+        difference.
     """
     return init_on_replicas(
         lambda tree: PerReplica(jax.tree.map(jnp.asarray, tree)),
@@ -124,7 +127,7 @@ def copy_per_replica(
 
 
 def _on_all(world: World, leaf: Any, name: str) -> Any:
-    """Returns an argument that a program of all replicas takes as replicated."""
+    """Converts an argument so that a program of all replicas takes it as replicated."""
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set == set(
         world.mesh.devices.flat
     ):
@@ -140,7 +143,7 @@ def _on_all(world: World, leaf: Any, name: str) -> Any:
 
 
 def _compare(world: World, fn: Callable[..., Any], args: PyTree, topic: str) -> None:
-    """Compares a program, and the values that are in it, between the processes."""
+    """Compares a program and the values inside it between the processes."""
     with agreement.reporting(world, topic):
         closed = jax.make_jaxpr(fn)(*args)
         found = _constants(closed)

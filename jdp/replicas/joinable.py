@@ -1,4 +1,4 @@
-"""Joinables: what does a process do for the others once its input has ended?"""
+"""Joinables: what does a process do for the others after its input has ended?"""
 
 import abc
 import difflib
@@ -28,40 +28,40 @@ class JoinHook:
     """
 
     def main_hook(self) -> None:
-        """Stands in for one iteration: takes part in the communication of the others.
+        """Takes part in the communication of one iteration of the other processes.
 
-        Called while some process goes on, once for each of its iterations.
+        Called once per iteration, as long as some process still has input.
         """
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends the loop on all processes; called once, when all have joined.
 
         Args:
-          is_last_joiner: whether no process had more iterations than this one; if so
+          is_last_joiner: whether no process had more iterations than this one, so that
             its state is the newest.
         """
 
 
 class Joinable(abc.ABC):
-    """Something that communicates in each iteration, for use in a `jdp.Join`.
+    """Object that communicates in each iteration, for use in a `jdp.Join`.
 
-    It calls `jdp.Join.notify_join_context(self)` in each iteration, before it
+    It must call `jdp.Join.notify_join_context(self)` in each iteration, before it
     communicates.
     """
 
-    join_context: JoinContext | None = None  # set by the `jdp.Join` it is in.
-    # The options that `join_hook` knows. None: those that its signature names, or all
-    # where it has `**kwargs`.
+    join_context: JoinContext | None = None  # set by the surrounding `jdp.Join`.
+    # Names of the options that `join_hook` takes. None: the names in its signature, or
+    # any name if it has `**kwargs`.
     join_options: Collection[str] | None = None
 
     @abc.abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook; `kwargs`: those options of the `Join` that it takes."""
+        """Returns the hook; `kwargs` are the options of the `Join` that it takes."""
 
     @property
     @abc.abstractmethod
     def join_world(self) -> World:
-        """World of the processes that it communicates with."""
+        """World of the processes that the joinable communicates with."""
 
     @property
     def join_device(self) -> Device:
@@ -74,7 +74,7 @@ def as_list(joinables: Iterable[Joinable]) -> list[Joinable]:
 
     Raises:
       ValueError: the list is empty.
-      TypeError: it is not a list, or an element is not a joinable.
+      TypeError: `joinables` is not a list, or an element is not a joinable.
     """
     if isinstance(joinables, Joinable) or not isinstance(joinables, Iterable):
         raise TypeError(
@@ -115,7 +115,7 @@ def make_hooks(
     """Makes the hook of each joinable, with the options that it takes.
 
     Raises:
-      TypeError: none of the joinables takes an option.
+      TypeError: an option is not taken by any joinable.
     """
     taken = [_options_of(joinable) for joinable in joinables]
     if None not in taken:
@@ -143,13 +143,13 @@ def _options_of(joinable: Joinable) -> Collection[str] | None:
 
 
 def _explain_unknown(name: str, value: Any, known: set[str]) -> str:
-    """Suggests which option may have been meant."""
+    """Explains that an option is unknown, and suggests another one."""
     names = sorted({*known, "enable", "throw_on_early_termination"})
     text = f"`jdp.Join` has no option `{name}`, and no joinable in it takes one."
     if name == "divide_by_initial_world_size" and "divide_by" in known:
         meant = "world" if value else "active"
         return (
-            f"{text} In jdp, the option of torch with the value {value!r} is "
+            f"{text} The equivalent of torch's option with the value {value!r} is "
             f"`divide_by={meant!r}`."
         )
     near = difflib.get_close_matches(name, names, n=1)

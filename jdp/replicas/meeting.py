@@ -1,8 +1,8 @@
-"""Meeting: processes each leave a record by a deadline, and all get one outcome.
+"""Meeting: how do all processes get one outcome from their records, by a deadline?
 
-Records and outcome lie in a folder of the job's store that no other meeting uses. The
-outcome is set once: by the process that decides, or before that by one that fails, so
-that no other process waits for the rest.
+Records and the outcome are in a folder of the job's store that no other meeting uses.
+The outcome is set once, by the process that decides or by a process that fails earlier,
+so that no process waits for records that will not come.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ import msgspec
 from jdp.replicas import progress, wire
 from jdp.types import Store
 
-# A blocking get wakes at once, but cannot be interrupted, and one that times out leaves
-# memory behind in process 0. So only the first wait is one; then the store is polled.
+# A blocking get wakes at once, but cannot be interrupted, and leaks memory in process 0
+# if it times out. So only the first wait blocks; afterwards the store is polled.
 _FIRST_WAIT_S = 0.3
 _POLL_PERIOD_S = 0.05
-# Process 0 serves the store: with it goes what the others have not read yet.
+# Process 0 serves the store: values that the others have not read are lost with it.
 _READ_TIMEOUT_S = 4.0
 _READ_PERIOD_S = 0.02
-_RAISE_S = 0.2  # for the others, to raise what they have read.
+_RAISE_S = 0.2  # for the others to raise the error that they have read.
 OUTCOME = "outcome"
 
 Decide = Callable[[list[bytes]], bytes]
@@ -40,19 +40,19 @@ class MeetingOutcome(msgspec.Struct, frozen=True):
 
     body: bytes = b""
     error: str | None = None
-    culprit: int | None = None  # the process that is the reason for the error.
+    culprit: int | None = None  # the process that caused the error.
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreMeeting:
-    """One meeting, as one process sees it.
+    """One process' view of a meeting.
 
     Attributes:
       store: the store of the job.
       folder: the key under which the records and the outcome lie.
       own: index of this process.
-      timeout_s: how long the process that decides waits for the records.
-      is_stopping: tells a wait to end early; it is called every 0.05 s.
+      timeout_s: longest wait of the deciding process for the records, in seconds.
+      is_stopping: returns whether to end a wait early; called every 0.05 s.
     """
 
     store: Store
@@ -75,8 +75,8 @@ class StoreMeeting:
           until_outcome: whether to stop once the outcome is set.
 
         Returns:
-          The records that came within `timeout_s`, by process; None where
-          `is_stopping` ended the wait.
+          The records that came within `timeout_s`, by process; None if `is_stopping`
+          ended the wait.
         """
         found: dict[int, bytes] = {}
         awaited = list(processes)
@@ -115,11 +115,11 @@ class StoreMeeting:
             return None
 
     def announce(self, value: bytes, name: str = OUTCOME) -> bytes:
-        """Sets the outcome, unless it is set; returns the one that holds.
+        """Sets the outcome, unless it is set; returns the outcome that is set.
 
         Args:
           value: the outcome.
-          name: for a meeting in stages, the stage.
+          name: the stage, for a meeting in stages.
         """
         try:
             self.store.set(self._key(name), value)
@@ -137,14 +137,14 @@ class StoreMeeting:
 
         Args:
           name: see `announce`.
-          timeout_s: how long; None: a little longer than the process that decides
-            waits for the records.
+          timeout_s: longest wait; None: a little longer than the deciding process waits
+            for the records.
 
         Returns:
-          The outcome; None where `is_stopping` ended the wait.
+          The outcome; None if `is_stopping` ended the wait.
 
         Raises:
-          TimeoutError: it was not set in time.
+          TimeoutError: the outcome was not set in time.
         """
         timeout_s = self.answer_timeout_s if timeout_s is None else timeout_s
         if self.is_stopping is None:
@@ -160,11 +160,11 @@ class StoreMeeting:
 
     @property
     def answer_timeout_s(self) -> float:
-        """How long the others wait for the process that decides, in seconds."""
+        """Longest wait of the others for the deciding process, in seconds."""
         return 1.2 * self.timeout_s + 5.0
 
     def explain_refused(self, name: int | str) -> str:
-        """Says that a record or outcome is there which the store does not trust."""
+        """Explains that the store distrusts a record or outcome, or returns ""."""
         try:
             self.store.get(self._key(name), timeout_s=0.0)
         except TimeoutError as error:
@@ -176,7 +176,7 @@ class StoreMeeting:
         self.store.set(self._key(f"read/{self.own}"), b"read")
 
     def keep_until_read(self, processes: Iterable[int]) -> None:
-        """Waits in process 0, not for long, until `processes` have read an error.
+        """Waits in process 0, for a few seconds, until `processes` have read an error.
 
         A process that failed does not read it, and may have ended.
         """
@@ -210,19 +210,19 @@ def hold(
     processes: Sequence[int],
     then_raises: bool = False,
 ) -> MeetingOutcome:
-    """Holds a meeting; every one of `processes` calls it.
+    """Holds a meeting; every process in `processes` must call it.
 
-    A process that brings an error does not wait, and sets the outcome if it is the
-    first to do so. All others get that outcome.
+    A process with an error does not wait: it sets the outcome, unless it is set. All
+    others get that outcome.
 
     Args:
-      meeting: where they meet.
+      meeting: the meeting.
       record: contribution of this process.
-      decide: pure function of the bodies of all records, in the order of `processes`;
-        runs on the first process, if all have come to one topic without an error.
+      decide: pure function of the bodies of all records, in the order of `processes`.
+        It runs on the first process, if all came to one topic without an error.
       processes: indices of the processes that meet.
-      then_raises: whether all processes raise what was decided. Process 0, with which
-        the store may end, then waits a few seconds until the others have read it.
+      then_raises: whether all processes will raise the decision. The store may end
+        with process 0, which then waits a few seconds until the others have read it.
     """
     first, *others = processes
     if meeting.own != first:
@@ -237,7 +237,7 @@ def hold(
         own = _conclude(meeting, record, found, decide, processes)
         outcome = _settle(meeting, record.topic, own, processes)
         if own.culprit not in found and outcome == own:
-            readers = list(found)  # It names one that did not come.
+            readers = list(found)  # The outcome names a process that did not come.
     else:
         outcome = _hear(meeting, record.topic, processes)
     if then_raises or outcome.error is not None:
@@ -267,7 +267,7 @@ def judge(
             )
     try:
         return MeetingOutcome(body=decide([record.body for record in records]))
-    except Exception as error:  # Else the others would wait for the outcome in vain.
+    except Exception as error:  # The others wait for an outcome.
         why = wire.printable(f"{type(error).__name__}: {error}")
         return MeetingOutcome(
             error=f"In the {topic}, process {processes[0]} could not decide: {why}"
@@ -281,7 +281,7 @@ def _conclude(
     decide: Decide,
     processes: Sequence[int],
 ) -> MeetingOutcome:
-    """Returns what the first process makes of the records that came."""
+    """Returns the outcome of the first process, from the records that came."""
     records = [own]
     for process in processes[1:]:
         if process not in found:
@@ -297,7 +297,7 @@ def _conclude(
 def _settle(
     meeting: StoreMeeting, topic: str, outcome: MeetingOutcome, processes: Sequence[int]
 ) -> MeetingOutcome:
-    """Announces an outcome, and returns the one that holds."""
+    """Announces an outcome, and returns the outcome that is set."""
     encoded = msgspec.msgpack.encode(outcome)
     held = meeting.announce(encoded)
     return outcome if held == encoded else _decode(held, topic, processes)
@@ -332,7 +332,7 @@ def _decode(value: bytes, topic: str, processes: Sequence[int]) -> MeetingOutcom
 def _blame_missing(
     meeting: StoreMeeting, process: int, topic: str, name: int | str | None = None
 ) -> MeetingOutcome:
-    # Such as a value there that no process of the job has signed.
+    # For example, a value that no process of the job has signed.
     why = meeting.explain_refused(process if name is None else name)
     error = (
         f"Process {process} did not come to the {topic} within "

@@ -19,14 +19,14 @@ _NO_AXIS_NAME = (
     "got {!r}."
 )
 SCALAR_ADVICE = (
-    "a batch is split on its first dimension. Put what is not per sample into the "
-    "state, or name the argument in `replicated_argnames`."
+    "a batch is split on its first dimension. Put values that are not per sample into "
+    "the state, or name the argument in `replicated_argnames`."
 )
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_ALIGNMENT = 64  # of memory that JAX keeps on CPU as it is, in bytes.
-_LARGE_BYTES = 1 << 16  # below, a copy of JAX's own costs less than aligned memory.
+_ALIGNMENT = 64  # bytes; JAX uses memory with this alignment on CPU without a copy.
+_LARGE_BYTES = 1 << 16  # below this, JAX's own copy costs less than aligned memory.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,13 @@ class World:
     the replicas of a process are consecutive.
     """
 
-    mesh: Mesh  # it has no axes but `axis_name`.
+    mesh: Mesh  # has no other axes than `axis_name`.
     axis_name: AxisName  # the axis, or axes, that collectives in a step reduce over.
     process_index: int
     process_count: int
     timeout_s: float  # longest wait for another process on the host, in seconds.
-    store: Store | None  # shared by the processes; None where there is only one.
-    host: str = "127.0.0.1"  # address at which the processes reach process 0.
+    store: Store | None  # shared by the processes; None with one process.
+    host: str = "127.0.0.1"  # address at which other processes reach process 0.
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def set_current_world(world: World | None) -> None:
 
 
 def current_world() -> World:
-    """Returns the world that `jdp.init` made.
+    """Returns the world of the last `jdp.init`.
 
     Raises:
       RuntimeError: `jdp.init` has not been called.
@@ -111,7 +111,7 @@ def current_world() -> World:
 
 
 def find_current_world() -> World | None:
-    """Returns the world that `jdp.init` made, or None before that."""
+    """Returns the world of the last `jdp.init`, or None before the first."""
     return _CurrentWorld.world
 
 
@@ -129,7 +129,7 @@ def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Returns one axis name, or several, as a tuple.
 
     Raises:
-      ValueError: there is no name, a name is not a string, or occurs twice.
+      ValueError: there is no name, or a name is not a string or occurs twice.
     """
     if isinstance(axis_name, str):
         axis_name = (axis_name,)
@@ -164,7 +164,7 @@ def is_bound(axis_name: AxisName) -> bool:
 
 
 def tracked_axes(axis_name: AxisName) -> frozenset[str]:
-    """Returns the axes over which JAX tracks varying values by type here."""
+    """Returns the axes along which JAX tracks varying values by type here."""
     # Per axis: for several at once, `lax.axis_index` takes 20 times as long.
     ranks = map(lax.axis_index, as_axis_names(axis_name))
     return frozenset[str]().union(*map(compat.varying_axes, ranks))
@@ -177,9 +177,10 @@ def check_axis_name(axis_name: AxisName) -> None:
 
 
 def without_ambient(fn: Callable[P, T]) -> Callable[P, T]:
-    """Hides from a function the mesh that `jax.set_mesh` has set around it, if any.
+    """Hides the mesh that `jax.set_mesh` has set, if any, from a function.
 
-    JAX refuses to trace a `shard_map`, and operations on arrays, over another mesh.
+    Inside `jax.set_mesh`, JAX refuses to trace a `shard_map` over another mesh, or
+    operations on arrays of another mesh.
     """
 
     @functools.wraps(fn)
@@ -198,7 +199,7 @@ def make_mesh(
     """Lays `devices` out on one axis, or on a node axis and a data axis.
 
     Args:
-      devices: grouped by node, and within a node by process.
+      devices: the devices, grouped by node, and within a node by process.
       axis_name: one name, or a pair of names: across nodes, within a node.
       num_nodes: number of hosts; only used with a pair of names.
 
@@ -221,11 +222,11 @@ def make_mesh(
 
 
 def global_batch(world: World, local_batch: PyTree) -> PyTree:
-    """Makes the global arrays of a step from the samples that each process has loaded.
+    """Makes global arrays for a step from the samples that each process has loaded.
 
-    Every process calls it, each with its own samples and the same shapes; nothing is
+    Every process must call it with its own samples, in the same shapes. Nothing is
     sent. Leaves that are already split over the replicas are returned as they are. Host
-    arrays are copied first: the caller may write to them as soon as this returns.
+    arrays are copied: the caller may write to them as soon as this returns.
 
     Args:
       world: the replicas.
@@ -263,8 +264,8 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
         leaf = as_host_array(tree, index, leaf)
     elif isinstance(leaf, jax.core.Tracer):
         raise TypeError(
-            f"{_describe(tree, index)} is a value that JAX traces. Batches are placed "
-            "from Python, outside of `jit` and `vmap`."
+            f"{_describe(tree, index)} is a value that JAX traces. Pass batches from "
+            "Python, outside of `jit` and `vmap`."
         )
     elif leaf.is_deleted():
         raise RuntimeError(
@@ -277,7 +278,7 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
         raise ValueError(
             f"{_describe(tree, index)} is a global array with sharding "
             f"{leaf.sharding}; it must be split over {world.axis_name!r} on its first "
-            "dimension. Pass host arrays, or what `jdp.global_batch` returned."
+            "dimension. Pass host arrays, or the result of `jdp.global_batch`."
         )
     num_parts = world.num_local_replicas
     if leaf.ndim == 0:
@@ -308,18 +309,17 @@ def as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
     """Returns a leaf of a batch as a NumPy array.
 
     Raises:
-      TypeError: the leaf, which is named, is not an array, or has a dtype that JAX
-        lacks.
+      TypeError: the leaf is not an array, or has a dtype that JAX lacks. The message
+        names the leaf.
     """
     check_has_no_mask(leaf, _describe(tree, index))
     array = np.asarray(leaf)
     check_has_known_dtype(leaf, _describe(tree, index))
     if array.dtype.kind not in "biufcV":
         raise TypeError(
-            f"{_describe(tree, index)} is a {type(leaf).__name__}, no array. Pass "
-            "pytrees of arrays. A flag or a text is named in `static_argnames`. A "
-            "class of one's own is taken apart once it is registered with "
-            "`jax.tree_util.register_dataclass`."
+            f"{_describe(tree, index)} is a {type(leaf).__name__}, not an array. Pass "
+            "pytrees of arrays. Name a flag or a string in `static_argnames`. Register "
+            "your own classes with `jax.tree_util.register_dataclass`."
         )
     return array
 
@@ -327,11 +327,11 @@ def as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
 def own_copy(x: np.ndarray) -> np.ndarray:
     """Returns a copy of `x` in memory that no caller writes to.
 
-    JAX reads a NumPy array after `jax.device_put` has returned: on CPU it keeps
-    aligned memory as its own, whatever `may_alias` says, and copies other memory in a
-    thread. A large copy is aligned, so that JAX keeps it and does not copy again: with
-    100 MB on CPU 17 ms in place of 49 ms. Read-only arrays are copied too: a loader may
-    make them writeable again, or hold a writeable view.
+    JAX reads a NumPy array after `jax.device_put` has returned: on CPU it uses aligned
+    memory without a copy, whatever `may_alias` says, and copies other memory in a
+    thread. A large copy is aligned, so that JAX does not copy again: 17 ms instead of
+    49 ms for 100 MB on CPU. Read-only arrays are copied too: a loader may make them
+    writeable again, or hold a writeable view.
     """
     if x.nbytes < _LARGE_BYTES:
         return np.array(x)
@@ -346,8 +346,8 @@ def check_has_no_mask(leaf: object, name: str) -> None:
     """Raises TypeError for a masked NumPy array, whose mask would be lost."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is a masked array of numpy, and JAX knows no masks. Pass "
-            "`x.filled(value)`, and the mask, if it counts, as an array of its own."
+            f"{name} is a masked array of numpy, and JAX has no masks. Pass "
+            "`x.filled(value)` and, if you need it, the mask as a separate array."
         )
 
 
@@ -360,8 +360,8 @@ def check_has_known_dtype(leaf: object, name: str) -> None:
     except TypeError:
         if leaf.dtype.kind == "V" and leaf.dtype.names is None:
             advice = (
-                "`np.savez` forgets bfloat16 and narrower floats: give back the dtype, "
-                "such as `x.view(jnp.bfloat16)`."
+                "`np.savez` loses bfloat16 and narrower floats: restore the dtype, for "
+                "example with `x.view(jnp.bfloat16)`."
             )
         else:
             advice = (

@@ -54,22 +54,22 @@ def leave(tree: PyTree) -> PyTree:
 
 
 def explain_rows(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Advises on an array that still has the rows of all replicas inside a step.
+    """Explains an array that still has the rows of all replicas inside a step.
 
     Args:
       found: shape of the array.
       expected: shape of the array on one replica.
 
     Returns:
-      A sentence that begins with a space; "" where this is not the mistake.
+      Sentences that begin with a space; "" if this is not the mistake.
     """
     if len(found) < 1 or found[1:] != tuple(expected):
         return ""
     return (
-        f" It has {found[0]} rows, as of all replicas: something took the "
-        "`jdp.PerReplica` that holds it apart, such as `nnx.split` of an "
-        "`nnx.Optimizer`. Let the modules be the state of the step, `(model, "
-        "optimizer)`, and split the model alone, inside of it."
+        f" It has {found[0]} rows, one per replica: its `jdp.PerReplica` was taken "
+        "apart, for example by `nnx.split` of an `nnx.Optimizer`. Let the modules be "
+        "the state of the step, `(model, optimizer)`, and split only the model, inside "
+        "the step."
     )
 
 
@@ -97,7 +97,7 @@ def merge_leaves(
 
 
 class Outline(NamedTuple):
-    """Leaf-wise description of a tree, for classes that refuse what is not an array."""
+    """Description of a tree by leaf; its classes may refuse leaves but arrays."""
 
     treedef: Any
     paths: list[str]
@@ -144,9 +144,9 @@ def _unflatten_rows(treedef: Any, leaves: list[Any]) -> PyTree:
         raise TypeError(
             "A `jdp.PerReplica` has, outside of a step, a row for each replica: one "
             "more dimension in front of every array. A class in it refuses that, with "
-            f"{type(error).__name__}: {error}. Let the class check its fields when it "
-            "is made by hand, not when JAX unflattens it, or put a dict of them in its "
-            "place."
+            f"{type(error).__name__}: {error}. Let the class check its fields when "
+            "user code makes it, not when JAX unflattens it, or replace it by a dict "
+            "of its fields."
         ) from error
 
 

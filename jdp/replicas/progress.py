@@ -1,7 +1,7 @@
-"""Progress: which step of the program is this process in, and what does it wait for?
+"""Progress: which step of the program is this process in, and does it wait for others?
 
-The main thread notes here what it begins. The thread of `jdp.runtime.lifeline` reads
-it, to tell a process that waits for another one from a process that is merely busy.
+The main thread records here what it begins. The thread of `jdp.runtime.lifeline` reads
+it, to tell a process that waits for another process from a busy one.
 """
 
 import contextlib
@@ -24,12 +24,13 @@ class Snapshot(NamedTuple):
     """Position of the main thread of this process.
 
     Attributes:
-      steps: number of calls of each decorated step that it has begun, by name.
-      step: the step that it is in, or whose result is not there yet. None: it is in no
-        step, or in a part of a step that ends without the other processes.
-      waits_since_s: when it began to wait on the host for other processes, on the
-        monotonic clock. None: it does not wait.
-      since_s: when it began that step or wait.
+      steps: number of calls begun of each decorated step, by name.
+      step: the current step, or the last step if its result is not ready. None: the
+        thread is outside of all steps, or in a part of a step that does not need other
+        processes.
+      waits_since_s: start of the current wait on the host for other processes, on the
+        monotonic clock. None: the thread does not wait.
+      since_s: start of that step or wait.
     """
 
     steps: Mapping[str, int]
@@ -43,20 +44,20 @@ class _MainThread:
 
     steps: dict[str, int] = {}
     last: str | None = None  # the step that was begun last.
-    is_inside: bool = False  # of that call.
+    is_inside: bool = False  # whether the thread is still in that call.
     begun_s: float = 0.0
-    result: "weakref.ref[Any] | None" = None  # one array of what it returned.
+    result: "weakref.ref[Any] | None" = None  # one array of the result of that call.
     num_waits: int = 0
     waits_since_s: float = 0.0
-    needs_others: bool = True  # False: what it does now ends without them.
+    needs_others: bool = True  # False: the current work ends without them.
 
 
 class CallLimit:
-    """Keeps few calls of one step under way, where that `is_needed`.
+    """Limits the calls of one step that are in flight, if that `is_needed`.
 
-    XLA's CPU client lets 32 programs per device be under way and then blocks the thread
-    that starts them. With several devices in each of several processes, that is the
-    thread which another process's collective waits for: plain JAX hangs too.
+    XLA's CPU client allows 32 programs in flight per device and then blocks the thread
+    that starts them. With several devices in each of several processes, a collective of
+    another process may wait for that thread: plain JAX hangs too.
     """
 
     def __init__(self, *, is_needed: bool):
@@ -73,9 +74,9 @@ class CallLimit:
 
 
 def blame(error: RuntimeError, process: int | None) -> RuntimeError:
-    """Notes in `error` which process is the reason for it, and returns `error`.
+    """Notes in `error` which process caused it, and returns `error`.
 
-    Launchers find by it which process failed first.
+    Launchers use it to find the process that failed first.
     """
     if process is not None:
         vars(error)[_CULPRIT] = process
@@ -90,12 +91,12 @@ def culprit_of(error: BaseException) -> int | None:
 def counted(run: Run) -> Run:
     """Counts the calls of a method that runs a step of all processes.
 
-    A call that raises does not count: the others wait for this process in a program
-    that it has not begun, or in which it has failed.
+    A call that raises does not count: the other processes wait for this one in a
+    program that it has not begun, or in which it has failed.
 
     Args:
-      run: method of an object with a `name` and a `world`; it returns a pair of
-        pytrees, of which the caller is more likely to keep the second.
+      run: method of an object with a `name` and a `world`. It returns a pair of
+        pytrees; the caller is more likely to keep the second.
     """
 
     @functools.wraps(run)
@@ -108,7 +109,7 @@ def counted(run: Run) -> Run:
             out = run(self, *arguments)
             has_run = True
             return out
-        except FloatingPointError:  # Found in what the program had computed.
+        except FloatingPointError:  # Raised after the program, for its results.
             has_run = True
             raise
         finally:
@@ -122,13 +123,13 @@ def counted(run: Run) -> Run:
 def in_one_thread(run: Run) -> Run:
     """Refuses a call of a step while another thread is in a call of the same step.
 
-    Replicas meet in every step. Two threads may begin their steps in another order on
-    each device, and then no device comes to the end of its own. The check costs 0.5 us
-    per call. It finds calls at the same time, not every use of two threads.
+    Every step has collectives. If two threads start steps in a different order on each
+    device, no device finishes. The check costs 0.5 us per call. It finds calls at the
+    same time, not every use of two threads.
 
     Args:
       run: method of an object with a `name`, a `world` and a `calling_thread`, which is
-        0 between two calls.
+        0 between calls.
     """
 
     @functools.wraps(run)
@@ -137,8 +138,8 @@ def in_one_thread(run: Run) -> Run:
         if other not in (0, own) and self.world.num_replicas > 1:
             raise RuntimeError(
                 f"The step `{self.name}` was called while another thread was in a call "
-                "of it. Steps of several replicas are called by one thread at a time: "
-                "with two, devices may wait for each other for ever."
+                "of it. Call steps of several replicas from one thread at a time: with "
+                "two, devices may wait for each other forever."
             )
         self.calling_thread = own
         try:
@@ -168,8 +169,8 @@ def waiting() -> Iterator[None]:
 def working(*, needs_others: bool) -> Iterator[None]:
     """Notes whether the work of the main thread can wait for other processes.
 
-    Work that cannot, such as tracing a step, goes on where another process has ended:
-    its own error, or the next meeting of the processes, says more than that.
+    Work that cannot, such as tracing a step, continues after another process has ended:
+    its own error, or the next meeting of the processes, says more.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -198,14 +199,14 @@ def snapshot() -> Snapshot:
 def has_result() -> bool:
     """Returns whether the last call of a step is known to have succeeded.
 
-    JAX raises the error of a step where its result is read; this reads it.
+    JAX raises the error of a step when its result is read; this function reads it.
     """
     result = None if _MainThread.result is None else _MainThread.result()
     if _MainThread.is_inside or not isinstance(result, jax.Array) or not _is_done():
         return False
     try:
         result.block_until_ready()
-    except Exception:  # Whatever the step has failed with, or it was donated.
+    except Exception:  # The step failed, or the result was donated.
         return False
     return True
 
@@ -228,7 +229,7 @@ def _end_step(out: tuple[Any, Any] | None) -> None:
     _MainThread.is_inside = False
     if out is None:
         return
-    # Weak: a result that the caller drops is not kept, and the state may be donated.
+    # Weak, so that a result that the caller drops is freed; the state may be donated.
     for node in reversed(out):
         while type(node) in _CONTAINERS and node:
             node = next(iter(node.values() if type(node) is dict else node))
@@ -239,7 +240,7 @@ def _end_step(out: tuple[Any, Any] | None) -> None:
 
 
 def _is_done() -> bool:
-    """Returns whether the result of the last call is there, as far as is known."""
+    """Returns whether the result of the last call is ready, as far as JAX tells."""
     result = None if _MainThread.result is None else _MainThread.result()
     if not isinstance(result, jax.Array):
         return True

@@ -1,4 +1,4 @@
-"""Replicas: is the state, and is the program, the same in every process?"""
+"""Replication: how does a tree get onto all replicas, with the same values?"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ _BROADCAST_WORDS = 1 << 24  # 64 MiB of 32-bit words at a time.
 def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> None:
     """Checks that `fn(*args)` is the same program in every process.
 
-    Every process calls it. Compared are the paths, shapes and dtypes of the arguments,
-    the jaxpr, and the bits of the arrays that `fn` captures, each hashed once; of those
-    that are spread over devices of several processes, shape, dtype and sharding. The
-    values of arguments are not compared.
+    Every process must call it. It compares the paths, shapes and dtypes of the
+    arguments, the jaxpr, and the bits of the arrays that `fn` captures, each hashed
+    once. Captured arrays that are spread over devices of several processes are compared
+    by shape, dtype and sharding. The values of arguments are not compared.
 
     Args:
       fn: a function that JAX can trace.
@@ -31,8 +31,9 @@ def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> N
       world: the processes.
 
     Raises:
-      RuntimeError: they differ; on every process, naming the first difference and
-        both values. Or a process failed or did not come within `world.timeout_s`.
+      RuntimeError: the programs differ, or a process failed or did not come within
+        `world.timeout_s`. Every process raises, and names the first difference and
+        both values.
     """
     mesh.check_world(world)
     topic = "comparison of programs"
@@ -45,16 +46,16 @@ def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> N
 def check_replicas(tree: PyTree, *, world: World) -> None:
     """Checks that every replica holds the same bits of `tree`.
 
-    Every process calls it. Costs a copy to the host and a hash of every leaf, and no
-    collective on the devices. Of a `jdp.PerReplica` nothing is compared.
+    Every process must call it. It costs a copy to the host and a hash of every leaf,
+    and no collective on the devices. A `jdp.PerReplica` is not compared.
 
     Args:
       tree: pytree of host arrays, or `jax.Array`s that are replicated or local.
       world: the processes.
 
     Raises:
-      RuntimeError: a leaf differs; on every process, naming the first such leaf, the
-        first element, and both values. Or a process did not come in time.
+      RuntimeError: a leaf differs, or a process did not come in time. Every process
+        raises, and names the first such leaf, the first element, and both values.
       ValueError: a leaf is split over the replicas.
     """
     mesh.check_world(world)
@@ -64,30 +65,31 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
 def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
     """Puts a tree on all replicas, with the values of one process.
 
-    Every process calls it with a tree of the same structure, shapes and dtypes. Leaves
-    that all replicas hold already are returned as they are; the others are copied, so
-    that a step that donates its state leaves the argument alone. Arrays of a
-    `jdp.PerReplica`, shape (num_replicas, ...), are split over the replicas: each gets
-    its own row of what its process holds.
+    Every process must call it with a tree of the same structure, shapes and dtypes.
+    Leaves that all replicas hold already are returned as they are. Other leaves are
+    copied, so that a step that donates its state does not delete the argument. Arrays
+    in a `jdp.PerReplica`, shape (num_replicas, ...), are split over the replicas: each
+    replica gets its own row of the array in its process.
 
     Args:
       world: the replicas.
       tree: pytree of host arrays, local `jax.Array`s, numbers and PRNG keys; or arrays
         that are spread over the replicas, which are gathered.
-      process: index of the process whose values all get; the same on every process.
+      process: index of the process whose values all replicas get; the same on every
+        process.
 
     Returns:
-      The same tree of `jax.Array`s, bit for bit those of `process`, replicated over
+      The same tree of `jax.Array`s, with the bits of `process`, replicated over
       `world.mesh`.
 
     Raises:
-      RuntimeError: structure, a shape or a dtype differs between the processes, or a
-        leaf is on all replicas in one process and not in another; on every process,
-        naming the path and both values.
-      TypeError: `world` or `process` is something else.
-      ValueError: an array of a `jdp.PerReplica` has not a row for each replica, or has
-        them on other devices of several processes; an array
-        lies on devices that are not those of the replicas; or there is no such process.
+      RuntimeError: the structure, a shape or a dtype differs between the processes, or
+        a leaf is on all replicas in one process and not in another. Every process
+        raises, and names the path and both values.
+      TypeError: `world` or `process` has the wrong type.
+      ValueError: an array in a `jdp.PerReplica` does not have one row per replica, or
+        lies on devices of several processes in another way; an array lies on devices
+        other than the devices of the replicas; or there is no process `process`.
     """
     mesh.check_world(world)
     if isinstance(process, bool) or not isinstance(process, int | np.integer):
@@ -110,8 +112,8 @@ def place(
     Args:
       world: the replicas.
       tree: see `replicate`.
-      name: of the tree, for errors.
-      topic: what the processes are doing, for errors.
+      name: the name of the tree, for errors.
+      topic: the activity of the processes, for errors.
       process: see `replicate`.
     """
     are_own = per_replica.are_own(tree)
@@ -126,13 +128,13 @@ def place(
             for i, (leaf, is_own) in enumerate(zip(leaves, are_own, strict=True))
         ]
     if world.store is not None:
-        # Which leaves are to be sent is part of what must agree.
+        # The processes must also agree on which leaves to send.
         described = comparison.describe_leaves({name: tree})
         lines = [
             f"`{path}` {place}"
             for (path, _), place in zip(described, places, strict=True)
         ]
-        # A host array of 64 bits becomes another one of 32, and no program fits both.
+        # Without 64-bit types a host array is narrowed, and no program fits both.
         is_wide = jax.dtypes.canonicalize_dtype(float) == np.float64
         settings = [f"`process` is {process}", f"`jax_enable_x64` is {is_wide}"]
         text = "\n".join([*settings, *lines])
@@ -155,7 +157,7 @@ def place_own_rows(world: World, tree: PyTree) -> PyTree:
     """Splits the arrays of each `jdp.PerReplica` over the replicas; sends nothing.
 
     Raises:
-      ValueError: such an array has not a row for each replica.
+      ValueError: such an array does not have one row per replica.
     """
     leaves, treedef = jax.tree.flatten(tree)
     for i, is_own in enumerate(per_replica.are_own(tree)):
@@ -166,22 +168,22 @@ def place_own_rows(world: World, tree: PyTree) -> PyTree:
 
 @mesh.without_ambient
 def place_own_value(world: World, leaf: Any, name: str) -> jax.Array:
-    """Puts what this process has on each of its replicas; sends nothing.
+    """Puts a value of this process on each of its replicas; sends nothing.
 
     Args:
       world: the replicas.
       leaf: array or number; an array on all replicas is returned as it is.
-      name: of the leaf, for errors.
+      name: the name of the leaf, for errors.
 
     Raises:
-      ValueError: it is spread over devices of several processes.
+      ValueError: the leaf is spread over devices of several processes.
     """
     if is_replicated(world, leaf):
         return leaf
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
             f"{name} is spread over devices of several processes ({leaf.sharding}). "
-            "Pass a host array, a local one, or one that all replicas hold."
+            "Pass a host array, a local array, or an array that all replicas hold."
         )
     value: Any = leaf
     if not isinstance(leaf, jax.Array):
@@ -193,10 +195,10 @@ def place_own_value(world: World, leaf: Any, name: str) -> jax.Array:
 
 @mesh.without_ambient
 def copy_from(world: World, tree: PyTree, *, process: int) -> PyTree:
-    """Gives all replicas what one process has of a replicated tree.
+    """Gives all replicas one process' values of a replicated tree.
 
-    Every process calls it with arrays of the same shapes. Leaves that are not whole on
-    every replica are returned as they are.
+    Every process must call it with arrays of the same shapes. Leaves that are not whole
+    on every replica are returned as they are.
     """
     if world.store is None:
         return tree
@@ -219,9 +221,9 @@ def is_split(world: World, x: Any) -> bool:
 
 
 def sharding_of_rows(world: World, shape: Sequence[int]) -> NamedSharding:
-    """Returns how an array is placed that has a row for each replica."""
-    # Programs of JAX return most arrays without elements as replicated, whatever they
-    # were; since JAX 0.12 not all. With another sharding the step is compiled again.
+    """Returns the sharding of an array that has one row per replica."""
+    # JAX programs return most arrays without elements as replicated, whatever their
+    # sharding was; since JAX 0.12 not all. Another sharding recompiles the step.
     return world.split if math.prod(shape) else world.replicated
 
 
@@ -239,8 +241,8 @@ def _find_place(world: World, tree: PyTree, index: int, leaf: Any) -> str:
         return _SPREAD
     raise ValueError(
         f"`{tree_paths.leaf_paths(tree)[index]}` lies on devices of several processes "
-        f"that are not those of the replicas ({leaf.sharding}). Pass host arrays, or "
-        "arrays of this process' devices."
+        f"other than the devices of the replicas ({leaf.sharding}). Pass host arrays, "
+        "or arrays on this process' devices."
     )
 
 
@@ -260,16 +262,16 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
         return leaf
     if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != world.num_replicas:
         raise ValueError(
-            f"`{tree_paths.leaf_paths(tree)[index]}` is of a `jdp.PerReplica`, so "
+            f"`{tree_paths.leaf_paths(tree)[index]}` is in a `jdp.PerReplica`, so "
             f"outside of a step its first dimension must be {world.num_replicas}, one "
-            f"row for each replica, got shape {jnp.shape(leaf)}."
+            f"row per replica, got shape {jnp.shape(leaf)}."
         )
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
-            f"`{tree_paths.leaf_paths(tree)[index]}` is of a `jdp.PerReplica` and lies "
-            "on devices of several processes in another way than a row on each "
-            f"replica, in their order ({leaf.sharding}). Pass host arrays, or what a "
-            "step or `jdp.replicate` returned."
+            f"`{tree_paths.leaf_paths(tree)[index]}` is in a `jdp.PerReplica` and lies "
+            "on devices of several processes in another way than one row on each "
+            f"replica, in their order ({leaf.sharding}). Pass host arrays, or arrays "
+            "that a step or `jdp.replicate` returned."
         )
     rows = comparison.host_copy(leaf)
     if not isinstance(leaf, jax.Array):
@@ -281,12 +283,12 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
 
 
 def _gather(world: World, x: jax.Array) -> jax.Array:
-    """Puts an array that is spread over the replicas' devices on all of them, whole."""
+    """Gathers an array that is spread over the replicas' devices, on all of them."""
     found = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
     mesh_of_x = found if isinstance(found, jax.sharding.Mesh) else world.mesh
     if [*mesh_of_x.devices.flat] == [*world.mesh.devices.flat]:
         return jax.jit(lambda x: x, out_shardings=world.replicated)(x)
-    # XLA's programs take their devices in one order, so it is gathered in its own.
+    # An XLA program has one order of devices, so `x` is gathered in its own order.
     data = x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
@@ -300,8 +302,8 @@ def _gather(world: World, x: jax.Array) -> jax.Array:
 
 
 def _copy_out(world: World, leaf: Any) -> jax.Array:
-    # `device_put` may keep the array of a device that has it already, as one of the
-    # copies; a step that donates its state would take that away from the caller.
+    # If a device has the array already, `device_put` may use it as one of the copies; a
+    # step that donates its state would then delete the caller's array.
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf.copy(), world.replicated)
     value = mesh.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
@@ -326,7 +328,7 @@ def _as_keys(placed: jax.Array, *, like: Any) -> jax.Array:
 
 
 def _send(world: World, leaves: list[Any], todo: Sequence[int], process: int) -> None:
-    """Puts in the place of the leaves `todo` what `process` has there."""
+    """Replaces the leaves `todo` by the values that `process` has."""
     copies = [comparison.host_copy(leaves[i]) for i in todo]
     sent = _broadcast(world, b"".join(comparison.as_bytes(x) for x in copies), process)
     start = 0
@@ -337,7 +339,7 @@ def _send(world: World, leaves: list[Any], todo: Sequence[int], process: int) ->
 
 
 def _broadcast(world: World, data: bytes, process: int) -> bytes:
-    """Sends the `data` of `process` to all, by a sum in which it is the only one."""
+    """Sends the `data` of `process` to all: a sum to which the others add zeros."""
     num_words = -(-len(data) // 4)
     words = np.frombuffer(data.ljust(4 * num_words, b"\0"), np.uint32)
     total = jax.jit(

@@ -1,8 +1,8 @@
 """Sealed memory: how do processes of one host share memory that has no name?
 
-One process makes it; the others open it through that process's entry in /proc. So
-nothing is left behind, whichever process is killed. The seals keep its size: a process
-that touched memory which its owner had cut off would be killed.
+One process makes it; the others open it through that process' entry in /proc. So
+nothing is left behind, whichever process is killed. Seals fix its size: a process that
+touches memory which its owner has truncated would be killed.
 """
 
 import errno
@@ -14,14 +14,14 @@ import secrets
 import stat
 from typing import NamedTuple
 
-HEADER_BYTES = 4096  # at the beginning; the last bytes of it hold the token.
+HEADER_BYTES = 4096  # at the beginning; its last bytes hold the token.
 _TOKEN = slice(HEADER_BYTES - 16, HEADER_BYTES)
 _PATH = re.compile(r"/proc/([1-9][0-9]{0,9})/fd/[0-9]{1,10}", re.ASCII)
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
 class MemoryOffer(NamedTuple):
-    """Where the other processes of this host find memory, and how they recognise it."""
+    """Path at which other processes of this host find memory, and a token to check."""
 
     path: str
     token: bytes  # shape (16,)
@@ -33,15 +33,16 @@ def make_memory(
     """Makes and maps zeros, with the token in their header.
 
     Args:
-      size: in bytes, with the header.
-      label: what /proc shows as the name.
+      size: size in bytes, including the header.
+      label: the name that /proc shows.
       is_populated: whether all pages are mapped now, not when they are touched first.
 
     Returns:
-      The memory, its descriptor, and the offer; it holds until that one is closed.
+      The memory, its descriptor, and the offer, which is valid until the descriptor is
+      closed.
 
     Raises:
-      OSError: there is not so much memory, or this is not Linux.
+      OSError: there is not enough memory, or this is not Linux.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -66,20 +67,20 @@ def open_memory(
     """Maps memory that another process has made.
 
     Args:
-      offer: from that process.
-      size: in bytes, with the header.
+      offer: the offer of that process.
+      size: size in bytes, including the header.
       pid: id of that process; None: any.
       is_populated: whether all pages are mapped now, not when they are touched first.
 
     Raises:
-      OSError: the offer is not one of sealed memory of this user, of that size; for
+      OSError: the path does not lead to sealed memory of this user with that size, for
         example because the process is on another host.
     """
     found = _PATH.fullmatch(offer.path)
     if found is None or pid not in (None, int(found[1])):
-        raise OSError("its path is not that of a descriptor of the process")
-    # On another host the path may be anything, and to open a device may already do
-    # something: nothing is opened before it is known to be memory.
+        raise OSError("its path is not the path of a descriptor of the process")
+    # On another host the path may be anything, and merely opening a device may have
+    # effects: nothing is opened before it is known to be memory.
     _check(os.stat(offer.path), size)
     fd = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -92,22 +93,22 @@ def open_memory(
     finally:
         os.close(fd)
     if mapped[_TOKEN] != offer.token:
-        raise OSError("it is other memory than was offered")
+        raise OSError("it is not the memory that was offered")
     return mapped
 
 
 def _check(found: os.stat_result, size: int) -> None:
-    """Raises OSError unless it is like what `make_memory` makes."""
+    """Raises OSError unless the file is like the memory of `make_memory`."""
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 0:
         raise OSError("it is not memory without a name")
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise OSError("it is not of this user alone")
+        raise OSError("it does not belong to this user alone")
     if found.st_size != size:
         raise OSError(f"it has {found.st_size:,} bytes, not {size:,}")
 
 
 def _check_available(size: int) -> None:
-    """Raises OSError where the kernel would kill a process for want of memory."""
+    """Raises OSError if the kernel would run out of memory and kill a process."""
     with open("/proc/meminfo") as file:
         found = re.search(r"MemAvailable: *(\d+) kB", file.read())
     if found is not None and size > 1024 * int(found[1]):

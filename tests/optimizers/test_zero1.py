@@ -564,7 +564,7 @@ def test_an_optimizer_of_flax_nnx_that_was_split_is_refused_with_advice(kind):
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), {}
 
-    message = "It has 2 rows, as of all replicas.*`nnx.split`.*`\\(model, optimizer\\)`"
+    message = "It has 2 rows, one per replica.*`nnx.split`.*`\\(model, optimizer\\)`"
     with pytest.raises(ValueError, match=message):
         step(state, np.ones((4, 3), np.float32))
 

@@ -81,7 +81,7 @@ def test_a_pair_of_axes():
 
 def test_rows_that_are_not_one_for_each_replica_are_named():
     step = jdp.data_parallel(_count, world=harness.local_world(4))
-    message = r"`\['own'\].value\['key'\]` is of a `jdp.PerReplica`.* must be 4"
+    message = r"`\['own'\].value\['key'\]` is in a `jdp.PerReplica`.* must be 4"
     with pytest.raises(ValueError, match=message):
         step(_state(2), np.zeros(4, np.float32))
 

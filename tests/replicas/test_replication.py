@@ -77,9 +77,9 @@ def test_a_weak_type_of_one_process_is_named_by_its_leaf():
     for error in _compare(rates, lambda tree: tree["rate"] * 2):
         assert str(error) == (
             "`args[0]['rate']` is not the same on all processes: float32[] with "
-            "weak_type on process 0, float32[] on process 1. JAX gives a Python number "
-            "a weak_type, and compiles another program for it. Pass an array of one "
-            "dtype in every process, such as `jnp.float32(x)`."
+            "weak_type on process 0, float32[] on process 1. A Python number "
+            "has a weak_type in JAX, which compiles another program for it. Pass an "
+            "array of one dtype in every process, such as `jnp.float32(x)`."
         )
     assert _compare([{"rate": 0.5}], lambda tree: tree["rate"] * 2) == [None] * 3
     # The bits are all that `check_replicas` compares.
@@ -93,7 +93,9 @@ def test_another_order_of_the_same_paths_is_named():
         jdp.check_same_program(lambda tree: tree["a"], tree, world=world)
 
     for error in harness.run_threads(run, 2):
-        assert "`args[0]['a']` on process 0 stands where `args[0]['b']`" in str(error)
+        assert "`args[0]['a']` on process 0 is in the place of `args[0]['b']`" in str(
+            error
+        )
 
 
 def test_the_same_shapes_in_another_order_are_another_program():
@@ -204,7 +206,9 @@ def test_equal_arrays_in_other_places_are_another_program():
         jdp.check_same_program(fn, np.ones(3), world=world)
 
     for error in harness.run_threads(run, 2):
-        assert "process 1 uses the same arrays otherwise than process 0." in str(error)
+        assert "process 1 uses the same arrays differently from process 0." in str(
+            error
+        )
 
 
 def test_a_captured_array_is_hashed_once(monkeypatch):

@@ -43,7 +43,7 @@ def test_another_offer_than_the_one_made_is_refused(made, monkeypatch):
         with pytest.raises(OSError):
             sealed_memory.open_memory(wrong, size, pid=pid)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # as memory of another user.
-    with pytest.raises(OSError, match="not of this user alone"):
+    with pytest.raises(OSError, match="not belong to this user alone"):
         sealed_memory.open_memory(offer, 8192)
 
 

@@ -117,7 +117,9 @@ def test_a_scalar_batch_by_name_is_named():
 
 @pytest.mark.parametrize("option", ["static_argnames", "replicated_argnames"])
 def test_names_are_checked_where_the_step_is_decorated(option):
-    with pytest.raises(ValueError, match=rf"`{option}` has 'lrr', which is no param"):
+    with pytest.raises(
+        ValueError, match=rf"`{option}` has 'lrr', which is not a param"
+    ):
         _scaled(**{option: ("lrr",)})
     with pytest.raises(ValueError, match=rf"`{option}` has 'state', the state of"):
         _scaled(**{option: "state"})
@@ -461,7 +463,7 @@ def test_an_axis_that_the_step_has_not_is_named_with_its_own():
     with pytest.raises(NameError) as caught:
         step(np.float32(0), np.ones((8, 2), np.float32))
     note = "\n".join(caught.value.__notes__)
-    assert "over the axis 'data'" in note and "jdp.init(axis_name=...)" in note
+    assert "along the axis 'data'" in note and "jdp.init(axis_name=...)" in note
 
 
 # --- Lengths -------------------------------------------------------------------------

@@ -368,7 +368,7 @@ def test_what_is_no_array_is_named(leaf, kind):
     message = rf"`\['model'\]\['activation'\]` is a ({kind}), not.*eqx.partition"
     with pytest.raises(TypeError, match=message):
         step(state, X)
-    message = r"batch's leaf `\[0\]` is a (\w+), no array.* named in `static_argnames`"
+    message = r"batch's leaf `\[0\]` is a (\w+), not an array.* in `static_argnames`"
     with pytest.raises(TypeError, match=message):
         step({}, leaf)
 
@@ -524,7 +524,7 @@ def test_processes_get_the_leaves_of_process_0_one_by_one():
         assert found["order kept"] == [0, 1, 2, 3]
         assert found["order of keys"] == [[1, 1]] * 4
         assert (
-            "`.value['m']` is of a `jdp.PerReplica` and lies on devices of several "
+            "`.value['m']` is in a `jdp.PerReplica` and lies on devices of several "
             "processes in another way" in found["order of rows"]
         )
         assert (
