@@ -1,7 +1,7 @@
-"""Channel: how a benchmark tells its processes what to time, and when.
+"""Channel: how does a benchmark tell its processes what to time, and when?
 
-Each process connects back to the driver and sleeps in `recv` until it is asked, so that
-the processes that do not run leave the cores to those that do.
+Each process connects to the driver and sleeps in `recv` until it is asked, so that idle
+processes leave the cores to the running ones.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ RunSteps = Callable[[int], list[float]]
 
 
 class StepConfig(NamedTuple):
-    """The model that every system trains in `jdp bench step`."""
+    """Model that every system trains in `jdp bench step`."""
 
     num_blocks: int
     width: int
@@ -28,11 +28,10 @@ class StepConfig(NamedTuple):
     learning_rate: float = 1e-3
 
 
-class Line:
-    """One JSON value a line, over a connected socket."""
+class JsonChannel:
+    """Messages as lines of JSON, over a connected socket, which it takes over."""
 
     def __init__(self, connection: socket.socket):
-        """Takes over `connection`."""
         self._socket = connection
         self._file = connection.makefile("rw", encoding="utf-8", newline="\n")
 
@@ -46,7 +45,7 @@ class Line:
 
         Raises:
           EOFError: the other side is gone.
-          TimeoutError: it said nothing for `timeout_s` seconds.
+          TimeoutError: nothing came for `timeout_s` seconds.
         """
         self._socket.settimeout(timeout_s)
         text = self._file.readline()
@@ -64,13 +63,13 @@ def serve(port: int, group: str, rank: int, variants: Mapping[str, RunSteps]) ->
     """Times variants for the driver at `port` until the driver hangs up.
 
     Args:
-      port: where the driver listens on this host.
-      group: name of the group of processes.
-      rank: number of this process in it.
-      variants: by name, a function that runs that many steps, together with the other
-        processes of the group, and returns the seconds of each.
+      port: the port of the driver on this host.
+      group: the name of the group of processes.
+      rank: the number of this process in the group.
+      variants: by name, a function that runs the given number of steps, together with
+        the other processes of the group, and returns the seconds of each.
     """
-    line = Line(socket.create_connection(("127.0.0.1", port), timeout=30.0))
+    line = JsonChannel(socket.create_connection(("127.0.0.1", port), timeout=30.0))
     line.send({"group": group, "rank": rank, "variants": list(variants)})
     try:
         while True:
@@ -85,11 +84,11 @@ def serve(port: int, group: str, rank: int, variants: Mapping[str, RunSteps]) ->
 
 
 def sent_bytes() -> int:
-    """Returns what the TCP connections of this process have sent; 0 but on Linux."""
+    """Returns the bytes sent by this process' TCP connections; 0 except on Linux."""
     total = 0
     with contextlib.suppress(FileNotFoundError):
         for fd in os.listdir("/proc/self/fd"):
-            # Others close some meanwhile, and most are no such connection.
+            # Other threads may close a descriptor, and most are not TCP connections.
             with contextlib.suppress(OSError):
                 total += _acknowledged_bytes(int(fd))
     return total
@@ -120,7 +119,7 @@ def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:
 
 
 def check_can_write(path: pathlib.Path | None, option: str = "--json") -> None:
-    """Refuses a file that cannot be written, before hours are spent on measuring."""
+    """Raises typer.BadParameter for a file that cannot be written."""
     if path is None:
         return
     try:

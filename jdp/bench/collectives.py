@@ -1,4 +1,4 @@
-"""`jdp bench collectives`: every all-reduce, with the cost model beside it."""
+"""`jdp bench collectives`: how long does every all-reduce take, and as predicted?"""
 
 import functools
 import pathlib
@@ -19,7 +19,7 @@ from jdp.collectives.cost_model import ALGORITHMS, Links, Node
 from jdp.collectives.measurement import Seconds
 
 TORCH = "torch gloo"
-_OFF = 2.0  # the model is off where it differs from what was measured by more.
+_OFF = 2.0  # ratio of model and measurement from which the model is off.
 
 
 def bench_collectives(
@@ -34,14 +34,14 @@ def bench_collectives(
         typer.Option(help="Replicas are devices of one process, or processes."),
     ] = "devices",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="All-reduces a turn.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="All-reduces per turn.")] = 10,
     plot: Annotated[
         pathlib.Path | None, typer.Option(help="Write a plot here, a PNG file.")
     ] = None,
     tune: Annotated[
         pathlib.Path | None,
         typer.Option(
-            help="Only find thresholds of the custom one on GPUs; write here."
+            help="Only find thresholds of the custom all-reduce on GPUs; write here."
         ),
     ] = None,
     json_file: Annotated[
@@ -50,10 +50,10 @@ def bench_collectives(
 ) -> None:
     """Times every all-reduce, in turns, and compares the cost model with them.
 
-    Each program makes a buffer and reduces it; the time is what it takes longer than
-    without the all-reduce, a median over the rounds. The number in brackets is what the
-    cost model says, as a multiple of that, with the links that `fit_links` has measured
-    before.
+    Each program makes a buffer and reduces it. The reported time is the difference to
+    the program without the all-reduce, a median over the rounds. The number in brackets
+    is the prediction of the cost model, as a multiple of that time, for the links that
+    `fit_links` has measured before.
     """
     counts = parse_counts(replicas)
     if tune is not None:
@@ -80,7 +80,7 @@ def bench_collectives(
 def _measure(
     kind: str, num_replicas: int, num_bytes: list[int], rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Times every all-reduce of so many replicas; returns what `summarize` does."""
+    """Times every all-reduce of `num_replicas`; returns the summary."""
     if kind == "devices":
         starters = [_start_jax]
         processes, devices = 1, num_replicas
@@ -97,14 +97,15 @@ def summarize(seconds: dict[str, list[float]], num_replicas: int) -> dict[str, A
     """Turns the medians of the rounds into the times of each all-reduce.
 
     Args:
-      seconds: by "name bytes", seconds by round; those with no all-reduce too.
-      num_replicas: how many have reduced.
+      seconds: by "name bytes", seconds per round, including programs without an
+        all-reduce.
+      num_replicas: the number of replicas.
 
     Returns:
-      A dict with the fitted links; "times", one record an all-reduce and size, with
-      what was measured and what the model predicts in seconds; "choices", what `choose`
-      picks at each size, and its time over that of the best; and "over_torch", by size,
-      a call that reduces through shared memory over torch's, where both were timed.
+      A dict with the fitted links; "times", one record per all-reduce and size, with
+      the measured and the predicted seconds; "choices", the pick of `choose` at each
+      size, and its time over the time of the best; and "over_torch", by size, the time
+      of a call through shared memory over torch's time, if both were timed.
     """
     rounds: dict[tuple[str, int], list[float]] = {}
     for variant, values in seconds.items():
@@ -149,7 +150,7 @@ def summarize(seconds: dict[str, list[float]], num_replicas: int) -> dict[str, A
 def _choices(
     measured: list[Seconds], num_replicas: int, links: Links
 ) -> list[dict[str, Any]]:
-    """Returns the choice of `choose` among all but Adasum, which is no sum."""
+    """Returns the choice of `choose` among all but Adasum, which does not sum."""
     sizes = sorted({each.num_bytes for each in measured})
     found = []
     for size in sizes:
@@ -212,7 +213,7 @@ def _remarks(result: dict[str, Any]) -> str:
     lines = [
         f"links of {n} replicas: latency {1e6 * result['latency_s']:.3g} us, bandwidth "
         f"{8e-9 * result['bandwidth_bytes_per_s']:.3g} Gbit/s, reducing "
-        f"{1e9 * result['compute_s_per_byte']:.3g} ns a byte"
+        f"{1e9 * result['compute_s_per_byte']:.3g} ns per byte"
     ]
     for time in result["times"]:
         if time["model_s"] is None:
@@ -259,7 +260,7 @@ def parse_numbers(text: str, least: int, most: int, option: str) -> list[int]:
     """Returns numbers that are separated by commas.
 
     Raises:
-      typer.BadParameter: one is no number, or out of range.
+      typer.BadParameter: a part is not a number, or out of range.
     """
     parts = text.split(",")
     if not all(part.strip().isdigit() and least <= int(part) <= most for part in parts):
@@ -275,7 +276,7 @@ def parse_size(text: str) -> int:
     """Returns bytes, a multiple of 4.
 
     Raises:
-      typer.BadParameter: it is no number with a unit.
+      typer.BadParameter: `text` is not a number with a unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km])", text.strip().lower())
     if match is None or float(match[1]) == 0:

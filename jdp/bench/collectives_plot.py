@@ -1,4 +1,4 @@
-"""Plots of `jdp bench collectives`: time by size, on logarithmic axes."""
+"""Plots of `jdp bench collectives`: how does time grow with size?"""
 
 import importlib.util
 import pathlib
@@ -11,7 +11,7 @@ _SHOWN = ("psum", "ring", "halving_doubling", "butterfly", "shared_memory", "tre
 
 
 def check_can_plot() -> None:
-    """Raises typer.BadParameter where matplotlib is missing."""
+    """Raises typer.BadParameter if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(
             "needs matplotlib: pip install matplotlib.", param_hint="--plot"
@@ -64,7 +64,7 @@ def write(
 
 
 def _curves(result: dict[str, Any]) -> dict[str, tuple[list, list, list]]:
-    """Sizes, measured and predicted seconds by all-reduce."""
+    """Returns sizes, measured and predicted seconds, by all-reduce."""
     found: dict[str, tuple[list, list, list]] = {}
     for time in sorted(result["times"], key=lambda time: time["num_bytes"]):
         sizes, measured, model = found.setdefault(time["algorithm"], ([], [], []))

@@ -1,4 +1,4 @@
-"""The processes of `jdp bench collectives`: every all-reduce at every size."""
+"""Processes of `jdp bench collectives`: which all-reduces do they time?"""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ CHAIN_CHUNKS = 8
 def make_all_reduces(
     world: jdp.World,
 ) -> dict[str, tuple[jdp.World, Callable[..., jax.Array]]]:
-    """Returns what can run on the replicas, each with the mesh that it wants."""
+    """Returns the all-reduces that can run on the replicas, each with its world."""
     n = world.num_replicas
     found = {name: algorithm.all_reduce for name, algorithm in ALGORITHMS.items()}
     found["chain"] = functools.partial(found["chain"], num_chunks=CHAIN_CHUNKS)
@@ -81,7 +81,7 @@ def main(port: int, num_devices: int, sizes: Sequence[int]) -> None:
         return run
 
     variants: dict[str, channel.RunSteps] = {}
-    # What a job with `all_reduce="auto"` would know before its first step.
+    # A job with `all_reduce="auto"` has the same measurements before its first step.
     fitted = [size for size in measurement.SIZES if size <= max(sizes)]
     links = collectives.fit_links(world, sizes=fitted or measurement.SIZES[-1:])
     for curve in links.measured:
@@ -104,7 +104,7 @@ def _repeat(seconds: float, num_steps: int) -> list[float]:
 
 
 def _alone(world: jdp.World) -> Callable[[jax.Array], jax.Array]:
-    """A compiled call that reduces its argument, in place, and nothing else."""
+    """Returns a compiled call that only reduces its argument, in place."""
     spec = jax.sharding.PartitionSpec(world.axis_names)
     mapped = jax.shard_map(
         lambda x: collectives.shared_memory_all_reduce(x, world.axis_name),

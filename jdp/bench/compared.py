@@ -1,4 +1,4 @@
-"""Compared: the variants of one step, each beside the one that is the reference."""
+"""Compared: how do the variants of one step compare to a reference variant?"""
 
 import functools
 import pathlib
@@ -13,20 +13,20 @@ import typer
 from jdp.bench import channel, driver
 from jdp.bench.driver import Turn
 
-_MOST_METRICS_BYTES = 1000  # that leave a process in a step beside gradients.
+_MOST_METRICS_BYTES = 1000  # sent by a process per step besides gradients.
 
 NumProcesses = Annotated[int, typer.Option("-n", min=1, help="Processes.")]
 Blocks = Annotated[int, typer.Option(min=1, help="Depth of the model.")]
 Width = Annotated[int, typer.Option(min=1, help="Width of the model.")]
-Batch = Annotated[int, typer.Option(min=1, help="Samples of a process.")]
+Batch = Annotated[int, typer.Option(min=1, help="Samples per process.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all variants.")]
-Steps = Annotated[int, typer.Option(min=1, help="Steps of a variant a round.")]
+Steps = Annotated[int, typer.Option(min=1, help="Steps per variant and round.")]
 JsonFile = Annotated[
     pathlib.Path | None, typer.Option("--json", help="Write the results here.")
 ]
 
 
-class Options(NamedTuple):
+class CompareOptions(NamedTuple):
     """Options that all of these commands share."""
 
     num_processes: int
@@ -52,25 +52,28 @@ def make_command(
         steps: Steps = 10,
         json_file: JsonFile = None,
     ) -> None:
-        bench(
-            module,
-            reference,
-            Options(num_processes, blocks, width, batch, rounds, steps, json_file),
+        options = CompareOptions(
+            num_processes, blocks, width, batch, rounds, steps, json_file
         )
+        bench(module, reference, options)
 
     command.__doc__ = text
     return command
 
 
 def bench(
-    module: str, reference: str, options: Options, *, arguments: Sequence[str] = ()
+    module: str,
+    reference: str,
+    options: CompareOptions,
+    *,
+    arguments: Sequence[str] = (),
 ) -> None:
     """Times the variants of a module in turn; prints a table and writes the file.
 
     Args:
-      module: the module that runs them.
+      module: the module that runs the variants.
       reference: name of the variant that the others are compared to.
-      options: as the command line says.
+      options: the options of the command line.
       arguments: further arguments of the module.
     """
     channel.check_can_write(options.json_file)
@@ -96,17 +99,17 @@ def bench(
 
 
 def summarize(turns: dict[str, list[Turn]], reference: str) -> dict[str, Any]:
-    """Turns the rounds into one row a variant.
+    """Turns the rounds into one row per variant.
 
     Args:
-      turns: of each variant, by round.
-      reference: name of one of them.
+      turns: by variant, its turn in each round.
+      reference: the name of one variant.
 
     Returns:
       A dict with `reference`, and `variants`, which maps each name to its median time
-      in milliseconds, the median over the rounds of its time over the reference's, and
-      the same of the bytes that a process sends over TCP in a step; None where the
-      reference sends no gradients.
+      in milliseconds, the median over the rounds of its time over the reference's time,
+      and the same figures for the bytes that a process sends over TCP per step. The
+      ratio of bytes is None if the reference sends no gradients.
     """
     variants = {}
     for name, rounds in turns.items():

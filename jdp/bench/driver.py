@@ -1,4 +1,4 @@
-"""Driver: Starts the processes of a benchmark, and times their variants in turn."""
+"""Driver: how are the processes of a benchmark started, and their variants timed?"""
 
 import contextlib
 import dataclasses
@@ -28,21 +28,22 @@ _RUN_TIMEOUT_S = 300.0
 
 
 class BenchmarkError(RuntimeError):
-    """A process did not start, or ended."""
+    """A process of a benchmark did not start, or ended."""
 
 
 @dataclasses.dataclass
 class Group:
-    """The processes of one system."""
+    """Processes of one system, such as JAX or torch."""
 
     name: str
     processes: list[subprocess.Popen[bytes]]
     log: pathlib.Path
-    lines: list[channel.Line] = dataclasses.field(default_factory=list)  # by rank.
+    # By rank.
+    lines: list[channel.JsonChannel] = dataclasses.field(default_factory=list)
     variants: list[str] = dataclasses.field(default_factory=list)
 
 
-# Starts the processes of one system, which is None where it is not installed:
+# Starts the processes of one system; returns None if it is not installed:
 # (number of processes, port of the driver, sizes of the model, folder for logs).
 Starter = Callable[[int, int, Sequence[int], pathlib.Path], Group | None]
 
@@ -51,7 +52,7 @@ class Turn(NamedTuple):
     """Figures of a variant in one round."""
 
     seconds: float  # of the median step.
-    sent_bytes: float  # over TCP, by one process, in a step.
+    sent_bytes: float  # over TCP, per process and step.
 
 
 def time_systems(
@@ -62,7 +63,7 @@ def time_systems(
     rounds: int,
     steps: int,
 ) -> dict[str, list[float]]:
-    """`measure_systems`, of which the times alone are of interest.
+    """Runs `measure_systems`; returns only the times.
 
     Returns:
       By variant, the median step of each round, in seconds.
@@ -82,17 +83,17 @@ def measure_systems(
     """Runs the variants of several systems in turn, on the same machine.
 
     Args:
-      starters: one for each system; the first must start.
-      num_processes: of each system.
-      sizes: of the model, as the processes take them.
-      rounds: how often each variant has its turn.
-      steps: how many steps a turn has.
+      starters: one per system; the first system must start.
+      num_processes: number of processes per system.
+      sizes: sizes of the model, as arguments of the processes.
+      rounds: number of turns per variant.
+      steps: number of steps per turn.
 
     Returns:
-      By variant, what each round took.
+      By variant, the figures of each round.
 
     Raises:
-      typer.Exit: a process did not start, or ended; its last words were printed.
+      typer.Exit: a process did not start, or ended; its last output was printed.
     """
     console = rich.console.Console(stderr=True)
     try:
@@ -112,7 +113,7 @@ def start_jax(
     *,
     arguments: Sequence[str] = (),
 ) -> Group:
-    """Starts the processes of a module that calls `jdp.init`; `arguments` come last."""
+    """Starts processes that run a module with `jdp.init`; `arguments` come last."""
     coordinator = f"127.0.0.1:{free_port()}"
     log = folder / "jax.log"
     processes = []
@@ -161,7 +162,7 @@ def free_port() -> int:
 def write_result(
     result: dict[str, Any], config: dict[str, Any], json_file: pathlib.Path | None
 ) -> None:
-    """Adds what the figures were measured with, and writes them to `json_file`."""
+    """Adds versions and the configuration to `result`; writes it to `json_file`."""
     result["config"] = config | {
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -179,7 +180,7 @@ def _measure(
     with rich.progress.Progress(console=console, transient=True) as progress:
         task = progress.add_task("rounds", total=rounds * len(turns))
         for round_index in range(rounds):
-            # Every other round backwards, so that no system always follows another.
+            # Every other round is reversed: no variant always follows the same one.
             for group, variant in turns[:: 1 if round_index % 2 == 0 else -1]:
                 progress.update(task, description=variant)
                 found[variant].append(_run(group, variant, steps))
@@ -188,7 +189,7 @@ def _measure(
 
 
 def _run(group: Group, variant: str, steps: int) -> Turn:
-    """Runs `steps` steps on all processes; times are those of process 0."""
+    """Runs `steps` steps on all processes; process 0 reports the times."""
     for line in group.lines:
         line.send({"variant": variant, "num_steps": steps})
     try:
@@ -208,7 +209,7 @@ def _started(
     sizes: Sequence[int],
     console: rich.console.Console,
 ) -> Iterator[list[Group]]:
-    """Starts the processes of all systems that are installed, and ends them."""
+    """Starts the processes of all installed systems, and ends them afterwards."""
     groups: list[Group] = []
     with tempfile.TemporaryDirectory() as directory:
         folder = pathlib.Path(directory)
@@ -237,9 +238,9 @@ def _started(
 
 
 def _accept(server: socket.socket, group: Group, num_processes: int) -> bool:
-    """Waits until all processes of `group` have called; False if one ended first."""
+    """Waits until all processes of `group` have connected; False if one ended."""
     deadline_s = time.monotonic() + _START_TIMEOUT_S
-    by_rank: dict[int, channel.Line] = {}
+    by_rank: dict[int, channel.JsonChannel] = {}
     server.settimeout(0.2)
     while len(by_rank) < num_processes:
         if any(process.poll() is not None for process in group.processes):
@@ -250,7 +251,7 @@ def _accept(server: socket.socket, group: Group, num_processes: int) -> bool:
             connection, _ = server.accept()
         except TimeoutError:
             continue
-        line = channel.Line(connection)
+        line = channel.JsonChannel(connection)
         hello = line.receive(timeout_s=10.0)
         by_rank[hello["rank"]] = line
         group.variants = hello["variants"]
@@ -259,7 +260,7 @@ def _accept(server: socket.socket, group: Group, num_processes: int) -> bool:
 
 
 def _stop(group: Group) -> None:
-    """Hangs up, at which the processes end; kills those that do not."""
+    """Hangs up, which ends the processes; kills processes that still run."""
     for line in group.lines:
         line.close()
     for process in group.processes:

@@ -1,4 +1,4 @@
-"""`jdp bench eager`: what the eager engine costs, beside torch and a compiled step."""
+"""`jdp bench eager`: how fast is the eager engine beside torch and a compiled step?"""
 
 import functools
 import pathlib
@@ -21,32 +21,32 @@ IDLE = "idle"
 COORDINATOR = "coordinator"
 
 NUM_NAMES = 1000
-NUM_RANKS = 256  # that the coordinator hears.
+NUM_RANKS = 256  # ranks that send names to the coordinator.
 _ELEMENT_BYTES = 4
 NUM_BYTES = (_ELEMENT_BYTES, 64 << 10, 1 << 20, 12_681_216)
 _START_TORCH = functools.partial(step.start_torch, "jdp.bench.torch_all_reduce")
 
 
-class _Row(NamedTuple):
+class _Figure(NamedTuple):
     """One line of the table."""
 
     what: str
     variant: str
     unit: str
     beside: str = ""  # the variant that it is compared with.
-    limit: float | None = None  # of the ratio where it is compared, else of the value.
-    is_least: bool = False  # whether the limit is one from below.
+    limit: float | None = None  # of the ratio if it is compared, else of the value.
+    is_least: bool = False  # whether the limit is a lower limit.
 
 
 def bench_eager(
     num_processes: Annotated[int, typer.Option("-n", min=1, help="Processes.")] = 2,
     blocks: Annotated[int, typer.Option(min=1, help="Depth of the model.")] = 48,
     width: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a process.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per process.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 11,
-    steps: Annotated[int, typer.Option(min=1, help="Calls or steps a turn.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Calls or steps per turn.")] = 20,
     idle_s: Annotated[
-        float, typer.Option(min=0.1, help="Seconds a turn in which nothing is done.")
+        float, typer.Option(min=0.1, help="Idle seconds per turn.")
     ] = 2.0,
     json_file: Annotated[
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
@@ -55,10 +55,10 @@ def bench_eager(
     """Times the eager engine, in turns with what it is compared to.
 
     An all_reduce by name from the call to its result, beside torch's over gloo; 1,000
-    of them at once; a step of the model of `jdp bench step` whose gradients are
+    all_reduces at once; a step of the model of `jdp bench step` whose gradients are
     submitted one by one, in another order on each process, beside compiled steps; the
-    CPU time of an engine that has nothing to do, and of a coordinator that 256 ranks
-    tell 1,000 names. The table holds medians over the rounds, and limits.
+    CPU time of an idle engine, and of a coordinator to which 256 ranks send 1,000
+    names. The table has medians over the rounds, and limits.
     """
     channel.check_can_write(json_file)
     start_jax = functools.partial(driver.start_jax, "jdp.bench.eager_step")
@@ -87,21 +87,21 @@ def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Turns the medians of the rounds into rows.
 
     Args:
-      seconds: for each variant, the median of each round, in seconds; of `IDLE` seconds
-        of CPU time a second, less those of a process without an engine.
+      seconds: by variant, the median of each round, in seconds. For `IDLE`, CPU seconds
+        per second, minus the load of a process without an engine.
 
     Returns:
-      A dict with "rows", each with its median in `unit`; where it is compared and what
-      it is compared with has run, `over`, the median over the rounds of its time over
-      that; and where there is a limit, whether it `is_met`, None if that cannot be
-      said.
+      A dict with "rows". Each row has its median in `unit`. If the variant that it is
+      compared with has run, it has `over`, the median over the rounds of the ratio of
+      times. If it has a limit, it has `is_met`, which is None if the other variant has
+      not run.
     """
     return {"rows": [_summarize(row, seconds) for row in _make_rows()]}
 
 
-def _make_rows() -> list[_Row]:
+def _make_rows() -> list[_Figure]:
     one, *others = [
-        _Row(
+        _Figure(
             f"{collectives.format_size(size)} / torch gloo",
             f"{ALL_REDUCE} {size}",
             "ms",
@@ -111,16 +111,18 @@ def _make_rows() -> list[_Row]:
     ]
     return [
         one._replace(what="1 element / torch gloo", unit="µs", limit=1.2),
-        _Row(f"{NUM_NAMES:,} names at once", MANY, "/s", limit=50_000, is_least=True),
-        _Row("step / flat shard_map", STEP, "ms", FLAT, limit=1.5),
-        _Row("step / jdp", STEP, "ms", DECORATED),
-        _Row("idle engine", IDLE, "% CPU", limit=0.5),
-        _Row(f"coordinator, {NUM_RANKS} ranks", COORDINATOR, "s CPU", limit=1.0),
+        _Figure(
+            f"{NUM_NAMES:,} names at once", MANY, "/s", limit=50_000, is_least=True
+        ),
+        _Figure("step / flat shard_map", STEP, "ms", FLAT, limit=1.5),
+        _Figure("step / jdp", STEP, "ms", DECORATED),
+        _Figure("idle engine", IDLE, "% CPU", limit=0.5),
+        _Figure(f"coordinator, {NUM_RANKS} ranks", COORDINATOR, "s CPU", limit=1.0),
         *others,
     ]
 
 
-def _summarize(row: _Row, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def _summarize(row: _Figure, seconds: dict[str, list[float]]) -> dict[str, Any]:
     rounds = seconds[row.variant]
     found: dict[str, Any] = {
         "what": row.what,
@@ -186,5 +188,5 @@ def _show(value: float, unit: str) -> str:
 
 def _start_torch(*args: Any) -> driver.Group | None:
     num_processes, port, _, folder = args
-    # The processes take a number of devices first, which is of no use to torch.
+    # The processes take a number of devices first, which torch does not use.
     return _START_TORCH(num_processes, port, (1, *NUM_BYTES), folder)

@@ -1,4 +1,4 @@
-"""The processes of `jdp bench eager`: the engine alone, and in a step."""
+"""Processes of `jdp bench eager`: what do they time with the engine?"""
 
 import functools
 import random
@@ -20,7 +20,7 @@ from jdp.eager.coordinator.coordinator import Coordinator, Options
 from jdp.eager.messages import FromRank, Request, Spec, encode_spec
 from jdp.trees import tree_paths
 
-_SETTLE_S = 0.2  # in which threads of what ran before go to sleep.
+_SETTLE_S = 0.2  # until threads of the previous variant sleep.
 
 
 def make_step_by_name(config: StepConfig, rank: int) -> Callable[[Any, Any], Any]:
@@ -28,7 +28,7 @@ def make_step_by_name(config: StepConfig, rank: int) -> Callable[[Any, Any], Any
 
     Args:
       config: the model.
-      rank: of this process; each has an order of its own in each step.
+      rank: the rank of this process, which has its own order in each step.
     """
     local = jax.jit(jax.value_and_grad(jax_step.loss_fn))
     update = jax.jit(lambda p, g: jax_step.sgd(p, g, config), donate_argnums=0)
@@ -72,7 +72,7 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, channel.RunSte
 
 
 def make_calls() -> dict[str, channel.RunSteps]:
-    """Returns calls of numpy arrays by variant; each has been made before."""
+    """Returns calls with numpy arrays, by variant; each has been made before."""
 
     def call_of(num_bytes: int) -> Callable[[], Any]:
         x = np.zeros(num_bytes // 4, np.float32)
@@ -99,8 +99,8 @@ def make_calls() -> dict[str, channel.RunSteps]:
 def time_coordinator(num_ranks: int, num_names: int) -> float:
     """Returns the CPU seconds of one negotiation in which nothing is cached.
 
-    All ranks tell the coordinator all names, each in an order of its own; it decodes
-    what they say, and decides.
+    Every rank sends all names to the coordinator, in its own order. The coordinator
+    decodes the messages and decides.
     """
     names = [f"layers.{i}.weight" for i in range(num_names)]
     spec = encode_spec(Spec("all_reduce", "float32", (1024,), op="average"))
@@ -124,16 +124,16 @@ def time_coordinator(num_ranks: int, num_names: int) -> float:
 
 
 def _repeating(once: Callable[[], Any]) -> channel.RunSteps:
-    once()  # compiles, and is agreed on with all names.
+    once()  # compiles, and the ranks agree on all names.
     once()
     return lambda num_steps: channel.time_steps(once, num_steps)
 
 
 def _idle(world: jdp.World, idle_s: float, num_steps: int) -> list[float]:
-    """Returns the CPU time that an engine without work takes, a second.
+    """Returns the CPU seconds per second that an engine without work takes.
 
-    That of the process with an engine, less that of the same process without: JAX's
-    own threads are never quite idle.
+    The load of the process with an engine, minus the load of the same process without:
+    JAX's own threads are never quite idle.
     """
     with_engine = _idle_load(idle_s)
     eager.shutdown()
@@ -143,7 +143,7 @@ def _idle(world: jdp.World, idle_s: float, num_steps: int) -> list[float]:
 
 
 def _idle_load(idle_s: float) -> float:
-    """Sleeps; returns the CPU time of all threads of the process, a second."""
+    """Sleeps; returns the CPU seconds per second of all threads of the process."""
     time.sleep(_SETTLE_S)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     time.sleep(idle_s)
@@ -152,7 +152,7 @@ def _idle_load(idle_s: float) -> float:
 
 
 def _coordinate(rank: int, num_steps: int) -> list[float]:
-    if rank > 0:  # The others leave it a core.
+    if rank > 0:  # The others leave a core to rank 0.
         return [0.0]
     return [time_coordinator(bench.NUM_RANKS, bench.NUM_NAMES)]
 

@@ -1,4 +1,4 @@
-"""Hook option: a communication hook, as the command line writes it."""
+"""Hook option: which communication hook does a text of the command line name?"""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ _MAKERS: dict[str, tuple[Callable[..., CommHook], Callable[[str], object] | None
 }
 HELP = (
     "A communication hook: none, cast:DTYPE, int8, power_sgd:RANK, rows:MAX_ROWS, "
-    "top_k:FRACTION, or several with + between, each for what the one before it sends."
+    "top_k:FRACTION, or several joined by +, each applied to what the previous sends."
 )
 
 
@@ -26,7 +26,7 @@ def parse(text: str) -> CommHook:
     """Returns the hook of an option such as `power_sgd:4+cast:bfloat16`.
 
     Raises:
-      typer.BadParameter: there is no such hook, or its argument is none.
+      typer.BadParameter: there is no such hook, or its argument is not valid.
     """
     try:
         return hooks.chain(*map(_parse_one, text.split("+")))

@@ -1,4 +1,4 @@
-"""`jdp bench hooks`: what each communication hook sends, and how long a step takes."""
+"""`jdp bench hooks`: how much does each hook send, and how fast is its step?"""
 
 from typing import Annotated
 
@@ -8,9 +8,9 @@ from jdp.bench import compared, hook_option
 from jdp.bench.compared import (
     Batch,
     Blocks,
+    CompareOptions,
     JsonFile,
     NumProcesses,
-    Options,
     Rounds,
     Steps,
     Width,
@@ -42,11 +42,11 @@ def bench_hooks(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Times a step with each communication hook, in turns with one without.
+    """Times a step with each communication hook, in turns with a step without.
 
-    The model is that of `jdp bench step`. Every round times each hook in turn; the
-    table holds medians over the rounds. Bytes are those that a process really sent over
-    its TCP connections in a step, on Linux.
+    The model is the model of `jdp bench step`. Every round times each hook in turn; the
+    table has medians over the rounds. Bytes are counted on the TCP connections of a
+    process, per step, on Linux.
     """
     hooks = hook or HOOKS
     for text in hooks:
@@ -54,6 +54,6 @@ def bench_hooks(
     compared.bench(
         "jdp.bench.hooks_step",
         "no hook",
-        Options(num_processes, blocks, width, batch, rounds, steps, json_file),
+        CompareOptions(num_processes, blocks, width, batch, rounds, steps, json_file),
         arguments=hooks,
     )

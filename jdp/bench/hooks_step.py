@@ -1,4 +1,4 @@
-"""The processes of `jdp bench hooks`."""
+"""Processes of `jdp bench hooks`: which steps do they time?"""
 
 import sys
 from typing import Any

@@ -1,15 +1,15 @@
-"""`jdp bench join`: what it costs that processes may have uneven inputs."""
+"""`jdp bench join`: how much does it cost that processes may have uneven inputs?"""
 
 from jdp.bench import compared
 
 bench_join = compared.make_command(
     "jdp.bench.join_step",
     "plain loop",
-    """Times a loop over `jdp.join_batches`, and one in a `jdp.Join`, with a plain one.
+    """Times loops over `jdp.join_batches` and in a `jdp.Join` beside a plain loop.
 
-    The model is that of `jdp bench step`. Batches come from the host, and all processes
-    have as many; every round times each loop in turn, and the table holds medians over
-    the rounds.
+    The model is the model of `jdp bench step`. Batches come from the host, and all
+    processes have the same number. Every round times each loop in turn; the table has
+    medians over the rounds.
     """,
     default_rounds=21,
 )

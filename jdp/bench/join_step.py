@@ -1,4 +1,4 @@
-"""The processes of `jdp bench join`: a loop that is even, and ways that need not be."""
+"""Processes of `jdp bench join`: which loops do they time?"""
 
 import itertools
 import sys
@@ -16,7 +16,7 @@ PLAIN = "plain loop"
 
 
 def weighted_loss_fn(params: Any, batch: Any, weight: jax.Array) -> jax.Array:
-    """The loss of `jdp bench step`, of the samples that count."""
+    """Returns the loss of `jdp bench step`, averaged with the weights of samples."""
     errors = jax.vmap(lambda *sample: loss_fn(params, sample))(*batch)
     return (errors * weight).sum() / weight.sum()
 

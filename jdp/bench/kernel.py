@@ -1,4 +1,4 @@
-"""`jdp bench kernel`: the custom all-reduce on the GPUs that are here."""
+"""`jdp bench kernel`: how fast is the custom all-reduce on the GPUs of this host?"""
 
 import datetime
 import json
@@ -43,16 +43,16 @@ def bench_kernel(
     ] = 420.0,
     json_file: Annotated[
         pathlib.Path | None,
-        typer.Option("--json", help="Write results here, one a line, as they come."),
+        typer.Option("--json", help="Write results here, one per line, as they come."),
     ] = None,
 ) -> None:
     """Times the kernels of the custom all-reduce on one GPU, and a step beside it.
 
-    Alone: one replica's share of the work, its peers' buffers in the same memory; a
-    lower bound of the real thing, without NVLink and without waiting. Beside it the
-    time of the bytes at the bandwidth of a copy, a kernel that does nothing, and a
-    reduction by XLA that moves the same bytes. The step of one replica, decorated, is
-    compared to the plain jitted one. With several GPUs the all-reduces themselves are
+    Alone: one replica's share of the work, with its peers' buffers in the same memory.
+    This is a lower bound of an all-reduce, without NVLink and without waiting. Beside
+    it are the time to move the bytes at the bandwidth of a copy, an empty kernel, and a
+    reduction by XLA that moves the same bytes. The decorated step of one replica is
+    compared to the plain jitted step. With several GPUs, the all-reduces themselves are
     timed beside NCCL.
     """
     counts = parse_numbers(replicas, 2, 8, "--replicas")
@@ -100,7 +100,7 @@ def _make_kernels(
 def _time_alone(kernels: list[Kernel], rounds: int, rows: Rows) -> list[dict[str, Any]]:
     alone = []
     copied = kernel_times.time_chains({COPY: kernel_times.copy_chain()}, rounds)
-    for kernel in kernels:  # One at a time: each has its buffers.
+    for kernel in kernels:  # One at a time, since each has its own buffers.
         if rows.is_late:
             break
         kernel_times.check_share(kernel)
@@ -113,7 +113,7 @@ def _time_alone(kernels: list[Kernel], rounds: int, rows: Rows) -> list[dict[str
 
 
 def _time_replicas(world: jdp.World, rounds: int) -> list[dict[str, Any]]:
-    """Times the real thing on as many GPUs as there are."""
+    """Times the all-reduces on the GPUs of this host."""
     topology = gpu_topology.find_topology(world)
     rows = []
     for n in [n for n in (2, 4, 6, 8) if n <= world.num_replicas]:
@@ -150,7 +150,7 @@ def summarize_step(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Returns what figures of a GPU depend on."""
+    """Returns the facts that figures of a GPU depend on."""
     return {
         "device": jax.devices()[0].device_kind,
         "num_devices": jax.device_count(),

@@ -1,4 +1,4 @@
-"""Kernel times: how long the custom all-reduce takes on one GPU, and its bounds."""
+"""Kernel times: how long does the custom all-reduce take on one GPU, and at least?"""
 
 import math
 import statistics
@@ -23,26 +23,26 @@ _COPY_BYTES = 1 << 30  # far more than any cache holds.
 
 
 class Chain(NamedTuple):
-    """Calls that run one after another, over and over."""
+    """Calls that run one after another, repeatedly."""
 
     calls: Sequence[Callable[..., jax.Array]]  # each takes the operands.
     operands: Arrays
-    repeats: int  # how often all calls run in the shorter of two programs.
+    repeats: int  # repetitions of all calls in the shorter of two programs.
 
 
 def time_chains(chains: Mapping[str, Chain], rounds: int) -> dict[str, list[float]]:
     """Times the calls of each chain in turns.
 
-    Two programs of each run the calls `repeats` times and three times that; half of the
-    difference, by the number of calls, is what one takes on the device, and nothing of
-    what it takes to start a program.
+    Two programs per chain run the calls `repeats` times and three times that. Half of
+    the difference, divided by the number of calls, is the time of one call on the
+    device, without the time to start a program.
 
     Args:
-      chains: by name.
-      rounds: how often each has its turn, after one to warm up.
+      chains: the chains, by name.
+      rounds: number of turns per chain, after one to warm up.
 
     Returns:
-      By name, seconds a call in each round.
+      By name, seconds per call in each round.
     """
     programs = {
         name: [_compile(chain, factor * chain.repeats) for factor in (1, 3)]
@@ -65,8 +65,8 @@ def time_chains(chains: Mapping[str, Chain], rounds: int) -> dict[str, list[floa
 def make_program(chain: Chain, repeats: int) -> Callable[..., Any]:
     """Returns the function that runs the calls of a chain `repeats` times.
 
-    It returns what each call gave, through a barrier that the next call waits for, so
-    that XLA can neither leave one out nor merge two.
+    It returns the result of each call, through a barrier that the next call waits for,
+    so that XLA can neither drop a call nor merge two.
     """
 
     def run(*operands: jax.Array) -> list[jax.Array]:
@@ -79,7 +79,7 @@ def make_program(chain: Chain, repeats: int) -> Callable[..., Any]:
     return run
 
 
-# The launches of a CUDA graph may overlap where they do not need each other.
+# Independent launches of a CUDA graph may overlap.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 
 
@@ -112,13 +112,13 @@ def moved_bytes(
 
 
 def copy_chain() -> Chain:
-    """A pass over memory: what it reads and writes is the bandwidth of a bound."""
+    """Returns a pass over memory, whose bandwidth gives the lower bound of a kernel."""
     x = jnp.zeros(_COPY_BYTES // 4, jnp.float32)
     return Chain([lambda x: x + 1], [x], 4)
 
 
 class Kernel(NamedTuple):
-    """A kernel whose share of one replica is timed."""
+    """Kernel of which one replica's share is timed."""
 
     algorithm: Algorithm
     num_replicas: int
@@ -127,7 +127,7 @@ class Kernel(NamedTuple):
 
     @property
     def launch(self) -> Launch:
-        """The default one with so many blocks."""
+        """Default launch with at most `max_blocks` blocks."""
         return choice.default_launch(
             self.num_bytes,
             self.num_replicas,
@@ -145,12 +145,12 @@ class Kernel(NamedTuple):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that it reads and writes."""
+        """Bytes that the kernel reads and writes."""
         return moved_bytes(self.algorithm, self.num_replicas, self.num_bytes // 4, 4)
 
 
 def solo_chains(kernel: Kernel) -> dict[str, Chain]:
-    """Returns a kernel, one of the same launch that does nothing, and XLA's reduction.
+    """Returns chains of a kernel, of an empty kernel, and of XLA's reduction.
 
     The kernel's calls are the shares of all replicas in turn, so that together they
     read more than the caches hold.
@@ -190,10 +190,10 @@ def time_steps(
 ) -> dict[str, list[float]]:
     """Times a decorated step of one replica, and the plain jitted one, in turns.
 
-    Steps are started one after the other; what is timed is until the last is done.
+    Steps are started one after another, and timed until the last is done.
 
     Returns:
-      By name, seconds a step in each round.
+      By name, seconds per step in each round.
     """
 
     def decorated(params: Any, batch: Any) -> Any:
@@ -226,15 +226,16 @@ def time_steps(
 def summarize(
     kernels: Sequence[Kernel], seconds: Mapping[str, Sequence[float]]
 ) -> list[dict[str, Any]]:
-    """Turns the times of chains into a row for each kernel.
+    """Turns the times of chains into one row per kernel.
 
     Args:
-      kernels: those that were timed.
-      seconds: of `solo_chains` of each, and of `copy_chain` under `COPY`.
+      kernels: the kernels that were timed.
+      seconds: times of the `solo_chains` of each kernel, and of `copy_chain`, named
+        `COPY`.
 
     Returns:
-      Rows with microseconds a call; "over_bound", the time over that of the bytes at
-      the bandwidth of a copy; "over_empty" and "over_xla".
+      Rows with microseconds per call; "over_bound", the time over the time of moving
+      the same bytes at the bandwidth of a copy; "over_empty" and "over_xla".
     """
     bandwidth = 2 * _COPY_BYTES / statistics.median(seconds[COPY])
     rows = []

@@ -5,10 +5,11 @@ from jdp.bench import compared
 bench_local = compared.make_command(
     "jdp.bench.local_step",
     "no communication",
-    """Times a step in which DiLoCo sends all parameters, and one that sends none.
+    """Times steps of DiLoCo that send all parameters, and steps that send nothing.
 
-    The model is that of `jdp bench step`. Without a delay a step waits for what it
-    sends; with a delay it sends what it began with, which may go on beside it. A step
-    of plain data-parallel training, which sends as much, is there for comparison.
+    The model is the model of `jdp bench step`. Without a delay, a step waits until its
+    parameters are sent. With a delay, it sends the parameters that it started from
+    while it computes. A step of plain data-parallel training, which sends as much, is
+    timed too.
     """,
 )

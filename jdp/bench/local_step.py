@@ -1,4 +1,4 @@
-"""The processes of `jdp bench local`."""
+"""Processes of `jdp bench local`: which steps do they time?"""
 
 import sys
 from typing import Any

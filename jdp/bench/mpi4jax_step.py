@@ -1,4 +1,4 @@
-"""The processes of `jdp bench step` that reduce one flat buffer with mpi4jax."""
+"""Processes of `jdp bench step` with mpi4jax: which step do they time?"""
 
 import sys
 from typing import Any

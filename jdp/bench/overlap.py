@@ -1,4 +1,4 @@
-"""Overlap: how much of the communication of a step is hidden behind its work."""
+"""Overlap: how much of a step's communication is hidden behind its computation?"""
 
 import functools
 import statistics
@@ -26,7 +26,7 @@ def measure(
 
 
 def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Turns the medians of the rounds into one row a model.
+    """Turns the medians of the rounds into one row per model.
 
     Args:
       seconds: for each "model: variant", the median of each round, in seconds.
@@ -58,28 +58,28 @@ def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def hidden_fraction(step: float, alone: float, communication: float) -> float:
-    """The share of the communication that does not make the step longer.
+    """Returns the share of the communication that does not make the step longer.
 
     1 if the step takes no longer than without communication, 0 if it takes as long as
-    both one after the other, and less if they hinder each other.
+    computation and communication in sequence, and negative if it takes longer.
 
     Args:
       step: time of the step.
-      alone: the same without communication.
+      alone: time of the step without communication.
       communication: time of the communication alone.
     """
     return (alone + communication - step) / communication
 
 
 def make_table(result: dict[str, Any]) -> rich.table.Table:
-    """Returns a row a model."""
+    """Returns a table with one row per model."""
     config = result["config"]
     table = rich.table.Table(
         title=f"{config['num_processes']} processes, {config['num_blocks']} blocks, "
         f"{config['num_layers']} layers in a loop, width {config['width']}, batch "
         f"{config['batch_size']}, jax {config['jax']}",
         caption="hidden: 100% if the step takes no longer than without communication, "
-        "0% if as long as both one after the other, negative if longer",
+        "0% if as long as both in sequence, negative if longer",
         caption_justify="left",
     )
     table.add_column("model")

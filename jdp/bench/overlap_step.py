@@ -1,4 +1,4 @@
-"""The processes of `jdp bench step --overlap`."""
+"""Processes of `jdp bench step --overlap`: which steps do they time?"""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jdp.trees import buckets
 
 
 class State(NamedTuple):
-    """State of a step; with the loss, since metrics would be averaged."""
+    """State of a step; it holds the loss, since metrics would be averaged."""
 
     params: Any
     loss: Any  # of the last step, ().
@@ -31,7 +31,7 @@ def stack(params: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def make_loop_loss(sync: Callable[[Any], Any]) -> Callable[..., jax.Array]:
-    """Returns the loss of layers in a loop; `sync` is applied to each one's slice."""
+    """Returns the loss of layers in a loop; `sync` is applied to each layer's slice."""
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         def layer(h: jax.Array, p: Any) -> tuple[jax.Array, None]:
@@ -58,7 +58,7 @@ def make_step(loss_fn: Callable[..., jax.Array], config: StepConfig) -> Step:
 def without_communication(
     loss_fn: Callable[..., jax.Array], config: StepConfig
 ) -> Step:
-    """Returns the same step of each replica by itself."""
+    """Returns the same step without communication, for each replica alone."""
 
     def step(own: jdp.PerReplica, batch: Any) -> tuple[jdp.PerReplica, Any]:
         params = own.value.params
@@ -69,14 +69,14 @@ def without_communication(
 
 
 def synchronise(state: State, batch: Any) -> tuple[State, Any]:
-    """Sends as gradients the parameters, in the buckets of `jdp.value_and_grad`."""
+    """Sends the parameters like gradients, in the buckets of `jdp.value_and_grad`."""
     order = jdp.gradient_order(jax_step.loss_fn, state.params, batch)
     plan = buckets.default_plan(state.params, order)
     return state._replace(params=jdp.sync_gradients(state.params, plan=plan)), {}
 
 
 def synchronise_stacked(state: State, batch: Any) -> tuple[State, Any]:
-    """The same for stacked layers, which come out of the loop together."""
+    """Sends stacked layers, which come out of the loop together."""
     return state._replace(params=jdp.sync_gradients(state.params)), {}
 
 

@@ -1,4 +1,4 @@
-"""`jdp bench parameter-server`: servers beside an all-reduce and a socket."""
+"""`jdp bench parameter-server`: how fast are servers beside other ways?"""
 
 import functools
 import importlib.util
@@ -26,7 +26,7 @@ NUM_WORKERS = 2
 _MODULE = "jdp.bench.parameter_server_step"
 
 
-class _Row(NamedTuple):
+class _Comparison(NamedTuple):
     """One line of the table: a ratio of two variants, and its limit."""
 
     what: str
@@ -37,21 +37,21 @@ class _Row(NamedTuple):
 
 
 _ROWS = (
-    _Row("sync step / all-reduce step", SYNC_STEP, ALL_REDUCE_STEP, 1.5),
-    _Row("push + pull / raw loopback", EXCHANGE, RAW, 1.5),
-    # Seconds an update: the ratio is that of updates a second the other way round.
-    _Row("updates/s, async / sync", SYNC_SLOW, ASYNC_SLOW, 1.6, is_least=True),
+    _Comparison("sync step / all-reduce step", SYNC_STEP, ALL_REDUCE_STEP, 1.5),
+    _Comparison("push + pull / raw loopback", EXCHANGE, RAW, 1.5),
+    # Times are seconds per update, so the ratio of updates per second is inverted.
+    _Comparison("updates/s, async / sync", SYNC_SLOW, ASYNC_SLOW, 1.6, is_least=True),
 )
 
 
 def bench_parameter_server(
     blocks: Annotated[int, typer.Option(min=1, help="Depth of the model.")] = 48,
     width: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a worker.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per worker.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 7,
-    steps: Annotated[int, typer.Option(min=1, help="Steps a turn.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per turn.")] = 20,
     seeds: Annotated[
-        int, typer.Option(min=0, help="Trainings on digits, of each mode.")
+        int, typer.Option(min=0, help="Training runs on digits per mode.")
     ] = 5,
     json_file: Annotated[
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
@@ -59,9 +59,9 @@ def bench_parameter_server(
 ) -> None:
     """Times one parameter server and two workers, in turns with what they replace.
 
-    A synchronous step beside the step whose gradients gloo averages; a push and a pull
-    beside the same bytes over a socket and back; updates a second with a slow worker;
-    and the accuracy of each mode on digits, where scikit-learn is installed.
+    A synchronous step beside a step whose gradients gloo averages; a push and a pull
+    beside a round trip of the same bytes over a socket; updates per second with a slow
+    worker; and the accuracy of each mode on digits, if scikit-learn is installed.
     """
     channel.check_can_write(json_file)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The processes of `jdp bench parameter-server`."""
+"""Processes of `jdp bench parameter-server`: what do they time?"""
 
 import functools
 import statistics

@@ -1,4 +1,4 @@
-"""Rows: results that are on disk as soon as they are known."""
+"""Rows: how do results reach the disk as soon as they are measured?"""
 
 import json
 import pathlib
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class Rows:
-    """A file with one JSON object a line, each flushed: a cut run keeps its own.
+    """File with one JSON object per line, flushed: an aborted run keeps its rows.
 
     Attributes:
-      written: what was added.
+      written: the rows so far.
     """
 
     def __init__(self, path: pathlib.Path | None, limit_s: float | None = None):
-        """Begins a file.
+        """Creates the file.
 
         Args:
-          path: the file, begun anew; None writes nothing.
-          limit_s: seconds from now after which `is_late`.
+          path: the file, which is overwritten; None: rows are not written.
+          limit_s: seconds from now after which `is_late` is true.
         """
         self.written: list[dict[str, Any]] = []
         self._file = None if path is None else path.open("w", encoding="utf-8")
@@ -34,5 +34,5 @@ class Rows:
 
     @property
     def is_late(self) -> bool:
-        """Whether the limit is over."""
+        """Whether the time limit is over."""
         return self._end_s is not None and time.monotonic() > self._end_s

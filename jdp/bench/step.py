@@ -1,4 +1,4 @@
-"""`jdp bench step`: one train step in jdp and in what it is compared to."""
+"""`jdp bench step`: how long does one train step take in jdp and in other systems?"""
 
 import functools
 import importlib.util
@@ -22,9 +22,9 @@ def bench_step(
     num_processes: Annotated[int, typer.Option("-n", min=1, help="Processes.")] = 2,
     blocks: Annotated[int, typer.Option(min=1, help="Depth of the model.")] = 48,
     width: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a process.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per process.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over all systems.")] = 11,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a system a round.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per system and round.")] = 10,
     is_overlap: Annotated[
         bool,
         typer.Option(
@@ -35,8 +35,7 @@ def bench_step(
         int | None,
         typer.Option(
             min=1,
-            help="Layers of the model that is a loop. With --overlap only. "
-            "[default: 24]",
+            help="Layers of the model with a loop. With --overlap only. [default: 24]",
             show_default=False,
         ),
     ] = None,
@@ -44,14 +43,14 @@ def bench_step(
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
 ) -> None:
-    """Times a data-parallel step, in turns with what it is compared to.
+    """Times a data-parallel step, in turns with other systems.
 
     The model is a stack of blocks `h + tanh(h @ W + b) * s * 0.1` with three leaves
-    each; a step is loss, gradients, their average, and plain gradient descent. Every
-    round times each system in turn; the table holds medians over the rounds.
+    each. A step is the loss, gradients, their average, and plain gradient descent.
+    Every round times each system in turn; the table has medians over the rounds.
 
-    With --overlap: the step, the same without communication, and the communication
-    alone, for that model and for one of stacked layers in a loop.
+    With --overlap: the step, the step without communication, and the communication
+    alone, for that model and for a model of stacked layers in a loop.
     """
     if layers is not None and not is_overlap:
         raise typer.BadParameter("is for --overlap alone.", param_hint="--layers")
@@ -78,7 +77,7 @@ def bench_step(
 def _measure(
     num_processes: int, sizes: tuple[int, ...], rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Times the step of every system; returns what `summarize` does."""
+    """Times the step of every system; returns the summary."""
     start_jax = functools.partial(driver.start_jax, "jdp.bench.jax_step")
     start_peer = functools.partial(start_torch, "jdp.bench.torch_step")
     starters = (start_jax, start_peer, _start_mpi4jax)
@@ -89,14 +88,15 @@ def _measure(
 
 
 def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Turns the medians of the rounds into one row a system.
+    """Turns the medians of the rounds into one row per system.
 
     Args:
-      seconds: for each system, the median step of each round, in seconds.
+      seconds: by system, the median step of each round, in seconds.
 
     Returns:
       A dict whose "systems" maps each name to its median and least time in
-      milliseconds, and `jdp_over`: the median over the rounds of jdp's time over its.
+      milliseconds, and to `jdp_over`, the median over the rounds of jdp's time over the
+      time of the system.
     """
     reference = seconds[_REFERENCE]
     systems = {}
@@ -138,7 +138,7 @@ def start_torch(
     sizes: Sequence[int],
     folder: pathlib.Path,
 ) -> driver.Group | None:
-    """Starts the processes of a module that runs torch; None where it is missing."""
+    """Starts the processes of a module that runs torch; None if torch is missing."""
     if importlib.util.find_spec("torch") is None:
         return None
     rendezvous = str(driver.free_port())

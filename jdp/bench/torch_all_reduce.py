@@ -1,4 +1,4 @@
-"""The processes of `jdp bench collectives` that reduce with torch over gloo."""
+"""Processes of `jdp bench collectives` that run torch: what do they time?"""
 
 import os
 import sys

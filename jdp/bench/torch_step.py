@@ -1,4 +1,4 @@
-"""The processes of `jdp bench step` that run torch's DistributedDataParallel ."""
+"""Processes of `jdp bench step` that run torch: what do they time?"""
 
 import os
 import sys
@@ -13,10 +13,9 @@ from jdp.bench.channel import StepConfig
 
 
 class Blocks(nn.Module):
-    """The stack of blocks of `jax_step.loss_fn`."""
+    """Stack of blocks, as in `jax_step.loss_fn`."""
 
     def __init__(self, config: StepConfig):
-        """Draws the parameters as `jax_step.init_params` does."""
         super().__init__()
         rng = np.random.default_rng(0)
         d = config.width

@@ -1,4 +1,4 @@
-"""Tracing: what reading the program of the loss adds to the tracing of a step."""
+"""Tracing: how much does reading the program of the loss add to tracing a step?"""
 
 import gc
 import statistics
@@ -41,7 +41,7 @@ def init_transformer() -> dict[str, Any]:
 
 
 def make_loss() -> Callable[[Any, Any], jax.Array]:
-    """Returns a loss function of its own, which no cache of JAX knows."""
+    """Returns a new loss function, which is not in any cache of JAX."""
 
     def dense(p: Any, x: jax.Array) -> jax.Array:
         return x @ p["w"] + p["b"]
@@ -82,7 +82,7 @@ def measure(world: jdp.World, rounds: int = 7) -> dict[str, float]:
       Medians of: "by hand", with `jax.value_and_grad` and one `psum` of a flat buffer;
       "without", with `jax.value_and_grad` and `jdp.sync_gradients`; "with", with
       `jdp.value_and_grad(find_unused=True)`, which also reads the program; and "both",
-      `jdp.gradient_order` and `jdp.used_parameters` called by themselves.
+      `jdp.gradient_order` and `jdp.used_parameters` alone.
     """
     params = init_transformer()
     tokens = jax.ShapeDtypeStruct((2 * world.num_replicas, 65), np.int32)
@@ -168,7 +168,7 @@ def _sharded(step: Callable[..., Any], world: jdp.World) -> Any:
 
 
 def _time(fn: Callable[[], Any]) -> float:
-    gc.collect()  # of what the turn before left.
+    gc.collect()  # garbage of the previous turn.
     start_s = time.perf_counter()
     fn()
     return time.perf_counter() - start_s

@@ -1,4 +1,4 @@
-"""`jdp bench collectives --tune`: thresholds of the custom all-reduce, measured."""
+"""`jdp bench collectives --tune`: which thresholds fit the custom all-reduce here?"""
 
 import dataclasses
 import datetime
@@ -22,7 +22,7 @@ from jdp.replicas import mesh
 def tune(path: pathlib.Path, counts: Sequence[int], *, rounds: int) -> None:
     """Measures the limits for each number of GPUs, and writes them to a file.
 
-    Limits of numbers that are not measured stay what they are.
+    Limits for other numbers of GPUs are kept.
     """
     world = jdp.init()
     topology = gpu_topology.find_topology(world)
@@ -56,14 +56,14 @@ def tune(path: pathlib.Path, counts: Sequence[int], *, rounds: int) -> None:
 
 
 def take(world: jdp.World, num_replicas: int) -> jdp.World:
-    """Returns the world of the first replicas alone."""
+    """Returns a world of the first `num_replicas` replicas."""
     devices = list(world.mesh.devices.flat)[:num_replicas]
     few = mesh.make_mesh(devices, world.axis_name, num_nodes=1)
     return dataclasses.replace(world, mesh=few)
 
 
 def merge(measured: dict[int, Limits], device: str) -> Thresholds:
-    """Returns the thresholds with what was measured in place of the table's."""
+    """Returns the default thresholds, with the measured limits in place of theirs."""
     limits = {each.num_replicas: each for each in THRESHOLDS.limits} | measured
     what = ", ".join(map(str, sorted(measured)))
     source = (

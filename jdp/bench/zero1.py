@@ -1,14 +1,14 @@
-"""`jdp bench zero1`: what a step costs whose optimizer state is spread out."""
+"""`jdp bench zero1`: how much does a step with a sharded optimizer state cost?"""
 
 from jdp.bench import compared
 
 bench_zero1 = compared.make_command(
     "jdp.bench.zero1_step",
     "Adam, shared memory",
-    """Times a step of Adam with `jdp.zero1`, in turns with one without.
+    """Times a step of Adam with `jdp.zero1`, in turns with a step without.
 
-    The model is that of `jdp bench step`; what sums is shared memory, or XLA's
-    collectives. Every round times each in turn; the table holds medians over the
-    rounds.
+    The model is the model of `jdp bench step`. Gradients are summed through shared
+    memory or by XLA's collectives. Every round times each step in turn; the table has
+    medians over the rounds.
     """,
 )

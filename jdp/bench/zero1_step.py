@@ -1,4 +1,4 @@
-"""The processes of `jdp bench zero1`."""
+"""Processes of `jdp bench zero1`: which steps do they time?"""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""`jdp doctor`: what this machine has for jdp, and what of it is broken."""
+"""`jdp doctor`: what does this machine have for jdp, and is anything broken?"""
 
 import importlib.metadata
 import json
@@ -29,27 +29,27 @@ EXTRAS = {
 _NUM_LAST_LINES = 15
 
 
-class Finding(NamedTuple):
-    """One thing that was looked at."""
+class Check(NamedTuple):
+    """One property of the machine, and whether it is broken."""
 
     name: str
     value: str
     is_broken: bool = False
 
 
-Sections = dict[str, list[Finding]]
+Sections = dict[str, list[Check]]
 
 
 def doctor(
     num_processes: Annotated[
-        int, typer.Option("-n", min=1, help="Processes of the job that is tried.")
+        int, typer.Option("-n", min=1, help="Number of processes of the test job.")
     ] = 1,
 ) -> None:
     """Shows what this machine has for jdp, and tries a job of the eager engine.
 
-    Versions, the host, variables and whether they parse, devices, and in order of
-    preference what the eager engine moves data with, or why not. The exit code is 1 if
-    something is broken.
+    It shows versions, the host, the environment variables and whether they parse, the
+    devices, and the ways in which the eager engine can move data, in order of
+    preference. The exit code is 1 if something is broken.
     """
     parsed, variables = check_environ(os.environ)
     sections = {
@@ -68,33 +68,33 @@ def doctor(
     raise typer.Exit(1 if num_broken else 0)
 
 
-def find_versions() -> list[Finding]:
-    """Returns the versions of what jdp needs; what is missing is broken."""
+def find_versions() -> list[Check]:
+    """Returns the versions of required packages; a missing package is broken."""
     names = {d.name for d in importlib.metadata.distributions() if d.name}
     jax_names = sorted(n for n in names if re.fullmatch(r"jax(lib)?|jax[-_].+", n))
     found = [
-        Finding("python", f"{platform.python_version()}, {sys.executable}"),
-        Finding("jdp", _version("jdp") or "not installed, only on the path"),
+        Check("python", f"{platform.python_version()}, {sys.executable}"),
+        Check("jdp", _version("jdp") or "not installed, only on the path"),
     ]
     for name in (*jax_names, *REQUIRED):
         version = _version(name)
-        found.append(Finding(name, version or "missing", version is None))
+        found.append(Check(name, version or "missing", version is None))
     return [*found, _find_zmq()]
 
 
-def _find_zmq() -> Finding:
+def _find_zmq() -> Check:
     try:
         import zmq  # as late as the engine does.
     except ImportError as error:
-        return Finding("libzmq", f"cannot be loaded: {error}", True)
+        return Check("libzmq", f"cannot be loaded: {error}", True)
     version = zmq.zmq_version()
     if not zmq.has("curve"):
-        return Finding("libzmq", f"{version}, built without CURVE", True)
-    return Finding("libzmq", f"{version}, with CURVE")
+        return Check("libzmq", f"{version}, built without CURVE", True)
+    return Check("libzmq", f"{version}, with CURVE")
 
 
-def find_extras(variables: Mapping[str, str]) -> list[Finding]:
-    """Returns which extras are installed; only what is switched on has to be.
+def find_extras(variables: Mapping[str, str]) -> list[Check]:
+    """Returns which extras are installed; only an extra in use can be broken.
 
     Args:
       variables: options of the eager engine.
@@ -108,7 +108,7 @@ def find_extras(variables: Mapping[str, str]) -> list[Finding]:
         missing = [package for package, version in versions.items() if not version]
         there = [f"{package} {version}" for package, version in versions.items()]
         text = f"without {', '.join(missing)}" if missing else ", ".join(there)
-        found.append(Finding(extra, text, bool(missing) and extra in needed))
+        found.append(Check(extra, text, bool(missing) and extra in needed))
     return found
 
 
@@ -119,34 +119,35 @@ def _version(package: str) -> str | None:
         return None
 
 
-def find_host() -> list[Finding]:
-    """Returns what the machine has."""
-    import psutil  # Others of the commands do without.
+def find_host() -> list[Check]:
+    """Returns facts about the machine."""
+    import psutil  # Late: other commands do not need it.
 
     cpus = len(psutil.Process().cpu_affinity()) if _is_linux() else os.cpu_count()
     memory = psutil.virtual_memory()
     found = [
-        Finding("system", f"{platform.system()} {platform.release()}"),
-        Finding("CPUs", f"{cpus} of {os.cpu_count()}, {platform.machine()}"),
-        Finding("memory", f"{_mib(memory.available)} of {_mib(memory.total)} free"),
-        Finding("own name", describe_own_name(platform.node())),
+        Check("system", f"{platform.system()} {platform.release()}"),
+        Check("CPUs", f"{cpus} of {os.cpu_count()}, {platform.machine()}"),
+        Check("memory", f"{_mib(memory.available)} of {_mib(memory.total)} free"),
+        Check("own name", describe_own_name(platform.node())),
     ]
     try:
         shared = os.statvfs("/dev/shm")
     except OSError as error:
         why = f"none: {error.strerror}; processes cannot share memory"
-        return [*found, Finding("/dev/shm", why)]
+        return [*found, Check("/dev/shm", why)]
     free = shared.f_bavail * shared.f_frsize
     total = shared.f_blocks * shared.f_frsize
-    return [*found, Finding("/dev/shm", f"{_mib(free)} of {_mib(total)} free")]
+    return [*found, Check("/dev/shm", f"{_mib(free)} of {_mib(total)} free")]
 
 
 def describe_own_name(name: str) -> str:
-    """Returns which addresses the name of this host has here, and what that means."""
+    """Returns the addresses that the name of this host has here, and advice."""
     advice = (
         "Other hosts cannot reach that. jdp offers them the address at which a process "
-        "reaches the coordinator; what looks up the own name, as JAX does without "
-        f"jdp, needs a line in /etc/hosts with the address of {name} that they use."
+        "reaches the coordinator. Programs that look up their own name, as JAX does "
+        f"without jdp, need a line in /etc/hosts with an address of {name} that other "
+        "hosts can reach."
     )
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -167,22 +168,22 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes >> 20:,} MiB"
 
 
-def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
-    """Looks at the variables of jdp.
+def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Check]]:
+    """Checks the environment variables of jdp.
 
     Args:
       environ: the variables of this process.
 
     Returns:
-      The options of the eager engine that parse, by variable; and what was found.
+      The options of the eager engine that parse, by variable; and the checks.
     """
     from jdp.eager.options import PREFIX, EagerOptions
 
     mine = {k: v for k, v in environ.items() if k.startswith("JDP_")}
     parsed: dict[str, str] = {}
     found = []
-    # From the end, so that the time of a warning comes before that of the shutdown,
-    # which must not be less.
+    # In reverse, so that the warning time comes before the shutdown time, which must
+    # not be less.
     for variable, text in sorted(mine.items(), reverse=True):
         why = ""
         if variable.startswith(PREFIX):
@@ -195,17 +196,17 @@ def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Find
             text, why = _describe_key(mine)
         elif variable not in (*environment.VARIABLES, environment.JOB_ID):
             why = "jdp has no such variable."
-        found.append(Finding(variable, f"{text}{': ' if why else ''}{why}", bool(why)))
+        found.append(Check(variable, f"{text}{': ' if why else ''}{why}", bool(why)))
     found.reverse()
     try:
         environment.LaunchEnvironment.from_environ(mine)
     except ValueError as error:
-        found.append(Finding("of `jdp launch`", str(error), True))
-    return parsed, found or [Finding("JDP_*", "none is set")]
+        found.append(Check("of `jdp launch`", str(error), True))
+    return parsed, found or [Check("JDP_*", "none is set")]
 
 
 def _describe_key(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Returns what may be shown of the secret of a job, and what is wrong with it."""
+    """Returns a text that hides the secret of a job, and why it is invalid, or ""."""
     try:
         job_key.from_environ(environ)
     except ValueError as error:
@@ -214,10 +215,10 @@ def _describe_key(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def try_job(num_processes: int, variables: Mapping[str, str]) -> Sections:
-    """Starts processes that make an eager collective, and returns what they found.
+    """Starts processes that run an eager collective, and returns their findings.
 
     Args:
-      num_processes: how many.
+      num_processes: number of processes.
       variables: options of the engine.
     """
     noun = "process" if num_processes == 1 else "processes"
@@ -237,19 +238,19 @@ def try_job(num_processes: int, variables: Mapping[str, str]) -> Sections:
             log.seek(0)
             lines = log.read().decode(errors="replace").splitlines()
             last = "\n".join(lines[-_NUM_LAST_LINES:])
-            return {title: [Finding("failed", f"exit code {exit_code}\n{last}", True)]}
+            return {title: [Check("failed", f"exit code {exit_code}\n{last}", True)]}
         files = [pathlib.Path(name, str(rank)) for rank in range(num_processes)]
         reports: list[Any] = [json.loads(file.read_text()) for file in files]
     devices = dict.fromkeys(f"{r['num_devices']} x {r['device']}" for r in reports)
     first = reports[0]
     job = [
-        Finding("backend", first["backend"]),
-        Finding("devices of each", ", ".join(devices)),
-        *(Finding(f"GPUs: {k}", v) for k, v in first["topology"].items()),
-        Finding("eager all_reduce", first["outcome"], not first["is_right"]),
+        Check("backend", first["backend"]),
+        Check("devices of each", ", ".join(devices)),
+        *(Check(f"GPUs: {k}", v) for k, v in first["topology"].items()),
+        Check("eager all_reduce", first["outcome"], not first["is_right"]),
     ]
     ways = [
-        Finding(f"{i}. {name}", f"{takes}: {text}")
+        Check(f"{i}. {name}", f"{takes}: {text}")
         for i, (name, text, takes) in enumerate(first["implementations"], 1)
     ]
     return {title: job, "what its eager operations run on, first choice first": ways}
@@ -269,6 +270,6 @@ def _print(sections: Sections) -> None:
         grid.add_column(overflow="fold")
         for each in found:
             mark = "!" if each.is_broken else ""
-            # They may hold brackets that are not markup.
+            # Values may contain brackets that are not markup.
             grid.add_row(mark, rich.text.Text(each.name), rich.text.Text(each.value))
         console.print(grid)

@@ -1,4 +1,4 @@
-"""The processes that `jdp doctor` starts: what they see of devices and each other."""
+"""Processes of `jdp doctor`: which devices do they see, and do collectives work?"""
 
 import dataclasses
 import faulthandler
@@ -15,14 +15,14 @@ from jdp.collectives.pallas import gpu_topology
 from jdp.eager import session
 from jdp.eager.execution.base import Implementation, Task
 
-_TIMEOUT_S = 60.0  # of starting; one that hangs ends after twice as long.
+_TIMEOUT_S = 60.0  # for starting; a process that hangs ends after twice as long.
 
 
 def main(folder: str) -> None:
-    """Runs one process; writes what it found to a file with its number."""
+    """Runs one process; writes its report to a file named by its number."""
     faulthandler.dump_traceback_later(2 * _TIMEOUT_S, exit=True)
     world = jdp.init(timeout_s=_TIMEOUT_S)
-    # Nothing is to be left behind, or to be tuned.
+    # Leaves no files behind, and tunes nothing.
     options = dataclasses.replace(
         eager.EagerOptions.from_environ(),
         timeline="",
@@ -55,7 +55,7 @@ def main(folder: str) -> None:
 
 
 def _what_it_takes(implementation: Implementation) -> str:
-    """Says which sums of 1 MiB would run on it, if nothing before it took them."""
+    """Names the arrays of 1 MiB that it would sum, if no earlier one took them."""
     takes = []
     for kind, is_on_device in (("host", False), ("device", True)):
         task = Task("all_reduce", "sum", np.dtype(np.float32), 1 << 20, is_on_device)
@@ -67,7 +67,7 @@ def _what_it_takes(implementation: Implementation) -> str:
 
 
 def _describe_topology(world: jdp.World) -> dict[str, str]:
-    """Facts about GPUs for the custom all-reduce; none on other devices."""
+    """Returns facts about GPUs for the custom all-reduce; empty on other devices."""
     topology = gpu_topology.find_topology(world)
     if topology.platform != "gpu":
         return {}

@@ -58,9 +58,9 @@ def launch(
 ) -> None:
     """Run a program in several processes on this host.
 
-    The first process that fails ends the others, and its exit code is ours. With
-    --servers and --workers, a worker that is killed does not, a server that is killed
-    is started again, and the servers end when all workers have.
+    When a process fails, the others are ended, and jdp exits with the code of the first
+    that failed. With --servers and --workers, a killed worker does not end the others,
+    a killed server is started again, and the servers end after all workers.
     """
     output.open_missing()
     words = _check(context, command)
@@ -102,7 +102,7 @@ def _check(context: typer.Context, command: list[str] | None) -> list[str]:
     """
     if not command:
         raise typer.BadParameter(
-            "say what to run: `jdp launch -n 2 train.py` or "
+            "name a program: `jdp launch -n 2 train.py` or "
             "`jdp launch -n 2 -m package.train`."
         )
     given = context.params
@@ -113,8 +113,9 @@ def _check(context: typer.Context, command: list[str] | None) -> list[str]:
         if late:
             hint = f" {late[0]!r} comes after {command[0]!r}, which gets it."
         raise typer.BadParameter(
-            "say how many: '-n' 2, or for parameter servers '--servers' 1 '--workers' "
-            f"2, and not both.{hint} Options of `jdp launch` go before the script."
+            "give the number of processes with '-n' 2, or for parameter servers "
+            f"'--servers' 1 '--workers' 2, and not both.{hint} Options of `jdp launch` "
+            "come before the script."
         )
     for name, option in (_OF_PROCESSES if has_roles else _OF_SERVERS).items():
         source = context.get_parameter_source(name)

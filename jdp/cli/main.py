@@ -1,4 +1,4 @@
-"""Command line: the commands of `jdp`."""
+"""Command line: which commands has `jdp`?"""
 
 import importlib.metadata
 from typing import Annotated
@@ -30,7 +30,7 @@ app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 bench = typer.Typer(
-    help="Measure, in turns with what it is compared to.",
+    help="Time jdp in turns with other systems.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

@@ -98,7 +98,7 @@ def _show_prediction_of_size(
     cluster: plan_cluster.Cluster | None,
     is_json: bool,
 ) -> None:
-    """Prints the prediction for gradients of which only the size is given."""
+    """Prints the prediction for gradients with a given size."""
     if hook is not None:
         raise typer.BadParameter(
             "needs MODULE:LOSS_FN: what a hook sends depends on the shapes.",

@@ -1,4 +1,4 @@
-"""The part of `jdp plan` that predicts communication on a cluster that is not here."""
+"""Cluster of `jdp plan`: how long would communication take on another cluster?"""
 
 import dataclasses
 import math
@@ -25,16 +25,16 @@ _FLAT = (
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Nodes of devices, and their links."""
+    """Nodes with devices, and their links."""
 
     num_nodes: int
     devices_per_node: int
     across: Links  # between devices of different nodes.
-    within: Links  # between those of one node.
+    within: Links  # between devices of one node.
 
     @property
     def num_replicas(self) -> int:
-        """Devices of all nodes."""
+        """Number of devices of all nodes."""
         return self.num_nodes * self.devices_per_node
 
 
@@ -54,10 +54,10 @@ def make_cluster(
     node_bandwidth_gbps: float | None,
     compute_ns_per_byte: float | None,
 ) -> Cluster | None:
-    """Makes the cluster that the options describe; None where there are none.
+    """Makes the cluster that the options describe; None if all options are None.
 
     Raises:
-      typer.BadParameter: one that is needed is missing, or out of range.
+      typer.BadParameter: a required option is missing, or a value is out of range.
     """
     given = {
         "--nodes": nodes,
@@ -74,7 +74,7 @@ def make_cluster(
         needed = ("--nodes", "--latency-us", "--bandwidth-gbps")
         missing = [name for name in needed if given[name] is None]
         raise typer.BadParameter(
-            f"A cluster needs {', '.join(missing)} too.", param_hint=missing[0]
+            f"A cluster also needs {', '.join(missing)}.", param_hint=missing[0]
         )
     per_node = 1 if devices_per_node is None else devices_per_node
     if nodes * per_node > MAX_REPLICAS:
@@ -104,7 +104,7 @@ def buffers_of(plan: BucketPlan, never_used: Collection[int]) -> list[Buffer]:
 
 
 def buffers_of_size(num_bytes: int) -> list[Buffer]:
-    """Cuts float32 gradients of that size into buckets of the default size."""
+    """Cuts `num_bytes` of float32 gradients into buckets of the default size."""
     count = max(1, math.ceil(num_bytes / DEFAULT_BUCKET_BYTES))
     sizes = [DEFAULT_BUCKET_BYTES] * (count - 1)
     sizes.append(num_bytes - sum(sizes))
@@ -112,11 +112,11 @@ def buffers_of_size(num_bytes: int) -> list[Buffer]:
 
 
 def predict_step(buffers: Sequence[Buffer], cluster: Cluster) -> dict[str, Any]:
-    """Predicts what the all-reduces of a step take, one bucket after the other.
+    """Predicts the time of a step's all-reduces, one bucket after another.
 
     Returns:
-      The cluster, and for each algorithm rounds, bytes that a replica sends, and
-      seconds; the fastest first.
+      The cluster, and per algorithm the rounds, the bytes that one replica sends, and
+      the seconds; the fastest first.
     """
     names = [*_FLAT]
     if cluster.num_nodes > 1 and cluster.devices_per_node > 1:
@@ -147,7 +147,7 @@ def predict_step(buffers: Sequence[Buffer], cluster: Cluster) -> dict[str, Any]:
 
 
 def make_table(predicted: dict[str, Any]) -> rich.table.Table:
-    """Shows what `predict_step` returned."""
+    """Returns the result of `predict_step` as a table."""
     table = rich.table.Table(
         title=f"A step on {predicted['num_nodes']:,} nodes of "
         f"{predicted['devices_per_node']}, {predicted['num_buckets']} buckets, "
@@ -169,7 +169,7 @@ def make_table(predicted: dict[str, Any]) -> rich.table.Table:
 
 
 def _predict(name: str, buffer: Buffer, cluster: Cluster) -> Cost:
-    # All devices together are as far apart as those of different nodes.
+    # An algorithm over all devices is as slow as the links between nodes.
     links = cluster.within if cluster.num_nodes == 1 else cluster.across
     return predict(
         name,

@@ -1,4 +1,4 @@
-"""`jdp timeline`: timelines of ranks in one file, and where two ranks went apart."""
+"""`jdp timeline`: what did the ranks do, and where did two ranks diverge?"""
 
 import datetime
 import pathlib
@@ -24,10 +24,10 @@ def diff(
         typer.Argument(metavar="B", help="The flight record of another rank."),
     ],
 ) -> None:
-    """Shows where two ranks of the eager engine went apart, from their flight records.
+    """Shows where two ranks of the eager engine diverged, from their flight records.
 
-    The exit code is 0 if nothing differs, 1 if something does, and 2 if a file is no
-    flight record. The order in which ranks submit may differ.
+    The exit code is 0 if nothing differs, 1 if something differs, and 2 if a file is
+    not a flight record. The order in which ranks submit may differ.
     """
     try:
         one, other = flight_recorder.read_dump(a), flight_recorder.read_dump(b)
@@ -55,14 +55,14 @@ def merge(
         typer.Argument(metavar="FILES", help="The timelines of ranks."),
     ],
 ) -> None:
-    """Puts the timelines of ranks into one file, by the clocks of their hosts.
+    """Merges the timelines of ranks into one file, by the clocks of their hosts.
 
-    chrome://tracing and ui.perfetto.dev open it.
+    chrome://tracing and ui.perfetto.dev open the file.
     """
     # `jdp timeline merge trace.rank*.json`, with OUT left out, must not lose a file.
     if out.exists():
         raise typer.BadParameter(
-            f"{out} is there already. Name a file that is not, before the timelines.",
+            f"{out} exists already. Name a new file, before the timelines.",
             param_hint="OUT",
         )
     try:

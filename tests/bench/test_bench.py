@@ -111,7 +111,7 @@ def test_bench_overhead_shows_its_figures(tmp_path):
     assert result["plan_10000_leaves_ms"] > 0
     assert "decorated over bare" in out
     assert set(result["tracing_ms"]) == {"by hand", "without", "with", "both"}
-    assert "reading over not reading" in out
+    assert "reading, added" in out
 
 
 def test_bench_join_compares_with_a_plain_loop(tmp_path):

@@ -14,7 +14,7 @@ from jdp.cli import main
         (["-m", "train", "--num-processes=2"], "'--num-processes=2' comes after"),
         (["train.py", "--servers", "1", "--workers", "2"], "'--servers' comes after"),
         (["train.py"], "and not both. Options of `jdp launch` go before the script."),
-        (["-n", "2"], "say what to run: `jdp launch -n 2 train.py`"),
+        (["-n", "2"], "name a program: `jdp launch -n 2 train.py`"),
     ],
 )
 def test_options_after_the_script_are_named(arguments, hint):

@@ -149,7 +149,7 @@ def test_no_array_is_made(run):
         (("--gradient-mib", "1"), "is for a cluster: name --nodes, --latency-us"),
         (
             ("--gradient-mib", "1", "--nodes", "2"),
-            "A cluster needs --latency-us, --bandwidth-gbps too.",
+            "A cluster also needs --latency-us, --bandwidth-gbps.",
         ),
         (
             ("--gradient-mib", "1", *CLUSTER[:4], "--bandwidth-gbps", "0"),

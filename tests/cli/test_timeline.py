@@ -98,7 +98,7 @@ def test_merge_without_an_output_keeps_the_first_timeline(run, tmp_path):
     content = (tmp_path / "trace.rank0.json").read_bytes()
     code, _, err = run("merge", "trace.rank0.json", "trace.rank1.json")
     assert code == 2 and "OUT" in err
-    assert "trace.rank0.json is there already. Name a file that is not" in err
+    assert "trace.rank0.json exists already. Name a new file" in err
     assert (tmp_path / "trace.rank0.json").read_bytes() == content
 
 

@@ -694,7 +694,7 @@ def test_wrong_command_lines_say_what_to_do(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text("")
     for arguments, message in {
-        ("-n", "2"): "say what to run",
+        ("-n", "2"): "name a program",
         ("a.py",): "'-n'",
         ("-n", "0", "a.py"): "`num_processes` must be at least 1",
         ("-n", "x", "a.py"): "Invalid value for '-n'",
