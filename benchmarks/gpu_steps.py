@@ -28,7 +28,7 @@ from jdp.bench.rows import Rows
 
 
 class Pair(NamedTuple):
-    """A decorated step, and the plain one that does the same."""
+    """A decorated step, and the equivalent plain step."""
 
     name: str
     decorated: Callable[..., Any]
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 def gpt2_params(dtype, *, layers=12, width=768, vocabulary=50257, context=1024):
-    """Returns the parameters of GPT-2 124M; those of blocks are stacked."""
+    """Returns the parameters of GPT-2 124M; parameters of blocks are stacked."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -218,7 +218,7 @@ def measure(pair, *, rounds, steps):
 
 
 def _largest_difference(a, b):
-    """Of parameters, relative to the largest of a leaf."""
+    """Returns the largest difference of parameters, relative to the maximum of a leaf."""
 
     def of_leaf(x, y):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)

@@ -1,6 +1,6 @@
-"""Trains with batches that are cut into micro-batches, reduced once a step.
+"""Trains with batches that are cut into micro-batches, reduced once per step.
 
-Shows that the step is that of the whole batch, and how much less memory it needs.
+Shows that the step equals the step of the whole batch, and how much memory it saves.
 
 jdp launch -n 2 examples/accumulation.py --micro-batches 10
 """

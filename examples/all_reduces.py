@@ -1,4 +1,4 @@
-"""Trains one network with several all-reduces: the same numbers, other ways there.
+"""Trains one network with several all-reduces, which give the same numbers.
 
 jdp launch -n 2 examples/all_reduces.py
 """
@@ -43,7 +43,7 @@ def main(num_steps: int, width: int, explain: bool) -> None:
     if explain and world.is_main_process:
         # For each bucket, why it does not take the custom kernel of GPUs.
         all_reduces["auto"] = collectives.AutoAllReduce(explain=print)
-    rng = np.random.default_rng([1, world.process_index])  # each its own samples.
+    rng = np.random.default_rng([1, world.process_index])  # its own samples.
     x = rng.normal(size=(64 * world.num_local_replicas, 16)).astype(np.float32)
     y = np.sin(x.sum(1, keepdims=True))
     tx = optax.adam(0.01)
@@ -66,12 +66,12 @@ def main(num_steps: int, width: int, explain: bool) -> None:
         step_ms = 1e3 * (time.perf_counter() - start_s) / num_steps
         jdp.check_replicas(state, world=world)
         if world.is_main_process:
-            print(f"{name:18} loss {loss:.5f}  {step_ms:7.2f} ms a step", flush=True)
+            print(f"{name:18} loss {loss:.5f}  {step_ms:7.2f} ms per step", flush=True)
 
     for name, all_reduce in all_reduces.items():
         train(name, jdp.value_and_grad(loss_fn, all_reduce=all_reduce))
     if world.num_replicas & (world.num_replicas - 1) == 0:
-        # No sum, but Horovod's way between a sum and a mean: another loss.
+        # Adasum is between a sum and a mean, as in Horovod: the loss differs.
         def get_adasum(params, x, y):
             loss, grads = jdp.local_gradients(loss_fn)(params, x, y)
             return loss, collectives.adasum(grads)

@@ -30,7 +30,7 @@ class Net(nnx.Module):
 
 
 def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns images (n, 8, 8, 1) in [0, 1] and labels (n,); the last 297 test."""
+    """Returns images (n, 8, 8, 1) in [0, 1] and labels (n,), for training and testing."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = (digits.images[order, ..., None] / 16).astype(np.float32)
@@ -78,7 +78,7 @@ def main(epochs: int, batch_size: int, seed: int) -> None:
     def my_part(array: np.ndarray) -> np.ndarray:
         return np.split(array, world.process_count)[world.process_index]
 
-    # The same values everywhere: those of process 0.
+    # The values of process 0, everywhere.
     state = jdp.replicate(world, (params, tx.init(params)))
     accuracy = 0.0
     with Progress(disable=not world.is_main_process) as progress:
@@ -101,7 +101,7 @@ def main(epochs: int, batch_size: int, seed: int) -> None:
                     f"test accuracy {accuracy:.2%}",
                     highlight=False,
                 )
-    jdp.check_replicas(state, world=world)  # raises where a bit differs
+    jdp.check_replicas(state, world=world)  # raises if a bit differs
     if world.is_main_process:
         print(
             f"done: {world.num_replicas} replicas, bitwise equal; "

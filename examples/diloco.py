@@ -20,7 +20,7 @@ import psutil
 
 import jdp
 
-CONTEXT = 16  # characters from which the next one is told.
+CONTEXT = 16  # characters from which the next one is predicted.
 WIDTHS = (CONTEXT * 32, 256, 256, 128)
 NUM_HELD_OUT = 8192  # samples, at most.
 
@@ -33,7 +33,7 @@ def load_text() -> np.ndarray:
 
 
 def init_params(seed: int) -> dict:
-    """A multi-layer perceptron on embedded characters (Bengio et al., 2003)."""
+    """Multi-layer perceptron on embedded characters (Bengio et al., 2003)."""
     rng = np.random.default_rng(seed)
     layers = [
         {
@@ -47,7 +47,7 @@ def init_params(seed: int) -> dict:
 
 
 def loss_fn(params: dict, samples: jax.Array) -> jax.Array:
-    """Of samples (n, CONTEXT + 1), uint8; the last character is to be told."""
+    """Returns the loss of samples (n, CONTEXT + 1), uint8, for the last character."""
     *hidden, last = params["layers"]
     h = params["characters"][samples[:, :-1]].reshape(len(samples), -1)
     for layer in hidden:
@@ -81,7 +81,7 @@ def main(num_steps: int, period: int, batch_size: int, seed: int) -> None:
     outer = optax.sgd(0.9, momentum=0.5, nesterov=True)
     local = jdp.diloco(tx, period=period, outer=outer)
 
-    # No metrics: to average them would be a collective in each step.
+    # No metrics: averaging them would be a collective in each step.
     @jdp.data_parallel
     def diloco_step(state, samples):
         _, grads = jdp.local_gradients(loss_fn)(state.params.value, samples)

@@ -58,7 +58,7 @@ def average(grads: dict, rng: random.Random) -> dict:
 
 
 def own_batches(rank: int, size: int, batch_size: int, rng: random.Random) -> list:
-    """The full batches of a process: rank 1 has twice as many as rank 0, and so on."""
+    """Full batches of a process: rank 1 has twice as many as rank 0, and so on."""
     ends = NUM_TRAIN * np.cumsum(np.arange(size + 1)) // (size * (size + 1) // 2)
     mine = list(range(ends[rank], ends[rank + 1]))
     rng.shuffle(mine)
@@ -72,7 +72,7 @@ def main(epochs: int, batch_size: int, seed: int) -> None:
     rng = random.Random(f"{seed} {rank}")
     (images, labels), (test_images, test_labels) = load_data()
 
-    # What only rank 0 may know: here the settings, as any value of Python.
+    # A Python value that only rank 0 has, here the settings.
     settings = {"learning_rate": 5e-3, "epochs": epochs} if rank == 0 else None
     settings = eager.broadcast_object(settings)
     tx = optax.adam(settings["learning_rate"])
@@ -82,15 +82,15 @@ def main(epochs: int, batch_size: int, seed: int) -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    params = init_params(seed + rank)  # other ones on every process ...
-    params = eager.broadcast_parameters(params)  # ... and now those of rank 0.
+    params = init_params(seed + rank)  # different on every process ...
+    params = eager.broadcast_parameters(params)  # ... and now as on rank 0.
     opt_state, loss = tx.init(params), jnp.zeros(())
     for epoch in range(settings["epochs"]):
         for batch in own_batches(rank, size, batch_size, rng):
             loss, grads = local_gradients(params, images[batch], labels[batch])
             params, opt_state = update(params, opt_state, average(grads, rng))
-        # Who has no batches left counts as zeros, until all have come here. The last
-        # one has made all steps.
+        # A process without batches contributes zeros, until all processes are here. The
+        # last process has made all steps.
         last = eager.join()
         params = eager.broadcast_parameters(params, root=last)
         opt_state = eager.broadcast_optimizer_state(opt_state, root=last)
@@ -98,7 +98,7 @@ def main(epochs: int, batch_size: int, seed: int) -> None:
         if rank == 0:
             print(f"epoch {epoch}: loss {float(loss):.3f}, the last was rank {last}")
 
-    # A part of the test each; a process set for the even ranks, and one for the odd.
+    # Each tests a part; one process set has the even ranks, another the odd ranks.
     right = logits_of(params, test_images[rank::size]).argmax(-1)
     right = (right == test_labels[rank::size]).sum()
     total = eager.all_reduce(right, op="sum", name="right")
@@ -112,7 +112,7 @@ def main(epochs: int, batch_size: int, seed: int) -> None:
     if mine.rank() == 0:
         print(f"ranks {list(mine.ranks)} have {int(total)} right")
 
-    # A mistake: all hear of it, and all go on.
+    # A mistake raises on all processes, and all can continue.
     try:
         eager.all_reduce(np.zeros(2 + rank), name="mistake")
     except RuntimeError as error:

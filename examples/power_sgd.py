@@ -29,7 +29,7 @@ HOOKS = {
 def train(
     world: jdp.World, hook: jdp.hooks.CommHook, epochs: int, seed: int
 ) -> tuple[float, int]:
-    """Returns the accuracy on the test images, and bytes that a replica sent a step."""
+    """Returns the accuracy on the test images, and the bytes sent per step."""
     train_x, train_y, test_x, test_y = load_data()
     batch_size = 64 // world.num_replicas * world.num_replicas
     num_steps = len(train_y) // batch_size
@@ -72,7 +72,7 @@ def main(names: list[str], epochs: int, seeds: int) -> None:
         accuracies, num_bytes = zip(*runs, strict=True)
         if world.is_main_process:
             print(
-                f"{name:14}  {num_bytes[0]:6,} bytes a step  "
+                f"{name:14}  {num_bytes[0]:6,} bytes per step  "
                 f"test accuracy {np.mean(accuracies):.2%}",
                 flush=True,
             )

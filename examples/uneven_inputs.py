@@ -1,11 +1,11 @@
-"""Train where every process has another number of samples, and lose none of them.
+"""Trains although every process has another number of samples, and loses none.
 
     jdp launch -n 2 examples/uneven_inputs.py
 
-The training digits are dealt out unevenly. `jdp.join_batches` goes on while any process
-has data, and every sample counts the same, as on one process that has them all. Two
-other ways are shown beside it: to drop what comes after the process with the least has
-ended, and to pad, so that those with less start over.
+The training digits are distributed unevenly. `jdp.join_batches` continues while any
+process has data, and every sample has the same weight, as on one process with all
+samples. Two other ways are shown: dropping the samples that are left when the first
+process has ended, and padding, where processes with fewer samples start over.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def load_data() -> tuple[tuple, tuple]:
 
 
 def deal_out(num_processes: int, skew: float) -> list[np.ndarray]:
-    """The samples of each process: `skew` times those of the process before."""
+    """Splits samples: each process has `skew` times as many as the one before."""
     shares = skew ** np.arange(num_processes)
     ends = np.rint(NUM_TRAIN * np.cumsum(shares) / shares.sum()).astype(int)
     pairs = itertools.pairwise([0, *ends])
@@ -41,7 +41,7 @@ def deal_out(num_processes: int, skew: float) -> list[np.ndarray]:
 
 
 def batches_of(part: np.ndarray, batch_size: int, seed: list[int]) -> list[np.ndarray]:
-    """The samples of one process in batches; the last one may be smaller."""
+    """Returns the samples of one process in batches; the last batch may be smaller."""
     part = np.random.default_rng(seed).permutation(part)
     return [part[k : k + batch_size] for k in range(0, len(part), batch_size)]
 
@@ -78,7 +78,7 @@ def train_alone(state: tuple, batch: tuple) -> tuple:
 
 
 def join(own: list, others: list[list], world: jdp.World):
-    """Goes on while any process has data."""
+    """Continues while any process has data."""
     return jdp.join_batches(own, world=world)
 
 

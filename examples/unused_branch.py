@@ -1,7 +1,7 @@
-"""Trains one trunk with two heads, of which each replica uses one a step.
+"""Trains one trunk with two heads; each replica uses one head per step.
 
-The task of a step, digit or parity, is drawn by every replica for itself. A head that
-no replica used in a step keeps its weights and its Adam state bit for bit.
+Every replica draws the task of a step, digit or parity, on its own. A head that no
+replica used in a step keeps its parameters and its Adam state bit for bit.
 
 jdp launch -n 2 examples/unused_branch.py
 """
@@ -95,7 +95,7 @@ def main(steps: int, seed: int, share_of_parity: float) -> None:
         batch = {
             "images": images[train][chosen],
             "digits": digits[train][chosen],
-            "is_parity": np.repeat(is_parity, 32),  # 32 samples a replica.
+            "is_parity": np.repeat(is_parity, 32),  # 32 samples per replica.
         }
         state, metrics = train_step(state, batch)
         for task in TASKS:

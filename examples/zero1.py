@@ -47,13 +47,13 @@ def loss_fn(params, images, labels) -> jax.Array:
 
 
 def local_bytes(tree) -> int:
-    """Returns what one device of this process holds."""
+    """Returns the number of bytes that one device of this process holds."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     return sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
 
 def restore(folder: pathlib.Path, new: dict) -> dict:
-    """Returns the state of a checkpoint, on the replicas that are here."""
+    """Returns the state of a checkpoint, on the replicas of this job."""
     num_replicas = int((folder / "num_replicas").read_text())
     with ocp.StandardCheckpointer() as checkpointer:
         like = jdp.saved_like(new, num_replicas=num_replicas)
@@ -73,7 +73,7 @@ def main(num_steps: int, batch_size: int, checkpoint: pathlib.Path | None) -> No
     digits = load_digits()
     images = (digits.data / 16).astype(np.float32)
     labels = digits.target.astype(np.int32)
-    # Weights decay, biases do not; the norm is that of all gradients.
+    # Weights decay, biases do not; the norm is the global norm of all gradients.
     decayed = jax.tree.map(lambda x: x.ndim == 2, init_params(0))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mask=decayed))
     zero = jdp.zero1(tx)

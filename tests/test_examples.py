@@ -44,7 +44,7 @@ def test_power_sgd_sends_a_quarter():
     options = ("--hooks", "power_sgd", "--epochs", 2)
     code, out, err = commands.launch(2, "examples/power_sgd.py", *options)
     assert code == 0, err
-    (row,) = re.findall(r"power_sgd +([\d,]+) bytes a step  test .* ([\d.]+)%", out)
+    (row,) = re.findall(r"power_sgd +([\d,]+) bytes per step  test .* ([\d.]+)%", out)
     assert int(row[0].replace(",", "")) < 0.25 * 24_364  # of float32 gradients and loss
     assert float(row[1]) > 80
 
@@ -260,7 +260,7 @@ def test_all_reduces_reach_the_same_loss():
     code, out, err = commands.launch(2, "examples/all_reduces.py", *options)
     assert code == 0, err
     assert "does not take the custom all-reduce: it runs on GPUs" in out
-    found = dict(re.findall(r"\[0\] ([\w-]+) +loss ([\d.]+) +[\d.]+ ms a step", out))
+    found = dict(re.findall(r"\[0\] ([\w-]+) +loss ([\d.]+) +[\d.]+ ms per step", out))
     adasum = found.pop("adasum")
     names = {"psum", "auto", "ring", "halving-doubling", "butterfly", "tree"}
     assert set(found) == names
