@@ -218,7 +218,7 @@ def measure(pair, *, rounds, steps):
 
 
 def _largest_difference(a, b):
-    """Returns the largest difference of parameters, relative to the maximum of a leaf."""
+    """Returns the largest difference of parameters, relative to a leaf's maximum."""
 
     def of_leaf(x, y):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)

@@ -30,7 +30,7 @@ class Net(nnx.Module):
 
 
 def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns images (n, 8, 8, 1) in [0, 1] and labels (n,), for training and testing."""
+    """Returns images (n, 8, 8, 1) in [0, 1] and labels (n,), for training and test."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = (digits.images[order, ..., None] / 16).astype(np.float32)
