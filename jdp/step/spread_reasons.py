@@ -56,10 +56,9 @@ def explain(
     if not without[output].axes:
         return (
             f"it depends on the number of a replica{line}, through `lax.axis_index` or "
-            "a collective that moves values between replicas, such as `lax.ppermute`. "
-            "Give all replicas the same value: "
-            f"`lax.pmean(x, {world.axis_name!r})`, or `jdp.broadcast_from(x, 0, "
-            f"axis_name={world.axis_name!r})`."
+            "a collective that moves values, such as `lax.ppermute`. Give all replicas "
+            f"the same value: `lax.pmean(x, {world.axis_name!r})`, or "
+            f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
         )
     hint = ""
     if has_synchronized:
