@@ -1,7 +1,7 @@
 """jdp: data-parallel training for JAX."""
 
 from jdp import collectives, hooks
-from jdp.backward.loss import gradient_order, used_parameters
+from jdp.backward.loss_queries import gradient_order, used_parameters
 from jdp.gradients.accumulate import accumulate_gradients
 from jdp.gradients.averaging import average
 from jdp.gradients.buffers import broadcast_from, sync_buffers

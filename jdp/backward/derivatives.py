@@ -1,11 +1,9 @@
 """Derivatives: which program is the custom rule of an equation?"""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jdp import compat
 
@@ -31,25 +29,14 @@ class Derivative(NamedTuple):
         return tuple(found)
 
 
-def is_differentiable(var: Any) -> bool:
-    """Whether a value of this type can have a gradient."""
-    dtype = getattr(var.aval, "dtype", None)  # None: a token, or a reference.
-    return dtype is not None and _is_inexact(dtype)
-
-
-@functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
 def trace_derivative(eqn: Any, perturbed: int) -> Derivative:
     """Traces what JAX does to differentiate an equation with a rule of its own."""
     inputs = [
         i
         for i, v in enumerate(eqn.invars)
-        if perturbed >> i & 1 and is_differentiable(v)
+        if perturbed >> i & 1 and compat.is_differentiable(v)
     ]
-    outputs = [o for o, v in enumerate(eqn.outvars) if is_differentiable(v)]
+    outputs = [o for o, v in enumerate(eqn.outvars) if compat.is_differentiable(v)]
     is_backward = eqn.primitive.name == "custom_vjp_call"
 
     def differentiate(operands: list[jax.Array], seeds: list[jax.Array]) -> Any:

@@ -15,7 +15,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.compat import origins, primitives
+from jdp.compat import primitives
 
 _MAX_SEGMENT = 64  # equations.
 
@@ -99,7 +99,7 @@ def _segments(eqns: Sequence[Any]) -> list[list[Any]]:
         if (
             is_open
             and is_plain
-            and origins.is_in_scope_of(eqn, segments[-1][0])
+            and compat.share_scope(eqn, segments[-1][0])
             and len(segments[-1]) < _MAX_SEGMENT
         ):
             segments[-1].append(eqn)

@@ -14,10 +14,15 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
-from jdp.backward import derivatives, flow, injection
+from jdp.backward import flow, injection
 from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.backward.injection import InjectionAnalysis
 from jdp.compat import origins, primitives
+
+# A program without any of these exchanges nothing that its own analysis would find.
+MAY_EXCHANGE = (
+    primitives.UNITING | primitives.MOVING | primitives.OPAQUE | primitives.CUSTOM_RULES
+)
 
 
 def stem(eqn: Any) -> str:
@@ -191,7 +196,7 @@ class GatedEvaluation:
         # A collective, or what has one within and a derivative of its own.
         results = compat.bind_equation(eqn, operands)
         return [
-            self._gate(x) if derivatives.is_differentiable(var) else x
+            self._gate(x) if compat.is_differentiable(var) else x
             for x, var in zip(results, eqn.outvars, strict=True)
         ]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
-from jdp.backward.derivatives import Derivative, is_differentiable, trace_derivative
+from jdp.backward.derivatives import Derivative, trace_derivative
 from jdp.compat import primitives
 
 # `jdp.sync_in_backward` is a `jit` of such a name, so that it can be found in a jaxpr.
@@ -151,7 +151,7 @@ class FlowAnalysis:
 
     def carries(self, var: Any) -> bool:
         """Whether a gradient can pass through a value of this type."""
-        return self._by_value or is_differentiable(var)
+        return self._by_value or compat.is_differentiable(var)
 
     def derivative(self, eqn: Any) -> "Derivative":
         """The derivative of an equation that has a rule of its own."""

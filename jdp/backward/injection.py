@@ -19,7 +19,8 @@ from jdp.backward.flow import NOTHING, FlowAnalysis, Sets, loop_shape, open_jaxp
 from jdp.backward.vanishing import vanishing
 from jdp.compat import primitives
 
-_RULES = primitives.CUSTOM_RULES | primitives.CUSTOM_TRANSPOSES
+# Programs without any of these inject nothing.
+RULES = primitives.CUSTOM_RULES | primitives.CUSTOM_TRANSPOSES
 
 
 class InjectionAnalysis:
@@ -80,7 +81,7 @@ class InjectionAnalysis:
         name = eqn.primitive.name
         if not live or flow.is_marker(eqn):
             return NOTHING
-        if name in _RULES:
+        if name in RULES:
             bits = self._injected_operands(eqn)
             return Sets(bits, bits)
         if not self._injects(eqn):
@@ -128,7 +129,7 @@ class InjectionAnalysis:
     def _injects(self, eqn: Any) -> bool:
         if flow.is_marker(eqn):
             return False
-        if eqn.primitive.name in _RULES:
+        if eqn.primitive.name in RULES:
             return self._injected_operands(eqn) != 0
         return any(map(self.has_any, jaxprs_in_params(eqn.params)))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -9,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import jaxprs_in_params
 
 from jdp import compat
-from jdp.backward import contents, flow, loss_values, order, usage
-from jdp.backward.derivatives import is_differentiable
+from jdp.backward import contents, exchange, flag_trees, flow, injection, order, usage
 from jdp.backward.evaluation import ProgramRunner
 from jdp.backward.exchange import ExchangeAnalysis, GatedEvaluation
 from jdp.backward.flow import FlowAnalysis, Sets
@@ -21,25 +21,25 @@ from jdp.backward.injection import InjectionAnalysis
 from jdp.backward.order import Timeline
 from jdp.backward.perturbation import find_perturbed
 from jdp.backward.usage import MarkedEvaluation, Marks
-from jdp.compat import origins
+from jdp.compat import origins, primitives
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class LossProgram:
-    """A loss function of given parameters, traced; its arguments are constants."""
+    """A loss as a program of its parameters; other arguments are constants."""
 
     jaxpr: Any  # closed: (leaves of the parameters) -> (loss, *arrays of aux).
-    treedef: Any  # of the parameters.
-    paths: tuple[str, ...]  # of each leaf.
+    treedef: Any  # structure of the parameters.
+    paths: tuple[str, ...]  # per leaf.
     unflatten_aux: Callable[[list[Any]], PyTree]
     run: Callable[..., list[Any]]  # the function that was traced.
-    trace: Callable[[], Any]  # that trace, where something holds it; else None.
+    trace: Callable[[], Any]  # returns its trace, or None once that has ended.
 
     @functools.cached_property
     def used(self) -> Sets:
-        """The leaves that the loss uses, a bit each, as far as the program tells."""
+        """The leaves that the loss uses, one bit per leaf."""
         return self._followed[1]
 
     @functools.cached_property
@@ -48,18 +48,18 @@ class LossProgram:
         return tuple(
             i
             for i, v in enumerate(self.jaxpr.jaxpr.invars)
-            if not self.used.may >> i & 1 and is_differentiable(v)
+            if not self.used.may >> i & 1 and compat.is_differentiable(v)
         )
 
     @functools.cached_property
     def undecided(self) -> tuple[int, ...]:
-        """The leaves of which control flow decides whether they are used."""
+        """The leaves that are used or not, depending on control flow."""
         open_bits = self.used.may & ~self.used.must
         return tuple(i for i in self._indices if open_bits >> i & 1)
 
     @property
     def markers(self) -> set[str]:
-        """The names of each `jdp.sync_in_backward`; see `flow.marker_name`."""
+        """The name of each `jdp.sync_in_backward`; see `flow.marker_name`."""
         return self._analysis.markers
 
     @functools.cached_property
@@ -73,30 +73,33 @@ class LossProgram:
 
     @functools.cached_property
     def is_scalable(self) -> bool:
-        """Whether a multiple of the loss has gradients that are as precise.
+        """Whether gradients of a multiple of the loss are as precise.
 
-        Not if the loss is of 16 bits, in which the factor would be rounded, nor if
-        the range of a dtype within ends before that of float32.
+        They are not if the loss has 16 bits, which would round the factor, or if the
+        loss computes in a dtype with a narrower range than float32.
         """
         loss_bits = jnp.finfo(self.jaxpr.out_avals[0].dtype).bits
         return loss_bits >= 32 and not self.has_narrow_range
 
     @functools.cached_property
     def has_narrow_range(self) -> bool:
-        """Whether the range of a dtype within ends before that of float32."""
+        """Whether the loss computes in a dtype with a narrower range than float32."""
         return contents.has_narrow_range(self.jaxpr.jaxpr)
 
     @functools.cached_property
     def batch_norms(self) -> tuple[str, ...]:
         """The name scopes in which a `BatchNorm` of Flax takes statistics."""
-        return self._scopes(contents.is_of_batch_norm)
+        if "flax" not in sys.modules:
+            return ()
+        found = contents.find_equations(self.jaxpr.jaxpr, contents.is_of_batch_norm)
+        return tuple(dict.fromkeys(str(eqn.source_info.name_stack) for eqn in found))
 
     @functools.cached_property
     def has_custom_backward(self) -> bool:
-        """Whether a gradient need not be linear in the loss, by a `custom_vjp`.
+        """Whether a `custom_vjp` may make gradients that are not linear in the loss.
 
-        Of such a rule, as one that clips gradients, a multiple of the loss has not the
-        multiple of the gradients.
+        If its rule clips gradients, for example, twice the loss does not have twice the
+        gradients.
         """
         found = contents.find_equations(
             self.jaxpr.jaxpr, contents.has_custom_backward, flow.is_marker
@@ -105,8 +108,10 @@ class LossProgram:
 
     def exchanges(self, axis_names: Collection[str]) -> list[Any]:
         """The collectives over these axes that gradients go through."""
+        if not self._has_any_of(exchange.MAY_EXCHANGE):
+            return []
         found = ExchangeAnalysis(self._analysis, axis_names, with_casts=False)
-        if self._analysis.has_references:  # What goes through memory is not followed.
+        if self._analysis.has_references:  # Values in memory are not followed.
             return found.in_jaxpr(self.jaxpr)
         inputs = [Sets(1 << i, 1 << i) for i in self._indices]
         return list(found.on_path(self.jaxpr, inputs, live=1))
@@ -114,13 +119,13 @@ class LossProgram:
     def gated(
         self, params: PyTree, has_data: jax.Array, axis_names: Collection[str]
     ) -> "LossProgram":
-        """The same, but a replica without data sends others no cotangent."""
+        """Returns the program in which replicas without data send no cotangents."""
         if self._must_rerun:
             raise ValueError(
                 "A rule of a `jax.custom_vjp`, `jax.custom_jvp` or "
                 "`jax.custom_gradient` closes over a value that the loss computes. "
-                "That goes with weights only where no gradient goes through a "
-                "collective, as it does here. Pass the value to the function as an "
+                "That works with weights only if no gradient goes through a "
+                "collective, and here one does. Pass the value to the function as an "
                 "argument."
             )
         analysis = ExchangeAnalysis(self._analysis, axis_names, with_casts=True)
@@ -134,7 +139,7 @@ class LossProgram:
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """When the backward pass finishes each gradient."""
+        """The backward pass: when it finishes each gradient."""
         return order.backward_timeline(self.jaxpr.jaxpr, self._analysis)
 
     def evaluate(self, params: PyTree) -> tuple[jax.Array, PyTree]:
@@ -147,13 +152,13 @@ class LossProgram:
         return loss, self.unflatten_aux(aux)
 
     def used_by(self, params: PyTree) -> PyTree:
-        """Returns the last of `evaluate_marked`; runs nothing if nothing is open."""
+        """Returns the flags of `evaluate_marked`; runs nothing if none is undecided."""
         return self.evaluate_marked(params)[2] if self.undecided else self._used_tree()
 
     def evaluate_marked(self, params: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
-        """Returns the loss, aux, and a tree like `params`: whether each leaf was used.
+        """Returns the loss, aux, and a tree like `params` of flags: which were used.
 
-        That is a Python bool where the program decides, else an array, bool ().
+        A flag is a Python bool if the program decides it, else an array, bool ().
         """
         if not self.undecided:
             return *self.evaluate(params), self._used_tree()
@@ -189,9 +194,10 @@ class LossProgram:
 
     @functools.cached_property
     def _must_rerun(self) -> bool:
-        """Whether a rule closes over a value of the loss, which ended with its trace.
+        """Whether a custom rule closes over a value that the loss computes.
 
-        JAX can call such a rule only while the function runs.
+        Such a value ends with its trace, so JAX can call the rule only while the
+        function runs.
         """
         rules = self._analysis.derivatives
         held = (x for rule in rules for x in contents.tracers_in(rule.jaxpr))
@@ -199,17 +205,35 @@ class LossProgram:
 
     @functools.cached_property
     def _followed(self) -> tuple[FlowAnalysis, Sets]:
-        """The analysis, which has been through the program once, and what it found."""
+        """The analysis of the whole program, and the leaves that reach the loss."""
         analysis = FlowAnalysis(perturbed=self._perturbed)
         return analysis, self._reaching(analysis)
 
     @functools.cached_property
     def _perturbed(self) -> dict[int, int]:
+        if not self._has_any_of(primitives.CUSTOM_RULES):
+            return {}
         return find_perturbed(self.jaxpr.jaxpr)
 
-    def _scopes(self, is_match: Callable[[Any], bool]) -> tuple[str, ...]:
-        found = contents.find_equations(self.jaxpr.jaxpr, is_match)
-        return tuple(dict.fromkeys(str(eqn.source_info.name_stack) for eqn in found))
+    @functools.cached_property
+    def _primitives(self) -> set[str]:
+        """The names of all primitives in the program, without "_start"."""
+        found: set[str] = set()
+        seen: set[int] = set()
+        todo = [self.jaxpr]
+        while todo:
+            body, _ = flow.open_jaxpr(todo.pop())
+            if id(body) in seen:
+                continue
+            seen.add(id(body))
+            for eqn in body.eqns:
+                found.add(eqn.primitive.name.removesuffix("_start"))
+                todo += jaxprs_in_params(eqn.params)
+        return found
+
+    def _has_any_of(self, names: Collection[str]) -> bool:
+        """Whether the program needs an analysis that concerns these primitives."""
+        return not self._primitives.isdisjoint(names)
 
     @property
     def _indices(self) -> range:
@@ -219,12 +243,14 @@ class LossProgram:
         inputs = [Sets(1 << i, 1 << i) for i in self._indices]
         found, *_ = analysis.propagate(self.jaxpr.jaxpr, inputs)
         if analysis.has_references:
-            # A value may go through memory, where no equation shows it.
+            # Values may go through memory, which no equation shows.
             invars = self.jaxpr.jaxpr.invars
             everything = sum(
-                1 << i for i in self._indices if is_differentiable(invars[i])
+                1 << i for i in self._indices if compat.is_differentiable(invars[i])
             )
             return Sets(everything, everything)
+        if not self._has_any_of(injection.RULES):
+            return found
         injected = InjectionAnalysis(analysis).collect(self.jaxpr.jaxpr, inputs, live=1)
         return Sets(found.must | injected.must, found.may | injected.may)
 
@@ -233,7 +259,7 @@ class LossProgram:
             decided[i] if i in decided else bool(self.used.may >> i & 1)
             for i in self._indices
         ]
-        return loss_values.unflatten_flags(self.treedef, leaves)
+        return flag_trees.unflatten(self.treedef, leaves)
 
 
 def trace_loss(
@@ -247,25 +273,25 @@ def trace_loss(
 ) -> LossProgram:
     """Traces `loss_fn(params, *args, **kwargs)`.
 
-    Only the parameters become inputs of the program; the rest is closed over, so that
-    arguments that are no arrays stay what they are. With `allow_int`, parameters may
-    be integers and PRNG keys, which are never used.
+    Only the parameters become inputs of the program. Other arguments are closed over,
+    so they need not be arrays. With `allow_int`, parameters may be integers and PRNG
+    keys; these count as unused.
 
     Raises:
-      TypeError: a parameter or the loss is of a type that has no gradient, or
-        `loss_fn` does not return what `has_aux` says.
+      TypeError: a parameter or the loss has a type without gradients, or `loss_fn`
+        does not return a pair although `has_aux` is True.
       ValueError: the loss is not a scalar.
     """
     if not allow_int:
-        loss_values.check_are_parameters(params)
+        check_are_parameters(params)
     leaves, treedef = jax.tree.flatten(params)
     rest: list[Callable[[list[Any]], PyTree]] = []
     traces: list[Callable[[], Any]] = []
 
     def flat_loss(*leaves: jax.Array) -> list[Any]:
         out = loss_fn(jax.tree.unflatten(treedef, leaves), *args, **(kwargs or {}))
-        loss, aux = loss_values.split_loss(loss_fn, out, has_aux)
-        arrays, unflatten_aux = loss_values.partition(aux, jax.Array)
+        loss, aux = split_loss(loss_fn, out, has_aux)
+        arrays, unflatten_aux = partition(aux, jax.Array)
         rest.append(unflatten_aux)
         if not traces and leaves:
             traces.append(weakref.ref(compat.trace_of(leaves[0])))
@@ -277,94 +303,81 @@ def trace_loss(
     return LossProgram(closed, treedef, paths, rest[-1], flat_loss, trace)
 
 
-def gradient_order(
-    loss_fn: Callable[..., Any], params: PyTree, *args: Any
-) -> tuple[int, ...]:
-    """Returns the order in which the backward pass finishes the gradients.
+def check_are_parameters(params: PyTree) -> None:
+    """Raises TypeError, by path, for a parameter that has no gradient."""
+    for i, leaf in enumerate(jax.tree.leaves(params)):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None:
+            dtype = jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            continue
+        path = tree_paths.leaf_paths(params)[i]
+        what = "a PRNG key"
+        if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            what = f"{dtype}, which has no gradient"
+        raise TypeError(
+            f"The parameter `{path}` is {what}. Parameters are floating or complex "
+            "arrays; pass the rest as a further argument of the loss, close over it, "
+            "or pass `allow_int=True`."
+        )
 
-    It is read from the program of the loss, through `jit`, `remat`, `cond`, `scan`,
-    `while` and custom derivatives; nothing is run. A gradient is finished with its
-    last contribution, that of the parameter's first use. What control flow makes is
-    finished when it ends. `jdp.value_and_grad` uses this order by itself.
 
-    Args:
-      loss_fn: `loss_fn(params, *args)` returns a scalar loss.
-      params: pytree of floating or complex arrays, or `jax.ShapeDtypeStruct`s.
-      *args: what else the loss takes; arrays, or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      The indices into `jax.tree.leaves(params)`, the first gradient first; equal ones
-      in reverse, and those that can receive no gradient last. The same for the same
-      program, in every process; what `jdp.plan_buckets` takes as `order`.
+def split_loss(
+    loss_fn: Callable[..., Any], out: Any, has_aux: bool
+) -> tuple[jax.Array, PyTree]:
+    """Returns the loss and aux, from the result of `loss_fn`.
 
     Raises:
-      TypeError: a parameter is an integer or a PRNG key, by path; or the loss is not
-        real.
+      TypeError: `out` is not a pair although `has_aux` is True, or the loss is not a
+        real number.
       ValueError: the loss is not a scalar.
     """
-    return trace_abstractly(loss_fn, params, args).timeline.order()
-
-
-def used_parameters(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> PyTree:
-    """Returns which parameters the loss uses: which receive a gradient.
-
-    A parameter is used if a path of operations that pass a gradient leads from it to
-    the loss; `stop_gradient` and what has no derivative cut it. Branches that are not
-    taken, and loops that do not run, use nothing.
-
-    In a train step, take `jdp.value_and_grad(find_unused=True)`, which runs the model
-    once for both. This runs as much of it as the decisions need.
-
-    Args:
-      loss_fn: `loss_fn(params, *args)` returns a scalar loss and has no side effects.
-      params: pytree of floating or complex arrays.
-      *args: what else the loss takes.
-
-    Returns:
-      A pytree like `params`: a Python bool where the program decides, an array, bool
-      (), where control flow does; True where a gradient, zero or not, arrives.
-
-    Raises:
-      TypeError: a parameter is an integer or a PRNG key, by path; the loss is not
-        real; or a class of the parameters does not hold booleans.
-      ValueError: the loss is not a scalar, or has side effects.
-    """
-    program = trace_loss(loss_fn, params, args)
-    effects = compat.side_effects(program.jaxpr)
-    if effects:
+    name = getattr(loss_fn, "__name__", "loss_fn")
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(
+                f"With `has_aux=True`, `{name}` must return a pair `(loss, aux)`, got "
+                f"{type(out).__name__}."
+            )
+        loss, aux = out
+    else:
+        loss, aux = out, None
+    leaves = jax.tree.leaves(loss)
+    if len(leaves) != 1 or leaves[0] is not loss or not hasattr(loss, "dtype"):
+        if not isinstance(loss, float):
+            is_pair = isinstance(loss, tuple) and not has_aux
+            hint = " Pass `has_aux=True` if it is `(loss, aux)`." if is_pair else ""
+            raise TypeError(
+                f"`{name}` must return a scalar loss, got {type(loss).__name__}.{hint}"
+            )
+    loss = jnp.asarray(loss)
+    if loss.shape != ():
         raise ValueError(
-            "The loss has side effects, which `used_parameters` would repeat: "
-            f"{', '.join(effects)}. Take the mask from "
-            "`jdp.value_and_grad(find_unused=True)`, which runs the loss once, or keep "
-            "callbacks and prints out of it."
+            f"`{name}` must return a scalar loss, got shape {loss.shape}. Take the "
+            "mean, or the sum, over samples."
         )
-    return program.used_by(params)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"`{name}` must return a real loss, got {loss.dtype}.")
+    return loss, aux
 
 
-def trace_abstractly(
-    loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...]
-) -> LossProgram:
-    """`trace_loss`, with arrays or `jax.ShapeDtypeStruct`s for all that is an array."""
-    loss_values.check_are_parameters(params)
-    avals, unflatten_args = loss_values.partition(args, jax.ShapeDtypeStruct)
-    programs: list[LossProgram] = []
+def partition(
+    tree: PyTree, kind: type
+) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
+    """Splits a tree: its leaves of type `kind`, and a function that replaces them."""
+    leaves, treedef = jax.tree.flatten(tree)
+    is_taken = [isinstance(x, kind) for x in leaves]
+    # The function outlives the trace, so it must not hold the arrays.
+    rest = [None if a else x for x, a in zip(leaves, is_taken, strict=True)]
 
-    def trace(arrays: list[jax.Array]) -> int:
-        program = trace_loss(loss_fn, params, unflatten_args(arrays))
-        # The values of its constants are of this trace, and end with it.
-        avals = [jax.typeof(x) for x in program.jaxpr.consts]
-        closed = ClosedJaxpr(program.jaxpr.jaxpr, avals)
-        programs.append(dataclasses.replace(program, jaxpr=closed, run=_ended))
-        return 0
+    def unflatten(arrays: list[Any]) -> PyTree:
+        left = iter(arrays)
+        mixed = [next(left) if a else x for x, a in zip(rest, is_taken, strict=True)]
+        return jax.tree.unflatten(treedef, mixed)
 
-    jax.make_jaxpr(trace)(avals)
-    return programs[-1]
-
-
-def _ended(*leaves: Any) -> list[Any]:
-    raise AssertionError("its arguments ended with their trace")
+    return [x for x, a in zip(leaves, is_taken, strict=True) if a], unflatten
 
 
 def is_of_synced_batch_norm(eqn: Any) -> bool:
-    """Whether a collective is one of `jdp.batch_norm`."""
+    """Whether an equation belongs to the collectives of `jdp.batch_norm`."""
     return origins.is_bound_by(eqn, origins.BATCH_NORM)

@@ -11,7 +11,6 @@ from jax.extend.core import Literal
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.backward.derivatives import is_differentiable
 from jdp.backward.flow import FlowAnalysis, loop_shape, open_jaxpr
 from jdp.compat import primitives
 
@@ -50,7 +49,7 @@ class _Search:
 
         def add(variables: Any, bits: int) -> None:
             for i, var in enumerate(variables):
-                if bits >> i & 1 and is_differentiable(var):
+                if bits >> i & 1 and compat.is_differentiable(var):
                     perturbed.add(var)
 
         def read(variables: Any) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 import rich.console
 import typer
 
-from jdp.backward import loss as backward_loss
+from jdp.backward import loss_queries
+from jdp.backward.loss import LossProgram
 from jdp.bench import hook_option
 from jdp.cli import plan_cluster, plan_options
 from jdp.gradients import differentiation, hook_reduction, reduce
@@ -149,22 +150,20 @@ def _bucket_sizes(
     return {name: int(mib * _MIB) for name, mib in given.items() if mib is not None}
 
 
-def _trace(
-    target: str, params: str, args: list[str]
-) -> tuple[backward_loss.LossProgram, Any]:
+def _trace(target: str, params: str, args: list[str]) -> tuple[LossProgram, Any]:
     """Traces the loss `target`; returns its program and its abstract parameters."""
     sys.path.insert(0, "")
     module, loss_fn = _resolve(target, None)
     values = [_abstract(name, _resolve(name, module)[1]) for name in (params, *args)]
     try:
-        program = backward_loss.trace_abstractly(loss_fn, values[0], tuple(values[1:]))
+        program = loss_queries.trace_abstractly(loss_fn, values[0], tuple(values[1:]))
     except (TypeError, ValueError) as error:
         raise _refused(f"{target}: {error}") from None
     return program, values[0]
 
 
 def _synchronize(
-    program: backward_loss.LossProgram,
+    program: LossProgram,
     params: Any,
     sizes: dict[str, int],
     hook: CommHook | None,

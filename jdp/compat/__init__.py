@@ -1,11 +1,13 @@
 """Compat: the one place that touches private or version-dependent JAX."""
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src import (
     api,
@@ -93,12 +95,29 @@ def inside_equation(eqn: Any) -> Iterator[None]:
         yield
 
 
+def share_scope(eqn: Any, other: Any) -> bool:
+    """Returns whether `inside_equation` is the same for both, except for the line."""
+    a, b = eqn.source_info.name_stack, other.source_info.name_stack
+    return a == b and eqn.ctx == other.ctx
+
+
 def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Runs one equation of a jaxpr on other operands, as `jax.core.eval_jaxpr` does."""
     params = eqn.primitive.get_bind_params(eqn.params)
     with inside_equation(eqn):
         results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def is_differentiable(var: Any) -> bool:
+    """Whether values of the type of a jaxpr's variable can have a gradient."""
+    dtype = getattr(var.aval, "dtype", None)  # None: a token, or a reference.
+    return dtype is not None and _is_inexact(dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def is_staged(x: Any) -> bool:

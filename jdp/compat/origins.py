@@ -47,12 +47,6 @@ def _scopes(eqn: Any) -> list[str]:
     return [x.name for x in stack if isinstance(x, source_info_util.Scope)]
 
 
-def is_in_scope_of(eqn: Any, other: Any) -> bool:
-    """Returns whether `inside_equation` is the same for both, but for the line."""
-    a, b = eqn.source_info.name_stack, other.source_info.name_stack
-    return a == b and eqn.ctx == other.ctx
-
-
 def frames_of(eqn: Any) -> list[tuple[str, str]]:
     """Returns file and qualified name of the functions that made an equation."""
     found = eqn.source_info.traceback
