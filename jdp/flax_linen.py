@@ -10,37 +10,39 @@ import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
 
-from jdp import batch_norm
-from jdp.batch_norm import Moments
+from jdp.batch_norm import layer
+from jdp.batch_norm.global_moments import Moments
+from jdp.batch_norm.layer import BatchNormOptions, Inputs
 from jdp.gradients import weighted_mean
 from jdp.types import AxisName
 
 
 class SyncBatchNorm(nn.BatchNorm):
-    """`flax.linen.BatchNorm` whose statistics are those of all replicas' samples.
+    """`flax.linen.BatchNorm` with statistics over the samples of all replicas.
 
-    Takes the arguments of Flax's own and makes the same variables, `scale` and `bias`
-    in `params`, `mean` and `var` in `batch_stats`. Flax averages the means of replicas,
-    as if all had the same number of samples; here each sample counts the same, or by
-    its weight, and what does not count has no influence, NaN included. Every replica
-    calls it, as often as the others: it takes one collective in the forward pass and
-    one in the backward pass, and none with running averages or while initialising.
+    Takes the arguments of Flax's `BatchNorm` and makes the same variables: `scale` and
+    `bias` in `params`, `mean` and `var` in `batch_stats`. Flax averages the means of
+    replicas as if all had the same number of samples. Here each sample counts the same,
+    or by its weight; values that do not count have no influence, NaN included. All
+    replicas call the layer the same number of times. It takes one collective in the
+    forward pass and one in the backward pass, and none with running averages or during
+    initialisation.
 
-    Statistics are taken in float32 at least, whatever the dtype of the input and of
-    `force_float32_reductions`, and are right also where the mean is large beside the
-    deviation. Where no sample of any replica counts, running statistics stay what they
-    are, and normalise.
+    Statistics are computed in float32 at least, whatever the dtype of the input and of
+    `force_float32_reductions`, and stay accurate if the mean is large compared to the
+    deviation. If no sample of any replica counts, the running statistics do not change
+    and are used to normalise.
 
     Attributes:
       axis_name: the axis, or pair of axes, over which replicas lie; None for the
-        samples of one replica alone. The default, "data", also is that where no such
+        samples of one replica alone. The default, "data", acts like None where no such
         axis is bound: on one device, in evaluation.
       axis_index_groups: must be None.
-      use_fast_variance: whether to read the input once for both statistics, around a
-        sample, instead of once for each. Both are right for large means.
+      use_fast_variance: whether to read the input once for both statistics, around one
+        sample, not once per statistic. Both are accurate for large means.
     """
 
-    axis_name: AxisName | None = batch_norm.DEFAULT_AXIS  # type: ignore[assignment]
+    axis_name: AxisName | None = layer.DEFAULT_AXIS  # type: ignore[assignment]
 
     @nn.compact
     def __call__(  # type: ignore[override]
@@ -55,19 +57,20 @@ class SyncBatchNorm(nn.BatchNorm):
 
         Args:
           x: shape (n, ...).
-          use_running_average: whether to normalise with the running statistics, and
-            leave them as they are; `weight` and `mask` do not matter then.
+          use_running_average: whether to normalise with the running statistics and not
+            update them; `weight` and `mask` are ignored then.
           mask: bool, broadcasts to the shape of `x`: which values count.
           weight: shape (n,): how much each sample counts, 0 for padding, as
-            `jdp.join_batches` yields it. None: what `jdp.batch_norm.sample_weights`
-            says, or all the same. No gradient passes through samples of weight 0.
+            `jdp.join_batches` yields it. None: the weights of
+            `jdp.batch_norm.sample_weights`, or equal weights. No gradient passes
+            through samples of weight 0.
 
         Returns:
           The shape of `x`.
 
         Raises:
           ValueError: `weight` or `mask` has another shape, `axis_name` is not bound,
-            or no axis is left to take statistics over.
+            or no dimension is left to take statistics over.
           TypeError: `weight` is not real.
         """
         return _normalize(
@@ -76,19 +79,16 @@ class SyncBatchNorm(nn.BatchNorm):
 
 
 @contextlib.contextmanager
-def sync_batch_norms(
-    *, axis_name: AxisName = batch_norm.DEFAULT_AXIS
-) -> Iterator[None]:
-    """While a model is initialised or applied: each of its `BatchNorm`s is synced.
+def sync_batch_norms(*, axis_name: AxisName = layer.DEFAULT_AXIS) -> Iterator[None]:
+    """Makes each `BatchNorm` that is called in this context a `SyncBatchNorm`.
 
-    They do what `SyncBatchNorm` does, wherever they are made. Their names and
-    variables stay what they are.
+    Use it around `init` and `apply` of a model. Names and variables stay the same.
 
         with jdp.flax_linen.sync_batch_norms():
             logits, updates = model.apply(variables, x, mutable=["batch_stats"])
 
     Args:
-      axis_name: see `SyncBatchNorm`; in place of that of each `BatchNorm`.
+      axis_name: see `SyncBatchNorm`; replaces the `axis_name` of each `BatchNorm`.
     """
 
     def intercept(
@@ -97,7 +97,7 @@ def sync_batch_norms(
         kwargs: dict[str, Any],
         context: nn.module.InterceptorContext,
     ) -> Any:
-        # A class that derives from it may call it with `super()`.
+        # A class derived from `nn.BatchNorm` may call it through `super()`.
         method = getattr(context.orig_method, "func", context.orig_method)
         if inspect.unwrap(method) is not _FLAX_CALL:
             return next_fun(*args, **kwargs)
@@ -109,26 +109,26 @@ def sync_batch_norms(
 
 
 def convert_batch_norm(
-    model: nn.Module, *, axis_name: AxisName = batch_norm.DEFAULT_AXIS
+    model: nn.Module, *, axis_name: AxisName = layer.DEFAULT_AXIS
 ) -> nn.Module:
-    """Returns a module that is `model` with each `BatchNorm` a `SyncBatchNorm`.
+    """Returns a module like `model` in which each `BatchNorm` is a `SyncBatchNorm`.
 
-    Variables keep their names, so what was initialised or saved with `model` fits. The
-    module has `__call__` alone; call other methods of `model` in `sync_batch_norms`.
-    Weights reach the layers through `SyncBatchNorm`'s argument or, where the code of
-    the model does not know them, through `jdp.batch_norm.sample_weights`.
+    Variables keep their names, so variables and checkpoints of `model` fit. The module
+    has only `__call__`; call other methods of `model` in `sync_batch_norms`. Weights
+    reach the layers as their argument `weight` or, if the model does not pass them on,
+    through `jdp.batch_norm.sample_weights`.
 
     Args:
       model: any module; it is not changed.
-      axis_name: see `SyncBatchNorm`; in place of that of each `BatchNorm`.
+      axis_name: see `SyncBatchNorm`; replaces the `axis_name` of each `BatchNorm`.
 
     Raises:
-      TypeError: `model` is not a module of linen.
+      TypeError: `model` is not a linen module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"`model` must be a linen module, got {type(model).__name__}. For nnx "
-            "there is `jdp.flax_nnx.convert_batch_norm`."
+            f"`model` must be a linen module, got {type(model).__name__}. For nnx, "
+            "use `jdp.flax_nnx.convert_batch_norm`."
         )
     return _Converted(model, axis_name)
 
@@ -140,7 +140,7 @@ class _Converted(nn.Module):
     synced_over: AxisName
 
     def setup(self) -> None:
-        """Gives the model the variables of this module, not of one within."""
+        """Keeps the variables of the model at the top level."""
         nn.share_scope(self, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +167,7 @@ def _normalize(
         "use_running_average", module.use_running_average, use_running_average
     )
     is_initializing = module.is_initializing()
-    options = batch_norm.make_options(
+    options = layer.make_options(
         x,
         axis=module.axis,
         axis_name=None if is_initializing or use_running_average else axis_name,
@@ -182,26 +182,34 @@ def _normalize(
     mean = module.variable("batch_stats", "mean", jnp.zeros, shape, kept)
     var = module.variable("batch_stats", "var", jnp.ones, shape, kept)
     running = Moments(mean.value, var.value)
-    inputs = batch_norm.Inputs(x, None, None)
+    inputs = Inputs(x, None, None)
     if use_running_average:
         moments = running if is_wide else Moments(*(v.astype(kept) for v in running))
     else:
         dtype = jnp.result_type(x) if module.dtype is None else module.dtype
         dtype = weighted_mean.wide_dtype(dtype) if is_wide else dtype
         if not is_initializing:
-            inputs = batch_norm.count_samples(x, options, weight=weight, mask=mask)
-        moments, updated = batch_norm.take_moments(
+            inputs = layer.count_samples(x, options, weight=weight, mask=mask)
+        moments, updated = layer.take_moments(
             inputs, None if is_initializing else running, options, dtype
         )
         if updated is not None:
             mean.value, var.value = updated
+    return _scale_and_shift(module, inputs, moments, options)
+
+
+def _scale_and_shift(
+    module: nn.BatchNorm, inputs: Inputs, moments: Moments, options: BatchNormOptions
+) -> jax.Array:
+    """Normalises with the scale and bias that the module has."""
+    shape = [inputs.x.shape[a] for a in options.feature_axes]
     scale = bias = None
     if module.use_scale:
         scale = _parameter(module, "scale", module.scale_init, shape)
     if module.use_bias:
         bias = _parameter(module, "bias", module.bias_init, shape)
-    y = batch_norm.normalize(inputs, moments, scale, bias, options)
-    given = [a for a in (x, scale, bias) if a is not None]
+    y = layer.normalize(inputs, moments, scale, bias, options)
+    given = [a for a in (inputs.x, scale, bias) if a is not None]
     return y.astype(dtypes.canonicalize_dtype(*given, dtype=module.dtype))
 
 

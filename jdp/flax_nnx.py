@@ -10,8 +10,8 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer, PromoteDtypeFn
 
-from jdp import batch_norm
-from jdp.batch_norm import Moments
+from jdp.batch_norm import layer
+from jdp.batch_norm.global_moments import Moments
 from jdp.gradients import weighted_mean
 from jdp.types import AxisName
 
@@ -20,11 +20,11 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class SyncBatchNorm(nnx.BatchNorm):
-    """`flax.nnx.BatchNorm` whose statistics are those of all replicas' samples.
+    """`flax.nnx.BatchNorm` with statistics over the samples of all replicas.
 
-    Takes the arguments of Flax's own and has the same state. What differs is what
-    `jdp.flax_linen.SyncBatchNorm` says: each sample counts the same, or by its weight,
-    over all replicas, in one collective forwards and one backwards.
+    Takes the arguments of Flax's `BatchNorm` and has the same state. As in
+    `jdp.flax_linen.SyncBatchNorm`, each sample of all replicas counts the same, or by
+    its weight, in one collective forwards and one backwards.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SyncBatchNorm(nnx.BatchNorm):
         use_scale: bool = True,
         bias_init: Initializer = nnx.initializers.zeros_init(),  # noqa: B008
         scale_init: Initializer = nnx.initializers.ones_init(),  # noqa: B008
-        axis_name: AxisName | None = batch_norm.DEFAULT_AXIS,
+        axis_name: AxisName | None = layer.DEFAULT_AXIS,
         axis_index_groups: Any = None,
         use_fast_variance: bool = True,
         promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
@@ -52,7 +52,7 @@ class SyncBatchNorm(nnx.BatchNorm):
         """Makes scale, bias and running statistics.
 
         Args:
-          num_features: see `flax.nnx.BatchNorm`, as for all that is not named here.
+          num_features: see `flax.nnx.BatchNorm`.
           use_running_average: see there.
           axis: see there.
           momentum: see there.
@@ -64,11 +64,11 @@ class SyncBatchNorm(nnx.BatchNorm):
           bias_init: see there.
           scale_init: see there.
           axis_name: the axis, or pair of axes, over which replicas lie; None for the
-            samples of one replica alone. The default, "data", also is that where no
+            samples of one replica alone. The default, "data", acts like None where no
             such axis is bound: on one device, in evaluation.
           axis_index_groups: must be None.
           use_fast_variance: whether to read the input once for both statistics, around
-            a sample, instead of once for each. Both are right for large means.
+            one sample, not once per statistic. Both are accurate for large means.
           promote_dtype: see there.
           rngs: see there.
           bias_metadata: see there.
@@ -107,19 +107,20 @@ class SyncBatchNorm(nnx.BatchNorm):
 
         Args:
           x: shape (n, ...).
-          use_running_average: whether to normalise with the running statistics, and
-            leave them as they are; `weight` and `mask` do not matter then.
+          use_running_average: whether to normalise with the running statistics and not
+            update them; `weight` and `mask` are ignored then.
           mask: bool, broadcasts to the shape of `x`: which values count.
           weight: shape (n,): how much each sample counts, 0 for padding, as
-            `jdp.join_batches` yields it. None: what `jdp.batch_norm.sample_weights`
-            says, or all the same. No gradient passes through samples of weight 0.
+            `jdp.join_batches` yields it. None: the weights of
+            `jdp.batch_norm.sample_weights`, or equal weights. No gradient passes
+            through samples of weight 0.
 
         Returns:
           The shape of `x`.
 
         Raises:
           ValueError: `weight` or `mask` has another shape, `axis_name` is not bound,
-            or no axis is left to take statistics over.
+            or no dimension is left to take statistics over.
           TypeError: `weight` is not real.
         """
         use_running_average = nnx.module.first_from(
@@ -128,7 +129,7 @@ class SyncBatchNorm(nnx.BatchNorm):
             error_msg="Pass `use_running_average` to `SyncBatchNorm`, or to its call.",
         )
         x = jnp.asarray(x)
-        options = batch_norm.make_options(
+        options = layer.make_options(
             x,
             axis=self.axis,
             axis_name=None if use_running_average else self.axis_name,
@@ -139,47 +140,46 @@ class SyncBatchNorm(nnx.BatchNorm):
         )
         running = Moments(self.mean[...], self.var[...])
         given = [None if v is None else v[...] for v in (self.scale, self.bias)]
-        # Of an array, it makes an array.
+        # It returns an array for each array.
         promoted: Any = self.promote_dtype((x, *running, *given), dtype=self.dtype)
         x, mean, var, scale, bias = promoted
-        moments, inputs = Moments(mean, var), batch_norm.Inputs(x, None, None)
+        moments, inputs = Moments(mean, var), layer.Inputs(x, None, None)
         if not use_running_average:
-            inputs = batch_norm.count_samples(x, options, weight=weight, mask=mask)
+            inputs = layer.count_samples(x, options, weight=weight, mask=mask)
             dtype = weighted_mean.wide_dtype(x.dtype)
-            moments, updated = batch_norm.take_moments(inputs, running, options, dtype)
+            moments, updated = layer.take_moments(inputs, running, options, dtype)
             assert updated is not None
             self.mean[...], self.var[...] = updated
-        y = batch_norm.normalize(inputs, moments, scale, bias, options)
+        y = layer.normalize(inputs, moments, scale, bias, options)
         arrays = [a for a in (x, scale, bias) if a is not None]
         return y.astype(dtypes.canonicalize_dtype(*arrays, dtype=self.dtype))
 
 
 def convert_batch_norm(
-    model: _Model, *, axis_name: AxisName = batch_norm.DEFAULT_AXIS
+    model: _Model, *, axis_name: AxisName = layer.DEFAULT_AXIS
 ) -> _Model:
-    """Makes each `nnx.BatchNorm` of a model, in place, a `SyncBatchNorm`.
+    """Makes each `nnx.BatchNorm` of a model a `SyncBatchNorm`, in place.
 
-    Parameters, statistics, other attributes and shared layers stay what they are: the
-    same objects. Weights reach the layers through `SyncBatchNorm`'s argument or, where
-    the code of the model does not know them, through
-    `jdp.batch_norm.sample_weights`.
+    Parameters, statistics, other attributes and shared layers stay the same objects.
+    Weights reach the layers as their argument `weight` or, if the model does not pass
+    them on, through `jdp.batch_norm.sample_weights`.
 
     Args:
-      model: any module; a graph definition that was split from it before still has
-        Flax's own.
-      axis_name: see `SyncBatchNorm`; in place of that of each `nnx.BatchNorm`.
+      model: any module. A graph definition that was split from it earlier keeps Flax's
+        layers.
+      axis_name: see `SyncBatchNorm`; replaces the `axis_name` of each `nnx.BatchNorm`.
 
     Returns:
       `model`.
 
     Raises:
-      TypeError: a layer is of a class that derives from `nnx.BatchNorm`, by path; then
-        nothing is changed. Or `model` is not a module of nnx.
+      TypeError: a layer has a class derived from `nnx.BatchNorm`; the message has its
+        path, and nothing is changed. Or `model` is not an nnx module.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"`model` must be an nnx module, got {type(model).__name__}. For linen "
-            "there is `jdp.flax_linen.convert_batch_norm`."
+            f"`model` must be an nnx module, got {type(model).__name__}. For linen, "
+            "use `jdp.flax_linen.convert_batch_norm`."
         )
     found = [
         (path, module)

@@ -43,7 +43,6 @@ HOST_MAY_USE = HOST | {
 KERNELS = {"collectives/pallas/bodies.py"}
 # Still too long; both to be emptied.
 LONG_MODULES = {
-    "batch_norm.py",
     "eager/coordinator/autotune.py",
     "eager/coordinator/coordinator.py",
     "eager/engine.py",

@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from jdp import batch_norm
-from jdp.batch_norm import Moments
+from jdp.batch_norm import layer, sample_weights
+from jdp.batch_norm.global_moments import Moments
 from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import Weighting
@@ -37,7 +37,7 @@ def _uneven(n, features=3, mean=1.0, size=6):
 
 
 def _options(x, axis_name=AXIS, *, axis=-1, one_pass=True):
-    return batch_norm.make_options(
+    return layer.make_options(
         x,
         axis=axis,
         axis_name=axis_name,
@@ -50,10 +50,10 @@ def _options(x, axis_name=AXIS, *, axis=-1, one_pass=True):
 
 def _layer(affine, x, *, weight=None, mask=None, axis_name=AXIS, one_pass=True):
     options = _options(x, axis_name, one_pass=one_pass)
-    inputs = batch_norm.count_samples(x, options, weight=weight, mask=mask)
+    inputs = layer.count_samples(x, options, weight=weight, mask=mask)
     running = jax.tree.map(jnp.asarray, RUNNING)
-    taken, updated = batch_norm.take_moments(inputs, running, options, jnp.float32)
-    y = batch_norm.normalize(inputs, taken, affine["scale"], affine["bias"], options)
+    taken, updated = layer.take_moments(inputs, running, options, jnp.float32)
+    y = layer.normalize(inputs, taken, affine["scale"], affine["bias"], options)
     return y, taken, updated
 
 
@@ -389,9 +389,9 @@ def test_complex_inputs_have_complex_means():
 
     def fn(x):
         options = _options(x)
-        inputs = batch_norm.count_samples(x, options)
-        taken, _ = batch_norm.take_moments(inputs, None, options, x.dtype)
-        return taken, batch_norm.normalize(inputs, taken, None, None, options)
+        inputs = layer.count_samples(x, options)
+        taken, _ = layer.take_moments(inputs, None, options, x.dtype)
+        return taken, layer.normalize(inputs, taken, None, None, options)
 
     found, y = jax.vmap(fn, axis_name=AXIS)(x)
     flat = x.reshape(-1, 3)
@@ -404,7 +404,7 @@ def test_complex_inputs_have_complex_means():
 
 def test_weights_of_a_block_of_code_are_for_layers_given_none():
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    with batch_norm.sample_weights(np.float32([1, 1, 0, 1])):
+    with sample_weights(np.float32([1, 1, 0, 1])):
         found = _layer(AFFINE, x)[1]
         own = _layer(AFFINE, x, weight=np.float32([1, 1, 1, 0]))[1]
     chex.assert_trees_all_close(found, _moments(x[[0, 1, 3]]), rtol=RTOL, atol=1e-7)
@@ -432,7 +432,7 @@ def test_bad_input_is_named():
         _options(x, axis=2)
     options = _options(x, axis=0)
     with pytest.raises(ValueError, match="that is a feature axis"):
-        batch_norm.count_samples(x, options, weight=np.ones(4))
+        layer.count_samples(x, options, weight=np.ones(4))
 
 
 def test_one_sample_a_replica_is_enough_where_an_axis_is_bound():

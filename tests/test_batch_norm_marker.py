@@ -1,7 +1,7 @@
 """A synchronised batch norm is known in a program by a marker, not by tracebacks."""
 
 import functools
-import importlib.util
+import importlib
 import pathlib
 import sys
 import warnings
@@ -14,8 +14,8 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import jdp
-from jdp import batch_norm
 from jdp.backward.loss import is_of_synced_batch_norm
+from jdp.batch_norm import layer
 from tests import harness
 from tests.transforms import AXIS, COMPILED_FAST
 
@@ -63,7 +63,7 @@ def _weighed_early(module, params, local):
     return jdp.value_and_grad(_make_loss(module), weight=weight)(params, x)
 
 
-def _found(transform, module=batch_norm):
+def _found(transform, module=layer):
     """Losses and gradients, weighed late and early, and the warnings of each."""
     jax.clear_caches()
     found = []
@@ -82,17 +82,20 @@ def _expected(transform):
     return _found(transform)
 
 
-def _elsewhere(tmp_path):
-    """A copy of `jdp.batch_norm` in another file."""
-    path = tmp_path / "normalisation.py"
-    path.write_text(pathlib.Path(batch_norm.__file__).read_text())
-    spec = importlib.util.spec_from_file_location("normalisation", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["normalisation"] = module
+def _elsewhere(tmp_path, monkeypatch):
+    """`jdp.batch_norm.layer` of a copy of the package in another folder."""
+    folder = tmp_path / "normalisation"
+    folder.mkdir()
+    for path in pathlib.Path(layer.__file__).parent.glob("*.py"):
+        text = path.read_text().replace("jdp.batch_norm", "normalisation")
+        (folder / path.name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
     try:
-        spec.loader.exec_module(module)
+        module = importlib.import_module("normalisation.layer")
     finally:
-        del sys.modules["normalisation"]
+        for name in [n for n in sys.modules if n.split(".")[0] == "normalisation"]:
+            del sys.modules[name]
+    assert pathlib.Path(module.global_moments.__file__).parent == folder
     return module
 
 
@@ -114,9 +117,9 @@ def test_the_warning_and_the_weights_are_the_same(
     expected = _expected(transform)
     (*_, warned), (*_, unwarned) = expected
     assert "synchronised batch norm" in "".join(warned) and not unwarned
-    module, before = batch_norm, None
+    module, before = layer, None
     if setting == "another path":
-        module = _elsewhere(tmp_path)
+        module = _elsewhere(tmp_path, monkeypatch)
     elif setting == "no tracebacks":
         harness.drop_tracebacks(monkeypatch)
     else:
@@ -176,10 +179,10 @@ def _sums(jaxpr):
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_the_marker_stays_in_the_program_and_its_transpose(wrap):
-    layer = wrap(lambda x: _layer(batch_norm, jnp.ones(3), x))
+    wrapped = wrap(lambda x: _layer(layer, jnp.ones(3), x))
 
     def fn(x):
-        return jax.grad(lambda x: (layer(x) ** 3).sum())(x)
+        return jax.grad(lambda x: (wrapped(x) ** 3).sum())(x)
 
     mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(AXIS)

@@ -42,7 +42,7 @@ def _files_entered(fn, *args):
 
 
 def test_few_files_are_enough_to_follow_value_and_grad(monkeypatch):
-    # Other tests may have imported Flax, in whose presence jdp looks for its batch norm.
+    # Other tests may have imported Flax; then jdp looks for its batch norm.
     monkeypatch.delitem(sys.modules, "flax", raising=False)
     step = jax.vmap(
         lambda params, x: jdp.value_and_grad(_loss)(params, x),
