@@ -431,7 +431,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"`axis=2` must name dimensions.*\(4, 3\)"):
         _options(x, axis=2)
     options = _options(x, axis=0)
-    with pytest.raises(ValueError, match="that is a feature axis"):
+    with pytest.raises(ValueError, match="is a feature axis here"):
         layer.count_samples(x, options, weight=np.ones(4))
 
 

@@ -1,4 +1,4 @@
-"""Captured arrays: which constants does a traced program hold?
+"""Captured arrays: constants that a traced program holds.
 
 The text of a jaxpr shows their shapes and dtypes, not their values.
 """
@@ -20,14 +20,14 @@ from jdp.compat import origins
 class Captured(NamedTuple):
     """One array that a program holds."""
 
-    spec: str  # dtype and shape; and how it is spread, where no process has it whole.
-    digest: bytes  # of these, and of the bytes of its elements.
-    value: np.ndarray | None  # on the host; None where no process has it whole.
+    spec: str  # dtype and shape; and the sharding, if no process has the whole array.
+    digest: bytes  # hash of `spec` and of the elements.
+    value: np.ndarray | None  # on the host; None if no process has the whole array.
     jaxpr: Any  # the open jaxpr that holds it.
-    user: Any  # its variable there, or the equation that it is written into.
+    user: Any  # its variable there, or the equation with it as a literal or parameter.
 
     def line(self) -> str:
-        """Returns where the user's source takes it up first: " (file.py:12)", or ""."""
+        """Returns the user's source line that uses it first: " (file.py:12)", or ""."""
         if hasattr(self.user, "primitive"):
             line = origins.user_line(self.user)
         else:
@@ -38,30 +38,30 @@ class Captured(NamedTuple):
 class Found(NamedTuple):
     """All arrays that a program holds."""
 
-    arrays: list[Captured]  # different ones, in the order of the program.
-    digest: bytes  # of all of them, and of the places that they have.
+    arrays: list[Captured]  # without duplicates, in the order of the program.
+    digest: bytes  # hash of all arrays and their places.
 
 
 def find(jaxprs: Iterable[Any]) -> Found:
-    """Finds the constants of jaxprs, and of those within, each hashed once.
+    """Finds the constants of jaxprs, at any depth, and hashes each once.
 
-    Tracers, which are arguments of a function around, have no value to compare.
+    Tracers, which are arguments of an enclosing function, have no value to compare.
 
     Args:
       jaxprs: closed jaxprs.
     """
-    search = _Search()
+    search = _ConstantSearch()
     digests = [search.digest_of(jaxpr) for jaxpr in jaxprs]
     return Found(list(search.found.values()), _hash(*digests))
 
 
-class _Search:
-    """Goes through each jaxpr, and each array, once."""
+class _ConstantSearch:
+    """Visits each jaxpr and each array once."""
 
     def __init__(self) -> None:
         self.found: dict[bytes, Captured] = {}
-        # By the ids of jaxprs and arrays, which are kept so that these stay taken.
-        # Processes may share equal jaxprs in other ways, so all depends on content.
+        # By the id of a jaxpr or an array, which it holds. Digests depend on contents
+        # only, since processes may share equal jaxprs differently.
         self._known: dict[int, tuple[Any, bytes]] = {}
 
     def digest_of(self, jaxpr: Any) -> bytes:

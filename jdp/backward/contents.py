@@ -1,4 +1,4 @@
-"""Contents: which values and equations the program of a loss has, at any depth."""
+"""Contents: values and equations in the program of a loss, at any depth."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from jdp.compat import origins
 
 
 def has_narrow_range(jaxpr: Any) -> bool:
-    """Whether the range of a dtype within ends before that of float32."""
+    """Whether a jaxpr has values of a dtype with a narrower range than float32."""
     values = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
     if any(_is_narrow(getattr(var.aval, "dtype", None)) for var in values):
         return True
@@ -26,7 +26,7 @@ def find_equations(
     is_match: Callable[[Any], bool],
     is_closed: Callable[[Any], bool] = lambda eqn: False,
 ) -> Iterator[Any]:
-    """The equations at any depth that match; not those in a closed one."""
+    """Yields the equations that match, at any depth except inside closed equations."""
     for eqn in jaxpr.eqns:
         if is_closed(eqn):
             continue
@@ -37,16 +37,16 @@ def find_equations(
 
 
 def has_custom_backward(eqn: Any) -> bool:
-    """Whether an equation has a backward rule of its own."""
+    """Whether an equation has a custom backward rule."""
     return eqn.primitive.name == "custom_vjp_call"
 
 
 def is_of_batch_norm(eqn: Any) -> bool:
-    """Whether a `BatchNorm` of Flax takes a statistic there."""
+    """Whether an equation computes a statistic of Flax's `BatchNorm`."""
     if eqn.primitive.name != "reduce_sum":
         return False
-    # `_compute_stats`, which `LayerNorm` calls too, and not when running averages are
-    # used instead.
+    # `LayerNorm` also calls `_compute_stats`. `BatchNorm` does not call it when it uses
+    # running averages.
     frames = [
         function
         for file, function in origins.frames_of(eqn)
@@ -63,7 +63,7 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def tracers_in(jaxpr: Any) -> Iterator[Any]:
-    """The tracers of functions around that a jaxpr, open or closed, holds."""
+    """Yields the tracers of enclosing functions that a jaxpr holds as constants."""
     body, consts = open_jaxpr(jaxpr)
     yield from (x for x in consts if isinstance(x, jax.core.Tracer))
     for eqn in body.eqns:

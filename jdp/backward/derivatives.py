@@ -1,4 +1,4 @@
-"""Derivatives: which program is the custom rule of an equation?"""
+"""Derivatives: the program of an equation's custom rule."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ class Derivative(NamedTuple):
     # (operands, cotangents of `outputs`) -> cotangents of `inputs`.
     jaxpr: Any
     is_backward: bool
-    inputs: list[int]  # operands that are differentiated.
-    outputs: list[int]  # results that can have one.
+    inputs: list[int]  # indices of operands that are differentiated.
+    outputs: list[int]  # indices of results that can have a derivative.
 
     def select(self, eqn: Any, bits: Sequence[int]) -> tuple[int, ...]:
-        """Turns sets of the jaxpr's inputs into sets of the equation's, by output."""
+        """Converts sets of the jaxpr's inputs to sets of operands, by result."""
         found = [0] * len(eqn.outvars)
         first = len(eqn.invars)
         for p, i in enumerate(self.inputs):
@@ -30,7 +30,7 @@ class Derivative(NamedTuple):
 
 
 def trace_derivative(eqn: Any, perturbed: int) -> Derivative:
-    """Traces what JAX does to differentiate an equation with a rule of its own."""
+    """Traces the derivative of an equation with a custom rule, as JAX takes it."""
     inputs = [
         i
         for i, v in enumerate(eqn.invars)

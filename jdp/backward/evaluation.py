@@ -1,11 +1,11 @@
 """Evaluation: runs a traced program again, for JAX to differentiate.
 
-JAX differentiates a primitive anew wherever it meets it, at a third of a millisecond
-each, but what is behind `jit` once for all calls. `jnp`'s functions are; the equations
-that they leave in a jaxpr are not. So equations are run in segments, such that those of
-like layers are the same, and each kind of segment gets a `jit` of its own, which is
-inlined and leaves no trace in the program. Tracing the gradient of a transformer's
-loss that way is faster than tracing it directly (`jdp bench overhead`).
+JAX differentiates each equation separately, a third of a millisecond each, but a `jit`
+function once for all its calls. Functions of `jnp` are behind `jit`; the equations that
+they leave in a jaxpr are not. So equations are run in segments, cut so that equal
+layers have equal segments. Each kind of segment gets its own `jit`, which is inlined
+and leaves no trace in the program. Tracing the gradient of a transformer's loss this
+way is faster than tracing it directly (`jdp bench overhead`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,9 @@ _MAX_SEGMENT = 64  # equations.
 
 
 class ProgramRunner:
-    """Runs programs and single equations; like ones share what JAX derives."""
+    """Runs programs and single equations; equal ones share their derivatives."""
 
     def __init__(self):
-        """Starts with no kind known."""
         self._functions: dict[Any, Callable[..., Any]] = {}
 
     def run(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
@@ -61,7 +60,7 @@ class ProgramRunner:
     def _run_segment(
         self, segment: list[Any], results: list[Any], known: dict[Any, Any]
     ) -> None:
-        """Runs equations on what is known, and adds `results` to it."""
+        """Runs equations on `known` values, and adds `results` to these."""
         kinds = [_kind(eqn) for eqn in segment]
         if kinds[0] is None:
             (eqn,) = segment
@@ -75,15 +74,15 @@ class ProgramRunner:
         key = tuple(kinds), wiring, tuple(place for place, _ in results)
         if key not in self._functions:
             self._functions[key] = _inlined(segment, wiring, key[2])
-        with compat.inside_equation(segment[0]):  # of all: they share its scope.
+        with compat.inside_equation(segment[0]):  # The others share its scope.
             made = self._functions[key](*operands)
         known |= zip((var for _, var in results), made, strict=True)
 
 
 class _Operand(NamedTuple):
-    """Where an equation of a segment finds an operand."""
+    """Place in which an equation of a segment finds an operand."""
 
-    equation: int  # of the segment; -1 for an operand of the segment.
+    equation: int  # its index in the segment; -1 for an operand of the segment.
     position: int
 
 
@@ -111,7 +110,7 @@ def _segments(eqns: Sequence[Any]) -> list[list[Any]]:
 
 
 def _last_uses(jaxpr: Any) -> dict[Any, int]:
-    """Returns for each value the number of equations before its last use."""
+    """Returns per value the index of the equation that uses it last."""
     last: dict[Any, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         last |= {v: i for v in eqn.invars if not isinstance(v, Literal)}
@@ -122,7 +121,7 @@ def _last_uses(jaxpr: Any) -> dict[Any, int]:
 def _wire(
     segment: list[Any], known: dict[Any, Any]
 ) -> tuple[tuple[tuple[_Operand, ...], ...], list[Any]]:
-    """Returns where each equation finds its operands, and those of the segment."""
+    """Returns the places of each equation's operands, and the segment's operands."""
     at: dict[Any, _Operand] = {}
     operands: list[Any] = []
     wiring = []
@@ -168,7 +167,7 @@ def _inlined(
 
 
 def _kind(eqn: Any) -> Any:
-    """Returns a key that equal computations share, or None if it cannot be told."""
+    """Returns a key that equal computations share, or None if there is no such key."""
     if eqn.effects or any(True for _ in jaxprs_in_params(eqn.params)):
         return None
     avals = tuple(v.aval for v in eqn.invars)

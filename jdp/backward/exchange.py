@@ -1,8 +1,8 @@
-"""Exchange: where a loss sends values to other replicas, and hears of theirs.
+"""Exchange: collectives in a loss, through which replicas send each other values.
 
-Through such a collective the gradient of one replica depends on the losses of others.
-So what each of these counts must be known before the backward pass, and a replica that
-counts for nothing must send no cotangent, not even NaN.
+Through such a collective, the gradient of one replica depends on the losses of others.
+So the weights of these losses must be known before the backward pass, and a replica of
+weight 0 must not send a cotangent, not even NaN.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,30 +19,30 @@ from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.backward.injection import InjectionAnalysis
 from jdp.compat import origins, primitives
 
-# A program without any of these exchanges nothing that its own analysis would find.
+# In a program without any of these, `ExchangeAnalysis` finds nothing.
 MAY_EXCHANGE = (
     primitives.UNITING | primitives.MOVING | primitives.OPAQUE | primitives.CUSTOM_RULES
 )
 
 
 def stem(eqn: Any) -> str:
-    """The name of a primitive, without what tells that it runs in the background."""
+    """Returns the name of a primitive, without the suffix "_start"."""
     return eqn.primitive.name.removesuffix("_start")
 
 
 def public_name(eqn: Any) -> str:
-    """The name of a collective in `jax.lax`."""
+    """Returns the name of a collective in `jax.lax`."""
     return primitives.PUBLIC_NAMES.get(stem(eqn), stem(eqn))
 
 
 def axes_of(eqn: Any) -> tuple[Any, ...]:
-    """The axes that a collective is over."""
+    """Returns the axes of a collective."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(names) if isinstance(names, tuple | list | frozenset) else (names,)
 
 
 def line_of(eqn: Any) -> str:
-    """Returns where the user's source makes an equation: " (file.py:12)", or ""."""
+    """Returns the user's source line of an equation: " (file.py:12)", or ""."""
     line = origins.user_line(eqn)
     return "" if line is None else f" ({line})"
 
@@ -56,29 +56,32 @@ def describe(eqn: Any) -> str:
 
 
 class ExchangeAnalysis:
-    """Finds what is exchanged over some axes, in each jaxpr once.
+    """Finds the collectives over some axes, once per jaxpr.
 
-    With `with_casts` the casts whose transposes sum over the axes count too.
+    Args:
+      flows: flows of gradients.
+      axis_names: the axes.
+      with_casts: whether to include casts, whose transposes sum over the axes.
     """
 
     def __init__(
         self, flows: FlowAnalysis, axis_names: Collection[str], *, with_casts: bool
     ):
-        """Takes the flows of gradients."""
         self._flows = flows
         self._axis_names = frozenset(axis_names)
         self._names = primitives.UNITING | primitives.MOVING
         if with_casts:
             self._names |= primitives.CASTS
-        # By the ids of jaxprs, which are kept so that these stay taken.
+        # By the id of the jaxpr, which it holds.
         self._known: dict[tuple[int, bool], tuple[Any, list[Any]]] = {}
 
     def met_in(self, eqn: Any, *, with_rules: bool = True) -> list[Any]:
-        """The collectives that an equation is, or has within, or in its derivative.
+        """Returns the collectives in an equation and in its derivative.
 
-        With `with_rules` that is looked at; a derivative has none that anyone runs.
+        Derivatives are searched if `with_rules`. Within a derivative no other custom
+        rule runs.
         """
-        if flow.is_marker(eqn):  # It averages gradients, and counts by itself.
+        if flow.is_marker(eqn):  # It averages gradients, and is counted elsewhere.
             return []
         name = stem(eqn)
         is_own = name in primitives.OPAQUE and origins.collective_of(eqn)
@@ -93,7 +96,7 @@ class ExchangeAnalysis:
         return found
 
     def in_jaxpr(self, jaxpr: Any, *, with_rules: bool = True) -> list[Any]:
-        """The collectives in a jaxpr, at any depth."""
+        """Returns the collectives in a jaxpr, at any depth."""
         key = id(jaxpr), with_rules
         if key not in self._known:
             found: list[Any] = []
@@ -103,12 +106,12 @@ class ExchangeAnalysis:
         return self._known[key][1]
 
     def on_path(self, jaxpr: Any, inputs: Sequence[Sets], live: int) -> Iterator[Any]:
-        """The collectives that gradients go through, from live outputs to inputs.
+        """Yields the collectives that gradients go through.
 
         Args:
           jaxpr: open or closed.
-          inputs: the sets that enter it; empty for what is no parameter.
-          live: the outputs that get a cotangent, a bit each.
+          inputs: the set of each input; empty if it does not depend on parameters.
+          live: the outputs that get a cotangent, one bit per output.
         """
         if not self.in_jaxpr(jaxpr):
             return
@@ -140,18 +143,17 @@ class ExchangeAnalysis:
 
 
 class GatedEvaluation:
-    """Runs a jaxpr such that replicas without data send the others no cotangent.
+    """Runs a jaxpr so that replicas without data send no cotangents to others.
 
-    Such a replica takes what collectives return for constants. Its own loss may divide
-    by zero, and a cotangent of NaN would reach all others.
+    Such a replica treats results of collectives as constants. Its own loss may divide
+    by zero, and a NaN cotangent would reach all other replicas.
 
     Args:
-      exchanges: finds the collectives, casts too.
+      exchanges: finds the collectives, including casts.
       has_data: bool (), whether this replica has data.
     """
 
     def __init__(self, exchanges: ExchangeAnalysis, has_data: jax.Array):
-        """See the class."""
         self._exchanges = exchanges
         self._has_data = has_data
         self._varying = compat.varying_axes(has_data)
@@ -193,7 +195,7 @@ class GatedEvaluation:
                 )
             with compat.inside_equation(eqn):
                 return run(*operands)
-        # A collective, or what has one within and a derivative of its own.
+        # A collective, or an equation that contains one and has a custom rule.
         results = compat.bind_equation(eqn, operands)
         return [
             self._gate(x) if compat.is_differentiable(var) else x
@@ -225,13 +227,13 @@ class GatedEvaluation:
         return run
 
     def _gate(self, x: jax.Array) -> jax.Array:
-        # By its type it is the same on all replicas, and so is its cotangent.
+        # By its type it is the same on all replicas, as is its cotangent.
         if not self._varying <= compat.varying_axes(x):
             return x
         return _gate(x, self._has_data)
 
 
-# No `select` of `x`: its value is the same on all replicas, and the program shows it.
+# Without a `select` of `x`: it is the same on all replicas, as the program must show.
 @jax.custom_jvp
 def _gate(x: jax.Array, has_data: jax.Array) -> jax.Array:
     return x

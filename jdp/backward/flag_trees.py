@@ -10,7 +10,11 @@ from jdp.types import PyTree
 
 
 def unflatten(treedef: Any, flags: list[Any]) -> PyTree:
-    """Returns a tree of booleans; TypeError names a class that does not hold them."""
+    """Returns a tree of booleans.
+
+    Raises:
+      TypeError: a class of the tree does not hold booleans; the message names it.
+    """
     try:
         tree = jax.tree.unflatten(treedef, flags)
         left = [x for x in jax.tree.leaves(tree) if not _is_flag(x)]
@@ -21,18 +25,18 @@ def unflatten(treedef: Any, flags: list[Any]) -> PyTree:
         cause, error = f"{type(e).__name__}: {e}", e
     if not made:
         return tree
-    # The innermost that fails by itself is to blame.
+    # The error names the innermost subtree that fails alone.
     start = 0
     for child in treedef.children():
         end = start + child.num_leaves
         unflatten(child, flags[start:end])
         start = end
     raise TypeError(
-        "Which parameters were used is a tree like the parameters with a boolean for "
-        f"each, but `{treedef.node_data()[0].__name__}` does not hold booleans: "
-        f"{cause}. Let it check and convert its fields only where they are arrays of "
-        "numbers, or when it is made, not when JAX unflattens it; or let the "
-        "parameters be a dict of its fields."
+        "The usage flags are a tree like the parameters with one boolean per "
+        f"parameter, but `{treedef.node_data()[0].__name__}` does not hold booleans: "
+        f"{cause}. Let it check and convert its fields only if they are arrays of "
+        "numbers, or when it is made, not when JAX unflattens it; or pass the "
+        "parameters as a dict of its fields."
     ) from error
 
 

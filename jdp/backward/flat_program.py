@@ -1,4 +1,4 @@
-"""Flat program: the equations of a jaxpr and of all that it calls, in one list."""
+"""Flat program: the equations of a jaxpr and of the jaxprs it calls, in one list."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -7,9 +7,9 @@ from jdp.backward import flow
 
 
 class Equation(NamedTuple):
-    """One equation, whose operands and results have keys of the whole list."""
+    """Equation with operands and results as keys that are unique in the list."""
 
-    eqn: Any  # of the jaxpr that it comes from.
+    eqn: Any  # the equation of a jaxpr.
     inputs: list[Any]  # literals, or keys.
     outputs: list[int]  # keys.
 
@@ -28,7 +28,7 @@ def flatten(closed: Any, calls: Collection[str]) -> FlatProgram:
 
     Args:
       closed: the jaxpr.
-      calls: names of the primitives whose jaxpr is listed in their place.
+      calls: names of primitives that are replaced by the equations of their jaxpr.
     """
     equations: list[Equation] = []
     constants: dict[int, Any] = {}
@@ -65,5 +65,5 @@ def flatten(closed: Any, calls: Collection[str]) -> FlatProgram:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number in the program, not a key or a variable."""
+    """Whether an operand is a literal, not a key or a variable."""
     return hasattr(atom, "val")

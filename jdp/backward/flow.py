@@ -1,8 +1,8 @@
 """Flow: which inputs of a jaxpr can pass a gradient to which outputs.
 
-Sets of inputs are Python integers, one bit an input. There are two of each: `may`, what
-some execution connects, and `must`, what every execution connects; they differ where
-control flow decides.
+Sets of inputs are Python integers, one bit per input. They come in pairs: `may` has the
+inputs that some execution connects, `must` those that every execution connects. The two
+differ where control flow decides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _SYNC_MARKER = "jdp_sync_in_backward_over_"
 
 
 class Sets(NamedTuple):
-    """The inputs that reach one value."""
+    """Inputs that reach one value."""
 
     must: int
     may: int
@@ -30,30 +30,32 @@ NOTHING = Sets(0, 0)
 
 
 class Flow(NamedTuple):
-    """The inputs that reach each output; for each, a bit an input."""
+    """Sets of inputs that reach each output."""
 
     must: tuple[int, ...]
     may: tuple[int, ...]
 
     @property
     def is_decided(self) -> bool:
-        """Whether no control flow decides anything."""
+        """Whether control flow decides nothing."""
         return self.must == self.may
 
     def apply(self, inputs: Sequence[Sets]) -> list[Sets]:
-        """The sets of the outputs, from those of the inputs."""
+        """Returns the sets of the outputs, given the sets of the inputs."""
         musts, mays = [s.must for s in inputs], [s.may for s in inputs]
         pairs = zip(self.must, self.may, strict=True)
         return [Sets(union(a, musts), union(b, mays)) for a, b in pairs]
 
 
 class FlowAnalysis:
-    """Computes flows, each jaxpr once.
+    """Computes flows, once per jaxpr.
 
-    With `by_value` it follows values instead of gradients: through integers, through
-    derivatives of zero, and from a predicate to what it chooses. With `cut_markers` no
-    gradient passes `jdp.sync_in_backward`. `perturbed` has the operands of custom rules
-    that are differentiated (see `perturbation`); None: all.
+    Args:
+      by_value: whether to follow values instead of gradients: through integers, through
+        zero derivatives, and from a predicate to the values it selects.
+      cut_markers: whether `jdp.sync_in_backward` stops gradients.
+      perturbed: operands of custom rules that are differentiated, by the id of the
+        equation; see `perturbation`. None: all operands.
     """
 
     def __init__(
@@ -63,19 +65,18 @@ class FlowAnalysis:
         cut_markers: bool = False,
         perturbed: Mapping[int, int] | None = None,
     ):
-        """Starts with nothing known."""
-        self.markers: set[str] = set()  # names of the markers that have been met.
-        self.has_references = False  # whether a mutable array has been met.
+        self.markers: set[str] = set()  # names of the markers found so far.
+        self.has_references = False  # whether a mutable array was found.
         self._by_value = by_value
         self._cut_markers = cut_markers
-        self._known: dict[int, tuple[Any, Flow]] = {}  # the jaxpr keeps its id taken.
+        self._known: dict[int, tuple[Any, Flow]] = {}  # by id; holds the jaxpr.
         self._perturbed = perturbed
-        # By the id of the jaxpr, which is kept, and the perturbed operands.
+        # By the id of the jaxpr, which it holds, and the perturbed operands.
         self._rules: dict[tuple[int, int], tuple[Any, Derivative, Flow]] = {}
-        self._constants: dict[Any, int] = {}  # indices that the program decides.
+        self._constants: dict[Any, int] = {}  # indices of `cond`s with known values.
 
     def of_jaxpr(self, jaxpr: Any) -> Flow:
-        """The flow of a jaxpr, open or closed."""
+        """Returns the flow of a jaxpr, open or closed."""
         if id(jaxpr) not in self._known:
             body, _ = open_jaxpr(jaxpr)
             inputs = [Sets(1 << i, 1 << i) for i in range(len(body.invars))]
@@ -85,12 +86,12 @@ class FlowAnalysis:
         return self._known[id(jaxpr)][1]
 
     def propagate(self, jaxpr: Any, inputs: Sequence[Sets]) -> list[Sets]:
-        """Carries sets through an open jaxpr."""
+        """Returns the sets of the outputs of an open jaxpr."""
         sets = self.sets_of_values(jaxpr, inputs)
         return [self._read(sets, v) for v in jaxpr.outvars]
 
     def sets_of_values(self, jaxpr: Any, inputs: Sequence[Sets]) -> dict[Any, Sets]:
-        """Carries sets through an open jaxpr; has no entry for an empty one."""
+        """Returns the sets of the values in an open jaxpr, without empty sets."""
         sets: dict[Any, Sets] = {}
         for var, found in zip(jaxpr.invars, inputs, strict=True):
             if self.carries(var):
@@ -119,7 +120,7 @@ class FlowAnalysis:
         return sets
 
     def of_equation(self, eqn: Any) -> Flow | None:
-        """The flow of an equation; None where every input reaches every output."""
+        """Returns the flow of an equation; None if each input reaches each output."""
         name = eqn.primitive.name
         has_zero_derivative = name in primitives.ZERO_DERIVATIVE and _is_real(eqn)
         if name == "stop_gradient" or has_zero_derivative:
@@ -141,8 +142,8 @@ class FlowAnalysis:
         if self._by_value:
             return None
         if name == "shard_map":
-            # Which branch runs may differ from device to device, so what may be used
-            # counts as used.
+            # Devices may take different branches, so each input that may be used counts
+            # as used.
             may = self.of_jaxpr(called_jaxpr(eqn)).may
             return Flow(may, may)
         if name in primitives.CUSTOM_RULES:
@@ -150,20 +151,20 @@ class FlowAnalysis:
         return None
 
     def carries(self, var: Any) -> bool:
-        """Whether a gradient can pass through a value of this type."""
+        """Whether a gradient can pass through a variable, by its type."""
         return self._by_value or compat.is_differentiable(var)
 
     def derivative(self, eqn: Any) -> "Derivative":
-        """The derivative of an equation that has a rule of its own."""
+        """Returns the derivative of an equation with a custom rule."""
         return self._of_custom_rule(eqn)[0]
 
     @property
     def derivatives(self) -> "list[Derivative]":
-        """Those of all rules that have been met."""
+        """The derivatives of all custom rules found so far."""
         return [made for _, made, _ in self._rules.values()]
 
     def deciding_inputs(self, eqn: Any) -> int:
-        """The inputs whose values decide what runs; empty for gradients."""
+        """Returns the inputs whose values decide what runs; empty for gradients."""
         if not self._by_value:
             return 0
         if eqn.primitive.name == "cond":
@@ -171,7 +172,7 @@ class FlowAnalysis:
         return self._deciding_carries(eqn) if eqn.primitive.name == "while" else 0
 
     def possible_branches(self, eqn: Any) -> Sequence[Any]:
-        """The branches of a `cond`; the one it takes, where the program decides."""
+        """Returns the branches of a `cond`; one branch if its index is constant."""
         index, branches = eqn.invars[0], eqn.params["branches"]
         if isinstance(index, Literal):
             return [branches[int(index.val)]]
@@ -180,9 +181,9 @@ class FlowAnalysis:
         return branches
 
     def carry_sets(self, eqn: Any, entering: Sequence[Sets]) -> list[Sets]:
-        """Returns the sources that reach the carries of a loop, over all iterations.
+        """Returns the inputs that reach the carries of a loop, over all iterations.
 
-        `must` is left empty.
+        `must` stays empty.
 
         Args:
           eqn: a `scan` or a `while`.
@@ -204,7 +205,7 @@ class FlowAnalysis:
         return NOTHING if isinstance(var, Literal) else sets.get(var, NOTHING)
 
     def _note_constant(self, eqn: Any) -> None:
-        """Remembers the index of a `lax.switch` whose index is a Python integer."""
+        """Notes the index of a `lax.switch` if it was a Python integer."""
         if all(isinstance(v, Literal) for v in eqn.invars):
             low, x, high = (v.val for v in eqn.invars)  # literals are scalars.
             self._constants[eqn.outvars[0]] = int(min(max(low, x), high))
@@ -234,7 +235,7 @@ class FlowAnalysis:
         num_inputs = loop.num_consts + loop.num_carries
         entering = [Sets(0, 1 << i) for i in range(num_inputs)]
         carries = self.carry_sets(eqn, entering)
-        # It may run no iteration, so that only what a carry keeps of itself is sure.
+        # It may run no iteration, so only what a carry keeps of its own start is sure.
         own = [1 << (loop.num_consts + k) for k in range(loop.num_carries)]
         must = [bits & bit for bits, bit in zip(flow.must, own, strict=True)]
         skipped = eqn.params["cond_nconsts"]
@@ -268,7 +269,7 @@ class FlowAnalysis:
 
 
 class LoopShape(NamedTuple):
-    """How the operands of a loop's body are laid out: constants, carries, slices."""
+    """Layout of the operands of a loop's body: constants, carries, slices."""
 
     body: Any
     num_consts: int
@@ -276,12 +277,12 @@ class LoopShape(NamedTuple):
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the open jaxpr of an open or a closed one, and its constants."""
+    """Returns the open jaxpr, and its constants, of an open or closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def called_jaxpr(eqn: Any) -> Any:
-    """Returns the jaxpr that a call, or a function with a custom rule, runs."""
+    """Returns the jaxpr of a call or of a function with a custom rule."""
     params = eqn.params
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 
@@ -297,7 +298,7 @@ def loop_shape(eqn: Any) -> LoopShape:
 
 
 def marker_name(axis_names: Sequence[str], divide_by: str | None) -> str:
-    """The name of a `jdp.sync_in_backward` over these axes, weighted or not."""
+    """Returns the name of a `jdp.sync_in_backward` over these axes."""
     suffix = "" if divide_by is None else f"_by_{divide_by}"
     return _SYNC_MARKER + "_and_".join(axis_names) + suffix
 
@@ -314,7 +315,7 @@ def _is_real(eqn: Any) -> bool:
 
 
 def union(bits: int, sets: Sequence[int]) -> int:
-    """The union of the sets that `bits` selects."""
+    """Returns the union of the sets that `bits` selects."""
     found = 0
     while bits:
         lowest = bits & -bits
@@ -338,13 +339,13 @@ def _intersection(sets: Sequence[int]) -> int:
 
 
 def _check_markers(index: Any, branches: Sequence[Any]) -> None:
-    """Refuses a reduction in a branch that not all replicas need take."""
+    """Refuses a `jdp.sync_in_backward` in a branch that some replicas may not take."""
     axes = compat.varying_axes_of_type(index.aval)
     if axes and any(map(_contains_marker, branches)):
         raise ValueError(
             "`jdp.sync_in_backward` is in a branch of a `cond` that replicas of "
-            f"{'/'.join(sorted(axes))} choose by themselves; some would wait for the "
-            "others for ever. Apply it outside of the `cond`."
+            f"{'/'.join(sorted(axes))} choose separately; some would wait for the "
+            "others forever. Apply it outside of the `cond`."
         )
 
 
@@ -366,7 +367,7 @@ def _identity(eqn: Any) -> Flow:
 
 
 def _repeat(body: Sequence[int], loop: LoopShape, length: int) -> tuple[int, ...]:
-    """Runs a scan's body `length` times, on sets of the scan's inputs."""
+    """Follows `length` iterations of a scan's body, on sets of the scan's inputs."""
     num_inputs = _num_invars(loop.body)
     sets = [1 << i for i in range(num_inputs)]
     first, end = loop.num_consts, loop.num_consts + loop.num_carries

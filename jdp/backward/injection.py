@@ -1,11 +1,11 @@
-"""Injection: which inputs get a gradient that no path to the loss passes on.
+"""Injection: inputs that get a gradient which no path to the loss passes on.
 
-The backward rule of a `custom_vjp` may return a gradient of its own making, such as
-that of an auxiliary loss: "injected", in what follows. JAX runs the rule wherever the
-forward pass ran the function and a cotangent, zero or not, comes to one of its results.
-So an injected gradient arrives also where the path from there to the loss is one that
-control flow did not take; and it does not where the function itself was in a branch
-that was not taken, or where nothing differentiable leads from it to the loss.
+The backward rule of a `custom_vjp` may make a gradient itself, for example the gradient
+of an auxiliary loss. Such gradients are called injected. JAX runs the rule wherever the
+forward pass ran the function and a cotangent, zero or not, reaches one of its results.
+So an injected gradient arrives even if control flow did not take the path from the
+function to the loss. It does not arrive if the function is in a branch that was not
+taken, or if nothing differentiable leads from it to the loss.
 """
 
 import functools
@@ -24,21 +24,23 @@ RULES = primitives.CUSTOM_RULES | primitives.CUSTOM_TRANSPOSES
 
 
 class InjectionAnalysis:
-    """Finds what is injected, each jaxpr once for each set of live outputs.
+    """Finds injected gradients, once per jaxpr and set of live outputs.
 
-    An output is live where the backward pass has a cotangent for it, zero or not. Sets
-    of outputs are integers, one bit an output.
+    An output is live if the backward pass has a cotangent for it, zero or not. Sets of
+    outputs are integers, one bit per output.
+
+    Args:
+      flows: flows of gradients.
     """
 
     def __init__(self, flows: FlowAnalysis):
-        """Takes the flows of gradients."""
         self._flows = flows
-        self._has_any: dict[int, tuple[Any, bool]] = {}  # the jaxpr keeps its id taken.
+        self._has_any: dict[int, tuple[Any, bool]] = {}  # by id; holds the jaxpr.
         self._known: dict[tuple[int, int], tuple[Any, Sets]] = {}
         self._operands: dict[int, tuple[Any, int]] = {}  # by the id of an equation.
 
     def of_jaxpr(self, jaxpr: Any, live: int) -> Sets:
-        """The inputs that get an injected gradient, in every or in some execution."""
+        """Returns the inputs that get an injected gradient."""
         if not live or not self.has_any(jaxpr):
             return NOTHING
         key = id(jaxpr), live
@@ -49,7 +51,7 @@ class InjectionAnalysis:
         return self._known[key][1]
 
     def collect(self, jaxpr: Any, inputs: Sequence[Sets], live: int) -> Sets:
-        """The union of the sets of the inputs that get an injected gradient."""
+        """Returns the union of the sets that get an injected gradient."""
         if not live or not self.has_any(jaxpr):
             return NOTHING
         body, _ = open_jaxpr(jaxpr)
@@ -65,18 +67,18 @@ class InjectionAnalysis:
         return Sets(must, may)
 
     def has_any(self, jaxpr: Any) -> bool:
-        """Whether a function within injects anything."""
+        """Whether a function in a jaxpr injects gradients."""
         if id(jaxpr) not in self._has_any:
             found = any(map(self._injects, open_jaxpr(jaxpr)[0].eqns))
             self._has_any[id(jaxpr)] = jaxpr, found
         return self._has_any[id(jaxpr)][1]
 
     def of_equation(self, eqn: Any, live: int) -> Sets:
-        """The operands of an equation that get an injected gradient.
+        """Returns the operands of an equation that get an injected gradient.
 
         Args:
           eqn: the equation.
-          live: the live ones of its results.
+          live: its live results.
         """
         name = eqn.primitive.name
         if not live or flow.is_marker(eqn):
@@ -88,7 +90,7 @@ class InjectionAnalysis:
             return NOTHING
         if name in primitives.CALLS:
             return self.of_jaxpr(flow.called_jaxpr(eqn), live)
-        if name == "shard_map":  # which branch runs may differ between devices.
+        if name == "shard_map":  # Devices may take different branches.
             may = self.of_jaxpr(flow.called_jaxpr(eqn), live).may
             return Sets(may, may)
         if name == "cond":
@@ -98,10 +100,10 @@ class InjectionAnalysis:
             return Sets(must << 1, may << 1)
         if name == "scan":
             return self._of_scan(eqn, live)
-        return NOTHING  # a `while` has no backward pass.
+        return NOTHING  # A `while` has no backward pass.
 
     def live_values(self, jaxpr: Any, live: int) -> set[Any]:
-        """The values of an open jaxpr for which the backward pass has a cotangent."""
+        """Returns the values of an open jaxpr that get a cotangent."""
         found = {
             v for k, v in enumerate(jaxpr.outvars) if live >> k & 1 and self._carries(v)
         }
@@ -116,7 +118,7 @@ class InjectionAnalysis:
         return found
 
     def body_live(self, eqn: Any, live: int) -> int:
-        """The live outputs of the body of a `scan`, over all iterations."""
+        """Returns the live outputs of the body of a `scan`, over all iterations."""
         loop = loop_shape(eqn)
         of_carries = (1 << loop.num_carries) - 1
         while True:
@@ -134,7 +136,7 @@ class InjectionAnalysis:
         return any(map(self.has_any, jaxprs_in_params(eqn.params)))
 
     def _injected_operands(self, eqn: Any) -> int:
-        """The operands whose gradient does not vanish with the cotangents."""
+        """Returns the operands whose gradient does not vanish with the cotangents."""
         every = sum(1 << i for i, v in enumerate(eqn.invars) if self._carries(v))
         if eqn.primitive.name in primitives.CUSTOM_TRANSPOSES:
             return every
@@ -144,10 +146,10 @@ class InjectionAnalysis:
 
     def _read_rule(self, eqn: Any, every: int) -> int:
         if eqn.params.get("symbolic_zeros"):
-            # Such a rule may do something else where a cotangent does not arrive.
+            # Such a rule may behave differently if a cotangent does not arrive.
             return every
         rule = self._flows.derivative(eqn)
-        if not rule.is_backward:  # linear, or JAX could not transpose it.
+        if not rule.is_backward:  # It is linear; otherwise JAX could not transpose it.
             return every if _contains_opaque(rule.jaxpr) else 0
         operands: list[int | None] = [None] * len(eqn.invars)
         seeds = [1 << k for k in range(len(rule.outputs))]
@@ -164,7 +166,7 @@ class InjectionAnalysis:
         first, end = loop.num_consts, loop.num_consts + loop.num_carries
         mays = [s.may for s in entering]
         mays[first:end] = [s.may for s in self._flows.carry_sets(eqn, entering)]
-        # The first iteration is sure to run, on what the carries are in the beginning.
+        # The first iteration always runs, on the initial carries.
         return Sets(found.must, flow.union(found.may, mays))
 
     def _live_operands(self, eqn: Any, live: int) -> int:
@@ -178,7 +180,7 @@ class InjectionAnalysis:
             return self._live_inputs(loop_shape(eqn).body, self.body_live(eqn, live))
         every = (1 << len(eqn.invars)) - 1
         if name in primitives.CUSTOM_RULES or name == "while":
-            return every  # a rule returns cotangents for all, of zeros or not.
+            return every  # A rule returns cotangents for all, zeros or not.
         found = self._flows.of_equation(eqn)
         return every if found is None else flow.union(live, found.may)
 
@@ -191,12 +193,12 @@ class InjectionAnalysis:
 
 
 def bits_of(variables: Sequence[Any], found: set[Any]) -> int:
-    """The places of the variables that are in a set, a bit each."""
+    """Returns which variables are in a set, one bit per variable."""
     return sum(1 << k for k, v in enumerate(variables) if v in found)
 
 
 def apply(injected: Sets, entering: Sequence[Sets]) -> Sets:
-    """The sets that injected gradients of these operands go on to."""
+    """Returns the sets that the injected gradients of these operands go on to."""
     return Sets(
         flow.union(injected.must, [s.must for s in entering]),
         flow.union(injected.may, [s.may for s in entering]),
@@ -204,7 +206,7 @@ def apply(injected: Sets, entering: Sequence[Sets]) -> Sets:
 
 
 def read(sets: dict[Any, Sets], var: Any) -> Sets:
-    """The sets of a value."""
+    """Returns the sets of a value, or of a literal."""
     return NOTHING if isinstance(var, Literal) else sets.get(var, NOTHING)
 
 

@@ -1,9 +1,9 @@
 """Order: when the backward pass finishes the gradient of each parameter.
 
 The backward pass visits the equations of the loss in reverse. A gradient is finished
-with its last contribution, which is that of the first equation to use the parameter.
-Multiplications and loops take the time; what lies between a parameter and the first of
-them (a cast, a scale, a reshape) does not hold its gradient back.
+with its last contribution, from the first equation that uses the parameter.
+Multiplications and loops take the time. Operations between a parameter and the first of
+these (a cast, a scale, a reshape) do not delay its gradient.
 """
 
 import math
@@ -18,39 +18,39 @@ from jdp.compat import primitives
 
 
 class Readiness(NamedTuple):
-    """When a gradient is finished; compares like time."""
+    """Time at which a gradient is finished; earlier is less."""
 
-    after_heavy: int  # steps of the backward pass until the last heavy one it needs.
-    after: int  # steps until its own last contribution.
-    after_inner: int  # the same inside the equation of that contribution.
+    after_heavy: int  # steps of the backward pass until the last heavy step it needs.
+    after: int  # steps until its last contribution.
+    after_inner: int  # steps within the equation of that contribution.
 
 
 NEVER = Readiness(-1, -1, -1)
 
 
 class Timeline(NamedTuple):
-    """The backward pass of a loss, by leaf of the parameters."""
+    """Times at which the backward pass finishes each leaf's gradient."""
 
-    ready: tuple[Readiness, ...]  # NEVER where there is no gradient.
+    ready: tuple[Readiness, ...]  # NEVER for leaves without a gradient.
     ready_after: tuple[float, ...]  # share of the work done by then, 0 to 1.
 
     def at_the_end(self) -> "Timeline":
-        """The same order, if everything is finished at the end, as after a loop."""
+        """Returns the same order with all gradients finished at the end of the pass."""
         return self._replace(ready_after=(1.0,) * len(self.ready_after))
 
     def order(self) -> tuple[int, ...]:
-        """Leaf indices as their gradients are finished; those without come last."""
+        """Returns leaf indices by time; leaves without a gradient come last."""
         return tuple(
             sorted(
                 range(len(self.ready)),
-                # Equal ones in reverse, as a backward pass visits layers.
+                # Equal times in reverse, as a backward pass visits layers.
                 key=lambda i: (self.ready[i] == NEVER, self.ready[i], -i),
             )
         )
 
 
 def backward_timeline(jaxpr: Any, analysis: FlowAnalysis) -> Timeline:
-    """Reads the backward pass of an open jaxpr `(leaves) -> (loss, ...)`."""
+    """Returns the timeline of an open jaxpr `(leaves) -> (loss, ...)`."""
     sweep = _ReverseSweep(analysis)
     num_others = len(jaxpr.outvars) - 1
     ready = sweep.run(jaxpr, [Readiness(0, 0, 0)] + [None] * num_others)
@@ -68,7 +68,7 @@ class _ReverseSweep:
     """Walks a jaxpr backwards, through calls, and counts steps and work."""
 
     def __init__(self, analysis: FlowAnalysis):
-        self.work = [0.0]  # done after each step: multiplications and elements.
+        self.work = [0.0]  # total after each step: multiplications and elements.
         self._analysis = analysis
         self._step = 0
 
@@ -77,7 +77,9 @@ class _ReverseSweep:
     ) -> list[Readiness | None]:
         """Returns when the gradient of each input is finished.
 
-        `outputs` has when the backward pass has that of each output; None if never.
+        Args:
+          jaxpr: open.
+          outputs: when the cotangent of each output is finished; None: never.
         """
         ready: dict[Any, Readiness] = {}
 
@@ -125,7 +127,7 @@ class _ReverseSweep:
         ]
 
     def _inner_steps(self, eqn: Any) -> dict[int, int]:
-        """The order in which a `custom_vjp` makes the gradients of its operands."""
+        """Returns in which order a `custom_vjp` makes the gradients of its operands."""
         if eqn.primitive.name != "custom_vjp_call":
             return {}
         rule = self._analysis.derivative(eqn)
@@ -138,7 +140,7 @@ class _ReverseSweep:
 
 
 def _steps(jaxpr: Any, start: int = 0) -> dict[Any, int]:
-    """Returns how many equations have run, calls opened, when each value is made."""
+    """Returns per value how many equations have run when it is made."""
     steps: dict[Any, int] = {}
     step = start
     for eqn in jaxpr.eqns:
@@ -158,7 +160,7 @@ def _steps(jaxpr: Any, start: int = 0) -> dict[Any, int]:
 
 
 def _work(eqn: Any) -> float:
-    """Multiplications, or elements made, of one equation, roughly."""
+    """Returns roughly how many multiplications, or elements, an equation computes."""
     name = eqn.primitive.name
     size = float(sum(_size(v.aval) for v in eqn.outvars))
     if name == "dot_general":

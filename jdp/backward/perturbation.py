@@ -1,8 +1,9 @@
 """Perturbation: which operands of a custom rule JAX differentiates with respect to.
 
-A rule may ask, and refuse some: `custom_vjp` those that its function closes over. So it
-must be called with the same ones as by `jax.grad`: those that a parameter leads to,
-whether or not a gradient comes back. Sets are Python integers, one bit an operand.
+A rule can see which operands these are, and refuse some: `custom_vjp` refuses values
+that its function closes over. So each rule must be called with the same operands as by
+`jax.grad`: those that depend on a parameter, whether or not a gradient comes back. Sets
+are Python integers, one bit per operand.
 """
 
 from typing import Any
@@ -16,21 +17,21 @@ from jdp.compat import primitives
 
 
 def find_perturbed(jaxpr: Any) -> dict[int, int]:
-    """Returns the operands of each equation with a custom rule, by its `id`.
+    """Returns the perturbed operands of each equation with a custom rule, by its id.
 
-    Where a function is called from several places, those of all of them. What JAX does
-    not differentiate is left out.
+    If a function is called from several places, the sets of all places are united.
+    Equations that JAX does not differentiate are left out.
 
     Args:
-      jaxpr: a loss, open, all of whose inputs are parameters.
+      jaxpr: program of a loss, open; all its inputs are parameters.
     """
-    search = _Search()
+    search = _PerturbationSearch()
     search.of_jaxpr(jaxpr, (1 << len(jaxpr.invars)) - 1)
     return search.found
 
 
-class _Search:
-    """Follows JAX's forward pass of derivatives, each jaxpr once for each set."""
+class _PerturbationSearch:
+    """Follows tangents through the forward pass, once per jaxpr and set of inputs."""
 
     def __init__(self) -> None:
         self.found: dict[int, int] = {}

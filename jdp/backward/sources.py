@@ -1,7 +1,7 @@
-"""Sources: which equations give each replica a value of its own, whatever enters them.
+"""Sources: equations whose results may differ between replicas for equal operands.
 
-The number of a replica is one. So is what a host callback returns, since each replica
-calls it by itself, and what a device keeps between calls, such as a generator's state.
+The index of a replica is a source. So is a host callback, which each replica calls
+separately, and state that a device keeps between calls, such as a generator's.
 """
 
 from typing import Any
@@ -12,12 +12,11 @@ from jdp.compat import origins, primitives
 
 
 def is_external(eqn: Any) -> bool:
-    """Returns whether what an equation returns is more than a function of its operands.
+    """Returns whether the results of an equation depend on more than its operands.
 
-    By JAX's contract the function of a `pure_callback` is one of its operands; without
-    operands it would be a constant, and nothing says that all hosts have the same. Code
-    that declares an effect may read anything. jdp's own collectives are followed as the
-    reductions that they are.
+    By JAX's contract, a `pure_callback` is a function of its operands. Without operands
+    it is a constant, which may differ between hosts. Code with a declared effect may
+    read anything. jdp's own collectives are followed as reductions.
     """
     name = eqn.primitive.name
     if not eqn.outvars:
@@ -32,7 +31,7 @@ def is_external(eqn: Any) -> bool:
 
 
 def find_external(jaxpr: Any) -> Any | None:
-    """Returns the first equation, at any depth, that `is_external`."""
+    """Returns the first external equation, at any depth."""
     found, seen, todo = None, set(), [jaxpr]
     while todo and found is None:
         body = todo.pop()
@@ -46,7 +45,7 @@ def find_external(jaxpr: Any) -> Any | None:
 
 
 def _has_outside_effect(eqn: Any) -> bool:
-    """Whether an equation declares that it touches more than the device's memory."""
+    """Whether an equation declares an effect outside of the device's memory."""
     kinds = (type(effect) for effect in eqn.effects)
     others = (k for k in kinds if k.__name__ not in primitives.INSIDE_EFFECTS)
     return any(".pallas." not in kind.__module__ for kind in others)

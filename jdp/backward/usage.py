@@ -1,4 +1,4 @@
-"""Usage: which parameters a loss used, decided while it runs."""
+"""Usage: which parameters a loss used, determined while it runs."""
 
 import functools
 import itertools
@@ -21,10 +21,10 @@ from jdp.compat import primitives
 
 
 class Marks(NamedTuple):
-    """Which of n candidates reach one value."""
+    """Candidates, of n, that reach one value."""
 
-    sets: Sets  # what the program tells.
-    decided: jax.Array | None  # bool (n,), once it has run; None where `sets` tells.
+    sets: Sets  # by the program.
+    decided: jax.Array | None  # by the run, bool (n,); None if `sets` decides.
 
 
 UNMARKED = Marks(flow.NOTHING, None)
@@ -35,20 +35,20 @@ class Evaluated(NamedTuple):
 
     results: list[Any]
     marks: list[Marks]  # of the results.
-    injected: Marks  # the candidates that get a gradient from within; see `injection`.
+    injected: Marks  # candidates that get an injected gradient.
 
 
 class MarkedEvaluation:
     """Runs a jaxpr with a set of candidates beside each value.
 
-    The sets are arrays only where control flow decides them; they go through loops as
-    carries and through branches as results, so that nothing is run twice.
+    A set is an array only if control flow decides it. Such arrays go through loops as
+    carries and through branches as results, so nothing runs twice.
 
     Args:
-      analysis: the flows; of gradients, or of values.
+      analysis: flows of gradients, or of values.
       num_candidates: n.
       varying_over: manual mesh axes over which a predicate may differ.
-      injections: what is injected; None: nothing.
+      injections: finds injected gradients; None: there are none.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class MarkedEvaluation:
         varying_over: Sequence[str] = (),
         injections: InjectionAnalysis | None = None,
     ):
-        """See the class."""
         self._analysis = analysis
         self._injections = injections
         self._num_candidates = num_candidates
@@ -78,7 +77,7 @@ class MarkedEvaluation:
           jaxpr: the program.
           values: its inputs.
           marks: their marks.
-          live: the outputs that get a cotangent, a bit each.
+          live: the outputs that get a cotangent, one bit per output.
         """
         body, consts = flow.open_jaxpr(jaxpr)
         live_values: set[Any] = set()
@@ -119,7 +118,7 @@ class MarkedEvaluation:
         )
 
     def unite(self, a: Marks, b: Marks) -> Marks:
-        """Returns the marks of what either of two has."""
+        """Returns the union of two marks."""
         sets = Sets(a.sets.must | b.sets.must, a.sets.may | b.sets.may)
         if sets.must == sets.may:
             return Marks(sets, None)
@@ -184,12 +183,14 @@ class MarkedEvaluation:
     def _run_control_flow(
         self, eqn: Any, values: list[Any], entering: list[Marks], live: int
     ) -> tuple[list[Any], list[jax.Array | None], jax.Array | None]:
-        """Runs an equation that decides; an array for each result that may be marked.
+        """Runs an equation whose control flow decides marks.
 
-        The last one has what is injected; None: `_injected_operands` tells.
+        Arrays of marks enter as operands: values that a branch or a loop closes over
+        would become operands in any case.
 
-        Arrays of operands enter as operands: what a branch or a loop closes over
-        would become one anyhow.
+        Returns:
+          The results; an array for each result that may be marked; and an array of the
+          injected gradients, or None if `_injected_operands` decides them.
         """
         name = eqn.primitive.name
         with compat.inside_equation(eqn):
@@ -317,10 +318,10 @@ class MarkedEvaluation:
     def _run_custom_rule(
         self, eqn: Any, values: list[Any], entering: list[Marks]
     ) -> Any:
-        """Runs the function, and finds in its rule what passes a gradient to what.
+        """Runs the function, and finds in its rule which operand reaches which result.
 
-        The rule is run on tangents, or cotangents, of zero, on whose values nothing
-        depends; of it remains what its control flow needs, and XLA drops the rest.
+        The rule runs on tangents, or cotangents, of zero; no mark depends on their
+        values. XLA keeps what the rule's control flow needs and drops the rest.
         """
         results = self._runner.run_equation(eqn, values)
         rule = self._analysis.derivative(eqn)
@@ -336,7 +337,7 @@ class MarkedEvaluation:
             for o, found in zip(rule.outputs, leaving, strict=True):
                 arrays[o] = inner.as_array(found)
             return results, arrays
-        # Backwards it shows which results pass something on to an operand.
+        # A backward rule shows which results pass a cotangent to which operand.
         num_outputs = len(rule.outputs)
         cotangents = [jnp.zeros_like(results[o]) for o in rule.outputs]
         inner = MarkedEvaluation(by_value, num_outputs, self._varying_over)

@@ -1,9 +1,9 @@
-"""Vanishing: which results of a linear rule are zero where its inputs are.
+"""Vanishing: which results of a linear rule are zero if its inputs are.
 
-The backward rule of a `custom_vjp` may return a gradient that its cotangents have no
-part in, such as that of an auxiliary loss. It is told from others by what makes it
-vanish: a set of inputs, such that a result is zero where all of them are, or None where
-no zeros make it vanish. Sets are Python integers, one bit an input.
+The backward rule of a `custom_vjp` may return a gradient that does not depend on its
+cotangents, for example the gradient of an auxiliary loss. It is recognised by its
+condition for vanishing: a set of inputs such that the result is zero if all of them
+are, or None if no zeros make it vanish. Sets are Python integers, one bit per input.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ _ALWAYS_ZERO = 0  # the empty set of conditions.
 def vanishing(
     jaxpr: Any, inputs: Sequence[int | None], consts: Sequence[Any] = ()
 ) -> list[int | None]:
-    """Returns for each output of a jaxpr what makes it vanish.
+    """Returns the condition under which each output of a jaxpr vanishes.
 
     Args:
       jaxpr: open or closed.
-      inputs: what makes each input vanish.
-      consts: the constants of an open jaxpr, where they are known.
+      inputs: condition of each input.
+      consts: constants of an open jaxpr, if they are known.
     """
     body, own = flow.open_jaxpr(jaxpr)
     known: dict[Any, int | None] = dict(zip(body.invars, inputs, strict=True))
@@ -71,10 +71,10 @@ def _of_equation(eqn: Any, entering: list[int | None]) -> list[int | None]:
     elif name in primitives.ZERO_WITH_ALL:
         made = _all_of(entering)
     elif name in primitives.PRODUCTS:
-        # Either condition is enough; one is kept.
+        # Either condition is enough; the first is kept.
         made = next((bits for bits in entering if bits is not None), None)
     elif name == "div":
-        made = entering[0] if entering[1] is None else None  # 0 / 0 is no zero.
+        made = entering[0] if entering[1] is None else None  # 0 / 0 is NaN.
     elif name == "integer_pow":
         made = entering[0] if eqn.params["y"] > 0 else None
     elif name == "select_n":
@@ -106,7 +106,7 @@ def _of_loop(eqn: Any, entering: list[int | None]) -> list[int | None]:
     loop = flow.loop_shape(eqn)
     inputs = entering[eqn.params.get("cond_nconsts", 0) :]
     first, end = loop.num_consts, loop.num_consts + loop.num_carries
-    while True:  # conditions only grow, or end at None.
+    while True:  # Conditions only grow, or become None.
         made = vanishing(loop.body, inputs)
         pairs = zip(inputs[first:end], made[: loop.num_carries], strict=True)
         carries = [_all_of(pair) for pair in pairs]
