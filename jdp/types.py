@@ -1,4 +1,4 @@
-"""Types: aliases and contracts that all of jdp shares, and checks of option types."""
+"""Types: aliases and contracts shared by all of jdp, and checks of option types."""
 
 import dataclasses
 import numbers

@@ -70,7 +70,7 @@ class AutoAllReduce:
         found = None
         if world is not None and _is_whole(world, axis_name):
             found = _find(world)
-            reason = "nothing is known of the devices yet"
+            reason = "nothing is known about the devices yet"
         if found is None:
             self._explain(buffer, reason)
             return AllReduce(psum_all_reduce, name="psum")
@@ -166,7 +166,7 @@ def _look(world: World) -> _Found:
         if world.is_main_process:
             _logger.info(
                 '`all_reduce="auto"` measures which all-reduce is the fastest on %d '
-                "replicas, once a job, for about %g s at most.",
+                "replicas, once per job, for about %g s at most.",
                 world.num_replicas,
                 _BUDGET_S,
             )

@@ -43,7 +43,7 @@ from jdp.collectives.work_counts import Counter, Size, Work
 class Curve(NamedTuple):
     """Measured times of an algorithm on a mesh."""
 
-    algorithm: str  # a key of `ALGORITHMS`, or one that can only be measured.
+    algorithm: str  # a key of `ALGORITHMS`, or "psum" and others without a model.
     num_replicas: int
     points: tuple[tuple[int, float], ...]  # bytes, rising, and seconds.
 

@@ -31,7 +31,7 @@ from jdp.replicas.mesh import World
 from jdp.types import AllReduceFn
 
 # Sizes in bytes that `fit_links` measures by default. The sizes of most buckets come
-# first, since there may not be time for all.
+# first, in case time runs out.
 SIZES = (1 << 22, 1 << 20, 1 << 24, 1 << 26, 1 << 15, 1 << 10)
 _BYTES_A_TURN = 1 << 20  # small buffers are reduced many times in a turn.
 _MAX_REPEATS = 20
@@ -70,7 +70,7 @@ def time_all_reduces(
       world: the replicas.
       all_reduces: functions by name.
       sizes: sizes of the float32 buffers, in bytes.
-      rounds: turns per function, after one that compiles and one that warms up.
+      rounds: turns per function, after a turn that compiles and a turn that warms up.
       budget_s: seconds after which no new turn begins, except for the first size. All
         processes stop at the same turn. None: no limit.
 
@@ -228,7 +228,7 @@ def candidates(world: World) -> dict[str, Callable[..., jax.Array]]:
     """Returns the functions that `fit_links` measures by default, by name.
 
     Every process calls it. Shared memory is included if all replicas are CPU processes
-    of one host or, on a pair of axes, if the replicas of each node are.
+    of one host or, on a pair of axes, if the replicas along the inner axis are.
     """
     found: dict[str, Callable[..., jax.Array]] = {
         "psum": psum_all_reduce,

@@ -156,7 +156,7 @@ def _along_chain(
         return lax.dynamic_update_slice(y, value, (start,))
 
     def towards_root(t: jax.Array, y: jax.Array) -> jax.Array:
-        # Chunk c leaves the last replica in round c, and the one before a round later.
+        # Chunk c leaves the last replica in round c, and its neighbour a round later.
         c = t - (n - 2 - rank)
         pairs = [(k, k - 1) for k in range(1, n)]
         got = _send(take(y, c - 1), group, root, pairs)

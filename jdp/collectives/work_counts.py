@@ -40,7 +40,7 @@ def count(counter: Counter, size: Size, num_replicas: int) -> Work:
 def count_hierarchical(
     size: Size, num_replicas: int, replicas_per_node: int
 ) -> tuple[Work, Work]:
-    """Returns the work of `hierarchical_all_reduce` within nodes, and across them."""
+    """Returns the work of `hierarchical_all_reduce` within a node, and across nodes."""
     part = math.ceil(size.num_elements / replicas_per_node)
     within = count(count_ring, size._replace(num_chunks=1), replicas_per_node)
     across = Size(part, size.sum_itemsize, size.sum_itemsize, size.num_chunks)

@@ -1,4 +1,4 @@
-"""Compat: the one place that touches private or version-dependent JAX."""
+"""Compat: the only code that uses private or version-dependent JAX."""
 
 import contextlib
 import functools
@@ -26,58 +26,58 @@ from jax._src.random import prng
 from jax._src.state import types as state_types
 from jax.interpreters import partial_eval
 
-# The types of arrays outside of traced functions. `isinstance(x, jax.Array)` takes ten
-# times as long: a metaclass answers, in Python.
+# Types of arrays outside of traced functions. `isinstance(x, jax.Array)` takes ten
+# times as long, since it runs a metaclass in Python.
 ARRAY_TYPES = frozenset({array.ArrayImpl, prng.PRNGKeyArray})
 # Returns the trace that a tracer belongs to.
 trace_of = operator.attrgetter("_trace")
 
 
 def buffer_addresses(x: Any) -> frozenset[int]:
-    """Returns where the parts of an array on this process' devices lie in memory."""
+    """Returns the memory addresses of an array's parts on this process's devices."""
     if not x.size:
         return frozenset()
     if isinstance(x, prng.PRNGKeyArray):
         x = jax.random.key_data(x)
-    if len(x.sharding.device_set) == 1:  # A third of the time of the general way.
+    if len(x.sharding.device_set) == 1:  # Takes a third of the time.
         return frozenset((x.unsafe_buffer_pointer(),))
     return frozenset(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
 
 
 def without_key_type(x: Any) -> Any:
-    """Returns an array, or the words of an array of PRNG keys; traces nothing."""
+    """Returns an array, or the key data of an array of PRNG keys; traces nothing."""
     return x._base_array if isinstance(x, prng.PRNGKeyArray) else x
 
 
 def as_weak(x: Any) -> Any:
-    """Returns an array that gives way to the dtype of others, as a Python number."""
+    """Returns an array with a weak type, as a Python number has."""
     return lax_internal._convert_element_type(x, weak_type=True)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Returns the manual mesh axes over which `x` may differ, by its type.
 
-    Empty outside `shard_map`, under `check_vma=False`, and under `vmap` and `pmap`.
+    The set is empty outside `shard_map`, under `check_vma=False`, `vmap` and `pmap`.
     """
     return varying_axes_of_type(jax.typeof(x))
 
 
 def varying_axes_of_type(aval: Any) -> frozenset[str]:
-    """`varying_axes`, of a type."""
+    """Returns `varying_axes` of arrays of this type."""
     axis_type = getattr(aval, "mat", None)
     return frozenset() if axis_type is None else axis_type.varying
 
 
 def cast_varying(x: Any, axis_names: Sequence[str]) -> Any:
-    """Casts an array to one that may differ over `axis_names`; no data moves."""
+    """Casts an array to a type that varies over `axis_names`; no data moves."""
     missing = tuple(a for a in axis_names if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def cast_alike(xs: Sequence[jax.Array], axis_names: Sequence[str]) -> list[jax.Array]:
-    """Casts arrays to ones that may differ over the same axes: all of theirs, and more.
+    """Casts arrays to types that vary over `axis_names` and all of their own axes.
 
-    A primitive that is bound by itself wants that of its operands.
+    A primitive that is bound directly requires operands that vary alike.
     """
     names = sorted(frozenset(axis_names).union(*map(varying_axes, xs)))
     return [cast_varying(x, names) for x in xs]
@@ -85,7 +85,7 @@ def cast_alike(xs: Sequence[jax.Array], axis_names: Sequence[str]) -> list[jax.A
 
 @contextlib.contextmanager
 def inside_equation(eqn: Any) -> Iterator[None]:
-    """While tracing: what is bound gets the name scope and source line of `eqn`."""
+    """While tracing: gives new equations the name scope and source line of `eqn`."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     with (
@@ -121,19 +121,19 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def is_staged(x: Any) -> bool:
-    """Whether `x` is a value of a program that JAX writes down, as `jax.jit` does."""
+    """Whether `x` is a tracer of a jaxpr that JAX is building, as `jax.jit` does."""
     return isinstance(x, partial_eval.DynamicJaxprTracer)
 
 
 def is_mutable(x: Any) -> bool:
-    """Whether `x` is a mutable array, as `jax.new_ref` makes them."""
+    """Whether `x` is a mutable array, made by `jax.new_ref`."""
     return isinstance(x, core.Ref | core.Tracer) and isinstance(
         core.typeof(x), state_types.AbstractRef
     )
 
 
 def has_ordered_effect(eqn: Any) -> bool:
-    """Whether an equation reads or writes a mutable array, or has its turn otherwise.
+    """Whether an equation uses a mutable array or has another ordered effect.
 
     Such equations run in the order of the program, whatever data they need.
     """
@@ -143,13 +143,13 @@ def has_ordered_effect(eqn: Any) -> bool:
 
 
 def searches_for_nan() -> bool:
-    """Returns whether JAX runs a compiled function again, plainly, to find a NaN."""
+    """Returns whether JAX reruns compiled functions op by op to find a NaN."""
     is_on = config.debug_nans.value or config.debug_infs.value
     return bool(is_on and not config.disable_jit.value)
 
 
 def is_reference(aval: Any) -> bool:
-    """Returns whether a type is that of a mutable array."""
+    """Returns whether a type is the type of a mutable array."""
     return isinstance(aval, state_types.AbstractRef)
 
 
@@ -157,7 +157,7 @@ def sharded_program(jaxpr: Any) -> tuple[Any, list[frozenset[str]]]:
     """Returns the body of the `shard_map` in a jaxpr, and how its inputs are split.
 
     Returns:
-      The open jaxpr, and by input the axes over which it is split.
+      The open jaxpr, and per input the axes over which it is split.
     """
     (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == "shard_map")
     split = []
@@ -173,13 +173,13 @@ def touches_reference(eqn: Any) -> bool:
 
 
 def jit_inlined(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit` of which nothing is left in the jaxpr where it is called."""
+    """Returns `jax.jit(fn)` that is inlined into the caller's jaxpr."""
     kinds = getattr(api, "Inline", None)  # JAX 0.12, where True means "when lowering".
     return jax.jit(fn, inline=True if kinds is None else kinds.JAX_EARLY)
 
 
 def side_effects(jaxpr: Any) -> list[str]:
-    """Returns names of what running a jaxpr does to the outside, such as printing."""
+    """Returns the names of a jaxpr's effects on the outside, such as printing."""
     inner = (core.NamedAxisEffect, core.InternalMutableArrayEffect)
     return sorted(str(e) for e in jaxpr.effects if not isinstance(e, inner))
 
@@ -193,7 +193,7 @@ def scan_operands(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def skip_size_one_axes() -> contextlib.AbstractContextManager[Any]:
-    """While tracing: collectives over axes of size 1 are left out of the program."""
+    """While tracing: leaves collectives over axes of size 1 out of the program."""
     flag = getattr(config, "remove_size_one_mesh_axis_from_type", None)
     return contextlib.nullcontext() if flag is None else flag(True)
 
@@ -204,16 +204,16 @@ def backend_is_initialized() -> bool:
 
 
 def distributed_client() -> Any | None:
-    """Returns the client of `jax.distributed`, or None where it was not started."""
+    """Returns the client of `jax.distributed`, or None if it was not started."""
     return distributed.global_state.client
 
 
 def offer_gloo_address(host: str) -> None:
-    """Has XLA's gloo, on CPUs, offer `host` to its peers, a numeric address.
+    """Makes XLA's gloo, on CPUs, offer its peers the numeric address `host`.
 
-    By itself it offers the address of the host's own name, as resolved there: 127.0.1.1
-    on Debian and Ubuntu, which no other host can reach. To be called before JAX chooses
-    its devices; MPI in place of gloo does not need it.
+    By default it offers the address to which the host resolves its own name. On Debian
+    and Ubuntu that is 127.0.1.1, which no other host can reach. Call this before JAX
+    chooses its devices. MPI in place of gloo does not need it.
     """
 
     def make_client(collectives: Any = None) -> Any:
@@ -236,8 +236,8 @@ def detect_cluster(
     """Asks JAX's cluster environments (Slurm, Open MPI, Kubernetes, TPU).
 
     Returns:
-      Coordinator address, number of processes, process id, local device ids; None
-      for each where no environment was found.
+      Coordinator address, number of processes, process id and local device ids, each
+      None if no environment was found.
     """
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, int(timeout_s)
@@ -245,10 +245,10 @@ def detect_cluster(
 
 
 def current_trace() -> Any:
-    """Returns what identifies the function body that is traced now."""
+    """Returns an object that identifies the function body that is being traced."""
     return core.trace_ctx.trace
 
 
 def bound_axis_names() -> tuple[str, ...]:
-    """Returns the names of the axes that are bound where this is traced."""
+    """Returns the names of the axes that are bound here, while tracing."""
     return tuple(str(name) for name in core.get_axis_env().axis_names())

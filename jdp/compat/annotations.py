@@ -19,15 +19,15 @@ def order_after(
     """Makes `xs` depend on `earlier`, so that XLA can neither merge nor swap them.
 
     Returns:
-      `xs` and `earlier`, to be used in place of the arguments: XLA drops what enters
-      a barrier and does not leave it.
+      `xs` and `earlier`, to be used in place of the arguments: XLA drops operands of a
+      barrier whose results are not used.
     """
     held = _barrier_p.bind(*xs, *earlier)
     return held[: len(xs)], held[len(xs) :]
 
 
-# `lax.optimization_barrier`, but each result keeps the axes over which its own operand
-# varies; with JAX 0.10 all results get those of all operands.
+# `lax.optimization_barrier`, except that each result varies over the axes of its own
+# operand. With JAX 0.10, all results vary over the axes of all operands.
 _barrier_p = Primitive("jdp_barrier")
 _barrier_p.multiple_results = True
 _barrier_p.def_impl(lambda *xs: list(xs))
@@ -42,9 +42,10 @@ ad.primitive_jvps[_barrier_p] = lambda xs, dots: (_barrier_p.bind(*xs), dots)
 def declare_replicated(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """Declares that `x` is the same over `axis_names`; no data moves.
 
-    Where JAX tracks that by type, the type says so, and the derivative is that of the
-    copy which index 0 holds. Elsewhere under `shard_map` the program says so, for
-    `jdp.step.sameness` to read; a cotangent passes, as it passes `lax.psum` there.
+    If JAX tracks varying axes by type, the result's type has fewer axes, and the
+    derivative is taken of the copy at index 0. Otherwise, under `shard_map`, an
+    equation stays in the program for `jdp.step.sameness`; cotangents pass it, as they
+    pass `lax.psum` there.
     """
     names = tuple(n for n in axis_names if n in varying_axes(x))
     if names:
@@ -91,13 +92,13 @@ batching.primitive_batchers[_replicated_p] = _replicated_batch
 def expect_same(x: jax.Array, axis_names: Sequence[str], message: str) -> jax.Array:
     """Returns `x`, which must be the same over `axis_names`; no data moves.
 
-    Where JAX tracks by type what may differ, this finds out at once. Elsewhere the
-    equation stays in the program for an analysis of it, which raises `message`.
+    If JAX tracks varying axes by type, this checks at once. Otherwise an equation stays
+    in the program, for an analysis that raises `message`.
 
     Args:
       x: any array.
       axis_names: bound names of axes.
-      message: of the ValueError, where `x` may differ.
+      message: text of the ValueError that is raised if `x` may differ.
 
     Raises:
       ValueError: `x` may differ.
@@ -124,12 +125,13 @@ batching.primitive_batchers[expect_same_p] = lambda xs, dims, **params: (
 
 
 def only_for(x: jax.Array, platform: str, message: str) -> jax.Array:
-    """Returns `x`; a program that holds it compiles for `platform` alone.
+    """Returns `x`; a program that uses it compiles only for `platform`.
 
     Args:
       x: any array.
       platform: "cuda", for example.
-      message: of the NotImplementedError for others; `{platform}` stands for theirs.
+      message: text of the NotImplementedError for other platforms, which replace
+        `{platform}`.
     """
     return _only_for_p.bind(x, platform=platform, message=message)
 

@@ -1,4 +1,4 @@
-"""Compat of cotangents: an identity whose backward pass is a function of ours."""
+"""Cotangents: identities whose backward pass is a given function."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,31 +9,31 @@ from jax.interpreters import ad, batching, mlir
 
 
 class Transpose:
-    """Backward pass of `with_transpose`; shown by its name alone.
+    """Backward pass of `with_transpose`, printed as its name.
 
-    A program is compared between processes by its text, which has no addresses.
+    Processes compare programs by their text, which must not contain addresses.
+
+    Args:
+      name: text in a printed jaxpr.
+      fn: `fn(cotangents, *consts)` returns cotangents. None among `cotangents` stands
+        for zeros.
     """
 
     def __init__(self, name: str, fn: Callable[..., Sequence[jax.Array]]):
-        """Takes a function of a list of cotangents, and of each of the constants.
-
-        None stands for zeros. It returns cotangents.
-        """
         self.fn = fn
         self._name = name
 
     def __repr__(self) -> str:
-        """The name."""
         return self._name
 
 
 def with_transpose(
     xs: Sequence[jax.Array], transpose: Transpose, consts: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
-    """Returns `xs`, a linear function of them whose transpose is `transpose`.
+    """Returns `xs`, as a linear function of `xs` whose transpose is `transpose`.
 
-    Tangents pass as they are, so that it can be differentiated forwards, and as often
-    as `transpose` can; `consts`, which it gets too, are no function of anything.
+    Tangents pass unchanged, so it can be differentiated forwards, and as often as
+    `transpose` can. `transpose` also gets `consts`, which are not differentiated.
     """
     num_consts = len(consts)
     return _with_transpose_p.bind(
@@ -42,11 +42,11 @@ def with_transpose(
 
 
 def scale(x: jax.Array, factor: jax.Array, *, in_backward: bool = False) -> jax.Array:
-    """Returns `x` times `factor`, a float (), whose transpose is the identity.
+    """Returns `x` times `factor`, a float (), with the identity as transpose.
 
-    With `in_backward` the other way round: `x`, whose cotangent is times `factor`. Two
-    such scales that undo each other leave derivatives of any order as they are, where
-    those of a product would be scaled once for each.
+    With `in_backward`, returns `x` and multiplies its cotangent by `factor`. Two such
+    scales that undo each other leave derivatives of any order unchanged; with plain
+    products, each order would scale the derivative once more.
     """
     (found,) = _scale_p.bind(factor, x, in_backward=in_backward)
     return found

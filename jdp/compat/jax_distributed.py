@@ -1,4 +1,4 @@
-"""Compat, distributed: how is JAX's coordination held to the end of a job?"""
+"""JAX distributed: the coordination service, at the end of a job and after a fork."""
 
 import atexit
 import contextlib
@@ -12,10 +12,10 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 @contextlib.contextmanager
 def patient_client(timeout_s: int) -> Iterator[None]:
-    """Has a client that is made meanwhile wait so long for the others at its end.
+    """Makes clients that are created in this context wait `timeout_s` at shutdown.
 
-    `jax.distributed.initialize` gives its limit to the service alone; a client has its
-    own, of 300 s, and aborts its process after that.
+    `jax.distributed.initialize` passes its timeout only to the service. A client has
+    its own timeout of 300 s, after which it aborts its process.
     """
     make = _jax.get_distributed_runtime_client
     patient = functools.partial(make, shutdown_timeout=timeout_s)
@@ -32,10 +32,10 @@ def is_connected() -> bool:
 
 
 def abandon() -> None:
-    """Has a forked child end without a word to the service of its parent's job.
+    """Lets a forked child end without contacting the service of its parent's job.
 
-    JAX's exit handler would speak to it in the name of the parent. The objects are
-    never freed: their destructors wait for threads that a child does not have.
+    JAX's exit handler would contact it in the parent's name. The objects are never
+    freed: their destructors wait for threads that a child does not have.
     """
     state = distributed.global_state
     for held in (state.client, state.service):
@@ -45,12 +45,12 @@ def abandon() -> None:
 
 
 def end() -> None:
-    """Ends JAX as its exit handler does, which has nothing to do then."""
+    """Ends JAX now, as its exit handler would."""
     api.clean_up()
 
 
 def abandon_at_end() -> None:
-    """Has this process end without JAX's own end, which needs all processes."""
+    """Lets this process end without JAX's shutdown, which needs all processes."""
     abandon()
-    # Its destructor waits for programs, and they for other processes.
+    # Its destructor waits for programs, which wait for other processes.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(xla_bridge._backends))

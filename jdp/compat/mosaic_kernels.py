@@ -1,4 +1,4 @@
-"""Compat, kernels: how does a Mosaic GPU kernel signal its peers, and read of them?"""
+"""Mosaic kernels: signals to peers, and loads from their memory, on GPUs."""
 
 import dataclasses
 from typing import Any
@@ -14,40 +14,38 @@ _WARPGROUP = 128  # threads.
 class SignalAll:
     """Adds one to a counter of every peer: lane i of the warpgroup signals peer i.
 
-    Lanes of one warp run it together, so that it takes one system fence and one atomic
-    per lane, whatever the number of peers. JAX has nothing like that: its
-    `semaphore_signal` is done by one thread, so that several calls wait for a fence
-    each, and its `semaphore_signal_parallel` signals before its fence and not after it
-    (0.10 to 0.12), so that a peer may be woken before it can see the data.
+    Lanes of one warp run together, so this takes one system fence and one atomic per
+    lane, whatever the number of peers. JAX has nothing like it. One thread runs
+    `semaphore_signal`, so each call waits for a fence of its own.
+    `semaphore_signal_parallel` signals before its fence, not after it (0.10 to 0.12),
+    so a peer may wake up before it can see the data.
 
-    Whatever a thread of the warpgroup has read or written before is before the signal
-    for the peer that waits for it, by the memory model of PTX (PTX ISA, "Causality
-    order"): `bar.sync` synchronizes each thread of the warpgroup with each lane that
-    signals; the lane's `red.release.sys`, a fence and an atomic add, is cumulative over
-    what happened before it in its own thread, which includes the barrier; and the
-    peer's `ld.relaxed.sys`, `fence.acquire.sys` and `bar.sync` in `semaphore_wait`
-    synchronize all its threads with that lane. Scopes are `sys`, so that this holds
-    between GPUs.
+    By the memory model of PTX (PTX ISA, "Causality order"), all earlier reads and
+    writes of the warpgroup happen before the peer's wait returns. `bar.sync`
+    synchronizes each thread of the warpgroup with each lane that signals. The lane's
+    `red.release.sys`, a fence and an atomic add, is cumulative over earlier operations
+    of its thread, the barrier included. The peer's `ld.relaxed.sys`,
+    `fence.acquire.sys` and `bar.sync` in `semaphore_wait` synchronize all its threads
+    with that lane. Scopes are `sys`, so this holds between GPUs.
 
-    It is the function in a `plgpu.inline_mgpu`, which interpreters of kernels find as
-    `mgpu_fn`: its arguments are the reference to the counter, or counters, and, if
-    `is_remote`, the index of a device.
+    An instance is the function in a `plgpu.inline_mgpu`; interpreters of kernels find
+    it as `mgpu_fn`. Its arguments are the reference to the counter, or counters, and,
+    if `is_remote`, the index of a device.
 
     Attributes:
-      offsets: of each peer. If `is_remote`, how many devices it lies behind the device
-        that is passed, in the order of the mesh; otherwise the number of its counter.
-      is_remote: whether peers are devices; otherwise their counters lie in this one.
+      offsets: one per peer. If `is_remote`, its distance behind the device that is
+        passed, in the order of the mesh; otherwise the number of its counter.
+      is_remote: whether peers are devices; otherwise all counters are on this device.
     """
 
     offsets: tuple[int, ...]
     is_remote: bool
 
     def __post_init__(self):
-        """Checks itself."""
         assert 1 <= len(self.offsets) <= 32, "the lanes of one warp"
 
     def __call__(self, context: Any, counters: Any, *first: Any) -> None:
-        """Emits the code, when the kernel is lowered."""
+        """Emits the code while the kernel is lowered."""
         import jax.experimental.mosaic.gpu as mgpu
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith
@@ -57,7 +55,7 @@ class SignalAll:
         lane = arith.remui(thread, mgpu.utils.c(_WARPGROUP, i32))
         count = mgpu.utils.c(len(self.offsets), i32)
         is_peer = arith.cmpi(arith.CmpIPredicate.ult, lane, count)
-        # The other lanes look up an address too: that of the first peer.
+        # The other lanes look up the address of the first peer.
         offset = self._offset(arith.select(is_peer, lane, mgpu.utils.c(0, i32)))
         if self.is_remote:
             (device,) = first
@@ -88,7 +86,7 @@ class SignalAll:
 
 
 def signal_all(counters: Any, offsets: tuple[int, ...]) -> None:
-    """In a Mosaic GPU kernel: adds one to counters of this device; see `SignalAll`.
+    """In a Mosaic GPU kernel: adds one to counters on this device; see `SignalAll`.
 
     Args:
       counters: reference to a semaphore, or to several, shape (n,).
@@ -106,7 +104,7 @@ def signal_all_devices(counter: Any, first: Any, offsets: tuple[int, ...]) -> No
     Args:
       counter: reference to a semaphore in the kernel's scratch.
       first: int32 (), the index of a device in the mesh.
-      offsets: how many devices behind it the peer of each lane lies.
+      offsets: distance of each lane's peer behind that device.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -119,15 +117,15 @@ def load_from_peer(ref: Any, device: Any, layout: Any, vector: int) -> Any:
     """In a Mosaic GPU kernel: loads from the memory of a peer, 16 bytes at a time.
 
     JAX 0.10 compiles a load through `plgpu.remote_ref` to loads of one element, since
-    it does not know how the peer's pointer is aligned.
+    it does not know the alignment of the peer's pointer.
 
     Args:
       ref: a slice of an argument of the kernel, shape (n,); n is a multiple of 128
         threads with `vector` elements each.
-      device: where the peer lies, a dict by name of the axes of the mesh; on others it
-        lies where this device does.
-      layout: of the result.
-      vector: how many elements are 16 bytes.
+      device: position of the peer, a dict by the name of the mesh axis; on other axes
+        it has the position of this device.
+      layout: layout of the result.
+      vector: number of elements in 16 bytes.
 
     Returns:
       Shape (n,).
@@ -150,7 +148,7 @@ _WIDE_PEER_LOADS = (0, 12)
 
 
 def _load_wide(loaded: jax.ShapeDtypeStruct, layout: Any, vector: int) -> Any:
-    """`inline_mgpu` of a load that says how it is aligned."""
+    """Returns an `inline_mgpu` load that states its alignment."""
     import jax.experimental.mosaic.gpu as mgpu
     import numpy as np
     from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -1,7 +1,7 @@
-"""Origins: which code made an equation?
+"""Origins: the code that made an equation.
 
-Markers answer it for parts of jdp, with or without tracebacks. Frames answer it for
-other packages, and name functions in messages.
+Markers identify parts of jdp, with or without tracebacks. Stack frames identify other
+packages, and name functions in messages.
 """
 
 import contextlib
@@ -17,44 +17,44 @@ _COLLECTIVES = "jdp.collectives."
 
 
 def bound_by(part: str) -> contextlib.AbstractContextManager[Any]:
-    """While tracing: marks what is bound as made by a part of jdp; see `is_bound_by`.
+    """While tracing: marks equations as made by a part of jdp; see `is_bound_by`.
 
     The mark is a name scope, which `jit`, `scan`, `remat`, `vmap`, custom derivatives
-    and transposition keep. What a `jit` within binds is not marked.
+    and transposition keep. Equations in a `jit` inside this context are not marked.
     """
     return jax.named_scope(part)
 
 
 def bound_by_collective(name: str) -> contextlib.AbstractContextManager[Any]:
-    """`bound_by`, of the function `name` of `jdp.collectives`."""
+    """While tracing: marks equations as made by `jdp.collectives.<name>`."""
     return bound_by(_COLLECTIVES + name)
 
 
 def is_bound_by(eqn: Any, part: str) -> bool:
-    """Whether an equation was bound, or transposed from one bound, in `bound_by`."""
+    """Whether an equation, or the equation it is transposed from, has a mark."""
     return part in _scopes(eqn)
 
 
 def collective_of(eqn: Any) -> str | None:
-    """Returns the function of `jdp.collectives` that made an equation, if one did."""
+    """Returns the function of `jdp.collectives` that made an equation, or None."""
     found = (x for x in _scopes(eqn) if x.startswith(_COLLECTIVES))
     return next((x.removeprefix(_COLLECTIVES) for x in found), None)
 
 
 def _scopes(eqn: Any) -> list[str]:
-    """The name scopes of an equation, without transformations."""
+    """Returns the name scopes of an equation, without transformations."""
     stack = eqn.source_info.name_stack.stack
     return [x.name for x in stack if isinstance(x, source_info_util.Scope)]
 
 
 def frames_of(eqn: Any) -> list[tuple[str, str]]:
-    """Returns file and qualified name of the functions that made an equation."""
+    """Returns file and qualified name of each function that made an equation."""
     found = eqn.source_info.traceback
     return [(f.file_name, f.function_name) for f in found.frames] if found else []
 
 
 def user_line(eqn: Any) -> str | None:
-    """Returns file and line that made an equation, outside of installed packages."""
+    """Returns the file and line, outside of installed packages, of an equation."""
     found = eqn.source_info.traceback
     for frame in found.frames if found else ():
         path = frame.file_name
@@ -65,10 +65,7 @@ def user_line(eqn: Any) -> str | None:
 
 
 def caller_in_jdp(eqn: Any) -> str | None:
-    """Returns the function of jdp that made an equation; None if none did.
-
-    Of functions that call each other it is the outermost one.
-    """
+    """Returns the outermost function of jdp that made an equation, or None."""
     name = None
     for file, function in frames_of(eqn):
         if file.startswith(_OWN_FOLDER):

@@ -7,7 +7,7 @@ against the installed JAX.
 from typing import Literal
 
 # The last, or the first, version of JAX with a primitive. All supported versions have
-# the others.
+# the other primitives.
 UNTIL = {"call": (0, 10), "closed_call": (0, 10)}
 SINCE = {
     "log2": (0, 11),
@@ -28,7 +28,7 @@ def _names(text: str) -> frozenset[str]:
 
 CALLS = _names("closed_call jit remat2")
 CUSTOM_RULES = _names("custom_jvp_call custom_vjp_call")
-# Their results are those of the jaxpr that they hold.
+# Their results are the results of the jaxpr that they hold.
 INLINABLE = CALLS | CUSTOM_RULES
 # Linear functions with a transpose of their own.
 CUSTOM_TRANSPOSES = _names("custom_lin linear_call")
@@ -37,7 +37,7 @@ FOLLOWED_CALLS = INLINABLE | _names(
     "call composite custom_vmap_call eval_jaxpr linear_call shard_map"
 )
 
-# --- Code of others ------------------------------------------------------------------
+# --- Foreign code --------------------------------------------------------------------
 
 # These run functions on the host, which may read anything.
 CALLBACKS = _names("buffer_callback io_callback pure_callback")
@@ -50,8 +50,8 @@ OPAQUE = (
     | OF_OTHER_PACKAGES
     | _names("custom_partitioning mosaic_gpu_p tpu_custom_call")
 )
-# It draws from state on the device. `lax.empty`, which returns uninitialised memory, is
-# not here: `jnp.empty` is made of it, and programs fill what it returns.
+# Draws from state on the device. `lax.empty`, which returns uninitialised memory, is
+# not here: `jnp.empty` consists of it, and programs fill the memory.
 STATEFUL = _names("rng_uniform")
 # Classes of effects on axes and references, of printing, and of assertions.
 INSIDE_EFFECTS = _names(
@@ -72,9 +72,9 @@ MOVING = _names(
     "reduce_scatter unreduced_pmax unreduced_pmin unreduced_psum "
     "unreduced_reduce_scatter"
 )
-# Where JAX tracks by type what varies, their transposes sum over the replicas.
+# If JAX tracks by type what varies, their transposes sum over the replicas.
 CASTS = _names("pvary")
-# Names in `jax.lax`, where they differ.
+# Names in `jax.lax`, if they differ.
 PUBLIC_NAMES = {
     "all_gather_invariant": "all_gather",
     "psum_invariant": "psum",
@@ -94,19 +94,19 @@ ZERO_DERIVATIVE = _names("bitcast_convert_type ceil floor round sign")
 
 # --- Where zeros lead ----------------------------------------------------------------
 
-# The result is zero where the first operand is.
+# The result is zero if the first operand is.
 ZERO_WITH_FIRST = _names(
     "abs asin asinh atan atanh broadcast_in_dim cbrt conj convert_element_type copy "
     "cummax cummin cumsum device_put dynamic_slice erf expm1 imag log1p neg real "
     "reduce_max reduce_min reduce_precision reduce_scatter reduce_sum reshape rev sign "
     "sin sinh slice sqrt square squeeze stop_gradient tan tanh transpose"
 )
-# The k-th result is zero where the k-th operand is.
+# The k-th result is zero if the k-th operand is.
 ZERO_WITH_EACH = BARRIERS | _names(
     "all_gather all_gather_invariant all_to_all jdp_replicated pmax pmin ppermute psum "
     "psum_invariant pvary"
 )
-# The result is zero where all operands are.
+# The result is zero if all operands are.
 ZERO_WITH_ALL = _names("add add_any complex concatenate max min pad sub")
 
 # --- Arithmetic ----------------------------------------------------------------------
@@ -137,8 +137,8 @@ REDUCTIONS: dict[str, Literal["sum", "max", "min"]] = {
     "reduce_or": "max",
     "reduce_and": "min",
 }
-# Not linear. All other operations are taken to be linear: each transformation of optax
-# that is not linear has one of these.
+# Nonlinear operations; all others count as linear. Each nonlinear transformation of
+# optax has one of these.
 NONLINEAR = _names(
     "abs acos argmax argmin asin atan atan2 cbrt ceil clamp cos cosh eq erf exp exp2 "
     "expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min ne "

@@ -1,4 +1,4 @@
-"""Buckets: which leaves of a tree travel together, and how they are packed."""
+"""Buckets: leaves of a tree that travel together, and how they are packed."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ class LeafSpec:
         return 0 if self.dtype == jax.dtypes.float0 else self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
-        """As in `float32[3,2]`."""
+        """Formats the leaf as `float32[3,2]`."""
         shape = ",".join(map(str, self.shape))
         return f"{self.dtype.name if self.dtype.names is None else 'float0'}[{shape}]"
 
@@ -49,7 +49,7 @@ class BucketAval(jax.ShapeDtypeStruct):
     __slots__ = ("leaf_shapes",)
 
     def __init__(self, leaf_shapes: Sequence[tuple[int, ...]], dtype: np.dtype):
-        """Describes leaves of one dtype, in packing order."""
+        """Takes the shapes of leaves of one dtype, in packing order."""
         super().__init__((sum(map(math.prod, leaf_shapes)),), dtype)
         self.leaf_shapes = tuple(leaf_shapes)
 
@@ -68,11 +68,11 @@ class BucketPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buckets together."""
+        """The number of bytes in all buckets."""
         return sum(self.leaves[i].num_bytes for bucket in self.buckets for i in bucket)
 
     def bucket_avals(self) -> list[BucketAval]:
-        """Shape (n,) and dtype of each packed bucket, and what lies in it."""
+        """Returns the shape (n,), dtype and leaf shapes of each packed bucket."""
         return [
             BucketAval(
                 [self.leaves[i].shape for i in bucket], self.leaves[bucket[0]].dtype
@@ -81,9 +81,9 @@ class BucketPlan:
         ]
 
     def leaf_paths(self) -> list[str]:
-        """Path of each leaf, as in `['dense']['kernel']`.
+        """Returns the path of each leaf, for example `['dense']['kernel']`.
 
-        Its index, as in `[0]`, where a class of the tree takes nothing but arrays.
+        If a class of the tree accepts only arrays, paths are indices, such as `[0]`.
         """
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
         try:
@@ -130,29 +130,29 @@ def plan_buckets(
 ) -> BucketPlan:
     """Assigns the leaves of `tree`, taken in `order`, to buckets.
 
-    Leaves of different dtypes never share a bucket, nor do leaves that JAX's types take
-    to vary over different mesh axes, such as a model axis beside that of the replicas.
-    A bucket is closed once it has reached its size, so it may be larger than that by
-    one leaf. The first bucket of each dtype is closed at `first_bucket_bytes`, the
-    others at `bucket_bytes`. This is
-    the assignment of torch's `_compute_bucket_assignment_by_size`; the buckets come in
-    the order in which their last leaves come in `order`.
+    Leaves of different dtypes never share a bucket. Neither do leaves that vary over
+    different mesh axes by JAX's types, for example if only one has a model axis. A
+    bucket is closed once it has reached its size, so its last leaf may exceed that. The
+    first bucket of each dtype is closed at `first_bucket_bytes`, the others at
+    `bucket_bytes`. torch's `_compute_bucket_assignment_by_size` assigns the same way.
+    Buckets are ordered by the position of their last leaf in `order`.
 
     Args:
       tree: pytree of arrays, `jax.ShapeDtypeStruct`s or Python numbers; values are not
         read. Leaves of dtype float0 (gradients of integers) are in no bucket.
       bucket_bytes: size at which a bucket is closed, in bytes; at least 0.
       first_bucket_bytes: the same for the first bucket of each dtype; at least 0.
-      order: leaf indices, each exactly once, in the order in which they become ready;
-        by default the reverse of `jax.tree.leaves`, as a backward pass makes them.
+      order: leaf indices, each exactly once, in the order in which gradients become
+        ready. None: the reverse of `jax.tree.leaves`, as in a backward pass.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: `order` is no permutation of the leaf indices, or a size is negative.
+      ValueError: `order` is not a permutation of the leaf indices, or a size is
+        negative.
       TypeError: a leaf is neither an array nor a number, or is a PRNG key; or a size is
-        no number.
+        not a number.
     """
     types.check_number(bucket_bytes, "bucket_bytes")
     types.check_number(first_bucket_bytes, "first_bucket_bytes")
@@ -177,10 +177,10 @@ def plan_buckets(
 
 
 def default_plan(grads: PyTree, order: Sequence[int] | None = None) -> BucketPlan:
-    """Returns the plan that is used where none is given."""
-    # The small first bucket starts communication early. XLA on CPU starts it no
-    # earlier, and one more all-reduce over gloo costs 1 to 2 ms of a step of 25 ms
-    # (`jdp bench step`, 12.7 MB of gradients, 2 processes).
+    """Returns the plan for gradients if the caller has none."""
+    # The small first bucket starts communication early, except with XLA on CPU. There,
+    # one more all-reduce over gloo costs 1 to 2 ms of a step of 25 ms (`jdp bench
+    # step`, 12.7 MB of gradients, 2 processes).
     if jax.default_backend() == "cpu":
         return plan_buckets(grads, first_bucket_bytes=DEFAULT_BUCKET_BYTES, order=order)
     return plan_buckets(grads, order=order)
@@ -189,10 +189,10 @@ def default_plan(grads: PyTree, order: Sequence[int] | None = None) -> BucketPla
 def fit_plan(
     plan: BucketPlan | None, grads: PyTree, order: Sequence[int] | None = None
 ) -> BucketPlan:
-    """Returns the plan that is used for `grads`: `plan`, or `default_plan`.
+    """Returns the plan for `grads`: `plan`, or `default_plan` if it is None.
 
-    Buckets of a plan that was made elsewhere are cut into leaves that vary over the
-    same mesh axes: packed together, all would be taken to vary over all of them.
+    Buckets of `plan` are split so that their leaves vary over the same mesh axes.
+    Packed together, all leaves would vary over all axes, by JAX's types.
     """
     if plan is None:
         return default_plan(grads, order)
@@ -215,7 +215,7 @@ def remaining_buckets(plan: BucketPlan, done: Collection[int]) -> list[tuple[int
 
 
 def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:
-    """Packs the leaves of `tree` into one buffer a bucket.
+    """Packs the leaves of `tree` into one buffer per bucket.
 
     Args:
       plan: a plan made for a tree of this structure, these shapes and dtypes.
@@ -225,7 +225,7 @@ def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:
       A buffer of shape (n,) for each bucket of the plan.
 
     Raises:
-      ValueError: the tree does not fit the plan; the first leaf that differs is named.
+      ValueError: the tree does not fit the plan; the message names a leaf.
     """
     leaves = check_fits(plan, tree)
     return [pack([leaves[i] for i in bucket]) for bucket in plan.buckets]
@@ -236,13 +236,13 @@ def unflatten_buckets(plan: BucketPlan, buffers: Sequence[jax.Array]) -> PyTree:
 
     Args:
       plan: the plan that the buffers were packed with.
-      buffers: an array of shape (n,) for each bucket. Its dtype need not be the plan's.
+      buffers: one array of shape (n,) per bucket; its dtype may differ from the plan's.
 
     Returns:
       A pytree with the plan's structure and shapes and the buffers' dtypes.
 
     Raises:
-      ValueError: the number or the sizes of the buffers are not the plan's.
+      ValueError: the number or the sizes of the buffers differ from the plan's.
     """
     expected = [aval.shape for aval in plan.bucket_avals()]
     got = [tuple(buffer.shape) for buffer in buffers]
@@ -274,10 +274,10 @@ def unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arr
 
 
 def check_fits(plan: BucketPlan, tree: PyTree) -> list:
-    """Returns the leaves of `tree`, which must be what the plan was made for.
+    """Returns the leaves of `tree`, after a check that it fits the plan.
 
     Raises:
-      ValueError: structure, a shape or a dtype differs; the leaf is named.
+      ValueError: the structure, a shape or a dtype differs; the message names the leaf.
     """
     leaves, treedef = jax.tree.flatten(tree)
     if treedef != plan.treedef:
@@ -307,7 +307,7 @@ def _assign(
     first_bucket_bytes: int,
     bucket_bytes: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Fills buckets of each kind; leaves of different kinds never share one."""
+    """Fills buckets; leaves of different kinds never share a bucket."""
     closed: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
@@ -329,7 +329,7 @@ def _assign(
 
 
 def _axes_of(leaf: object) -> frozenset[str]:
-    """The mesh axes over which a leaf may differ, by its type."""
+    """Returns the mesh axes over which a leaf may differ, by its type."""
     is_array = isinstance(leaf, jax.Array)
     return compat.varying_axes(leaf) if is_array else frozenset()
 

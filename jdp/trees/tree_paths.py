@@ -6,9 +6,9 @@ from jdp.types import PyTree
 
 
 def leaf_paths(tree: PyTree) -> list[str]:
-    """Path of each leaf of `tree`, as `jax.tree_util.keystr` writes it.
+    """Returns the path of each leaf, in the format of `jax.tree_util.keystr`.
 
-    A tree that is a leaf itself has the path "(root)".
+    A tree that consists of one leaf has the path "(root)".
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path) or "(root)" for path, _ in flat]
@@ -27,8 +27,8 @@ def check_same_structure(tree: PyTree, name: str, other: PyTree, other_name: str
 
 
 def first_difference(a: list[str], b: list[str], a_name: str, b_name: str) -> str:
-    """Returns a line that names the first of two lists of paths that differs."""
-    # What the longer one has more is named below.
+    """Returns a line that names the first difference between two lists of paths."""
+    # Below, the line names the first extra path of the longer list.
     for x, y in zip(a, b, strict=False):
         if x != y:
             return (

@@ -344,7 +344,7 @@ def test_auto_trains_where_the_kernel_cannot_run(monkeypatch, caplog):
     np.testing.assert_array_equal(jax.jit(run)(x)["a"], x.mean(0))
     assert "one_stage does not compile here: NotImplementedError" in said[0]
     assert "compiled for cpu" in said[0]
-    assert re.search(r"measures .* 2 replicas, once a job, .* s at most", caplog.text)
+    assert re.search(r"measures .* 2 replicas, once per job, .* s at most", caplog.text)
 
 
 def test_a_wrong_sum_is_noticed_when_it_is_tried():

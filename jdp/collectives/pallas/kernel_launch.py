@@ -28,10 +28,10 @@ from jdp.types import AxisName
 # The default, which changed in JAX 0.11, cannot express the alignment of loads.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 # JAX puts a barrier of the warpgroup before and after each store, 16 in an iteration of
-# the second stage of 8 replicas, so that its loads wait for those of all other warps.
-# One is needed only between what a warpgroup writes and what it, or a peer, reads of
-# that: there it meets the peers, which begins and ends with a barrier of its own
-# (`mosaic_kernels.SignalAll`, `pl.semaphore_wait`). Before that each thread stores to
+# the second stage of 8 replicas, so that loads wait for the loads of all other warps. A
+# barrier is needed only between writes of a warpgroup and reads of the same data, by it
+# or by a peer. There it meets the peers, which begins and ends with a barrier
+# (`mosaic_kernels.SignalAll`, `pl.semaphore_wait`). Before that, each thread stores to
 # places of its own. Where the tail overlaps with the last whole tile, two threads of a
 # warpgroup store the same bits.
 _WITHOUT_BARRIERS = dataclasses.replace(_PARAMS, unsafe_no_auto_barriers=True)

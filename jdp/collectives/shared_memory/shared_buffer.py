@@ -309,7 +309,7 @@ def find_processes(world: World, axis_name: AxisName) -> tuple[int, ...]:
         return tuple(range(first, first + size))
     raise ValueError(
         f"`axis_name={axis_name!r}`: shared memory reduces over all axes of the world, "
-        f"{world.axis_name!r}, or over the one within a node."
+        f"{world.axis_name!r}, or over the inner axis of a pair."
     )
 
 
@@ -345,7 +345,7 @@ def _divide(x: np.ndarray, count: int) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         np.divide(x, count, out=x)
         return
-    if x.dtype.itemsize == 1:  # 8 bits and less may not hold `count`.
+    if x.dtype.itemsize == 1:  # 8 bits or fewer might not hold `count`.
         x[...] = np.trunc(x.astype(np.float32) / count).astype(x.dtype)
         return
     is_rounded_down = (x < 0) & (x % count != 0)
