@@ -339,7 +339,7 @@ def _intersection(sets: Sequence[int]) -> int:
 
 
 def _check_markers(index: Any, branches: Sequence[Any]) -> None:
-    """Refuses a `jdp.sync_in_backward` in a branch that some replicas might not take."""
+    """Refuses a `jdp.sync_in_backward` in a branch that not all replicas need take."""
     axes = compat.varying_axes_of_type(index.aval)
     if axes and any(map(_contains_marker, branches)):
         raise ValueError(
