@@ -292,7 +292,7 @@ def find_processes(world: World, axis_name: AxisName) -> tuple[int, ...]:
     if world.num_replicas != world.process_count:
         raise ValueError(
             f"{world.num_replicas} replicas on {world.process_count} processes: the "
-            "shared-memory all-reduce is for one CPU replica a process."
+            "shared-memory all-reduce is for one CPU replica per process."
         )
     device = world.local_devices[0]
     if device.platform != "cpu":
