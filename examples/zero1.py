@@ -56,7 +56,7 @@ def restore(folder: pathlib.Path, new: dict) -> dict:
     """Returns the state of a checkpoint, on the replicas of this job."""
     num_replicas = int((folder / "num_replicas").read_text())
     with ocp.StandardCheckpointer() as checkpointer:
-        like = jdp.saved_like(new, num_replicas=num_replicas)
+        like = jdp.checkpoint_template(new, num_replicas=num_replicas)
         saved = checkpointer.restore(folder / "state", like)
     return jdp.reshard(saved, like=new)
 

@@ -13,9 +13,10 @@ from jdp.gradients.sync import local_gradients, sync_gradients
 from jdp.join.context import Join
 from jdp.join.uneven_batches import join_batches
 from jdp.optimizers.diloco import diloco
-from jdp.optimizers.distributed import distributed_optimizer, skip_unused
+from jdp.optimizers.distributed_optimizer import distributed_optimizer
 from jdp.optimizers.local_sgd import LocalTraining, local_sgd
-from jdp.optimizers.reshard import consolidate, reshard, saved_like, spread
+from jdp.optimizers.reshard import checkpoint_template, consolidate, reshard, spread
+from jdp.optimizers.skip_unused import skip_unused
 from jdp.optimizers.zero1 import ZeroState, zero1
 from jdp.replicas.initial_state import copy_per_replica
 from jdp.replicas.joinable import Joinable, JoinHook
@@ -68,7 +69,7 @@ __all__ = [
     "plan_buckets",
     "replicate",
     "reshard",
-    "saved_like",
+    "checkpoint_template",
     "skip_unused",
     "spread",
     "sync_buffers",

@@ -43,7 +43,7 @@ SIGNATURES = {
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
     "replicate": "(world, tree, *, process)",
     "reshard": "(saved, *, like)",
-    "saved_like": "(state, *, num_replicas)",
+    "checkpoint_template": "(state, *, num_replicas)",
     "skip_unused": "(tx)",
     "spread": "(whole, *, like)",
     "sync_buffers": "(buffers, *, policy, source, axis_name)",

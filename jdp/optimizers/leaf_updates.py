@@ -22,7 +22,7 @@ from jdp.optimizers import update_arguments
 from jdp.types import PyTree
 
 
-class Place(NamedTuple):
+class LeafPlace(NamedTuple):
     """One leaf of the trees of a structure, and what is there in such a tree."""
 
     treedef: Any
@@ -43,14 +43,14 @@ class Place(NamedTuple):
     def slots(self, state: PyTree) -> PyTree:
         """Tells the trees in `state` that come of what `put` made from other leaves."""
 
-        def find(tree: PyTree) -> "_Slot | None":
+        def find(tree: PyTree) -> "_ColumnSlot | None":
             entries = _entries_of(self.treedef, tree)
             if entries is None:
                 return None
             own = entries[self.position]
             others = [*entries[: self.position], *entries[self.position + 1 :]]
             is_made = _is_entry(own) and all(map(_is_nothing, others))
-            return _Slot(entries) if is_made else None
+            return _ColumnSlot(entries) if is_made else None
 
         def is_made(tree: PyTree) -> bool:
             return find(tree) is not None
@@ -60,7 +60,7 @@ class Place(NamedTuple):
     def expand(self, slots: PyTree, state: PyTree) -> PyTree:
         """Undoes `contract`."""
 
-        def put(slot: _Slot, x: Any) -> Any:
+        def put(slot: _ColumnSlot, x: Any) -> Any:
             return x if slot is _NO_SLOT else self.put(x, slot.others)
 
         return jax.tree.map(put, slots, state)
@@ -73,13 +73,13 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Slot:
+class _ColumnSlot:
     """A place in a tree like `params`; no tree itself."""
 
     others: list[Any]  # what is in all places; `()` or `optax.MaskedNode()` elsewhere.
 
 
-_NO_SLOT = _Slot([])
+_NO_SLOT = _ColumnSlot([])
 
 
 def _entries_of(treedef: Any, tree: PyTree) -> list[Any] | None:
@@ -175,7 +175,7 @@ def find_layout(
     # An entry of a parameter that is no array seems to be of all, but is gone where
     # that parameter is; so two of them tell.
     for i in (0, len(leaves) - 1):
-        place = Place(treedef, i)
+        place = LeafPlace(treedef, i)
         alone = jax.eval_shape(lambda x, p=place: inner.init(p.put(x)), leaves[i])
         alone = place.contract(place.slots(alone), alone)
         if jax.tree.structure(alone) != structures[i]:
@@ -247,11 +247,11 @@ def trace(
     own = [row for row, is_column in pairs if not is_column]
     indices = jax.tree.unflatten(made[-1], range(len(program.outputs)))
     updates, new_parts = jax.tree.leaves(indices[0]), layout.split(indices[1])
-    cutting = _Cutting(program)
+    cutter = _ProgramCutter(program)
     found = []
     for i, index in enumerate(updates):
         results = [index, *jax.tree.leaves(layout.of_leaf(new_parts, i))]
-        cut = cutting.cut([program.outputs[k] for k in results])
+        cut = cutter.cut([program.outputs[k] for k in results])
         if any(owners.get(key, i) not in (i, _EACH, _ALL) for key in cut.inputs):
             return None
         here = dict(zip(shared, (row[i] for row in own), strict=True))
@@ -286,7 +286,7 @@ def _owners(
     return found
 
 
-class _Cut(NamedTuple):
+class _SubProgram(NamedTuple):
     """The part of a program that some of its results need."""
 
     equations: list[Equation]
@@ -312,7 +312,7 @@ class _Cut(NamedTuple):
         ]
 
 
-class _Cutting:
+class _ProgramCutter:
     """Cuts a program into the parts that some of its results need."""
 
     def __init__(self, program: FlatProgram):
@@ -321,7 +321,7 @@ class _Cutting:
             key: i for i, x in enumerate(program.equations) for key in x.outputs
         }
 
-    def cut(self, results: Sequence[Any]) -> _Cut:
+    def cut(self, results: Sequence[Any]) -> _SubProgram:
         """Returns what leads to `results`: keys, or literals."""
         wanted: set[int] = set()
         waiting = list(results)
@@ -350,7 +350,7 @@ class _Cutting:
             for key in equation.outputs:
                 numbers[key] = len(numbers)
         signature = tuple(lines), tuple(map(describe, results))
-        return _Cut(equations, inputs, list(results), signature)
+        return _SubProgram(equations, inputs, list(results), signature)
 
 
 def _kind(eqn: Any) -> Hashable:

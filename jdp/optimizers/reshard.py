@@ -17,7 +17,7 @@ from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 
-def saved_like(state: PyTree, *, num_replicas: int) -> PyTree:
+def checkpoint_template(state: PyTree, *, num_replicas: int) -> PyTree:
     """Returns what a state is like that was saved on another number of replicas.
 
     For the target of a checkpoint's `restore`; `jdp.reshard` then brings what was
@@ -70,7 +70,7 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
 
     Args:
       saved: the state as it was saved, of host arrays, and of PRNG keys where `like`
-        has some; see `saved_like`.
+        has some; see `checkpoint_template`.
       like: a new state of the replicas that are here; where its arrays lie is kept.
 
     Returns:

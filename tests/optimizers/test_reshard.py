@@ -49,7 +49,7 @@ def test_training_goes_on_as_on_one_device(before, after, tmp_path):
         state, _ = step(state, batch)
     _saved(tmp_path / "state", state)
     new, step = _make(after)
-    like = jdp.saved_like(new, num_replicas=before)
+    like = jdp.checkpoint_template(new, num_replicas=before)
     state = jdp.reshard(_restored(tmp_path / "state", like), like=new)
     for batch in BATCHES[3:]:
         state, _ = step(state, batch)
@@ -207,7 +207,7 @@ def _assert_same(a, b):
 
 def test_keys_come_back_as_they_were(tmp_path):
     state, tx = _keyed(4)
-    like = jdp.saved_like(state, num_replicas=4)
+    like = jdp.checkpoint_template(state, num_replicas=4)
     for x, y in zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
     _saved(tmp_path / "state", state)

@@ -349,9 +349,9 @@ def test_numbers_of_another_type_are_named():
     with pytest.raises(TypeError, match="`process` must be an integer, got '0'"):
         jdp.replicate(world, state, process="0")
     with pytest.raises(TypeError, match="`num_replicas` must be an integer, got 2.5"):
-        jdp.saved_like(state, num_replicas=2.5)
+        jdp.checkpoint_template(state, num_replicas=2.5)
     with pytest.raises(ValueError, match="`num_replicas` must be at least 1, got 0"):
-        jdp.saved_like(state, num_replicas=0)
+        jdp.checkpoint_template(state, num_replicas=0)
     with pytest.raises(TypeError, match="`options` must be .*EagerOptions.* got dict"):
         eager.init(world, {"timeout_s": 3})
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp.optimizers import distributed
+from jdp.optimizers import skip_unused
 from tests import harness
 
 PARAMS = {
@@ -70,7 +70,7 @@ def _bits(tree):
 @kinds
 def test_with_all_used_it_is_the_plain_optimizer(tx, kind):
     steps = [(GRADS, _flags(ALL, kind))] * 3
-    params, _ = _run(distributed.skip_unused(tx), PARAMS, steps)
+    params, _ = _run(skip_unused.skip_unused(tx), PARAMS, steps)
     expected, _ = _run_plain(tx, PARAMS, 3)
     _assert_close(params, expected, num_steps=3)
 
@@ -79,7 +79,7 @@ def test_with_all_used_it_is_the_plain_optimizer(tx, kind):
 @kinds
 @pytest.mark.parametrize("jit", [False, True])
 def test_an_unused_parameter_and_its_state_keep_their_bits(tx, kind, jit):
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     params, state = _run(skipping, PARAMS, [(GRADS, ALL)] * 2)
     grads, used = {**GRADS, "c": NAN_GRADS["c"]}, _flags(WITHOUT_C, kind)
     step = functools.partial(skipping.update, used=used)
@@ -95,7 +95,7 @@ def test_an_unused_parameter_and_its_state_keep_their_bits(tx, kind, jit):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
 def test_the_update_of_an_unused_zero_keeps_its_sign(kind, zero, dtype):
     x = jnp.full(2, complex(zero, zero) if dtype == jnp.complex64 else zero, dtype)
-    tx = distributed.skip_unused(optax.sgd(0.1))
+    tx = skip_unused.skip_unused(optax.sgd(0.1))
     updates, _ = jax.jit(functools.partial(tx.update, used=[kind(False)]))(
         [jnp.ones_like(x)], tx.init([x]), [x]
     )
@@ -110,14 +110,14 @@ def test_a_parameter_that_skipped_steps_is_as_if_they_had_not_been(tx, kind):
     mask = [True, False, True, False, False, True]
     steps = [(GRADS if c else NAN_GRADS, c) for c in mask]
     steps = [({**GRADS, "c": g["c"]}, _flags({**ALL, "c": c}, kind)) for g, c in steps]
-    params, _ = _run(distributed.skip_unused(tx), PARAMS, steps)
+    params, _ = _run(skip_unused.skip_unused(tx), PARAMS, steps)
     _assert_close(params["c"], _run_plain(tx, PARAMS, sum(mask))[0]["c"], 3)
     _assert_close(params["a"], _run_plain(tx, PARAMS, len(mask))[0]["a"], 6)
 
 
 @txs
 def test_a_mask_of_the_program_and_one_of_the_run_give_the_same(tx):
-    skipping, masks = distributed.skip_unused(tx), [ALL, WITHOUT_C, ALL]
+    skipping, masks = skip_unused.skip_unused(tx), [ALL, WITHOUT_C, ALL]
     results = [
         _run(skipping, PARAMS, [(GRADS, _flags(used, kind)) for used in masks])
         for kind in (bool, jnp.asarray, np.bool_, lambda x: np.array(x))
@@ -128,7 +128,7 @@ def test_a_mask_of_the_program_and_one_of_the_run_give_the_same(tx):
 
 
 def test_the_optimizer_does_not_run_for_what_the_program_leaves_out():
-    tx = distributed.skip_unused(optax.stateless_with_tree_map(lambda g, _: jnp.sin(g)))
+    tx = skip_unused.skip_unused(optax.stateless_with_tree_map(lambda g, _: jnp.sin(g)))
     state, used = tx.init(PARAMS), {"a": {"w": True, "b": False}, "c": False}
     jaxpr = jax.make_jaxpr(functools.partial(tx.update, used=used))(GRADS, state)
     assert str(jaxpr).count("= sin ") == 1
@@ -167,14 +167,14 @@ MASKED = {
 @pytest.mark.parametrize("tx", MASKED.values(), ids=MASKED)
 def test_masks_and_labels_of_the_whole_tree_work(tx):
     masks = [ALL, WITHOUT_C, ALL]
-    params, _ = _run(distributed.skip_unused(tx), PARAMS, [(GRADS, m) for m in masks])
+    params, _ = _run(skip_unused.skip_unused(tx), PARAMS, [(GRADS, m) for m in masks])
     _assert_close(params["a"], _run_plain(tx, PARAMS, 3)[0]["a"], 3)
     _assert_close(params["c"], _run_plain(tx, PARAMS, 2)[0]["c"], 2)
 
 
 def test_a_chain_hands_used_on_and_clips_by_the_norm_of_all():
     tx = optax.chain(
-        optax.clip_by_global_norm(1.0), distributed.skip_unused(optax.sgd(1.0))
+        optax.clip_by_global_norm(1.0), skip_unused.skip_unused(optax.sgd(1.0))
     )
     grads = {"x": jnp.array([3.0]), "y": jnp.array([4.0])}
     used = {"x": True, "y": False}
@@ -266,7 +266,7 @@ VECTORS = {k: jnp.array([2.0]) for k in "xyz"}
 
 @pytest.mark.parametrize("tx", MIXING.values(), ids=MIXING)
 def test_an_optimizer_that_mixes_parameters_is_refused(tx):
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     used = jax.tree.map(lambda _: True, VECTORS)
     with pytest.raises(ValueError, match=r"mixes parameters: `\['.'\]` and `\['.'\]`"):
         skipping.update(VECTORS, skipping.init(VECTORS), VECTORS, used=used)
@@ -287,7 +287,7 @@ SEPARABLE = {
 def test_one_that_only_walks_the_whole_tree_is_not(tx):
     params = {k: jnp.ones((4, 4)) for k in "xyz"}
     used = jax.tree.map(lambda _: True, params)
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     updates, _ = skipping.update(params, skipping.init(params), params, used=used)
     plain = optax.with_extra_args_support(tx)
     expected, _ = plain.update(params, plain.init(params), params)
@@ -295,7 +295,7 @@ def test_one_that_only_walks_the_whole_tree_is_not(tx):
 
 
 def _update(grads=GRADS, params=PARAMS, used=ALL, made_for=PARAMS):
-    tx = distributed.skip_unused(optax.adam(0.1))
+    tx = skip_unused.skip_unused(optax.adam(0.1))
     return tx.update(grads, tx.init(made_for), params, used=used)
 
 
@@ -349,7 +349,7 @@ def test_a_parameter_that_only_the_state_has_is_refused():
 
 
 def test_the_state_holds_that_of_each_parameter_by_path():
-    state = distributed.skip_unused(optax.scale_by_adam()).init(PARAMS)
+    state = skip_unused.skip_unused(optax.scale_by_adam()).init(PARAMS)
     moments = {
         "['a']['b']": PARAMS["a"]["b"],
         "['a']['w']": PARAMS["a"]["w"],
@@ -361,19 +361,19 @@ def test_the_state_holds_that_of_each_parameter_by_path():
         )
         for path, x in moments.items()
     }
-    chex.assert_trees_all_equal(state, distributed.SkipUnusedState(expected))
+    chex.assert_trees_all_equal(state, skip_unused.SkipUnusedState(expected))
 
 
 def test_the_state_of_a_masked_parameter_is_as_small():
     """As each parameter has a state, none may have the size of the whole tree."""
-    tx = distributed.skip_unused(optax.masked(optax.trace(0.9), NO_BIAS))
+    tx = skip_unused.skip_unused(optax.masked(optax.trace(0.9), NO_BIAS))
     expected = optax.MaskedState(optax.TraceState(optax.MaskedNode()))
     assert tx.init(PARAMS).leaf_states["['a']['b']"] == expected
 
 
 @txs
 def test_the_state_is_the_carry_of_a_scan(tx):
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     flags = [True, False, True]
 
     def step(carry, c):
@@ -392,7 +392,7 @@ def test_the_state_is_the_carry_of_a_scan(tx):
 @kinds
 def test_a_state_of_bfloat16_stays_so_under_wider_gradients(tx, kind):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     state = skipping.init(params)
     new_params, new = _run(skipping, params, [(GRADS, _flags(WITHOUT_C, kind))])
     chex.assert_trees_all_equal_shapes_and_dtypes((new_params, new), (params, state))
@@ -403,7 +403,7 @@ def test_a_state_of_bfloat16_stays_so_under_wider_gradients(tx, kind):
 def test_the_update_has_the_dtype_that_the_optimizer_gives_it(kind):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     tx = optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32)
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     updates, _ = skipping.update(
         params, skipping.init(params), params, used=_flags(WITHOUT_C, kind)
     )
@@ -424,7 +424,7 @@ def _weak_counter():
 
 @pytest.mark.parametrize("tx", [*OPTIMIZERS.values(), _weak_counter()])
 def test_later_steps_do_not_trace_again(tx):
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     step = jax.jit(lambda *args, used: skipping.update(*args, used=used))
     steps = [(GRADS, _flags(used, jnp.asarray)) for used in [ALL, WITHOUT_C, ALL]]
     _run(skipping, PARAMS, steps, step_fn=step)
@@ -434,7 +434,7 @@ def test_later_steps_do_not_trace_again(tx):
 def test_a_state_can_be_donated():
     """Also where each parameter's state begins with the same array."""
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=jnp.float32(0.1))
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     step = jax.jit(functools.partial(skipping.update, used=ALL), donate_argnums=1)
     updates, _ = step(GRADS, skipping.init(PARAMS), PARAMS)
     expected, _ = skipping.update(GRADS, skipping.init(PARAMS), PARAMS, used=ALL)
@@ -447,7 +447,7 @@ def _noise_keys(state):
 
 @kinds
 def test_an_unused_parameter_draws_no_random_numbers(kind):
-    tx = distributed.skip_unused(optax.add_noise(1.0, 0.5, jax.random.key(0)))
+    tx = skip_unused.skip_unused(optax.add_noise(1.0, 0.5, jax.random.key(0)))
     state = tx.init(PARAMS)
     _, new = tx.update(GRADS, state, PARAMS, used=_flags(WITHOUT_C, kind))
     old_keys, new_keys = _noise_keys(state), _noise_keys(new)
@@ -467,14 +467,14 @@ def test_parameters_of_one_shape_draw_different_noise(shape):
             state,
         ),
     )
-    skipping = distributed.skip_unused(tx)
+    skipping = skip_unused.skip_unused(tx)
     used = jax.tree.map(lambda _: True, VECTORS)
     updates, _ = skipping.update(VECTORS, skipping.init(VECTORS), used=used)
     assert len({float(x[0]) for x in updates.values()}) == len(VECTORS)
 
 
 def test_parameters_may_be_missing():
-    tx = distributed.skip_unused(optax.sgd(1.0))
+    tx = skip_unused.skip_unused(optax.sgd(1.0))
     updates, _ = tx.update(GRADS, tx.init(PARAMS), used=WITHOUT_C)
     expected = {"a": GRADS["a"], "c": jnp.zeros(3)}
     chex.assert_trees_all_equal(updates, jax.tree.map(lambda x: -x, expected))
@@ -495,20 +495,20 @@ def _add_argument():
 
 
 def test_other_extra_arguments_reach_the_optimizer():
-    tx = distributed.skip_unused(_scale_by_argument())
+    tx = skip_unused.skip_unused(_scale_by_argument())
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, used=ALL, scale=2.0)
     chex.assert_trees_all_equal(updates, jax.tree.map(lambda x: x * 2, GRADS))
 
 
 def test_an_extra_argument_like_the_gradients_is_cut_as_they_are():
-    tx = distributed.skip_unused(_add_argument())
+    tx = skip_unused.skip_unused(_add_argument())
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, used=ALL, tree=PARAMS)
     chex.assert_trees_all_equal(updates, jax.tree.map(jnp.add, GRADS, PARAMS))
 
 
 @pytest.mark.parametrize("params", [{}, (), [{}, None]])
 def test_a_tree_without_parameters_stays_as_it_is(params):
-    tx = distributed.skip_unused(optax.adam(0.1))
+    tx = skip_unused.skip_unused(optax.adam(0.1))
     updates, state = tx.update(params, tx.init(params), params, used=params)
     assert (updates, state.leaf_states) == (params, {})
 
@@ -519,7 +519,7 @@ def test_a_tree_without_parameters_stays_as_it_is(params):
 def test_a_single_parameter_works_wherever_it_is(kind, flag, put):
     x, tx = jnp.array([1.0, -0.0]), optax.adam(0.1)
     steps = [(put(x), put(kind(flag)))] * 2
-    params, _ = _run(distributed.skip_unused(tx), put(x), steps)
+    params, _ = _run(skip_unused.skip_unused(tx), put(x), steps)
     expected, _ = _run(optax.with_extra_args_support(tx), put(x), steps)
     if flag:
         _assert_close(params, expected, num_steps=2)
@@ -530,7 +530,7 @@ def test_a_single_parameter_works_wherever_it_is(kind, flag, put):
 @pytest.mark.parametrize("check_vma", [True, False])
 @kinds
 def test_it_runs_under_shard_map(check_vma, kind):
-    tx = jdp.distributed_optimizer(distributed.skip_unused(optax.adam(0.1)))
+    tx = jdp.distributed_optimizer(skip_unused.skip_unused(optax.adam(0.1)))
 
     def step(grads, state, params, c):
         used = {**_flags(ALL, kind), "c": c > 0 if kind is jnp.asarray else False}
@@ -547,13 +547,13 @@ def test_it_runs_under_shard_map(check_vma, kind):
     state = tx.init(PARAMS)
     local_grads = jax.tree.map(lambda x: jnp.stack([0.5 * x, 1.5 * x]), GRADS)
     results = jax.jit(mapped)(local_grads, state, PARAMS, 0.0)
-    alone = distributed.skip_unused(optax.adam(0.1))
+    alone = skip_unused.skip_unused(optax.adam(0.1))
     expected = alone.update(GRADS, state, PARAMS, used=WITHOUT_C)
     _assert_close(results, expected, num_steps=1)
 
 
 def test_under_vmap_each_replica_has_its_own_mask():
-    tx = distributed.skip_unused(optax.adam(0.1))
+    tx = skip_unused.skip_unused(optax.adam(0.1))
     state = tx.init(PARAMS)
 
     def step(c):
@@ -569,7 +569,7 @@ def test_the_optimizer_of_flax_takes_it():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     plain_model = nnx.clone(model)
     tx = optax.adam(0.1)
-    skipping = nnx.Optimizer(model, distributed.skip_unused(tx), wrt=nnx.Param)
+    skipping = nnx.Optimizer(model, skip_unused.skip_unused(tx), wrt=nnx.Param)
     plain = nnx.Optimizer(plain_model, tx, wrt=nnx.Param)
     kernel = np.array(model.kernel[...])
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
@@ -578,112 +578,3 @@ def test_the_optimizer_of_flax_takes_it():
         plain.update(plain_model, grads)
     chex.assert_trees_all_equal(model.kernel[...], kernel)
     _assert_close(model.bias[...], plain_model.bias[...], num_steps=2)
-
-
-ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
-WRONG_ARGUMENTS = {
-    **{
-        f"{name} of a function": (
-            lambda name=name, more=more: getattr(jdp, name)(optax.adam, **more),
-            TypeError,
-            rf"`tx` of `jdp\.{name}` must be .* the function `adam`\. "
-            rf"Call it: `jdp\.{name}\(optax\.adam\(\.\.\.\)\)`",
-        )
-        for name, more in {
-            "distributed_optimizer": {},
-            "zero1": {},
-            "skip_unused": {},
-            "local_sgd": {"period": 2},
-            "diloco": {"period": 2},
-        }.items()
-    },
-    "a number": (lambda: jdp.zero1(0.1), TypeError, r"got 0\.1, such as `optax\.adam"),
-    "outer": (
-        lambda: jdp.diloco(SGD, period=10, outer=0.7),
-        TypeError,
-        r"`outer` of `jdp\.diloco` must be an optimizer of optax.*got 0\.7",
-    ),
-    "outer function": (
-        lambda: jdp.diloco(SGD, period=10, outer=optax.sgd),
-        TypeError,
-        r"Call it: `jdp\.diloco\(\.\.\., outer=optax\.sgd\(\.\.\.\)\)`",
-    ),
-    "divide_by": (
-        lambda: jdp.distributed_optimizer(ADAM, divide_by="avg"),
-        ValueError,
-        "`divide_by` must be 'weight', 'active' or 'world', got 'avg'",
-    ),
-    "divide_by of zero1": (
-        lambda: jdp.zero1(ADAM, divide_by="avg"),
-        ValueError,
-        "`divide_by` must be",
-    ),
-    "packing": (
-        lambda: jdp.distributed_optimizer(ADAM, packing="x"),
-        ValueError,
-        "`packing` must be 'flat' or 'tuple', got 'x'",
-    ),
-    "all_reduce": (
-        lambda: jdp.distributed_optimizer(ADAM, all_reduce=3),
-        ValueError,
-        "`all_reduce` must be a function of `jdp.collectives`.*got 3",
-    ),
-    "halves": (
-        lambda: jdp.zero1(ADAM, halves="ring"),
-        TypeError,
-        r"`halves` must be .*`jdp\.collectives\.RING`, got 'ring'",
-    ),
-    "period": (
-        lambda: jdp.local_sgd(SGD, period=2.5),
-        TypeError,
-        "`period` must be an integer, a number of steps, got 2.5",
-    ),
-    "no period": (
-        lambda: jdp.local_sgd(SGD, period=()),
-        ValueError,
-        "`period` must be at least 1",
-    ),
-    "text for a period": (
-        lambda: jdp.local_sgd(SGD, period="8"),
-        TypeError,
-        "`period` must be an integer",
-    ),
-    "warmup_steps": (
-        lambda: jdp.local_sgd(SGD, period=2, warmup_steps=0.5),
-        TypeError,
-        "`warmup_steps` must be an integer",
-    ),
-    "period of diloco": (
-        lambda: jdp.diloco(SGD, period=2.5),
-        TypeError,
-        "`period` must be an integer",
-    ),
-    "num_fragments": (
-        lambda: jdp.diloco(SGD, period=2, num_fragments=1.0),
-        TypeError,
-        "`num_fragments` must be an integer",
-    ),
-    "delay": (
-        lambda: jdp.diloco(SGD, period=2, delay=0.5),
-        TypeError,
-        "`delay` must be an integer",
-    ),
-    "mixing": (
-        lambda: jdp.diloco(SGD, period=2, mixing="a"),
-        TypeError,
-        "`mixing` must be a number or None, got 'a'",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
-def test_a_wrong_argument_is_named_when_the_wrapper_is_called(name):
-    call, kind, message = WRONG_ARGUMENTS[name]
-    with pytest.raises(kind, match=message):
-        call()
-
-
-def test_integers_of_numpy_and_objects_like_optimizers_are_taken():
-    jdp.local_sgd(SGD, period=np.int64(2), warmup_steps=np.int32(1))
-    jdp.diloco(SGD, period=np.int64(2), mixing=np.float32(0.5))
-    jdp.zero1(optax.MultiSteps(ADAM, 2))

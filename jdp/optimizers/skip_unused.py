@@ -1,4 +1,4 @@
-"""Optimizer: which gradients reach an optax transformation, and for what."""
+"""Unused parameters: they and their optimizer state stay as they are."""
 
 import functools
 from typing import Any, NamedTuple
@@ -6,128 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jdp import compat
 from jdp.backward.flow import FlowAnalysis, Sets
-from jdp.gradients import reduce, step_trace, sync, used_flags, weighted_mean
-from jdp.gradients.reduce import Packing
-from jdp.gradients.weighted_mean import DivideBy
-from jdp.hooks.base import CommHook
-from jdp.hooks.state import init_state
-from jdp.optimizers import leaf_updates, outer_transforms, update_arguments
-from jdp.optimizers.leaf_updates import LeafUpdate, Place, StateLayout
-from jdp.replicas.mesh import World
+from jdp.gradients import used_flags
+from jdp.optimizers import leaf_updates, selection, update_arguments
+from jdp.optimizers.leaf_updates import LeafPlace, LeafUpdate, StateLayout
 from jdp.trees import tree_paths
-from jdp.trees.buckets import BucketPlan
-from jdp.types import AllReduceOption, AxisName, PyTree
-
-
-def distributed_optimizer(
-    tx: optax.GradientTransformation,
-    *,
-    divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
-    plan: BucketPlan | None = None,
-    packing: Packing | None = None,
-    all_reduce: AllReduceOption = None,
-    hook: CommHook | None = None,
-    world: World | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that it steps on the average of all replicas' gradients.
-
-    The state is the inner optimizer's own; with a hook that has a state, a
-    `HookedState`. `update` is called inside a traced function
-    by every replica, with its local gradients (`jdp.local_gradients`). Given `used`,
-    which parameters this replica used, it hands on whether any replica did: around
-    `jdp.skip_unused` it takes what `local_gradients(find_unused=True)` returns. Given
-    `weight`, how many samples this replica has, it weighs the gradients; where no
-    replica has any, the state stays bit for bit what it was, and updates are -0.0,
-    which changes no parameter.
-
-    What looks at gradients goes inside:
-    `jdp.distributed_optimizer(optax.chain(optax.clip_by_global_norm(1.0), tx))`. In
-    front of it, in an `optax.chain` around, each replica would clip by its own norm; a
-    step of `jdp.data_parallel` refuses that.
-
-    Args:
-      tx: the optimizer.
-      divide_by: see `sync_gradients`, as for the other options.
-      axis_name: see `sync_gradients`.
-      plan: see `sync_gradients`.
-      packing: see `sync_gradients`.
-      all_reduce: see `sync_gradients`.
-      hook: see `sync_gradients`.
-      world: the replicas, for the `init` of a hook with a state outside of a step;
-        None: what `jdp.init` made.
-
-    Returns:
-      An optax transformation; its `update` raises what `sync_gradients` raises.
-
-    Raises:
-      TypeError: `tx` is no optimizer, or `hook` no hook.
-      ValueError: `divide_by`, `packing` or `all_reduce` is unknown.
-    """
-    update_arguments.check_optimizer(tx, "distributed_optimizer")
-    step_trace.check_divide_by(divide_by)
-    inner = optax.with_extra_args_support(tx)
-
-    def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        used: PyTree | None = None,
-        weight: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, Any]:
-        update_arguments.check_shapes(updates, params)
-        updates = outer_transforms.mark(updates, "distributed_optimizer")
-        extra_args = update_arguments.check_extra(
-            extra_args, tx, distributed_optimizer, axis_name
-        )
-        trace = step_trace.current()
-        weighting = trace.resolve(weight, divide_by)
-        inner_state, hook_state = state, None
-        if isinstance(state, HookedState):
-            inner_state, hook_state = state
-        synced = sync.sync_weighted(
-            updates, used, weighting, options, trace, hook_state
-        )
-        if used is not None:
-            extra_args["used"] = synced.used
-
-        def step() -> tuple[PyTree, Any]:
-            return inner.update(synced.grads, inner_state, params, **extra_args)
-
-        if weighting is None:
-            out, inner_state = step()
-        else:
-            has_data = weighted_mean.has_data(synced.total)
-            out, inner_state = _choose_tree(has_data, step, inner_state)
-        if hook_state is None:
-            return out, inner_state
-        return out, HookedState(inner_state, synced.hook_state)
-
-    def init(params: PyTree) -> Any:
-        if hook is None:
-            return inner.init(params)
-        hook_state = init_state(
-            hook, params, plan=plan, axis_name=axis_name, world=world
-        )
-        if not jax.tree.leaves(hook_state):
-            return inner.init(params)
-        return HookedState(inner.init(params), hook_state)
-
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-class HookedState(NamedTuple):
-    """State of `distributed_optimizer` with a hook that has one."""
-
-    inner: Any  # of the inner optimizer.
-    hook: Any  # see `jdp.hooks.init_state`.
+from jdp.types import PyTree
 
 
 class SkipUnusedState(NamedTuple):
@@ -196,7 +82,7 @@ def skip_unused(
         leaf_states = {}
         states = _init_leaves(inner, params)
         for i, (name, state) in enumerate(zip(_names(params), states, strict=True)):
-            leaf_states[name] = jax.tree.map(functools.partial(_own, index=i), state)
+            leaf_states[name] = jax.tree.map(functools.partial(_copy, index=i), state)
         return SkipUnusedState(leaf_states)
 
     def update(
@@ -245,7 +131,7 @@ def _init_leaves(
         return [layout.of_leaf(parts, i) for i in range(len(leaves))]
     states = []
     for i, leaf in enumerate(leaves):
-        place = Place(treedef, i)
+        place = LeafPlace(treedef, i)
         whole = inner.init(place.put(leaf))
         states.append(place.contract(place.slots(whole), whole))
     return states
@@ -254,7 +140,7 @@ def _init_leaves(
 def _find_slots(
     inner: optax.GradientTransformationExtraArgs, leaves: list[Any], treedef: Any
 ) -> list[PyTree]:
-    places = [Place(treedef, i) for i in range(len(leaves))]
+    places = [LeafPlace(treedef, i) for i in range(len(leaves))]
 
     def init(leaves: list[Any]) -> list[PyTree]:
         pairs = zip(places, leaves, strict=True)
@@ -279,7 +165,7 @@ def _update_leaves(
     results = []
     for leaf, flag, old in zip(updates, flags, states, strict=True):
         if used_flags.is_static(flag) and not flag:
-            results.append((_no_update(leaf.aval), old))
+            results.append((selection.no_update(leaf.aval), old))
             continue
         decided = [] if used_flags.is_static(flag) else [flag]
         treedef = jax.tree.structure(old)
@@ -297,7 +183,9 @@ def _update_leaves(
                     update, *state = run(arguments)
                     return update, treedef.unflatten(state)
 
-                return _choose(decided[0] if decided else True, step, old)
+                return selection.choose_leaf_step(
+                    decided[0] if decided else True, step, old
+                )
 
             calls[key] = jax.jit(leaf_update) if is_staged else leaf_update
         results.append(calls[key](decided, old, leaf.arguments))
@@ -322,14 +210,14 @@ def _update_alone(
     for i, (flag, old) in enumerate(zip(flags, states, strict=True)):
 
         def step(i: int = i, old: Any = old) -> tuple[jax.Array, Any]:
-            place = Place(treedef, i)
+            place = LeafPlace(treedef, i)
             cut = trees | {key: place.put(column[i]) for key, column in columns.items()}
             grads, params = cut.pop("updates"), cut.pop("params")
             whole = place.expand(slots[i], old)
             update, new = inner.update(grads, whole, params, **cut)
             return place.pick(update), place.contract(slots[i], new)
 
-        results.append(_choose(flag, step, old))
+        results.append(selection.choose_leaf_step(flag, step, old))
     return results
 
 
@@ -339,47 +227,7 @@ def _names(tree: PyTree) -> list[str]:
     return [path.removesuffix(".value") or "(root)" for path in paths]
 
 
-def _choose_tree(flag: jax.Array, step: Any, old: Any) -> tuple[PyTree, Any]:
-    """Returns updates and state; updates of -0.0 and the old state for False."""
-    updates, new = step()
-    return jax.tree.map(lambda x: _or_nothing(flag, x), updates), jax.tree.map(
-        lambda a, b: _select(flag, a, b), old, new
-    )
-
-
-def _choose(flag: Any, step: Any, old: Any) -> tuple[jax.Array, Any]:
-    """Returns the update and the state of one parameter, `old` if it was not used."""
-    if used_flags.is_static(flag):
-        if flag:
-            update, new = step()
-            return update, jax.tree.map(_in_type_of, old, new)
-        return _no_update(jax.eval_shape(lambda: step()[0])), old
-    update, new = step()
-    state = jax.tree.map(lambda a, b: _select(flag, a, b), old, new)
-    return _or_nothing(flag, update), state
-
-
-def _no_update(aval: Any) -> jax.Array:
-    return lax.full(aval.shape, _negative_zero(aval.dtype), aval.dtype)
-
-
-def _or_nothing(flag: jax.Array, update: jax.Array) -> jax.Array:
-    zero = lax.full_like(update, _negative_zero(update.dtype))
-    return lax.select(flag, update, zero)
-
-
-def _select(flag: jax.Array, old: Any, new: Any) -> jax.Array:
-    """Returns `new` if `flag`, else `old`, in the type of `old`."""
-    new, old = _in_type_of(old, new), jnp.asarray(old)
-    return lax.select(flag, new, old)
-
-
-def _negative_zero(dtype: Any) -> complex:
-    """Returns an array that changes no number, not even -0.0, when it is added."""
-    return complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
-
-
-def _own(x: Any, *, index: int) -> jax.Array:
+def _copy(x: Any, *, index: int) -> jax.Array:
     """Returns an array of the initial state as the parameter `index` keeps it."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -390,11 +238,6 @@ def _own(x: Any, *, index: int) -> jax.Array:
     for _ in x.shape:
         fold = jax.vmap(fold, in_axes=(0, None))
     return fold(x, index)
-
-
-def _in_type_of(old: Any, new: Any) -> jax.Array:
-    """Returns `new` in the dtype of `old`, so that a state can be carried by a scan."""
-    return lax.convert_element_type(new, jnp.result_type(old))
 
 
 def _check_used(used: PyTree | None, updates: PyTree) -> list[Any]:

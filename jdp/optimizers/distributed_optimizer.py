@@ -1,0 +1,128 @@
+"""Optimizer: which gradients reach an optax transformation, and for what."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jdp.gradients import reduce, step_trace, sync, weighted_mean
+from jdp.gradients.reduce import Packing, ReduceOptions
+from jdp.gradients.weighted_mean import DivideBy
+from jdp.hooks.base import CommHook
+from jdp.hooks.state import init_state
+from jdp.optimizers import outer_transforms, selection, update_arguments
+from jdp.replicas.mesh import World
+from jdp.trees.buckets import BucketPlan
+from jdp.types import AllReduceOption, AxisName, PyTree
+
+
+def distributed_optimizer(
+    tx: optax.GradientTransformation,
+    *,
+    divide_by: DivideBy = "weight",
+    axis_name: AxisName = "data",
+    plan: BucketPlan | None = None,
+    packing: Packing | None = None,
+    all_reduce: AllReduceOption = None,
+    hook: CommHook | None = None,
+    world: World | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it steps on the average of all replicas' gradients.
+
+    The state is the inner optimizer's own; with a hook that has a state, a
+    `HookedState`. `update` is called inside a traced function
+    by every replica, with its local gradients (`jdp.local_gradients`). Given `used`,
+    which parameters this replica used, it hands on whether any replica did: around
+    `jdp.skip_unused` it takes what `local_gradients(find_unused=True)` returns. Given
+    `weight`, how many samples this replica has, it weighs the gradients; where no
+    replica has any, the state stays bit for bit what it was, and updates are -0.0,
+    which changes no parameter.
+
+    What looks at gradients goes inside:
+    `jdp.distributed_optimizer(optax.chain(optax.clip_by_global_norm(1.0), tx))`. In
+    front of it, in an `optax.chain` around, each replica would clip by its own norm; a
+    step of `jdp.data_parallel` refuses that.
+
+    Args:
+      tx: the optimizer.
+      divide_by: see `sync_gradients`, as for the other options.
+      axis_name: see `sync_gradients`.
+      plan: see `sync_gradients`.
+      packing: see `sync_gradients`.
+      all_reduce: see `sync_gradients`.
+      hook: see `sync_gradients`.
+      world: the replicas, for the `init` of a hook with a state outside of a step;
+        None: what `jdp.init` made.
+
+    Returns:
+      An optax transformation; its `update` raises what `sync_gradients` raises.
+
+    Raises:
+      TypeError: `tx` is no optimizer, or `hook` no hook.
+      ValueError: `divide_by`, `packing` or `all_reduce` is unknown.
+    """
+    update_arguments.check_optimizer(tx, "distributed_optimizer")
+    step_trace.check_divide_by(divide_by)
+    inner = optax.with_extra_args_support(tx)
+    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        used: PyTree | None = None,
+        weight: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, Any]:
+        update_arguments.check_shapes(updates, params)
+        updates = outer_transforms.mark(updates, "distributed_optimizer")
+        extra_args = update_arguments.check_extra(
+            extra_args, tx, distributed_optimizer, axis_name
+        )
+        trace = step_trace.current()
+        weighting = trace.resolve(weight, divide_by)
+        old = state if isinstance(state, HookedState) else HookedState(state, None)
+        synced = sync.sync_weighted(updates, used, weighting, options, trace, old.hook)
+        if used is not None:
+            extra_args["used"] = synced.used
+
+        def step() -> tuple[PyTree, Any]:
+            return inner.update(synced.grads, old.inner, params, **extra_args)
+
+        if weighting is None:
+            out, new = step()
+        else:
+            has_data = weighted_mean.has_data(synced.total)
+            out, new = selection.choose_step(has_data, step, old.inner)
+        if old.hook is None:
+            return out, new
+        return out, HookedState(new, synced.hook_state)
+
+    return optax.GradientTransformationExtraArgs(
+        functools.partial(_init, inner, options, world), update
+    )
+
+
+class HookedState(NamedTuple):
+    """State of `distributed_optimizer` with a hook that has one."""
+
+    inner: Any  # of the inner optimizer.
+    hook: Any  # see `jdp.hooks.init_state`.
+
+
+def _init(
+    inner: optax.GradientTransformation,
+    options: ReduceOptions,
+    world: World | None,
+    params: PyTree,
+) -> Any:
+    """Returns a new state of `inner`, with the state of the hook if that has one."""
+    state, hook = inner.init(params), options.hook
+    if hook is None:
+        return state
+    hook_state = init_state(
+        hook, params, plan=options.plan, axis_name=options.axis_name, world=world
+    )
+    return HookedState(state, hook_state) if jax.tree.leaves(hook_state) else state
