@@ -17,7 +17,8 @@ from jdp.optimizers.distributed_optimizer import distributed_optimizer
 from jdp.optimizers.local_sgd import LocalTraining, local_sgd
 from jdp.optimizers.reshard import checkpoint_template, consolidate, reshard, spread
 from jdp.optimizers.skip_unused import skip_unused
-from jdp.optimizers.zero1 import ZeroState, zero1
+from jdp.optimizers.zero1 import zero1
+from jdp.optimizers.zero_state import ZeroState
 from jdp.replicas.initial_state import copy_per_replica
 from jdp.replicas.joinable import Joinable, JoinHook
 from jdp.replicas.mesh import World, global_batch
@@ -51,6 +52,7 @@ __all__ = [
     "broadcast_from",
     "check_replicas",
     "check_same_program",
+    "checkpoint_template",
     "consolidate",
     "copy_per_replica",
     "data_parallel",
@@ -69,7 +71,6 @@ __all__ = [
     "plan_buckets",
     "replicate",
     "reshard",
-    "checkpoint_template",
     "skip_unused",
     "spread",
     "sync_buffers",

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.optimizers import shard_layout, zero1
-from jdp.optimizers.zero1 import ZeroState
+from jdp.optimizers import shard_layout, zero_state
+from jdp.optimizers.zero_state import ZeroState
 from jdp.replicas import comparison, mesh
 from jdp.replicas.per_replica import PerReplica
 from jdp.trees import tree_paths
@@ -260,7 +260,7 @@ def _is_zero(node: Any) -> bool:
 
 def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
     """Names the arrays of a plain state, which must be those of a `ZeroState`."""
-    names = zero1.array_names(plain)
+    names = zero_state.array_names(plain)
     known = {*state.shared_names, *state.own_names}
     if set(names) == known:
         return names
@@ -314,7 +314,7 @@ def _map(
             return jax.tree.map(of_row, node)
         if not isinstance(node, ZeroState):
             return of_shared(node)
-        sizes = [math.prod(shape) for shape in zero1.own_shapes(node)]
+        sizes = [math.prod(shape) for shape in zero_state.own_shapes(node)]
         shared = [of_shared(x) for x in node.shared]
         own = [of_piece(x, n) for x, n in zip(node.own.value, sizes, strict=True)]
         hook = _map(node.hook, of_shared, of_piece, of_row)

@@ -1,4 +1,4 @@
-"""Layout: arrays in as many pieces as there are replicas, one on each."""
+"""Shard layout: arrays cut into one shard per replica."""
 
 import itertools
 import math
@@ -18,17 +18,17 @@ from jdp.types import AxisName
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 
 
-class Piece(NamedTuple):
-    """Part of an array on one replica."""
+class ArrayShard(NamedTuple):
+    """Shard of an array on one replica."""
 
-    # Shape (1, ceil(size / num_replicas)): a state is handed to a step in rows, and XLA
-    # neither copies nor computes twice what keeps its shape from there to the result.
+    # Shape (1, ceil(size / num_replicas)), the shape of a row of the state: XLA neither
+    # copies nor recomputes arrays that keep their shape up to the result.
     data: jax.Array
-    shape: tuple[int, ...]  # of the whole.
+    shape: tuple[int, ...]  # of the whole array.
 
 
-class Layout(NamedTuple):
-    """The replicas that have the pieces, as one of them sees them."""
+class ShardLayout(NamedTuple):
+    """Replicas that have the shards of an array, as seen from one of them."""
 
     axis_name: AxisName
     num_replicas: int
@@ -36,55 +36,59 @@ class Layout(NamedTuple):
 
     @property
     def tracked_axes(self) -> frozenset[str]:
-        """The axes whose varying values JAX tracks by type here."""
+        """The mesh axes over which JAX tracks varying values by type here."""
         return compat.varying_axes(self.rank)
 
-    def cut(self, x: jax.Array) -> Piece:
-        """Returns this replica's piece of an array."""
-        return Piece(lax.dynamic_slice_in_dim(self.rows(x), self.rank, 1), x.shape)
+    def cut(self, x: jax.Array) -> ArrayShard:
+        """Returns this replica's shard of an array."""
+        return ArrayShard(lax.dynamic_slice_in_dim(self.rows(x), self.rank, 1), x.shape)
+
+    def as_shard(self, x: "ArrayShard | jax.Array") -> ArrayShard:
+        """Returns a shard as it is, and this replica's shard of an array."""
+        return x if isinstance(x, ArrayShard) else self.cut(x)
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """Cuts an array into the pieces of all replicas: shape (num_replicas, k)."""
+        """Cuts an array into the shards of all replicas: shape (num_replicas, k)."""
         return base.pad(jnp.ravel(x), self.num_replicas).reshape(self.num_replicas, -1)
 
     def width(self, shape: Sequence[int]) -> int:
-        """Elements of a piece of an array."""
+        """Returns the number of elements per shard of an array of this shape."""
         return -(-math.prod(shape) // self.num_replicas)
 
-    def mask(self, piece: Piece, fill: Any) -> jax.Array:
-        """Returns the data of a piece with `fill` where the whole has ended."""
-        size = math.prod(piece.shape)
+    def mask(self, shard: ArrayShard, fill: Any) -> jax.Array:
+        """Returns the data of a shard with `fill` in place of the padding."""
+        size = math.prod(shard.shape)
         if size % self.num_replicas == 0:
-            return piece.data
-        position = self.rank * piece.data.size + jnp.arange(piece.data.size)
+            return shard.data
+        position = self.rank * shard.data.size + jnp.arange(shard.data.size)
         return jnp.where(
-            position < size, piece.data, jnp.asarray(fill, piece.data.dtype)
+            position < size, shard.data, jnp.asarray(fill, shard.data.dtype)
         )
 
 
-def find_layout(axis_name: AxisName) -> Layout:
-    """Returns the replicas of an axis, while tracing."""
+def find_layout(axis_name: AxisName) -> ShardLayout:
+    """Returns the layout over an axis, while tracing."""
     group = base.find_group(axis_name)
-    return Layout(axis_name, group.size, group.rank)
+    return ShardLayout(axis_name, group.size, group.rank)
 
 
 def restore(rows: ArrayT, shape: tuple[int, ...]) -> ArrayT:
-    """Puts the pieces of all replicas, shape (num_replicas, k), together."""
+    """Puts the shards of all replicas, shape (num_replicas, k), together."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def scatter(
-    rows: Sequence[jax.Array], layout: Layout, halves: ReduceScatterAllGather
+    rows: Sequence[jax.Array], layout: ShardLayout, halves: ReduceScatterAllGather
 ) -> list[jax.Array]:
-    """Averages the rows of all replicas, of which each gets its own.
+    """Averages arrays over the replicas; each replica gets its shards of the means.
 
     Args:
-      rows: of one dtype, shape (num_replicas, k) each; see `Layout.rows`.
-      layout: who gets which.
-      halves: of the all-reduce that does it.
+      rows: arrays of one dtype, shape (num_replicas, k) each; see `ShardLayout.rows`.
+      layout: the replicas; replica i gets row i.
+      halves: the reduce-scatter to use.
 
     Returns:
-      Shape (1, k) each.
+      One array of shape (1, k) per array of `rows`.
     """
     axis_name = layout.axis_name
     if halves.scatter_rows is not None and layout.num_replicas > 1:
@@ -97,25 +101,25 @@ def scatter(
 
 
 def gather(
-    pieces: Sequence[Piece], layout: Layout, halves: ReduceScatterAllGather
+    shards: Sequence[ArrayShard], layout: ShardLayout, halves: ReduceScatterAllGather
 ) -> list[jax.Array]:
-    """Puts pieces of one dtype together on all replicas, in one collective."""
+    """Gathers whole arrays from shards of one dtype, in one collective."""
     axis_name = layout.axis_name
-    if pieces[0].data.dtype == jnp.bool_:
-        as_bytes = [p._replace(data=p.data.astype(jnp.uint8)) for p in pieces]
+    if shards[0].data.dtype == jnp.bool_:
+        as_bytes = [p._replace(data=p.data.astype(jnp.uint8)) for p in shards]
         return [x.astype(jnp.bool_) for x in gather(as_bytes, layout, halves)]
-    parts = [base.cast_varying(piece.data[0], axis_name) for piece in pieces]
+    parts = [base.cast_varying(shard.data[0], axis_name) for shard in shards]
     if halves.gather_rows is not None and layout.num_replicas > 1:
         rows = halves.gather_rows(parts, axis_name)
     else:
         whole = halves.all_gather(jnp.concatenate(parts), axis_name)
         whole = whole.reshape(layout.num_replicas, -1)
         rows = _cut_up(whole, [part.size for part in parts])
-    return [restore(x, p.shape) for x, p in zip(rows, pieces, strict=True)]
+    return [restore(x, p.shape) for x, p in zip(rows, shards, strict=True)]
 
 
 def _cut_up(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-    """Cuts the last dimension."""
+    """Cuts the last dimension into parts of these widths."""
     ends = list(itertools.accumulate(widths))
     return [
         lax.slice_in_dim(x, end - width, end, axis=-1)

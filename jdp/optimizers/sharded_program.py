@@ -1,14 +1,14 @@
-"""Pieces: a program of whole arrays, run on the part of them that a replica has.
+"""Sharded program: a program of whole arrays, run on the shards that a replica has.
 
-Each array is flat, cut into as many equal pieces as there are replicas, and piece i is
-on replica i. What works element by element is run on the pieces. A sum, a maximum or a
-minimum of all elements becomes one of what the replicas found. For anything else the
-pieces are gathered, and every replica runs it on the whole: the numbers are those of
-the whole program in any case.
+Each array is flattened and cut into one shard per replica, all of one size; shard i is
+on replica i. Elementwise operations run on the shards. A sum, a maximum or a minimum of
+all elements is first taken over each shard, then over the replicas. For any other
+operation the shards are gathered, and every replica runs it on whole arrays. The
+results are always those of the whole program.
 
-Equations are run in waves: all that need nothing from other replicas, then one
-collective for all that the next wave needs of them. Reads and writes of mutable arrays,
-and other effects in order, stay in the order of the program.
+Equations are run in waves: first all that need nothing from other replicas, then the
+collectives for the operands of the next wave. Reads and writes of mutable arrays, and
+other ordered effects, stay in the order of the program.
 """
 
 import functools
@@ -20,17 +20,16 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jdp import compat
 from jdp.backward import flat_program
 from jdp.backward.flat_program import Equation, is_literal
-from jdp.collectives import base, xla
+from jdp.collectives import xla
 from jdp.compat import annotations, primitives
-from jdp.optimizers import partials, shard_layout
+from jdp.optimizers import partials, shard_layout, sharded_operations
 from jdp.optimizers.partials import Partial
-from jdp.optimizers.shard_layout import Layout, Piece
+from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
 from jdp.replicas import mesh
 from jdp.types import PyTree
 
@@ -38,26 +37,26 @@ _logger = logging.getLogger("jdp")
 
 
 def run(
-    fn: Callable[..., PyTree], args: PyTree, avals: PyTree, place: Layout
+    fn: Callable[..., PyTree], args: PyTree, avals: PyTree, layout: ShardLayout
 ) -> PyTree:
-    """Runs `fn(*args)`, of which some leaves are pieces.
+    """Runs `fn(*args)` where some leaves of `args` are shards.
 
     Args:
       fn: a function of whole arrays.
-      args: its arguments; a leaf is a `Piece`, or an array that is the same on all.
-      avals: the same of the whole arrays.
-      place: which replica has which piece.
+      args: its arguments; leaves are `ArrayShard`s, or arrays that are the same on all.
+      avals: the types of the whole arrays, in the structure of `args`.
+      layout: the replicas that have the shards.
 
     Returns:
-      What `fn` returns; a leaf is a `Piece`, or an array that is the same on all.
+      The result of `fn`; leaves are `ArrayShard`s, or arrays that are the same on all.
 
     Raises:
-      ValueError: pieces meet an array that `fn` closes over, and which may differ
-        between the replicas.
+      ValueError: an operation combines shards with an array that `fn` closes over and
+        that may differ between the replicas.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
-    values = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Piece))
-    evaluation = _Evaluation(place)
+    values = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, ArrayShard))
+    evaluation = _ShardedEvaluation(layout)
     out = evaluation.run(closed, values)
     return jax.tree.unflatten(jax.tree.structure(shape), out)
 
@@ -70,61 +69,65 @@ _DIFFERS = (
 )
 
 
-class _Evaluation:
-    """One run of a program."""
+class _ShardedEvaluation:
+    """Evaluates one program on shards."""
 
-    def __init__(self, place: Layout):
-        self._layout = place
-        self._known: dict[Any, Any] = {}  # by key.
-        # Keys of what `fn` closes over, and of what is made of that alone. A replica
-        # may reduce its own samples there, but pieces must not meet them.
-        self._foreign: set[Any] = set()
+    def __init__(self, layout: ShardLayout):
+        self._layout = layout
+        self._values: dict[Any, Any] = {}  # by key.
+        # Keys of values that `fn` closes over, or that depend on such values alone.
+        # They may come from a replica's own samples, so no shard is combined with them.
+        self._captured: set[Any] = set()
 
     def run(
-        self, closed: Any, args: Sequence[Any], foreign: Sequence[int] = ()
+        self, closed: Any, args: Sequence[Any], captured: Sequence[int] = ()
     ) -> list[Any]:
-        """Returns the results: pieces or arrays; `foreign` are indices of `args`."""
+        """Returns the results: shards or arrays; `captured` are indices of `args`."""
         program = flat_program.flatten(closed, primitives.INLINABLE)
-        self._foreign.update(program.inputs[i] for i in foreign)
-        self._known.update(zip(program.inputs, args, strict=True))
-        self._known.update(program.constants)
-        self._foreign.update(
+        self._captured.update(program.inputs[i] for i in captured)
+        self._values.update(zip(program.inputs, args, strict=True))
+        self._values.update(program.constants)
+        self._captured.update(
             key
             for key, value in program.constants.items()
             if isinstance(value, jax.core.Tracer)
         )
         waiting = program.equations
         while waiting:
-            waiting = self._wave(waiting)
+            waiting = self._run_wave(waiting)
         self._combine([key for key in program.outputs if not is_literal(key)])
-        return [self._same(key, self._read(key)) for key in program.outputs]
+        return [self._check_value(key, self._read(key)) for key in program.outputs]
 
     def _read(self, key: Any) -> Any:
-        return jnp.asarray(key.val) if is_literal(key) else self._known[key]
+        return jnp.asarray(key.val) if is_literal(key) else self._values[key]
 
-    def _wave(self, waiting: list[Equation]) -> list[Equation]:
-        """Runs what can be run here; returns the rest, for which others were asked."""
+    def _run_wave(self, waiting: list[Equation]) -> list[Equation]:
+        """Runs the equations whose operands are here; fetches operands of the others.
+
+        Returns:
+          The equations that are left.
+        """
         left, wanted, whole = [], [], []
-        is_held = False  # An effect waits, so that those after it wait, too.
+        is_held = False  # Whether an ordered effect waits; later ones wait, too.
         for equation in waiting:
             is_in_order = compat.has_ordered_effect(equation.eqn)
             if (is_in_order and is_held) or any(
-                not is_literal(k) and k not in self._known for k in equation.inputs
+                not is_literal(k) and k not in self._values for k in equation.inputs
             ):
                 left.append(equation)
                 is_held |= is_in_order
                 continue
             values = [self._read(key) for key in equation.inputs]
             found = None
-            if not self._is_apart(equation, values):
-                found = self._local(equation, self._checked(equation, values))
+            if not self._runs_whole(equation, values):
+                found = self._run_here(equation, self._check_values(equation, values))
             if found is not None:
-                self._known.update(zip(equation.outputs, found, strict=True))
+                self._values.update(zip(equation.outputs, found, strict=True))
                 continue
             left.append(equation)
             is_held |= is_in_order
-            for key in self._missing(equation, values):
-                if isinstance(self._known[key], Partial):
+            for key in self._find_missing(equation, values):
+                if isinstance(self._values[key], Partial):
                     wanted.append(key)
                 else:
                     whole.append((key, equation.eqn))
@@ -132,253 +135,139 @@ class _Evaluation:
         self._gather(whole)
         return left
 
-    def _is_apart(self, equation: Equation, values: list[Any]) -> bool:
-        """Whether pieces meet a whole array that may be of a replica's own samples.
+    def _runs_whole(self, equation: Equation, values: list[Any]) -> bool:
+        """Whether an equation combines shards with a captured array, not a number.
 
-        Then all is done on whole arrays, and what comes of it may be averaged.
+        Such an equation runs on whole arrays: its result may be averaged later.
         """
         if equation.eqn.primitive.name == "cond":
-            return False  # Its branches look at what enters them.
-        if not any(isinstance(x, Piece) for x in values):
+            return False  # Its branches check their operands.
+        if not any(isinstance(x, ArrayShard) for x in values):
             return False
         pairs = zip(equation.inputs, values, strict=True)
-        return any(self._is_foreign(k) and math.prod(x.shape) != 1 for k, x in pairs)
+        return any(self._is_captured(k) and math.prod(x.shape) != 1 for k, x in pairs)
 
-    def _checked(self, equation: Equation, values: list[Any]) -> list[Any]:
-        """Sees to it that numbers that pieces meet are the same on all replicas."""
+    def _check_values(self, equation: Equation, values: list[Any]) -> list[Any]:
+        """Returns operands; those that meet shards must be the same on all replicas."""
         keys = equation.inputs
-        if not any(self._is_foreign(key) for key in keys):
+        if not any(self._is_captured(key) for key in keys):
             return values
         if not equation.outputs and equation.eqn.primitive.name != "cond":
-            return values  # `jax.debug.print` takes no part in what replicas do.
-        if not any(isinstance(x, Piece | Partial) for x in values):
-            self._foreign.update(equation.outputs)
-            # What is written may be read later.
-            self._foreign.update(
+            return values  # The results do not depend on `jax.debug.print`.
+        if not any(isinstance(x, ArrayShard | Partial) for x in values):
+            self._captured.update(equation.outputs)
+            # A mutable array is written here, and may be read later.
+            self._captured.update(
                 key for key, x in zip(keys, values, strict=True) if compat.is_mutable(x)
             )
             return values
         count = 1 if equation.eqn.primitive.name == "cond" else len(values)
         pairs = zip(keys[:count], values[:count], strict=True)
-        return [self._same(key, x) for key, x in pairs] + values[count:]
+        return [self._check_value(key, x) for key, x in pairs] + values[count:]
 
-    def _is_foreign(self, key: Any) -> bool:
-        return not is_literal(key) and key in self._foreign
+    def _is_captured(self, key: Any) -> bool:
+        return not is_literal(key) and key in self._captured
 
-    def _same(self, key: Any, x: Any) -> Any:
-        if not self._is_foreign(key) or isinstance(x, Piece) or compat.is_mutable(x):
+    def _check_value(self, key: Any, x: Any) -> Any:
+        if (
+            not self._is_captured(key)
+            or isinstance(x, ArrayShard)
+            or compat.is_mutable(x)
+        ):
             return x
         names = mesh.as_axis_names(self._layout.axis_name)
-        return annotations.expect_same(x, names, _DIFFERS)
+        return annotations.expect_check_value(x, names, _DIFFERS)
 
-    def _missing(self, equation: Equation, values: list[Any]) -> list[Any]:
-        """Returns keys of what an equation wants of other replicas, first of all."""
+    def _find_missing(self, equation: Equation, values: list[Any]) -> list[Any]:
+        """Returns keys of operands that are needed from other replicas first."""
         keys = equation.inputs
         pairs = list(zip(keys, values, strict=True))
         found = [key for key, x in pairs if isinstance(x, Partial)]
         if found:
             return found
-        if equation.eqn.primitive.name == "cond" and isinstance(values[0], Piece):
+        if equation.eqn.primitive.name == "cond" and isinstance(values[0], ArrayShard):
             return keys[:1]
-        found = [key for key, x in pairs if isinstance(x, Piece)]
-        if self._is_elementwise(equation.eqn):
-            # Scalars beside arrays. One replica alone has the piece of a scalar.
+        found = [key for key, x in pairs if isinstance(x, ArrayShard)]
+        if sharded_operations.is_elementwise(equation.eqn):
+            # Scalars beside arrays. Only one replica has the shard of a scalar.
             shapes = {x.shape for x in values}
             if len(shapes) > 1:
-                return [k for k in found if self._known[k].shape == ()] or found
+                return [k for k in found if self._values[k].shape == ()] or found
         return found
 
-    def _local(self, equation: Equation, values: list[Any]) -> list[Any] | None:
-        """Runs an equation; returns None if it wants something of other replicas."""
+    def _run_here(self, equation: Equation, values: list[Any]) -> list[Any] | None:
+        """Runs an equation; returns None if it needs data of other replicas."""
         eqn = equation.eqn
-        name = eqn.primitive.name
-        if any(isinstance(x, Partial) for x in values):
-            return self._linear(name, eqn, values)
-        if not any(isinstance(x, Piece) for x in values):
-            return compat.bind_equation(eqn, values)
-        if name == "cond":
-            foreign = [self._is_foreign(key) for key in equation.inputs[1:]]
-            return self._cond(eqn, values, foreign)
-        if self._is_elementwise(eqn):
-            return self._elementwise(eqn, values)
-        if name in primitives.RESHAPES:
-            (piece,) = values
-            return [Piece(piece.data, eqn.outvars[0].aval.shape)]
-        return self._reduction(name, eqn, values)
-
-    def _is_elementwise(self, eqn: Any) -> bool:
-        if eqn.primitive.name == "bitcast_convert_type":
-            # To another width, it adds a dimension or takes one away.
-            return eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-        return eqn.primitive.name in primitives.ELEMENTWISE
-
-    def _linear(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
-        """Sums of partial sums are partial sums, and so are multiples of one.
-
-        Integers wrap around in any order, but their quotients are truncated. Floats of
-        less than 32 bits are multiplied once they are whole: their parts may round to
-        zero or overflow.
-        """
-        if name not in (*primitives.ADDITIONS, "mul", "div", *primitives.RESHAPES):
-            return None
-        are_partial = [isinstance(x, Partial) for x in values]
-        parts = [x for x in values if isinstance(x, Partial)]
-        if any(isinstance(x, Piece) for x in values) or any(
-            x.op != "sum" for x in parts
+        if (
+            eqn.primitive.name == "cond"
+            and any(isinstance(x, ArrayShard) for x in values)
+            and not any(isinstance(x, Partial) for x in values)
         ):
-            return None
-        aval = eqn.outvars[0].aval
-        if aval.size != 1:  # To send it would take longer.
-            return None
-        is_exact = jnp.issubdtype(aval.dtype, jnp.integer)
-        is_wide = not is_exact and jnp.finfo(aval.dtype).bits >= 32
-        if name in (*primitives.ADDITIONS, *primitives.RESHAPES):
-            # What is whole is added on one replica.
-            is_first = self._layout.rank == 0
-            operands = [
-                x.data if is_partial else jnp.where(is_first, x, jnp.zeros_like(x))
-                for x, is_partial in zip(values, are_partial, strict=True)
-            ]
-        elif (
-            (name == "mul" and len(parts) == 1 and (is_wide or is_exact))
-            or (name == "div" and are_partial == [True, False] and is_wide)
-        ) and self._is_plain(eqn.invars[1 - are_partial.index(True)]):
-            operands = [x.data if isinstance(x, Partial) else x for x in values]
-        else:
-            return None
-        names = self._layout.tracked_axes
-        operands = compat.cast_alike(operands, sorted(names))
-        (out,) = compat.bind_equation(eqn, operands)
-        return [Partial(out, "sum")]
-
-    def _is_plain(self, atom: Any) -> bool:
-        """Whether it is a number that makes no NaN of a partial sum of zero."""
-        return is_literal(atom) and bool(np.isfinite(atom.val)) and atom.val != 0
-
-    def _elementwise(self, eqn: Any, values: list[Any]) -> list[Any] | None:
-        shape = next(x.shape for x in values if isinstance(x, Piece))
-        if any(
-            x.shape != shape and (isinstance(x, Piece) or x.shape != ()) for x in values
-        ):
-            return None
-        operands = []
-        for x in values:
-            if isinstance(x, Piece):
-                operands.append(x.data)
-            elif x.shape == shape and shape:
-                operands.append(self._layout.cut(x).data)
-            else:  # A scalar, or a scalar beside pieces of a scalar.
-                operands.append(x)
-        row = (1, self._layout.width(shape))
-        if eqn.primitive.name not in ("clamp", "select_n"):
-            operands = [_broadcast(x, row) for x in operands]
-        elif eqn.primitive.name == "select_n":  # Its predicate may be a scalar.
-            operands = [
-                x if i == 0 and x.ndim == 0 else _broadcast(x, row)
-                for i, x in enumerate(operands)
-            ]
-        else:
-            low, x, high = operands
-            operands = [low, _broadcast(x, row), high]
-        names = self._layout.tracked_axes
-        operands = compat.cast_alike(operands, sorted(names))
-        return [Piece(out, shape) for out in compat.bind_equation(eqn, operands)]
-
-    def _reduction(self, name: str, eqn: Any, values: list[Any]) -> list[Any] | None:
-        """Reduces all elements of pieces, so that only the others' part is missing."""
-        op = primitives.REDUCTIONS.get(name)
-        if op is not None:
-            (piece,) = values
-            left = [d for i, d in enumerate(piece.shape) if i not in eqn.params["axes"]]
-            dtype = piece.data.dtype
-            if name in ("reduce_and", "reduce_or") and dtype != jnp.bool_:
-                return None
-            if math.prod(left) != 1 or not partials.has_parts(dtype, op):
-                return None
-            data = self._layout.mask(piece, partials.neutral(dtype, op))
-            return [partials.reduce_elements(data, op, left)]
-        if name == "dot_general":
-            a, b = values
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            is_whole = isinstance(a, Piece) and isinstance(b, Piece)
-            if is_whole and a.shape == b.shape and len(contracted) == len(a.shape):
-                (_, others), _ = eqn.params["dimension_numbers"]
-                dtype = eqn.outvars[0].aval.dtype
-                has_parts = partials.has_parts(dtype, "sum")
-                if tuple(contracted) == tuple(others) and has_parts:
-                    wide = base.accumulator(dtype, "sum")
-                    products = a.data.astype(wide) * b.data.astype(wide)
-                    products = self._layout.mask(Piece(products, a.shape), 0)
-                    return [Partial(products.sum().astype(dtype), "sum")]
-        return None
+            captured = [self._is_captured(key) for key in equation.inputs[1:]]
+            return self._cond(eqn, values, captured)
+        return sharded_operations.run(eqn, values, self._layout)
 
     def _cond(
-        self, eqn: Any, values: list[Any], foreign: list[bool]
+        self, eqn: Any, values: list[Any], captured: list[bool]
     ) -> list[Any] | None:
-        """A branch that all replicas take alike."""
+        """Runs a `cond` on shards; all replicas take the same branch."""
         index, *operands = values
-        if isinstance(index, Piece) or any(compat.is_mutable(x) for x in operands):
+        if isinstance(index, ArrayShard) or any(map(compat.is_mutable, operands)):
             return None
-        shapes = [x.shape if isinstance(x, Piece) else None for x in operands]
-        arrays = [x.data if isinstance(x, Piece) else x for x in operands]
-        closed_over = [i for i, is_foreign in enumerate(foreign) if is_foreign]
-        # A result is in pieces where it is so on either branch.
-        kinds: list[list[bool]] = []
+        shapes = [x.shape if isinstance(x, ArrayShard) else None for x in operands]
+        arrays = list(map(_data_of, operands))
+        captured = [i for i, is_captured in enumerate(captured) if is_captured]
 
-        def take(branch: Any, split: list[bool] | None, *arrays: Any) -> list[Any]:
+        def take(branch: Any, *arrays: Any) -> list[Any]:
             given = [
-                x if shape is None else Piece(x, shape)
+                x if shape is None else ArrayShard(x, shape)
                 for x, shape in zip(arrays, shapes, strict=True)
             ]
-            out = _Evaluation(self._layout).run(branch, given, closed_over)
-            kinds.append([isinstance(x, Piece) for x in out])
-            if split is None:
-                return [x.data if isinstance(x, Piece) else x for x in out]
-            return [
-                x.data
-                if isinstance(x, Piece)
-                else self._layout.cut(x).data
-                if is_split
-                else x
-                for x, is_split in zip(out, split, strict=True)
-            ]
+            return _ShardedEvaluation(self._layout).run(branch, given, captured)
 
-        branches = eqn.params["branches"]
-        for branch in branches:
-            jax.eval_shape(functools.partial(take, branch, None), *arrays)
-        split = [any(column) for column in zip(*kinds, strict=True)]
-        names = sorted(self._layout.tracked_axes)
+        branches = [functools.partial(take, x) for x in eqn.params["branches"]]
+        kinds = [_are_sharded(branch, arrays) for branch in branches]
+        # A result is sharded if any branch has it in shards.
+        are_sharded = [any(column) for column in zip(*kinds, strict=True)]
 
-        def run(branch: Any) -> Callable[..., list[Any]]:
-            def body(*arrays: Any) -> list[Any]:
-                out = take(branch, split, *arrays)
-                return [
-                    compat.cast_varying(x, names) if s else x
-                    for x, s in zip(out, split, strict=True)
-                ]
+        def run(branch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+            return lambda *arrays: self._in_kinds(branch(*arrays), are_sharded)
 
-            return body
-
-        out = lax.switch(index.astype(jnp.int32), [run(b) for b in branches], *arrays)
+        out = lax.switch(index.astype(jnp.int32), list(map(run, branches)), *arrays)
         return [
-            Piece(x, var.aval.shape) if is_split else x
-            for x, is_split, var in zip(out, split, eqn.outvars, strict=True)
+            ArrayShard(x, var.aval.shape) if is_sharded else x
+            for x, is_sharded, var in zip(out, are_sharded, eqn.outvars, strict=True)
+        ]
+
+    def _in_kinds(self, results: list[Any], are_sharded: list[bool]) -> list[Any]:
+        """Returns the results of a branch, or this replica's shards of them."""
+        # All are computed before any is cast.
+        data = [
+            _data_of(self._layout.as_shard(x)) if is_sharded else x
+            for x, is_sharded in zip(results, are_sharded, strict=True)
+        ]
+        names = sorted(self._layout.tracked_axes)
+        return [
+            compat.cast_varying(x, names) if is_sharded else x
+            for x, is_sharded in zip(data, are_sharded, strict=True)
         ]
 
     def _combine(self, keys: Sequence[Any]) -> None:
-        """Combines what replicas have found, in a collective an operation and dtype."""
-        keys = [k for k in dict.fromkeys(keys) if isinstance(self._known[k], Partial)]
+        """Combines partial reductions: one collective per operation and dtype."""
+        keys = [k for k in dict.fromkeys(keys) if isinstance(self._values[k], Partial)]
         found = partials.combine(
-            [self._known[key] for key in keys], self._layout.axis_name
+            [self._values[key] for key in keys], self._layout.axis_name
         )
-        self._known.update(zip(keys, found, strict=True))
+        self._values.update(zip(keys, found, strict=True))
 
     def _gather(self, wanted: Sequence[tuple[Any, Any]]) -> None:
-        """Puts pieces together on all replicas, in a collective a dtype."""
+        """Gathers whole arrays on all replicas, in one collective per dtype."""
         groups: dict[Any, list[Any]] = {}
         for key, eqn in wanted:
-            value = self._known[key]
-            if isinstance(value, Piece) and key not in groups.get(value.data.dtype, ()):
+            value = self._values[key]
+            if isinstance(value, ArrayShard) and key not in groups.get(
+                value.data.dtype, ()
+            ):
                 _logger.debug(
                     "Gathering an array of shape %s for `%s`.",
                     value.shape,
@@ -386,11 +275,23 @@ class _Evaluation:
                 )
                 groups.setdefault(value.data.dtype, []).append(key)
         for members in groups.values():
-            pieces = [self._known[key] for key in members]
-            wholes = shard_layout.gather(pieces, self._layout, xla.PSUM)
-            self._known.update(zip(members, wholes, strict=True))
+            shards = [self._values[key] for key in members]
+            wholes = shard_layout.gather(shards, self._layout, xla.PSUM)
+            self._values.update(zip(members, wholes, strict=True))
 
 
-def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    # `jnp.broadcast_to` takes 0.1 ms to find that there is nothing to do.
-    return x if x.shape == shape else jnp.broadcast_to(x, shape)
+def _data_of(x: Any) -> Any:
+    return x.data if isinstance(x, ArrayShard) else x
+
+
+def _are_sharded(branch: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[bool]:
+    """Returns for each result of a branch whether it is in shards."""
+    found: list[bool] = []
+
+    def run(*arrays: Any) -> list[Any]:
+        out = branch(*arrays)
+        found[:] = [isinstance(x, ArrayShard) for x in out]
+        return list(map(_data_of, out))
+
+    jax.eval_shape(run, *arrays)
+    return found

@@ -1,4 +1,4 @@
-"""Reductions of pieces: the bits of the reduction of the whole, whatever is in it."""
+"""Reductions of shards: the bits of the reduction of the whole, whatever is in it."""
 
 import functools
 import math
@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from jdp.collectives import xla
 from jdp.optimizers import partials, shard_layout, sharded_program
-from jdp.optimizers.shard_layout import Piece
+from jdp.optimizers.shard_layout import ArrayShard
 from tests import harness
 
-N, SIZE = 4, 10  # pieces of 3, the last of 1.
+N, SIZE = 4, 10  # shards of 3, the last of 1.
 NAN, INF = np.nan, np.inf
 
 
@@ -52,7 +52,7 @@ REDUCTIONS = {
 
 
 def _special_values():
-    """By name: ordinary numbers, with one or two special ones in any piece."""
+    """By name: ordinary numbers, with one or two special ones in any shard."""
     rng = np.random.default_rng(0)
     plain = rng.normal(size=SIZE).astype(np.float32)
     yield "plain", plain
@@ -78,7 +78,7 @@ CASES = dict(_special_values())
 
 
 def _run_in_pieces(fn, rows, check_vma):
-    """`fn` of whole arrays, of each of which a replica has a piece."""
+    """`fn` of whole arrays, of each of which a replica has a shard."""
     aval = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
     def on_replica(rows):
@@ -87,11 +87,11 @@ def _run_in_pieces(fn, rows, check_vma):
         def of_one(row):
             found = sharded_program.run(fn, (place.cut(row),), (aval,), place)
             leaves, treedef = jax.tree.flatten(
-                found, is_leaf=lambda x: isinstance(x, Piece)
+                found, is_leaf=lambda x: isinstance(x, ArrayShard)
             )
             whole = [
                 shard_layout.gather([x], place, xla.PSUM)[0]
-                if isinstance(x, Piece)
+                if isinstance(x, ArrayShard)
                 else x
                 for x in leaves
             ]
@@ -293,7 +293,7 @@ def test_what_only_prints_sees_what_it_would_see_of_the_whole():
 
 
 def test_scalars_are_no_pieces_of_their_own():
-    """One replica alone has the piece of a scalar, but all need its value."""
+    """One replica alone has the shard of a scalar, but all need its value."""
 
     def fn(x, scalar):
         return x * scalar, jnp.where(scalar > 1, x, -x), jnp.exp(scalar) + jnp.sum(x)
@@ -306,7 +306,7 @@ def test_scalars_are_no_pieces_of_their_own():
         args = place.cut(x), place.cut(scalar)
         found = sharded_program.run(fn, args, avals, place)
         gather = functools.partial(shard_layout.gather, layout=place, halves=xla.PSUM)
-        return [gather([y])[0] if isinstance(y, Piece) else y for y in found]
+        return [gather([y])[0] if isinstance(y, ArrayShard) else y for y in found]
 
     x, scalar = jnp.arange(10.0), jnp.float32(3)
     mapped = jax.shard_map(

@@ -1,0 +1,178 @@
+"""Zero state: the arrays of an optimizer state, in shards or whole, and their names."""
+
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdp.collectives import base
+from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
+from jdp.replicas import per_replica
+from jdp.replicas.per_replica import PerReplica
+from jdp.trees import tree_paths
+from jdp.types import PyTree
+
+
+class ZeroState(NamedTuple):
+    """State of `zero1`: this replica's shards of the state of the inner optimizer."""
+
+    shared: list[jax.Array]  # arrays of the inner state that every replica has whole.
+    # Arrays with the shape of a parameter, of which each replica has a shard: shape
+    # (ceil(size / n),) on n replicas.
+    own: PerReplica
+    hook: Any  # state of the hook; None without one.
+    # Path in the inner state and shape of the whole array: `[0].mu['w'] [5, 16]`.
+    shared_names: tuple[str, ...]
+    own_names: tuple[str, ...]
+
+
+# Names are static. The class is still a named tuple, which `flax.serialization` reads.
+jax.tree_util.register_dataclass(
+    ZeroState,
+    data_fields=["shared", "own", "hook"],
+    meta_fields=["shared_names", "own_names"],
+)
+
+
+class ArrayName(NamedTuple):
+    """Name of one array of the inner state."""
+
+    path: str
+    shape: tuple[int, ...]  # of the whole array.
+    is_cut: bool  # whether replicas have shards of it.
+
+    @property
+    def key(self) -> str:
+        """The name as a `ZeroState` holds it."""
+        return f"{self.path} {list(self.shape)}"
+
+
+class InnerState(NamedTuple):
+    """State of the inner optimizer, as its leaves."""
+
+    names: list[ArrayName]
+    leaves: list[Any]  # `ArrayShard`s, or arrays that every replica has whole.
+    treedef: Any
+
+
+def array_names(state: PyTree) -> list[str]:
+    """Returns the names that a `ZeroState` has for the arrays of an inner state."""
+    return [name.key for name in _names_of(state, ())]
+
+
+def own_shapes(state: ZeroState) -> list[tuple[int, ...]]:
+    """Returns the shapes of the whole arrays of which a state has shards."""
+    return [tuple(json.loads(name[name.rindex("[") :])) for name in state.own_names]
+
+
+def cut_state(
+    state: PyTree, params: PyTree, hook_state: PyTree, layout: ShardLayout
+) -> ZeroState:
+    """Returns this replica's part of a new inner state."""
+    names = _names_of(state, params)
+    leaves = []
+    for name, x in zip(names, jax.tree.leaves(state), strict=True):
+        x = jnp.asarray(x)
+        if name.is_cut:
+            data = layout.cut(x).data[0]
+            leaves.append(base.cast_varying(data, layout.axis_name))
+        else:
+            leaves.append(jnp.array(x))
+    return pack(names, leaves, hook_state)
+
+
+def pack(
+    names: list[ArrayName], leaves: list[jax.Array], hook_state: PyTree
+) -> ZeroState:
+    """Returns a `ZeroState` of these leaves: whole arrays, and the data of shards."""
+    pairs = list(zip(names, leaves, strict=True))
+    return ZeroState(
+        [x for name, x in pairs if not name.is_cut],
+        PerReplica([x for name, x in pairs if name.is_cut]),
+        hook_state,
+        tuple(name.key for name in names if not name.is_cut),
+        tuple(name.key for name in names if name.is_cut),
+    )
+
+
+def unpack(
+    state: ZeroState,
+    inner: optax.GradientTransformation,
+    params: PyTree,
+    layout: ShardLayout,
+) -> InnerState:
+    """Returns the leaves of a `ZeroState` in the order of the inner state.
+
+    Raises:
+      ValueError: the state belongs to other parameters; the array is named.
+    """
+    names, treedef = _names_of_init(inner, params)
+    own = dict(zip(state.own_names, state.own.value, strict=True))
+    shared = dict(zip(state.shared_names, state.shared, strict=True))
+    _check_names([name.key for name in names], own, shared)
+    leaves = []
+    for name in names:
+        if not name.is_cut:
+            leaves.append(jnp.asarray(shared[name.key]))
+            continue
+        data = own[name.key]
+        width = layout.width(name.shape)
+        if data.shape != (width,):
+            advice = per_replica.explain_rows(data.shape, (width,))
+            raise ValueError(
+                f"The state of `zero1` does not fit: `{name.key}` is in shards of "
+                f"{list(data.shape)}, but of {[width]} on {layout.num_replicas} "
+                "replicas."
+                + (advice or " Bring a state to other replicas with `jdp.reshard`.")
+            )
+        leaves.append(ArrayShard(data[None], name.shape))
+    return InnerState(names, leaves, treedef)
+
+
+def _check_names(
+    expected: list[str], own: dict[str, Any], shared: dict[str, Any]
+) -> None:
+    if {*own, *shared} == {*expected}:
+        return
+    missing = [key for key in expected if key not in own and key not in shared]
+    extra = [key for key in (*shared, *own) if key not in expected]
+    lines = [f"\n  missing: `{key}`" for key in missing[:3]]
+    lines += [f"\n  too much: `{key}`" for key in extra[:3]]
+    raise ValueError(
+        "The state of `zero1` was not made for these parameters, by path and "
+        f"shape of the whole arrays:{''.join(lines)}\n"
+        "Call `init` again when parameters are added, removed or reshaped."
+    )
+
+
+def _names_of(state: PyTree, params: PyTree) -> list[ArrayName]:
+    """Returns the names of the arrays of an inner state; some of them are cut."""
+    of_params = {jnp.shape(x) for x in jax.tree.leaves(params)} - {()}
+    # `flax.nnx.Optimizer` calls `init` with variables and `update` with their values.
+    paths = [path.removesuffix(".value") for path in tree_paths.leaf_paths(state)]
+    return [
+        ArrayName(path, jnp.shape(x), jnp.shape(x) in of_params and not _is_key(x))
+        for path, x in zip(paths, jax.tree.leaves(state), strict=True)
+    ]
+
+
+def _names_of_init(
+    inner: optax.GradientTransformation, params: PyTree
+) -> tuple[list[ArrayName], Any]:
+    """Returns the names of the arrays of a new inner state, and its treedef."""
+    made: list[Any] = []
+
+    def init(params: PyTree) -> list[Any]:
+        state = inner.init(params)
+        made[:] = _names_of(state, params), jax.tree.structure(state)
+        return jax.tree.leaves(state)
+
+    jax.eval_shape(init, params)
+    names, treedef = made
+    return names, treedef
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
