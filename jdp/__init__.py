@@ -14,7 +14,8 @@ from jdp.join.context import Join
 from jdp.join.uneven_batches import join_batches
 from jdp.optimizers.diloco import diloco
 from jdp.optimizers.distributed_optimizer import distributed_optimizer
-from jdp.optimizers.local_sgd import LocalTraining, local_sgd
+from jdp.optimizers.local_sgd import local_sgd
+from jdp.optimizers.local_training import LocalTraining
 from jdp.optimizers.reshard import checkpoint_template, consolidate, reshard, spread
 from jdp.optimizers.skip_unused import skip_unused
 from jdp.optimizers.zero1 import zero1

@@ -8,7 +8,7 @@ import optax
 import jdp
 from jdp.bench import jax_step
 from jdp.bench.channel import StepConfig
-from jdp.optimizers.local_sgd import LocalTraining
+from jdp.optimizers.local_training import LocalTraining
 
 
 def make_local_step(world: jdp.World, config: StepConfig, local: LocalTraining) -> Any:

@@ -1,5 +1,6 @@
 """Outer steps: one for how far replicas went apart in many inner ones (DiLoCo)."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +13,8 @@ import optax
 from jax import lax
 
 from jdp.gradients import reduce
-from jdp.optimizers import local_sgd, update_arguments
-from jdp.optimizers.local_sgd import LocalTraining
+from jdp.optimizers import local_training, update_arguments
+from jdp.optimizers.local_training import LocalTraining
 from jdp.replicas import initial_state, mesh
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
@@ -34,7 +35,7 @@ class DiLoCoState(NamedTuple):
     step: jax.Array  # int32 (): updates so far.
 
 
-class _Options(NamedTuple):
+class _DiLoCoOptions(NamedTuple):
     outer_tx: optax.GradientTransformation
     spacing: int  # steps between fragments.
     num_fragments: int
@@ -100,43 +101,7 @@ def diloco(
       TypeError: `tx` or `outer` is no optimizer, or a number is none or no integer.
     """
     update_arguments.check_optimizer(tx, "diloco")
-    if outer is None:
-        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    update_arguments.check_optimizer(outer, "diloco", argument="outer")
-    period = local_sgd.as_integer("period", period)
-    num_fragments = local_sgd.as_integer("num_fragments", num_fragments)
-    delay = local_sgd.as_integer("delay", delay)
-    if not isinstance(mixing, int | float | np.number | None):
-        raise TypeError(f"`mixing` must be a number or None, got {mixing!r}.")
-    _check(period, num_fragments, delay, mixing)
-    options = _Options(
-        outer,
-        period // num_fragments,
-        num_fragments,
-        delay,
-        (0.5 if delay else 0.0) if mixing is None else mixing,
-        mesh.as_axis_names(axis_name),
-    )
-
-    def init(params: PyTree) -> Any:
-        def init_here(params: PyTree) -> DiLoCoState:
-            params = jax.tree.map(jnp.asarray, params)
-            leaves = jax.tree.leaves(params)
-            fragments = cut_fragments(leaves, num_fragments)
-            own, inner = local_sgd.begin_apart(tx, params, axis_name)
-            return DiLoCoState(
-                own,
-                inner,
-                PerReplica(local_sgd.no_samples(num_fragments, axis_name)),
-                params,
-                [options.outer_tx.init(_stepped(f, leaves)) for f in fragments],
-                _nothing(leaves, fragments) if delay > 1 else {},
-                jnp.zeros((), jnp.int32),
-            )
-
-        return initial_state.init_on_replicas(
-            init_here, params, axis_name=axis_name, world=world
-        )
+    options = _make_options(period, outer, num_fragments, delay, mixing, axis_name)
 
     def update(
         grads: PyTree,
@@ -146,12 +111,14 @@ def diloco(
         weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> DiLoCoState:
-        amount = local_sgd.find_amount(weight, axis_name)
-        fragments = cut_fragments(jax.tree.leaves(state.outer_params), num_fragments)
+        amount = local_training.find_amount(weight, axis_name)
+        fragments = cut_fragments(
+            jax.tree.leaves(state.outer_params), options.num_fragments
+        )
         averages: dict[str, jax.Array] = {}
-        if delay:
+        if options.delay:
             state, averages = _send(state, fragments, options)
-        params, inner = local_sgd.step_apart(
+        params, inner = local_training.step_apart(
             tx, grads, state.params, state.inner, amount, extra_args
         )
         state = state._replace(
@@ -160,11 +127,67 @@ def diloco(
             seen=PerReplica(state.seen.value + amount),
             step=state.step + 1,
         )
-        if not delay:
+        if not options.delay:
             state, averages = _send(state, fragments, options)
         return _apply(state, averages, fragments, options)
 
+    init = functools.partial(_init, tx, options, axis_name, world)
     return LocalTraining(init, update)
+
+
+def _make_options(
+    period: int,
+    outer: optax.GradientTransformation | None,
+    num_fragments: int,
+    delay: int,
+    mixing: float | None,
+    axis_name: AxisName,
+) -> _DiLoCoOptions:
+    """Validates the public arguments and resolves them into `_DiLoCoOptions`."""
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    update_arguments.check_optimizer(outer, "diloco", argument="outer")
+    period = local_training.as_integer("period", period)
+    num_fragments = local_training.as_integer("num_fragments", num_fragments)
+    delay = local_training.as_integer("delay", delay)
+    if not isinstance(mixing, int | float | np.number | None):
+        raise TypeError(f"`mixing` must be a number or None, got {mixing!r}.")
+    _check(period, num_fragments, delay, mixing)
+    return _DiLoCoOptions(
+        outer,
+        period // num_fragments,
+        num_fragments,
+        delay,
+        (0.5 if delay else 0.0) if mixing is None else mixing,
+        mesh.as_axis_names(axis_name),
+    )
+
+
+def _init(
+    tx: optax.GradientTransformation,
+    options: _DiLoCoOptions,
+    axis_name: AxisName,
+    world: World | None,
+    params: PyTree,
+) -> Any:
+    def init_here(params: PyTree) -> DiLoCoState:
+        params = jax.tree.map(jnp.asarray, params)
+        leaves = jax.tree.leaves(params)
+        fragments = cut_fragments(leaves, options.num_fragments)
+        own, inner = local_training.begin_apart(tx, params, axis_name)
+        return DiLoCoState(
+            own,
+            inner,
+            PerReplica(local_training.no_samples(options.num_fragments, axis_name)),
+            params,
+            [options.outer_tx.init(_stepped(f, leaves)) for f in fragments],
+            _nothing(leaves, fragments) if options.delay > 1 else {},
+            jnp.zeros((), jnp.int32),
+        )
+
+    return initial_state.init_on_replicas(
+        init_here, params, axis_name=axis_name, world=world
+    )
 
 
 def cut_fragments(leaves: Sequence[Any], num_fragments: int) -> list[list[int]]:
@@ -194,7 +217,7 @@ def cut_fragments(leaves: Sequence[Any], num_fragments: int) -> list[list[int]]:
 
 
 def _send(
-    state: DiLoCoState, fragments: list[list[int]], options: _Options
+    state: DiLoCoState, fragments: list[list[int]], options: _DiLoCoOptions
 ) -> tuple[DiLoCoState, dict[str, jax.Array]]:
     """Averages how far replicas went in the fragment that is due, if one is.
 
@@ -208,10 +231,10 @@ def _send(
 
     def send(k: int) -> Callable[[], dict[str, jax.Array]]:
         def displacement() -> dict[str, jax.Array]:
-            exact = [i for i in fragments[k] if local_sgd.is_exact(outer[i])]
+            exact = [i for i in fragments[k] if local_training.is_exact(outer[i])]
             moved = {i: outer[i] - leaves[i] for i in fragments[k] if i not in exact}
             moved |= {i: leaves[i] for i in exact}
-            mean = local_sgd.mean_by_amount(moved, options.names, seen[k])
+            mean = local_training.mean_by_amount(moved, options.names, seen[k])
             if exact:  # Of what none has seen anything of, zero is no mean.
                 anyone = lax.psum(seen[k], options.names) > 0
                 mean |= {i: jnp.where(anyone, mean[i], outer[i]) for i in exact}
@@ -231,7 +254,7 @@ def _apply(
     state: DiLoCoState,
     averages: dict[str, jax.Array],
     fragments: list[list[int]],
-    options: _Options,
+    options: _DiLoCoOptions,
 ) -> DiLoCoState:
     """Takes the outer step of the fragment that was sent `delay` steps ago."""
     treedef = jax.tree.structure(state.outer_params)
@@ -249,7 +272,7 @@ def _apply(
             after: Any = iter(optax.apply_updates(before, updates))  # pyright: ignore
             for i, x in zip(fragments[k], sent, strict=True):
                 own = x
-                if not local_sgd.is_exact(x):
+                if not local_training.is_exact(x):
                     own = x = next(after)
                     if options.mixing:  # What is equal stays so, bit for bit.
                         own = (x + options.mixing * (params[i] - x)).astype(x.dtype)
@@ -277,10 +300,10 @@ def _apply(
 
 def _stepped(fragment: Iterable[int], leaves: Sequence[Any]) -> list[Any]:
     """The leaves of a fragment on which the outer optimizer steps."""
-    return [leaves[i] for i in fragment if not local_sgd.is_exact(leaves[i])]
+    return [leaves[i] for i in fragment if not local_training.is_exact(leaves[i])]
 
 
-def _due(step: jax.Array, options: _Options) -> jax.Array:
+def _due(step: jax.Array, options: _DiLoCoOptions) -> jax.Array:
     """The number of the fragment, from 1, that is due after a step; 0: none is."""
     turn = step // options.spacing
     is_due = (step > 0) & (step % options.spacing == 0)

@@ -96,13 +96,11 @@ def distributed_optimizer(
         else:
             has_data = weighted_mean.has_data(synced.total)
             out, new = selection.choose_step(has_data, step, old.inner)
-        if old.hook is None:
-            return out, new
-        return out, HookedState(new, synced.hook_state)
+        kept = new if old.hook is None else HookedState(new, synced.hook_state)
+        return out, kept
 
-    return optax.GradientTransformationExtraArgs(
-        functools.partial(_init, inner, options, world), update
-    )
+    init = functools.partial(_init, inner, options, world)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class HookedState(NamedTuple):

@@ -120,27 +120,32 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
         path, value = take(x)
         if value.ndim == 0 or value.shape[1:] != x.shape[1:]:
             raise _misfit(path, value.shape, x.shape)
-        if value.shape[0] == x.shape[0]:
-            return _place(value, x)
-        if _has_equal_rows(value):
-            shape = (x.shape[0], *value.shape[1:])
-            rows = jnp if _is_key(value) else np
-            return _place(rows.broadcast_to(value[0], shape), x)
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
-            raise TypeError(
-                f"`{path}`, {value.dtype}, differs between the {value.shape[0]} "
-                f"replicas that saved it; it cannot be averaged for {x.shape[0]} "
-                "others. Make this part anew, and put it in the place of what was "
-                "saved, with a row for each replica that is here."
-            )
-        wide = np.promote_types(value.dtype, np.float32)
-        mean = value.astype(wide).mean(0).astype(value.dtype)
-        return _place(np.broadcast_to(mean, x.shape), x)
+        return _place(_with_rows(path, value, x.shape[0]), x)
 
     new = _map(like, shared, piece, row)
     # Shapes of another model may come to the same pieces.
     tree_paths.check_same_structure(saved, "What was saved", like, "`like`")
     return new
+
+
+def _with_rows(path: str, value: Any, num_replicas: int) -> Any:
+    """Returns saved rows of replicas as the rows of another number of replicas."""
+    shape = (num_replicas, *value.shape[1:])
+    if value.shape == shape:
+        return value
+    if _has_equal_rows(value):
+        rows = jnp if _is_key(value) else np
+        return rows.broadcast_to(value[0], shape)
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        raise TypeError(
+            f"`{path}`, {value.dtype}, differs between the {value.shape[0]} replicas "
+            f"that saved it; it cannot be averaged for {num_replicas} others. Make "
+            "this part anew, and put it in the place of the saved values, with one row "
+            "per replica that is here."
+        )
+    wide = np.promote_types(value.dtype, np.float32)
+    mean = value.astype(wide).mean(0).astype(value.dtype)
+    return np.broadcast_to(mean, shape)
 
 
 def consolidate(state: PyTree, *, like: PyTree) -> PyTree:

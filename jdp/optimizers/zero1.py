@@ -131,9 +131,8 @@ def zero1(
             zero_state.pack(old.names, step.state, scattered.hook_state),
         )
 
-    return optax.GradientTransformationExtraArgs(
-        functools.partial(_init, inner, options, world), update
-    )
+    init = functools.partial(_init, inner, options, world)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _init(
@@ -228,13 +227,14 @@ def _choose_step(
     has_data: jax.Array, step: _ShardedStep, old: InnerState
 ) -> _ShardedStep:
     """Returns updates of -0.0 and the old state where no replica has data."""
-    updates = [
-        x
-        and ArrayShard(
-            jnp.where(has_data, x.data, jnp.asarray(-0.0, x.data.dtype)), x.shape
-        )
-        for x in step.updates
-    ]
+
+    def choose(x: ArrayShard | None) -> ArrayShard | None:
+        if x is None:
+            return None
+        zero = jnp.asarray(-0.0, x.data.dtype)
+        return ArrayShard(jnp.where(has_data, x.data, zero), x.shape)
+
+    updates = list(map(choose, step.updates))
     before = [x.data[0] if _is_shard(x) else x for x in old.leaves]
     pairs = zip(step.state, before, strict=True)
     state = [jnp.where(has_data, new, old) for new, old in pairs]

@@ -1,0 +1,183 @@
+"""Local training: replicas that step apart, each on parameters of its own.
+
+The parameters are a `jdp.PerReplica` in the train state, and stepping and averaging
+are one function. So local training is a pair of `init(params) -> state` and
+`update(grads, state) -> state`; the next gradient is taken at `state.params.value`.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jdp.gradients import averaging, reduce, step_trace, weighted_mean
+from jdp.gradients.weighted_mean import Weighting
+from jdp.optimizers import partials
+from jdp.optimizers.partials import Op, Partial
+from jdp.replicas.per_replica import PerReplica
+from jdp.types import AxisName, PyTree
+
+
+class LocalUpdate(Protocol):
+    """Takes the step of one replica, and averages when it is time."""
+
+    def __call__(
+        self,
+        grads: PyTree,
+        state: Any,
+        /,
+        *,
+        weight: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> Any:
+        """Returns the next state.
+
+        Args:
+          grads: this replica's own gradients (`jdp.local_gradients`).
+          state: what `init` made, or the last call returned.
+          weight: how many samples the gradients are of; None: as many as those of the
+            other replicas. A replica without any does not step, and what a replica has
+            seen since the last average is what it counts by in the next.
+          **extra_args: of `update` of the replica's optimizer, such as `value=` for
+            `optax.contrib.reduce_on_plateau`, or `used=` for `jdp.skip_unused`: this
+            replica's own.
+        """
+        ...
+
+
+class LocalTraining(NamedTuple):
+    """How replicas train apart; a pair of pure functions."""
+
+    init: Callable[[PyTree], Any]  # (params) -> state; also outside of a step.
+    update: LocalUpdate
+
+
+def begin_apart(
+    tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName
+) -> tuple[PerReplica, PerReplica]:
+    """Initial state of a replica's own."""
+    own = reduce.cast_varying(jax.tree.map(jnp.asarray, params), axis_name)
+    inner = reduce.cast_varying(jax.tree.map(jnp.asarray, tx.init(own)), axis_name)
+    return PerReplica(own), PerReplica(inner)
+
+
+def no_samples(count: int, axis_name: AxisName) -> jax.Array:
+    """Counters of what a replica has seen: float32 (count,)."""
+    return reduce.cast_varying(jnp.zeros(count, jnp.float32), axis_name)
+
+
+def find_amount(weight: jax.typing.ArrayLike | None, axis_name: AxisName) -> jax.Array:
+    """Amount that this replica has seen in this step: float32 (), 1 by default."""
+    trace = step_trace.current()
+    weighting = trace.resolve(weight, "weight")
+    trace.note(weighting)
+    amount = jnp.ones((), jnp.float32) if weighting is None else weighting.amount
+    return reduce.cast_varying(amount.astype(jnp.float32), axis_name)
+
+
+def step_apart(
+    tx: optax.GradientTransformation,
+    grads: PyTree,
+    params: PerReplica,
+    inner: PerReplica,
+    amount: jax.Array,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PerReplica]:
+    """Takes the step of this replica; none without data, whatever the gradients."""
+    tx = optax.with_extra_args_support(tx)
+    updates, new_inner = tx.update(grads, inner.value, params.value, **extra_args)
+    new_params = _apply_updates(params.value, updates)
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        new = lax.convert_element_type(new, old.dtype)  # Adam makes floats of integers.
+        has_data = jnp.broadcast_to(weighted_mean.has_data(amount), jnp.shape(old))
+        return lax.select(has_data, new, old)
+
+    return (
+        jax.tree.map(choose, new_params, params.value),
+        PerReplica(jax.tree.map(choose, new_inner, inner.value)),
+    )
+
+
+def is_exact(x: Any) -> bool:
+    """Whether an array is of integers or booleans, of which a mean is none."""
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """`optax.apply_updates`, but of integers those without an update stay as they are.
+
+    It adds floats to them, which have not all of their digits.
+    """
+
+    def keep(new: Any, old: Any, update: Any) -> Any:
+        return jnp.where(update == 0, old, new) if is_exact(old) else new
+
+    return jax.tree.map(keep, optax.apply_updates(params, updates), params, updates)
+
+
+def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
+    """Averages over replicas, one collective per dtype; zeros where no replica counts.
+
+    Integers and booleans get the mean, rounded, between the least and the greatest: so
+    they stay what they are where they are equal. Nothing is known of them where no
+    replica counts.
+
+    Args:
+      tree: of this replica.
+      names: the axes to average over.
+      amount: how much this replica counts, float32 ().
+    """
+    weighting = Weighting(amount, "weight")
+    real = jax.dtypes.canonicalize_dtype(float)
+    wide = jax.tree.map(lambda x: x.astype(real) if is_exact(x) else x, tree)
+    means = averaging.average_weighted(wide, names, lambda: weighting)
+    exact = [x for x in jax.tree.leaves(tree) if is_exact(x)]
+    limits = iter(_find_limits(exact, names, amount))
+
+    def in_dtype(mean: jax.Array, like: jax.Array) -> jax.Array:
+        if is_exact(like):
+            return _round_between(mean, *next(limits))
+        return mean.astype(like.dtype)
+
+    return jax.tree.map(in_dtype, means, tree)
+
+
+def _find_limits(
+    arrays: Sequence[jax.Array], names: tuple[str, ...], amount: jax.Array
+) -> list[tuple[jax.Array, jax.Array]]:
+    """By array the least and the greatest of the replicas that count."""
+    if not arrays:
+        return []
+
+    def part(x: jax.Array, op: Op) -> Partial:
+        neutral = jnp.asarray(partials.neutral(x.dtype, op), x.dtype)
+        return Partial(jnp.where(weighted_mean.has_data(amount), x, neutral), op)
+
+    ops: tuple[Op, ...] = ("min", "max")
+    found = partials.combine([part(x, op) for op in ops for x in arrays], names)
+    return list(zip(found[: len(arrays)], found[len(arrays) :], strict=True))
+
+
+def _round_between(mean: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    mean = jnp.round(mean)
+    rounded = jnp.where(mean <= low.astype(mean.dtype), low, mean.astype(low.dtype))
+    return jnp.where(mean >= high.astype(mean.dtype), high, rounded)
+
+
+def as_integer(name: str, value: Any) -> int:
+    """Returns an integer of Python or numpy.
+
+    Raises:
+      TypeError: it is another number, or none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be an integer, a number of steps, got {value!r}."
+        ) from None
