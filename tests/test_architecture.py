@@ -47,25 +47,20 @@ LONG_MODULES = {
     "eager/coordinator/coordinator.py",
     "eager/engine.py",
     "eager/submission.py",
-    "gradients/differentiation.py",
-    "gradients/reduce.py",
+    "join/context.py",
     "launch/guard.py",
     "launch/supervisor.py",
-    "optimizers/sharded_program.py",
-    "optimizers/zero1.py",
+    "parameter_server/leader.py",
+    "parameter_server/service.py",
+    "parameter_server/worker.py",
     "runtime/lifeline/star.py",
     "runtime/roll_call_sockets.py",
 }
 LONG_FUNCTIONS = {
     "eager/engine.py:__init__",
-    "gradients/accumulate.py:accumulate_gradients",
-    "gradients/accumulate.py:wrapped",
-    "optimizers/diloco.py:diloco",
-    "optimizers/local_sgd.py:local_sgd",
-    "optimizers/reshard.py:reshard",
-    "optimizers/sharded_program.py:_cond",
-    "optimizers/zero1.py:zero1",
-    "optimizers/zero1.py:update",
+    "flax_linen.py:_normalize",
+    "parameter_server/server.py:__init__",
+    "parameter_server/worker.py:__init__",
 }
 
 

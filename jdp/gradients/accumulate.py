@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,20 @@ from jax import lax
 from jdp import compat, types
 from jdp.gradients import (
     differentiation,
-    loss_weighting,
+    loss_call,
+    micro_weights,
     noise,
     reduce,
     step_trace,
     used_flags,
     weighted_mean,
 )
-from jdp.gradients.differentiation import Local
-from jdp.gradients.loss_weighting import Seed
+from jdp.gradients.differentiation import LocalGradients
+from jdp.gradients.loss_call import LossCall
 from jdp.gradients.micro_metrics import MicroMetrics
+from jdp.gradients.micro_weights import SampleWeights
 from jdp.gradients.reduce import Packing
+from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
 from jdp.replicas import mesh
@@ -101,112 +104,150 @@ def accumulate_gradients(
         is no integer, or `dtype` is not a floating dtype; from a call: a metric has no
         mean, such as a PRNG key.
     """
-    differentiation.check_loss(loss_fn)
-    types.check_flags(
-        has_aux=has_aux,
-        find_unused=find_unused,
-        allow_int=allow_int,
-        find_norms=find_norms,
-    )
+    loss_call.check_loss(loss_fn)
+    flags = {"has_aux": has_aux, "find_unused": find_unused, "allow_int": allow_int}
+    types.check_flags(find_norms=find_norms, **flags)
     num_micro_batches = types.as_count(num_micro_batches, "num_micro_batches", least=1)
     if dtype is not None:
         dtype = types.as_floating(dtype, "dtype")
     options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
-        mesh.axis_size(axis_name)  # It raises, if the axis is not bound.
+        mesh.axis_size(axis_name)  # It raises if the axis is not bound.
         trace = step_trace.current()
-        of_params, params, batches = differentiation.pick(loss_fn, argnums, args)
-        num_samples = _num_samples(batches, num_micro_batches)
-        of_samples = _check_weight(weight, num_samples)
-        own_total = None if of_samples is None else of_samples.sum()
-        weighting = trace.resolve(own_total, divide_by)
-        of_all = of_samples is not None and divide_by == "weight"
-        # What the program tells, without arrays, and what makes a tree of usage flags.
-        traced: list[tuple[Local, Callable[..., PyTree]]] = []
-        # Leaves are stacked: a class of the user's may check their dimensions.
-        cuts, of_cuts = jax.tree.flatten((batches, of_samples))
-
-        def run_on(size: int) -> Any:
-            batch, _ = jax.tree.unflatten(of_cuts, [_repeat(x, size) for x in cuts])
-            own = reduce.cast_varying(params, axis_name)
-            return of_params(own, *batch, **kwargs)
-
-        groups = _groups(cuts, num_samples, num_micro_batches)
-        sizes = [cut[0].shape[1] for _, cut in groups]
-        is_weighed = of_samples is not None
-        metrics = MicroMetrics(run_on, sizes, num_micro_batches, is_weighed=is_weighed)
-
-        def micro_step(share: float, sums: PyTree, cut: list[jax.Array]) -> Any:
-            batch, of_samples = jax.tree.unflatten(of_cuts, cut)
-            objective = None
-            if of_samples is not None:
-                amount = of_samples.sum()
-                if not of_all:
-                    amount = amount / _divisor(own_total)
-                objective = trace.resolve(amount, "weight")
-            local = differentiation.differentiate(
-                differentiation.Arguments(of_params, params, batch),
-                kwargs,
-                axis_name,
-                trace,
-                has_aux=has_aux,
-                find_unused=find_unused,
-                allow_int=allow_int,
-                weighting=objective,
-            )
-            differentiation.check_is_local(local, "accumulate_gradients")
-            decided, fill_used = used_flags.outline(local.used)
-            traced.append((_without_arrays(local), fill_used))
-            weigh = functools.partial(_weigh, share, of_samples, own_total)
-            weigh_grads = weigh
-            if local.seed is not None:
-                assert objective is not None
-                weigh_grads = functools.partial(
-                    _weigh_seeded,
-                    weighted_mean.has_data(objective.amount),
-                    _share_of_all(local.seed, weighting if of_all else None, axis_name),
-                )
-            add = functools.partial(_add, weigh_grads)
-            sums = jax.tree.map(add, sums, local.grads)
-            found = metrics.leaves((local.loss, local.aux), cut[0].shape[0], weigh)
-            if of_samples is not None:
-                decided = [
-                    x & weighted_mean.has_data(of_samples.sum()) for x in decided
-                ]
-            return sums, (found, decided)
-
-        sums = _zeros(params, dtype, axis_name)
-        parts = []
-        for share, micro_batches in groups:
-            step = functools.partial(micro_step, share)
-            sums, part = _loop(step, sums, micro_batches)
-            parts.append(part)
-        loss, aux = metrics.join([found for found, _ in parts])
-        decided = [
-            jnp.any(jnp.concatenate(xs))
-            for xs in zip(*(d for _, d in parts), strict=True)
-        ]
-        told, fill_used = traced[-1]
-        facts, seed = told.facts, told.seed
-        if seed is not None and weighting is not None:
-            seed = _seed_of_all(seed, weighting, of_all, axis_name)
-        local = Local(
-            loss,
-            aux,
-            jax.tree.map(_without_integers, sums),
-            fill_used(decided),
-            dataclasses.replace(facts, timeline=facts.timeline.at_the_end()),
-            seed,
-        )
-        samples = None
+        call = loss_call.pick(loss_fn, argnums, args)
+        num_samples = _count_samples(call.rest, num_micro_batches)
+        weights = micro_weights.find_weights(weight, divide_by, num_samples, trace)
+        loss = _MicroLoss(call, kwargs, flags, axis_name, trace)
+        local = _accumulate(loss, weights, num_samples, num_micro_batches, dtype)
+        weighting, samples = weights.weighting, None
         if find_norms:
-            samples = noise.count_samples(own_total, weighting)
+            samples = noise.count_samples(weights.total, weighting)
         return differentiation.sync_local(
             local, options, weighting, trace, has_aux, hook_state, samples
         )
 
     return wrapped
+
+
+class _MicroLoss(NamedTuple):
+    """The loss, as a function of a micro-batch."""
+
+    call: LossCall
+    kwargs: dict[str, Any]
+    flags: dict[str, bool]  # of `differentiate`.
+    axis_name: AxisName
+    trace: StepTrace
+
+    def run(self, batch: tuple[PyTree, ...]) -> Any:
+        """Returns what the loss returns."""
+        own = reduce.cast_varying(self.call.params, self.axis_name)
+        return self.call.loss_fn(own, *batch, **self.kwargs)
+
+    def differentiate(
+        self, batch: tuple[PyTree, ...], weighting: Weighting | None
+    ) -> LocalGradients:
+        """Returns loss and gradients of a micro-batch."""
+        local = differentiation.differentiate(
+            self.call._replace(rest=batch),
+            self.kwargs,
+            self.axis_name,
+            self.trace,
+            **self.flags,
+            weighting=weighting,
+        )
+        differentiation.check_is_local(local, "accumulate_gradients")
+        return local
+
+
+def _accumulate(
+    loss: _MicroLoss,
+    weights: SampleWeights,
+    num_samples: int,
+    num_micro_batches: int,
+    dtype: Any,
+) -> LocalGradients:
+    """Returns loss and gradients of all micro-batches of this replica."""
+    # Leaves are stacked: a class of the user's may check their dimensions.
+    batches = loss.call.rest, weights.of_samples
+    leaves, treedef = jax.tree.flatten(batches)
+
+    def run_on(size: int) -> Any:
+        batch, _ = jax.tree.unflatten(treedef, [_repeat(x, size) for x in leaves])
+        return loss.run(batch)
+
+    groups = _groups(leaves, num_samples, num_micro_batches)
+    metrics = MicroMetrics(
+        run_on,
+        [micro_batches[0].shape[1] for _, micro_batches in groups],
+        num_micro_batches,
+        is_weighed=weights.of_samples is not None,
+    )
+    micro_step = _MicroStep(loss, weights, metrics, treedef)
+    sums = _zeros(loss.call.params, dtype, loss.axis_name)
+    parts = []
+    for share, micro_batches in groups:
+        step = functools.partial(micro_step, share)
+        sums, part = _loop(step, sums, micro_batches)
+        parts.append(part)
+    mean_loss, aux = metrics.join([found for found, _ in parts])
+    decided = [
+        jnp.any(jnp.concatenate(xs)) for xs in zip(*(d for _, d in parts), strict=True)
+    ]
+    told, fill_used = micro_step.traced[-1]
+    return LocalGradients(
+        mean_loss,
+        aux,
+        jax.tree.map(_without_integers, sums),
+        fill_used(decided),
+        dataclasses.replace(told.facts, timeline=told.facts.timeline.at_the_end()),
+        weights.seed_of_sum(told.seed, loss.axis_name),
+    )
+
+
+class _MicroStep:
+    """Adds the gradients of one micro-batch to the sums; the body of the loop."""
+
+    def __init__(
+        self,
+        loss: _MicroLoss,
+        weights: SampleWeights,
+        metrics: MicroMetrics,
+        treedef: Any,
+    ):
+        self._loss = loss
+        self._weights = weights
+        self._metrics = metrics
+        self._treedef = treedef  # of the batches and the weights of samples.
+        # Facts without arrays, and a function that makes a tree of usage flags.
+        self.traced: list[tuple[LocalGradients, Callable[..., PyTree]]] = []
+
+    def __call__(self, share: float, sums: PyTree, leaves: list[jax.Array]) -> Any:
+        """Returns the next sums; the metrics, and usage flags that are decided.
+
+        Args:
+          share: share of the samples that the micro-batch has.
+          sums: sums of gradients.
+          leaves: leaves of the micro-batch.
+        """
+        batch, of_samples = jax.tree.unflatten(self._treedef, leaves)
+        objective = self._weights.find_objective(of_samples, self._loss.trace)
+        local = self._loss.differentiate(batch, objective)
+        decided, fill_used = used_flags.outline(local.used)
+        self.traced.append((_without_arrays(local), fill_used))
+        weigh = functools.partial(self._weights.weigh, share, of_samples)
+        weigh_grads = weigh
+        if local.seed is not None:
+            assert objective is not None
+            weigh_grads = self._weights.find_seeded(
+                objective, local.seed, self._loss.axis_name
+            )
+        sums = jax.tree.map(functools.partial(_add, weigh_grads), sums, local.grads)
+        size = leaves[0].shape[0]
+        found = self._metrics.leaves((local.loss, local.aux), size, weigh)
+        if of_samples is not None:
+            decided = [x & weighted_mean.has_data(of_samples.sum()) for x in decided]
+        return sums, (found, decided)
 
 
 def _add(weigh: Callable[..., jax.Array], total: jax.Array, grad: Any) -> jax.Array:
@@ -222,14 +263,14 @@ def _without_integers(total: jax.Array) -> Any:
     return np.zeros(total.shape, jax.dtypes.float0)
 
 
-def _without_arrays(local: Local) -> Local:
+def _without_arrays(local: LocalGradients) -> LocalGradients:
     """Facts that outlive the trace of the loop."""
     # Of its seed remains which of its parts there are.
     seed = jax.tree.map(lambda _: None, local.seed)
     return local._replace(loss=None, aux=None, grads=None, used=None, seed=seed)
 
 
-def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
+def _count_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
     sizes = {
         path: jnp.shape(leaf)[0] if jnp.ndim(leaf) else None
         for path, leaf in zip(
@@ -257,78 +298,6 @@ def _num_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
             f"{num_micro_batches} micro-batches."
         )
     return num_samples
-
-
-def _check_weight(
-    weight: jax.typing.ArrayLike | None, num_samples: int
-) -> jax.Array | None:
-    if weight is None:
-        return None
-    weighted_mean.check_constant(weight)
-    of_samples = jnp.asarray(weight)
-    if of_samples.shape != (num_samples,):
-        raise ValueError(
-            f"`weight` has shape {of_samples.shape}; it must hold one number for each "
-            f"of the {num_samples} samples, to be cut as the batches are."
-        )
-    return weighted_mean.nan_if_negative(of_samples)
-
-
-def _weigh(
-    share: float, of_samples: jax.Array | None, total: jax.Array | None, x: jax.Array
-) -> jax.Array:
-    """Returns `x` times the share that its micro-batch has in the replica's mean."""
-    if of_samples is None or total is None:
-        return share * x
-    amount = of_samples.sum() / _divisor(total)
-    weighed = weighted_mean.weigh(x, Weighting(amount, "weight")).astype(x.dtype)
-    return weighted_mean.zero_unless(weighted_mean.has_data(amount), weighed)
-
-
-def _weigh_seeded(
-    has_data: jax.Array, share: jax.Array | None, x: jax.Array
-) -> jax.Array:
-    """Returns gradients of a weighed loss, times what their micro-batch counts."""
-    if share is not None:
-        wide = weighted_mean.wide_dtype(x.dtype)
-        x = (x.astype(wide) * share.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
-    return weighted_mean.zero_unless(has_data, x)
-
-
-def _share_of_all(
-    seed: Seed, weighting: Weighting | None, axis_name: AxisName
-) -> jax.Array | None:
-    """Returns what a micro-batch counts whose losses were multiplied by shares of it.
-
-    That is the largest of a replica; with `weighting`, what each replica counts with
-    all its samples, that over the largest of all micro-batches together.
-    """
-    if seed.totals is None:
-        return None
-    largest = seed.totals.largest
-    if weighting is None:
-        return largest
-    of_all = weighted_mean.sum_over_replicas(weighting.amount, axis_name)
-    return weighted_mean.ratio(largest, of_all.largest, largest.dtype)
-
-
-def _seed_of_all(
-    seed: Seed, weighting: Weighting, of_all: bool, axis_name: AxisName
-) -> Seed | None:
-    """Returns how the sum of all micro-batches is weighed, as each of them was."""
-    if seed.totals is None:
-        return Seed(weighting.amount) if of_all else None
-    totals = weighted_mean.sum_over_replicas(weighting.amount, axis_name)
-    if weighting.divide_by == "world":
-        size = jnp.asarray(mesh.axis_size(axis_name), totals.amount.dtype)
-        divisor = jnp.where(jnp.isnan(totals.amount), jnp.nan, size)
-        return Seed(weighting.amount, totals, divisor)
-    return loss_weighting.seed_of(weighting.amount, totals, totals.amount.dtype)[1]
-
-
-def _divisor(total: jax.Array | None) -> jax.Array:
-    assert total is not None
-    return jnp.where(weighted_mean.has_data(total), total, jnp.ones((), total.dtype))
 
 
 def _groups(

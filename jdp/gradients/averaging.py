@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jdp import compat
-from jdp.gradients import reduce, step_trace, weighted_mean
-from jdp.gradients.reduce import ReduceOptions
+from jdp.gradients import group_sums, reduce, step_trace, weighted_mean
+from jdp.gradients.group_sums import Wiring
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import mesh
 from jdp.types import AxisName, PyTree
@@ -51,7 +51,7 @@ def average_weighted(
     tree: PyTree, axis_name: AxisName, find_weighting: Callable[[], Weighting | None]
 ) -> PyTree:
     """`average`; asks for the weighting if there is something to average."""
-    num_replicas = mesh.axis_size(axis_name)
+    mesh.axis_size(axis_name)  # It raises if the axis is not bound.
     tracked = mesh.tracked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
@@ -72,11 +72,11 @@ def average_weighted(
         [reduce.cast_varying(leaves[i], axis_name) for i in group]
         for group in groups.values()
     ]
-    options = ReduceOptions(axis_name, packing="flat")
+    wire = Wiring(axis_name, "flat", None)
     weighting = reduce.cast_amount(weighting, axis_name)
     parts = [reduce.weigh(group, weighting) for group in parts]
-    sums, total = reduce.sum_groups(parts, num_replicas, options, weighting)
+    sums, total = group_sums.sum_groups(parts, wire, weighting)
     for members, group in zip(groups.values(), sums, strict=True):
         for i, x in zip(members, group.arrays, strict=True):
-            leaves[i] = reduce.divide(x, group.is_mean, total, leaves[i].dtype)
+            leaves[i] = group_sums.divide(x, group.is_mean, total, leaves[i].dtype)
     return jax.tree.unflatten(treedef, leaves)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from jdp.backward import exchange
 from jdp.backward.loss import LossProgram, is_of_synced_batch_norm, trace_loss
 from jdp.gradients import (
     in_backward,
+    loss_call,
     loss_weighting,
     noise,
     reduce,
@@ -21,6 +21,7 @@ from jdp.gradients import (
     used_flags,
     weighted_mean,
 )
+from jdp.gradients.loss_call import LossCall
 from jdp.gradients.loss_weighting import Seed
 from jdp.gradients.reduce import Packing, ReduceOptions
 from jdp.gradients.step_facts import LossFacts
@@ -33,25 +34,15 @@ from jdp.trees.buckets import BucketPlan
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 
-class Arguments(NamedTuple):
-    """The arguments of a call, parameters first."""
-
-    loss_fn: Callable[..., Any]  # of (params, *rest, **kwargs).
-    params: PyTree  # an argument, or a tuple of arguments.
-    rest: tuple[Any, ...]
-
-
-class Local(NamedTuple):
-    """Results of the backward pass of one replica."""
+class LocalGradients(NamedTuple):
+    """Loss and gradients of one replica."""
 
     loss: jax.Array
     aux: PyTree
     grads: PyTree
     used: PyTree | None  # with `find_unused`.
     facts: LossFacts
-    seed: Seed | None = (
-        None  # the factor that weighed the loss; None: the loss was not weighed.
-    )
+    seed: Seed | None = None  # None: the loss was not weighed.
 
 
 def value_and_grad(
@@ -128,7 +119,7 @@ def value_and_grad(
       gradient. It warns, at the first trace, of parameters that can never receive a
       gradient.
     """
-    check_loss(loss_fn)
+    loss_call.check_loss(loss_fn)
     types.check_flags(
         has_aux=has_aux,
         find_unused=find_unused,
@@ -141,7 +132,7 @@ def value_and_grad(
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         local = differentiate(
-            pick(loss_fn, argnums, args),
+            loss_call.pick(loss_fn, argnums, args),
             kwargs,
             axis_name,
             trace,
@@ -159,7 +150,7 @@ def value_and_grad(
 
 
 def sync_local(
-    local: Local,
+    local: LocalGradients,
     options: ReduceOptions,
     weighting: Weighting | None,
     trace: StepTrace,
@@ -230,7 +221,7 @@ def arranged(
 
 
 def differentiate(
-    call: Arguments,
+    call: LossCall,
     kwargs: dict[str, Any],
     axis_name: AxisName,
     trace: StepTrace,
@@ -239,7 +230,7 @@ def differentiate(
     find_unused: bool,
     allow_int: bool,
     weighting: Weighting | None = None,
-) -> Local:
+) -> LocalGradients:
     """Traces the loss once, and runs it forwards and backwards.
 
     Args:
@@ -287,7 +278,7 @@ def differentiate(
         program, own, factor, axis_name, find_unused, allow_int
     )
     trace.add_loss(facts)
-    return Local(loss, aux, grads, used, facts, seed)
+    return LocalGradients(loss, aux, grads, used, facts, seed)
 
 
 def _run(
@@ -337,7 +328,7 @@ def facts_of(program: LossProgram, axis_name: AxisName = "data") -> LossFacts:
     )
 
 
-def check_is_local(local: Local, name: str) -> None:
+def check_is_local(local: LocalGradients, name: str) -> None:
     """Raises ValueError if the backward pass reduced gradients already."""
     facts = local.facts
     if facts.synced_in_backward:
@@ -361,67 +352,3 @@ def _with_zeros(tree: PyTree, indices: Sequence[int]) -> PyTree:
     for i in indices:
         leaves[i] = jnp.zeros(leaves[i].shape, leaves[i].dtype)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def pick(
-    loss_fn: Callable[..., Any], argnums: int | Sequence[int], args: tuple[Any, ...]
-) -> Arguments:
-    """Takes the parameters out of the positional arguments of a call.
-
-    Args:
-      loss_fn: the loss, of `args`.
-      argnums: as `jax.value_and_grad` takes it: the place of the parameters, or
-        places; negative ones count from the end.
-      args: the arguments.
-
-    Raises:
-      TypeError: `argnums` is neither an integer nor integers.
-      ValueError: there is no such argument, or one is named twice.
-    """
-    places = _places(argnums, len(args))
-    if argnums == 0:
-        return Arguments(loss_fn, args[0], args[1:])
-    is_one = not isinstance(argnums, Sequence)
-    chosen = tuple(args[place] for place in places)
-    rest = tuple(x for place, x in enumerate(args) if place not in places)
-
-    @functools.wraps(loss_fn)
-    def of_params(params: PyTree, *rest: Any, **kwargs: Any) -> Any:
-        left = iter(rest)
-        given = dict(zip(places, (params,) if is_one else params, strict=True))
-        ordered = [given[i] if i in given else next(left) for i in range(len(args))]
-        return loss_fn(*ordered, **kwargs)
-
-    return Arguments(of_params, chosen[0] if is_one else chosen, rest)
-
-
-def check_loss(loss_fn: Any) -> None:
-    """Raises TypeError for a loss that is no function."""
-    if not callable(loss_fn):
-        raise TypeError(
-            "`loss_fn` must be a function `(params, *args) -> loss`, got "
-            f"{type(loss_fn).__name__}. Pass the function, not what it returns; its "
-            "arguments go to the function that comes back."
-        )
-
-
-def _places(argnums: int | Sequence[int], count: int) -> list[int]:
-    try:
-        given = argnums if isinstance(argnums, Sequence) else [argnums]
-        found = [operator.index(number) for number in given]
-    except TypeError:
-        raise TypeError(
-            f"`argnums` must be an integer or a tuple of integers, got {argnums!r}."
-        ) from None
-    for number in found:
-        if not -count <= number < count:
-            raise ValueError(
-                f"`argnums={argnums!r}` names the positional argument {number}, but "
-                f"the call has {count}. Pass parameters by position."
-            )
-    places = [number % count for number in found]
-    if len(set(places)) < len(places) or not places:
-        raise ValueError(
-            f"`argnums={argnums!r}` must name at least one argument, and each once."
-        )
-    return places

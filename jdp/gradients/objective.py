@@ -17,6 +17,7 @@ from jdp.compat.cotangents import Transpose, scale, with_transpose
 from jdp.gradients import (
     averaging,
     differentiation,
+    loss_call,
     reduce,
     step_trace,
     weighted_mean,
@@ -87,13 +88,13 @@ def mean_loss(
       the loss, the same on all replicas. It raises what `value_and_grad` raises, and
       ValueError where a parameter may differ between the replicas.
     """
-    differentiation.check_loss(loss_fn)
+    loss_call.check_loss(loss_fn)
     options = reduce.make_options(axis_name, plan, packing, all_reduce)
 
     @functools.wraps(loss_fn)
     def mean(*args: Any, **kwargs: Any) -> jax.Array:
         mesh.axis_size(axis_name)
-        of_params, params, rest = differentiation.pick(loss_fn, argnums, args)
+        of_params, params, rest = loss_call.pick(loss_fn, argnums, args)
         weighting = step_trace.current().resolve(weight, divide_by)
         params = _check_same(params, axis_name)
         own = reduce.cast_varying(params, axis_name)

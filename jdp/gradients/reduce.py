@@ -1,13 +1,14 @@
 """Reduction: gradients, bucket by bucket, become their mean over the replicas."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdp import compat
 from jdp.gradients import group_sums, hook_reduction, option_checks, weighted_mean
+from jdp.gradients.group_sums import GroupSum, Wiring
 from jdp.gradients.weighted_mean import Weighting
 from jdp.hooks.base import CommHook, Wire
 from jdp.hooks.state import avals_of
@@ -145,18 +146,23 @@ def mean_of_riders(
     Returns:
       The riders and the total weight, as in `Means`.
     """
-    num_replicas = mesh.axis_size(options.axis_name)
     weighting = cast_amount(weighting, options.axis_name)
     groups: list[list[jax.Array]] = []
     own = weigh(cast_varying(list(riders), options.axis_name), weighting)
     seats = [_seat(groups, rider) for rider in own]
-    if weighting is not None and not any(_holds(x[0], weighting) for x in groups):
+    if weighting is not None and not any(
+        group_sums.holds_weights(x[0], weighting) for x in groups
+    ):
         # The total travels alone.
         alone = jnp.zeros(0, weighting.amount.dtype)
         groups.append([cast_varying(alone, options.axis_name)])
     flat = options._replace(packing="flat")
-    sums, total = sum_groups(groups, num_replicas, flat, weighting)
+    sums, total = group_sums.sum_groups(groups, _wiring(flat), weighting)
     return _divide_riders(sums, seats, riders, total), total
+
+
+def _wiring(options: ReduceOptions) -> Wiring:
+    return Wiring(options.axis_name, options.packing, options.all_reduce)
 
 
 class _Weighed(NamedTuple):
@@ -184,14 +190,16 @@ def _average(
         groups = [[weighted_mean.widen(x) for x in group] for group in groups]
     own = weigh(cast_varying(list(riders), options.axis_name), weighting)
     seats = [_seat(groups, rider) for rider in own]
-    sums, total = sum_groups(groups, num_replicas, options, weighting, divisor is None)
+    sums, total = group_sums.sum_groups(
+        groups, _wiring(options), weighting, by_total=divisor is None
+    )
     by = total if divisor is None else divisor
     if weighting is not None and weighting.divide_by == "world" and divisor is None:
         by = jnp.where(jnp.isnan(total), total, num_replicas)
     # Riders come after the gradients: within a group, and in groups of their own.
     averaged = [
         [
-            divide(x, found.is_mean, by, dtype)
+            group_sums.divide(x, found.is_mean, by, dtype)
             for x, dtype in zip(found.arrays, dtypes, strict=False)
         ]
         for found, dtypes in zip(sums, kinds, strict=False)
@@ -223,7 +231,7 @@ def _average_through_hook(
     )
     averaged = []
     for buffer, group in zip(sums, groups, strict=True):
-        mean = divide(buffer, False, num_replicas, buffer.dtype)
+        mean = group_sums.divide(buffer, False, num_replicas, buffer.dtype)
         parts = buckets.unpack(mean, [x.shape for x in group])
         averaged.append([p.astype(x.dtype) for p, x in zip(parts, group, strict=True)])
     if weighting is not None:  # Without any data, nothing changes.
@@ -239,13 +247,13 @@ def _average_through_hook(
 
 
 def _divide_riders(
-    sums: Sequence[group_sums.GroupSum],
+    sums: Sequence[GroupSum],
     seats: Sequence[tuple[int, int]],
     riders: Sequence[jax.Array],
     total: jax.Array | int,
 ) -> list[jax.Array]:
     return [
-        divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
+        group_sums.divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
         for (g, k), rider in zip(seats, riders, strict=True)
     ]
 
@@ -253,21 +261,11 @@ def _divide_riders(
 def _seat(groups: list[list[jax.Array]], rider: jax.Array) -> tuple[int, int]:
     """Appends `rider` to the first group of its dtype and its mesh axes."""
     for g, group in enumerate(groups):
-        if group[0].dtype == rider.dtype and _vary_alike(group[0], rider):
+        if group[0].dtype == rider.dtype and group_sums.vary_alike(group[0], rider):
             group.append(rider)
             return g, len(group) - 1
     groups.append([rider])
     return len(groups) - 1, 0
-
-
-def _holds(x: jax.Array, weighting: Weighting) -> bool:
-    """Whether a sum in the dtype of `x` keeps all digits of the weights."""
-    return jnp.finfo(x.dtype).bits == 64 or weighting.amount.dtype != jnp.float64
-
-
-def _vary_alike(a: jax.Array, b: jax.Array) -> bool:
-    # Packed together, both would be taken to differ where one of them may.
-    return compat.varying_axes(a) == compat.varying_axes(b)
 
 
 def _alone(
@@ -291,80 +289,6 @@ def weigh(arrays: Sequence[jax.Array], weighting: Weighting | None) -> list[jax.
     if weighting is None:
         return list(arrays)
     return [weighted_mean.weigh(x, weighting) for x in arrays]
-
-
-def sum_groups(
-    groups: list[list[jax.Array]],
-    num_replicas: int,
-    options: ReduceOptions,
-    weighting: Weighting | None,
-    by_total: bool = True,
-) -> tuple[list[group_sums.GroupSum], jax.Array | int]:
-    """Sums weighed arrays, each group in one collective; if `by_total`, to be divided.
-
-    Returns:
-      The sums, and what divides them to the mean: what all replicas count together,
-      or their number.
-    """
-    if not groups:
-        return [], num_replicas
-    wire = group_sums.Wiring(options.axis_name, options.packing, options.all_reduce)
-    if weighting is None:
-        are_means = [_is_divided_before(group[0]) for group in groups]
-        groups = [[_before(x, num_replicas) for x in group] for group in groups]
-
-        def find_scale(
-            group: list[jax.Array], _: list[group_sums.GroupSum]
-        ) -> float | None:
-            return None if _is_divided_before(group[0]) else 1.0 / num_replicas
-
-        sums = group_sums.reduce(groups, wire, None, find_scale)
-        pairs = zip(sums, are_means, strict=True)
-        sums = [x._replace(is_mean=x.is_mean or is_mean) for x, is_mean in pairs]
-        return sums, num_replicas
-    # The total rides in the first group that it fits in, or in one of its own.
-    fitting = [g for g, x in enumerate(groups) if _vary_alike(x[0], weighting.amount)]
-    fitting.sort(key=lambda g: not _holds(groups[g][0], weighting))
-    seat = fitting[0] if fitting else len(groups)
-    groups = [*groups] if fitting else [*groups, []]
-    dtype = groups[seat][0].dtype if fitting else jnp.float32
-    encoded = weighted_mean.encode(weighting.amount, dtype, options.axis_name)
-    groups[seat] = [*groups[seat], encoded]
-
-    def find_inverse(
-        _: list[jax.Array], reduced: list[group_sums.GroupSum]
-    ) -> jax.typing.ArrayLike | None:
-        if len(reduced) <= seat or not by_total or weighting.divide_by == "world":
-            return None
-        total = weighted_mean.decode(reduced[seat].arrays[-1])
-        return weighted_mean.divide(jnp.ones(()), total, jnp.float32)
-
-    has_data = weighted_mean.has_data(weighting.amount)
-    sums = group_sums.reduce(groups, wire, has_data, find_inverse)
-    total = weighted_mean.decode(sums[seat].arrays.pop())
-    return sums if fitting else sums[:seat], total
-
-
-def _before(x: jax.Array, num_replicas: int) -> jax.Array:
-    return x / num_replicas if _is_divided_before(x) else x
-
-
-def _is_divided_before(x: jax.Array) -> bool:
-    # The sum of float16 gradients overflows where their mean does not; torch's
-    # DistributedDataParallel divides before it sums for that reason. The wider types
-    # are divided once, after the sum, with one rounding instead of many.
-    return x.dtype == jnp.float16
-
-
-def divide(
-    x: jax.Array, is_mean: bool, divisor: jax.Array | int, dtype: Any
-) -> jax.Array:
-    """Returns a mean in `dtype`, from a sum or from a mean."""
-    if is_mean:
-        return x.astype(dtype)
-    if isinstance(divisor, int):
-        return (x / divisor).astype(dtype)
-    return weighted_mean.divide(x, divisor, dtype)
 
 
 def cast_amount(weighting: Weighting | None, axis_name: AxisName) -> Weighting | None:

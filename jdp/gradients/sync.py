@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jdp import types
 from jdp.gradients import (
     differentiation,
+    loss_call,
     noise,
     reduce,
     step_trace,
@@ -60,12 +61,12 @@ def local_gradients(
     Raises:
       TypeError: `loss_fn` is no function, or an option no bool.
     """
-    differentiation.check_loss(loss_fn)
+    loss_call.check_loss(loss_fn)
     types.check_flags(has_aux=has_aux, find_unused=find_unused, allow_int=allow_int)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         local = differentiation.differentiate(
-            differentiation.pick(loss_fn, argnums, args),
+            loss_call.pick(loss_fn, argnums, args),
             kwargs,
             axis_name,
             step_trace.current(),
