@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
-from jdp.backward.derivatives import Derivative, trace_derivative
-from jdp.compat import primitives
+from jdp.backward.derivatives import Derivative, is_differentiable, trace_derivative
+from jdp.compat import origins, primitives
 
-# `jdp.sync_in_backward` is a `jit` of such a name, so that it can be found in a jaxpr.
+# `jdp.sync_in_backward` is a `jit` in a name scope that begins so.
 _SYNC_MARKER = "jdp_sync_in_backward_over_"
 
 
@@ -128,8 +128,8 @@ class FlowAnalysis:
         if name in primitives.ONE_TO_ONE and len(eqn.invars) == len(eqn.outvars):
             is_mixed = self._by_value and name == "sort"
             return None if is_mixed else _identity(eqn)
-        if is_marker(eqn):
-            self.markers.add(eqn.params["name"])
+        if (marker := marker_of(eqn)) is not None:
+            self.markers.add(marker)
             return _nothing(eqn) if self._cut_markers else _identity(eqn)
         if name in primitives.CALLS:
             return self.of_jaxpr(called_jaxpr(eqn))
@@ -303,11 +303,15 @@ def marker_name(axis_names: Sequence[str], divide_by: str | None) -> str:
     return _SYNC_MARKER + "_and_".join(axis_names) + suffix
 
 
+def marker_of(eqn: Any) -> str | None:
+    """Returns the name of a `jdp.sync_in_backward`; None for other equations."""
+    is_call = eqn.primitive.name in primitives.CALLS
+    return origins.part_of(eqn, _SYNC_MARKER) if is_call else None
+
+
 def is_marker(eqn: Any) -> bool:
     """Whether an equation is a `jdp.sync_in_backward`."""
-    if eqn.primitive.name not in primitives.CALLS:
-        return False
-    return str(eqn.params.get("name")).startswith(_SYNC_MARKER)
+    return marker_of(eqn) is not None
 
 
 def _is_real(eqn: Any) -> bool:

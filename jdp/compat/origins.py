@@ -36,9 +36,14 @@ def is_bound_by(eqn: Any, part: str) -> bool:
 
 
 def collective_of(eqn: Any) -> str | None:
-    """Returns the function of `jdp.collectives` that made an equation, or None."""
-    found = (x for x in _scopes(eqn) if x.startswith(_COLLECTIVES))
-    return next((x.removeprefix(_COLLECTIVES) for x in found), None)
+    """Returns the function of `jdp.collectives` that made an equation, if one did."""
+    found = part_of(eqn, _COLLECTIVES)
+    return None if found is None else found.removeprefix(_COLLECTIVES)
+
+
+def part_of(eqn: Any, prefix: str) -> str | None:
+    """Returns the part of jdp that bound an equation, if its name begins so."""
+    return next((x for x in _scopes(eqn) if x.startswith(prefix)), None)
 
 
 def _scopes(eqn: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Layer sync: the gradients of a layer, averaged as soon as it has been passed."""
+"""Sync in the backward pass: gradients of a layer, averaged once they are complete."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jdp import compat
 from jdp.backward import flow
 from jdp.backward.loss import LossProgram
+from jdp.compat import origins
 from jdp.gradients import reduce, step_trace
 from jdp.gradients.reduce import Packing
 from jdp.gradients.weighted_mean import DivideBy, Weighting
@@ -30,16 +31,16 @@ def sync_in_backward(
     """The identity; its backward pass averages the gradients over the replicas.
 
     For layers that are stacked and run by `lax.scan`: applied to the slice of one
-    layer inside the loop, it starts communication with the last layer, where the
-    gradients of the whole stack come out of the loop together, after it.
+    layer inside the loop, it starts communication with the last layer. Without it, the
+    gradients of the whole stack leave the loop together, at its end.
     `jdp.value_and_grad` finds it in the loss and does not reduce these parameters
     again, unless they are used elsewhere too.
 
     Args:
-      params: pytree of parameters, or of what is computed from parameters alone: this
-        layer's slice. Never of anything that depends on a batch.
-      weight: see `sync_gradients`, also of NaN and negative weights; the same as that
-        of `jdp.value_and_grad`.
+      params: pytree of parameters, such as this layer's slice, or of values computed
+        from parameters alone. No leaf may depend on a batch.
+      weight: see `sync_gradients`, also for NaN and negative weights; the same as
+        the `weight` of `jdp.value_and_grad`.
       divide_by: see `sync_gradients`, as for the other options.
       axis_name: see `sync_gradients`.
       packing: see `sync_gradients`.
@@ -52,7 +53,8 @@ def sync_in_backward(
     mesh.axis_size(axis_name)
     reduce.choose_packing(packing, options.all_reduce)
     weighting = step_trace.current().resolve(weight, divide_by)
-    # Of leaves: JAX puts text in the place of an operand's, which a class may refuse.
+    # A list of leaves: JAX describes the fields of operands by text, which a class of
+    # the user's may refuse.
     operands, treedef = jax.tree.flatten(params)
     varying = [frozenset(compat.varying_axes(x)) for x in operands]
 
@@ -70,27 +72,28 @@ def sync_in_backward(
         means = reduce.mean_over_replicas(
             tree, options._replace(plan=plan), weighting=here
         ).grads
-        # As the types of custom_vjp want it: the cotangent varies as the operand did.
+        # The types of custom_vjp: a cotangent varies over the axes of its operand.
         leaves = [
             compat.cast_varying(x, sorted(axes))
             for x, axes in zip(jax.tree.leaves(means), varying, strict=True)
         ]
         return leaves, jax.tree.map(jnp.zeros_like, amount)
 
-    def marker(leaves: _Leaves, amount: jax.Array | None) -> _Leaves:
+    def sync_in_backward(leaves: _Leaves, amount: jax.Array | None) -> _Leaves:
         return identity(leaves, amount)
 
     identity.defvjp(forward, backward)
-    # By its name `flow` finds it in a jaxpr.
-    marker.__name__ = _marker_name(axis_name, weighting)
     amount = None if weighting is None else weighting.amount
-    return jax.tree.unflatten(treedef, jax.jit(marker)(operands, amount))
+    # `flow` finds the `jit` in a jaxpr by its scope.
+    with origins.bound_by(_marker_name(axis_name, weighting)):
+        leaves = jax.jit(sync_in_backward)(operands, amount)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def check_markers(
     program: LossProgram, axis_name: AxisName, weighting: Weighting | None
 ) -> None:
-    """Raises ValueError if the loss averages otherwise than the rest."""
+    """Raises ValueError if the loss averages in another way than the rest."""
     expected = _marker_name(axis_name, weighting)
     others = sorted(program.markers - {expected})
     if others:
