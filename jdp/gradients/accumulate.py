@@ -59,7 +59,7 @@ def accumulate_gradients(
     A replica's samples are cut into micro-batches that differ by one sample at most.
     Their gradients are added up in a loop, each weighted by its number of samples, and
     synchronised once, after it: loss and gradients are the means over all samples, as
-    those of the whole batch. To hold the loop yourself, add up what
+    for the whole batch. To write the loop yourself, add up what
     `jdp.local_gradients` returns and call `jdp.sync_gradients` at the end.
 
     Args:
@@ -68,27 +68,27 @@ def accumulate_gradients(
       num_micro_batches: how many; at least 1.
       argnums: see `value_and_grad`; the other positional arguments are batches.
       has_aux: whether `loss_fn` returns a pair. Metrics are averaged as the loss is,
-        integers and booleans in float32; they stay local. One with a row per sample
-        is refused; in a `jdp.PerReplica` it becomes the rows of all samples, in the
-        order of the batch, of any dtype and not weighed.
+        integers and booleans in float32; they stay local. A metric with a row per
+        sample is refused; in a `jdp.PerReplica` it becomes the rows of all samples, in
+        the order of the batch, of any dtype and not weighed.
       find_unused: whether to return which parameters any micro-batch used, on any
         replica.
       allow_int: see `value_and_grad`.
       dtype: floating dtype of the sums, of the reduction and of the gradients that
-        are returned, such as float32 for bfloat16 parameters; None keeps that of each
-        parameter. Complex parameters keep theirs.
-      weight: shape (n,), one number a sample, cut as the batches are: 1 for a true
-        sample, 0 for padding. A micro-batch counts by its sum, and not at all,
-        whatever comes of it, where that is 0; so does the replica. One number of NaN or
-        below zero makes loss and gradients NaN; a negative constant is refused.
+        are returned, such as float32 for bfloat16 parameters; None keeps the dtype of
+        each parameter. Complex parameters keep theirs.
+      weight: shape (n,), one number per sample, cut as the batches are: 1 for a true
+        sample, 0 for padding. Micro-batches and replicas count by the sum of their
+        weights; with a sum of 0 they do not count, whatever they hold. A weight of NaN
+        or below zero makes loss and gradients NaN; a negative constant is refused.
       divide_by: see `sync_gradients`, as for the other options.
       axis_name: see `sync_gradients`.
-      plan: see `sync_gradients`; its dtypes are those of the sums.
+      plan: see `sync_gradients`; it has the dtypes of the sums.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`.
       hook: see `value_and_grad`.
       hook_state: see `sync_gradients`; made of gradients in `dtype`.
-      find_norms: see `value_and_grad`; local gradients are those of a whole batch.
+      find_norms: see `value_and_grad`; a local gradient is of a whole batch.
 
     Returns:
       A function `(params, *batches, **kwargs)` that returns what
@@ -100,9 +100,9 @@ def accumulate_gradients(
         micro-batches, or leaves or `weight` with different numbers of them; a metric
         that has a row per sample, or not one shape for micro-batches of both sizes;
         and what `value_and_grad` raises.
-      TypeError: here: `loss_fn` is no function, a flag is no bool, `num_micro_batches`
-        is no integer, or `dtype` is not a floating dtype; from a call: a metric has no
-        mean, such as a PRNG key.
+      TypeError: here: `loss_fn` is not a function, a flag is not a bool,
+        `num_micro_batches` is not an integer, or `dtype` is not a floating dtype; from
+        a call: a metric has no mean, such as a PRNG key.
     """
     loss_call.check_loss(loss_fn)
     flags = {"has_aux": has_aux, "find_unused": find_unused, "allow_int": allow_int}
@@ -251,7 +251,7 @@ class _MicroStep:
 
 
 def _add(weigh: Callable[..., jax.Array], total: jax.Array, grad: Any) -> jax.Array:
-    if grad.dtype == jax.dtypes.float0:  # of an integer; `_without_integers` makes it.
+    if grad.dtype == jax.dtypes.float0:  # an integer; see `_without_integers`.
         return total
     return total + weigh(grad.astype(total.dtype))
 
@@ -264,8 +264,8 @@ def _without_integers(total: jax.Array) -> Any:
 
 
 def _without_arrays(local: LocalGradients) -> LocalGradients:
-    """Facts that outlive the trace of the loop."""
-    # Of its seed remains which of its parts there are.
+    """Returns the facts, which outlive the trace of the loop."""
+    # The seed keeps its structure.
     seed = jax.tree.map(lambda _: None, local.seed)
     return local._replace(loss=None, aux=None, grads=None, used=None, seed=seed)
 
@@ -303,11 +303,11 @@ def _count_samples(batches: tuple[PyTree, ...], num_micro_batches: int) -> int:
 def _groups(
     batches: list[Any], num_samples: int, num_micro_batches: int
 ) -> list[tuple[float, list[jax.Array]]]:
-    """Cuts arrays into micro-batches; those of one size are stacked.
+    """Cuts arrays into micro-batches; micro-batches of one size are stacked.
 
     Returns:
-      For each size, the larger first, the share of the samples that one micro-batch
-      has, and the batches, shape (count, size, ...).
+      Per size, the larger first: the share of the samples that one micro-batch has,
+      and the batches, shape (count, size, ...).
     """
     least, num_larger = divmod(num_samples, num_micro_batches)
     sizes = ((num_larger, least + 1), (num_micro_batches - num_larger, least))
@@ -329,13 +329,13 @@ def _cut(x: Any, *, start: int, end: int, count: int) -> jax.Array:
 
 
 def _repeat(x: Any, size: int) -> jax.Array:
-    """Returns `size` samples, all of them the first one."""
+    """Returns `size` copies of the first sample."""
     x = jnp.asarray(x)
     return jnp.broadcast_to(x[:1], (size, *x.shape[1:]))
 
 
 def _loop(step: Callable[..., Any], sums: PyTree, stacked: list[jax.Array]) -> Any:
-    """`lax.scan`, and no loop for a single turn."""
+    """`lax.scan`; without a loop for one iteration."""
     if stacked[0].shape[0] > 1:
         return lax.scan(step, sums, stacked)
     sums, found = step(sums, [x[0] for x in stacked])
@@ -347,7 +347,7 @@ def _zeros(params: PyTree, dtype: Any, axis_name: AxisName) -> PyTree:
         x = jnp.asarray(x)
         is_real = jnp.issubdtype(x.dtype, jnp.floating)
         made = jnp.zeros(x.shape, dtype if dtype is not None and is_real else x.dtype)
-        # A loop's carry has one type: that of the gradients.
+        # The carry of a loop has one type, the type of the gradients.
         return compat.cast_varying(made, sorted(compat.varying_axes(x)))
 
     return jax.tree.map(zeros, reduce.cast_varying(params, axis_name))

@@ -23,24 +23,24 @@ def average(
 ) -> PyTree:
     """Averages small values, such as metrics, over the replicas in one collective.
 
-    As with `lax.pmean`, `jax.grad` of an average is the gradient of one replica; for a
-    loss that is differentiated by others than jdp there is `jdp.mean_loss`.
+    As with `lax.pmean`, `jax.grad` of an average is the gradient of one replica. For a
+    loss that is differentiated by a function outside jdp, use `jdp.mean_loss`.
 
-    Integers and booleans are averaged in JAX's default float, which is float32, and
-    float64 with `jax_enable_x64`. Under a `shard_map` whose types track what varies, a
-    leaf that is the same on all replicas is returned as it is.
+    Integers and booleans are averaged in JAX's default float: float32, or float64 with
+    `jax_enable_x64`. Under a `shard_map` with `check_vma=True`, a leaf that is the same
+    on all replicas is returned as it is.
 
     Args:
       tree: pytree of arrays or numbers.
       weight: see `sync_gradients`. Values of a replica without data do not count,
-        whatever they are; the average of no data is zero, with a weight of NaN or below
+        whatever they are. The average of no data is zero; with a weight of NaN or below
         zero it is NaN. A negative constant is refused.
       divide_by: "weight" averages by weight; with "active" and "world" each replica
         with data counts the same.
       axis_name: the axis, or axes, over which replicas lie.
 
     Returns:
-      A pytree of the same shapes, the same on all replicas; what was averaged is
+      A pytree of the same shapes, the same on all replicas; averaged leaves are
       floating or complex.
     """
     weighting = step_trace.current().resolve(weight, divide_by)
@@ -50,7 +50,7 @@ def average(
 def average_weighted(
     tree: PyTree, axis_name: AxisName, find_weighting: Callable[[], Weighting | None]
 ) -> PyTree:
-    """`average`; asks for the weighting if there is something to average."""
+    """`average`; calls `find_weighting` only if there is something to average."""
     mesh.axis_size(axis_name)  # It raises if the axis is not bound.
     tracked = mesh.tracked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree)

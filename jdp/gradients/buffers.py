@@ -1,6 +1,6 @@
-"""Buffer sync: what becomes of state that is not trained, such as statistics.
+"""Buffer sync: state that is not trained, such as statistics, made the same again.
 
-A replica changes it by its own samples, so that it differs between them after a step.
+Each replica updates it from its own samples, so it differs between them after a step.
 """
 
 from typing import Literal, get_args
@@ -26,18 +26,18 @@ def sync_buffers(
     source: int = 0,
     axis_name: AxisName = "data",
 ) -> PyTree:
-    """Makes what replicas have changed by their own samples fit for the next step.
+    """Prepares state that each replica updated from its own samples for the next step.
 
-    Called inside a traced function by every replica, once a step.
+    Called inside a traced function by every replica, once per step.
 
     Args:
       buffers: pytree of arrays of this replica, of any dtypes.
-      policy: "broadcast": all get those of one replica, as torch's
+      policy: "broadcast": all get the buffers of one replica, as torch's
         DistributedDataParallel does with `broadcast_buffers`. "mean": floats are
         averaged, in a `jdp.Join` over the replicas with data; the others are broadcast.
         "local": each replica keeps its own.
-      source: the replica that wins. In a `jdp.Join` the first one from it on that has
-        data.
+      source: the replica whose buffers are broadcast. In a `jdp.Join`, if that has no
+        data, the next replica that has.
       axis_name: the axis, or axes, over which replicas lie.
 
     Returns:
@@ -45,7 +45,7 @@ def sync_buffers(
       `jdp.copy_per_replica` makes it for the first step.
 
     Raises:
-      TypeError: `source` is no integer.
+      TypeError: `source` is not an integer.
       ValueError: an unknown policy, or there is no such replica.
     """
     if policy not in get_args(BufferPolicy):
@@ -72,20 +72,20 @@ def sync_buffers(
 def broadcast_from(
     tree: PyTree, source: int, *, axis_name: AxisName = "data"
 ) -> PyTree:
-    """Gives all replicas what one has, bit for bit, in one collective.
+    """Copies the values of one replica to all, bit for bit, in one collective.
 
     Called inside a traced function by every replica.
 
     Args:
       tree: pytree of arrays of this replica, of any dtypes, PRNG keys too.
-      source: number of the replica that has what is wanted.
+      source: rank of the replica to copy from.
       axis_name: the axis, or axes, over which replicas lie.
 
     Returns:
       The same tree, with the values of `source`, the same on all replicas.
 
     Raises:
-      TypeError: `source` is no integer.
+      TypeError: `source` is not an integer.
       ValueError: there is no such replica.
     """
     _check_source(source, axis_name)
@@ -105,7 +105,7 @@ def _check_source(source: int, axis_name: AxisName) -> int:
 
 
 def _find_source(source: int, axis_name: AxisName) -> jax.Array | int:
-    """The first replica from `source` on that has data, where that is known."""
+    """Returns the first replica from `source` on with data, if weights are known."""
     size = _check_source(source, axis_name)
     weighting = step_trace.current().resolve(None, "weight")
     if weighting is None:
@@ -119,7 +119,7 @@ def _find_source(source: int, axis_name: AxisName) -> jax.Array | int:
 def _copy_from(
     leaves: list[jax.Array], source: jax.Array | int, axis_name: AxisName
 ) -> list[jax.Array]:
-    """A sum of bits, of which all but those of `source` are zeros."""
+    """Sums bits to which all replicas but `source` contribute zeros."""
     if not leaves:
         return []
     packed = [_as_bytes(x) for x in leaves]

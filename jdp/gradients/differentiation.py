@@ -64,10 +64,10 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """A drop-in for `jax.value_and_grad` that averages over the replicas.
 
-    Loss and gradients are those of the mean of the replicas' losses, the same on every
+    Returns the mean of the replicas' losses and its gradients, the same on every
     replica. Buckets are sent in the order in which the backward pass finishes them
-    (`gradient_order`). The loss travels in a bucket of its dtype, and so does what
-    `find_unused` has to tell; they cost no collective of their own.
+    (`gradient_order`). The loss travels in a bucket of its dtype, and so do the usage
+    flags of `find_unused`; they need no collective of their own.
 
     With batches of `jdp.join_batches`, the loss is the mean over the samples whose
     weight is 1, and the replica counts by their number:
@@ -83,31 +83,31 @@ def value_and_grad(
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss over this
         replica's samples, or with `has_aux` a pair of it and anything else.
       argnums: which positional argument holds the parameters, as in
-        `jax.value_and_grad`; of several a tuple, and then parameters, gradients and
-        what was used are tuples too.
+        `jax.value_and_grad`; a tuple for several, and then parameters, gradients and
+        usage flags are tuples, too.
       has_aux: whether `loss_fn` returns a pair; the second part stays local.
       find_unused: whether to return which parameters were used on any replica, as
-        `jdp.skip_unused` wants it. A replica without data uses none of what control
-        flow decides.
+        `jdp.skip_unused` wants it. A replica without data uses no parameter whose use
+        control flow decides.
       allow_int: whether parameters may hold integers, booleans and PRNG keys, whose
         gradients are zeros of dtype float0, as in `jax.value_and_grad`.
-      weight: see `sync_gradients`, also of NaN and negative weights, which make loss
-        and gradients NaN. In a step of `jdp.data_parallel` its metrics are averaged
-        with it too. Where gradients go through a collective, the cotangent of the loss
-        is the weight over the largest of a replica, never above 1: nothing overflows
-        that would not without weights.
-      divide_by: see `sync_gradients`. It concerns the gradients; the loss is the mean
-        over what has data also with "world", and 0 where nothing has.
+      weight: see `sync_gradients`; NaN and negative weights make loss and gradients
+        NaN. In a step of `jdp.data_parallel` its metrics are averaged with it, too.
+        Where gradients go through a collective, the cotangent of the loss is the weight
+        over the largest weight of a replica. It is never above 1, so weights make
+        nothing overflow.
+      divide_by: see `sync_gradients`. It concerns the gradients; the loss is always the
+        mean over the replicas with data, and 0 without any data.
       axis_name: the axis, or axes, over which replicas lie.
-      plan: see `sync_gradients`; by default one in `gradient_order`, but with a
-        `hook_state` that of `jdp.hooks.init_state`.
+      plan: see `sync_gradients`; by default a plan in `gradient_order`, but with a
+        `hook_state` the plan of `jdp.hooks.init_state`.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`.
-      hook: see `sync_gradients`. The loss, and what else rides, stays exact, in a small
-        collective of its own.
+      hook: see `sync_gradients`. The loss and other riders stay exact, in a small
+        collective of their own.
       hook_state: see `sync_gradients`.
-      find_norms: whether to return what `jdp.noise_scale` wants to know, which rides
-        with the loss.
+      find_norms: whether to return the norms that `jdp.noise_scale` needs, which
+        travel with the loss.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or with `has_aux`
@@ -300,7 +300,7 @@ def _run(
         loss = reduce.cast_varying(loss, axis_name)
         objective = loss
         if factor is not None:
-            # Only its cotangent matters, which has the factor in the dtype of the loss.
+            # Only the cotangent matters: it is the factor in the dtype of the loss.
             wide = weighted_mean.wide_dtype(loss.dtype)
             objective = loss.astype(wide) * factor.astype(wide)
         return objective, (loss, aux, used)
@@ -311,7 +311,7 @@ def _run(
 
 
 def facts_of(program: LossProgram, axis_name: AxisName = "data") -> LossFacts:
-    """Returns what the program of a loss tells."""
+    """Returns the facts about a loss, read from its program."""
     exchanges = program.exchanges(mesh.as_axis_names(axis_name))
     synced = [eqn for eqn in exchanges if is_of_synced_batch_norm(eqn)]
     others = [eqn for eqn in exchanges if not is_of_synced_batch_norm(eqn)]
@@ -333,7 +333,7 @@ def check_is_local(local: LocalGradients, name: str) -> None:
     facts = local.facts
     if facts.synced_in_backward:
         raise ValueError(
-            f"`{name}` keeps gradients local, but the loss reduces that of "
+            f"`{name}` keeps gradients local, but the loss reduces the gradient of "
             f"`{facts.paths[facts.synced_in_backward[0]]}` in the backward pass "
             "(`jdp.sync_in_backward`). Use `jdp.value_and_grad`, or leave that out."
         )

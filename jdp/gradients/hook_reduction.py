@@ -1,4 +1,4 @@
-"""Hook reduction: the buckets that a communication hook gets, and must return."""
+"""Hook reduction: buckets passed through a communication hook, and checked."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def sum_buckets(
       wire: the collectives of the hook.
       avals: the buckets.
       groups: gradients per bucket.
-      share: what gradients are multiplied by first.
+      share: factor of the gradients.
       hook_state: the state that the user passed.
 
     Returns:
@@ -76,8 +76,8 @@ def find_share(
 ) -> Share | None:
     """Returns n w / W: number of replicas, weight of this one, total weight.
 
-    Gradients that were multiplied by w already get n / W, or n / `divisor`. None stands
-    for the factor 1.
+    Gradients that were multiplied by w already get n / W, or n / `divisor`. None: the
+    factor is 1.
     """
     if weighting is None:
         return None
@@ -86,7 +86,7 @@ def find_share(
     has_data = weighted_mean.has_data(amount)
     if weighting.divide_by == "world" and divisor is None:
         return Share(jnp.sign(amount), has_data)
-    # The quotient is as precise as what it is multiplied with may be.
+    # As precise as the widest gradients.
     dtype = jnp.result_type(float)
     own = jnp.ones((), dtype) if is_weighed else amount
     factor = weighted_mean.ratio(
@@ -124,11 +124,11 @@ def _check_state(
     wanted, found = (tree_paths.leaf_paths(x) for x in (expected, hook_state))
     if wanted != found:
         difference = tree_paths.first_difference(
-            wanted, found, "that of the hook", "`hook_state`"
+            wanted, found, "the hook", "`hook_state`"
         )
         raise ValueError(
-            f"`hook_state` is not that of the hook `{hook.name}` for these gradients.\n"
-            f"{difference}Make it with the same hook, parameters and plan."
+            f"`hook_state` does not belong to the hook `{hook.name}` and these "
+            f"gradients.\n{difference}Make it with the same hook, parameters and plan."
         )
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(hook_state), strict=True)
     for path, (a, b) in zip(wanted, pairs, strict=True):
@@ -148,7 +148,7 @@ def _check_result(
     """Returns the buckets and the state that a hook has returned.
 
     Raises:
-      TypeError: they are no pair of a list of arrays and a state.
+      TypeError: they are not a pair of a list of arrays and a state.
       ValueError: buckets or state have other shapes, dtypes or another structure.
     """
     if not isinstance(out, tuple) or len(out) != 2:
@@ -199,7 +199,7 @@ def _check_same_state(hook: CommHook, before: PyTree, after: PyTree) -> None:
         for k, t in zip(kinds, (before, after), strict=True)
     )
     raise ValueError(
-        f"The hook `{hook.name}` must return a state like the one that it was given.\n"
+        f"The hook `{hook.name}` must return a state like the state it was given.\n"
         f"  given:    {given}\n  returned: {returned}"
     )
 

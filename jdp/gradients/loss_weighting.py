@@ -1,4 +1,4 @@
-"""Loss weighting: the factor that a loss gets before its backward pass."""
+"""Loss weighting: the factor of a loss in its backward pass."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ class Seed(NamedTuple):
     """Factor that weighed a loss before its backward pass."""
 
     factor: jax.Array  # floating (): the cotangent of the loss.
-    # None: `factor` is the weight of the replica; else the weight over the largest one.
+    # None: `factor` is the weight of the replica; else the weight over the largest.
     totals: Totals | None = None
     # Divides the sum of the gradients; None: the total weight.
     divisor: jax.Array | None = None
@@ -39,9 +39,9 @@ def find_seed(
 
     Where gradients go through a collective, they belong to the losses of several
     replicas. There each loss is multiplied by its weight over the largest weight. That
-    factor is exactly 1 where all replicas with data have equal weights. It is never
-    more, so weights make nothing overflow; the sum is divided by the rest of the mean,
-    in float32 or wider.
+    factor is exactly 1 where all replicas with data have equal weights, and never
+    larger, so weights make nothing overflow. The sum is then divided in float32 or
+    wider.
 
     Args:
       program: the loss.

@@ -1,4 +1,4 @@
-"""Micro metrics: what losses of micro-batches return, as those of a whole batch."""
+"""Micro metrics: metrics of a whole batch, from the metrics of its micro-batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ from jdp.types import PyTree
 
 
 class MicroMetrics:
-    """Metrics of micro-batches, by leaf: the mean of numbers, or rows of samples.
+    """Metrics of micro-batches, per leaf: the mean of numbers, or rows of samples.
 
-    Rows are those of a `jdp.PerReplica` whose leaf has a row, or several, per sample.
+    A leaf of a `jdp.PerReplica` with one or more rows per sample has rows.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class MicroMetrics:
         """Starts without metrics.
 
         Args:
-          run: returns loss and aux of a micro-batch of another number of samples.
-          sizes: the numbers of samples of micro-batches, each once.
-          num_micro_batches: with one, nothing is mixed, and rows are always rows.
+          run: returns loss and aux of a micro-batch with a given number of samples.
+          sizes: the distinct numbers of samples per micro-batch.
+          num_micro_batches: with 1, no samples are averaged.
           is_weighed: whether samples have weights.
         """
         self._is_weighed = is_weighed
@@ -55,7 +55,7 @@ class MicroMetrics:
         Args:
           metrics: its loss and aux.
           size: its number of samples.
-          weigh: gives a number the share of the micro-batch.
+          weigh: multiplies a number by the share of the micro-batch.
 
         Raises:
           TypeError: a leaf has no mean.
@@ -78,7 +78,7 @@ class MicroMetrics:
         """Returns the metrics of all samples.
 
         Args:
-          parts: by size what `leaves` returned, each leaf of shape (count, ...).
+          parts: results of `leaves` per size, stacked: each of shape (count, ...).
         """
         joined = []
         for xs, is_row in zip(zip(*parts, strict=True), self._are_rows, strict=True):
@@ -90,14 +90,14 @@ class MicroMetrics:
         return jax.tree.unflatten(self._treedef, joined)
 
     def _find_rows(self, metrics: PyTree, size: int) -> list[bool]:
-        """Returns by leaf whether its first dimension grows with the samples."""
+        """Returns for each leaf whether its first dimension grows with the samples."""
         found = [shape[:1] == (size,) for shape in self._shapes]
         hint = (
             " No other number of samples could be tried. If the shape is that by "
             "chance, return it behind another dimension, such as `x[None]`."
         )
         if any(map(self._must_know, jax.tree.leaves(metrics))):
-            # Of another size, for a shape may be one by chance.
+            # The loss is tried at another size: a shape may match by chance.
             others = [s for s in self._sizes if s != size]
             for other in (*others, 2 * size, size + 1):
                 if shapes := self._shapes_at(other):
@@ -120,7 +120,7 @@ class MicroMetrics:
         return found
 
     def _must_know(self, x: Any) -> bool:
-        """Whether it makes a difference if a metric has rows."""
+        """Whether the result depends on whether a metric has rows."""
         is_taken = self._is_mixed or self._is_weighed
         return bool(jnp.shape(x)) and (
             is_taken or not jnp.issubdtype(_dtype_of(x), jnp.inexact)
@@ -158,8 +158,8 @@ class MicroMetrics:
         if not is_fit:
             raise ValueError(
                 f"The metric `{self._paths[i]}` has shape {first} for micro-batches of "
-                f"{self._sizes[0]} samples and {shape} for those of {size}: there is "
-                "no mean over both. Return what has one shape, such as a mean over the "
+                f"{self._sizes[0]} samples and {shape} for micro-batches of {size}: "
+                "there is no mean over both. Return what has one shape, such as a mean over the "
                 "samples, or let `num_micro_batches` divide the number of samples."
             )
         dtype = _dtype_of(x)
@@ -175,7 +175,7 @@ class MicroMetrics:
 def _has_rows(
     shape: tuple[int, ...], other: tuple[int, ...], sizes: tuple[int, int]
 ) -> bool:
-    """Whether the first dimensions, and they alone, are in the ratio of the sizes."""
+    """Whether only the first dimensions differ, in the ratio of the sizes."""
     if len(shape) != len(other) or shape[1:] != other[1:] or not shape or not shape[0]:
         return False
     return shape[0] * sizes[1] == other[0] * sizes[0]

@@ -21,7 +21,7 @@ class SampleWeights(NamedTuple):
     of_samples: jax.Array | None  # shape (n,); None: equal weights.
     total: jax.Array | None  # (): their sum.
     weighting: Weighting | None  # weight of the replica; None: equal weights.
-    # Whether micro-batches count by their weights among those of all replicas.
+    # Whether a micro-batch counts by its weight among the samples of all replicas.
     of_all: bool
 
     def find_objective(

@@ -1,9 +1,10 @@
 """Gradient noise: how large can a batch become before it is wasted?
 
-The gradient of a few samples is that of all plus noise: its squared norm, on average,
-is |G|² + S / w with w samples. Each replica's own gradient and their mean are gradients
-of two batch sizes, so their norms tell |G|² and S. S / |G|² is the simple noise scale
-(McCandlish et al., 2018: An Empirical Model of Large-Batch Training, appendix A.1).
+The gradient of a few samples is the gradient G of all plus noise: its squared norm, on
+average, is |G|² + S / w with w samples. A replica's own gradient and the mean over all
+replicas are gradients of two batch sizes, so their norms give |G|² and S. S / |G|² is
+the simple noise scale (McCandlish et al., 2018: An Empirical Model of Large-Batch
+Training, appendix A.1).
 """
 
 from collections.abc import Callable
@@ -21,13 +22,13 @@ from jdp.types import AxisName, PyTree
 
 
 class GradientNorms(NamedTuple):
-    """Squared norms of gradients, with how much of the noise each of them holds.
+    """Squared norms of gradients, and the share of the noise in each.
 
     Samples are counted by the `weight` of a replica; without one, each replica's batch
     counts as one.
     """
 
-    local: jax.Array  # float32 (): of the replicas' own gradients, the mean.
+    local: jax.Array  # float32 (): mean over the replicas' own gradients.
     mean: jax.Array  # float32 (): of the mean over the replicas with data.
     noise_in_local: jax.Array  # float32 (): 1 / samples, of equal batches.
     noise_in_mean: jax.Array  # float32 (): likewise.
@@ -38,7 +39,7 @@ class NoiseScaleState(NamedTuple):
 
     square: jax.Array  # float32 (): of |G|².
     noise: jax.Array  # float32 (): of S, the variance of one sample's gradient.
-    num_steps: jax.Array  # int32 (): how many the estimates are of.
+    num_steps: jax.Array  # int32 (): steps that the estimates cover.
 
 
 class NoiseScale(NamedTuple):
@@ -53,9 +54,9 @@ class NoiseScale(NamedTuple):
 def noise_scale(*, decay: float = 0.99) -> NoiseScale:
     """Returns a metric: the batch size up to which larger batches pay.
 
-    With fewer samples than the scale, twice as many make nearly twice the progress in
-    a step; with many more, hardly any. It is measured where gradients are synchronised
-    and sends nothing but two numbers that ride in a bucket:
+    Below the scale, twice as many samples make nearly twice the progress per step; far
+    above it, hardly any more. It is measured where gradients are synchronised, and
+    sends only two more numbers, in a bucket:
 
         noise = jdp.noise_scale()
         state = {"params": params, "noise": noise.init(), ...}
@@ -67,22 +68,22 @@ def noise_scale(*, decay: float = 0.99) -> NoiseScale:
             scale, state["noise"] = noise.update(norms, state["noise"])
             ...
 
-    Both estimates are smoothed before they are divided, as their ratio in one step is
-    noise itself.
+    Both estimates are smoothed before they are divided: their ratio in a single step is
+    mostly noise.
 
     Args:
-      decay: of the moving averages, in [0, 1). The first steps are averaged evenly, so
-        nothing is biased towards the beginning.
+      decay: decay of the moving averages, in [0, 1). The first steps are averaged
+        evenly, so that the first does not dominate.
 
     Returns:
       `init() -> state` and `update(norms, state) -> (scale, state)`. The scale is
       float32 (), in samples where `weight` was given, otherwise in batches of one
       replica. It is infinite while the estimate of |G|² is not positive, and NaN before
-      there is one. Steps that say nothing are left out: of fewer than two replicas
-      with data, or of norms that are not finite.
+      there is one. Steps with fewer than two replicas with data, or
+      with norms that are not finite, are left out.
 
     Raises:
-      TypeError: `decay` is no number.
+      TypeError: `decay` is not a number.
       ValueError: `decay` is out of range.
     """
     types.check_number(decay, "decay")
@@ -117,7 +118,7 @@ def noise_scale(*, decay: float = 0.99) -> NoiseScale:
 def count_samples(
     weight: jax.typing.ArrayLike | None, weighting: Weighting | None
 ) -> jax.Array:
-    """Returns how many a replica has, float32 (), given what it was told of it."""
+    """Returns the number of samples of a replica, float32 (); 1 without a weight."""
     if weight is not None:
         return jnp.asarray(weight, jnp.float32)
     return jnp.ones(()) if weighting is None else weighting.amount
@@ -126,12 +127,12 @@ def count_samples(
 def as_rider(
     grads: PyTree, samples: jax.Array, dtype: Any, factor: jax.Array | None = None
 ) -> jax.Array:
-    """Returns what a replica tells of its gradients: their squared norm, 1 / samples.
+    """Returns the squared norm of a replica's gradients, and 1 / samples.
 
     Args:
-      grads: its own, times `factor`.
+      grads: its own gradients, times `factor`.
       samples: float32 ().
-      dtype: what travels anyway; if it is of 16 bits, too few for this, float32 does.
+      dtype: dtype of a bucket; float32 is used in place of 16 bits, which are too few.
       factor: float32 (); None: 1.
 
     Returns:
@@ -157,7 +158,7 @@ def norms_of(
     if weighting is not None and weighting.divide_by == "weight":
         inverse_of_all = 1 / divisor
     if weighting is not None and weighting.divide_by == "world":
-        # The sum was divided by more than what counts.
+        # The sum was divided by the number of all replicas, not of those with data.
         square = square * (mesh.axis_size(axis_name) / divisor) ** 2
     return GradientNorms(local, square, inverse, inverse_of_all)
 

@@ -1,4 +1,4 @@
-"""Objective: the loss of all replicas, as a function that optimizers differentiate."""
+"""Objective: the mean loss, as a function that optimizers differentiate."""
 
 import dataclasses
 import functools
@@ -56,22 +56,22 @@ def mean_loss(
         )
 
     `jax.grad` of `jdp.average(loss_fn(params, batch))` is the gradient of one replica
-    instead, as that of `lax.pmean` is; `jdp.value_and_grad` is told by its name what to
-    average, and JAX is not. Here the parameters pass an identity whose backward pass
-    averages, bucket by bucket, in the order of the backward pass. All derivatives are
-    those of the mean: `jax.grad`, `jax.jvp`, one of the other, and under `vmap`,
-    `scan`, `while_loop` and `cond`. A `custom_vjp` rule that is not linear gets the
-    cotangent of the mean: times the weight of the replica over the mean weight, or,
-    in a loss of float16, over the largest weight, lest it overflow.
+    instead, as with `lax.pmean`. Here the parameters pass through an identity whose
+    backward pass averages, bucket by bucket, in the order of the backward pass. All
+    derivatives are derivatives of the mean: `jax.grad`, `jax.jvp`, compositions of
+    both, and under `vmap`, `scan`, `while_loop` and `cond`. A `custom_vjp` rule that is
+    not linear gets the cotangent of the mean: multiplied by the weight of the replica
+    over the mean weight, or, in a loss of float16, over the largest weight, so that it
+    does not overflow.
 
-    Called inside a traced function by every replica, equally often.
+    Called inside a traced function, by every replica the same number of times.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss over this
         replica's samples.
       argnums: which positional argument holds the parameters, as in
-        `jax.value_and_grad`; or which ones. They must be the same on all replicas.
-        Derivatives in other arguments are of this replica alone.
+        `jax.value_and_grad`; or which arguments. They must be the same on all replicas.
+        Derivatives with respect to other arguments are of this replica alone.
       weight: how many samples this replica has; see `sync_gradients`. The value of a
         replica without data does not count, nor does its gradient, whatever they are;
         without any data both are zero. A weight of NaN or below zero makes both NaN;
@@ -80,8 +80,8 @@ def mean_loss(
       axis_name: see `sync_gradients`, as for the other options.
       plan: see `sync_gradients`; by default one in `gradient_order`.
       packing: see `sync_gradients`.
-      all_reduce: see `sync_gradients`; second derivatives need one that JAX can
-        differentiate.
+      all_reduce: see `sync_gradients`; second derivatives need an `all_reduce` that
+        JAX can differentiate.
 
     Returns:
       A function of the same arguments that returns the mean, a scalar of the dtype of
@@ -125,9 +125,9 @@ def _find_peak(
 ) -> jax.Array | None:
     """Returns the largest factor of a cotangent, float32 (): n times its share.
 
-    In float16 that would overflow where the mean does not, so cotangents are divided by
-    it on their way, and the mean of all is multiplied by it. None where JAX adds up
-    gradients itself, by types: there the factors are at most 1.
+    In float16 cotangents with that factor would overflow where the mean does not. So
+    they are divided by it in the backward pass, and their mean is multiplied by it.
+    None where JAX itself sums gradients, by types: there factors are at most 1.
     """
     tracked = mesh.tracked_axes(axis_name)
     if not all(tracked <= compat.varying_axes(x) for x in jax.tree.leaves(params)):
@@ -153,15 +153,15 @@ def _averaged_in_backward(
     weighting: Weighting | None,
     peak: jax.Array | None,
 ) -> PyTree:
-    """Returns `own`, whose cotangents are averaged on their way back.
+    """Returns `own`, whose cotangents are averaged in the backward pass.
 
-    The mean of the losses gives each replica its weight, and each cotangent is times
-    the number of replicas, so that the plain mean of the cotangents is right; times
-    `peak` if they were divided by that.
+    The mean of the losses gives each replica its weight. Each cotangent is multiplied
+    by the number of replicas, so that the plain mean of the cotangents is right; and by
+    `peak` if it was divided by that.
     """
     leaves, treedef = jax.tree.flatten(own)
     tracked = mesh.tracked_axes(options.axis_name)
-    # Where types tell that a parameter is the same, JAX adds up its gradients itself.
+    # JAX itself sums the gradients of parameters that are the same by type.
     places = [
         i
         for i, x in enumerate(jax.tree.leaves(params))
@@ -170,7 +170,7 @@ def _averaged_in_backward(
     divide_by = None if weighting is None else weighting.divide_by
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
-    # It outlives the trace, so it must not hold its arrays.
+    # It outlives the trace, so it must not hold arrays of the trace.
     def transpose(
         cotangents: list[jax.Array | None], *peaks: jax.Array
     ) -> list[jax.Array]:
@@ -197,7 +197,7 @@ def _averaged_in_backward(
     )
     for i, x in zip(places, found, strict=True):
         leaves[i] = x
-    if weighting is not None:  # What comes back where there is no data may be NaN.
+    if weighting is not None:  # The cotangent may be NaN where there is no data.
         has_data = weighted_mean.has_data(weighting.amount)
         leaves = [_without_gradient_unless(has_data, x) for x in leaves]
     return jax.tree.unflatten(treedef, leaves)
@@ -225,7 +225,7 @@ def _without_gradient_unless(has_data: jax.Array, x: jax.Array) -> jax.Array:
 def _check_same(params: PyTree, axis_name: AxisName) -> PyTree:
     """Returns parameters that must be the same on all replicas."""
     if mesh.tracked_axes(axis_name):
-        return params  # They may be so behind a cast, as `jdp.value_and_grad` does it.
+        return params  # They may have been cast to varying ones.
     names = mesh.as_axis_names(axis_name)
     paths = tree_paths.leaf_paths(params)
     leaves, treedef = jax.tree.flatten(params)
@@ -240,7 +240,7 @@ def _message(path: str, axis_name: AxisName) -> str:
         f"The parameter `{path}` of a `jdp.mean_loss` may differ between the replicas "
         f"of {axis_name!r}, so that there is no one point at which to take the mean of "
         "their losses. Give an optimizer that calls it averaged gradients, such as "
-        "those of `jax.value_and_grad` of the same function."
+        "the gradients of `jax.value_and_grad` of the same function."
     )
 
 

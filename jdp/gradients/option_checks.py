@@ -29,7 +29,7 @@ _SUMS = {
         "ring_all_reduce",
     )
 }
-# Functions that return something else than a sum, with their names.
+# Functions that do not return a sum, with their names.
 _NO_SUMS = {
     id(fn): f"jdp.collectives.{name}.{field}"
     for name in ("HALVING_DOUBLING", "PSUM", "RING", "SHARED_MEMORY")
@@ -62,7 +62,7 @@ def check_plan(plan: Any) -> BucketPlan | None:
     """Returns a plan.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it is not a plan.
     """
     if plan is not None and not isinstance(plan, BucketPlan):
         raise TypeError(
@@ -73,10 +73,10 @@ def check_plan(plan: Any) -> BucketPlan | None:
 
 
 def check_hook(hook: Any, packing: Any) -> CommHook | None:
-    """Returns a hook, which goes with that packing.
+    """Returns a hook.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it is not a hook.
       ValueError: `packing` is unknown, or "tuple" with a hook.
     """
     if hook is not None and not isinstance(hook, CommHook):

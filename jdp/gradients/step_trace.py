@@ -28,10 +28,10 @@ from jdp.trees import buckets
 
 
 class StepWeighting:
-    """Weighting of one step: given from outside, and as its gradients had it."""
+    """Weighting of one step: from `jdp.Join`, and as its gradients had it."""
 
     def __init__(self, ambient: Weighting | None = None):
-        """Begins before the step's function is called.
+        """Starts before the function of the step is called.
 
         Args:
           ambient: the weighting where no `weight=` is passed; from `jdp.Join`.
@@ -62,7 +62,7 @@ class StepWeighting:
         return self._last or self.ambient
 
     def of_metrics(self) -> Weighting | None:
-        """Returns the weighting of the step's metrics: that of its last gradients.
+        """Returns the weighting of the metrics: the weighting of the last gradients.
 
         Raises:
           ValueError: only a loop or a branch of the step knows the weight.
@@ -189,7 +189,7 @@ class StepTrace:
         a weight of NaN is NaN.
 
         Args:
-          weight: what the user passed; None: the ambient weighting.
+          weight: the user's argument; None: the ambient weighting.
           divide_by: see `jdp.sync_gradients`.
 
         Raises:
@@ -222,7 +222,7 @@ _current: contextvars.ContextVar[StepTrace | None] = contextvars.ContextVar(
 
 
 def current() -> StepTrace:
-    """Returns the trace of the step around; outside of one, a new one that warns."""
+    """Returns the trace of the current step; outside a step, a new trace that warns."""
     return _current.get() or StepTrace(warns_at_once=True)
 
 

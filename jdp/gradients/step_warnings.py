@@ -1,4 +1,4 @@
-"""Step warnings: which facts of a step point to a mistake of the user."""
+"""Step warnings: facts of a step that point to a mistake of the user."""
 
 import warnings
 from collections.abc import Sequence
@@ -127,8 +127,8 @@ def _difference(a: LossFacts, b: LossFacts) -> str:
         pairs = zip(a.timeline.order(), b.timeline.order(), strict=True)
         was, is_now = next((i, k) for i, k in pairs if i != k)
         parts.append(
-            f"the gradient of `{b.paths[is_now]}` is now finished where that of "
-            f"`{a.paths[was]}` was"
+            f"the gradient of `{b.paths[is_now]}` is now finished where the "
+            f"gradient of `{a.paths[was]}` was"
         )
     return "; ".join(parts[:10]) + ("; ..." if len(parts) > 10 else "")
 

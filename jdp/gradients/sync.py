@@ -34,14 +34,14 @@ def local_gradients(
     allow_int: bool = False,
     axis_name: AxisName = "data",
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`, of this replica's own samples.
+    """`jax.value_and_grad` over this replica's own samples.
 
     In a `shard_map` with `check_vma=True`, `jax.grad` of parameters that are the same
-    on all replicas sums the gradient over the replicas by itself, leaf by leaf. This
-    keeps it local everywhere, as `sync_gradients` and `distributed_optimizer` want it;
-    in a step of `jdp.data_parallel`, `jax.value_and_grad` does so too. Gradients of
-    several batches may be added up before they are synchronised; that is torch's
-    `no_sync`.
+    on all replicas also sums the gradient over the replicas, leaf by leaf. This
+    function keeps it local everywhere, as `sync_gradients` and `distributed_optimizer`
+    need it; in a step of `jdp.data_parallel`, `jax.value_and_grad` does so, too.
+    Gradients of several batches may be added up before they are synchronised, as with
+    torch's `no_sync`.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar loss, or with
@@ -59,7 +59,7 @@ def local_gradients(
       TypeError and ValueError for parameters and losses that have no gradient.
 
     Raises:
-      TypeError: `loss_fn` is no function, or an option no bool.
+      TypeError: `loss_fn` is not a function, or an option is not a bool.
     """
     loss_call.check_loss(loss_fn)
     types.check_flags(has_aux=has_aux, find_unused=find_unused, allow_int=allow_int)
@@ -99,7 +99,7 @@ def sync_gradients(
     """Averages the gradients of all replicas, bucket by bucket.
 
     Called inside a traced function whose axis `axis_name` is bound by `shard_map`,
-    `pmap` or `vmap`, by every replica, once a step.
+    `pmap` or `vmap`, by every replica, once per step.
 
     Args:
       grads: pytree of this replica's own gradients: arrays of a floating or complex
@@ -109,17 +109,17 @@ def sync_gradients(
         A `weight`, of 1 too, sums them in float32.
       used: pytree like `grads` of Python bools, the same on all replicas, and arrays,
         bool (): whether this replica used the parameter. They ride in a bucket.
-      weight: scalar, floating or integer: how many samples this replica has. None
-        counts every replica the same, but in a `jdp.Join`, which knows who has data.
+      weight: scalar, floating or integer: number of samples of this replica. None:
+        equal weights, except inside `jdp.Join`, where replicas without data get 0.
         The gradients of a replica of weight 0 do not count, whatever they hold, NaN
         included; without any data all gradients are zero. A weight of NaN makes all
         gradients NaN, and so does one below zero; as a constant, that is refused. The
         total weight rides in a bucket. float16 gradients travel as float32, so that the
         mean is finite wherever it is in their range.
-      divide_by: what divides the sum over the replicas. "weight": the total weight, so
+      divide_by: divisor of the sum over the replicas. "weight": the total weight, so
         that each sample counts the same. "active": the number of replicas with data,
-        each of which counts the same. "world": the number of all replicas; what is
-        missing makes the step smaller.
+        each of which counts the same. "world": the number of all replicas; replicas
+        without data make the step smaller.
       axis_name: the axis, or axes, over which replicas lie.
       plan: which leaves travel together. None: `plan_buckets(grads)`, on CPU without
         the small first bucket.
@@ -127,14 +127,14 @@ def sync_gradients(
         side by side, for XLA to combine into one all-reduce with many operands and no
         copies. None: "flat" on CPU, where XLA runs such an all-reduce operand by
         operand, and "tuple" elsewhere; "flat" with an `all_reduce`.
-      all_reduce: sums a buffer of shape (n,) over an axis, such as those of
-        `jdp.collectives`; "auto": whichever is the fastest for a bucket on this mesh,
+      all_reduce: sums a buffer of shape (n,) over an axis, such as the functions
+        of `jdp.collectives`; "auto": whichever is the fastest for a bucket on this mesh,
         measured when the first step is traced; None: `lax.psum`.
       hook: compresses what travels; see `jdp.hooks`. None: nothing does.
-      hook_state: what `jdp.hooks.init_state` made, and then the last step returned;
-        None for a hook without a state.
-      find_norms: whether to return what `jdp.noise_scale` wants to know: two numbers
-        that ride in a bucket, if there is one of float32.
+      hook_state: the result of `jdp.hooks.init_state`, and then of the last step; None
+        for a hook without a state.
+      find_norms: whether to return the norms that `jdp.noise_scale` needs: two numbers
+        that travel in a bucket of float32, if there is one.
 
     Returns:
       A pytree like `grads`, the mean over the replicas, the same on all of them. With
@@ -146,11 +146,11 @@ def sync_gradients(
       ValueError: `axis_name` is not bound, the gradients do not fit the plan, they
         were summed over the axis already, `used` has another structure, `weight` is
         not a scalar or is a negative constant, `all_reduce` does not sum, `packing`
-        does not go with `all_reduce` or `hook`, or `hook_state` is not that of the
-        hook for these gradients.
-      TypeError: a leaf has an integer or boolean dtype, one of `used` is no bool,
-        `weight` is not a real number, `plan` is no plan, `hook` is no hook, or
-        `find_norms` no bool.
+        does not go with `all_reduce` or `hook`, or `hook_state` does not belong to
+        the hook and these gradients.
+      TypeError: a leaf has an integer or boolean dtype, one of `used` is not a bool,
+        `weight` is not a real number, `plan` is not a plan, `hook` is not a hook, or
+        `find_norms` is not a bool.
     """
     types.check_flags(find_norms=find_norms)
     options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)

@@ -1,4 +1,4 @@
-"""Usage flags: which parameters were used on any replica?"""
+"""Usage flags: parameters that were used on any replica."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,12 +48,12 @@ def find_decided(used: PyTree | None, grads: PyTree) -> list[jax.Array]:
 
 
 def as_rider(decided: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    """Returns what travels of them, with gradients of `dtype`: shape (n,)."""
+    """Returns flags as an array that travels with gradients of `dtype`: shape (n,)."""
     return jnp.stack(decided).astype(dtype)
 
 
 def from_rider(used: PyTree, mean: jax.Array) -> PyTree:
-    """Returns `used` of all replicas, given the mean of `as_rider` over them."""
+    """Returns `used` over all replicas, from the mean of `as_rider`."""
     # A mean of zeros and ones is positive if there is a one, in any floating dtype.
     return with_decided(used, list(mean.real > 0))
 
@@ -64,9 +64,9 @@ def with_decided(used: PyTree, decided: Sequence[jax.Array]) -> PyTree:
 
 
 def outline(used: PyTree) -> tuple[list[jax.Array], Callable[..., PyTree]]:
-    """Returns the leaves that control flow decides, and what puts others there.
+    """Returns the leaves that control flow decides, and a function that replaces them.
 
-    That function outlives their trace. No class is made with anything else than flags.
+    The function outlives the trace. Classes of users get only flags as their fields.
     """
     leaves, treedef = jax.tree.flatten(used)
     flags = [x if is_static(x) else None for x in leaves]

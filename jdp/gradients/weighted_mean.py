@@ -13,20 +13,20 @@ from jdp.types import AxisName
 
 DivideBy = Literal["weight", "active", "world"]
 
-_NUM_PIECES = 3  # of 8 bits each, the significand of bfloat16; float32 has 24.
+_NUM_DIGITS = 3  # of 8 bits each, the significand of bfloat16; float32 has 24.
 
 
 class Weighting(NamedTuple):
-    """How much this replica counts."""
+    """Weight of this replica."""
 
-    # float32 (), float64 where the weight is of 64 bits; 0 for a replica without data,
-    # NaN where it is none.
+    # float32 (), or float64 for a weight of 64 bits; 0 for a replica without data, NaN
+    # for an invalid weight.
     amount: jax.Array
     divide_by: DivideBy
 
 
 def as_weighting(weight: jax.typing.ArrayLike, divide_by: DivideBy) -> Weighting:
-    """Returns how a replica of this `weight` counts; see `StepTrace.resolve`."""
+    """Returns the weighting of a replica; see `StepTrace.resolve`."""
     if isinstance(weight, str | bytes):
         raise TypeError(f"`weight` must be a real number, got {weight!r}.")
     check_constant(weight)
@@ -43,12 +43,12 @@ def as_weighting(weight: jax.typing.ArrayLike, divide_by: DivideBy) -> Weighting
 
 
 def check_constant(weight: jax.typing.ArrayLike) -> None:
-    """Raises ValueError if a weight that is known already is negative."""
+    """Raises ValueError if a weight that is known while tracing is negative."""
     if isinstance(weight, bool | int | float | np.generic | np.ndarray):
         known = np.asarray(weight)
         if known.dtype.kind in "if" and (known < 0).any():
             raise ValueError(
-                "`weight` must be at least 0, how many samples a replica has, got "
+                "`weight` must be at least 0, the number of samples, got "
                 f"{weight!r}. Pass 0 where there is no data."
             )
 
@@ -60,7 +60,7 @@ def nan_if_negative(weight: jax.Array) -> jax.Array:
 
 
 def has_data(amount: jax.Array | int) -> jax.Array:
-    """Whether an amount, or a total, is one of data: also NaN, which is to be seen."""
+    """Whether an amount, or a total, is not 0; True for NaN, which must stay visible."""
     return jnp.not_equal(amount, 0)
 
 
@@ -68,7 +68,7 @@ class Totals(NamedTuple):
     """Total weight of the replicas."""
 
     amount: jax.Array  # () of the dtype of the amounts.
-    largest: jax.Array  # likewise: what the replica with most data counts.
+    largest: jax.Array  # likewise: the largest amount of a replica.
 
 
 def sum_over_replicas(amount: jax.Array, axis_name: AxisName) -> Totals:
@@ -84,17 +84,17 @@ def sum_over_replicas(amount: jax.Array, axis_name: AxisName) -> Totals:
 def ratio(amount: jax.Array, total: jax.Array | int, dtype: Any) -> jax.Array:
     """Returns `amount / total` in float32 or wider, as `dtype` is; 0 for a total of 0.
 
-    A quotient of narrower amounts is as precise as what is multiplied by it.
+    The quotient is as precise as the arrays of `dtype` that it multiplies.
     """
     wide = jnp.finfo(wide_dtype(dtype)).dtype
     return divide(amount.astype(wide), total, wide)
 
 
 def weigh(x: jax.Array, weighting: Weighting) -> jax.Array:
-    """Returns `x` times what its replica counts; for 0, NaN may come of it.
+    """Returns `x` times the weight of its replica; a weight of 0 may give NaN.
 
-    Types narrower than 32 bits come back as float32, but for bfloat16: their range
-    ends where the sum of a few samples' gradients may lie.
+    Dtypes narrower than 32 bits come back as float32, except bfloat16: the sum of a few
+    samples' gradients may exceed their range.
     """
     if weighting.divide_by != "weight":
         return widen(x)
@@ -105,7 +105,7 @@ def weigh(x: jax.Array, weighting: Weighting) -> jax.Array:
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Returns `x`, in float32 if its type is narrow and no bfloat16."""
+    """Returns `x`, in float32 if its dtype is narrower and not bfloat16."""
     return x if x.dtype == jnp.bfloat16 else x.astype(wide_dtype(x.dtype))
 
 
@@ -115,7 +115,7 @@ def zero_unless(is_kept: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def of_one(amount: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the mean over one replica: `x`, zeros without data, or NaN of a NaN."""
+    """Returns the mean over one replica: `x`, zeros without data, NaN for a NaN weight."""
     kind = jnp.isnan(amount) * 2 + (amount == 0)
     kind = jnp.broadcast_to(kind.astype(jnp.int32), x.shape)
     return lax.select_n(kind, x, jnp.zeros_like(x), jnp.full_like(x, jnp.nan))
@@ -131,9 +131,9 @@ def divide(x: jax.Array, total: jax.Array | int, dtype: Any) -> jax.Array:
 def encode(amount: jax.Array, dtype: Any, axis_name: AxisName) -> jax.Array:
     """Writes `amount` so that its sum over the replicas in `dtype` loses no digit.
 
-    In 32 bits and more that is the number itself, exact up to a total of 2^24 samples.
-    A sum in bfloat16 would end at 256, so there each replica has a column of its own,
-    in which it writes its number in pieces, and the sum adds only zeros.
+    In 32 bits and more it is the number itself, exact up to a total of 2^24 samples. In
+    bfloat16 sums are exact only up to 256. There each replica writes its number, in
+    digits of 8 bits, into its own column, to which the sum adds only zeros.
 
     Returns:
       Shape (), or (3, num_replicas) in bfloat16; `decode` reads its sum.
@@ -141,18 +141,18 @@ def encode(amount: jax.Array, dtype: Any, axis_name: AxisName) -> jax.Array:
     if dtype != jnp.bfloat16:
         return amount.astype(dtype)
     amount = amount.astype(jnp.float32)
-    pieces = []
-    for _ in range(_NUM_PIECES):
+    digits = []
+    for _ in range(_NUM_DIGITS):
         # XLA may leave out a cast to bfloat16 and back, but not this.
-        pieces.append(lax.reduce_precision(amount, exponent_bits=8, mantissa_bits=7))
-        amount = amount - pieces[-1]
+        digits.append(lax.reduce_precision(amount, exponent_bits=8, mantissa_bits=7))
+        amount = amount - digits[-1]
     names = mesh.as_axis_names(axis_name)
     is_mine = jnp.arange(lax.axis_size(names)) == lax.axis_index(names)
-    return jnp.where(is_mine, jnp.stack(pieces)[:, None], 0.0).astype(dtype)
+    return jnp.where(is_mine, jnp.stack(digits)[:, None], 0.0).astype(dtype)
 
 
 def decode(total: jax.Array) -> jax.Array:
-    """Reads the sum of what `encode` wrote; float32 or wider, ()."""
+    """Reads the sum of results of `encode`; float32 or wider, ()."""
     real = total.real.astype(wide_dtype(total.real.dtype))
     return real.sum(0).sum() if real.ndim else real
 
@@ -164,6 +164,6 @@ def wide_dtype(dtype: Any) -> Any:
 
 
 def as_inexact(x: Any) -> jax.Array:
-    """Returns a number or an array as one that can be averaged."""
+    """Returns a number or an array as an array of a floating or complex dtype."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)

@@ -1,4 +1,4 @@
-"""Outer steps: one for how far replicas went apart in many inner ones (DiLoCo)."""
+"""DiLoCo: one outer step on the mean displacement of many inner steps."""
 
 import functools
 import itertools
@@ -25,12 +25,12 @@ from jdp.types import AxisName, PyTree
 class DiLoCoState(NamedTuple):
     """State of `diloco`."""
 
-    params: PerReplica  # what this replica has.
+    params: PerReplica  # parameters of this replica.
     inner: PerReplica  # state of its optimizer.
-    seen: PerReplica  # by fragment, samples since it was sent, float32 (f,).
-    outer_params: PyTree  # what all replicas have agreed on.
-    outer: list[Any]  # by fragment, state of the outer optimizer.
-    # Averages of the fragment under way, by dtype, flat; none where nothing waits.
+    seen: PerReplica  # per fragment, samples since it was sent, float32 (f,).
+    outer_params: PyTree  # parameters that all replicas have agreed on.
+    outer: list[Any]  # per fragment, state of the outer optimizer.
+    # Flat averages of the fragment under way, by dtype; empty if nothing waits.
     under_way: dict[str, jax.Array]
     step: jax.Array  # int32 (): updates so far.
 
@@ -55,15 +55,15 @@ def diloco(
     axis_name: AxisName = "data",
     world: World | None = None,
 ) -> LocalTraining:
-    """Takes `period` inner steps apart, and an outer one on how far they went.
+    """Takes `period` inner steps on each replica, then one outer step for all.
 
     The outer optimizer gets theta - mean(theta_i) as a gradient, where theta are the
-    parameters that all began with and theta_i those of replica i (Douillard et al.,
-    2023: DiLoCo). With `num_fragments` the leaves are cut into as many parts of about
+    parameters that all began with and theta_i the parameters of replica i (Douillard et
+    al., 2023: DiLoCo). With `num_fragments` the leaves are cut into as many parts of about
     the same bytes, one of which is sent every `period / num_fragments` steps (Douillard
-    et al., 2025: streaming DiLoCo). With a `delay`, what is sent in a step depends on
-    nothing that the step computes, so that XLA can overlap the two, and it is applied
-    at the end of that step or later.
+    et al., 2025: streaming DiLoCo). With a `delay`, the data sent in a step does not
+    depend on the computation of that step, so XLA can overlap the two. It is applied at
+    the end of that step or later.
 
         local = jdp.diloco(optax.adamw(1e-3), period=50)
         state = local.init(params)
@@ -76,21 +76,21 @@ def diloco(
     With `period=1` and `outer=optax.sgd(1.0)`, inner plain SGD is data-parallel SGD.
 
     Integers and booleans among the parameters take no outer step, and are not mixed:
-    all replicas go on with what `local_sgd` would make of them.
+    all replicas go on with their mean, as in `local_sgd`.
 
     Args:
       tx: the inner optimizer; its state stays each replica's own.
-      period: inner steps between two outer ones of a parameter.
+      period: inner steps per outer step of a parameter.
       outer: the outer optimizer; None: `optax.sgd(0.7, momentum=0.9, nesterov=True)`,
         as in the paper.
       num_fragments: parts that are sent one at a time; a divisor of `period`.
       delay: how many steps later an outer step is taken; at most
-        `period / num_fragments`. 0: at once, and what is sent is waited for.
-      mixing: share of a replica's own parameters in those with which it goes on after
-        an outer step; None: 0.5 with a delay, since it has stepped on meanwhile, else
-        0, so that all go on with the same.
+        `period / num_fragments`. 0: at once, after waiting for the data.
+      mixing: share of a replica's own parameters in its parameters after an outer
+        step; None: 0.5 with a delay, since it has stepped on meanwhile, else 0, so that
+        all replicas go on with the same.
       axis_name: the axis, or axes, over which replicas lie.
-      world: the replicas, for `init` outside of a step; None: what `jdp.init` made.
+      world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
     Returns:
       The pair; its state is a `DiLoCoState`, whose `outer_params` are what to evaluate.
@@ -98,7 +98,8 @@ def diloco(
     Raises:
       ValueError: a number is out of range, or `num_fragments` does not divide `period`;
         from `init`: there are fewer leaves than fragments.
-      TypeError: `tx` or `outer` is no optimizer, or a number is none or no integer.
+      TypeError: `tx` or `outer` is not an optimizer, or an argument is not a number or not
+        an integer.
     """
     update_arguments.check_optimizer(tx, "diloco")
     options = _make_options(period, outer, num_fragments, delay, mixing, axis_name)
@@ -219,7 +220,7 @@ def cut_fragments(leaves: Sequence[Any], num_fragments: int) -> list[list[int]]:
 def _send(
     state: DiLoCoState, fragments: list[list[int]], options: _DiLoCoOptions
 ) -> tuple[DiLoCoState, dict[str, jax.Array]]:
-    """Averages how far replicas went in the fragment that is due, if one is.
+    """Averages the displacements of the fragment that is due, if one is.
 
     Returns:
       The state, and the averages that are under way.
@@ -235,7 +236,7 @@ def _send(
             moved = {i: outer[i] - leaves[i] for i in fragments[k] if i not in exact}
             moved |= {i: leaves[i] for i in exact}
             mean = local_training.mean_by_amount(moved, options.names, seen[k])
-            if exact:  # Of what none has seen anything of, zero is no mean.
+            if exact:  # Without any data, zeros are not the mean.
                 anyone = lax.psum(seen[k], options.names) > 0
                 mean |= {i: jnp.where(anyone, mean[i], outer[i]) for i in exact}
             return _pack([mean[i] for i in fragments[k]], waiting)
@@ -274,7 +275,7 @@ def _apply(
                 own = x
                 if not local_training.is_exact(x):
                     own = x = next(after)
-                    if options.mixing:  # What is equal stays so, bit for bit.
+                    if options.mixing:  # Equal values stay equal, bit for bit.
                         own = (x + options.mixing * (params[i] - x)).astype(x.dtype)
                 outer_params[i] = x
                 params[i] = reduce.cast_varying(own, options.names)
@@ -299,19 +300,19 @@ def _apply(
 
 
 def _stepped(fragment: Iterable[int], leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of a fragment on which the outer optimizer steps."""
+    """Returns the leaves of a fragment on which the outer optimizer steps."""
     return [leaves[i] for i in fragment if not local_training.is_exact(leaves[i])]
 
 
 def _due(step: jax.Array, options: _DiLoCoOptions) -> jax.Array:
-    """The number of the fragment, from 1, that is due after a step; 0: none is."""
+    """Returns the number, from 1, of the fragment that is due after a step; else 0."""
     turn = step // options.spacing
     is_due = (step > 0) & (step % options.spacing == 0)
     return jnp.where(is_due, (turn - 1) % options.num_fragments + 1, 0)
 
 
 def _nothing(leaves: Sequence[Any], fragments: list[list[int]]) -> dict[str, jax.Array]:
-    """Zeros in place of averages, as large as those of any fragment."""
+    """Returns zeros in place of averages, as large as the averages of any fragment."""
     sizes: dict[str, int] = {}
     for part in fragments:
         here: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Optimizer: which gradients reach an optax transformation, and for what."""
+"""Distributed optimizer: an optax transformation of averaged gradients."""
 
 import functools
 from typing import Any, NamedTuple
@@ -30,18 +30,18 @@ def distributed_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it steps on the average of all replicas' gradients.
 
-    The state is the inner optimizer's own; with a hook that has a state, a
-    `HookedState`. `update` is called inside a traced function
-    by every replica, with its local gradients (`jdp.local_gradients`). Given `used`,
-    which parameters this replica used, it hands on whether any replica did: around
-    `jdp.skip_unused` it takes what `local_gradients(find_unused=True)` returns. Given
-    `weight`, how many samples this replica has, it weighs the gradients; where no
-    replica has any, the state stays bit for bit what it was, and updates are -0.0,
-    which changes no parameter.
+    The state is the state of the inner optimizer, or a `HookedState` for a hook with a
+    state. `update` is called inside a traced function by every replica, with its local
+    gradients (`jdp.local_gradients`). It takes two more arguments. `used`: which
+    parameters this replica used, from `local_gradients(find_unused=True)`; the inner
+    optimizer, such as `jdp.skip_unused`, gets whether any replica used them. `weight`:
+    number of samples of this replica, which weighs its gradients. If no replica has
+    any, the state stays bit for bit what it was, and updates are -0.0, which changes no
+    parameter.
 
-    What looks at gradients goes inside:
+    Transformations that are not linear in the gradients go inside:
     `jdp.distributed_optimizer(optax.chain(optax.clip_by_global_norm(1.0), tx))`. In
-    front of it, in an `optax.chain` around, each replica would clip by its own norm; a
+    front, in an `optax.chain` around both, each replica would clip by its own norm; a
     step of `jdp.data_parallel` refuses that.
 
     Args:
@@ -53,13 +53,13 @@ def distributed_optimizer(
       all_reduce: see `sync_gradients`.
       hook: see `sync_gradients`.
       world: the replicas, for the `init` of a hook with a state outside of a step;
-        None: what `jdp.init` made.
+        None: the world of `jdp.init`.
 
     Returns:
       An optax transformation; its `update` raises what `sync_gradients` raises.
 
     Raises:
-      TypeError: `tx` is no optimizer, or `hook` no hook.
+      TypeError: `tx` is not an optimizer, or `hook` is not a hook.
       ValueError: `divide_by`, `packing` or `all_reduce` is unknown.
     """
     update_arguments.check_optimizer(tx, "distributed_optimizer")
@@ -104,7 +104,7 @@ def distributed_optimizer(
 
 
 class HookedState(NamedTuple):
-    """State of `distributed_optimizer` with a hook that has one."""
+    """State of `distributed_optimizer` with a hook that has a state."""
 
     inner: Any  # of the inner optimizer.
     hook: Any  # see `jdp.hooks.init_state`.

@@ -1,8 +1,8 @@
-"""Leaf updates: an optimizer that works leaf by leaf, as one program for each leaf.
+"""Leaf updates: an optimizer that works leaf by leaf, as one program per leaf.
 
 The optimizer is traced once, on the whole tree, and the equations that lead to the
-results of a leaf are its program. So the time to trace grows as the number of leaves,
-where to run the optimizer once for each leaf, on trees of all, takes its square. Leaves
+results of a leaf are its program. So tracing takes time linear in the number of leaves;
+to run the optimizer once per leaf, on trees of all leaves, takes quadratic time. Leaves
 of one program and one shape share a `jit`, which is traced and lowered once.
 """
 
@@ -23,25 +23,25 @@ from jdp.types import PyTree
 
 
 class LeafPlace(NamedTuple):
-    """One leaf of the trees of a structure, and what is there in such a tree."""
+    """The place of one leaf in the trees of a structure."""
 
     treedef: Any
     position: int
 
     def put(self, x: Any, others: Sequence[Any] | None = None) -> PyTree:
         """Returns a tree with `x` there, and `()` in place of all others."""
-        # `optax.MaskedNode()` would do, but Python makes each, and there are as many
-        # as the square of the number of parameters: it doubles the time to trace.
+        # Not `optax.MaskedNode()`: to make one per pair of parameters doubles the time
+        # to trace.
         entries = [()] * self.treedef.num_leaves if others is None else list(others)
         entries[self.position] = x
         return self.treedef.unflatten(entries)
 
     def pick(self, tree: PyTree) -> Any:
-        """Returns what is there."""
+        """Returns the entry of a tree at this place."""
         return self.treedef.flatten_up_to(tree)[self.position]
 
     def slots(self, state: PyTree) -> PyTree:
-        """Tells the trees in `state` that come of what `put` made from other leaves."""
+        """Returns a slot for each tree in `state` that was made from a result of `put`."""
 
         def find(tree: PyTree) -> "_ColumnSlot | None":
             entries = _entries_of(self.treedef, tree)
@@ -74,9 +74,9 @@ class LeafPlace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ColumnSlot:
-    """A place in a tree like `params`; no tree itself."""
+    """A place in a tree like `params`; not itself a tree."""
 
-    others: list[Any]  # what is in all places; `()` or `optax.MaskedNode()` elsewhere.
+    others: list[Any]  # the entries; `()` or `optax.MaskedNode()` elsewhere.
 
 
 _NO_SLOT = _ColumnSlot([])
@@ -112,7 +112,7 @@ class StateLayout(NamedTuple):
     structures: list[Any]  # of the state of each parameter.
 
     def split(self, state: PyTree) -> list[Any]:
-        """Returns the parts of a state: entries by parameter, or one array of all."""
+        """Returns the parts of a state: entries per parameter, or one array of all."""
         return [
             self.params.flatten_up_to(part) if is_column else part
             for part, is_column in zip(
@@ -135,7 +135,7 @@ class StateLayout(NamedTuple):
         )
 
     def gather(self, states: Sequence[PyTree]) -> list[list[Any]] | None:
-        """Returns the parts of all states: entries by parameter, of either kind.
+        """Returns the parts of all states: entries per parameter, of either kind.
 
         None if a state is not laid out so, or if the arrays of all differ in type.
         """
@@ -172,8 +172,8 @@ def find_layout(
     structures = [
         jax.tree.structure(layout.of_leaf(parts, i)) for i in range(len(leaves))
     ]
-    # An entry of a parameter that is no array seems to be of all, but is gone where
-    # that parameter is; so two of them tell.
+    # An entry that is not an array looks like a part of all parameters, but goes where
+    # its parameter goes. Two parameters show that.
     for i in (0, len(leaves) - 1):
         place = LeafPlace(treedef, i)
         alone = jax.eval_shape(lambda x, p=place: inner.init(p.put(x)), leaves[i])
@@ -207,13 +207,13 @@ def trace(
 
     Args:
       inner: the optimizer.
-      layout: of its state.
+      layout: the layout of its state.
       trees: the arguments of its `update`, by name, but for the state.
       states: the states of all parameters.
 
     Returns:
-      The updates; None where the program of one leaf needs what another one has, as
-      with a `cond` around all, or has side effects.
+      The updates; None where the program of one leaf needs data of another leaf, as
+      with a `cond` around all leaves, or has side effects.
     """
     rows = layout.gather(states)
     if rows is None:
@@ -234,7 +234,7 @@ def trace(
     try:
         closed = jax.make_jaxpr(update)(*arguments)
     except jax.errors.ConcretizationTypeError:
-        return None  # It looks at a value, which it may where nothing is traced.
+        return None  # It reads a value, which it can do outside of a trace.
     like = layout.params.unflatten(range(len(states))), layout.join(parts)
     if closed.effects or made[-1] != jax.tree.structure(like):
         return None
@@ -261,14 +261,14 @@ def trace(
     return found
 
 
-_EACH = -1  # owner of what each parameter has for itself, as a count of its steps.
-_ALL = -2  # owner of what is handed to all, as an extra argument.
+_EACH = -1  # owner of arrays that each parameter has, such as a count of its steps.
+_ALL = -2  # owner of arrays that all parameters get, such as extra arguments.
 
 
 def _owners(
     layout: StateLayout, arguments: tuple[Any, ...], extra: dict[str, PyTree]
 ) -> list[int]:
-    """Returns, for each leaf of the arguments, the index of the parameter it is of."""
+    """Returns for each leaf of the arguments the index of its parameter."""
     grads, params, _, parts = arguments
     found = [*range(len(jax.tree.leaves(grads))), *range(len(jax.tree.leaves(params)))]
     for _, tree in sorted(extra.items()):  # As `jax.tree` does.
@@ -322,7 +322,7 @@ class _ProgramCutter:
         }
 
     def cut(self, results: Sequence[Any]) -> _SubProgram:
-        """Returns what leads to `results`: keys, or literals."""
+        """Returns the part that computes `results`: keys, or literals."""
         wanted: set[int] = set()
         waiting = list(results)
         while waiting:
@@ -354,7 +354,7 @@ class _ProgramCutter:
 
 
 def _kind(eqn: Any) -> Hashable:
-    """Returns what an equation does with its operands."""
+    """Returns a description of an equation without its operands."""
     params = tuple((name, _hashable(x)) for name, x in sorted(eqn.params.items()))
     return eqn.primitive, _hashable(eqn.ctx), params
 

@@ -17,18 +17,18 @@ from jdp.types import PyTree
 
 
 class SkipUnusedState(NamedTuple):
-    """State of `skip_unused`: one state of the inner optimizer for each parameter."""
+    """State of `skip_unused`: one state of the inner optimizer per parameter."""
 
-    # By path, as `jdp.trees.tree_paths.leaf_paths` writes it. Where the inner optimizer
-    # holds a tree like `params`, there is the entry of the one parameter alone: for
-    # `optax.adam`, each is (ScaleByAdamState(count, mu, nu), EmptyState()).
+    # By path, as `jdp.trees.tree_paths.leaf_paths` writes it. A tree like `params` in
+    # the inner state becomes the entry of this parameter: for `optax.adam`, each state
+    # is (ScaleByAdamState(count, mu, nu), EmptyState()).
     leaf_states: dict[str, Any]
 
 
 def skip_unused(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that a parameter that was not used is left as it is.
+    """Wraps an optimizer so that unused parameters stay as they are.
 
     `update` takes `used`, a tree of booleans with the structure of the gradients, as
     `jdp.value_and_grad(find_unused=True)` returns it. Where it is False, the parameter
@@ -42,24 +42,24 @@ def skip_unused(
         )
         updates, state = tx.update(grads, state, params, used=used)
 
-    `tx` steps on each parameter by itself, and masks and labels by path or shape work
-    as before: its update of the whole tree is traced, and cut into a program for each
-    parameter. Where one of these would need others, as with the `cond` of
-    `optax.MultiSteps`, `tx` runs once for each, on trees with `()` in place of all
-    others, where what goes by the position of a parameter in a list of all sees a list
-    of one. What mixes parameters comes in front, as above, or goes around, as
-    `optax.apply_if_finite`; `update` refuses it inside. Only masks may come behind: an
-    unused parameter gets an update of -0.0, which alone leaves a parameter of -0.0 as
-    it is.
+    `tx` steps on each parameter separately, and masks and labels by path or shape work
+    as before: its update of the whole tree is traced, and cut into one program per
+    parameter. Where such a program needs other parameters, as with the `cond` of
+    `optax.MultiSteps`, `tx` runs once per parameter, on trees with `()` in place of all
+    others; code that uses positions in a list of all leaves then sees a list of one.
+    Transformations that mix parameters come in front, as above, or go around, as
+    `optax.apply_if_finite`; `update` refuses them inside. Only masks may follow: an
+    unused parameter gets an update of -0.0, the only value that leaves -0.0 as it is.
 
     State keeps the dtypes that `tx.init` gave it. A schedule counts the steps of its
-    parameter, and `optax.inject_hyperparams` holds a value for each. Keys made by
-    `jax.random.key` are folded with the index of the parameter, or all would draw the
-    same noise. An extra argument with the structure of the gradients is cut as they
-    are; others are handed on whole. `optax.tree.map_params` cannot see into the state.
+    parameter, and `optax.inject_hyperparams` holds one value per parameter. Keys made
+    by `jax.random.key` are folded with the index of the parameter; otherwise all would
+    draw the same noise. An extra argument with the structure of the gradients is cut as
+    they are; others are passed on whole. `optax.tree.map_params` does not work on the
+    state.
 
-    XLA takes subnormal numbers for zero when it adds on a CPU, so there
-    `optax.apply_updates` flushes subnormal parameters, used or not.
+    On CPU, XLA treats subnormal numbers as zero in additions, so `optax.apply_updates`
+    flushes subnormal parameters there, used or not.
 
     Args:
       tx: the optimizer.
@@ -70,11 +70,11 @@ def skip_unused(
       or if `tx` mixes parameters; TypeError if a leaf of `used` is not one boolean.
 
     Raises:
-      TypeError: `tx` is no optimizer.
+      TypeError: `tx` is not an optimizer.
     """
     update_arguments.check_optimizer(tx, "skip_unused")
     inner = optax.with_extra_args_support(tx)
-    # A cache of what follows from the structure and the shapes alone.
+    # Caches of facts that depend on structure and shapes alone.
     layouts: dict[Any, StateLayout | None] = {}
     slots: dict[Any, list[PyTree]] = {}
 
@@ -87,7 +87,7 @@ def skip_unused(
 
     def update(
         updates: PyTree,
-        state: Any,  # SkipUnusedState, of which the type that optax declares knows not.
+        state: Any,  # SkipUnusedState; optax declares a wider type.
         params: PyTree | None = None,
         *,
         used: PyTree | None = None,
@@ -154,7 +154,7 @@ def _update_leaves(
     updates: list[LeafUpdate], flags: list[Any], states: list[PyTree]
 ) -> list[tuple[jax.Array, PyTree]]:
     """Returns the update and the new state of each parameter."""
-    # Elsewhere each call would compile anew.
+    # Without staging, each call would compile anew.
     is_staged = any(
         map(
             compat.is_staged,
@@ -231,8 +231,8 @@ def _copy(x: Any, *, index: int) -> jax.Array:
     """Returns an array of the initial state as the parameter `index` keeps it."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # A copy, or a value that all states begin with could not be donated; and not of
-        # weak type, which the results of `update` do not have.
+        # A copy: an array shared by several states could not be donated. Not of weak
+        # type, which the results of `update` do not have.
         return jnp.array(x, dtype=x.dtype)
     fold = jax.random.fold_in
     for _ in x.shape:

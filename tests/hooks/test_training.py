@@ -310,7 +310,7 @@ def _sync(hook, hook_state, grads=PARAMS, **kwargs):
                 ),
             ),
             ValueError,
-            "`hook_state` is not that of the hook `power_sgd\\(2\\)`",
+            "`hook_state` does not belong to the hook `power_sgd\\(2\\)`",
         ),
         (
             lambda: _sync(
@@ -423,7 +423,7 @@ def test_reducing_in_the_backward_pass_leaves_no_place_for_a_state():
 
     world = harness.local_world(2)
     state = hooks.init_state(hook, PARAMS, world=world)
-    with pytest.raises(ValueError, match="reduces that of .* in the backward pass"):
+    with pytest.raises(ValueError, match="reduces the gradient of .* in the backward pass"):
         jdp.data_parallel(step, world=world)(state, *harness.oracle_batches(1))
 
 
