@@ -127,10 +127,10 @@ def sync_gradients(
         side by side, for XLA to combine into one all-reduce with many operands and no
         copies. None: "flat" on CPU, where XLA runs such an all-reduce operand by
         operand, and "tuple" elsewhere; "flat" with an `all_reduce`.
-      all_reduce: sums a buffer of shape (n,) over an axis, such as the functions
-        of `jdp.collectives`; "auto": whichever is the fastest for a bucket on this mesh,
-        measured when the first step is traced; None: `lax.psum`.
-      hook: compresses what travels; see `jdp.hooks`. None: nothing does.
+      all_reduce: sums a buffer of shape (n,) over an axis, such as the functions of
+        `jdp.collectives`; "auto": the fastest for a bucket on this mesh, measured when
+        the first step is traced; None: `lax.psum`.
+      hook: compresses the messages; see `jdp.hooks`. None: no compression.
       hook_state: the result of `jdp.hooks.init_state`, and then of the last step; None
         for a hook without a state.
       find_norms: whether to return the norms that `jdp.noise_scale` needs: two numbers

@@ -60,7 +60,7 @@ def nan_if_negative(weight: jax.Array) -> jax.Array:
 
 
 def has_data(amount: jax.Array | int) -> jax.Array:
-    """Whether an amount, or a total, is not 0; True for NaN, which must stay visible."""
+    """Whether an amount or a total is not 0; True for NaN, which stays visible."""
     return jnp.not_equal(amount, 0)
 
 
@@ -115,7 +115,7 @@ def zero_unless(is_kept: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def of_one(amount: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the mean over one replica: `x`, zeros without data, NaN for a NaN weight."""
+    """Returns the mean over one replica: `x`; zeros without data; NaN for NaN."""
     kind = jnp.isnan(amount) * 2 + (amount == 0)
     kind = jnp.broadcast_to(kind.astype(jnp.int32), x.shape)
     return lax.select_n(kind, x, jnp.zeros_like(x), jnp.full_like(x, jnp.nan))

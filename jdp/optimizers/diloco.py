@@ -58,9 +58,9 @@ def diloco(
     """Takes `period` inner steps on each replica, then one outer step for all.
 
     The outer optimizer gets theta - mean(theta_i) as a gradient, where theta are the
-    parameters that all began with and theta_i the parameters of replica i (Douillard et
-    al., 2023: DiLoCo). With `num_fragments` the leaves are cut into as many parts of about
-    the same bytes, one of which is sent every `period / num_fragments` steps (Douillard
+    parameters that all began with and theta_i the parameters of replica i (Douillard
+    et al., 2023: DiLoCo). With `num_fragments` the leaves are cut into as many parts of
+    about the same bytes, one of which is sent every `period / num_fragments` steps (Douillard
     et al., 2025: streaming DiLoCo). With a `delay`, the data sent in a step does not
     depend on the computation of that step, so XLA can overlap the two. It is applied at
     the end of that step or later.
@@ -98,8 +98,8 @@ def diloco(
     Raises:
       ValueError: a number is out of range, or `num_fragments` does not divide `period`;
         from `init`: there are fewer leaves than fragments.
-      TypeError: `tx` or `outer` is not an optimizer, or an argument is not a number or not
-        an integer.
+      TypeError: `tx` or `outer` is not an optimizer, or an argument is not a number, or
+        not an integer.
     """
     update_arguments.check_optimizer(tx, "diloco")
     options = _make_options(period, outer, num_fragments, delay, mixing, axis_name)

@@ -41,7 +41,7 @@ class LeafPlace(NamedTuple):
         return self.treedef.flatten_up_to(tree)[self.position]
 
     def slots(self, state: PyTree) -> PyTree:
-        """Returns a slot for each tree in `state` that was made from a result of `put`."""
+        """Returns a slot for each tree in `state` made from a result of `put`."""
 
         def find(tree: PyTree) -> "_ColumnSlot | None":
             entries = _entries_of(self.treedef, tree)

@@ -21,10 +21,10 @@ from jdp.types import AxisName, PyTree
 class LocalSGDState(NamedTuple):
     """State of `local_sgd`."""
 
-    params: PerReplica  # what this replica has.
+    params: PerReplica  # parameters of this replica.
     inner: PerReplica  # state of its optimizer.
-    # Samples, or steps, that it has seen since the last average of each kind, float32
-    # (k,), of k periods.
+    # Samples, or steps, of this replica since the last average of each kind: float32
+    # (k,) for k periods.
     seen: PerReplica
     step: jax.Array  # int32 (): updates so far.
 
@@ -37,16 +37,17 @@ def local_sgd(
     axis_name: AxisName = "data",
     world: World | None = None,
 ) -> LocalTraining:
-    """Averages parameters every so many steps, in place of gradients in each.
+    """Averages parameters every `period` steps, instead of gradients in every step.
 
     In the first `warmup_steps` gradients are averaged: plain data-parallel training.
     After step k of those that follow, parameters are averaged if k is a multiple of
     `period` (Stich, 2019; Lin et al., 2020: post-local SGD). The state of the optimizer
     stays each replica's own.
 
-    Integers and booleans among the parameters stay bit for bit what they are where all
-    replicas have the same. Elsewhere all go on with the mean, computed in JAX's default
-    float and rounded, between the least and the greatest of replicas that have data.
+    Integers and booleans among the parameters stay bit for bit as they are if all
+    replicas have the same. Otherwise all go on with the mean over the replicas with
+    data, computed in JAX's default float and rounded, between the least and the
+    greatest.
 
         local = jdp.local_sgd(optax.sgd(0.1, momentum=0.9), period=8, warmup_steps=500)
         state = local.init(params)
@@ -58,19 +59,19 @@ def local_sgd(
 
     Args:
       tx: the optimizer of each replica.
-      period: steps between averages. Of a pair of axes also a pair: between averages
-        within a node, and over all, a multiple of the first.
-      warmup_steps: how many steps are plain ones.
+      period: steps between averages. For a pair of axes also a pair: between averages
+        within a node, and between averages over all, a multiple of the first.
+      warmup_steps: number of plain data-parallel steps at the start.
       axis_name: the axis, or a pair of axes (across nodes, within a node).
-      world: the replicas, for `init` outside of a step; None: what `jdp.init` made.
+      world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
     Returns:
       The pair; its state is a `LocalSGDState`.
 
     Raises:
       ValueError: a period is below 1, a pair goes without a pair of axes, or its second
-        is no multiple of its first; `warmup_steps` is negative.
-      TypeError: `tx` is no optimizer, or a number of steps is no integer.
+        is not a multiple of its first; `warmup_steps` is negative.
+      TypeError: `tx` is not an optimizer, or a number of steps is not an integer.
     """
     update_arguments.check_optimizer(tx, "local_sgd")
     names = mesh.as_axis_names(axis_name)
@@ -78,7 +79,7 @@ def local_sgd(
     periods = tuple(local_training.as_integer("period", each) for each in given)
     warmup_steps = local_training.as_integer("warmup_steps", warmup_steps)
     _check_periods(periods, names, warmup_steps)
-    # Over what is averaged, how often: the widest last.
+    # Axes to average over, per period: the widest last.
     reaches = [names[-1:], names] if len(periods) == 2 else [names]
 
     def update(
@@ -205,7 +206,7 @@ def _unite_used(
 
 
 def _mean_or_keep(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
-    """The mean, typed as what may differ; the tree itself where no replica counts."""
+    """Returns the mean, typed as varying; the tree itself where no replica counts."""
     mean = local_training.mean_by_amount(tree, names, amount)
     anyone = weighted_mean.has_data(lax.psum(amount, names))
 

@@ -23,7 +23,7 @@ from jdp.types import AxisName, PyTree
 
 
 class LocalUpdate(Protocol):
-    """Takes the step of one replica, and averages when it is time."""
+    """Takes the step of one replica, and averages when an average is due."""
 
     def __call__(
         self,
@@ -38,19 +38,19 @@ class LocalUpdate(Protocol):
 
         Args:
           grads: this replica's own gradients (`jdp.local_gradients`).
-          state: what `init` made, or the last call returned.
-          weight: how many samples the gradients are of; None: as many as those of the
-            other replicas. A replica without any does not step, and what a replica has
-            seen since the last average is what it counts by in the next.
-          **extra_args: of `update` of the replica's optimizer, such as `value=` for
-            `optax.contrib.reduce_on_plateau`, or `used=` for `jdp.skip_unused`: this
-            replica's own.
+          state: the result of `init` or of the last call.
+          weight: number of samples behind the gradients; None: the same on all
+            replicas. A replica without samples does not step. In an average, a replica
+            counts by its samples since the last average.
+          **extra_args: further arguments for `update` of the replica's optimizer, such
+            as `value=` for `optax.contrib.reduce_on_plateau`, or `used=` for
+            `jdp.skip_unused`: this replica's own.
         """
         ...
 
 
 class LocalTraining(NamedTuple):
-    """How replicas train apart; a pair of pure functions."""
+    """A pair of pure functions with which replicas train apart."""
 
     init: Callable[[PyTree], Any]  # (params) -> state; also outside of a step.
     update: LocalUpdate
@@ -59,19 +59,19 @@ class LocalTraining(NamedTuple):
 def begin_apart(
     tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName
 ) -> tuple[PerReplica, PerReplica]:
-    """Initial state of a replica's own."""
+    """Returns the initial parameters and optimizer state of a replica."""
     own = reduce.cast_varying(jax.tree.map(jnp.asarray, params), axis_name)
     inner = reduce.cast_varying(jax.tree.map(jnp.asarray, tx.init(own)), axis_name)
     return PerReplica(own), PerReplica(inner)
 
 
 def no_samples(count: int, axis_name: AxisName) -> jax.Array:
-    """Counters of what a replica has seen: float32 (count,)."""
+    """Returns zero counters of samples: float32 (count,)."""
     return reduce.cast_varying(jnp.zeros(count, jnp.float32), axis_name)
 
 
 def find_amount(weight: jax.typing.ArrayLike | None, axis_name: AxisName) -> jax.Array:
-    """Amount that this replica has seen in this step: float32 (), 1 by default."""
+    """Returns the samples of this replica in this step: float32 (), 1 by default."""
     trace = step_trace.current()
     weighting = trace.resolve(weight, "weight")
     trace.note(weighting)
@@ -87,7 +87,7 @@ def step_apart(
     amount: jax.Array,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, PerReplica]:
-    """Takes the step of this replica; none without data, whatever the gradients."""
+    """Takes the step of this replica; without data, whatever the gradients, no step."""
     tx = optax.with_extra_args_support(tx)
     updates, new_inner = tx.update(grads, inner.value, params.value, **extra_args)
     new_params = _apply_updates(params.value, updates)
@@ -104,14 +104,14 @@ def step_apart(
 
 
 def is_exact(x: Any) -> bool:
-    """Whether an array is of integers or booleans, of which a mean is none."""
+    """Whether an array holds integers or booleans."""
     return not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """`optax.apply_updates`, but of integers those without an update stay as they are.
+    """`optax.apply_updates`, which leaves integers with an update of 0 as they are.
 
-    It adds floats to them, which have not all of their digits.
+    `optax.apply_updates` adds in floats, which cannot hold all digits of integers.
     """
 
     def keep(new: Any, old: Any, update: Any) -> Any:
@@ -123,14 +123,13 @@ def _apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
     """Averages over replicas, one collective per dtype; zeros where no replica counts.
 
-    Integers and booleans get the mean, rounded, between the least and the greatest: so
-    they stay what they are where they are equal. Nothing is known of them where no
-    replica counts.
+    Integers and booleans get the rounded mean, between the least and the greatest, so
+    equal values stay as they are. Where no replica counts they are undefined.
 
     Args:
-      tree: of this replica.
+      tree: arrays of this replica.
       names: the axes to average over.
-      amount: how much this replica counts, float32 ().
+      amount: weight of this replica, float32 ().
     """
     weighting = Weighting(amount, "weight")
     real = jax.dtypes.canonicalize_dtype(float)
@@ -150,7 +149,7 @@ def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> P
 def _find_limits(
     arrays: Sequence[jax.Array], names: tuple[str, ...], amount: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """By array the least and the greatest of the replicas that count."""
+    """Returns for each array the least and the greatest of the replicas that count."""
     if not arrays:
         return []
 
@@ -173,7 +172,7 @@ def as_integer(name: str, value: Any) -> int:
     """Returns an integer of Python or numpy.
 
     Raises:
-      TypeError: it is another number, or none.
+      TypeError: it is not an integer.
     """
     try:
         return operator.index(value)

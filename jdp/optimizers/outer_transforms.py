@@ -1,9 +1,9 @@
-"""Outer transforms: what optax makes of the gradients of one replica.
+"""Outer transforms: optax in front of the average, where it must be linear.
 
 In `optax.chain(clip, jdp.distributed_optimizer(tx))` each replica would clip by its own
-norm. So what optax calls marks the gradients that it is given, and an analysis of the
-program looks at what the same call of optax has made of them before: only what is
-linear gives of their mean what it gives of the gradients of all replicas.
+norm. So functions of jdp that optax calls mark the gradients that they get. An analysis
+of the program then checks the operations of the same call of optax in front of the
+mark: only linear operations commute with the mean over the replicas.
 """
 
 import inspect
@@ -21,10 +21,12 @@ from jax.interpreters import ad, batching, mlir
 from jdp.compat import primitives
 from jdp.types import PyTree
 
-# It clips what single samples have, which must come before any mean.
+# It clips gradients of single samples, which must come before any mean.
 _PER_SAMPLE = "_privacy.py"
-_UPDATE = ".<locals>.update"  # In the name of what a transformation does.
-# In whose frames JAX traces all that is made to take a gradient.
+_UPDATE = (
+    ".<locals>.update"  # In the qualified name of the `update` of a transformation.
+)
+# Functions in whose frames JAX traces the computation of a gradient.
 _DIFFERENTIATE = frozenset({"vjp", "_vjp", "jvp", "_jvp", "linearize"})
 
 
@@ -32,8 +34,8 @@ def mark(grads: PyTree, name: str) -> PyTree:
     """Marks gradients that are about to be averaged, if optax calls the caller.
 
     Args:
-      grads: of this replica.
-      name: of what averages them, such as "zero1".
+      grads: the gradients of this replica.
+      name: function that averages them, such as "zero1".
     """
     if not _is_called_by_optax():
         return grads
@@ -47,17 +49,18 @@ def mark(grads: PyTree, name: str) -> PyTree:
 def check(
     jaxpr: Any, differs: Callable[[Any], bool], known: dict[int, str | None]
 ) -> None:
-    """Checks the gradients that are marked in a jaxpr, or in those within.
+    """Checks the gradients that are marked in a jaxpr, or in jaxprs inside it.
 
-    What equations within a jaxpr within make of them is left to a check of that one.
+    Equations of an inner jaxpr are left to a check of that jaxpr.
 
     Args:
       jaxpr: an open one.
       differs: whether an atom of it may differ between the replicas.
-      known: of earlier checks, by the id of a jaxpr: what averages in it.
+      known: results of earlier checks: by the id of a jaxpr, the function that averages
+        in it.
 
     Raises:
-      ValueError: optax made something of them that is not linear.
+      ValueError: an operation of optax on them is not linear.
     """
     marked = {}
     for eqn in jaxpr.eqns:
@@ -68,7 +71,7 @@ def check(
         return
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     linear: set[tuple[int, tuple[bool, ...]]] = set()
-    met: dict[tuple[_Frame, ...], set[int]] = {}  # by call, what is looked at already.
+    met: dict[tuple[_Frame, ...], set[int]] = {}  # by call, equations already checked.
     for marker, name in marked.values():
         averaging = _frames_of(marker)
         if not any(_is_optax(frame) for frame in averaging):
@@ -110,12 +113,12 @@ def _mark_in(eqn: Any, known: dict[int, str | None]) -> str | None:
 def _find_nonlinear(
     eqn: Any, differ: Sequence[bool], linear: set[tuple[int, tuple[bool, ...]]]
 ) -> Any | None:
-    """An equation, or one within, that is not linear in its operands that differ.
+    """Returns an equation, or one inside it, that is not linear in differing operands.
 
     Args:
-      eqn: that optax made.
-      differ: by operand.
-      linear: jaxprs that were found to be, by id and by which inputs differ.
+      eqn: an equation of optax.
+      differ: for each operand, whether it may differ between the replicas.
+      linear: jaxprs found to be linear, by id and by which inputs differ.
     """
     name = eqn.primitive.name
     if not any(differ):
@@ -148,7 +151,7 @@ _Frame = tuple[str, str, int]  # file, qualified name and place in its bytecode.
 
 
 def _frames_of(eqn: Any) -> list[_Frame]:
-    """The functions that made an equation, the outermost first."""
+    """Returns the functions that made an equation, the outermost first."""
     traceback = eqn.source_info.traceback
     if not traceback:
         return []
@@ -161,7 +164,7 @@ def _is_optax(frame: _Frame) -> bool:
 
 
 def _last_shared(frames: list[_Frame], others: list[_Frame]) -> int:
-    """The index of the innermost call that two equations share; -1 if none."""
+    """Returns the index of the innermost call that two equations share; else -1."""
     pairs = zip(frames, others, strict=False)  # One is in more calls than the other.
     for i, (one, other) in enumerate(pairs):
         if one[:2] != other[:2]:
@@ -172,10 +175,10 @@ def _last_shared(frames: list[_Frame], others: list[_Frame]) -> int:
 
 
 def _is_origin(frames: list[_Frame], shared: int, averaging: list[_Frame]) -> bool:
-    """Whether an equation makes the gradients as they come to optax.
+    """Whether an equation computes the gradients that optax gets.
 
-    It is outside of the call of optax that averages; or in it, where a gradient is
-    taken, as by a function given to SAM, or is still of single samples.
+    It is outside the call of optax that averages. Or it is inside, where a gradient is
+    taken, as by a function given to SAM, or where gradients are of single samples.
     """
     if not any(_is_optax(frame) for frame in averaging[: shared + 1]):
         return True
@@ -201,8 +204,8 @@ def _explain(frames: list[_Frame], name: str) -> str:
     return (
         f"`{maker}` stands before `jdp.{name}` and looks at the gradients of one "
         "replica, before they are averaged: each replica would decide by its own "
-        "samples. What is not linear goes inside, where gradients are those of all "
-        f"replicas: `jdp.{name}(optax.chain({maker}(...), tx))` in place of "
+        "samples. Transformations that are not linear go inside, where gradients are "
+        f"averaged: `jdp.{name}(optax.chain({maker}(...), tx))` in place of "
         f"`optax.chain({maker}(...), jdp.{name}(tx))`."
     )
 

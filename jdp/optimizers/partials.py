@@ -1,4 +1,4 @@
-"""Partials: parts of a reduction, of which each replica has found its own."""
+"""Partials: parts of a reduction, one per replica."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ def reduce_elements(data: jax.Array, op: Op, shape: Sequence[int]) -> Partial:
 
     Args:
       data: any shape, also without elements; where it is padded, with `neutral`.
-      op: what reduces.
-      shape: of the result, which has one element.
+      op: the reduction.
+      shape: shape of the result, which has one element.
 
     Returns:
-      The part of this replica. NaN is in a maximum and in a minimum wherever it was.
+      The part of this replica. A NaN element makes a maximum or a minimum NaN.
     """
     if op == "sum":
         return Partial(data.sum(dtype=data.dtype).reshape(shape), op)
@@ -42,16 +42,16 @@ def reduce_elements(data: jax.Array, op: Op, shape: Sequence[int]) -> Partial:
 
 
 def has_parts(dtype: Any, op: Op) -> bool:
-    """Whether a reduction is known to be that of what the replicas found."""
+    """Whether the parts of the replicas determine the reduction."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return op == "sum"
-    # Floats of 8 bits: a sum loses all digits in its parts, and not all have infinities
-    # to begin a maximum with.
+    # Not for floats of 8 bits: parts of a sum lose all digits, and some dtypes have no
+    # infinity for a maximum to start with.
     return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 16
 
 
 def neutral(dtype: Any, op: Op) -> Any:
-    """The value that changes no reduction."""
+    """Returns the value that changes no reduction."""
     if op == "sum":
         return 0
     if dtype == jnp.bool_:
@@ -63,14 +63,14 @@ def neutral(dtype: Any, op: Op) -> Any:
 
 
 def combine(partials: Sequence[Partial], axis_name: AxisName) -> list[jax.Array]:
-    """Combines what replicas have found, in a collective an operation and dtype.
+    """Combines the parts of all replicas: one collective per operation and dtype.
 
-    A maximum of floats is one of integers in the same order. What becomes of NaN in an
-    all-reduce of floats differs by backend; here NaN stays NaN, as in the reduction of
-    a whole array.
+    A maximum of floats is taken over integers in the same order: backends differ in
+    what an all-reduce of floats does with NaN. Here NaN stays NaN, as in the reduction
+    of a whole array.
 
     Returns:
-      By partial the reduction of all, the same on all replicas.
+      One reduction per partial, the same on all replicas.
     """
     groups: dict[Any, list[int]] = {}
     sent = [_encode(x.data, x.op) for x in partials]
@@ -104,7 +104,7 @@ def _encode(x: jax.Array, op: Op) -> jax.Array:
         x = x.astype(weighted_mean.wide_dtype(x.dtype))
         kind = _integer_like(x.dtype)
         bits = lax.bitcast_convert_type(x, kind)
-        # Of negative numbers the magnitude is turned around.
+        # The magnitude of negative numbers is reversed.
         keys = jnp.where(bits < 0, bits ^ jnp.iinfo(kind).max, bits)
         limits = jnp.iinfo(kind)
         return jnp.where(jnp.isnan(x), limits.max if op == "max" else limits.min, keys)

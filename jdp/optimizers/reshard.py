@@ -1,4 +1,4 @@
-"""Resharding: a state on another number of replicas, or as plain optax has it."""
+"""Resharding: a state on another number of replicas, or in the form of plain optax."""
 
 import math
 from collections.abc import Callable
@@ -18,22 +18,22 @@ from jdp.types import PyTree
 
 
 def checkpoint_template(state: PyTree, *, num_replicas: int) -> PyTree:
-    """Returns what a state is like that was saved on another number of replicas.
+    """Returns a template of a state saved on another number of replicas.
 
-    For the target of a checkpoint's `restore`; `jdp.reshard` then brings what was
-    restored to the replicas that are here. orbax rounds to the dtypes of its target:
-    where an optimizer's state has wider ones after its first step, pass such a state.
+    The template is the target of a checkpoint's `restore`; `jdp.reshard` then brings
+    the restored state to the current replicas. orbax rounds to the dtypes of its target:
+    if the first step of the optimizer widens dtypes, pass a state after that step.
 
     Args:
-      state: one of the replicas that are here; values are not read.
-      num_replicas: of the job that saved it.
+      state: a state on the current replicas; values are not read.
+      num_replicas: number of replicas of the job that saved the checkpoint.
 
     Returns:
-      The same tree of numpy arrays, which take no memory and hold nothing; for PRNG
-      keys, which numpy does not have, new arrays of keys.
+      The same tree of numpy arrays of zeros, which take no memory; for PRNG keys, which
+      numpy does not have, new arrays of keys.
 
     Raises:
-      TypeError: `num_replicas` is no integer.
+      TypeError: `num_replicas` is not an integer.
       ValueError: it is below 1.
     """
     if isinstance(num_replicas, bool) or not isinstance(num_replicas, int | np.integer):
@@ -46,7 +46,7 @@ def checkpoint_template(state: PyTree, *, num_replicas: int) -> PyTree:
             return jnp.empty(shape, x.dtype)
         return np.broadcast_to(np.zeros((), x.dtype), shape)
 
-    def piece(x: Any, size: int) -> Any:
+    def shard(x: Any, size: int) -> Any:
         return like(x, (num_replicas, -(-size // num_replicas)))
 
     def row(x: Any) -> Any:
@@ -55,41 +55,41 @@ def checkpoint_template(state: PyTree, *, num_replicas: int) -> PyTree:
     def shared(x: Any) -> Any:
         return like(x, x.shape)
 
-    return _map(state, shared, piece, row)
+    return _map(state, shared, shard, row)
 
 
 def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
     """Brings a state to another number of replicas.
 
-    Every process calls it with the whole of what was saved; the processes compare the
-    values, and the arrays that they hand in are copied. Pieces of `jdp.zero1` are
-    cut anew, bit for bit. What else replicas had for themselves stays bit for bit what
-    it is where all had the same, such as a count of steps. Else each gets the mean, as
-    of what hooks have not sent: what they send together stays the same in the mean over
-    the replicas.
+    Every process calls it with the whole saved state; the processes compare the values,
+    and the arrays are copied. Shards of `jdp.zero1` are cut anew, bit for bit. Other
+    state per replica stays bit for bit as it is if all replicas had the same, such as a
+    count of steps. Otherwise each replica gets the mean, for example of the residuals
+    of hooks, whose mean over the replicas stays the same.
 
     Args:
       saved: the state as it was saved, of host arrays, and of PRNG keys where `like`
         has some; see `checkpoint_template`.
-      like: a new state of the replicas that are here; where its arrays lie is kept.
+      like: a new state on the current replicas; the placement of its arrays is kept.
 
     Returns:
-      The saved values in the shapes of `like`. Floats have the dtype that was saved,
-      which training goes on with: in some states, such as that of
+      The saved values in the shapes of `like`. Floats keep their saved dtype,
+      with which training goes on: in some states, such as the state of
       `optax.inject_hyperparams` for parameters of several dtypes, it changes in the
       first step.
 
     Raises:
-      ValueError: `saved` is not one of these parameters, or has integers, floats or
-        keys where `like` has another of the three; the leaf is named.
-      RuntimeError: the processes have other values; on every process, naming the leaf.
+      ValueError: `saved` belongs to other parameters, or has integers, floats or keys
+        where `like` has another of the three; the leaf is named.
+      RuntimeError: the processes have different values; on every process, naming the
+        leaf.
       TypeError: integers or keys, which have no mean, differ between the replicas that
         saved them; the leaf is named.
     """
     _compare_values(saved, like, name="saved", topic="resharding of a state")
     paths = tree_paths.leaf_paths(saved)
     if paths != tree_paths.leaf_paths(like):
-        tree_paths.check_same_structure(saved, "What was saved", like, "`like`")
+        tree_paths.check_same_structure(saved, "The saved state", like, "`like`")
     found = iter(zip(paths, jax.tree.leaves(saved), strict=True))
 
     def take(x: Any) -> tuple[str, Any]:
@@ -108,7 +108,7 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
             raise _misfit(path, value.shape, x.shape)
         return _place(value, x)
 
-    def piece(x: Any, size: int) -> jax.Array:
+    def shard(x: Any, size: int) -> jax.Array:
         path, value = take(x)
         if value.ndim != 2 or value.shape[1] != -(-size // value.shape[0]):
             raise _misfit(path, value.shape, x.shape)
@@ -122,9 +122,9 @@ def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
             raise _misfit(path, value.shape, x.shape)
         return _place(_with_rows(path, value, x.shape[0]), x)
 
-    new = _map(like, shared, piece, row)
-    # Shapes of another model may come to the same pieces.
-    tree_paths.check_same_structure(saved, "What was saved", like, "`like`")
+    new = _map(like, shared, shard, row)
+    # Shapes of another model may have shards of the same sizes.
+    tree_paths.check_same_structure(saved, "The saved state", like, "`like`")
     return new
 
 
@@ -149,11 +149,11 @@ def _with_rows(path: str, value: Any, num_replicas: int) -> Any:
 
 
 def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
-    """Puts the pieces of `jdp.zero1` together to the state of plain optax.
+    """Gathers the shards of `jdp.zero1` into the state of plain optax.
 
-    Every process calls it, with states of the same paths and shapes. All arrays come to
-    all devices: for as long as they are kept, `zero1` saves no memory. The state of a
-    hook is left out.
+    Every process calls it, with states of the same paths and shapes. All devices get
+    all arrays: while they are kept, `zero1` saves no memory. The state of a hook is
+    left out.
 
         plain = jdp.consolidate(opt, like=jax.eval_shape(tx.init, params))
         params = optax.contrib.schedule_free_eval_params(plain, params)
@@ -161,18 +161,18 @@ def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
     Args:
       state: a `ZeroState`, on any number of replicas, or a pytree that holds some; of
         `jax.Array`s, or of host arrays as a checkpoint returns them.
-      like: the same of the optimizer without `zero1`, in the same places; values are
-        not read.
+      like: the same tree with states of the optimizer without `zero1`; values are not
+        read.
 
     Returns:
-      A tree like `like`; every `jax.Array` of it is replicated over the mesh of
-      `state`, or local where the array of `state` is.
+      A tree like `like`; each `jax.Array` in it is replicated over the mesh of `state`,
+      or local if the array of `state` is.
 
     Raises:
-      ValueError: `like` is of other parameters or another optimizer; the array is
+      ValueError: `like` belongs to other parameters or another optimizer; the array is
         named.
-      RuntimeError: the processes have states of other paths or shapes, or one of them
-        does not call it; on every process, naming the first difference.
+      RuntimeError: the processes have states of different paths or shapes, or one of
+        them does not call it; on every process, naming the first difference.
     """
     world = _world_of(state)
     if world is not None:
@@ -195,7 +195,7 @@ def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
 
 
 def spread(whole: PyTree, *, like: PyTree) -> PyTree:
-    """Cuts a state of plain optax into the pieces of `jdp.zero1`.
+    """Cuts a state of plain optax into the shards of `jdp.zero1`.
 
     The inverse of `consolidate`, on any number of replicas. Every process calls it with
     the whole state; the processes compare the values, and host arrays are copied.
@@ -203,16 +203,17 @@ def spread(whole: PyTree, *, like: PyTree) -> PyTree:
     Args:
       whole: state of the optimizer without `zero1`: host arrays, or `jax.Array`s that
         are local or replicated.
-      like: a new `ZeroState` of the replicas that are here, or a pytree that holds
-        some; where its arrays lie is kept, and so is the state of hooks.
+      like: a new `ZeroState` on the current replicas, or a pytree that holds some; the
+        placement of its arrays is kept, and so is the state of hooks.
 
     Returns:
       The values of `whole` in the form of `like`; floats keep their dtype.
 
     Raises:
-      ValueError: `whole` is of other parameters or another optimizer, or has integers,
-        floats or keys where `like` has another of the three; the array is named.
-      RuntimeError: the processes have other values; on every process, naming the array.
+      ValueError: `whole` belongs to other parameters or another optimizer, or has
+        integers, floats or keys where `like` has another of the three; the array is named.
+      RuntimeError: the processes have different values; on every process, naming the
+        array.
     """
     _compare_values(whole, like, name="whole", topic="cutting of a state")
 
@@ -246,7 +247,7 @@ def _world_of(state: PyTree) -> mesh.World | None:
 
 
 def _compare_values(tree: PyTree, like: PyTree, *, name: str, topic: str) -> None:
-    """Compares what all processes hand in to become arrays of all of them."""
+    """Compares values that all processes pass for arrays of all of them."""
     world = _world_of(like)
     if world is None:
         return
@@ -264,14 +265,14 @@ def _is_zero(node: Any) -> bool:
 
 
 def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
-    """Names the arrays of a plain state, which must be those of a `ZeroState`."""
+    """Returns the names of the arrays of a plain state, as a `ZeroState` has them."""
     names = zero_state.array_names(plain)
     known = {*state.shared_names, *state.own_names}
     if set(names) == known:
         return names
     missing, extra = sorted(known - {*names}), sorted({*names} - known)
     raise ValueError(
-        "The state of plain optax is not that of the `ZeroState`, by path and shape: "
+        "The state of plain optax does not match the `ZeroState`, by path and shape: "
         + (f"it has no `{missing[0]}`" if missing else f"it has `{extra[0]}` as well")
         + ". Make it with `init` of the same optimizer, without `zero1`, for the same "
         "parameters."
@@ -284,7 +285,7 @@ def _join(rows: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(rows.sharding, NamedSharding):
         return shard_layout.restore(
             rows, shape
-        )  # of one device, as `pickle` returns it.
+        )  # on one device, as `pickle` returns it.
     sharding = NamedSharding(rows.sharding.mesh, PartitionSpec())
     join = jax.jit(shard_layout.restore, static_argnums=1, out_shardings=sharding)
     return join(rows, shape)
@@ -292,7 +293,7 @@ def _join(rows: Any, shape: tuple[int, ...]) -> Any:
 
 def _host(value: Any, name: str, like: Any) -> Any:
     if not _is_key(value) and not isinstance(value, jax.Array):
-        # Numbers of Python, and arrays of 64 bits, become what JAX makes of them.
+        # Python numbers and arrays of 64 bits get the dtypes of JAX.
         given = np.asarray(value)
         value = given.astype(jax.dtypes.canonicalize_dtype(given.dtype))
         if given.dtype.kind in "iu" and (value != given).any():
@@ -309,10 +310,10 @@ def _host(value: Any, name: str, like: Any) -> Any:
 def _map(
     tree: PyTree,
     of_shared: Callable[[Any], Any],
-    of_piece: Callable[[Any, int], Any],
+    of_shard: Callable[[Any, int], Any],
     of_row: Callable[[Any], Any],
 ) -> PyTree:
-    """Maps shared leaves, pieces with the size of the whole, and rows of replicas."""
+    """Maps shared leaves, shards with the size of the whole, and rows of replicas."""
 
     def visit(node: Any) -> Any:
         if isinstance(node, PerReplica):
@@ -321,8 +322,8 @@ def _map(
             return of_shared(node)
         sizes = [math.prod(shape) for shape in zero_state.own_shapes(node)]
         shared = [of_shared(x) for x in node.shared]
-        own = [of_piece(x, n) for x, n in zip(node.own.value, sizes, strict=True)]
-        hook = _map(node.hook, of_shared, of_piece, of_row)
+        own = [of_shard(x, n) for x, n in zip(node.own.value, sizes, strict=True)]
+        hook = _map(node.hook, of_shared, of_shard, of_row)
         return node._replace(shared=shared, own=PerReplica(own), hook=hook)
 
     def is_special(node: Any) -> bool:
@@ -337,7 +338,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _is_of_kind(value: Any, like: Any) -> bool:
-    """Whether a step can go on with `value`: of one dtype, or another float of JAX's.
+    """Whether a step can go on with `value`: the same dtype, or another float of JAX.
 
     The state of some optimizers has other floats after its first update than before.
     """
@@ -347,7 +348,7 @@ def _is_of_kind(value: Any, like: Any) -> bool:
 
 
 def _has_equal_rows(value: Any) -> bool:
-    """Whether replicas, one a row, have the same bit for bit."""
+    """Whether all rows, one per replica, are the same bit for bit."""
     data = np.asarray(jax.random.key_data(value)) if _is_key(value) else value
     if not data.size:
         return True
@@ -356,7 +357,7 @@ def _has_equal_rows(value: Any) -> bool:
 
 
 def _as_array(x: Any) -> Any:
-    """Returns an array of PRNG keys as it is, another one on the host."""
+    """Returns an array of PRNG keys as it is, any other array on the host."""
     return x if _is_key(x) else np.asarray(x)
 
 
@@ -378,5 +379,5 @@ def _place(value: Any, like: Any) -> jax.Array:
 def _misfit(path: str, saved: Any, here: Any) -> ValueError:
     return ValueError(
         f"`{path}` was saved with shape {list(saved)}, which does not become "
-        f"{list(here)}: it is of a model of another shape."
+        f"{list(here)}: the checkpoint belongs to a model with other shapes."
     )

@@ -3,8 +3,8 @@
 Each array is flattened and cut into one shard per replica, all of one size; shard i is
 on replica i. Elementwise operations run on the shards. A sum, a maximum or a minimum of
 all elements is first taken over each shard, then over the replicas. For any other
-operation the shards are gathered, and every replica runs it on whole arrays. The
-results are always those of the whole program.
+operation the shards are gathered, and every replica runs it on whole arrays. So the
+results always equal the results of the whole program.
 
 Equations are run in waves: first all that need nothing from other replicas, then the
 collectives for the operands of the next wave. Reads and writes of mutable arrays, and

@@ -1,4 +1,4 @@
-"""Update arguments: what an optimizer is, and is given beside the gradients."""
+"""Update arguments: checks of an optimizer and of the arguments of its `update`."""
 
 import difflib
 import inspect
@@ -17,12 +17,12 @@ from jdp.types import AxisName, PyTree
 
 
 def check_optimizer(tx: Any, wrapper: str, *, argument: str = "tx") -> None:
-    """Raises TypeError for what is no optimizer of optax, such as `optax.adam` itself.
+    """Raises TypeError if `tx` is not an optax optimizer, such as `optax.adam` itself.
 
     Args:
-      tx: what was given.
+      tx: the argument.
       wrapper: function of jdp that was called.
-      argument: its argument.
+      argument: name of the argument.
     """
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return
@@ -67,10 +67,10 @@ def check_extra(
     wrapper: Callable[..., Any],
     axis_name: AxisName,
 ) -> dict[str, Any]:
-    """Returns extra arguments of `update`, whose arrays must be the same on all.
+    """Returns extra arguments of `update`; arrays must be the same on all replicas.
 
     Args:
-      extra_args: what `update` was given beside its own arguments, by name.
+      extra_args: further arguments of `update`, by name.
       tx: the optimizer that gets them.
       wrapper: function of jdp that made `update`.
       axis_name: the axis, or axes, over which replicas lie.
@@ -111,10 +111,10 @@ def check_extra(
 def split_arrays(
     tree: PyTree,
 ) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
-    """Tells the arrays in a tree from functions, flags and numbers of Python.
+    """Separates the arrays in a tree from functions, flags and Python numbers.
 
     Returns:
-      The arrays, and a function that puts others in their place.
+      The arrays, and a function that puts other arrays in their place.
     """
     leaves, treedef = jax.tree.flatten(tree)
 

@@ -1,4 +1,4 @@
-"""Zero: optimizer state that is shared out among the replicas (ZeRO, stage 1)."""
+"""ZeRO, stage 1: an optimizer whose state is sharded over the replicas."""
 
 import functools
 from typing import Any, NamedTuple
@@ -47,14 +47,14 @@ def zero1(
     hook: CommHook | None = None,
     world: World | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that each replica holds a part of its state, and no more.
+    """Wraps an optimizer so that each replica holds only a shard of its state.
 
     With n replicas the moments of Adam take 1/n of the memory on each (Rajbhandari et
     al., 2020: ZeRO, stage 1). `update` is called inside a traced function by every
-    replica, with its local gradients (`jdp.local_gradients`), as that of
-    `jdp.distributed_optimizer`. The gradients are reduced and scattered, bucket by
-    bucket; each replica steps on its piece of every parameter; the updates are gathered
-    from all. That is as much communication as an all-reduce.
+    replica, with its local gradients (`jdp.local_gradients`), as in
+    `jdp.distributed_optimizer`. The gradients are reduce-scattered, bucket by bucket;
+    each replica steps on its shard of every parameter; the updates are all-gathered.
+    That is as much communication as an all-reduce.
 
         tx = jdp.zero1(optax.adamw(1e-3))
         state = {"params": params, "opt": tx.init(params)}
@@ -65,23 +65,23 @@ def zero1(
             updates, opt = tx.update(grads, state["opt"], state["params"])
             ...
 
-    The numbers are those of `tx` on whole arrays, up to the order of summation, and the
-    same on all replicas: `jdp.optimizers.sharded_program` runs `tx`, and knows which of
-    its sums go over whole parameters, as in `optax.clip_by_global_norm`, `optax.lars`
-    and `optax.lamb`. Masks and labels see paths and shapes as without it. What neither
-    works element by element nor sums up whole arrays, such as the products of matrices
-    of `optax.contrib.muon`, is done on gathered arrays by every replica: right, but
-    that saves no memory while it runs.
+    The results equal the results of `tx` on whole arrays, up to the order of summation,
+    and are the same on all replicas: `jdp.optimizers.sharded_program` runs `tx`, and
+    finds its sums over whole parameters, as in `optax.clip_by_global_norm`,
+    `optax.lars` and `optax.lamb`. Masks and labels see paths and shapes as without it.
+    Other operations, neither elementwise nor sums of whole arrays, such as the matrix
+    products of `optax.contrib.muon`, run on gathered arrays on every replica. That is
+    correct, but saves no memory while it runs.
 
     Args:
       tx: the optimizer.
       divide_by: see `sync_gradients`.
       axis_name: see `sync_gradients`.
       plan: see `sync_gradients`.
-      halves: what reduces and scatters gradients, and gathers updates, such as
+      halves: the reduce-scatter for gradients and the all-gather for updates, such as
         `jdp.collectives.RING` or `SHARED_MEMORY`.
-      hook: see `sync_gradients`; what it sums is then cut. `halves` gathers alone.
-      world: the replicas, for `init` outside of a step; None: what `jdp.init` made.
+      hook: see `sync_gradients`; its sums are then cut, and `halves` only gathers.
+      world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
     Returns:
       An optax transformation; its state is a `ZeroState`. Its `update` needs `params`,
@@ -90,7 +90,8 @@ def zero1(
       raises, and ValueError for a state of other parameters.
 
     Raises:
-      TypeError: `tx` is no optimizer, `hook` no hook, or `halves` are none.
+      TypeError: `tx` is not an optimizer, `hook` is not a hook, or `halves` is not a
+        `ReduceScatterAllGather`.
       ValueError: `divide_by` is unknown.
     """
     update_arguments.check_optimizer(tx, "zero1")
@@ -220,7 +221,7 @@ def _step(
     return _ShardedStep(own, updates, made[-1], kept)
 
 
-_OF_INIT = "that of its `init`, which `zero1` cuts into shards"
+_OF_INIT = "the state of its `init`, which `zero1` cuts into shards"
 
 
 def _choose_step(
@@ -380,7 +381,7 @@ def _check_arguments(grads: PyTree, state: Any, params: PyTree | None) -> None:
         )
     if not isinstance(state, ZeroState):
         raise TypeError(
-            "The state of `zero1` must be what its `init` made, got "
+            "The state of `zero1` must be a result of its `init`, got "
             f"{type(state).__name__}."
         )
     update_arguments.check_shapes(grads, params)

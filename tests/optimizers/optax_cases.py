@@ -75,7 +75,7 @@ def _chain_of_several() -> Any:
 VALUE: Extra = ("value",)
 SEARCH: Extra = ("value", "grad", "value_fn")
 PER_SAMPLE = {"refused_by_all": SINGLE}
-GROWS = {"refused_by_zero1": "that of its `init`", "grows": True}
+GROWS = {"refused_by_zero1": "the state of its `init`", "grows": True}
 MIXED = {"refused_by_skip_unused": MIXES}
 
 # By name in optax, and then what it is with, if anything.
