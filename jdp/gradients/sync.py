@@ -104,7 +104,7 @@ def sync_gradients(
     Args:
       grads: pytree of this replica's own gradients: arrays of a floating or complex
         dtype. Leaves of dtype float0 (gradients of integers) are returned as they are.
-        Those of float16 are divided by the number of replicas before the sum, whose
+        Gradients of float16 are divided by the number of replicas before the sum, whose
         range ends at 65504; what is below 6e-8 times that number is rounded to zero.
         A `weight`, of 1 too, sums them in float32.
       used: pytree like `grads` of Python bools, the same on all replicas, and arrays,
