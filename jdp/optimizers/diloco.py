@@ -61,9 +61,9 @@ def diloco(
     parameters that all began with and theta_i the parameters of replica i (Douillard
     et al., 2023: DiLoCo). With `num_fragments` the leaves are cut into as many parts
     of about the same bytes, one of which is sent every `period / num_fragments` steps
-    (Douillard et al., 2025: streaming DiLoCo). With a `delay`, the data sent in a step does not
-    depend on the computation of that step, so XLA can overlap the two. It is applied at
-    the end of that step or later.
+    (Douillard et al., 2025: streaming DiLoCo). With a `delay`, the data sent in a
+    step does not depend on the computation of that step, so XLA can overlap the two. It
+    is applied at the end of that step or later.
 
         local = jdp.diloco(optax.adamw(1e-3), period=50)
         state = local.init(params)

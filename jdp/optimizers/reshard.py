@@ -21,8 +21,8 @@ def checkpoint_template(state: PyTree, *, num_replicas: int) -> PyTree:
     """Returns a template of a state saved on another number of replicas.
 
     The template is the target of a checkpoint's `restore`; `jdp.reshard` then brings
-    the restored state to the current replicas. orbax rounds to the dtypes of its target:
-    if the first step of the optimizer widens dtypes, pass a state after that step.
+    the restored state to the current replicas. orbax rounds to the dtypes of its
+    target: if the first step of the optimizer widens dtypes, pass a state after it.
 
     Args:
       state: a state on the current replicas; values are not read.
@@ -211,7 +211,8 @@ def spread(whole: PyTree, *, like: PyTree) -> PyTree:
 
     Raises:
       ValueError: `whole` belongs to other parameters or another optimizer, or has
-        integers, floats or keys where `like` has another of the three; the array is named.
+        integers, floats or keys where `like` has another of the three; the array is
+        named.
       RuntimeError: the processes have different values; on every process, naming the
         array.
     """

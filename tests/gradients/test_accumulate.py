@@ -353,7 +353,9 @@ def test_a_loss_that_reduces_in_its_backward_pass_is_refused():
         jdp.accumulate_gradients(loss_fn, 2),
         jdp.local_gradients(loss_fn),
     ):
-        with pytest.raises(ValueError, match=r"the gradient of `\['b0'\]` in the back"):
+        with pytest.raises(
+            ValueError, match=r"reduces the gradient of `\['b0'\]` in the back"
+        ):
             _run(grad_fn, params, batch)
 
 

@@ -423,7 +423,9 @@ def test_reducing_in_the_backward_pass_leaves_no_place_for_a_state():
 
     world = harness.local_world(2)
     state = hooks.init_state(hook, PARAMS, world=world)
-    with pytest.raises(ValueError, match="reduces the gradient .* in the backward"):
+    with pytest.raises(
+        ValueError, match="reduces the gradient of .* in the backward pass"
+    ):
         jdp.data_parallel(step, world=world)(state, *harness.oracle_batches(1))
 
 
