@@ -159,8 +159,8 @@ class MicroMetrics:
             raise ValueError(
                 f"The metric `{self._paths[i]}` has shape {first} for micro-batches of "
                 f"{self._sizes[0]} samples and {shape} for micro-batches of "
-                f"{size}: there is no mean over both. Return arrays of one shape, such as a mean "
-                "over the samples, or let `num_micro_batches` divide the number of "
+                f"{size}: there is no mean over both. Return arrays of one shape, "
+                "such as a mean over the samples, or let `num_micro_batches` divide the number of "
                 "samples."
             )
         dtype = _dtype_of(x)
