@@ -160,8 +160,8 @@ class MicroMetrics:
                 f"The metric `{self._paths[i]}` has shape {first} for micro-batches of "
                 f"{self._sizes[0]} samples and {shape} for micro-batches of "
                 f"{size}: there is no mean over both. Return arrays of one shape, "
-                "such as a mean over the samples, or let `num_micro_batches` divide the number of "
-                "samples."
+                "such as a mean over the samples, or let "
+                "`num_micro_batches` divide the number of samples."
             )
         dtype = _dtype_of(x)
         is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
