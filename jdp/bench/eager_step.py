@@ -16,8 +16,9 @@ from jdp import eager
 from jdp.bench import channel, jax_step
 from jdp.bench import eager as bench
 from jdp.bench.channel import StepConfig
-from jdp.eager.coordinator.coordinator import Coordinator, Options
+from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.messages import FromRank, Request, Spec, encode_spec
+from jdp.eager.options import CoordinatorOptions
 from jdp.trees import tree_paths
 
 _SETTLE_S = 0.2  # until threads of the previous variant sleep.
@@ -111,7 +112,7 @@ def time_coordinator(num_ranks: int, num_names: int) -> float:
         encode(FromRank(0, tuple(orders.sample(requests, num_names))))
         for _ in range(num_ranks)
     ]
-    coordinator = Coordinator(num_ranks, Options())
+    coordinator = Coordinator(num_ranks, CoordinatorOptions())
     decode = msgspec.msgpack.Decoder(FromRank).decode
     start_s = time.process_time()
     for rank, message in enumerate(messages):

@@ -13,7 +13,7 @@ import jdp
 from jdp import eager
 from jdp.collectives.pallas import gpu_topology
 from jdp.eager import session
-from jdp.eager.execution.base import Implementation, Task
+from jdp.eager.execution.base import CollectiveTask, Implementation
 
 _TIMEOUT_S = 60.0  # for starting; a process that hangs ends after twice as long.
 
@@ -58,7 +58,9 @@ def _what_it_takes(implementation: Implementation) -> str:
     """Names the arrays of 1 MiB that it would sum, if no earlier one took them."""
     takes = []
     for kind, is_on_device in (("host", False), ("device", True)):
-        task = Task("all_reduce", "sum", np.dtype(np.float32), 1 << 20, is_on_device)
+        task = CollectiveTask(
+            "all_reduce", "sum", np.dtype(np.float32), 1 << 20, is_on_device
+        )
         if is_on_device and jax.default_backend() == "cpu":
             continue  # All arrays are on the host.
         if implementation.is_enabled(task):

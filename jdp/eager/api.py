@@ -348,7 +348,7 @@ def all_to_all_async(
         with session.numbered("all_to_all", options.set_id) as name:
             return all_to_all_async(x, splits, name=name, process_set=process_set)
     name = argument_types.check_name(name)
-    array = submission.as_array(x, name)
+    array = argument_types.check_array(x, name)
     kind = results.kind_of(array)
     entry = submission.make_entry(
         options,

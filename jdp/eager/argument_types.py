@@ -15,6 +15,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jdp.eager import gradients
+from jdp.replicas import mesh
 from jdp.types import PyTree
 
 
@@ -150,6 +152,40 @@ def check_dtype(dtype: Any, argument: str) -> np.dtype:
         raise TypeError(
             f'`{argument}` must be a dtype such as "float16", got {dtype!r}.'
         ) from None
+
+
+def check_array(leaf: Any, name: str) -> Any:
+    """Returns a leaf, which goes under `name`, as an array of numpy or JAX.
+
+    Raises:
+      TypeError: it is no array of numbers.
+      ValueError: it is a global array that is split over the processes.
+    """
+    mesh.check_has_no_mask(leaf, f"`{name}`")
+    if type(leaf) is np.ndarray:
+        array = leaf
+    elif isinstance(leaf, jax.core.Tracer):
+        raise TypeError(gradients.describe_unsupported(leaf))
+    elif is_key(leaf):
+        raise TypeError(
+            f"`{name}` must be an array of numbers, got keys, {leaf.dtype}. Send "
+            "`jax.random.key_data(keys)`, and make keys of what comes with "
+            "`jax.random.wrap_key_data`; `broadcast_parameters` does so by itself."
+        )
+    elif isinstance(leaf, jax.Array):
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            raise ValueError(
+                f"`{name}`, {leaf.dtype}{list(leaf.shape)}, is split over the "
+                "processes; give what this process has of it."
+            )
+        return leaf
+    else:
+        array = np.asarray(leaf)
+    if array.dtype.kind not in "iufcb" and not jnp.issubdtype(array.dtype, jnp.number):
+        raise TypeError(f"`{name}` must be an array of numbers, got {array.dtype}.")
+    if not array.dtype.isnative:  # Other ranks cannot see in which order bytes are.
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array
 
 
 def is_key(leaf: Any) -> bool:

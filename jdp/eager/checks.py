@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jdp.eager import numerics
 from jdp.eager.coordinator import fusion
 from jdp.eager.entries import Entry
-from jdp.eager.execution.base import Task
+from jdp.eager.execution.base import CollectiveTask
 from jdp.eager.messages import (
     HAS_LOCAL_FIRST,
     SCALAR,
@@ -161,7 +161,7 @@ def find_join_fault(spec: Spec) -> str:
     return ""
 
 
-def check_data(response: Response, data: bytes, task: Task) -> None:
+def check_data(response: Response, data: bytes, task: CollectiveTask) -> None:
     """Checks the result that came with a response; b"" if none did.
 
     Raises:

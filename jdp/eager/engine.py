@@ -1,7 +1,8 @@
-"""Engine: the thread that agrees with the other processes, and then runs.
+"""Engine: the thread that negotiates with the other processes and runs operations.
 
-Callers put what is ready into a queue. The thread takes it, tells the coordinator, and
-runs what the coordinator says, in its order, which is the same on all processes.
+Callers put requests into a queue. The thread takes them, reports them to the
+coordinator, and runs the coordinator's responses in their order, which is the same on
+all processes.
 """
 
 import contextlib
@@ -17,37 +18,29 @@ from jdp.eager import checks, lost_entries, messages, startup
 from jdp.eager.coordinator import stall
 from jdp.eager.coordinator.lead import Lead
 from jdp.eager.diagnosis.flight_recorder import FlightRecorder
-from jdp.eager.entries import (
-    JOINED,
-    JOINED_TWICE,
-    Completion,
-    Entry,
-    Pending,
-    Submitted,
-)
+from jdp.eager.entries import Completion, Entry, Intake, as_error
 from jdp.eager.execution import executor, small_tensors
-from jdp.eager.messages import Batch, Doubt, FromRank, ProtocolError, Response
+from jdp.eager.messages import Batch, FromRank, ProtocolError, Response
 from jdp.eager.options import EagerOptions
 from jdp.eager.response_cache import ResponseCache
 from jdp.replicas.mesh import World
 from jdp.runtime.transport import transport
 
-# A caller that submits at least as often is in the middle of a loop.
+# A caller that submits at least this often is in the middle of a loop.
 _BURST_PERIOD_S = 50e-6
 _MAX_HELD_CYCLES = 10
+_IDLE_PERIOD_S = 1.0  # between two cycles while a timeline has spans to write.
 _logger = logging.getLogger("jdp")
-_IDLE_PERIOD_S = 1.0  # after which a timeline writes what it has.
 
 
 class Engine:
-    """The part of one process; every process of the world makes it."""
+    """Engine of one process; every process of the world constructs it.
+
+    Raises:
+      RuntimeError: on every process, if a process did not come or has other options.
+    """
 
     def __init__(self, world: World, options: EagerOptions):
-        """Meets the other processes and starts the thread.
-
-        Raises:
-          RuntimeError: a process did not come, or has other options; on every process.
-        """
         self.world = world
         self.options = options
         self.rank = world.process_index
@@ -69,11 +62,7 @@ class Engine:
             self.executor = executor.Executor(
                 world, options, self._completion, key=key, on_failure=wake
             )
-            if options.timeline:
-                self.executor.start_timeline(
-                    options.timeline, mark_cycles=options.timeline_mark_cycles
-                )
-        except BaseException:  # The others hear that this process is gone.
+        except BaseException:  # Tells the others that this process is gone.
             self._link.close()
             raise
         self.cycle_time_s = options.cycle_time_s
@@ -85,89 +74,48 @@ class Engine:
             capacity=max(1, options.flight_recorder_capacity),
         )
         self._cache = ResponseCache()
-        # What calls have found out of their arguments; see `requests.find_options`.
+        # Checked options of earlier calls; see `submission.find_options`.
         self.known_options: dict[Any, Any] = {}
-        self.why_dead = ""  # why nothing goes on; "" while it does.
-        self._refusal = ""  # why nothing can be submitted; "" while it can.
-        self.submitted = Submitted()
-        # What callers and the thread share; the lock is for what follows it.
-        self._is_waiting = False  # the thread, for news.
-        self._is_awaited = False  # something that is in the queue.
+        self.why_dead = ""  # why the engine has ended; "" while it runs.
+        self.intake = Intake(self._recorder)
+        # Shared by callers and the thread.
+        self._is_sleeping = False  # whether the thread waits for news.
         self._wants_to_leave = False
-        self._says_last = False
         self._asks = False
-        self._who_waits = ""  # what the coordinator last said of names that wait.
-        self._lock = threading.Lock()
-        self._queue: list[Entry] = []
-        self._queued_s = 0.0  # when the first of them came.
-        self._pending = Pending()
-        self._join_entry: Entry | None = None
-        self._says_joined = False
-        # Of the thread alone.
-        self._order = 0
+        self._who_waits = ""  # the coordinator's last answer about late ranks.
+        # Used by the thread alone.
+        self._says_last = False
         self._agreed: list[Entry | None] = []  # of the batch that is being executed.
-        self._watch = lost_entries.Watch()
+        self._watch = lost_entries.LossWatch()
         self._thread = threading.Thread(target=self._run, name="jdp-eager", daemon=True)
         self._thread.start()
 
     def submit(self, entries: Sequence[Entry]) -> None:
-        """Puts requests into the queue, all or none.
-
-        Raises:
-          ValueError: a name is in use.
-          RuntimeError: the engine has ended, or this process has joined.
-        """
+        """Queues requests, all or none; see `Intake.put`."""
         try:
-            with self._lock:
-                if self._refusal:
-                    raise lost_entries.as_error(self._refusal)
-                is_first = not self._queue
-                if is_first:
-                    self._queued_s = entries[0].record.submitted_s
-                self._pending.put(entries, self._queue)
-                self.submitted.count += 1
-                for entry in entries:
-                    self._recorder.add(entry.record)
-            if is_first:
+            if self.intake.put(entries):
                 self._notify()
-        except BaseException:  # Of a signal's handler, perhaps after they were put.
+        except BaseException:  # A signal handler may raise after they were queued.
             self._link.wake()
             raise
 
-    def check_is_open(self) -> None:
-        """Raises RuntimeError if the engine has ended, or this process has joined."""
-        if self._refusal:
-            raise lost_entries.as_error(self._refusal)
-
     def submit_join(self, entry: Entry) -> None:
-        """Says that this process has no more data.
-
-        Raises:
-          RuntimeError: it has said so before, or the engine has ended.
-        """
+        """Queues the `join` of this process; see `Intake.put_join`."""
         try:
-            with self._lock:
-                if self._join_entry is not None:
-                    raise RuntimeError(JOINED_TWICE)
-                self.check_is_open()
-                self._join_entry, self._says_joined = entry, True
-                self._refusal = JOINED
-                self._recorder.add(entry.record)
+            self.intake.put_join(entry)
             self._notify()
         except BaseException:  # See `submit`.
             self._link.wake()
             raise
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
-        """Waits until all entries are done, or one has failed; returns whether so."""
-        with self._lock:  # What comes later into the queue is not awaited yet.
-            self._is_awaited = is_awaited = bool(self._queue)
-        if is_awaited:
+        """Waits for entries; see `Completion.wait`."""
+        if self.intake.expect():
             self._notify()
         return self._completion.wait(entries, timeout_s)
 
     def ask_who_waits(self, *, timeout_s: float = 1.0) -> str:
-        """Returns what the coordinator knows of names that some ranks wait for."""
+        """Returns the coordinator's report on the names that some ranks wait for."""
         with self._completion.changed:
             self._who_waits = ""
             self._asks = True
@@ -178,19 +126,17 @@ class Engine:
             return self._who_waits or "The coordinator did not answer."
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
-        """Begins a trace; nothing happens if one is under way."""
+        """Starts a trace; does nothing if one is under way."""
         self.executor.start_timeline(path, mark_cycles=mark_cycles)
-        self._notify()  # A thread that sleeps would not write it.
+        self._notify()  # A sleeping thread would not write it.
 
     def stop_timeline(self) -> None:
         """Ends the trace and closes its file."""
         self.executor.stop_timeline()
 
     def finish_own(self, *, timeout_s: float) -> None:
-        """Waits until what this process has submitted is done, or the engine ends."""
-        with self._lock:
-            entries = list(self._pending.entries.values())
-        self.wait(entries, timeout_s)
+        """Waits until the requests of this process are done, or the engine ends."""
+        self.wait(self.intake.list_pending(), timeout_s)
 
     def shutdown(self, *, timeout_s: float) -> None:
         """Ends the engine on all processes; returns once it has ended here."""
@@ -200,12 +146,12 @@ class Engine:
         self.stop_timeline()
 
     def _notify(self) -> None:
-        """Makes the thread look at the queue."""
-        if self._is_waiting:
+        """Wakes the thread, which then looks at the queue."""
+        if self._is_sleeping:
             try:
-                self._is_waiting = False
+                self._is_sleeping = False
                 self._link.wake()
-            except BaseException:  # No other call would wake it.
+            except BaseException:  # No later call would wake it.
                 self._link.wake()
                 raise
 
@@ -220,10 +166,10 @@ class Engine:
             self._link.close()
 
     def _cycle(self) -> None:
-        """Says what is new here, hears what is new elsewhere, and runs it."""
+        """Reports new requests, receives decisions, and runs them."""
         if self.executor.failure is not None:
             raise self.executor.failure
-        if self._queue and not (self._is_awaited or self._refusal):
+        if self.intake.queue and not (self.intake.is_awaited or self.intake.refusal):
             self._hold_back()
         self._say()
         if self.lead is not None:
@@ -235,84 +181,75 @@ class Engine:
             return
         if self._spin():
             return
-        self._is_waiting = True
-        # What came since `_say` found `_is_waiting` False, and did not wake.
-        is_idle = not (self._queue or self._is_asked())
+        self._is_sleeping = True
+        # Requests since `_say` found `_is_sleeping` False, so did not wake the thread.
+        is_idle = not (self.intake.queue or self._is_asked())
         self._hear(self._longest_wait_s() if is_idle else 0.0)
-        self._is_waiting = False
+        self._is_sleeping = False
 
     def _hold_back(self) -> None:
-        """Waits for more to come, so that it runs as one; not once somebody waits."""
-        begin_s, due_s = time.perf_counter(), self._queued_s + self.cycle_time_s
-        latest_s = self._queued_s + _MAX_HELD_CYCLES * self.cycle_time_s
+        """Waits for more requests to fuse, unless a caller waits for the queue."""
+        begin_s, due_s = time.perf_counter(), self.intake.queued_s + self.cycle_time_s
+        latest_s = self.intake.queued_s + _MAX_HELD_CYCLES * self.cycle_time_s
         while begin_s < due_s:
-            num_before = len(self._queue)
-            self._is_waiting = True
-            self._hear(0.0 if self._is_awaited else due_s - begin_s)
-            self._is_waiting = False
+            num_before = len(self.intake.queue)
+            self._is_sleeping = True
+            self._hear(0.0 if self.intake.is_awaited else due_s - begin_s)
+            self._is_sleeping = False
             now_s = time.perf_counter()
-            num_new = len(self._queue) - num_before
-            # What comes in a loop is cut nowhere: other ranks would cut it elsewhere.
-            if self._is_awaited or num_new * _BURST_PERIOD_S < now_s - begin_s:
+            num_new = len(self.intake.queue) - num_before
+            # Do not split the requests of a loop: other ranks would split elsewhere.
+            if self.intake.is_awaited or num_new * _BURST_PERIOD_S < now_s - begin_s:
                 return
             begin_s, due_s = now_s, min(now_s + self.cycle_time_s, latest_s)
 
     def _spin(self) -> bool:
-        """Looks for news for a moment without sleeping; whether there was something."""
+        """Polls for `spin_s` without sleeping; returns whether there was something."""
         until_s = time.perf_counter() + self._spin_s
         while time.perf_counter() < until_s:
-            if self._hear(0.0) or self._queue or self._is_asked():
+            if self._hear(0.0) or self.intake.queue or self._is_asked():
                 return True
         return False
 
     def _is_asked(self) -> bool:
-        """Whether there is something to say besides what is in the queue."""
-        joins, asks = self._says_joined, self._asks
+        """Whether there is something to report besides the queue."""
+        joins, asks = self.intake.has_new_join, self._asks
         return joins or asks or self._says_last or self._wants_to_leave
 
     def _longest_wait_s(self) -> float | None:
-        """How long to sleep; longer where nothing is to be looked after."""
+        """Returns how long to sleep; None: until there is news."""
         if self.lead is not None and self.lead.has_waiting:
             return stall.LOOK_PERIOD_S
         if self.executor.timeline is not None:
             return _IDLE_PERIOD_S
-        is_waiting = self._pending.entries or self._join_entry is not None
-        return lost_entries.PERIOD_S if is_waiting else None
+        return lost_entries.PERIOD_S if self._is_waiting else None
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether this process waits for other ranks."""
+        return bool(self.intake.pending.entries) or self.intake.join_entry is not None
 
     def _say(self) -> None:
-        """Tells the coordinator what has become ready here."""
-        with self._lock:
-            entries, self._queue = self._queue, []
-            self._is_awaited = False
-            joined, self._says_joined = self._says_joined, False
-            is_last, self._says_last = self._says_last, False
+        """Tells the coordinator which operations have become ready here."""
+        entries, has_joined = self.intake.take()
+        is_last, self._says_last = self._says_last, False
         leaves, asks = self._wants_to_leave, self._asks
         self._asks = False
-        waits = self._pending.entries or self._join_entry
-        is_due = waits and time.perf_counter() >= self._watch.due_s
-        doubts = self._find_doubts() if is_due else ()
-        if not (entries or joined or leaves or asks or is_last or doubts):
+        is_due = self._is_waiting and time.perf_counter() >= self._watch.due_s
+        doubts = self._watch.ask(*self.intake.taken()) if is_due else ()
+        if not (entries or has_joined or leaves or asks or is_last or doubts):
             return
-        find, full, hits, slots = self._cache.find, [], 0, []
-        for entry in entries:
-            request = entry.request
-            place = self.executor.places.get(request.process_set)
-            slot = None if place is None else find(request, place)
-            if place is None:
-                self._refuse(entry)
-            elif slot is None:
-                full.append(request)
-            else:
-                hits |= 1 << slot
-                slots.append(slot)
-        is_cached = len(slots) == len(entries)
-        data = small_tensors.collect(entries, slots) if is_cached else ()
+        parts = self._cache.abbreviate(entries, self.executor.places)
+        for entry in parts.refused:
+            self._refuse(entry)
+        is_cached = len(parts.slots) == len(entries)
+        data = small_tensors.collect(entries, parts.slots) if is_cached else ()
         message = FromRank(
             self._cache.num_seen,
-            tuple(full),
-            hits.to_bytes((hits.bit_length() + 7) // 8, "little"),
+            tuple(parts.full),
+            parts.hits,
             data,
-            joined,
+            has_joined,
             leaves,
             asks=asks,
             is_last=is_last,
@@ -324,15 +261,6 @@ class Engine:
             self._link.send(0, messages.encode(message))
         if leaves:
             self._wants_to_leave = False
-
-    def _find_doubts(self) -> tuple[Doubt, ...]:
-        """Returns the names to ask the coordinator about; see `lost`."""
-        with self._lock:
-            unsaid = set(map(id, self._queue))
-            entries = self._pending.entries.values()
-            said = [each for each in entries if id(each) not in unsaid]
-            join = None if self._says_joined else self._join_entry
-        return self._watch.ask(said, join)
 
     def _hear(self, timeout_s: float | None) -> bool:
         events = self._early or self._link.wait(timeout_s)
@@ -367,26 +295,26 @@ class Engine:
         agreed_s = time.perf_counter()
         whole = self._cache.apply(batch)
         data = batch.data or itertools.repeat(b"", len(whole))
-        # All before one is done: a caller that hears that a leaf has failed may submit
+        # Take all before any is done: a caller that learns of a failed leaf may submit
         # all names of its tree again.
-        taken = [self._take_pending(response, agreed_s) for response in whole]
+        take, rank = self.intake.pending.take_agreed, self.rank
+        taken = [take(response, rank=rank, agreed_s=agreed_s) for response in whole]
         self._agreed = list(itertools.chain(*taken))
-        for response, entries, carried_ in zip(whole, taken, data, strict=True):
-            self._execute(response, entries, carried_)
+        for response, entries, result in zip(whole, taken, data, strict=True):
+            self._execute(response, entries, result)
         self._agreed = []
         if batch.last_joined >= 0:
             self._finish_join(batch.last_joined)
         if batch.closing:
-            with self._lock:
-                self._refusal = self._refusal or batch.closing
-                self._says_last = True
+            self.intake.refuse(batch.closing)
+            self._says_last = True
         if batch.stop:
             if batch.is_asked:
                 self.executor.drain(self.options.timeout_s)
             self._fail(batch.stop)
 
     def _apply_note(self, batch: Batch) -> None:
-        """Takes what is no decision."""
+        """Applies a batch that decides nothing."""
         tuned = batch.tuned
         if batch.who_waits:
             with self._completion.changed:
@@ -399,24 +327,15 @@ class Engine:
                 all_gather=tuned.hierarchical_all_gather,
             )
         else:
-            join = self._join_entry
-            entry = lost_entries.find_lost(batch.unknown, self._pending.entries, join)
+            pending, join = self.intake.pending.entries, self.intake.join_entry
+            entry = lost_entries.find_lost(batch.unknown, pending, join)
             if entry is not None:
                 self._fail(lost_entries.describe(self.rank, entry), tell=True)
 
     def _finish_join(self, last_joined: int) -> None:
-        with self._lock:
-            entry, self._join_entry = self._join_entry, None
-            self._refusal = self.why_dead
+        entry = self.intake.take_join(self.why_dead)
         if entry is not None:
             self.executor.finish_in_order([entry], [last_joined])
-
-    def _take_pending(self, response: Response, agreed_s: float) -> list[Entry | None]:
-        order, self._order = self._order, self._order + 1
-        if response.ranks and self.rank not in response.ranks:
-            return [None] * len(response.names)
-        keys = [(response.process_set, name) for name in response.names]
-        return self._pending.take(keys, agreed_s=agreed_s, order=order)
 
     def _execute(
         self, response: Response, entries: list[Entry | None], data: bytes
@@ -426,8 +345,8 @@ class Engine:
             self._completion.fail(entries, RuntimeError(response.error))
             return
         if set_id not in self.executor.sets:
-            return  # Of others.
-        has_joined = self._join_entry is not None
+            return  # This process is not in the set.
+        has_joined = self.intake.join_entry is not None
         try:
             self.executor.execute(response, entries, data, has_joined=has_joined)
         except ProtocolError as error:
@@ -439,41 +358,38 @@ class Engine:
 
     def _refuse(self, entry: Entry) -> None:
         request = entry.request
-        self._pending.drop(entry)
+        self.intake.pending.drop(entry)
         error = ValueError(
             f"{request.name!r}: process set {request.process_set} has been removed."
         )
         self._completion.fail([entry], error)
 
     def _fail(self, why: str, *, tell: bool = False) -> None:
-        """Ends the engine here; all that wait raise `why`."""
-        with self._lock:
-            if self.why_dead:
-                return
-            self.why_dead = self._refusal = why
-            entries = [*self._agreed, *self._pending.take_all()]
-            self._queue = []
+        """Ends the engine on this process; waiting callers raise `why`."""
+        if self.why_dead:
+            return
+        self.why_dead = why
+        entries = [*self._agreed, *self.intake.close(why)]
         if tell:
             self._tell(why)
         entries += self.executor.close()
-        if self._join_entry is not None:
-            entries.append(self._join_entry)
-            self._join_entry = None
-        self._completion.fail(entries, lost_entries.as_error(why))
+        join = self.intake.take_join(why)
+        if join is not None:
+            entries.append(join)
+        self._completion.fail(entries, as_error(why))
         if entries:
             self.dump(why)
 
     def dump(self, reason: str) -> None:
-        """Writes the last requests of this process to a file, and logs where it is."""
+        """Writes the last requests of this process to a file, and logs its path."""
         if self.options.flight_recorder_capacity:
             self._recorder.dump_into(self.options.flight_recorder_dir, reason)
 
     def _tell(self, why: str) -> None:
-        """Lets the other processes know, if they can be reached."""
-        with contextlib.suppress(RuntimeError):  # The link is closed already.
-            if self.lead is None:
+        """Tells the other processes, if the link is still open."""
+        with contextlib.suppress(RuntimeError):  # The link is closed.
+            if self.lead is not None:
+                self.lead.tell(why)
+            else:
                 message = FromRank(self._cache.num_seen, failure=why)
                 self._link.send(0, messages.encode(message))
-                return
-            for peer in range(1, self.size):
-                self._link.send(peer, messages.encode(Batch(stop=why)))

@@ -1,23 +1,37 @@
 """Entries: which requests has this process submitted, and which of them are done?"""
 
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdp.eager.diagnosis.flight_recorder import Record
-from jdp.eager.messages import Request
+from jdp.eager.diagnosis.flight_recorder import FlightRecorder, Record
+from jdp.eager.messages import Request, Response
+from jdp.replicas import progress
 
-# Why nothing more can be submitted.
+# Reasons why nothing more can be submitted.
 JOINED = (
     "This process has called `join`, and has no more data until all processes have. "
     "Wait for it before another operation."
 )
 JOINED_TWICE = "`join` was called again before all processes had joined."
 
+# The beginning of a reason for which the engine ends on all ranks.
+_CULPRIT = re.compile(r"(?:rank|process) (\d{1,9})\b")
+
 
 class Entry:
-    """One request, until it is done."""
+    """Request of this process, until it is done.
+
+    Args:
+      request: the message to the coordinator.
+      record: kept for errors.
+      array: the tensor of this process.
+      run: the program to run, for `submit`.
+      is_small: whether the tensor may travel with the agreement.
+      group: process set and name of the group it is a leaf of, or None.
+    """
 
     __slots__ = (
         "key",
@@ -41,16 +55,6 @@ class Entry:
         is_small: bool = False,
         group: tuple[int, str] | None = None,
     ):
-        """Makes a request that is not submitted yet.
-
-        Args:
-          request: what the other ranks hear of it.
-          record: what is kept of it for errors.
-          array: the tensor that this process gives.
-          run: the program that is run instead.
-          is_small: whether the tensor may travel with the agreement.
-          group: process set and name of the group that it is a leaf of; None: of none.
-        """
         self.key = (request.process_set, request.name)
         self.request = request
         self.record = record
@@ -64,21 +68,20 @@ class Entry:
 
 
 class Completion:
-    """Where callers wait for their entries; any thread may use it."""
+    """Condition on which callers wait for their entries; any thread may use it."""
 
     def __init__(self) -> None:
-        """Begins with nothing done."""
         self.changed = threading.Condition()
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
-        """Waits until all entries are done, or one has failed; returns whether so."""
+        """Waits until all entries are done or one has failed; False on time-out."""
         if _is_over(entries):
             return True
         with self.changed:
             return self.changed.wait_for(lambda: _is_over(entries), timeout_s)
 
     def finish(self, entries: Sequence[Entry | None], values: Sequence[Any]) -> None:
-        """Gives entries their values; None stands for those of other ranks."""
+        """Gives entries their values; None stands for an entry of another rank."""
         now_s = time.perf_counter()
         for entry, value in zip(entries, values, strict=True):
             if entry is not None and not entry.is_done:
@@ -90,7 +93,7 @@ class Completion:
             self.changed.notify_all()
 
     def fail(self, entries: Sequence[Entry | None], error: Exception) -> None:
-        """Lets those that wait for entries raise `error`."""
+        """Makes callers that wait for the entries raise `error`."""
         for entry in entries:
             if entry is not None and not entry.is_done:
                 entry.error = error
@@ -99,7 +102,7 @@ class Completion:
 
 
 class Submitted(threading.local):
-    """How often the thread that looks has submitted something."""
+    """Number of submissions of the current thread."""
 
     count = 0
 
@@ -107,20 +110,20 @@ class Submitted(threading.local):
 class Pending:
     """Entries by process set and name, and the names of their groups.
 
-    A name is there once. So is a group: the coordinator could not tell the leaves of
-    one from the leaves of another of its name.
+    No two entries share a name. No two groups do: the coordinator could not tell their
+    leaves apart.
     """
 
     def __init__(self) -> None:
-        """Begins with none."""
         self.entries: dict[tuple[int, str], Entry] = {}
         self._groups: set[tuple[int, str]] = set()
+        self._order = 0  # number of responses so far.
 
     def put(self, entries: Sequence[Entry], queue: list[Entry]) -> None:
-        """Adds some entries, of one group or of none, also to a queue; all or none.
+        """Adds entries, all of one group or without a group, here and to `queue`.
 
-        Also where a signal's handler raises meanwhile: a name that is in use without
-        being in the queue would be so for ever.
+        All or none are added, even if a signal handler raises meanwhile: a name that
+        is in use but not in the queue would stay in use for ever.
 
         Raises:
           ValueError: a name is in use.
@@ -147,22 +150,26 @@ class Pending:
         if group is not None:
             self._groups.add(group)
 
-    def take(
-        self, keys: Iterable[tuple[int, str]], *, agreed_s: float, order: int
+    def take_agreed(
+        self, response: Response, *, rank: int, agreed_s: float
     ) -> list[Entry | None]:
-        """Takes out what ranks have agreed on.
+        """Takes out the entries of a response.
 
-        All leaves of a group are agreed on at once, so that its name is free then.
+        The ranks agree on all leaves of a group at once, so its name is free then.
 
         Args:
-          keys: process sets and names.
-          agreed_s: the time, of `time.perf_counter`.
-          order: how many responses came before.
+          response: the next one; call it once per response.
+          rank: this process.
+          agreed_s: the time, from `time.perf_counter`.
 
         Returns:
-          By key its entry; None where this process has submitted none.
+          By name, the entry; None where this process has not submitted it.
         """
-        entries = [self.entries.pop(key, None) for key in keys]
+        order, self._order = self._order, self._order + 1
+        if response.ranks and rank not in response.ranks:
+            return [None] * len(response.names)
+        set_id = response.process_set
+        entries = [self.entries.pop((set_id, name), None) for name in response.names]
         for entry in entries:
             if entry is not None:
                 entry.record.agreed_s = agreed_s
@@ -172,17 +179,136 @@ class Pending:
         return entries
 
     def drop(self, entry: Entry) -> None:
-        """Takes out one that the other ranks have not heard of."""
+        """Takes out an entry that the other ranks have not heard of."""
         del self.entries[entry.key]
         if entry.group is not None:
             self._groups.discard(entry.group)
 
     def take_all(self) -> list[Entry]:
-        """Takes out all."""
+        """Takes out all entries."""
         entries = list(self.entries.values())
         self.entries.clear()
         self._groups.clear()
         return entries
+
+
+class Intake:
+    """Requests on their way from callers to the engine's thread.
+
+    Any thread may use it.
+
+    Attributes:
+      refusal: why nothing can be submitted; "" while it can.
+      queue: requests that the thread has not taken yet.
+      queued_s: when the first of them came.
+      is_awaited: whether a caller waits for something in the queue.
+      pending: all requests that the ranks have not agreed on, queued ones included.
+      join_entry: the `join` of this process, until all ranks have joined.
+      has_new_join: whether the thread has not taken `join_entry` yet.
+      submitted: counter of submissions, per thread.
+    """
+
+    def __init__(self, recorder: FlightRecorder):
+        self.refusal = ""
+        self.queue: list[Entry] = []
+        self.queued_s = 0.0
+        self.is_awaited = False
+        self.pending = Pending()
+        self.join_entry: Entry | None = None
+        self.has_new_join = False
+        self.submitted = Submitted()
+        self._recorder = recorder
+        self._lock = threading.Lock()
+
+    def put(self, entries: Sequence[Entry]) -> bool:
+        """Queues requests, all or none; returns whether the queue was empty before.
+
+        Raises:
+          ValueError: a name is in use.
+          RuntimeError: nothing can be submitted.
+        """
+        with self._lock:
+            self.check_is_open()
+            is_first = not self.queue
+            if is_first:
+                self.queued_s = entries[0].record.submitted_s
+            self.pending.put(entries, self.queue)
+            self.submitted.count += 1
+            for entry in entries:
+                self._recorder.add(entry.record)
+        return is_first
+
+    def put_join(self, entry: Entry) -> None:
+        """Queues the `join` of this process.
+
+        Raises:
+          RuntimeError: this process has joined before, or nothing can be submitted.
+        """
+        with self._lock:
+            if self.join_entry is not None:
+                raise RuntimeError(JOINED_TWICE)
+            self.check_is_open()
+            self.join_entry, self.has_new_join = entry, True
+            self.refusal = JOINED
+            self._recorder.add(entry.record)
+
+    def check_is_open(self) -> None:
+        """Raises RuntimeError if nothing can be submitted."""
+        if self.refusal:
+            raise as_error(self.refusal)
+
+    def expect(self) -> bool:
+        """Notes that a caller waits for the queue; returns whether there is one."""
+        with self._lock:  # Requests that are queued later are not awaited yet.
+            self.is_awaited = is_awaited = bool(self.queue)
+        return is_awaited
+
+    def take(self) -> tuple[list[Entry], bool]:
+        """Takes the queue, and whether this process has joined since the last call."""
+        with self._lock:
+            entries, self.queue = self.queue, []
+            self.is_awaited = False
+            has_joined, self.has_new_join = self.has_new_join, False
+        return entries, has_joined
+
+    def taken(self) -> tuple[list[Entry], Entry | None]:
+        """Returns the requests, and the `join`, that were taken and wait for ranks."""
+        with self._lock:
+            queued = set(map(id, self.queue))
+            entries = self.pending.entries.values()
+            taken = [each for each in entries if id(each) not in queued]
+            return taken, None if self.has_new_join else self.join_entry
+
+    def list_pending(self) -> list[Entry]:
+        """Returns the requests that the ranks have not agreed on."""
+        with self._lock:
+            return list(self.pending.entries.values())
+
+    def refuse(self, why: str) -> None:
+        """Refuses requests from now on; the first reason counts."""
+        with self._lock:
+            self.refusal = self.refusal or why
+
+    def take_join(self, refusal: str) -> Entry | None:
+        """Takes the `join` of this process; `refusal` replaces why it refuses."""
+        with self._lock:
+            entry, self.join_entry = self.join_entry, None
+            self.refusal = refusal
+        return entry
+
+    def close(self, why: str) -> list[Entry]:
+        """Refuses requests for good; takes out all that wait, but not the `join`."""
+        with self._lock:
+            self.refusal = why
+            self.queue = []
+            return self.pending.take_all()
+
+
+def as_error(why: str) -> RuntimeError:
+    """Returns the error that an engine ends with; launchers read the culprit from it."""
+    found = _CULPRIT.match(why)
+    culprit = None if found is None else int(found[1])
+    return progress.blame(RuntimeError(why), culprit)
 
 
 def _is_over(entries: Sequence[Entry]) -> bool:

@@ -8,23 +8,19 @@ sent: what the coordinator does not know when it is asked, and has not decided b
 is lost by a fault of jdp.
 """
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 
-from jdp.eager.coordinator.coordinator import JOIN
+from jdp.eager.coordinator.late_names import JOIN
 from jdp.eager.entries import Entry
 from jdp.eager.messages import Doubt
-from jdp.replicas import progress
 from jdp.runtime import user_program
 
 PERIOD_S = 5.0  # between two questions; what waits for less is not asked about.
-# How a reason begins for which the engine ends on all ranks.
-_CULPRIT = re.compile(r"(?:rank|process) (\d{1,9})\b")
 _MAX_NAMES = 10_000  # of one question; the next one goes on with others.
 
 
-class Watch:
+class LossWatch:
     """Questions of one process; of the engine's thread alone."""
 
     def __init__(self) -> None:
@@ -79,13 +75,6 @@ def explain(rank: int, error: Exception) -> str:
     if culprit in (None, rank):
         return f"rank {rank}: {error}"
     return f"process {culprit} failed or is gone, as rank {rank} found: {error}"
-
-
-def as_error(why: str) -> RuntimeError:
-    """Returns an error for the end of an engine; launchers find the culprit by it."""
-    found = _CULPRIT.match(why)
-    culprit = None if found is None else int(found[1])
-    return progress.blame(RuntimeError(why), culprit)
 
 
 def describe(rank: int, entry: Entry) -> str:

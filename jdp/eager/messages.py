@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp.eager.coordinator.autotune import Tunable
 from jdp.replicas import wire
 
 Kind = Literal[
@@ -146,6 +145,25 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     slots: tuple[int, ...] = ()
     error: str = ""
     ranks: tuple[int, ...] = ()
+
+
+class Tunable(msgspec.Struct, frozen=True, array_like=True):
+    """Options that may change while the engine runs, the same on all ranks.
+
+    Attributes:
+      fusion_bytes: most bytes of operations that run as one; 0: none do.
+      cycle_time_s: how long the engine waits for more before it negotiates; 0: it is
+        woken at once.
+      cache_enabled: whether what was negotiated is cached.
+      hierarchical_all_reduce: within groups first, then across.
+      hierarchical_all_gather: within groups first, then across.
+    """
+
+    fusion_bytes: int = 128 << 20
+    cycle_time_s: float = 0.0
+    cache_enabled: bool = True
+    hierarchical_all_reduce: bool = False
+    hierarchical_all_gather: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

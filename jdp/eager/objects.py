@@ -179,7 +179,7 @@ def _broadcast_tree(
     is_array = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in leaves]
     for path, x, a in zip(paths, leaves, is_array, strict=True):
         if a:
-            submission.as_array(x, path)
+            argument_types.check_array(x, path)
     layout = [
         [path, a if key is None else f"keys of {key}"]
         for path, a, key in zip(paths, is_array, keys, strict=True)

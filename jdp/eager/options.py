@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
+import msgspec
+
 PREFIX = "JDP_EAGER_"
 _MAX_SPIN_S = 1.0
 
@@ -127,6 +129,14 @@ class EagerOptions:
                 )
             values[name] = _parse(variable, text, kinds[name])
         return cls(**values)
+
+
+class CoordinatorOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the coordinator; see the fields of `EagerOptions`."""
+
+    fusion_bytes: int = 128 << 20
+    cache_capacity: int = 1024
+    fuse_groups: bool = True
 
 
 def _parse(variable: str, text: str, kind: type) -> Any:

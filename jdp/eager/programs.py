@@ -69,17 +69,17 @@ class FingerprintedStep(Protocol):
         ...
 
 
-class _Known:
+class _Fingerprints:
     """Fingerprints of steps and shapes of arguments, which come over and over."""
 
-    fingerprints: dict[Any, tuple[Any, str]] = {}
+    by_key: dict[Any, tuple[Any, str]] = {}
 
 
 def _fingerprint(step: Any, args: tuple[PyTree, ...]) -> str:
     leaves, treedef = jax.tree.flatten(args)
     avals = tuple([_aval(leaf) for leaf in leaves])
     key = (id(step), treedef, avals)
-    known = _Known.fingerprints.get(key)
+    known = _Fingerprints.by_key.get(key)
     if known is not None and known[0] is step:
         return known[1]
     if isinstance(step, FingerprintedStep):
@@ -94,9 +94,9 @@ def _fingerprint(step: Any, args: tuple[PyTree, ...]) -> str:
     shapes = " ".join(f"{dtype}{list(shape)}" for shape, dtype in avals)
     digest = hashlib.sha256(f"{shapes}\n{text}".encode()).hexdigest()[:16]
     fingerprint = f"{_name_of(step)} {digest}"
-    if len(_Known.fingerprints) == _MAX_KNOWN:
-        _Known.fingerprints.clear()
-    _Known.fingerprints[key] = (step, fingerprint)
+    if len(_Fingerprints.by_key) == _MAX_KNOWN:
+        _Fingerprints.by_key.clear()
+    _Fingerprints.by_key[key] = (step, fingerprint)
     return fingerprint
 
 

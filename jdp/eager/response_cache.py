@@ -1,19 +1,29 @@
 """Response cache: what one rank knows of the coordinator's slots."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jdp.eager import checks
+from jdp.eager.entries import Entry
 from jdp.eager.messages import Batch, ProtocolError, Request, Response
 
 _MAX_WHOLE = 64
 
 
-class _Slot(NamedTuple):
+class _CachedSlot(NamedTuple):
     process_set: int
     name: str
     spec: bytes
     locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
+
+
+class Abbreviated(NamedTuple):
+    """Requests of one rank, in the parts of its message."""
+
+    full: list[Request]  # those that are not cached.
+    hits: bytes  # bit set of the slots of the others.
+    slots: list[int]  # the same, in the order of the requests.
+    refused: list[Entry]  # their process set was removed.
 
 
 class ResponseCache:
@@ -22,10 +32,34 @@ class ResponseCache:
     def __init__(self):
         """Begins with nothing."""
         self.num_seen = 0  # batches.
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _CachedSlot] = {}
         self._slot_of: dict[tuple[int, str], int] = {}
         # Responses that came as slots alone; the same ones come over and over.
         self._whole: dict[tuple[int, ...], Response] = {}
+
+    def abbreviate(
+        self, entries: Sequence[Entry], places: Mapping[int, int]
+    ) -> Abbreviated:
+        """Returns how this rank tells the coordinator about requests.
+
+        Args:
+          entries: the requests.
+          places: by process set, the position of this rank among its members.
+        """
+        full, hits, slots, refused = [], 0, [], []
+        for entry in entries:
+            request = entry.request
+            place = places.get(request.process_set)
+            slot = None if place is None else self.find(request, place)
+            if place is None:
+                refused.append(entry)
+            elif slot is None:
+                full.append(request)
+            else:
+                hits |= 1 << slot
+                slots.append(slot)
+        num_bytes = (hits.bit_length() + 7) // 8
+        return Abbreviated(full, hits.to_bytes(num_bytes, "little"), slots, refused)
 
     def find(self, request: Request, place: int) -> int | None:
         """Returns the slot that says all of `request`, or None.
@@ -80,7 +114,7 @@ class ResponseCache:
                 locals_ = response.locals[i] if response.locals else ()
                 name, set_id = response.names[i], response.process_set
                 self._fill(
-                    slot, _Slot(set_id, name, response.specs[i], locals_), evicted
+                    slot, _CachedSlot(set_id, name, response.specs[i], locals_), evicted
                 )
         return response
 
@@ -106,7 +140,7 @@ class ResponseCache:
         self._whole[slots] = whole
         return whole
 
-    def _fill(self, slot: int, given: _Slot, evicted: Sequence[int]) -> None:
+    def _fill(self, slot: int, given: _CachedSlot, evicted: Sequence[int]) -> None:
         """Notes what a slot stands for; it may be said again."""
         key = (given.process_set, given.name)
         before = self._slot_of.get(key, slot)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jdp.types import Device
 
 
-class Kind(NamedTuple):
+class ResultKind(NamedTuple):
     """Properties of the given array, which may be donated meanwhile, for its result."""
 
     dtype: np.dtype
@@ -19,14 +19,14 @@ class Kind(NamedTuple):
     is_of_all: bool = False  # whether other processes have a copy of it as well.
 
 
-def kind_of(array: Any) -> Kind:
+def kind_of(array: Any) -> ResultKind:
     """Returns the kind of an array of numpy or JAX."""
     if isinstance(array, np.ndarray):
-        return Kind(array.dtype)
-    return Kind(array.dtype, array.sharding, not array.is_fully_addressable)
+        return ResultKind(array.dtype)
+    return ResultKind(array.dtype, array.sharding, not array.is_fully_addressable)
 
 
-def restore(value: Any, kind: Kind) -> Any:
+def restore(value: Any, kind: ResultKind) -> Any:
     """Returns a result as an array of some kind.
 
     On several devices it is split as what was given, or, where its shape does not

@@ -219,8 +219,8 @@ def numbered(kind: str, set_id: int) -> Iterator[str]:
       RuntimeError: nothing can be submitted.
     """
     engine = current_engine()
-    engine.check_is_open()
-    num_before = engine.submitted.count
+    engine.intake.check_is_open()
+    num_before = engine.intake.submitted.count
     count, joins = -1, 0
     try:
         with _Session.lock:
@@ -234,7 +234,7 @@ def numbered(kind: str, set_id: int) -> Iterator[str]:
         yield f"{UNNAMED}{kind} {f'{joins} ' if joins else ''}{count}"
     except BaseException:
         with _Session.lock:
-            is_heard = engine.submitted.count != num_before
+            is_heard = engine.intake.submitted.count != num_before
             if count >= 0 and joins == _Session.num_joins and not is_heard:
                 _Session.returned[kind, set_id].add(count)
         raise

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from jdp.eager import messages
-from jdp.eager.coordinator import coordinator
 from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.messages import ProtocolError
 from jdp.eager.options import EagerOptions
@@ -105,7 +104,7 @@ def make_coordinator(size: int, options: EagerOptions) -> Coordinator:
     """Makes what rank 0 of `size` ranks decides with."""
     return Coordinator(
         size,
-        coordinator.Options(
+        options.CoordinatorOptions(
             fusion_bytes=options.fusion_bytes,
             cache_capacity=options.cache_capacity,
             fuse_groups=options.fuse_groups,

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdp.eager import argument_types, gradients, numerics, results, session
+from jdp.eager import argument_types, numerics, results, session
 from jdp.eager.diagnosis.flight_recorder import Record
 from jdp.eager.engine import Engine
 from jdp.eager.entries import Entry
@@ -26,7 +26,6 @@ from jdp.eager.messages import (
     encode_spec,
 )
 from jdp.eager.process_set import ProcessSet
-from jdp.replicas import mesh
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
@@ -66,7 +65,7 @@ class Handle:
         return self._value
 
 
-class _Known(NamedTuple):
+class _KnownTensor(NamedTuple):
     """Cached facts about a tensor that has come before."""
 
     request: Request
@@ -79,7 +78,7 @@ class _Known(NamedTuple):
 class CallOptions:
     """Options of a call for all its tensors; checked once per engine."""
 
-    def __init__(self, engine: Engine, facts: "Facts", set_id: int):
+    def __init__(self, engine: Engine, facts: "CallArguments", set_id: int):
         """Use `find_options`."""
         self.engine = engine
         self.facts = facts
@@ -87,10 +86,10 @@ class CallOptions:
         self.group = (set_id, facts.group) if facts.group else None
         self.wire = None if facts.wire_dtype is None else jnp.dtype(facts.wire_dtype)
         # Tensors that come over and over, by name, dtype, shape and so on.
-        self.known: dict[Any, _Known] = {}
+        self.known: dict[Any, _KnownTensor] = {}
 
 
-class Facts(NamedTuple):
+class CallArguments(NamedTuple):
     """Arguments of a call, but for its name and tensors."""
 
     kind: Kind
@@ -105,7 +104,7 @@ class Facts(NamedTuple):
 
 
 def find_options(engine: Engine, *facts: Any) -> CallOptions:
-    """Returns the options of a call whose arguments are `Facts(*facts)`.
+    """Returns the options of a call whose arguments are `CallArguments(*facts)`.
 
     Raises:
       TypeError: an argument is of another type than it must be.
@@ -120,7 +119,7 @@ def find_options(engine: Engine, *facts: Any) -> CallOptions:
     except TypeError:  # One has no hash, as arrays have none.
         options = None
     if options is None:
-        checked = _check_types(Facts(*facts))
+        checked = _check_types(CallArguments(*facts))
         options = known.get(checked)
         if options is None:
             if len(known) == _MAX_KNOWN:
@@ -129,7 +128,7 @@ def find_options(engine: Engine, *facts: Any) -> CallOptions:
     return options
 
 
-def _check_types(facts: Facts) -> Facts:
+def _check_types(facts: CallArguments) -> CallArguments:
     """Returns the same facts in plain types."""
     check_set(facts.process_set)
     wire = facts.wire_dtype
@@ -154,7 +153,7 @@ def check_set(process_set: Any) -> None:
         )
 
 
-def _make_options(engine: Engine, facts: Facts) -> CallOptions:
+def _make_options(engine: Engine, facts: CallArguments) -> CallOptions:
     set_id = find_set(engine, facts.kind, facts.process_set)
     allowed = OPS.get(facts.kind, ("",))
     if facts.op not in allowed:
@@ -233,13 +232,15 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
     if type(tree) is np.ndarray and options.wire is None:  # What most calls give.
         found = options.known.get((name, tree.dtype, tree.shape, ()))
         if found is None:
-            entries = (make_entry(options, name, as_array(tree, name)),)
+            entries = (
+                make_entry(options, name, argument_types.check_array(tree, name)),
+            )
         else:
             entries = (_make_known(options, name, tree, found),)
         options.engine.submit(entries)
         return Handle(entries, _take_one)
     if isinstance(tree, np.ndarray | jax.Array):
-        array = as_array(tree, name)
+        array = argument_types.check_array(tree, name)
         kind = results.kind_of(array)
         entries = (make_entry(options, name, array),)
         options.engine.submit(entries)
@@ -249,7 +250,10 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
         name if path == "(root)" else argument_types.check_name(name + path)
         for path in tree_paths.leaf_paths(tree)
     ]
-    arrays = [as_array(x, each) for x, each in zip(leaves, names, strict=True)]
+    arrays = [
+        argument_types.check_array(x, each)
+        for x, each in zip(leaves, names, strict=True)
+    ]
     entries = [
         make_entry(options, each, array)
         for each, array in zip(names, arrays, strict=True)
@@ -266,40 +270,6 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
         return jax.tree.unflatten(treedef, restored)
 
     return Handle(entries, finish)
-
-
-def as_array(leaf: Any, name: str) -> Any:
-    """Returns a leaf, which goes under `name`, as an array of numpy or JAX.
-
-    Raises:
-      TypeError: it is no array of numbers.
-      ValueError: it is a global array that is split over the processes.
-    """
-    mesh.check_has_no_mask(leaf, f"`{name}`")
-    if type(leaf) is np.ndarray:
-        array = leaf
-    elif isinstance(leaf, jax.core.Tracer):
-        raise TypeError(gradients.describe_unsupported(leaf))
-    elif argument_types.is_key(leaf):
-        raise TypeError(
-            f"`{name}` must be an array of numbers, got keys, {leaf.dtype}. Send "
-            "`jax.random.key_data(keys)`, and make keys of what comes with "
-            "`jax.random.wrap_key_data`; `broadcast_parameters` does so by itself."
-        )
-    elif isinstance(leaf, jax.Array):
-        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-            raise ValueError(
-                f"`{name}`, {leaf.dtype}{list(leaf.shape)}, is split over the "
-                "processes; give what this process has of it."
-            )
-        return leaf
-    else:
-        array = np.asarray(leaf)
-    if array.dtype.kind not in "iufcb" and not jnp.issubdtype(array.dtype, jnp.number):
-        raise TypeError(f"`{name}` must be an array of numbers, got {array.dtype}.")
-    if not array.dtype.isnative:  # Other ranks cannot see in which order bytes are.
-        array = array.astype(array.dtype.newbyteorder("="))
-    return array
 
 
 def make_entry(
@@ -325,7 +295,9 @@ def make_entry(
     return _make_known(options, name, array, found)
 
 
-def _make_known(options: CallOptions, name: str, array: Any, found: _Known) -> Entry:
+def _make_known(
+    options: CallOptions, name: str, array: Any, found: _KnownTensor
+) -> Entry:
     facts = options.facts
     record = Record(
         name,
@@ -345,11 +317,11 @@ def _make_known(options: CallOptions, name: str, array: Any, found: _Known) -> E
 
 def _find_out(
     options: CallOptions, name: str, array: Any, local: tuple[int, ...]
-) -> _Known:
+) -> _KnownTensor:
     request, is_small = _make_request(options, name, array, local)
     wire = options.wire
     is_cast = wire is not None and _is_wider(array.dtype, wire)
-    return _Known(request, array.dtype.name, array.nbytes, is_small, is_cast)
+    return _KnownTensor(request, array.dtype.name, array.nbytes, is_small, is_cast)
 
 
 def _make_request(

@@ -79,7 +79,7 @@ def test_diff_says_what_is_wrong(run, tmp_path, arguments, says):
 
 def _write_timelines(*ranks):
     for rank in ranks:
-        traced = timeline.Timeline(f"trace.rank{rank}.json", rank=rank)
+        traced = timeline.RankTimeline(f"trace.rank{rank}.json", rank=rank)
         now_s = time.perf_counter()
         traced.add_span("x", "ALL_REDUCE", now_s, now_s + 1)
         traced.close()

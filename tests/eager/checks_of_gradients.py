@@ -329,10 +329,12 @@ def leaves_of_a_tree_go_together_or_not_at_all(me: Process):
             what = f"the gradient of {call.__name__}"
             _expect_unheard(me, "while JAX traces", fn, what)
         me.expect_equal(len(pull(y)), 2)
-        before = engine.submitted.count
+        before = engine.intake.submitted.count
         jax.grad(total, (0, 1))(x, x)
         # There, back, and how many rows each rank has.
-        me.expect_equal(engine.submitted.count - before, 2 + is_gather, call.__name__)
+        me.expect_equal(
+            engine.intake.submitted.count - before, 2 + is_gather, call.__name__
+        )
 
 
 def a_scalar_is_refused_on_all_ranks_also_under_a_derivative(me: Process):

@@ -184,7 +184,9 @@ def sets_stay_as_they_are_once_a_rank_has_joined(me: Process):
 def what_a_rank_that_has_joined_is_refused_does_not_count(me: Process):
     engine = session.current_engine()
     if me.rank == 0:
-        engine._refusal = "This process has called `join`"  # No time to join meanwhile.
+        engine.intake.refusal = (
+            "This process has called `join`"  # No time to join meanwhile.
+        )
         for call in (
             eager.barrier,
             lambda: eager.all_reduce(np.ones(2)),
@@ -194,7 +196,7 @@ def what_a_rank_that_has_joined_is_refused_does_not_count(me: Process):
             lambda: eager.add_process_set([0]),
         ):
             me.expect_error(RuntimeError, ["has called `join`"], call)
-        engine._refusal = ""
+        engine.intake.refusal = ""
     eager.barrier()
     eager.all_reduce(np.ones(2))
     eager.grouped_all_reduce([np.ones(2)])

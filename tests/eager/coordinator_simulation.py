@@ -22,9 +22,10 @@ import numpy as np
 
 from jdp.eager import checks, messages
 from jdp.eager.coordinator.cache_slots import bits
-from jdp.eager.coordinator.coordinator import Coordinator, Options
+from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.execution import small_tensors
 from jdp.eager.messages import Batch, FromRank, ProtocolError, Request, Spec
+from jdp.eager.options import CoordinatorOptions
 from jdp.eager.response_cache import ResponseCache
 
 _SHAPES = ((1,), (4,), (1000,))  # the last one is too large to be carried.
@@ -101,7 +102,7 @@ class Simulation:
         fuse_groups = rng.random() < 0.5
         self.coordinator = Coordinator(
             self.size,
-            Options(
+            CoordinatorOptions(
                 fusion_bytes=fusion_bytes,
                 cache_capacity=capacity,
                 fuse_groups=fuse_groups,

@@ -16,13 +16,20 @@ import msgspec
 import numpy as np
 
 from jdp.eager import checks, encoding, messages, startup
-from jdp.eager.coordinator.autotune import Tunable
 from jdp.eager.coordinator.cache_slots import bits
 from jdp.eager.diagnosis import flight_recorder
 from jdp.eager.execution import fused
-from jdp.eager.execution.base import Task
-from jdp.eager.execution.fused import Job, Scratch
-from jdp.eager.messages import Batch, FromRank, ProtocolError, Request, Response, Spec
+from jdp.eager.execution.base import CollectiveTask
+from jdp.eager.execution.fused import FusedJob, Scratch
+from jdp.eager.messages import (
+    Batch,
+    FromRank,
+    ProtocolError,
+    Request,
+    Response,
+    Spec,
+    Tunable,
+)
 from tests.eager import coordinator_simulation
 from tests.runtime.transport_fuzz import mutate
 
@@ -355,7 +362,7 @@ class _Rank:
         checks.check_places(response, specs, members, size=4)
         checks.check_entries(response, entries, has_joined=self.has_joined, place=place)
         num_bytes = sum(messages.num_bytes_of(spec, ()) for spec in specs)
-        task = Task(specs[0].kind, specs[0].op, None, num_bytes, False)
+        task = CollectiveTask(specs[0].kind, specs[0].op, None, num_bytes, False)
         checks.check_data(response, data, task)
         if specs[0].kind not in messages._OF_TENSORS:
             return
@@ -365,7 +372,7 @@ class _Rank:
             None if entry is None else _make_array(spec, entry.request.local)
             for entry, spec in zip(entries, specs, strict=True)
         ]
-        job, echo = Job(specs, response.locals, arrays), _Echo(len(members))
+        job, echo = FusedJob(specs, response.locals, arrays), _Echo(len(members))
         members = _Members(members, place)
         with np.errstate(all="ignore"):
             if data:

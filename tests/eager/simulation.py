@@ -2,8 +2,9 @@
 
 import random
 
-from jdp.eager.coordinator.coordinator import Coordinator, Options
+from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.messages import FromRank, Request, Spec, encode_spec
+from jdp.eager.options import CoordinatorOptions
 from jdp.eager.response_cache import ResponseCache
 
 
@@ -29,7 +30,7 @@ class Job:
 
     def __init__(self, size, *, sets=None, **options):
         self.size = size
-        self.coordinator = Coordinator(size, Options(**options))
+        self.coordinator = Coordinator(size, CoordinatorOptions(**options))
         self.sets = {0: tuple(range(size))} | (sets or {})
         for set_id, ranks in (sets or {}).items():
             self.coordinator.add_process_set(set_id, ranks)

@@ -117,12 +117,12 @@ def test_other_arguments_of_a_wrong_type_are_named():
 def test_keys_and_masks_are_refused_by_name():
     keys = jax.random.split(jax.random.key(0))
     with pytest.raises(TypeError, match=r"`grads\['k'\]` .*keys.*key_data"):
-        submission.as_array(keys, "grads['k']")
+        argument_types.check_array(keys, "grads['k']")
     with pytest.raises(TypeError, match="key_data"):
         encoding.encode({"k": keys})
     masked = np.ma.array([1.0, 2.0], mask=[0, 1])
     with pytest.raises(TypeError, match="`grads` is a masked array"):
-        submission.as_array(masked, "grads")
+        argument_types.check_array(masked, "grads")
     with pytest.raises(TypeError, match="masked array"):
         encoding.encode([masked])
 
@@ -130,7 +130,7 @@ def test_keys_and_masks_are_refused_by_name():
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
 def test_what_jax_traces_as_a_program_is_told_from_derivatives(transform):
     with pytest.raises(TypeError, match="`jit`, `jax.checkpoint` or a loop"):
-        transform(lambda x: submission.as_array(x, "x"))(jnp.ones(3))
+        transform(lambda x: argument_types.check_array(x, "x"))(jnp.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_jax_traces_as_a_program_is_told_from_derivatives(transform):
 def test_derivatives_that_are_not_supported_are_told(transform):
     x = jnp.ones(3) if transform is jax.vmap else 1.0
     with pytest.raises(TypeError, match="none of second order.* `_async` have none"):
-        transform(lambda x: submission.as_array(x, "x"))(x)
+        transform(lambda x: argument_types.check_array(x, "x"))(x)
 
 
 @pytest.mark.parametrize("handle", [{}, [], "x", None, np.zeros(2)])

@@ -8,7 +8,8 @@ import sys
 import msgspec
 import pytest
 
-from jdp.eager.coordinator.autotune import AutotuneOptions, Autotuner, Tunable
+from jdp.eager.coordinator.autotune import AutotuneOptions, Autotuner
+from jdp.eager.messages import Tunable
 
 pytestmark = pytest.mark.slow
 

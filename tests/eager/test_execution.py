@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jdp.eager.execution import fused
-from jdp.eager.execution.base import Members
-from jdp.eager.execution.fused import Job, Scratch
+from jdp.eager.execution.base import SetMembers
+from jdp.eager.execution.fused import FusedJob, Scratch
 from jdp.eager.execution.local import LocalCopy
 from jdp.eager.messages import Spec
 from tests import harness
@@ -104,11 +104,11 @@ def _run(kind, given, *, locals_=None, jobs=1, **facts):
     ]
 
     def run(place):
-        members = Members(world, 0, tuple(range(count)))
+        members = SetMembers(world, 0, tuple(range(count)))
         members.__dict__["place"] = place
         implementation = OfAll(table, place) if count > 1 else LocalCopy(members)
         scratch = Scratch()
-        job = Job(specs, locals_ or [()] * len(specs), given[place])
+        job = FusedJob(specs, locals_ or [()] * len(specs), given[place])
         for _ in range(jobs):
             results = fused.run(job, implementation, members, scratch)
         return results

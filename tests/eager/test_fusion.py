@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdp.eager.coordinator.fusion import Item, fuse
+from jdp.eager.coordinator.fusion import FusionItem, fuse
 
 
 @pytest.mark.parametrize(
@@ -21,18 +21,18 @@ from jdp.eager.coordinator.fusion import Item, fuse
     ],
 )
 def test_like_items_are_fused_up_to_the_threshold(items, expected):
-    assert fuse([Item(*item) for item in items], 10) == expected
+    assert fuse([FusionItem(*item) for item in items], 10) == expected
 
 
 def test_without_a_threshold_nothing_is_fused():
-    assert fuse([Item("a", 1)] * 3, 0) == [[0], [1], [2]]
+    assert fuse([FusionItem("a", 1)] * 3, 0) == [[0], [1], [2]]
 
 
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 20))), st.integers(0, 30)
 )
 def test_everything_runs_once_and_nothing_is_too_large(items, threshold):
-    items = [Item(*item) for item in items]
+    items = [FusionItem(*item) for item in items]
     fused = fuse(items, threshold)
     assert sorted(i for together in fused for i in together) == list(range(len(items)))
     for together in fused:

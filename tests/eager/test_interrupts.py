@@ -56,7 +56,7 @@ def test_an_interrupted_submission_leaves_all_or_nothing(begin):
     count = 0
     while _interrupt(lambda: begin(trees, name="interrupted"), count):
         count += 1
-        entries = list(session.current_engine()._pending.entries.values())
+        entries = list(session.current_engine().intake.pending.entries.values())
         assert session.current_engine().wait(entries, 5.0), count
         eager.synchronize(begin(trees, name="interrupted"), timeout_s=5.0)
     assert count > 20
@@ -66,7 +66,7 @@ def test_an_interrupted_join_goes_on():
     count = 0
     while _interrupt(eager.join_async, count):
         count += 1
-        entry = session.current_engine()._join_entry
+        entry = session.current_engine().intake.join_entry
         if entry is not None:
             assert session.current_engine().wait([entry], 5.0), count
         eager.barrier(timeout_s=5.0)

@@ -8,8 +8,8 @@ import pytest
 from jdp.collectives.shared_memory import shared_buffer
 from jdp.eager import checks, numerics, submission
 from jdp.eager.execution import fused, host_adasum, small_tensors
-from jdp.eager.execution.base import Members
-from jdp.eager.execution.fused import Job, Scratch
+from jdp.eager.execution.base import SetMembers
+from jdp.eager.execution.fused import FusedJob, Scratch
 from jdp.eager.messages import Spec, decode_spec, encode_spec
 from tests import harness
 
@@ -133,9 +133,9 @@ def _run(name, arrays, op, **factors):
     for i, array in enumerate(arrays):
         flat = fused._own_flat(array, spec, spec.prescale)
         (own if i == 0 else others).append([flat])
-    members = Members(harness.local_world(1), 0, tuple(range(len(arrays))))
+    members = SetMembers(harness.local_world(1), 0, tuple(range(len(arrays))))
     members.__dict__["place"] = 0
-    job = Job([spec], [()], [arrays[0]])
+    job = FusedJob([spec], [()], [arrays[0]])
     (found,) = fused.run(job, _Here(others), members, Scratch())
     assert found.dtype == jnp.dtype(name) and found.shape == arrays[0].shape
     return found

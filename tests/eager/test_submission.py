@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp.eager import submission
+from jdp.eager import argument_types
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2", ">f2", "<f4", ">c8"])
 def test_bytes_are_in_the_order_of_this_machine(dtype):
     given = np.arange(5).astype(dtype)
-    array = submission.as_array(given, "x")
+    array = argument_types.check_array(given, "x")
     assert array.dtype.isnative and array.dtype == given.dtype.newbyteorder("=")
     np.testing.assert_array_equal(array, given)
 
@@ -20,7 +20,7 @@ def test_bytes_are_in_the_order_of_this_machine(dtype):
     "leaf", [3, 2.5, True, np.float32(1), [1, 2], np.zeros(3, jnp.bfloat16)]
 )
 def test_numbers_become_arrays(leaf):
-    assert isinstance(submission.as_array(leaf, "x"), np.ndarray)
+    assert isinstance(argument_types.check_array(leaf, "x"), np.ndarray)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_numbers_become_arrays(leaf):
 )
 def test_what_is_no_number_is_refused(leaf):
     with pytest.raises(TypeError, match="must be an array of numbers, got"):
-        submission.as_array(leaf, "x")
+        argument_types.check_array(leaf, "x")
 
 
 def test_a_tracer_is_refused_with_what_to_use_instead():
     with pytest.raises(TypeError, match="Inside of `jit`, use `jdp.data_parallel`"):
-        jax.jit(lambda x: submission.as_array(x, "x"))(jnp.ones(3))
+        jax.jit(lambda x: argument_types.check_array(x, "x"))(jnp.ones(3))

@@ -64,7 +64,7 @@ def _check(events):
 def _trace_all_reduces(path, rank, names, *, start_s=None, seed=0, **options):
     """Phases that touch, of odd lengths, one tensor after the other."""
     rng = random.Random(seed)
-    traced = timeline.Timeline(path, rank=rank, **options)
+    traced = timeline.RankTimeline(path, rank=rank, **options)
     at_s = time.perf_counter() if start_s is None else start_s
     for name in names:
         traced.mark_cycle(at_s)
@@ -93,7 +93,7 @@ def test_a_closed_file_has_the_phases_of_each_tensor_in_order(tmp_path):
 
 def test_times_are_microseconds_from_a_start_on_the_wall_clock(tmp_path):
     before_us = time.time() * 1e6
-    traced = timeline.Timeline(tmp_path / "t.json", rank=0)
+    traced = timeline.RankTimeline(tmp_path / "t.json", rank=0)
     opened_s = time.perf_counter()
     after_us = time.time() * 1e6
     traced.add_span("x", "QUEUE", opened_s + 0.25, opened_s + 0.75)
@@ -111,7 +111,7 @@ def test_times_are_microseconds_from_a_start_on_the_wall_clock(tmp_path):
 
 def test_what_was_before_the_start_is_cut_off(tmp_path):
     began_s = time.perf_counter()
-    traced = timeline.Timeline(tmp_path / "t.json", rank=0)
+    traced = timeline.RankTimeline(tmp_path / "t.json", rank=0)
     traced.add_span("x", "QUEUE", began_s - 2, began_s - 1)
     traced.add_span("x", "ALL_REDUCE", began_s - 1, began_s + 1)
     traced.add_instant("x", "rank 1 is ready", began_s - 1)
@@ -142,7 +142,7 @@ def test_closing_twice_and_adding_after_it_change_nothing(tmp_path):
 
 
 def test_values_that_json_lacks_are_written_as_text(tmp_path):
-    traced = timeline.Timeline(tmp_path / "t.json", rank=0)
+    traced = timeline.RankTimeline(tmp_path / "t.json", rank=0)
     now_s = time.perf_counter()
     args = {"names": ("a", "b"), "path": pathlib.Path("p"), "rate": float("nan")}
     traced.add_span("x", "ALL_REDUCE", now_s, now_s, **args)
@@ -153,7 +153,7 @@ def test_values_that_json_lacks_are_written_as_text(tmp_path):
 
 def test_a_file_that_is_not_closed_lacks_the_last_second_and_the_bracket(tmp_path):
     path = tmp_path / "t.json"
-    traced = timeline.Timeline(path, rank=0)
+    traced = timeline.RankTimeline(path, rank=0)
     start_s = time.perf_counter()
     for i in range(21):
         traced.add_span("x", "QUEUE", start_s + i / 10, start_s + (i + 1) / 10)
@@ -168,7 +168,7 @@ def test_a_file_that_is_not_closed_lacks_the_last_second_and_the_bracket(tmp_pat
 
 def test_memory_stays_bounded_while_spans_are_short(tmp_path):
     path = tmp_path / "t.json"
-    traced = timeline.Timeline(path, rank=0)
+    traced = timeline.RankTimeline(path, rank=0)
     start_s = time.perf_counter()
     for _ in range(5000):
         traced.add_span("x", "QUEUE", start_s, start_s)
@@ -199,10 +199,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_path_that_cannot_be_written_is_in_the_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere/t.json"):
-        timeline.Timeline(tmp_path / "nowhere/t.json", rank=0)
+        timeline.RankTimeline(tmp_path / "nowhere/t.json", rank=0)
     if pathlib.Path("/dev/full").exists():
         with pytest.raises(OSError, match="No space left.*/dev/full"):
-            timeline.Timeline("/dev/full", rank=0)
+            timeline.RankTimeline("/dev/full", rank=0)
 
 
 def test_a_disk_that_fills_ends_the_timeline_and_not_the_engine(tmp_path, caplog):
@@ -235,7 +235,7 @@ def test_merged_ranks_lie_over_each_other_by_the_wall_clock(tmp_path, monkeypatc
     for rank, start_us in enumerate([2_000_500, 2_000_000, 2_000_750]):
         monkeypatch.setattr(time, "time_ns", lambda us=start_us: us * 1000)
         paths.append(timeline.rank_path(tmp_path / "trace.json", rank))
-        traced = timeline.Timeline(paths[-1], rank=rank)
+        traced = timeline.RankTimeline(paths[-1], rank=rank)
         traced.add_span("x", "QUEUE", traced._start_s, traced._start_s + 1e-3)
         traced.add_span("x", "ALL_REDUCE", traced._start_s + 1e-3, traced._start_s + 1)
         traced.close()
@@ -257,7 +257,7 @@ def test_merged_ranks_lie_over_each_other_by_the_wall_clock(tmp_path, monkeypatc
     assert starts == {2_000_000}
     again = tmp_path / "again.json"
     monkeypatch.setattr(time, "time_ns", lambda: 1_000_000 * 1000)
-    timeline.Timeline(tmp_path / "t3.json", rank=3).close()
+    timeline.RankTimeline(tmp_path / "t3.json", rank=3).close()
     assert timeline.merge([out, tmp_path / "t3.json"], again) == [0, 1, 2, 3]
     later = [event for event in _read(again) if event["name"] == "QUEUE"]
     assert later[0]["ts"] == 1_000_500
@@ -267,7 +267,7 @@ def test_merged_ranks_lie_over_each_other_by_the_wall_clock(tmp_path, monkeypatc
 def test_merging_reads_a_cut_file_up_to_its_last_whole_event(tmp_path, num_left):
     whole, cut = tmp_path / "whole.json", tmp_path / "cut.json"
     now_s = time.perf_counter() + 1
-    traced = timeline.Timeline(whole, rank=0)
+    traced = timeline.RankTimeline(whole, rank=0)
     for i in range(3):
         traced.add_span("x", "QUEUE", now_s, now_s, names=["a", "b"], i={"i": i})
     traced.close()
@@ -304,7 +304,7 @@ def test_merging_refuses_what_is_no_timeline(tmp_path, content, says):
 
 def test_merging_refuses_two_files_of_one_rank(tmp_path):
     for name in ("a.json", "b.json"):
-        timeline.Timeline(tmp_path / name, rank=4).close()
+        timeline.RankTimeline(tmp_path / name, rank=4).close()
     with pytest.raises(ValueError, match="a.json and .*b.json are both of rank 4"):
         timeline.merge([tmp_path / "a.json", tmp_path / "b.json"], tmp_path / "out")
     with pytest.raises(ValueError, match="at least one"):

@@ -7,8 +7,9 @@ ever left for the slot's next owner.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from jdp.eager.coordinator.cache_slots import bits
+from jdp.eager.coordinator.cache_slots import SlotTable, bits
 from jdp.eager.coordinator.names import Names
+from jdp.eager.messages import FromRank, ProtocolError
 
 
 class Hits:
@@ -123,3 +124,35 @@ class Hits:
     def slots_with_data(self, rank: int) -> set[int]:
         """Returns the slots of which a rank's tensor is kept."""
         return set(self._data[rank])
+
+
+def match_tensors(
+    rank: int, hits: int, message: FromRank, slots: SlotTable
+) -> list[tuple[int, bytes]]:
+    """Returns the tensors of a message by slot, without slots that were taken back.
+
+    Args:
+      rank: sender of the message.
+      hits: its bit set of slots, as an integer.
+      message: carries one tensor per bit.
+      slots: the names that the slots stand for.
+
+    Raises:
+      ProtocolError: a tensor has no slot, or another size than its slot.
+    """
+    if message.requests or len(message.data) != hits.bit_count():
+        raise ProtocolError(
+            f"rank {rank} has sent {len(message.data)} tensors of "
+            f"{hits.bit_count()} slots"
+        )
+    matched = []
+    for slot, tensor in zip(bits(hits), message.data, strict=True):
+        if not slots.live >> slot & 1:
+            continue
+        cached = slots.get(slot)
+        if len(tensor) != cached.carried_bytes:
+            raise ProtocolError(
+                f"rank {rank} has sent {len(tensor)} bytes of {cached.name!r}"
+            )
+        matched.append((slot, tensor))
+    return matched

@@ -9,7 +9,10 @@ import collections
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jdp.eager.coordinator.fusion import Item
+from jdp.eager.coordinator import fusion
+from jdp.eager.coordinator.fusion import FusionItem
+from jdp.eager.execution import small_tensors
+from jdp.eager.messages import decode_spec, num_bytes_of
 
 
 class Cached(NamedTuple):
@@ -19,9 +22,22 @@ class Cached(NamedTuple):
     name: str
     spec: bytes
     locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
-    item: Item  # what it is fused by.
+    item: FusionItem  # what it is fused by.
     group: str  # what it runs together with, or not at all; "" for itself.
     carried_bytes: int  # of a tensor that may come with the bit; -1: it may not.
+
+
+def make_cached(
+    process_set: int, name: str, spec: bytes, locals_: tuple[tuple[int, ...], ...]
+) -> Cached:
+    """Returns a request as a slot stands for it; the arguments are those fields."""
+    decoded = decode_spec(spec)
+    key = fusion.key_of(process_set, decoded)
+    item = FusionItem(key, num_bytes_of(decoded, locals_))
+    is_small = small_tensors.is_small(decoded, item.num_bytes)
+    carried_bytes = item.num_bytes if is_small else -1
+    facts = (process_set, name, spec, locals_)
+    return Cached(*facts, item, decoded.group, carried_bytes)
 
 
 class SlotTable:

@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from jdp.eager import checks
 from jdp.eager.coordinator import broken_groups, fusion, groups, late_names, mismatch
-from jdp.eager.coordinator.cache_hits import Hits
-from jdp.eager.coordinator.cache_slots import Cached, SlotTable, bits
-from jdp.eager.coordinator.fusion import Item
+from jdp.eager.coordinator.cache_hits import Hits, match_tensors
+from jdp.eager.coordinator.cache_slots import Cached, SlotTable, bits, make_cached
 from jdp.eager.coordinator.groups import Groups, Ready
 from jdp.eager.coordinator.late_names import Stall
 from jdp.eager.coordinator.names import Names
@@ -30,28 +28,12 @@ from jdp.eager.messages import (
     ProtocolError,
     Request,
     Response,
-    Spec,
     decode_spec,
-    num_bytes_of,
 )
+from jdp.eager.options import CoordinatorOptions
 
 _NEVER_CACHED = ("barrier", "add_process_set", "remove_process_set")
 _MAX_WARM = 64  # ready sets whose responses are kept.
-JOIN = (-1, "join")  # what stands for `join` where names are asked for.
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the coordinator.
-
-    Attributes:
-      fusion_bytes: most bytes of operations that run as one; 0: none do.
-      cache_capacity: slots of the response cache; 0: nothing is cached.
-      fuse_groups: whether a group may run together with what is not in it.
-    """
-
-    fusion_bytes: int = 128 << 20
-    cache_capacity: int = 1024
-    fuse_groups: bool = True
 
 
 class _Warm(NamedTuple):
@@ -64,7 +46,7 @@ class _Warm(NamedTuple):
 class Coordinator:
     """Coordinator on rank 0: tracks the requests of all ranks and decides."""
 
-    def __init__(self, size: int, options: Options):
+    def __init__(self, size: int, options: CoordinatorOptions):
         """Begins with all ranks in process set 0."""
         self.size = size
         self.options = options
@@ -160,7 +142,9 @@ class Coordinator:
                 f"rank {rank} has sent {len(message.hits)} bytes of bits"
             )
         hits = int.from_bytes(message.hits, "little")
-        data = self._match_data(rank, hits, message) if message.data else ()
+        data: Sequence[tuple[int, bytes]] = ()
+        if message.data:
+            data = match_tensors(rank, hits, message, self._slots)
         if hits & self._hits.of_rank[rank]:
             slot = next(bits(hits & self._hits.of_rank[rank]))
             raise ProtocolError(f"rank {rank} has submitted slot {slot} twice")
@@ -171,7 +155,7 @@ class Coordinator:
             cached = self._slots.find_retired(slot)
             if cached is None:
                 raise ProtocolError(f"rank {rank} has submitted the empty slot {slot}")
-            self._add(rank, self._request_of(cached, rank), now_s)
+            self._add(rank, self._names.request_of(cached, rank), now_s)
             hits ^= 1 << slot
         if dead and hits & ~self._slots.live:  # The name had another slot by now.
             raise ProtocolError(f"rank {rank} has submitted a name by two slots")
@@ -179,27 +163,6 @@ class Coordinator:
             self._check_hits(rank, hits)
         self._hits.add(rank, hits, data)
         self._names.touched.update(self._slots.find_groups(hits))
-
-    def _match_data(
-        self, rank: int, hits: int, message: FromRank
-    ) -> list[tuple[int, bytes]]:
-        """Returns the tensors of a message, by slot that is still what it was."""
-        if message.requests or len(message.data) != hits.bit_count():
-            raise ProtocolError(
-                f"rank {rank} has sent {len(message.data)} tensors of "
-                f"{hits.bit_count()} slots"
-            )
-        matched = []
-        for slot, tensor in zip(bits(hits), message.data, strict=True):
-            if not self._slots.live >> slot & 1:
-                continue
-            cached = self._slots.get(slot)
-            if len(tensor) != cached.carried_bytes:
-                raise ProtocolError(
-                    f"rank {rank} has sent {len(tensor)} bytes of {cached.name!r}"
-                )
-            matched.append((slot, tensor))
-        return matched
 
     def _check_hits(self, rank: int, hits: int) -> None:
         """Checks that a rank may submit slots that stand for something."""
@@ -210,13 +173,6 @@ class Coordinator:
         if held:
             name = self._slots.get(next(bits(held))).name
             raise ProtocolError(f"rank {rank} has submitted {name!r} twice")
-
-    def _request_of(self, cached: Cached, rank: int) -> Request:
-        local: tuple[int, ...] = ()
-        members = self._names.members.get(cached.process_set, ())
-        if cached.locals and rank in members:
-            local = cached.locals[members.index(rank)]
-        return Request(cached.name, cached.spec, cached.process_set, local)
 
     def _add(self, rank: int, request: Request, now_s: float) -> None:
         """Notes that a name is ready on one rank."""
@@ -305,7 +261,7 @@ class Coordinator:
         else:
             ready = []
             for slot, each in zip(numbers, cached, strict=True):
-                error = self._why_not_joined(set_id, each.name, each.spec)
+                error = self._names.find_join_fault(set_id, each.name, each.spec)
                 ready.append(Ready(*each[:4], slot, error))
             responses = self._respond_to_all(ready, now_s, slots=slots)
         if is_plain and not self._groups.held:
@@ -336,7 +292,7 @@ class Coordinator:
     def _take_ready(self) -> Iterator[Ready]:
         """Takes the names that every rank has submitted; checks them."""
         for set_id, name, entry in self._names.take_ready():
-            error = self._why_not_joined(set_id, name, entry.spec)
+            error = self._names.find_join_fault(set_id, name, entry.spec)
             broken: set[groups.Key] = set()
             if entry.odd:
                 specs = {entry.first: entry.spec} | entry.odd
@@ -345,7 +301,7 @@ class Coordinator:
                 broken = broken_groups.keys_of(set_id, decoded.values())
                 self._broken |= dict.fromkeys(broken, error)
             spec = decode_spec(entry.spec)
-            error = error or self._find_fault(name, spec)
+            error = error or mismatch.find_fault(name, spec, self._names.members)
             locals_: tuple[tuple[int, ...], ...] = ()
             if spec.kind == "add_process_set" and not error:
                 locals_ = ((self._add_new_set(spec.shape),),)
@@ -358,25 +314,6 @@ class Coordinator:
             yield Ready(
                 set_id, name, entry.spec, locals_, error=error, is_alone=is_alone
             )
-
-    def _find_fault(self, name: str, spec: Spec) -> str:
-        """Returns why what all ranks agree on cannot be done; "" if it can."""
-        if spec.kind == "remove_process_set":
-            (set_id,) = spec.shape
-            if set_id not in self._names.members:
-                return f"{name!r}: there is no process set {set_id}."
-        return mismatch.find_fault(name, spec) or ""
-
-    def _why_not_joined(self, set_id: int, name: str, spec: bytes) -> str:
-        """Why a name cannot run since ranks have joined; "" if it can."""
-        joined = self._names.joined & self._names.full[set_id]
-        fault = checks.find_join_fault(decode_spec(spec)) if joined else ""
-        if not fault:
-            return ""
-        return (
-            f"{fault} of {name!r} is not supported after a rank has joined; joined: "
-            f"{list(bits(joined))}."
-        )
 
     def _respond(self, ready: list[Ready]) -> Response:
         slots = tuple(
@@ -394,8 +331,6 @@ class Coordinator:
             slots,
         )
 
-    # The cache
-
     def _give_slot(self, ready: Ready) -> int:
         """Gives a name a slot; -1 if there is none, or it is not worth it."""
         if decode_spec(ready.spec).kind in _NEVER_CACHED:
@@ -404,14 +339,7 @@ class Coordinator:
             return -1
         if ready.process_set not in self._names.members:  # Removed in the same turn.
             return -1
-        spec = decode_spec(ready.spec)
-        key = fusion.key_of(ready.process_set, spec)
-        item = Item(key, num_bytes_of(spec, ready.locals))
-        facts = ready.process_set, ready.name, ready.spec, ready.locals
-        is_small = small_tensors.is_small(spec, item.num_bytes)
-        carried_bytes = item.num_bytes if is_small else -1
-        cached = Cached(*facts, item, spec.group, carried_bytes)
-        slot = self._slots.give(cached, num_seen=min(self._seen))
+        slot = self._slots.give(make_cached(*ready[:4]), num_seen=min(self._seen))
         if slot < 0:
             oldest = self._slots.find_oldest(self._in_use())
             if oldest is not None:  # This one goes without; the next one has room.
@@ -422,7 +350,7 @@ class Coordinator:
         """Takes a slot back; who has sent its bit has submitted the name."""
         cached, ranks = self._retire(slot)
         for rank in ranks:
-            self._names.add(rank, self._request_of(cached, rank), now_s)
+            self._names.add(rank, self._names.request_of(cached, rank), now_s)
 
     def _retire(self, slot: int) -> tuple[Cached, list[int]]:
         """Returns what a slot stood for, and the ranks that had sent its bit."""
@@ -433,8 +361,6 @@ class Coordinator:
     def _in_use(self) -> int:
         """The slots that must not be taken back now, as a bit set."""
         return self._hits.pending() | self._groups.slots()
-
-    # Who is late
 
     def names_of(self, message: FromRank) -> list[str]:
         """Returns the names that a message says are ready, before it is taken."""
@@ -449,27 +375,21 @@ class Coordinator:
         return has_names or any(self._hits.of_rank) or bool(self._groups.held)
 
     def find_unknown(self, rank: int, doubts: Iterable[Doubt]) -> tuple[Doubt, ...]:
-        """Returns which names, and `JOIN`, the coordinator does not wait for.
+        """Returns the names, and `JOIN`, that the coordinator does not wait for.
 
-        What it has decided of them, it has decided before this call.
+        Decisions on them were made before this call.
 
         Args:
-          rank: of the process that waits for them.
+          rank: the process that waits for the names.
           doubts: the names.
         """
-        return tuple(each for each in doubts if not self._is_awaited(rank, each[:2]))
-
-    def _is_awaited(self, rank: int, key: tuple[int, str]) -> bool:
-        if key == JOIN:
-            return bool(self._names.joined >> rank & 1)
-        slot = self._slots.find(*key)
-        return (
-            self._names.is_awaited(rank, *key)
-            or slot is not None
-            and bool(self._hits.of_rank[rank] >> slot & 1)
-            or self._groups.is_held(*key)
-            # Decided, and not said yet.
-            or any(key == (each.process_set, *each.names) for each in self._refused)
+        is_awaited = functools.partial(late_names.is_awaited, rank, *self._parts)
+        # An error that is not sent yet.
+        refused = {(each.process_set, *each.names) for each in self._refused}
+        return tuple(
+            doubt
+            for doubt in doubts
+            if doubt[:2] not in refused and not is_awaited(doubt[:2])
         )
 
     def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:

@@ -8,14 +8,14 @@ from jdp.eager.messages import Spec
 _FUSED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
-class Item(NamedTuple):
+class FusionItem(NamedTuple):
     """An operation, or a group that runs together, that is ready everywhere."""
 
     key: Hashable  # what is fused has the same one; None: it runs by itself.
     num_bytes: int
 
 
-def fuse(items: Sequence[Item], threshold_bytes: int) -> list[list[int]]:
+def fuse(items: Sequence[FusionItem], threshold_bytes: int) -> list[list[int]]:
     """Puts items of one key together, up to the threshold.
 
     An item that does not fit is passed over, and what comes after it may still fit, as

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from jdp.eager.coordinator import fusion
-from jdp.eager.coordinator.fusion import Item
+from jdp.eager.coordinator.fusion import FusionItem
 from jdp.eager.messages import decode_spec, num_bytes_of
 
 
@@ -128,12 +128,12 @@ def fuse(
     return fused
 
 
-def _item(unit: Sequence[Ready], fuse_groups: bool) -> Item:
+def _item(unit: Sequence[Ready], fuse_groups: bool) -> FusionItem:
     keys = {_key_of(each) for each in unit}
     is_group = bool(decode_spec(unit[0].spec).group)
     is_alone = len(keys) > 1 or is_group and not fuse_groups
     num_bytes = sum(num_bytes_of(decode_spec(each.spec), each.locals) for each in unit)
-    return Item(None if is_alone else keys.pop(), num_bytes)
+    return FusionItem(None if is_alone else keys.pop(), num_bytes)
 
 
 def _key_of(ready: Ready) -> tuple[object, ...] | None:

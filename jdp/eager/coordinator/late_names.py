@@ -7,6 +7,8 @@ from jdp.eager.coordinator.cache_slots import SlotTable, bits
 from jdp.eager.coordinator.groups import Groups
 from jdp.eager.coordinator.names import Names
 
+JOIN = (-1, "join")  # the key of `join` among the names that a rank asks about.
+
 
 class Stall(NamedTuple):
     """A name that some ranks have submitted, and others not; or a part of a group."""
@@ -15,6 +17,35 @@ class Stall(NamedTuple):
     name: str
     missing: tuple[int, ...]
     waited_s: float
+
+
+def is_awaited(
+    rank: int,
+    names: Names,
+    groups: Groups,
+    hits: Hits,
+    slots: SlotTable,
+    key: tuple[int, str],
+) -> bool:
+    """Whether the coordinator still waits for other ranks under a name, or `JOIN`.
+
+    Args:
+      rank: has submitted the name.
+      names: see `find_stalls`.
+      groups: see `find_stalls`.
+      hits: see `find_stalls`.
+      slots: see `find_stalls`.
+      key: process set and name, or `JOIN`.
+    """
+    if key == JOIN:
+        return bool(names.joined >> rank & 1)
+    slot = slots.find(*key)
+    return (
+        names.is_awaited(rank, *key)
+        or slot is not None
+        and bool(hits.of_rank[rank] >> slot & 1)
+        or groups.is_held(*key)
+    )
 
 
 def find_stalls(

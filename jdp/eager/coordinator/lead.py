@@ -7,7 +7,7 @@ from jdp.eager import messages, startup
 from jdp.eager.coordinator import autotune, stall
 from jdp.eager.coordinator.autotune import Autotuner
 from jdp.eager.coordinator.stall import Inspector
-from jdp.eager.diagnosis.timeline import Timeline
+from jdp.eager.diagnosis.timeline import RankTimeline
 from jdp.eager.messages import Batch, FromRank, ProtocolError
 from jdp.eager.options import EagerOptions
 from jdp.replicas.mesh import World
@@ -67,8 +67,13 @@ class Lead:
         """Ends the engine on all ranks with the next batch; the first reason counts."""
         self._coordinator.stop(why)
 
+    def tell(self, why: str) -> None:
+        """Sends the reason for the end of the engine to the other ranks at once."""
+        for peer in range(1, self._size):
+            self._link.send(peer, messages.encode(Batch(stop=why)))
+
     def receive(
-        self, rank: int, message: FromRank, *, timeline: Timeline | None
+        self, rank: int, message: FromRank, *, timeline: RankTimeline | None
     ) -> None:
         """Takes what a rank says."""
         now_s = time.monotonic()

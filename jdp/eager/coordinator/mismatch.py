@@ -1,6 +1,6 @@
 """Mismatch: what is wrong when ranks ask for different things under one name."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jdp.eager.messages import HAS_LOCAL_FIRST, SCALAR, Spec
 
@@ -30,12 +30,22 @@ def explain(name: str, specs: Mapping[int, Spec]) -> str | None:
     return None
 
 
-def find_fault(name: str, spec: Spec) -> str | None:
-    """Returns why what all ranks agree on cannot be done, or None."""
+def find_fault(name: str, spec: Spec, process_sets: Collection[int]) -> str:
+    """Returns why an operation that all ranks agree on cannot run; "" if it can.
+
+    Args:
+      name: of the tensor.
+      spec: the same on all ranks.
+      process_sets: ids of the sets that exist.
+    """
+    if spec.kind == "remove_process_set":
+        (set_id,) = spec.shape
+        if set_id not in process_sets:
+            return f"{name!r}: there is no process set {set_id}."
     is_scalar = spec.shape == (() if spec.kind == "reduce_scatter" else SCALAR)
     if is_scalar and spec.kind in (*HAS_LOCAL_FIRST, "reduce_scatter"):
         return f"{spec.kind} of {name!r}: a scalar has no first dimension."
-    return None
+    return ""
 
 
 def describe_removed(set_id: int, name: str) -> str:

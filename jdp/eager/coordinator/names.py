@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from jdp.eager import checks
-from jdp.eager.coordinator.cache_slots import bits
+from jdp.eager.coordinator.cache_slots import Cached, bits
 from jdp.eager.messages import ProtocolError, Request, decode_spec
 
 
@@ -153,6 +153,25 @@ class Names:
             set_id, name = key = next(iter(self._ready))
             del self._ready[key]
             yield set_id, name, self.tables[set_id].pop(name)
+
+    def find_join_fault(self, set_id: int, name: str, spec: bytes) -> str:
+        """Returns why a name cannot run after ranks have joined; "" if it can."""
+        joined = self.joined & self.full[set_id]
+        fault = checks.find_join_fault(decode_spec(spec)) if joined else ""
+        if not fault:
+            return ""
+        return (
+            f"{fault} of {name!r} is not supported after a rank has joined; joined: "
+            f"{list(bits(joined))}."
+        )
+
+    def request_of(self, cached: Cached, rank: int) -> Request:
+        """Returns the request that the bit of a slot stands for, sent by one rank."""
+        local: tuple[int, ...] = ()
+        members = self.members.get(cached.process_set, ())
+        if cached.locals and rank in members:
+            local = cached.locals[members.index(rank)]
+        return Request(cached.name, cached.spec, cached.process_set, local)
 
     def is_awaited(self, rank: int, set_id: int, name: str) -> bool:
         """Whether a rank has submitted a name that is not ready, or not taken yet."""

@@ -19,7 +19,7 @@ class StallState(NamedTuple):
     looked_s: float
 
 
-class Verdict(NamedTuple):
+class StallReport(NamedTuple):
     """Conclusions from one look at the pending requests."""
 
     warning: str | None = None  # for the log of rank 0.
@@ -33,7 +33,7 @@ def observe(
     now_s: float,
     warn_after_s: float,
     stop_after_s: float | None,
-) -> tuple[StallState, Verdict]:
+) -> tuple[StallState, StallReport]:
     """Decides what to say and do about operations that wait.
 
     Args:
@@ -51,7 +51,7 @@ def observe(
         s for s in stalls if stop_after_s is not None and s.waited_s >= stop_after_s
     ]
     if not late and (not stalls or now_s - state.looked_s < warn_after_s):
-        return state, Verdict()
+        return state, StallReport()
     lines = [
         "Some ranks have submitted operations that others have not, and wait for more "
         f"than {warn_after_s:g} s. The ranks may submit different operations, or some "
@@ -73,7 +73,7 @@ def observe(
             f'Ranks marked by "!" are late by more than {stop_after_s:g} s. Shutting '
             "down."
         )
-    return StallState(now_s), Verdict("\n".join(lines), stop)
+    return StallState(now_s), StallReport("\n".join(lines), stop)
 
 
 def describe(stalls: Sequence[Stall], late: Sequence[Stall] = ()) -> str:

@@ -20,7 +20,7 @@ _MOST_APART_S = 1.0  # of dumps that are taken to be of one moment.
 _Key = tuple[int, str]  # process set and name.
 
 
-class Finding(NamedTuple):
+class DivergenceFinding(NamedTuple):
     """One thing that differs.
 
     Attributes:
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 class Divergence(NamedTuple):
     """How two processes differ."""
 
-    findings: tuple[Finding, ...]  # the most telling first; at least one.
+    findings: tuple[DivergenceFinding, ...]  # the most telling first; at least one.
 
 
 class _Matched(NamedTuple):
@@ -106,7 +106,7 @@ def explain(a: Dump, b: Dump, divergence: Divergence | None) -> str:
 # What differs
 
 
-def _other_order(a: Dump, b: Dump, shared: set[int]) -> list[Finding]:
+def _other_order(a: Dump, b: Dump, shared: set[int]) -> list[DivergenceFinding]:
     position = _common_stretch(a, b, shared).apart
     if position is None:
         return []
@@ -116,21 +116,21 @@ def _other_order(a: Dump, b: Dump, shared: set[int]) -> list[Finding]:
         f"As operation {position}, rank {a.rank} ran {_list(ours)}, and rank {b.rank} "
         f"{_list(theirs)}."
     )
-    return [Finding("order", (*ours, None)[0], (*theirs, None)[0], text)]
+    return [DivergenceFinding("order", (*ours, None)[0], (*theirs, None)[0], text)]
 
 
-def _mismatches(a: Dump, b: Dump, matched: _Matched) -> list[Finding]:
+def _mismatches(a: Dump, b: Dump, matched: _Matched) -> list[DivergenceFinding]:
     findings = []
     for ours, theirs in matched.pairs:
         text = mismatch.explain(ours.name, {a.rank: _spec(ours), b.rank: _spec(theirs)})
         if text:
-            findings.append(Finding("mismatch", ours, theirs, text))
+            findings.append(DivergenceFinding("mismatch", ours, theirs, text))
     for ours, theirs in _in_other_sets(a, b, matched):
         text = (
             f"Mismatched process sets of {ours.name!r}: rank {a.rank} has "
             f"{ours.process_set}, but rank {b.rank} has {theirs.process_set}."
         )
-        findings.append(Finding("mismatch", ours, theirs, text))
+        findings.append(DivergenceFinding("mismatch", ours, theirs, text))
     return findings
 
 
@@ -148,7 +148,9 @@ def _in_other_sets(a: Dump, b: Dump, matched: _Matched) -> list[tuple[Record, Re
     return found
 
 
-def _missing(a: Dump, b: Dump, matched: _Matched, shared: set[int]) -> list[Finding]:
+def _missing(
+    a: Dump, b: Dump, matched: _Matched, shared: set[int]
+) -> list[DivergenceFinding]:
     if _later_without_records(a, b):
         return []
     named = {record.name for pair in _in_other_sets(a, b, matched) for record in pair}
@@ -167,11 +169,11 @@ def _missing(a: Dump, b: Dump, matched: _Matched, shared: set[int]) -> list[Find
             )
             text += f" It failed: {record.error}" if record.error else ""
             ours, theirs = (record, None) if mine is a else (None, record)
-            findings.append(Finding("missing", ours, theirs, text))
+            findings.append(DivergenceFinding("missing", ours, theirs, text))
     return findings
 
 
-def _outcomes(a: Dump, b: Dump, matched: _Matched) -> list[Finding]:
+def _outcomes(a: Dump, b: Dump, matched: _Matched) -> list[DivergenceFinding]:
     findings = []
     for ours, theirs in matched.pairs:
         both_over = ours.finished_s and theirs.finished_s
@@ -182,7 +184,7 @@ def _outcomes(a: Dump, b: Dump, matched: _Matched) -> list[Finding]:
             f"{_show(ours)} failed on rank {failed.rank}, and not on rank {well.rank}: "
             f"{ours.error or theirs.error}"
         )
-        findings.append(Finding("outcome", ours, theirs, text))
+        findings.append(DivergenceFinding("outcome", ours, theirs, text))
     return findings
 
 

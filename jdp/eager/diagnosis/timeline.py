@@ -30,7 +30,7 @@ def rank_path(path: str | os.PathLike[str], rank: int) -> pathlib.Path:
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
-class Timeline:
+class RankTimeline:
     """The file of one rank; any thread may use it.
 
     Times are seconds of `time.perf_counter`. What ended before the timeline began is

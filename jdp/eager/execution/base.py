@@ -14,7 +14,7 @@ Array = Any  # of numpy or JAX; JAX where it lies on a device that is no CPU.
 
 
 @dataclasses.dataclass(frozen=True)
-class Members:
+class SetMembers:
     """A process set, as one of its members sees it."""
 
     world: World
@@ -33,7 +33,7 @@ class Members:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class CollectiveTask:
     """Facts by which an implementation accepts work; the same on all members."""
 
     kind: Kind
@@ -55,7 +55,7 @@ class Implementation(Protocol):
     # Whether a call ends within `EagerOptions.timeout_s` whatever the others do.
     is_bounded: bool
 
-    def is_enabled(self, task: Task) -> bool:
+    def is_enabled(self, task: CollectiveTask) -> bool:
         """Whether it takes the task; the same on all members."""
         ...
 

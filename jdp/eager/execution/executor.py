@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from jdp.eager import checks, messages
-from jdp.eager.diagnosis.timeline import Timeline, rank_path
+from jdp.eager.diagnosis.timeline import RankTimeline, rank_path
 from jdp.eager.entries import Completion, Entry
 from jdp.eager.execution import fused, registry, small_tensors
-from jdp.eager.execution.base import Implementation, Members, Task
-from jdp.eager.execution.fused import Job, Scratch
+from jdp.eager.execution.base import CollectiveTask, Implementation, SetMembers
+from jdp.eager.execution.fused import FusedJob, Scratch
 from jdp.eager.messages import ProtocolError, Response, Spec
 from jdp.eager.options import EagerOptions
 from jdp.replicas.mesh import World
@@ -35,7 +35,7 @@ _NOTHING = contextlib.nullcontext()
 class SetState(NamedTuple):
     """A process set that this process is in."""
 
-    members: Members
+    members: SetMembers
     implementations: list[Implementation]
 
 
@@ -44,7 +44,7 @@ class _Prepared(NamedTuple):
 
     response: Response
     specs: list[Spec]
-    task: Task
+    task: CollectiveTask
     state: SetState
     implementation: Implementation
 
@@ -70,7 +70,7 @@ class Executor:
           key: where the processes meet in the store.
           on_failure: called on the second thread when `failure` has been set.
         """
-        self.timeline: Timeline | None = None
+        self.timeline: RankTimeline | None = None
         # Numbers and ranks of all sets; and those that this process is in.
         self.known_sets: dict[int, tuple[int, ...]] = {}
         self.sets: dict[int, SetState] = {}
@@ -93,6 +93,10 @@ class Executor:
         self._queued_scratch = Scratch()
         self._is_closed = False
         self._add_set(0, tuple(range(world.process_count)))
+        if options.timeline:
+            self.start_timeline(
+                options.timeline, mark_cycles=options.timeline_mark_cycles
+            )
 
     def execute(
         self,
@@ -170,7 +174,7 @@ class Executor:
         """Begins a trace; nothing happens if one is under way."""
         if self.timeline is None:
             rank = self._world.process_index
-            self.timeline = Timeline(
+            self.timeline = RankTimeline(
                 rank_path(path, rank), rank=rank, mark_cycles=mark_cycles
             )
 
@@ -206,7 +210,7 @@ class Executor:
         dtype = np.dtype(spec.dtype or "uint8")
         num_bytes = sum([messages.num_bytes_of(each, ()) for each in specs])
         is_on_device = spec.device != "cpu"
-        task = Task(spec.kind, spec.op, dtype, num_bytes, is_on_device)
+        task = CollectiveTask(spec.kind, spec.op, dtype, num_bytes, is_on_device)
         state = self.sets[response.process_set]
         size = self._world.process_count
         checks.check_places(response, specs, state.members.ranks, size=size)
@@ -233,7 +237,7 @@ class Executor:
             else:
                 arrays.append(entry.array)
                 entry.record.started_s = started_s
-        job = Job(prepared.specs, prepared.response.locals, arrays)
+        job = FusedJob(prepared.specs, prepared.response.locals, arrays)
         members, implementation = prepared.state.members, prepared.implementation
         self._running[id(entries)] = entries
         timeline = self.timeline  # Callers may end it meanwhile.
@@ -307,7 +311,7 @@ class Executor:
         self._num_sets_made += 1
         self.known_sets[set_id] = ranks
         if self._world.process_index in ranks:
-            members = Members(self._world, set_id, ranks)
+            members = SetMembers(self._world, set_id, ranks)
             key = f"{self._key}/set/{self._num_sets_made}"
             implementations = registry.make_implementations(
                 members, self._options, key=key
@@ -348,7 +352,7 @@ def _close(state: SetState) -> None:
 
 
 def _trace(
-    timeline: Timeline,
+    timeline: RankTimeline,
     entry: Entry,
     end_s: float,
     facts: dict[str, Any],

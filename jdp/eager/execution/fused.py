@@ -18,7 +18,7 @@ import numpy as np
 from jdp.collectives.base import Op
 from jdp.eager import numerics
 from jdp.eager.execution import small_tensors
-from jdp.eager.execution.base import Array, Implementation, Members
+from jdp.eager.execution.base import Array, Implementation, SetMembers
 from jdp.eager.messages import Spec
 from jdp.trees.buckets import BucketPlan, LeafSpec
 
@@ -32,7 +32,7 @@ _ALIGNMENT = 64  # bytes; of XLA's buffers on CPU.
 _Reduce = Callable[[list[Array], Op], list[Array]]  # `Implementation.all_reduce`.
 
 
-class Job(NamedTuple):
+class FusedJob(NamedTuple):
     """Operations of one kind that run as one, on this member.
 
     Attributes:
@@ -109,7 +109,7 @@ def _is_shape(node: Any) -> bool:
 
 
 def run(
-    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+    job: FusedJob, implementation: Implementation, members: SetMembers, scratch: Scratch
 ) -> list[Any]:
     """Runs a job together with the other members.
 
@@ -126,7 +126,9 @@ def run(
     return _KINDS[job.specs[0].kind](job, implementation, members, scratch)
 
 
-def run_carried(job: Job, data: bytes, members: Members, scratch: Scratch) -> list[Any]:
+def run_carried(
+    job: FusedJob, data: bytes, members: SetMembers, scratch: Scratch
+) -> list[Any]:
     """Runs a job whose reduced tensors came with the agreement as `data`."""
     reduce = functools.partial(small_tensors.unpack, data)
     return _all_reduce_with(reduce, job, members, scratch)
@@ -138,7 +140,7 @@ def num_rows(size: int, count: int, place: int) -> int:
 
 
 def _all_reduce(
-    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+    job: FusedJob, implementation: Implementation, members: SetMembers, scratch: Scratch
 ) -> list[Any]:
     specs, spec = job.specs, job.specs[0]
     if spec.op == "adasum":
@@ -155,7 +157,7 @@ def _all_reduce(
 
 
 def _all_reduce_with(
-    reduce: _Reduce, job: Job, members: Members, scratch: Scratch
+    reduce: _Reduce, job: FusedJob, members: SetMembers, scratch: Scratch
 ) -> list[Any]:
     specs, spec = job.specs, job.specs[0]
     dtype = np.dtype(spec.dtype)
@@ -178,7 +180,7 @@ def _all_reduce_with(
 
 def _all_reduce_packed(
     reduce: _Reduce,
-    job: Job,
+    job: FusedJob,
     scratch: Scratch,
     layout: _Layout,
     op: Op,
@@ -213,7 +215,7 @@ def _all_reduce_packed(
 
 
 def _all_gather(
-    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+    job: FusedJob, implementation: Implementation, members: SetMembers, scratch: Scratch
 ) -> list[Any]:
     parts = [array.reshape(-1) for array in job.arrays]  # pyright: ignore
     # By member and tensor, how many elements it gives.
@@ -245,7 +247,7 @@ def _total_rows(locals_: tuple[tuple[int, ...], ...]) -> int:
 
 
 def _broadcast(
-    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+    job: FusedJob, implementation: Implementation, members: SetMembers, scratch: Scratch
 ) -> list[Any]:
     xp = _module_of(job.arrays[0])
     flat = xp.concatenate([array.reshape(-1) for array in job.arrays])  # pyright: ignore
@@ -255,7 +257,7 @@ def _broadcast(
 
 
 def _reduce_scatter(
-    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+    job: FusedJob, implementation: Implementation, members: SetMembers, scratch: Scratch
 ) -> list[Any]:
     spec, count = job.specs[0], members.size
     op, postscale = small_tensors.split_average(spec, np.dtype(spec.dtype), count)
@@ -278,7 +280,7 @@ def _reduce_scatter(
 
 
 def _all_to_all(
-    job: Job, implementation: Implementation, members: Members, scratch: Scratch
+    job: FusedJob, implementation: Implementation, members: SetMembers, scratch: Scratch
 ) -> list[Any]:
     return [
         _exchange(spec, splits, array, implementation, members)
@@ -291,7 +293,7 @@ def _exchange(
     splits: tuple[tuple[int, ...], ...],
     array: Array,
     implementation: Implementation,
-    members: Members,
+    members: SetMembers,
 ) -> tuple[Array, tuple[int, ...]]:
     xp, row = _module_of(array), math.prod(spec.shape)
     mine = splits[members.place]
@@ -305,7 +307,9 @@ def _exchange(
     return xp.concatenate(parts).reshape(sum(received), *spec.shape), received
 
 
-_KINDS: dict[str, Callable[[Job, Implementation, Members, Scratch], list[Any]]] = {
+_KINDS: dict[
+    str, Callable[[FusedJob, Implementation, SetMembers, Scratch], list[Any]]
+] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "broadcast": _broadcast,

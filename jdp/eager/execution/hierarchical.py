@@ -3,7 +3,7 @@
 import functools
 
 from jdp import collectives
-from jdp.eager.execution.base import Members, Task
+from jdp.eager.execution.base import CollectiveTask, SetMembers
 from jdp.eager.execution.xla import Route, Xla
 
 _all_reduce = functools.partial(
@@ -16,7 +16,7 @@ _all_reduce = functools.partial(
 class _ChosenKinds:
     """Rule of the hierarchical programs: they take the kinds that are switched on."""
 
-    def __init__(self, members: Members):
+    def __init__(self, members: SetMembers):
         world = members.world
         self._mesh = world.mesh
         self._kinds: set[str] = set()
@@ -28,7 +28,7 @@ class _ChosenKinds:
         elif members.set_id != 0:
             self.why_not = "for the set of all processes alone"
 
-    def is_enabled(self, task: Task) -> bool:
+    def is_enabled(self, task: CollectiveTask) -> bool:
         """See `Selection`."""
         is_plain = task.op != "adasum"
         return not self.why_not and task.kind in self._kinds and is_plain
@@ -47,7 +47,9 @@ class _ChosenKinds:
         self._kinds |= {"all_gather"} if all_gather else set()
 
 
-def make_hierarchical(members: Members, *, all_reduce: bool, all_gather: bool) -> Xla:
+def make_hierarchical(
+    members: SetMembers, *, all_reduce: bool, all_gather: bool
+) -> Xla:
     """Makes the implementation; all members do so together.
 
     Args:

@@ -1,7 +1,7 @@
 """Local: a process set of one process, whose data need not move."""
 
 from jdp.collectives.base import Op
-from jdp.eager.execution.base import Array, Members, Task
+from jdp.eager.execution.base import Array, CollectiveTask, SetMembers
 
 
 class LocalCopy:
@@ -10,11 +10,11 @@ class LocalCopy:
     name = "local copy"
     is_bounded = True
 
-    def __init__(self, members: Members):
+    def __init__(self, members: SetMembers):
         """Makes it; it is enabled where there is one member."""
         self._is_alone = members.size == 1
 
-    def is_enabled(self, task: Task) -> bool:
+    def is_enabled(self, task: CollectiveTask) -> bool:
         """See `Implementation`."""
         return self._is_alone
 

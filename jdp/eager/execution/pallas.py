@@ -5,7 +5,7 @@ import jax
 from jdp.collectives import PallasAllReduce, auto
 from jdp.collectives.base import Op
 from jdp.collectives.pallas import choice
-from jdp.eager.execution.base import Members, Task
+from jdp.eager.execution.base import CollectiveTask, SetMembers
 from jdp.eager.execution.xla import Route, Xla, platform_of
 from jdp.types import AxisName
 
@@ -15,7 +15,7 @@ _OPS = ("sum", "average")
 class _WhereFaster:
     """Rule of the kernel: it takes sums of sizes and dtypes for which it is faster."""
 
-    def __init__(self, members: Members):
+    def __init__(self, members: SetMembers):
         world = members.world
         self._num_members = members.size
         self.why_not = ""
@@ -29,7 +29,7 @@ class _WhereFaster:
             self._topology, fails = auto.find_kernel(world)
             self.why_not = fails or self._find_obstacle(0, "float32") or ""
 
-    def is_enabled(self, task: Task) -> bool:
+    def is_enabled(self, task: CollectiveTask) -> bool:
         """See `Selection`."""
         if self.why_not or task.kind != "all_reduce" or task.op not in _OPS:
             return False
@@ -59,7 +59,7 @@ class _WhereFaster:
         )
 
 
-def make_pallas_kernel(members: Members) -> Xla:
+def make_pallas_kernel(members: SetMembers) -> Xla:
     """Makes the implementation; on GPUs all members try the kernel together."""
     selection = _WhereFaster(members)
     route = Route(all_reduce=selection.all_reduce)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jdp.eager.execution.base import Implementation, Members
+from jdp.eager.execution.base import Implementation, SetMembers
 from jdp.eager.execution.hierarchical import make_hierarchical
 from jdp.eager.execution.local import LocalCopy
 from jdp.eager.execution.pallas import make_pallas_kernel
@@ -12,7 +12,7 @@ from jdp.eager.options import EagerOptions
 
 
 def make_implementations(
-    members: Members, options: EagerOptions, *, key: str
+    members: SetMembers, options: EagerOptions, *, key: str
 ) -> list[Implementation]:
     """Makes all implementations; the members of the set do so together.
 

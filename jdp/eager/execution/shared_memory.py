@@ -9,7 +9,7 @@ from jdp.collectives.base import Op
 from jdp.collectives.shared_memory import cutting
 from jdp.collectives.shared_memory.cutting import ReducePiece
 from jdp.collectives.shared_memory.shared_buffer import SharedBuffer
-from jdp.eager.execution.base import Members, Task
+from jdp.eager.execution.base import CollectiveTask, SetMembers
 
 _MAX_PLANS = 256  # ways of cutting arrays into pieces that are kept.
 
@@ -20,7 +20,7 @@ class SharedMemory:
     name = "shared memory"
     is_bounded = True
 
-    def __init__(self, members: Members, num_bytes: int, *, key: str):
+    def __init__(self, members: SetMembers, num_bytes: int, *, key: str):
         """Maps the memory; all members do so together.
 
         Args:
@@ -48,7 +48,7 @@ class SharedMemory:
             except RuntimeError as error:  # Raised on all members.
                 self._why_not = str(error)
 
-    def is_enabled(self, task: Task) -> bool:
+    def is_enabled(self, task: CollectiveTask) -> bool:
         """See `Implementation`."""
         return (
             self._buffer is not None and not task.is_on_device and task.op != "adasum"

@@ -20,7 +20,7 @@ from jdp.collectives import xla
 from jdp.collectives.base import Op
 from jdp.collectives.shared_memory import shared_buffer
 from jdp.eager.execution import host_adasum
-from jdp.eager.execution.base import Array, Members, Task
+from jdp.eager.execution.base import Array, CollectiveTask, SetMembers
 from jdp.types import AxisName, Device
 
 _AXIS = "member"
@@ -32,7 +32,7 @@ _GATHERED_BYTES = 256 << 10
 class Selection(Protocol):
     """Rule that says which tasks a set of XLA programs takes; see `Implementation`."""
 
-    def is_enabled(self, task: Task) -> bool:
+    def is_enabled(self, task: CollectiveTask) -> bool:
         """Whether they take the task; the same on all members."""
         ...
 
@@ -48,10 +48,10 @@ class Selection(Protocol):
 class EveryTask:
     """Rule of programs that take all tasks of a process set of several processes."""
 
-    def __init__(self, members: Members):
+    def __init__(self, members: SetMembers):
         self._members = members
 
-    def is_enabled(self, task: Task) -> bool:
+    def is_enabled(self, task: CollectiveTask) -> bool:
         """See `Selection`."""
         return self._members.size > 1
 
@@ -85,7 +85,7 @@ class Xla:
 
     def __init__(
         self,
-        members: Members,
+        members: SetMembers,
         *,
         name: str = "",
         selection: Selection | None = None,
@@ -120,7 +120,7 @@ class Xla:
         axes = (jax.sharding.AxisType.Auto,)
         return Mesh(np.array(devices), (_AXIS,), axis_types=axes)
 
-    def is_enabled(self, task: Task) -> bool:
+    def is_enabled(self, task: CollectiveTask) -> bool:
         """See `Implementation`."""
         return self._selection.is_enabled(task)
 
@@ -290,7 +290,7 @@ class Xla:
             return np.asarray(out) if isinstance(x, np.ndarray) else out
 
 
-def platform_of(members: Members) -> str:
+def platform_of(members: SetMembers) -> str:
     """Returns the platform of the devices of the world, such as "cpu"."""
     return members.world.mesh.devices.flat[0].platform
 
