@@ -1,4 +1,4 @@
-"""Calls: the collectives by name, as functions of trees of arrays."""
+"""Collectives by name, as functions of pytrees of arrays."""
 
 import contextlib
 import functools
@@ -20,13 +20,13 @@ def poll(handle: Handle) -> bool:
     """Whether an operation is done, so that `synchronize` does not wait.
 
     Args:
-      handle: what a function whose name ends in `_async` returned.
+      handle: returned by a function whose name ends in `_async`.
 
     Returns:
-      False while it is under way; True also if `synchronize` raises at once.
+      False while the operation is under way. True also if `synchronize` would raise.
 
     Raises:
-      TypeError: `handle` is something else.
+      TypeError: `handle` is not a `Handle`.
     """
     _check_handle(handle)
     return handle.is_done()
@@ -36,20 +36,20 @@ def synchronize(handle: Handle, *, timeout_s: float | None = None) -> Any:
     """Waits for an operation and returns its result.
 
     Args:
-      handle: what a function whose name ends in `_async` returned.
-      timeout_s: longest wait, in seconds; None or infinite: until it is done, or the
-        engine ends.
+      handle: returned by a function whose name ends in `_async`.
+      timeout_s: longest wait, in seconds; None or infinite: until the operation is
+        done or the engine ends.
 
     Returns:
-      What the function without `_async` returns; the same object again at later calls.
+      The result of the function without `_async`; later calls return the same object.
 
     Raises:
-      TimeoutError: it is not done in time; the ranks that others wait for are named.
-        The operation is still under way.
-      ValueError: `timeout_s` is negative or no number.
-      TypeError: `timeout_s` is of another type, or `handle` is none.
-      RuntimeError: the ranks asked for different things under its name, or a process
-        is gone or late; on all ranks.
+      TimeoutError: the operation is not done in time. The message names the ranks that
+        are missing; the operation is still under way.
+      ValueError: `timeout_s` is negative or NaN.
+      TypeError: `timeout_s` is not a number, or `handle` is not a `Handle`.
+      RuntimeError: on all ranks, if they asked for different things under this name,
+        or a process is gone or late.
     """
     _check_handle(handle)
     return handle.result(timeout_s)
@@ -76,33 +76,34 @@ def all_reduce(
 ) -> PyTree:
     """Reduces arrays over the processes, element by element.
 
-    Every process of the set calls it, in any order among other names. A process that
-    has called `join` counts as if its arrays changed nothing (zeros in a sum), and an
+    Every process of the set calls it, in any order relative to other names. A process
+    that has called `join` contributes the neutral element (zeros in a sum), and an
     average still divides by the number of processes.
 
     Args:
-      tree: pytree of numpy or jax arrays or numbers, any shapes, the same on all.
-      name: the same on all processes, and of no other operation that is under way;
-        leaves of a tree get their path after it. None: counted, in the order of calls.
+      tree: pytree of numpy or JAX arrays or numbers, any shapes, the same on all
+        processes.
+      name: the same on all processes, and not in use by another operation under way;
+        each leaf of a tree has its path appended. None: numbered in the order of calls.
       op: "average", "sum", "min", "max", "product", or "adasum" (see
         `jdp.collectives.adasum`). The average of integers is rounded towards zero.
-      prescale: multiplied with each array before. Integers are scaled in float64 and
-        cut off, floats of 16 bits and less in float32.
-      postscale: multiplied with the result, in the same way.
-      wire_dtype: dtype in which wider floats travel, such as "float16"; None: their
-        own.
-      process_set: who takes part.
+      prescale: factor applied before the reduction. Integers are scaled in float64 and
+        truncated, floats of 16 bits and less in float32.
+      postscale: factor applied to the result, in the same way.
+      wire_dtype: dtype in which wider floats are sent, such as "float16"; None: as
+        they are.
+      process_set: the processes that take part.
 
     Returns:
-      The same tree of new arrays, bitwise the same on all processes; of numpy where
-      numpy arrays or numbers went in, of JAX, on the same device, where JAX's did.
+      The same tree of new arrays, bitwise the same on all processes: numpy arrays for
+      numpy arrays and numbers, JAX arrays on the same device for JAX arrays.
 
     Raises:
       ValueError: an argument is out of range, the name is in use, or this process is
         not in the set.
-      TypeError: a leaf is no array of numbers.
-      NotImplementedError: adasum of a set, or of a number of processes that is no power
-        of two.
+      TypeError: a leaf is not an array of numbers.
+      NotImplementedError: adasum of a process set, or of a number of processes that is
+        not a power of two.
       RuntimeError: see `synchronize`; or the engine does not run.
     """
     begin = functools.partial(
@@ -148,12 +149,12 @@ def all_gather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
-    """Concatenates the arrays of the processes on dimension 0, in the order of ranks.
+    """Concatenates the arrays of the processes along dimension 0, in rank order.
 
     Args:
       tree: pytree of arrays, shape (n, ...), where n may differ between processes.
       name: see `all_reduce`.
-      process_set: who takes part.
+      process_set: the processes that take part.
 
     Returns:
       The same tree, shape (sum of n, ...), the same on all processes.
@@ -191,14 +192,14 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
-    """Gives all processes the arrays of one of them.
+    """Copies the arrays of one process to all of them.
 
     Args:
-      tree: pytree of arrays, the same shapes and dtypes on all processes; values of
-        other processes than the root are not read.
-      root: rank, among all processes, of the one whose arrays they are.
+      tree: pytree of arrays, the same shapes and dtypes on all processes; only the
+        values of the root are read.
+      root: rank of the source among all processes.
       name: see `all_reduce`.
-      process_set: who takes part.
+      process_set: the processes that take part.
 
     Returns:
       The same tree with the values of the root.
@@ -241,9 +242,9 @@ def reduce_scatter(
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
-    """Reduces arrays, of which each process gets some rows.
+    """Reduces arrays and gives each process some rows of the result.
 
-    Of n rows on k processes the first n % k get one more than the others.
+    With n rows on k processes, the first n % k processes get one row more.
 
     Args:
       tree: pytree of arrays, shape (n, ...), the same on all processes.
@@ -251,10 +252,10 @@ def reduce_scatter(
       op: "average" or "sum".
       prescale: see `all_reduce`.
       postscale: see `all_reduce`.
-      process_set: who takes part.
+      process_set: the processes that take part.
 
     Returns:
-      The same tree with the rows of this process, those of lower ranks before them.
+      The same tree with the rows of this process; they follow the rows of lower ranks.
 
     Raises:
       ValueError: another `op`; see also `all_reduce`.
@@ -304,22 +305,22 @@ def all_to_all(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends rows of an array to each process, and gets some from each.
+    """Sends rows of an array to each process, and receives rows from each.
 
     Args:
       x: shape (n, ...), where n may differ between processes.
-      splits: integers, shape (k,) for k processes: how many rows go to each of them,
-        from the first row on; rows after them are not sent. None: the same number.
+      splits: integers, shape (k,) for k processes: number of rows sent to each, from
+        the first row on; the remaining rows are not sent. None: an equal number.
       name: see `all_reduce`.
-      process_set: who takes part.
+      process_set: the processes that take part.
 
     Returns:
-      What came, in the order of the ranks, shape (m, ...). With `splits` also how many
-      rows came from each, int32 (k,).
+      The received rows in rank order, shape (m, ...). With `splits` also the number of
+      rows from each process, int32 (k,).
 
     Raises:
-      ValueError: `splits` does not fit the array or the number of processes, or without
-        it the rows do not divide; see also `all_reduce`.
+      ValueError: `splits` does not fit the array or the number of processes, or it is
+        None and the rows do not divide evenly; see also `all_reduce`.
       RuntimeError: see `synchronize`; also if an array is a scalar, or a process has
         called `join`.
     """
@@ -369,15 +370,15 @@ def all_to_all_async(
 
 
 def waiting(begin: Callable[..., Handle]) -> Callable[..., Any]:
-    """Returns what begins a collective as a function that waits for it too."""
+    """Returns a function that begins a collective with `begin` and waits for it."""
     return lambda *args, **kwargs: begin(*args, **kwargs).result()
 
 
 @contextlib.contextmanager
 def named(name: str | None, kind: str, process_set: ProcessSet) -> Iterator[str]:
-    """Gives the name of a collective with a derivative, as given or counted.
+    """Yields the name of a collective with a derivative.
 
-    It is counted with the calls of its kind and set that have none.
+    None is numbered together with the other unnamed calls of this kind and set.
     """
     submission.check_set(process_set)
     if name is None:

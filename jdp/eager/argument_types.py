@@ -1,7 +1,7 @@
-"""Arguments: is what a caller gives of the type that all processes can be told?
+"""Argument types: can the arguments of a call be sent to all processes?
 
-What is wrong is refused where it is called, before any process hears of it, so that the
-engine goes on everywhere.
+Wrong arguments are refused at the call, before another process hears of it, so the
+engine keeps running everywhere.
 """
 
 import numbers
@@ -24,12 +24,12 @@ def check_name(name: Any, argument: str = "name") -> str:
     """Returns a name as a plain `str`.
 
     Args:
-      name: given by the caller; a subclass such as `numpy.str_` will do.
-      argument: how it is called in errors.
+      name: given by the caller; may be a subclass such as `numpy.str_`.
+      argument: name of the argument, for errors.
 
     Raises:
-      TypeError: it is no string.
-      ValueError: it has half a surrogate, which no message can hold.
+      TypeError: `name` is not a string.
+      ValueError: `name` has half a surrogate, which UTF-8 cannot encode.
     """
     if type(name) is str and name.isascii():
         return name
@@ -53,7 +53,7 @@ def check_integer(value: Any, argument: str) -> int:
     """Returns an integer of Python, numpy or JAX as `int`.
 
     Raises:
-      TypeError: it is none, or a bool.
+      TypeError: the value is not an integer, or it is a bool.
     """
     if type(value) is int:
         return value
@@ -69,10 +69,10 @@ def check_integer(value: Any, argument: str) -> int:
 
 
 def check_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
-    """Returns the ranks in ascending order, each once.
+    """Returns the distinct ranks in ascending order.
 
     Raises:
-      TypeError: they are no integers.
+      TypeError: a rank is not an integer.
     """
     if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
         raise TypeError(f"`ranks` must be a list of integers, got {ranks!r}.")
@@ -80,10 +80,10 @@ def check_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
 
 
 def check_factor(value: Any, argument: str) -> float:
-    """Returns a real number, also one in an array of no dimensions, as `float`.
+    """Returns a real number, or an array of no dimensions, as `float`.
 
     Raises:
-      TypeError: it is none.
+      TypeError: the value is not a real number.
     """
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         is_known = not isinstance(value, jax.core.Tracer)
@@ -104,14 +104,15 @@ def check_factor(value: Any, argument: str) -> float:
 
 
 def check_timeout(timeout_s: Any) -> float | None:
-    """Returns a longest wait in seconds as `float`; None where there is no limit.
+    """Returns a time-out in seconds as `float`; None where there is no limit.
 
     Args:
-      timeout_s: given by the caller; None, and what no clock can hold, is no limit.
+      timeout_s: given by the caller; None and values beyond `threading.TIMEOUT_MAX`
+        set no limit.
 
     Raises:
-      TypeError: it is no number.
-      ValueError: it is negative or not a number.
+      TypeError: `timeout_s` is not a number.
+      ValueError: `timeout_s` is negative or NaN.
     """
     if timeout_s is None:
         return None
@@ -133,7 +134,7 @@ def check_op(op: Any) -> str:
     """Returns the name of a reduction as a plain `str`.
 
     Raises:
-      TypeError: it is no string.
+      TypeError: `op` is not a string.
     """
     if not isinstance(op, str):
         raise TypeError(f'`op` must be a str such as "sum", got {op!r}.')
@@ -141,10 +142,10 @@ def check_op(op: Any) -> str:
 
 
 def check_dtype(dtype: Any, argument: str) -> np.dtype:
-    """Returns a dtype.
+    """Returns the numpy dtype of an argument.
 
     Raises:
-      TypeError: it is none.
+      TypeError: `dtype` does not name a dtype.
     """
     try:
         return jnp.dtype(dtype)
@@ -155,11 +156,11 @@ def check_dtype(dtype: Any, argument: str) -> np.dtype:
 
 
 def check_array(leaf: Any, name: str) -> Any:
-    """Returns a leaf, which goes under `name`, as an array of numpy or JAX.
+    """Returns the leaf called `name` as an array of numpy or JAX.
 
     Raises:
-      TypeError: it is no array of numbers.
-      ValueError: it is a global array that is split over the processes.
+      TypeError: the leaf is not an array of numbers.
+      ValueError: the leaf is a global array that is split over the processes.
     """
     mesh.check_has_no_mask(leaf, f"`{name}`")
     if type(leaf) is np.ndarray:
@@ -169,43 +170,43 @@ def check_array(leaf: Any, name: str) -> Any:
     elif is_key(leaf):
         raise TypeError(
             f"`{name}` must be an array of numbers, got keys, {leaf.dtype}. Send "
-            "`jax.random.key_data(keys)`, and make keys of what comes with "
-            "`jax.random.wrap_key_data`; `broadcast_parameters` does so by itself."
+            "`jax.random.key_data(keys)`, and wrap the result with "
+            "`jax.random.wrap_key_data`. `broadcast_parameters` accepts keys."
         )
     elif isinstance(leaf, jax.Array):
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             raise ValueError(
                 f"`{name}`, {leaf.dtype}{list(leaf.shape)}, is split over the "
-                "processes; give what this process has of it."
+                "processes; pass the part of this process."
             )
         return leaf
     else:
         array = np.asarray(leaf)
     if array.dtype.kind not in "iufcb" and not jnp.issubdtype(array.dtype, jnp.number):
         raise TypeError(f"`{name}` must be an array of numbers, got {array.dtype}.")
-    if not array.dtype.isnative:  # Other ranks cannot see in which order bytes are.
+    if not array.dtype.isnative:  # A message does not tell the byte order.
         array = array.astype(array.dtype.newbyteorder("="))
     return array
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether this is an array of keys of `jax.random`."""
+    """Whether a leaf is an array of `jax.random` keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     )
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Whether a leaf is a tracer of JAX."""
+    """Whether a leaf of the tree is a JAX tracer."""
     if isinstance(tree, np.ndarray):
         return False
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
-    """Returns how many rows of an array go to each of `count` processes."""
+    """Returns the number of rows of an array to send to each of `count` processes."""
     if array.ndim == 0:
-        return ()  # All ranks hear of it from the coordinator.
+        return ()  # The coordinator reports the scalar to all ranks.
     num_rows = array.shape[0]
     if splits is None:
         if num_rows % count:
@@ -225,7 +226,7 @@ def check_splits(array: Any, splits: Any, count: int) -> tuple[int, ...]:
             f"`splits` must have an entry for each of the {count} processes, got "
             f"{splits.size}."
         )
-    rows = tuple(splits.tolist())  # Integers of numpy would overflow in the sum.
+    rows = tuple(splits.tolist())  # Numpy integers would overflow in the sum.
     if min(rows) < 0 or sum(rows) > num_rows:
         raise ValueError(
             f"`splits` must be at least 0, and no more than the {num_rows} rows of the "

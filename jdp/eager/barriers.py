@@ -1,4 +1,4 @@
-"""Meeting: calls without arrays, with which processes wait for each other."""
+"""Barriers: `barrier` and `join`, calls without arrays."""
 
 from typing import Any
 
@@ -13,19 +13,18 @@ from jdp.eager.submission import Handle
 def barrier(
     *, timeout_s: float | None = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Waits until all processes of the set have come to it.
+    """Waits until all processes of the set have called it.
 
     Args:
-      timeout_s: longest wait, in seconds; None or infinite: until they have, or the
-        engine ends.
-      process_set: who takes part.
+      timeout_s: longest wait, in seconds; None or infinite: until all have called it
+        or the engine ends.
+      process_set: the processes that take part.
 
     Raises:
-      TimeoutError: they have not come in time; the ranks that are missing are named.
-        This process has come all the same: the next call is for the next barrier.
-      ValueError: `timeout_s` is negative or no number, or this process is not in the
-        set.
-      TypeError: `timeout_s` is of another type.
+      TimeoutError: a process is missing; the message names the ranks. The call of this
+        process still counts: its next call is for the next barrier.
+      ValueError: `timeout_s` is negative or NaN, or this process is not in the set.
+      TypeError: `timeout_s` is not a number.
       RuntimeError: see `synchronize`.
     """
     engine = session.current_engine()
@@ -41,10 +40,10 @@ def barrier(
 
 
 def join() -> int:
-    """Says that this process has no more data, and waits for the others.
+    """Declares that this process has no more data, and waits for the others.
 
-    Until all have called it, the others may go on with `all_reduce` and `barrier`; this
-    process stands in for them with what changes nothing, and can begin nothing else.
+    Until all have called it, the others may go on with `all_reduce` and `barrier`. This
+    process contributes neutral elements to them and cannot begin anything else.
 
     Returns:
       The last rank to join, the same on all processes.
@@ -56,11 +55,11 @@ def join() -> int:
 
 
 def join_async() -> Handle:
-    """Begins `join`; until it is done this process can begin nothing else."""
+    """Begins `join`; this process cannot begin anything else until it is done."""
     engine = session.current_engine()
     entry = Entry(Request("join", b""), submission.started(Record("join", "join")))
     engine.submit_join(entry)
-    session.count_names_anew()  # Nothing else begins here until all have joined.
+    session.count_names_anew()  # This process begins nothing until all have joined.
     return Handle([entry], _only)
 
 

@@ -305,7 +305,7 @@ class Intake:
 
 
 def as_error(why: str) -> RuntimeError:
-    """Returns the error that an engine ends with; launchers read the culprit from it."""
+    """Returns the error that an engine ends with; it names the culprit to launchers."""
     found = _CULPRIT.match(why)
     culprit = None if found is None else int(found[1])
     return progress.blame(RuntimeError(why), culprit)

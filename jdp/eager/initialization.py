@@ -1,4 +1,4 @@
-"""Beginning: the engine, with the process sets that are there from the start."""
+"""Initialization: start the engine and the process sets it begins with."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,23 +17,22 @@ def init(
 ) -> None:
     """Starts the eager engine; every process of the world calls it.
 
-    Where the engine runs already, only process sets that are not there are added. One
-    that has ended, on all processes, is started again.
+    If the engine runs already, `init` only adds the process sets that do not exist. An
+    engine that has ended on all processes is started again.
 
     Args:
-      world: the processes; by default what `jdp.init` made.
-      options: the same on all processes; None: from the variables `JDP_EAGER_...`, or
-        those of the engine that runs.
-      process_sets: sets to add, as `add_process_set` does; the same on all processes.
+      world: the processes; None: the world of `jdp.init`.
+      options: the same on all processes; None: read from the variables
+        `JDP_EAGER_...`, or kept if the engine runs.
+      process_sets: sets to add, as by `add_process_set`; the same on all processes.
 
     Raises:
-      RuntimeError: there is no world, this process was forked from a process of a
-        job, the engine runs with another world or other options, a process
-        did not come within `world.timeout_s`, or has other options or process sets;
-        the last three on every process.
-      ValueError: two of `process_sets` are the same, or one is that of all processes,
-        or has a rank that is none of this job. The engine does not run then.
-      TypeError: `world` or `options` is something else.
+      RuntimeError: there is no world, this process was forked from a process of a job,
+        or the engine runs with another world or other options. On every process, if
+        one did not come within `world.timeout_s` or has other options or process sets.
+      ValueError: two of `process_sets` have the same ranks, or one has all ranks, or a
+        rank is not in this job. The engine does not run then.
+      TypeError: `world` or `options` is of another type.
     """
     if world is not None:
         mesh.check_world(world)

@@ -129,7 +129,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
       names: of the tensors, in the order in which they are packed; those that are
         cached may be left out, and `slots` say which they are.
       specs: of each name; for ranks that have joined, and for errors.
-      process_set: who takes part.
+      process_set: the processes that take part.
       locals: by name and member of the set, `Request.local`; of kinds that have one.
         Of a process set that is added, its number.
       slots: by name, the slot of the cache that it gets or has; -1 for none.

@@ -30,7 +30,7 @@ def broadcast_object(
         is not read.
       root: rank of the process whose value it is.
       name: see `all_reduce`.
-      process_set: who takes part.
+      process_set: the processes that take part.
 
     Returns:
       The value of the root, on the root itself too as it was decoded: equal, and of the
@@ -99,7 +99,7 @@ def all_gather_object(
     Args:
       value: see `broadcast_object`; those of the processes may differ in size.
       name: see `all_reduce`.
-      process_set: who takes part.
+      process_set: the processes that take part.
 
     Returns:
       The values, decoded, in the order of the ranks.
@@ -145,7 +145,7 @@ def broadcast_parameters(
         structure on all.
       root: rank of the process whose parameters they are.
       name: see `all_reduce`.
-      process_set: who takes part.
+      process_set: the processes that take part.
 
     Returns:
       The same tree with the values of the root; Python numbers, bools and strings keep
@@ -223,7 +223,7 @@ def broadcast_optimizer_state(
       state: what `tx.init` or `tx.update` returned, of the same structure on all.
       root: rank of the process whose state it is.
       name: see `all_reduce`.
-      process_set: who takes part.
+      process_set: the processes that take part.
 
     Returns:
       See `broadcast_parameters`.

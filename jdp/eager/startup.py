@@ -100,18 +100,6 @@ def _node() -> str:
     return f"{platform.node()} {boot_id}"
 
 
-def make_coordinator(size: int, options: EagerOptions) -> Coordinator:
-    """Makes what rank 0 of `size` ranks decides with."""
-    return Coordinator(
-        size,
-        options.CoordinatorOptions(
-            fusion_bytes=options.fusion_bytes,
-            cache_capacity=options.cache_capacity,
-            fuse_groups=options.fuse_groups,
-        ),
-    )
-
-
 def _find_difference(own: dict[str, Any], peer: int, other: dict[str, Any]) -> str:
     for name, value in own.items():
         if other.get(name) != value:

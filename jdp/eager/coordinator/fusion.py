@@ -55,7 +55,7 @@ def key_of(process_set: int, spec: Spec) -> tuple[object, ...] | None:
     """Returns what is the same of operations that may run as one; None: it never does.
 
     Args:
-      process_set: who takes part.
+      process_set: the processes that take part.
       spec: of the operation.
     """
     if spec.kind not in _FUSED:

@@ -33,7 +33,7 @@ class Record(msgspec.Struct, omit_defaults=True, gc=False):
       kind: the operation, such as "all_reduce"; "join" for a rank without more data.
       dtype: of the tensor, such as "float32"; "" where there is none.
       shape: of the tensor here.
-      process_set: who takes part.
+      process_set: the processes that take part.
       op: the reduction; "" where there is none.
       num_bytes: of the tensor here.
       number: 0, 1, ... by submission in this process; `FlightRecorder.add` sets it.

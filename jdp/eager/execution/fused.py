@@ -116,7 +116,7 @@ def run(
     Args:
       job: the same on all members, but for its arrays.
       implementation: what moves the data; the same on all members.
-      members: who takes part.
+      members: the processes that take part.
       scratch: of the thread that calls.
 
     Returns:
