@@ -1,8 +1,8 @@
-"""Checks: whether a message of another process makes sense here.
+"""Checks: does a message of another process make sense here?
 
-A process that holds the key of the job may still be broken. What it says is checked
-where it comes in, so that the engine ends with its number and what it said, and not
-with an error of something inside.
+A process that holds the key of the job may still be broken. Its messages are checked on
+arrival, so that the engine ends with an error that names the process and the message
+instead of an error from somewhere inside.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from jdp.eager.messages import (
     decode_spec,
 )
 
-# Ranks that have joined can stand in for themselves in these alone.
+# The only operations to which ranks that have joined can contribute.
 _WITH_JOIN = ("all_reduce", "barrier")
 _MAX_ROWS = 1 << 48
 
@@ -32,16 +32,16 @@ _MAX_ROWS = 1 << 48
 def check_request(
     rank: int, request: Request, members: Sequence[int], *, size: int
 ) -> None:
-    """Checks a request, as the coordinator gets it.
+    """Checks a request that the coordinator has received.
 
     Args:
-      rank: of the process that sent it.
-      request: what it submits.
+      rank: sender of the request.
+      request: the request.
       members: ranks of the process set.
       size: number of all ranks.
 
     Raises:
-      ProtocolError: no engine sends it.
+      ProtocolError: no engine sends such a request.
     """
     spec = decode_spec(request.spec)
     fault = ""
@@ -61,10 +61,10 @@ def check_request(
 
 
 def check_response(response: Response) -> None:
-    """Checks a response that has names, by itself.
+    """Checks a response that has names, without any context.
 
     Raises:
-      ProtocolError: no coordinator sends it.
+      ProtocolError: no coordinator sends such a response.
     """
     names, num = response.names, len(response.names)
     lengths = {len(response.specs), len(response.slots or names)}
@@ -86,16 +86,16 @@ def check_response(response: Response) -> None:
 def check_places(
     response: Response, specs: Sequence[Spec], members: Sequence[int], *, size: int
 ) -> None:
-    """Checks a response against the process set that it is for.
+    """Checks a response against its process set.
 
     Args:
-      response: one without an error.
+      response: a response without an error.
       specs: its specs, decoded.
       members: ranks of the process set.
       size: number of all ranks.
 
     Raises:
-      ProtocolError: no coordinator sends it.
+      ProtocolError: no coordinator sends such a response.
     """
     for i, spec in enumerate(specs):
         name = response.names[i]
@@ -118,17 +118,17 @@ def check_places(
 def check_entries(
     response: Response, entries: Sequence[Entry | None], *, has_joined: bool, place: int
 ) -> None:
-    """Checks a response against what this process has submitted.
+    """Checks a response against the requests of this process.
 
     Args:
-      response: one without an error.
-      entries: by name, what this process has submitted.
-      has_joined: whether it stands in for itself with what changes nothing.
-      place: of this process among the members of the set.
+      response: a response without an error.
+      entries: by name, the request of this process.
+      has_joined: whether this process contributes neutral elements instead.
+      place: position of this process among the members of the set.
 
     Raises:
-      ProtocolError: a name runs that this process has not submitted, or as another
-        operation.
+      ProtocolError: a name is to run that this process has not submitted, or has
+        submitted as another operation.
     """
     for i, (entry, spec) in enumerate(zip(entries, response.specs, strict=True)):
         if entry is None:
@@ -149,9 +149,9 @@ def check_entries(
 
 
 def find_join_fault(spec: Spec) -> str:
-    """Returns which operation cannot run once a rank has joined; "" if it can.
+    """Returns the operation that cannot run once a rank has joined; "" if it can.
 
-    The rank would have to give what changes nothing, and there may be no such thing.
+    The rank would have to contribute a neutral element, and there may be none.
     """
     if spec.kind not in _WITH_JOIN:
         return spec.kind
@@ -165,7 +165,7 @@ def check_data(response: Response, data: bytes, task: CollectiveTask) -> None:
     """Checks the result that came with a response; b"" if none did.
 
     Raises:
-      ProtocolError: it cannot be one.
+      ProtocolError: the operation cannot have such a result.
     """
     is_right = task.kind == "all_reduce" and task.op != "adasum"
     if data and not (is_right and len(data) == task.num_bytes):
@@ -175,10 +175,10 @@ def check_data(response: Response, data: bytes, task: CollectiveTask) -> None:
 
 
 def check_batch(batch: Batch, *, size: int) -> None:
-    """Checks what a batch says beside its responses.
+    """Checks the fields of a batch other than its responses.
 
     Raises:
-      ProtocolError: no coordinator sends it.
+      ProtocolError: no coordinator sends such a batch.
     """
     if batch.data and len(batch.data) != len(batch.responses):
         raise ProtocolError(
@@ -197,7 +197,7 @@ def check_batch(batch: Batch, *, size: int) -> None:
 
 
 def _is_local(local: Sequence[int], spec: Spec, num_members: int) -> bool:
-    """Whether this is what `Request.local` can be."""
+    """Whether `local` is a valid `Request.local`."""
     has_local = spec.kind in HAS_LOCAL_FIRST and spec.shape != SCALAR
     wanted = (num_members if spec.kind == "all_to_all" else 1) if has_local else 0
     return len(local) == wanted and all(0 <= n < _MAX_ROWS for n in local)

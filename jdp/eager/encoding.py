@@ -1,8 +1,8 @@
-"""Encoding: values of Python as MessagePack, never as code.
+"""Encoding: Python values as MessagePack, never as code.
 
-What comes back is equal to what was given, and of the same types: what MessagePack has
-no place for is an extension, and other types are refused. Arrays of JAX alone come back
-as those of numpy.
+Decoded values are equal to the encoded ones and have the same types, except that JAX
+arrays become numpy arrays. Types that MessagePack lacks are extensions; other types are
+refused.
 """
 
 import datetime
@@ -20,12 +20,12 @@ from jdp.eager import argument_types, messages
 from jdp.eager.messages import ProtocolError
 from jdp.replicas import mesh
 
-# Extension codes of MessagePack, which has none of these.
+# Codes of MessagePack extensions, for types that it lacks.
 _ARRAY, _SET, _FROZENSET, _TUPLE, _SCALAR, _PAIRS = range(1, 7)
-# Of values within values; each level of decoding takes some of Python's 1000 frames.
+# Levels of nesting; decoding one level takes some of Python's 1000 frames.
 _MAX_DEPTH = 100
 _DTYPE = re.compile(r"[<>|=]?[A-Za-z_]\w{0,30}(\[\d{0,9}[A-Za-z]{1,2}\])?")
-# What decoding raises; the last of numpy, for some texts that are no dtype.
+# Errors of decoding; numpy raises the last one for some texts that are not dtypes.
 _NOT_A_VALUE = (ValueError, TypeError, OverflowError, RecursionError, SyntaxError)
 _INSTEAD = {
     "bytearray": "`bytes(value)`",
@@ -55,23 +55,23 @@ _array = msgspec.msgpack.Decoder(_Array)
 
 
 def encode(value: Any) -> bytes:
-    """Encodes a value as MessagePack; arrays with dtype and shape.
+    """Encodes a value as MessagePack; arrays keep dtype and shape.
 
     Raises:
-      TypeError: it holds something that would not come back equal and of its type.
+      TypeError: a part of it would not be decoded as an equal value of its type.
     """
     try:
         return msgspec.msgpack.encode(_wrap(value, _MAX_DEPTH))
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
-        # An int of more than 64 bits, half a surrogate.
+        # For example an int of more than 64 bits, or half a surrogate.
         raise TypeError(f"A value cannot be sent: {error}.") from error
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Decodes what `encode` made.
+    """Decodes the result of `encode`.
 
     Raises:
-      ProtocolError: it is nothing that `encode` makes.
+      ProtocolError: `encode` does not produce such data.
     """
     try:
         return msgspec.msgpack.decode(data, ext_hook=_decode_extension)
@@ -80,7 +80,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _wrap(value: Any, depth: int) -> Any:
-    """Returns the value as what MessagePack has; subclasses are other types."""
+    """Converts a value to types of MessagePack; subclasses are refused."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -97,9 +97,9 @@ def _wrap(value: Any, depth: int) -> Any:
 
 
 def _refuse(value: Any) -> str:
-    """Says what cannot be sent, and what to send instead."""
+    """Describes a value that cannot be sent, and what to send instead."""
     kind = type(value)
-    instead = _INSTEAD.get(kind.__name__, "what it is made of")
+    instead = _INSTEAD.get(kind.__name__, "its parts")
     if hasattr(value, "__dataclass_fields__"):
         instead = "`dataclasses.asdict(value)`"
     elif isinstance(value, msgspec.Struct):
@@ -112,8 +112,8 @@ def _refuse(value: Any) -> str:
     return (
         f"A value of type {kind.__name__} cannot be sent, as it would come back as "
         "another type: only None, bools, ints, floats, strings, bytes, lists, tuples, "
-        "sets, dicts, datetimes in UTC, arrays and scalars of numpy can, and no "
-        f"subclasses of these. Send {instead}."
+        "sets, dicts, datetimes in UTC, arrays and scalars of numpy can, and not "
+        f"their subclasses. Send {instead}."
     )
 
 
@@ -169,7 +169,7 @@ def _wrap_array(value: Any) -> msgspec.msgpack.Ext:
     if argument_types.is_key(value):
         raise TypeError(
             f"An array of keys, {value.dtype}, cannot be sent. Send "
-            "`jax.random.key_data(keys)`, and make keys of what comes with "
+            "`jax.random.key_data(keys)`, and wrap the result with "
             "`jax.random.wrap_key_data`."
         )
     if isinstance(value, jax.Array) and not (
@@ -178,7 +178,7 @@ def _wrap_array(value: Any) -> msgspec.msgpack.Ext:
         raise TypeError("An array that is split over the processes cannot be sent.")
     array = np.asarray(value)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if array.dtype.itemsize == 0:  # An empty text, which has no bytes to decode.
+    if array.dtype.itemsize == 0:  # An empty string has no bytes to decode.
         array = array.astype(f"{array.dtype.kind}1")
     name = _find_name(array.dtype)
     packed = _Array(name, array.shape, array.tobytes())
@@ -187,7 +187,7 @@ def _wrap_array(value: Any) -> msgspec.msgpack.Ext:
 
 
 def _find_name(dtype: np.dtype) -> str:
-    """A text of which numpy makes this dtype; of bfloat16, say, `str` is none."""
+    """Returns a name that numpy parses as this dtype; `str` of bfloat16 is not one."""
     name = dtype.str if dtype.kind in "SU" else dtype.name
     if dtype.hasobject or dtype.kind == "V" and dtype.type is np.void:
         raise TypeError(f"An array of {dtype} cannot be sent.")
@@ -201,7 +201,7 @@ def _decode_extension(code: int, data: memoryview) -> Any:
         return _decode_array(data)[()]
     make = _MAKERS.get(code)
     if make is None:
-        raise ProtocolError(f"extension {code} of MessagePack is none of jdp's")
+        raise ProtocolError(f"extension {code} of MessagePack is not one of jdp's")
     return make(msgspec.msgpack.decode(data, type=list, ext_hook=_decode_extension))
 
 
@@ -222,7 +222,7 @@ _MAKERS: dict[int, Callable[[list[Any]], Any]] = {
 def _decode_array(data: memoryview) -> np.ndarray:
     packed = messages.decode_as(_array, bytes(data))
     if not _DTYPE.fullmatch(packed.dtype):
-        raise ProtocolError(f"{packed.dtype!r} is no dtype")
+        raise ProtocolError(f"{packed.dtype!r} is not a dtype")
     dtype = np.dtype(packed.dtype)
     num_bytes = dtype.itemsize * math.prod(packed.shape)
     if min(packed.shape, default=0) < 0 or num_bytes != len(packed.data):
@@ -232,6 +232,6 @@ def _decode_array(data: memoryview) -> np.ndarray:
         )
     if dtype.kind == "U":
         codes = np.frombuffer(packed.data, dtype.str[0] + "u4")
-        if codes.max(initial=0) > sys.maxunicode:  # Python ends in a SystemError.
+        if codes.max(initial=0) > sys.maxunicode:  # Python would raise SystemError.
             raise ProtocolError("a text of numpy has characters that do not exist")
     return np.frombuffer(packed.data, dtype).reshape(packed.shape).copy()

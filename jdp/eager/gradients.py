@@ -1,9 +1,9 @@
-"""Gradients: what `jax.grad` sees of an eager collective, outside of `jit`.
+"""Gradients: the derivatives of eager collectives, outside of `jit`.
 
-The rules are Horovod's, but for reductions that are no sum or average, which have none
-here. They treat the losses of the processes as one: the gradient of a sum is the sum of
-the gradients. The gradients of `all_gather` and `broadcast` are averages, as if each
-process had computed the loss of all.
+The rules are Horovod's, except that reductions other than sum and average have no
+derivative here. They treat the losses of the processes as one: the gradient of a sum is
+the sum of the gradients. The gradients of `all_gather` and `broadcast` are averages, as
+if each process had computed the loss of all.
 """
 
 import functools
@@ -20,12 +20,13 @@ from jdp.types import PyTree
 
 Collective = Callable[..., Any]  # (tree, name=) -> tree.
 Begin = Callable[..., Any]  # (tree, name=) -> Handle of it.
-Forward = Callable[[Any, str], tuple[Any, Any]]  # -> (result, what backward needs).
+Forward = Callable[[Any, str], tuple[Any, Any]]  # (x, name) -> (result, residuals).
 _LINEAR = ("sum", "average")
-_SUFFIX = ".gradient"  # of the names of collectives of gradients.
-# Arrays go between host and devices whatever the caller's own arithmetic may do.
+_SUFFIX = ".gradient"  # appended to the names of collectives of gradients.
+# Arrays move between host and devices even where the caller forbids transfers.
 _TRANSFERS = functools.partial(jax.transfer_guard, "allow")
-Backward = Callable[[Any, Any, str], Any]  # (that, gradient of the result) -> of x.
+# (residuals, gradient of the result, name) -> gradient of x.
+Backward = Callable[[Any, Any, str], Any]
 
 
 _USE = (
@@ -35,7 +36,7 @@ _USE = (
 
 
 def describe_unsupported(leaf: jax.core.Tracer) -> str:
-    """Says why a collective cannot be called with a tracer."""
+    """Explains why a collective cannot be called with a tracer."""
     if "Jaxpr" in type(leaf).__name__:
         return (
             "An eager collective was called while JAX traces, for `jit`, "
@@ -50,20 +51,21 @@ def _describe_others() -> str:
         "An eager collective was called while JAX traces, for a transformation that it "
         "does not support: it has first derivatives by `jax.grad` and `jax.vjp`, but "
         "none of second order and no `jax.jvp` or `jax.vmap`, and functions that end "
-        f"in `_async` have none. Call those without `_async`. {_USE}"
+        f"in `_async` have none. Call the ones without `_async`. {_USE}"
     )
 
 
 def all_reduce(call: Collective, op: str, tree: PyTree, name: str) -> PyTree:
-    """The gradient of a sum or an average is reduced in the same way.
+    """Calls an all-reduce whose gradient is reduced in the same way.
 
-    Others have none: a gradient that comes to them is a TypeError.
+    Only sums and averages have a derivative; the backward pass of others is a
+    TypeError.
 
     Args:
-      call: the collective, of a tree and a name.
+      call: the collective, called with a tree and a name.
       op: its reduction.
-      tree: pytree of arrays, of which some are traced.
-      name: of the collective.
+      tree: pytree of arrays, some of them traced.
+      name: name of the collective.
     """
 
     def forward(x: PyTree, name: str) -> tuple[Any, Any]:
@@ -73,9 +75,9 @@ def all_reduce(call: Collective, op: str, tree: PyTree, name: str) -> PyTree:
         if op not in _LINEAR:
             raise TypeError(
                 f"{name.removesuffix(_SUFFIX)!r}: a reduction with `op={op!r}` has no "
-                "derivative here; those with 'sum' and 'average' have. Reduce what "
-                "`jax.lax.stop_gradient` gives where none is needed, or compute it "
-                "from `jdp.eager.all_gather`, which has one."
+                "derivative here; 'sum' and 'average' have one. Apply "
+                "`jax.lax.stop_gradient` to the input if no gradient is needed, or "
+                "compute the result from `jdp.eager.all_gather`, which has one."
             )
         return call(gradient, name=name)
 
@@ -85,27 +87,27 @@ def all_reduce(call: Collective, op: str, tree: PyTree, name: str) -> PyTree:
 def all_gather(
     begin: Begin, average: Collective, place: int, tree: PyTree, name: str
 ) -> PyTree:
-    """The gradient is averaged, and each process takes the rows that were its own.
+    """Calls an all-gather; each process takes its rows of the averaged gradient.
 
     Args:
-      begin: begins the collective, of a tree and a name.
+      begin: begins the collective, called with a tree and a name.
       average: the average over the same processes.
-      place: of this process among them.
+      place: position of this process among them.
       tree: see `all_reduce`.
       name: see `all_reduce`.
     """
 
     def forward(x: PyTree, name: str) -> tuple[Any, Any]:
-        # A scalar has no rows, and is refused on all ranks.
+        # A scalar has no rows; the coordinator refuses it on all ranks.
         num_rows = jax.tree.map(lambda x: x.shape[0] if x.ndim else 0, x)
-        # First what may be refused here, or the others would hear of the rows alone.
+        # First the call that may be refused here: the others must not see rows alone.
         whole = begin(x, name=name)
         rows = jax.tree.map(lambda n: np.array([n]), num_rows)
         counting = begin(rows, name=f"{name}.rows")
         try:
             counts = counting.result()
         except RuntimeError:
-            whole.result()  # Its name is free only then.
+            whole.result()  # Its name is free only after that.
             raise
         ends = jax.tree.map(lambda count: int(count[: place + 1].sum()), counts)
         return whole.result(), (num_rows, ends)
@@ -126,7 +128,7 @@ def all_gather(
 def broadcast(
     call: Collective, average: Collective, is_root: bool, tree: PyTree, name: str
 ) -> PyTree:
-    """The gradient is averaged on the root, and zero on others; see `all_gather`."""
+    """Calls a broadcast; its gradient is averaged on the root, and zero elsewhere."""
 
     def forward(x: PyTree, name: str) -> tuple[Any, Any]:
         return call(x, name=name), None
@@ -141,7 +143,7 @@ def broadcast(
 def reduce_scatter(
     call: Collective, gather: Collective, factor: float, tree: PyTree, name: str
 ) -> PyTree:
-    """The gradient is gathered, and multiplied with `factor`; see `all_gather`."""
+    """Calls a reduce-scatter; its gradient is gathered and multiplied by `factor`."""
 
     def forward(x: PyTree, name: str) -> tuple[Any, Any]:
         return call(x, name=name), None
@@ -153,16 +155,16 @@ def reduce_scatter(
 
 
 def all_to_all(call: Callable[..., Any], x: jax.Array, splits: Any, name: str) -> Any:
-    """The gradient goes back to where the rows came from.
+    """Calls an all-to-all; the rows of its gradient are sent back.
 
     Args:
-      call: `all_to_all` of one array, splits and a name.
-      x: traced.
-      splits: how many rows go to each process.
+      call: `all_to_all`, called with one array, splits and a name.
+      x: traced array.
+      splits: number of rows for each process.
       name: see `all_reduce`.
 
     Returns:
-      The rows that came, and how many from each.
+      The received rows, and their number from each process.
     """
     splits = np.asarray(splits)
 
@@ -184,7 +186,7 @@ def _call_with_vjp(
 ) -> PyTree:
     """Applies a collective with its derivative to all leaves of a tree at once.
 
-    Where one of them is refused, the other processes hear of none.
+    If a leaf is refused, no leaf is submitted.
     """
     if any([_is_pushed_forward(leaf) for leaf in jax.tree.leaves(tree)]):
         raise TypeError(_describe_others())
@@ -194,14 +196,14 @@ def _call_with_vjp(
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise TypeError(_describe_others()) from error  # JAX does not say of what.
+        raise TypeError(_describe_others()) from error  # JAX does not name it.
 
 
 def _is_pushed_forward(leaf: Any) -> bool:
-    """Whether `jax.jvp` traces it, which JAX itself says only after the collective."""
+    """Whether `jax.jvp` traces a leaf; JAX complains only after the collective."""
     if not isinstance(leaf, ad.JVPTracer):
         return False
-    # That of a `jax.grad` which goes by `jax.jvp` is recorded, for the way back.
+    # `jax.grad` pushes forward too, but its tangent is a tracer of a jaxpr.
     return "Jaxpr" not in type(leaf.tangent).__name__
 
 
@@ -219,7 +221,7 @@ def _run_forward(
 def _run_backward(
     forward: Forward, backward: Backward, name: str, kept: Any, gradient: Any
 ) -> tuple[Any]:
-    # Integers have no gradient; None stands for it, and is no leaf of a call.
+    # Integers have no gradient. None stands for it and is not a leaf of a tree.
     gradient = jax.tree.map(
         lambda g: None if g.dtype == jax.dtypes.float0 else g, gradient
     )

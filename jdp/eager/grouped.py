@@ -1,4 +1,4 @@
-"""Grouped: collectives of trees whose leaves run all together, or not at all."""
+"""Grouped collectives: the leaves of a tree run together, or not at all."""
 
 import functools
 from collections.abc import Callable
@@ -26,12 +26,11 @@ def grouped_all_reduce(
     wire_dtype: jax.typing.DTypeLike | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
-    """Reduces arrays as `all_reduce`, all of them together or none.
+    """Reduces arrays like `all_reduce`, all of them or none.
 
     Args:
       tree: pytree of arrays; all are ready before any is reduced.
-      name: see `all_reduce`; the group has it too, and for itself while it is under
-        way.
+      name: see `all_reduce`; also the name of the group, unique while it is under way.
       op: see `all_reduce`.
       prescale: see `all_reduce`.
       postscale: see `all_reduce`.
@@ -42,7 +41,7 @@ def grouped_all_reduce(
       See `all_reduce`.
 
     Raises:
-      RuntimeError: one of them has failed, and so none was reduced; see `synchronize`.
+      RuntimeError: a leaf has failed, so none was reduced; see `synchronize`.
     """
     begin = functools.partial(
         grouped_all_reduce_async,
@@ -87,19 +86,18 @@ def grouped_all_gather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
-    """Gathers arrays as `all_gather`, all of them together or none.
+    """Gathers arrays like `all_gather`, all of them or none.
 
     Args:
       tree: pytree of arrays, shape (n, ...); all are ready before any is gathered.
-      name: see `all_reduce`; the group has it too, and for itself while it is under
-        way.
+      name: see `all_reduce`; also the name of the group, unique while it is under way.
       process_set: see `all_reduce`.
 
     Returns:
       See `all_gather`.
 
     Raises:
-      RuntimeError: one of them has failed, and so none was gathered; see `all_gather`.
+      RuntimeError: a leaf has failed, so none was gathered; see `all_gather`.
     """
     begin = functools.partial(grouped_all_gather_async, process_set=process_set)
     if argument_types.is_traced(tree):
@@ -129,12 +127,11 @@ def grouped_reduce_scatter(
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
-    """Reduces arrays as `reduce_scatter`, all of them together or none.
+    """Reduces arrays like `reduce_scatter`, all of them or none.
 
     Args:
       tree: pytree of arrays, shape (n, ...); all are ready before any is reduced.
-      name: see `all_reduce`; the group has it too, and for itself while it is under
-        way.
+      name: see `all_reduce`; also the name of the group, unique while it is under way.
       op: "average" or "sum".
       prescale: see `all_reduce`.
       postscale: see `all_reduce`.
@@ -144,8 +141,7 @@ def grouped_reduce_scatter(
       See `reduce_scatter`.
 
     Raises:
-      RuntimeError: one of them has failed, and so none was reduced; see
-        `reduce_scatter`.
+      RuntimeError: a leaf has failed, so none was reduced; see `reduce_scatter`.
     """
     begin = functools.partial(
         grouped_reduce_scatter_async,
@@ -184,7 +180,7 @@ def _submit(
     process_set: ProcessSet,
     *factors: Any,
 ) -> Handle:
-    """Submits a group; `factors` are the rest of `requests.Facts`, up to the root."""
+    """Submits a group; `factors` are the fields of `CallArguments` before `root`."""
     submission.check_set(process_set)
     if name is None or name == "":  # No group has the name "".
         with session.numbered("group", process_set.process_set_id or 0) as name:
@@ -201,7 +197,7 @@ def _submit(
 def _submit_none(
     options: submission.CallOptions, finish: Callable[[list[Any]], Any]
 ) -> Handle:
-    """Submits a group without leaves, so that ranks hear of it that have some."""
+    """Submits a group without leaves, for ranks whose group has leaves to see."""
     group, set_id = options.facts.group, options.set_id
     name = f"{group} without leaves"
     spec = encode_spec(Spec("barrier", group=group, group_size=1))

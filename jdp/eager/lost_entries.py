@@ -1,11 +1,10 @@
-"""Lost: whether what this process waits for is still waited for by the coordinator.
+"""Lost entries: does the coordinator still know the names that this process waits for?
 
-A name that was submitted is either known to the coordinator, as one that not all ranks
-have submitted, or it has been decided, and the decision is on its way or here. A name
-that is neither would be waited for without end. So a process asks, now and then, about
-the names that it has waited for long. Messages come in the order in which they were
-sent: what the coordinator does not know when it is asked, and has not decided before,
-is lost by a fault of jdp.
+The coordinator either waits for other ranks to submit a name, or it has decided it and
+the decision has been sent. This process would wait for ever for a name that is neither.
+So it asks, now and then, about the names that it has waited for long. Messages arrive
+in the order in which they were sent: a name that the coordinator does not know when it
+is asked, and has not decided before, is lost through a bug in jdp.
 """
 
 import time
@@ -16,23 +15,23 @@ from jdp.eager.entries import Entry
 from jdp.eager.messages import Doubt
 from jdp.runtime import user_program
 
-PERIOD_S = 5.0  # between two questions; what waits for less is not asked about.
-_MAX_NAMES = 10_000  # of one question; the next one goes on with others.
+PERIOD_S = 5.0  # between two questions, and the shortest wait that is asked about.
+_MAX_NAMES = 10_000  # per question; the next one continues with others.
 
 
 class LossWatch:
-    """Questions of one process; of the engine's thread alone."""
+    """Questions of one process to the coordinator; used by the engine's thread."""
 
     def __init__(self) -> None:
         self.due_s = time.perf_counter() + PERIOD_S  # when to ask next.
         self._offset = 0
 
     def ask(self, submitted: Sequence[Entry], join: Entry | None) -> tuple[Doubt, ...]:
-        """Returns what to ask about.
+        """Returns the names to ask about.
 
         Args:
-          submitted: what the coordinator was told before, and has not decided.
-          join: the same, of `join`.
+          submitted: requests that were sent to the coordinator and are not decided.
+          join: the `join` of this process, if it is one of them.
         """
         now_s = time.perf_counter()
         self.due_s = now_s + PERIOD_S
@@ -53,24 +52,24 @@ def find_lost(
     pending: Mapping[tuple[int, str], Entry],
     join: Entry | None,
 ) -> Entry | None:
-    """Returns one that is lost, or None.
+    """Returns a lost request, or None.
 
     Args:
-      unknown: what the coordinator does not know, of what it was asked.
-      pending: what has not been decided now, by process set and name.
-      join: the same, of `join`.
+      unknown: the names of a question that the coordinator does not know.
+      pending: requests that are not decided yet, by process set and name.
+      join: the `join` of this process, if it is not decided yet.
     """
     for process_set, name, number in unknown:
         key = process_set, name
         entry = join if key == JOIN else pending.get(key)
-        # A name may have come again after it was decided.
+        # The name may have been decided and submitted again.
         if entry is not None and entry.record.number == number:
             return entry
     return None
 
 
 def explain(rank: int, error: Exception) -> str:
-    """Says why the engine of `rank` fails, and which process is the reason."""
+    """Describes why the engine of `rank` fails, and which process is at fault."""
     culprit = user_program.find_culprit(error)
     if culprit in (None, rank):
         return f"rank {rank}: {error}"
@@ -78,7 +77,7 @@ def explain(rank: int, error: Exception) -> str:
 
 
 def describe(rank: int, entry: Entry) -> str:
-    """Says what is lost."""
+    """Describes a lost request."""
     waited_s = time.perf_counter() - entry.record.submitted_s
     return (
         f"rank {rank}: {entry.request.name!r} was submitted {waited_s:.0f} s ago, and "

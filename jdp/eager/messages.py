@@ -1,7 +1,8 @@
-"""Messages: what processes and the coordinator of the eager engine say.
+"""Messages between the processes and the coordinator of the eager engine.
 
-What comes from another process is checked before anything else sees it, also where it
-holds the key of the job: in form by the functions at the end, in sense by `checks`.
+A message from another process is checked before anything else sees it, even if the
+process holds the key of the job. The functions at the end check its form, and `checks`
+checks its meaning.
 """
 
 import functools
@@ -28,47 +29,47 @@ Kind = Literal[
     "remove_process_set",
 ]
 
-# A process set, a name, and which submission of it this is on its rank.
+# Process set, name, and `Record.number` of the request on its rank.
 Doubt = tuple[int, str, int]
-# Prefix of names that the user did not give: they are counted, and never come again.
+# Prefix of names that the user did not give: they are numbered and never come again.
 UNNAMED = "unnamed "
-# The shape of a scalar in kinds whose first dimension may differ: `()` is that of rows
-# of one number.
+# Shape of a scalar in kinds whose first dimension may differ; there `()` is the shape
+# of an array whose rows are single numbers.
 SCALAR = (-1,)
 OPS = {
     "all_reduce": ("average", "sum", "min", "max", "product", "adasum"),
     "reduce_scatter": ("average", "sum"),
 }
-# Of these kinds the first dimension may differ between ranks.
+# Kinds whose first dimension may differ between ranks.
 HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
 _OF_TENSORS = ("all_reduce", "all_gather", "broadcast", "all_to_all", "reduce_scatter")
-_MAX_TENSOR_BYTES = 1 << 48  # more than a machine has.
-_MAX_DIMS = 64  # of numpy.
+_MAX_TENSOR_BYTES = 1 << 48  # more than any host has.
+_MAX_DIMS = 64  # numpy's limit.
 _NAME = re.compile("[a-z][a-z0-9_]{0,31}")
-_MAX_SPEC_BYTES = 1 << 17  # encoded; the ranks of a process set are the longest.
+_MAX_SPEC_BYTES = 1 << 17  # encoded; the longest has the ranks of a process set.
 
 
 class ProtocolError(Exception):
-    """A process said what no engine says; the message names what."""
+    """A process violated the protocol; the message says how."""
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):
-    """Properties that must be the same on all ranks that submit one name.
+    """Properties that must be the same on all ranks that submit a name.
 
     Attributes:
       kind: the operation.
-      dtype: of the tensor, such as "float32"; "" where there is none.
-      shape: of the tensor. Of `all_gather` and `all_to_all` without the first
-        dimension, which is in `Request.local`. Of a process set that is added its
-        ranks, of one that is removed its number.
+      dtype: dtype of the tensor, such as "float32"; "" without a tensor.
+      shape: shape of the tensor; for `all_gather` and `all_to_all` without the first
+        dimension, which is in `Request.local`. For `add_process_set` the ranks; for
+        `remove_process_set` the set id.
       device: "cpu" or "gpu".
-      op: the reduction; "" where there is none.
-      prescale: what a rank multiplies its tensor with before the reduction.
-      postscale: what the result is multiplied with.
+      op: the reduction; "" without one.
+      prescale: factor of each rank's tensor before the reduction.
+      postscale: factor of the result.
       root: global rank of the source of a broadcast, -1 otherwise.
-      group: what it is executed together with, or not at all; "" for itself.
-      group_size: how many names the group has.
-      fingerprint: of a submitted program.
+      group: name of the group that runs together or not at all; "" without a group.
+      group_size: number of names in the group.
+      fingerprint: fingerprint of a submitted program.
     """
 
     kind: Kind
@@ -90,24 +91,25 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     name: str
     spec: bytes  # a `Spec`, encoded: the same on all ranks, or a mistake.
     process_set: int = 0
-    local: tuple[int, ...] = ()  # what may differ: first dimension, or splits.
+    local: tuple[int, ...] = ()  # first dimension, or splits; may differ by rank.
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True):
     """Message of one rank to the coordinator.
 
     Attributes:
-      seen: how many batches of responses it has got.
-      requests: what became ready there and is not cached.
-      hits: a bit set of cache slots: what became ready and is cached.
-      data: of small tensors, in the order of the bits in `hits`: all of them or none.
-      joined: the rank has no more data, and contributes zeros until all have joined.
+      seen: number of batches that the rank has received.
+      requests: requests that became ready and are not cached.
+      hits: bit set of the cache slots of requests that became ready and are cached.
+      data: the small tensors of the bits in `hits`, in their order: all or none.
+      joined: the rank has no more data, and contributes neutral elements until all
+        ranks have joined.
       leaves: the rank shuts down.
-      failure: why the rank cannot go on, and with it none can; "" if it can.
-      asks: the rank wants to know who waits for whom.
+      failure: why neither this rank nor any other can go on; "" if they can.
+      asks: the rank asks which ranks are late; `Batch.who_waits` is the answer.
       is_last: the answer to `Batch.closing`: the rank submits nothing after this.
-      doubts: process sets and names that the rank has submitted before, and waits for,
-        each with a number that is the rank's own. See `Batch.unknown`.
+      doubts: requests that the rank has sent before and waits for. See
+        `Batch.unknown`.
     """
 
     seen: int = 0
@@ -123,19 +125,19 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """Operation that all ranks of a process set do next.
+    """Operation that all ranks of a process set run next.
 
     Attributes:
-      names: of the tensors, in the order in which they are packed; those that are
-        cached may be left out, and `slots` say which they are.
-      specs: of each name; for ranks that have joined, and for errors.
+      names: names of the tensors, in the order in which they are packed. If all are
+        cached they may be left out; `slots` identifies them.
+      specs: by name, for ranks that have joined, and for errors.
       process_set: the processes that take part.
-      locals: by name and member of the set, `Request.local`; of kinds that have one.
-        Of a process set that is added, its number.
-      slots: by name, the slot of the cache that it gets or has; -1 for none.
-      error: why nothing is done, for the members to raise.
-      ranks: the ranks that the error is for, which have submitted the names. Others may
-        submit them later, or their request is on its way. Empty: all members.
+      locals: by name and member of the set, `Request.local`, for kinds that have it;
+        for `add_process_set` the id of the new set.
+      slots: by name, its cache slot; -1: none.
+      error: error for the members to raise instead of running.
+      ranks: ranks that have submitted the names, and that the error is for. Requests of
+        other ranks may be on their way. Empty: all members.
     """
 
     names: tuple[str, ...]
@@ -151,12 +153,12 @@ class Tunable(msgspec.Struct, frozen=True, array_like=True):
     """Options that may change while the engine runs, the same on all ranks.
 
     Attributes:
-      fusion_bytes: most bytes of operations that run as one; 0: none do.
-      cycle_time_s: how long the engine waits for more before it negotiates; 0: it is
-        woken at once.
-      cache_enabled: whether what was negotiated is cached.
-      hierarchical_all_reduce: within groups first, then across.
-      hierarchical_all_gather: within groups first, then across.
+      fusion_bytes: most bytes of operations that run as one; 0: no fusion.
+      cycle_time_s: how long the engine waits for more requests before it negotiates; 0:
+        not at all.
+      cache_enabled: whether negotiated requests are cached.
+      hierarchical_all_reduce: whether to reduce within hosts first, then across.
+      hierarchical_all_gather: the same for `all_gather`.
     """
 
     fusion_bytes: int = 128 << 20
@@ -169,25 +171,24 @@ class Tunable(msgspec.Struct, frozen=True, array_like=True):
 class Batch(msgspec.Struct, frozen=True, array_like=True):
     """Message of the coordinator to all ranks.
 
+    A batch with `who_waits`, `tuned` or `unknown` has no other field, and is not
+    counted in `FromRank.seen`.
+
     Attributes:
       responses: to be executed in this order.
-      data: by response, its reduced tensors, one after the other, where all ranks have
-        sent theirs; b"" where they have not. Empty if none has any, else as long as
-        `responses`.
-      evicted: slots of the cache that no longer stand for their name.
+      data: by response, its concatenated reduced tensors if all ranks have sent theirs,
+        b"" otherwise. Empty if no response has any.
+      evicted: cache slots that no longer stand for their name.
       last_joined: the last rank to join, once all have; -1 otherwise.
       stop: why the engine ends on all ranks; "" if it does not.
-      is_asked: whether it ends since a rank has shut it down; what was agreed before
-        is executed first.
+      is_asked: whether the engine ends because a rank has shut it down. Agreed
+        operations run first then.
       who_waits: the answer to `FromRank.asks`.
-      tuned: what all ranks go by from here on.
-      unknown: for one rank alone: those of its `FromRank.doubts` that the coordinator
-        does not wait for. What it had decided of them was sent before.
-      closing: which rank wants to shut down; "" if none does. All say what they still
-        have, and that it is the last.
-
-    A batch with one of `who_waits`, `tuned` and `unknown` has nothing else, and does
-    not count.
+      tuned: options of all ranks from here on.
+      unknown: for one rank: the `FromRank.doubts` that the coordinator does not wait
+        for. Decisions on the others were sent before.
+      closing: the rank that wants to shut down; "" if none does. Each rank answers with
+        its last requests.
     """
 
     responses: tuple[Response, ...] = ()
@@ -208,28 +209,28 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_from_rank(payload: bytes) -> FromRank:
-    """Decodes what a rank says.
+    """Decodes a message of a rank.
 
     Raises:
-      ProtocolError: it is nothing that an engine says.
+      ProtocolError: no engine sends such a message.
     """
     return decode_as(_from_rank, payload)
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """Decodes what the coordinator says.
+    """Decodes a message of the coordinator.
 
     Raises:
-      ProtocolError: it is nothing that a coordinator says.
+      ProtocolError: no coordinator sends such a message.
     """
     return decode_as(_batch, payload)
 
 
 def decode_as(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
-    """Decodes with `decoder`.
+    """Decodes a payload with `decoder`.
 
     Raises:
-      ProtocolError: it is not of the decoder's type, or not MessagePack.
+      ProtocolError: it is not MessagePack, or not of the decoder's type.
     """
     try:
         return wire.decode_with(decoder.decode, payload)
@@ -239,10 +240,10 @@ def decode_as(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def decode_spec(encoded: bytes) -> Spec:
-    """Decodes a spec; the same few come over and over.
+    """Decodes a spec; cached, as the same few come over and over.
 
     Raises:
-      ProtocolError: it is none, or one that no engine makes.
+      ProtocolError: it is not a spec, or no engine makes such a spec.
     """
     if len(encoded) > _MAX_SPEC_BYTES:
         raise ProtocolError(f"a request is described in {len(encoded):,} bytes")
@@ -257,16 +258,16 @@ _spec = msgspec.msgpack.Decoder(Spec)
 
 
 def encode_spec(spec: Spec) -> bytes:
-    """Encodes a spec; like specs give like bytes."""
+    """Encodes a spec; equal specs give equal bytes."""
     return encode(spec)
 
 
 def num_bytes_of(spec: Spec, locals_: Sequence[tuple[int, ...]]) -> int:
-    """Returns the bytes of a tensor; of a gather, of all that comes together.
+    """Returns the number of bytes of a tensor; for a gather, of the result.
 
     Args:
-      spec: of the operation.
-      locals_: by member, `Request.local`; () for kinds that have none.
+      spec: spec of the operation.
+      locals_: by member, `Request.local`; () for kinds without it.
     """
     size = _size_of(spec)
     return size * sum(map(sum, locals_)) if locals_ else size
@@ -278,7 +279,7 @@ def _size_of(spec: Spec) -> int:
 
 
 def _find_fault(spec: Spec) -> str:
-    """Returns what is senseless in a spec, whatever other ranks have; "" if nothing."""
+    """Returns the first invalid part of a spec, without any context; "" if none."""
     if spec.kind in _OF_TENSORS:
         fault = _find_tensor_fault(spec)
         if fault:
@@ -322,7 +323,7 @@ def _find_tensor_fault(spec: Spec) -> str:
 @functools.lru_cache(maxsize=256)
 def _is_dtype(name: str) -> bool:
     """Whether this is the name of a dtype of numbers or bools."""
-    if not _NAME.fullmatch(name):  # Else numpy would look for a structure in it.
+    if not _NAME.fullmatch(name):  # Numpy would parse it as a structured dtype.
         return False
     try:
         dtype = jnp.dtype(name)

@@ -1,4 +1,4 @@
-"""Numerics: facts of dtypes that their numpy kind does not tell.
+"""Numerics: properties of dtypes that their numpy kind does not tell.
 
 Integers of 1 to 4 bits and most floats of 4 to 16 bits are of kind "V" to numpy.
 """
@@ -12,13 +12,13 @@ import numpy as np
 
 @functools.cache
 def is_integer(dtype: np.dtype) -> bool:
-    """Whether a dtype is one of integers, signed or not, of any width."""
+    """Whether a dtype is an integer dtype, signed or not, of any width."""
     return bool(jnp.issubdtype(dtype, jnp.integer))
 
 
 @functools.cache
 def scaled_in(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype in which arrays are multiplied with a factor."""
+    """Returns the dtype in which arrays are multiplied by a factor."""
     if is_integer(dtype):
         return np.dtype(np.float64)
     is_narrow = dtype.itemsize <= 2 and jnp.issubdtype(dtype, jnp.floating)
@@ -29,7 +29,7 @@ def scaled_in(dtype: np.dtype) -> np.dtype:
 def limits(dtype: np.dtype) -> tuple[Any, Any]:
     """Returns the lowest and the highest value of a real dtype, in this dtype.
 
-    They are infinities where it has them, and else its finite limits.
+    These are infinities if the dtype has them, and its finite limits otherwise.
     """
     if is_integer(dtype):
         info = jnp.iinfo(dtype)
@@ -43,5 +43,5 @@ def limits(dtype: np.dtype) -> tuple[Any, Any]:
 
 @functools.cache
 def has_zero(dtype: np.dtype) -> bool:
-    """Whether zero is a value of a dtype; the powers of float8_e8m0fnu have none."""
+    """Whether a dtype can represent zero; float8_e8m0fnu, powers of two, cannot."""
     return not np.zeros(1, dtype).astype(np.complex128).any()

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from jdp.eager import messages
-from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.messages import ProtocolError
 from jdp.eager.options import EagerOptions
 from jdp.replicas.mesh import World

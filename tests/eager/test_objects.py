@@ -175,6 +175,6 @@ def test_what_cannot_be_sent_is_a_type_error(value, text):
 def test_an_unknown_extension_is_refused():
     data = msgspec.msgpack.encode(msgspec.msgpack.Ext(9, b"x"))
     with pytest.raises(
-        ProtocolError, match="extension 9 of MessagePack is none of jdp's"
+        ProtocolError, match="extension 9 of MessagePack is not one of jdp's"
     ):
         objects.decode(data)
