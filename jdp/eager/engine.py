@@ -55,7 +55,7 @@ class Engine:
         self._completion = Completion()
         self.lead: Lead | None = None  # on process 0.
         try:
-            self.nodes, self._early = startup.meet(self._link, world, options)
+            self.hosts, self._early = startup.meet(self._link, world, options)
             if self.rank == 0:
                 self.lead = Lead(world, options, self._link, self._apply)
             wake = self._link.wake

@@ -198,7 +198,7 @@ def _submit_none(
     options: submission.CallOptions, finish: Callable[[list[Any]], Any]
 ) -> Handle:
     """Submits a group without leaves, for ranks whose group has leaves to see."""
-    group, set_id = options.facts.group, options.set_id
+    group, set_id = options.arguments.group, options.set_id
     name = f"{group} without leaves"
     spec = encode_spec(Spec("barrier", group=group, group_size=1))
     record = submission.started(Record(name, "barrier", process_set=set_id))

@@ -1,4 +1,4 @@
-"""Objects: values of Python, and states of training, as one rank has them."""
+"""Objects: Python values and training state, sent from one rank to the others."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,23 +22,22 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Gives all processes a value of one of them.
+    """Copies a Python value of one process to all of them.
 
     Args:
       value: None, bools, ints, floats, strings, bytes, lists, tuples, dicts, sets,
-        datetimes in UTC, arrays, scalars of numpy; of other processes than the root it
-        is not read.
-      root: rank of the process whose value it is.
+        datetimes in UTC, arrays, scalars of numpy; only the value of the root is read.
+      root: rank of the source.
       name: see `all_reduce`.
       process_set: the processes that take part.
 
     Returns:
-      The value of the root, on the root itself too as it was decoded: equal, and of the
-      same types; but arrays of JAX are numpy's.
+      The decoded value of the root, on the root too: equal and of the same types,
+      except that JAX arrays become numpy arrays.
 
     Raises:
-      TypeError: on all processes: the value holds something that cannot be sent, such
-        as an instance of a subclass, which would come back as another type.
+      TypeError: on all processes, if a part of the value cannot be sent, such as an
+        instance of a subclass, which would be decoded as another type.
       ValueError: see `broadcast`.
       RuntimeError: see `synchronize`.
     """
@@ -74,7 +73,9 @@ def _decode(rank: int, data: np.ndarray) -> Any:
     try:
         return decode(data.tobytes())
     except ProtocolError as error:
-        raise RuntimeError(f"rank {rank} sent what is no value: {error}.") from None
+        raise RuntimeError(
+            f"rank {rank} sent data that is not a value: {error}."
+        ) from None
 
 
 def _text(data: np.ndarray) -> str:
@@ -94,18 +95,18 @@ def all_gather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Gives all processes the values of all.
+    """Gathers a Python value from each process to all of them.
 
     Args:
-      value: see `broadcast_object`; those of the processes may differ in size.
+      value: see `broadcast_object`; sizes may differ between processes.
       name: see `all_reduce`.
       process_set: the processes that take part.
 
     Returns:
-      The values, decoded, in the order of the ranks.
+      The decoded values in rank order.
 
     Raises:
-      TypeError: on all processes: a value holds something that cannot be sent.
+      TypeError: on all processes, if a part of a value cannot be sent.
       RuntimeError: see `synchronize`.
     """
     with _named(name, "all_gather_object", process_set) as name:
@@ -138,21 +139,21 @@ def broadcast_parameters(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
-    """Gives all processes the parameters of one of them.
+    """Copies the parameters of one process to all of them.
 
     Args:
-      params: pytree of arrays, keys of `jax.random` and Python values, of the same
-        structure on all.
-      root: rank of the process whose parameters they are.
+      params: pytree of arrays, keys of `jax.random` and Python values, with the same
+        structure on all processes.
+      root: rank of the source.
       name: see `all_reduce`.
       process_set: the processes that take part.
 
     Returns:
       The same tree with the values of the root; Python numbers, bools and strings keep
-      their type.
+      their types.
 
     Raises:
-      RuntimeError: the structures, shapes or dtypes differ; on all processes.
+      RuntimeError: on all processes, if structures, shapes or dtypes differ.
       ValueError, TypeError: see `broadcast` and `broadcast_object`.
     """
     root = argument_types.check_integer(root, "root")
@@ -163,7 +164,7 @@ def broadcast_parameters(
 def _broadcast_tree(
     params: PyTree, root: int, name: str, process_set: ProcessSet
 ) -> PyTree:
-    # What is wrong here must be found before the others hear of the tree.
+    # Errors of this process must be raised before the others hear of the tree.
     nothing = ("", 1.0, 1.0, None)
     engine = session.current_engine()
     submission.find_options(engine, "broadcast", process_set, *nothing, root)
@@ -217,11 +218,11 @@ def broadcast_optimizer_state(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> PyTree:
-    """Gives all processes the optimizer state of one of them.
+    """Copies the optimizer state of one process to all of them.
 
     Args:
-      state: what `tx.init` or `tx.update` returned, of the same structure on all.
-      root: rank of the process whose state it is.
+      state: returned by `tx.init` or `tx.update`; the same structure on all processes.
+      root: rank of the source.
       name: see `all_reduce`.
       process_set: the processes that take part.
 
@@ -248,7 +249,7 @@ def _named(name: str | None, kind: str, process_set: ProcessSet) -> Iterator[str
 
 
 def _explain(a: int, ours: list[Any], b: int, theirs: list[Any]) -> str:
-    # One list may be the beginning of the other, which the end of this says.
+    # One list may be a prefix of the other; the last line says so.
     for mine, other in zip(ours, theirs, strict=False):
         if mine != other:
             return (

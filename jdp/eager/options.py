@@ -1,4 +1,4 @@
-"""Options: what the eager engine goes by, and the variables that set it."""
+"""Options of the eager engine, and the environment variables that set them."""
 
 import dataclasses
 import os
@@ -15,44 +15,44 @@ _MAX_SPIN_S = 1.0
 class EagerOptions:
     """Options of the eager engine; the same on all processes.
 
-    Each field can also be set by the variable `JDP_EAGER_` and its name in capitals,
-    such as `JDP_EAGER_FUSION_BYTES`. docs/eager.md has them beside Horovod's.
+    Each field can also be set by an environment variable, `JDP_EAGER_` and its name in
+    capitals, such as `JDP_EAGER_FUSION_BYTES`. docs/eager.md has Horovod's names.
 
     Attributes:
-      fusion_bytes: most bytes of operations that run as one; 0: none do.
-      fuse_groups: whether a group may run together with what is not in it.
-      cycle_time_s: how long the engine holds back what is ready, for more to come,
-        while no call waits for it, in seconds; up to ten times as long while more comes
-        at least every 50 µs. 0: not at all.
-      spin_s: how long the engine looks for news without sleeping, in seconds, each time
-        after it had some: a thread takes some 50 µs to wake. It does not where cores
-        are fewer than processes; 0: it never does. At most 1.
-      cache_capacity: how many names are known by number; 0: none.
-      hierarchical_all_reduce: whether to reduce within each node first; needs a world
+      fusion_bytes: most bytes of operations that run as one; 0: no fusion.
+      fuse_groups: whether a group may be fused with operations outside of it.
+      cycle_time_s: how long, in seconds, the engine holds back requests that no call
+        waits for, so that more can be fused with them; up to ten times as long while
+        new ones come at least every 50 µs. 0: not at all.
+      spin_s: how long, in seconds, the engine polls for news before it sleeps: a thread
+        takes some 50 µs to wake. It never polls with fewer cores than processes. At
+        most 1; 0: never.
+      cache_capacity: number of requests that the response cache holds; 0: no cache.
+      hierarchical_all_reduce: whether to reduce within each host first; needs a world
         with a pair of axis names.
       hierarchical_all_gather: the same for `all_gather`.
       timeout_s: longest wait, in seconds, for a process that has agreed to an
-        operation, and for one that does not answer at all.
-      stall_warning_s: after how many seconds a name that some have submitted and others
-        have not is warned about; 0: never.
-      stall_shutdown_s: after how many seconds such a name ends the engine on all
+        operation, and for a process that does not answer at all.
+      stall_warning_s: seconds after which a warning names the operations that only some
+        ranks have submitted; 0: never.
+      stall_shutdown_s: seconds after which such an operation ends the engine on all
         processes; 0: never.
-      shared_memory_bytes: of the memory through which processes of one host exchange
-        data, for each process and once more; 0: they do not.
+      shared_memory_bytes: size of the memory that the processes of a host exchange data
+        through, per process and once more; 0: none.
       timeline: file for a trace of each rank (`trace.json` becomes
         `trace.rank0.json`); "": none.
       timeline_mark_cycles: whether the trace shows each cycle.
-      flight_recorder_capacity: how many requests are kept, to be written when
+      flight_recorder_capacity: number of requests that are kept, and written when
         something fails; 0: none.
-      flight_recorder_dir: folder to which they are written; "": that of the system for
-        temporary files.
-      autotune: whether the coordinator looks for the best `fusion_bytes`,
-        `cycle_time_s` and so on while the job runs; needs the extra `autotune`.
-      autotune_log: CSV file of what it tried; "": none.
+      flight_recorder_dir: folder for these files; "": the system's folder for temporary
+        files.
+      autotune: whether the coordinator tunes `fusion_bytes`, `cycle_time_s` and so on
+        while the job runs; needs the extra `autotune`.
+      autotune_log: CSV file of the tried options; "": none.
       autotune_warmup_samples: see `jdp.eager.coordinator.autotune.AutotuneOptions`.
-      autotune_steps_per_sample: see there.
-      autotune_max_samples: see there.
-      autotune_noise: see there.
+      autotune_steps_per_sample: likewise.
+      autotune_max_samples: likewise.
+      autotune_noise: likewise.
     """
 
     fusion_bytes: int = 128 << 20
@@ -106,13 +106,14 @@ class EagerOptions:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "EagerOptions":
-        """Reads the variables; the defaults where there are none.
+        """Reads the options from variables; fields without one have their default.
 
         Args:
-          environ: the environment; None: that of this process.
+          environ: the variables; None: the environment of this process.
 
         Raises:
-          ValueError: a variable is no option, or its value is none of its type.
+          ValueError: a variable does not name an option, or its value is not of the
+            option's type.
         """
         environ = os.environ if environ is None else environ
         kinds = get_type_hints(cls)

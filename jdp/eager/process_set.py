@@ -1,4 +1,4 @@
-"""Process set: some of the processes, with operations of their own."""
+"""Process sets: operations among some of the processes."""
 
 from collections.abc import Iterable
 
@@ -9,18 +9,20 @@ from jdp.eager.messages import Request, Spec, encode_spec
 
 
 class ProcessSet:
-    """Some of the ranks, in ascending order; see `add_process_set`."""
+    """Some of the ranks, in ascending order; see `add_process_set`.
+
+    Args:
+      ranks: ranks of processes, in any order; duplicates count once.
+
+    Attributes:
+      process_set_id: number of the set; None while it is not added.
+
+    Raises:
+      TypeError: a rank is not an integer.
+      ValueError: there are no ranks, or one is negative.
+    """
 
     def __init__(self, ranks: Iterable[int]):
-        """Names the ranks; the set has no number until it is added.
-
-        Args:
-          ranks: of processes, in any order; duplicates count once.
-
-        Raises:
-          TypeError: a rank is not an integer.
-          ValueError: there is no rank, or one is negative.
-        """
         self._ranks = argument_types.check_ranks(ranks)
         self.process_set_id: int | None = None
         if not self._ranks or self._ranks[0] < 0:
@@ -28,7 +30,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the set; of the set of all processes, empty before `init`."""
+        """Ranks of the set; the global set has none before `init`."""
         if self.process_set_id != 0:
             return self._ranks
         engine = session.find_engine()
@@ -39,7 +41,7 @@ class ProcessSet:
         return len(self.ranks) if self._is_added() else None
 
     def rank(self) -> int | None:
-        """Position of this process in the set; None while not added, or not in it."""
+        """Position of this process in the set; None if it has none."""
         if not self.included():
             return None
         return self.ranks.index(session.rank())
@@ -58,27 +60,27 @@ class ProcessSet:
         )
 
 
-# The set of all processes, which is there from `init` to `shutdown`.
+# The set of all processes, which exists from `init` to `shutdown`.
 global_process_set = ProcessSet([0])
 global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Gives some ranks operations of their own, which do not wait for other ranks.
+    """Lets some ranks run operations that do not wait for other ranks.
 
-    Every process calls it, also those that are not in the set, in the same order as
-    other sets are added and removed.
+    Every process calls it, also the processes that are not in the set. All processes
+    add and remove sets in the same order.
 
     Args:
       process_set: the set, or its ranks.
 
     Returns:
-      The set, with a number that is the same on all processes.
+      The set, with a `process_set_id` that is the same on all processes.
 
     Raises:
-      ValueError: there is such a set already, or a rank is none of this job.
-      RuntimeError: the processes do not agree on the ranks, or one of them removes a
-        set meanwhile; on all of them.
+      ValueError: a set with these ranks exists, or a rank is not in this job.
+      RuntimeError: on all processes, if they do not agree on the ranks or one of them
+        removes a set instead.
     """
     engine = session.current_engine()
     if not isinstance(process_set, ProcessSet):
@@ -98,19 +100,19 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forgets a set; its number is never that of another one.
+    """Removes a set; its number is not used again.
 
     Every process calls it, when no operation of the set is under way.
 
     Args:
-      process_set: what `add_process_set` returned.
+      process_set: returned by `add_process_set`.
 
     Returns:
-      Whether it was removed: False of the set of all, and of one that is not there.
+      Whether the set was removed. The global set and sets that do not exist are not.
 
     Raises:
-      RuntimeError: the processes do not agree on the set, or one of them adds a set
-        meanwhile; on all of them.
+      RuntimeError: on all processes, if they do not agree on the set or one of them
+        adds a set instead.
     """
     engine = session.current_engine()
     set_id = process_set.process_set_id
@@ -124,7 +126,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(spec: Spec) -> int:
     engine = session.current_engine()
-    # One count for both kinds: a rank that adds where another one removes is an error.
+    # One count for both kinds: adding on one rank and removing on another must clash.
     with session.numbered("change of process sets", 0) as name:
         entry = Entry(Request(name, encode_spec(spec)), Record(name, spec.kind))
         engine.submit([entry])

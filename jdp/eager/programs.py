@@ -21,25 +21,26 @@ _MAX_KNOWN = 256
 
 
 def submit(step: Callable[..., Any], *args: PyTree, name: str | None = None) -> Any:
-    """Runs a compiled step when all processes have submitted it.
+    """Runs a compiled step once all processes have submitted it.
 
-    Every process calls it, in any order among other operations. The engine compares
-    the programs, and starts them in one order everywhere. A program with collectives
-    that is called directly, while the engine runs others, has no such order.
+    Every process calls it, in any order relative to other operations. The engine
+    compares the programs and starts operations in the same order everywhere. A program
+    with collectives that is called directly, while the engine runs others, has no such
+    order.
 
     Args:
-      step: what `jdp.data_parallel` returned, or a function that `jax.jit` compiled.
+      step: returned by `jdp.data_parallel` or `jax.jit`.
       *args: its arguments.
-      name: see `all_reduce`; None: that of the step.
+      name: see `all_reduce`; None: the name of the step.
 
     Returns:
-      What the step returns, ready.
+      The results of the step; they are ready.
 
     Raises:
       TypeError: `step` is not compiled.
-      RuntimeError: the processes have submitted different programs; on all of them. Or
-        see `synchronize`.
-      Exception: what the step raised.
+      RuntimeError: on all processes, if they have submitted different programs; see
+        also `synchronize`.
+      Exception: raised by the step.
     """
     return submit_async(step, *args, name=name).result()
 
@@ -62,15 +63,15 @@ def submit_async(
 
 @runtime_checkable
 class FingerprintedStep(Protocol):
-    """Compiled step that describes its program, such as one of `jdp.data_parallel`."""
+    """Compiled step that describes its program, as by `jdp.data_parallel`."""
 
     def fingerprint(self, *args: PyTree) -> str:
-        """Returns a text that is the same on all ranks with the same program."""
+        """Returns a text that is the same on all ranks that have the same program."""
         ...
 
 
 class _Fingerprints:
-    """Fingerprints of steps and shapes of arguments, which come over and over."""
+    """Cache of fingerprints, by step and shapes of its arguments."""
 
     by_key: dict[Any, tuple[Any, str]] = {}
 

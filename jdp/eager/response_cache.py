@@ -1,4 +1,4 @@
-"""Response cache: what one rank knows of the coordinator's slots."""
+"""Response cache: which request does each slot of the coordinator stand for?"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class _CachedSlot(NamedTuple):
     process_set: int
     name: str
     spec: bytes
-    locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
+    locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has one.
 
 
 class Abbreviated(NamedTuple):
@@ -27,14 +27,13 @@ class Abbreviated(NamedTuple):
 
 
 class ResponseCache:
-    """Names that were negotiated, by slot; the coordinator decides what is in it."""
+    """Negotiated requests by slot; the coordinator decides which ones are cached."""
 
     def __init__(self):
-        """Begins with nothing."""
         self.num_seen = 0  # batches.
         self._slots: dict[int, _CachedSlot] = {}
         self._slot_of: dict[tuple[int, str], int] = {}
-        # Responses that came as slots alone; the same ones come over and over.
+        # Responses that came as slots; the same ones come over and over.
         self._whole: dict[tuple[int, ...], Response] = {}
 
     def abbreviate(
@@ -62,11 +61,11 @@ class ResponseCache:
         return Abbreviated(full, hits.to_bytes(num_bytes, "little"), slots, refused)
 
     def find(self, request: Request, place: int) -> int | None:
-        """Returns the slot that says all of `request`, or None.
+        """Returns the slot that stands for `request`, or None.
 
         Args:
-          request: what this rank submits.
-          place: of this rank among the members of the process set.
+          request: a request of this rank.
+          place: position of this rank among the members of the process set.
         """
         slot = self._slot_of.get((request.process_set, request.name))
         if slot is None:
@@ -77,14 +76,13 @@ class ResponseCache:
         return slot if is_same else None
 
     def apply(self, batch: Batch) -> list[Response]:
-        """Takes what the coordinator says; call it once for each batch, in order.
+        """Applies a batch to the cache; call it once per batch, in order.
 
         Returns:
-          The responses, with all that is left out of those that are cached.
+          The responses, with the names and specs that `slots` stands for.
 
         Raises:
-          ProtocolError: a response makes no sense, or is of a slot that stands for
-            nothing.
+          ProtocolError: a response makes no sense, or has an empty slot.
         """
         self.num_seen += 1
         evicted = batch.evicted
@@ -119,7 +117,7 @@ class ResponseCache:
         return response
 
     def _recall(self, slots: tuple[int, ...], set_id: int) -> Response:
-        """Returns the response of slots alone."""
+        """Returns the response that some slots stand for."""
         known = []
         for slot in slots:
             one = self._slots.get(slot)
@@ -141,11 +139,11 @@ class ResponseCache:
         return whole
 
     def _fill(self, slot: int, given: _CachedSlot, evicted: Sequence[int]) -> None:
-        """Notes what a slot stands for; it may be said again."""
+        """Notes which request a slot stands for; the same one may come again."""
         key = (given.process_set, given.name)
         before = self._slot_of.get(key, slot)
         if self._slots.get(slot, given) != given or (
-            # A name may get another slot with the batch that takes the old one back.
+            # The batch that takes a slot back may give its name another one.
             before != slot and before not in evicted
         ):
             raise ProtocolError(f"slot {slot} is given to {given.name!r}, and is taken")

@@ -20,26 +20,26 @@ _EXIT_TIMEOUT_S = 5.0
 
 
 class _Session:
-    """Like the world, there is one engine; and what its names are counted by."""
+    """State of the one engine of this process."""
 
     engine: Engine | None = None
-    # Whether a process with an engine, or in a job of several, has forked this one.
+    # Whether this process was forked from one with an engine, or in a job of several.
     is_forked = False
     why_ended = ""
-    # By kind and set: the next number, and smaller ones that refused calls gave back.
+    # By kind and set: the next number, and smaller ones returned by refused calls.
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
     returned: collections.defaultdict[tuple[str, int], set[int]]
     returned = collections.defaultdict(set)
     num_joins = 0
-    lock = threading.Lock()  # of the three.
+    lock = threading.Lock()  # for `counts`, `returned` and `num_joins`.
 
 
 def start(world: World | None, options: EagerOptions | None) -> Engine:
-    """Starts the engine, or returns the one that runs; see `jdp.eager.init`.
+    """Starts the engine, or returns the running one; see `jdp.eager.init`.
 
     Raises:
-      RuntimeError: one runs with another world or other options, or this process was
-        forked from a process of a job; see also there.
+      RuntimeError: the engine runs with another world or other options, this process
+        was forked from a process of a job, or `Engine` raised it.
     """
     _check_is_not_forked()
     engine = _Session.engine
@@ -59,18 +59,18 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     options = EagerOptions.from_environ() if options is None else options
     _reset_names(num_joins=0)
     engine = _Session.engine = Engine(world, options)
-    # The last to be registered runs first: before what the engine stands on is closed.
+    # The last function registered runs first, before the engine's resources close.
     atexit.unregister(_leave)
     atexit.register(_leave)
     return engine
 
 
 def shutdown() -> None:
-    """Ends the engine on all processes; nothing happens where it does not run.
+    """Ends the engine on all processes; does nothing if it does not run.
 
-    Operations that all processes have submitted are executed first. Others raise
-    RuntimeError on the processes that wait for them. In a child that was forked nothing
-    happens: the engine is that of its parent.
+    Operations that all processes have submitted run first. Others raise RuntimeError on
+    the processes that wait for them. In a forked child it does nothing: the engine
+    belongs to the parent.
     """
     if _Session.is_forked:
         return
@@ -84,17 +84,17 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process has called `init`, and not `shutdown` after it.
+    """Whether this process has called `init`, and not `shutdown` since.
 
-    True also where the engine has ended since another process shut it down or is gone;
-    calls raise RuntimeError then, and `init` starts a new one. False in a child that
-    was forked after `init`.
+    True also if the engine has ended because another process shut it down or is gone;
+    calls raise RuntimeError then, and `init` starts it again. False in a child that was
+    forked after `init`.
     """
     return _Session.engine is not None and not _Session.is_forked
 
 
 def is_running() -> bool:
-    """Whether the engine runs, and has not ended by itself."""
+    """Whether the engine was started and has not ended."""
     return _Session.engine is not None and not _Session.engine.why_dead
 
 
@@ -118,7 +118,7 @@ def current_engine() -> Engine:
 
 
 def _known_engine() -> Engine:
-    """Returns the engine, in a child that was forked that of its parent."""
+    """Returns the engine; in a forked child, the parent's."""
     engine = _Session.engine
     if engine is None:
         if _Session.why_ended:
@@ -134,7 +134,7 @@ def _known_engine() -> Engine:
 
 
 def is_forked() -> bool:
-    """Whether the engine, or the world, is that of a process that forked this one."""
+    """Whether the engine or the world belongs to the parent of this forked process."""
     return _Session.is_forked
 
 
@@ -143,7 +143,7 @@ def _check_is_not_forked() -> None:
     if _Session.is_forked:
         raise RuntimeError(
             "This process was forked from a process of a job. The thread and the "
-            "connections of the eager engine are those of the parent, and a child can "
+            "connections of the eager engine belong to the parent, and a child can "
             "neither use them nor start an engine of its own. Call collectives in the "
             'parent, or start the child with `multiprocessing.get_context("spawn")`.'
         )
@@ -159,7 +159,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def rank() -> int:
-    """Returns the number of this process."""
+    """Returns the rank of this process."""
     return _known_engine().rank
 
 
@@ -169,38 +169,38 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process among those of its host."""
+    """Returns the position of this process among the processes of its host."""
     engine = _known_engine()
-    return _local_ranks(engine.nodes)[engine.rank]
+    return _local_ranks(engine.hosts)[engine.rank]
 
 
 def local_size() -> int:
-    """Returns the number of processes of this host."""
+    """Returns the number of processes on this host."""
     engine = _known_engine()
-    return engine.nodes.count(engine.nodes[engine.rank])
+    return engine.hosts.count(engine.hosts[engine.rank])
 
 
 def cross_rank() -> int:
-    """Returns the number of this process among those of its `local_rank`, one a host.
+    """Returns the position of this process among those with its `local_rank`.
 
-    Where all hosts have as many processes it is the number of the host, in the order
-    of the first rank of each.
+    If all hosts have the same number of processes, it is the number of the host; hosts
+    are ordered by their first ranks.
     """
     engine = _known_engine()
-    locals_ = _local_ranks(engine.nodes)
+    locals_ = _local_ranks(engine.hosts)
     return locals_[: engine.rank].count(locals_[engine.rank])
 
 
 def cross_size() -> int:
-    """Returns the number of processes with the `local_rank` of this one, one a host."""
+    """Returns the number of processes with the `local_rank` of this one."""
     engine = _known_engine()
-    locals_ = _local_ranks(engine.nodes)
+    locals_ = _local_ranks(engine.hosts)
     return locals_.count(locals_[engine.rank])
 
 
-def _local_ranks(nodes: Sequence[str]) -> list[int]:
-    """Returns by rank its number on its host."""
-    return [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+def _local_ranks(hosts: Sequence[str]) -> list[int]:
+    """Returns by rank its position among the processes of its host."""
+    return [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
 
 
 @contextlib.contextmanager
@@ -208,12 +208,12 @@ def numbered(kind: str, set_id: int) -> Iterator[str]:
     """Numbers calls without a name: by kind and set, in the order of the calls.
 
     A call that fails before it has submitted anything does not count: other processes
-    have not heard of it, and the call that follows is the one that they wait for. Once
-    something is submitted the call counts, whatever it raises.
+    have not heard of it, and wait for the next call. Once something is submitted the
+    call counts, whatever it raises.
 
     Args:
-      kind: of the operation.
-      set_id: of the process set.
+      kind: the operation.
+      set_id: number of the process set.
 
     Raises:
       RuntimeError: nothing can be submitted.
@@ -241,15 +241,15 @@ def numbered(kind: str, set_id: int) -> Iterator[str]:
 
 
 def count_names_anew() -> None:
-    """Lets `numbered` begin anew, as all ranks do when they join.
+    """Restarts the counts of `numbered`, as all ranks do when they join.
 
-    A rank that has joined does not count what the others do meanwhile.
+    A rank that has joined does not count the operations of the others.
     """
     _reset_names(num_joins=_Session.num_joins + 1)
 
 
 def forget_counts(set_id: int) -> None:
-    """Forgets how many calls without a name a set had that is gone."""
+    """Forgets the count of calls without a name in a removed set."""
     with _Session.lock:
         for counts in (_Session.counts, _Session.returned):
             for key in [key for key in counts if key[1] == set_id]:
@@ -269,13 +269,13 @@ def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[A
     Raises:
       TimeoutError: they are not done after `timeout_s` seconds.
       RuntimeError: an operation has failed, on all its ranks, or the engine has ended.
-      Exception: what a submitted program raised.
+      Exception: raised by a submitted program.
     """
     values = [entry.value for entry in entries if entry.is_done and not entry.error]
     if len(values) == len(entries):
         return values
     has_failed = any([entry.error is not None for entry in entries])
-    # What has failed says why, also when the engine has ended meanwhile.
+    # A failed entry has its own error, even if the engine has ended since.
     engine = None if has_failed else current_engine()
     if engine is not None and not engine.wait(entries, timeout_s):
         names = [entry.request.name for entry in entries if not entry.is_done]
@@ -287,7 +287,7 @@ def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[A
         raise TimeoutError(reason)
     for entry in entries:
         if entry.error is not None:
-            # Several callers may wait for one failure; each gets a traceback.
+            # Several callers may wait for one failure; each needs its own traceback.
             if type(entry.error) is RuntimeError:
                 culprit = progress.culprit_of(entry.error)
                 raise progress.blame(RuntimeError(str(entry.error)), culprit)
@@ -296,7 +296,7 @@ def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[A
 
 
 def start_timeline(path: str, *, mark_cycles: bool = False) -> None:
-    """Begins to write a trace of this process, as `EagerOptions.timeline` does.
+    """Starts to write a trace of this process, as `EagerOptions.timeline` does.
 
     Args:
       path: file; `trace.json` becomes `trace.rank0.json`.
@@ -309,17 +309,17 @@ def start_timeline(path: str, *, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Ends the trace; the file is whole then. Nothing happens if there is none."""
+    """Ends the trace and completes its file; does nothing without a trace."""
     current_engine().stop_timeline()
 
 
 def _leave() -> None:
-    """Shuts down at the end of a program that has not done so."""
+    """Shuts the engine down at the end of a program that has not done so."""
     engine = _Session.engine
     if engine is None or engine.why_dead or _Session.is_forked:
         return
-    # The others may be a moment late with what this process has submitted. One that
-    # ends with an exception will not go on with them.
+    # The others may be a moment late with operations that this process has submitted.
+    # After an exception this process does not wait for them.
     if not hasattr(sys, "last_value"):
         engine.finish_own(timeout_s=_EXIT_TIMEOUT_S)
     engine.shutdown(timeout_s=_EXIT_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Startup: do all processes go by the same options, and which share a host?"""
+"""Startup: do all processes have the same options, and which of them share a host?"""
 
 import dataclasses
 import pathlib
@@ -14,7 +14,7 @@ from jdp.eager.options import EagerOptions
 from jdp.replicas.mesh import World
 from jdp.runtime.transport.transport import Event, Link, Lost
 
-# Options that a process may have for itself.
+# Options that may differ between processes.
 _OWN = {"timeline", "flight_recorder_capacity", "flight_recorder_dir", "autotune_log"}
 
 
@@ -22,14 +22,14 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
     """The first message of a process."""
 
     options: dict[str, bool | int | float | str]
-    node: str
+    host: str
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of process 0: why the engine does not start, and all nodes."""
+    """The answer of process 0: why the engine does not start, and all hosts."""
 
     error: str
-    nodes: tuple[str, ...]
+    hosts: tuple[str, ...]
 
 
 _hello = msgspec.msgpack.Decoder(_Hello)
@@ -39,45 +39,44 @@ _answer = msgspec.msgpack.Decoder(_Answer)
 def meet(
     link: Link, world: World, options: EagerOptions
 ) -> tuple[tuple[str, ...], list[Event]]:
-    """Compares the options of all processes with those of process 0.
+    """Compares the options of all processes with the options of process 0.
 
-    Every process calls it, first of all that use the link.
+    Every process calls it, before anything else uses the link.
 
     Returns:
-      By process a text that is the same for those of one host; and what came early, of
-      what follows.
+      By process, a text that identifies its host; and later events that came early.
 
     Raises:
-      RuntimeError: they differ, or a process is lost or late, or says something else;
-        on every process.
+      RuntimeError: on every process, if the options differ, or a process is lost, late
+        or sends something else.
     """
     own = {k: v for k, v in dataclasses.asdict(options).items() if k not in _OWN}
     size = world.process_count
     if size == 1:
-        return (_node(),), []
+        return (_host(),), []
     if world.process_index > 0:
-        link.send(0, messages.encode(_Hello(own, _node())))
+        link.send(0, messages.encode(_Hello(own, _host())))
         found, early = _collect(link, 1, world.timeout_s)
         answer = _decode(_answer, 0, found[0])
-        if not answer.error and len(answer.nodes) != size:
-            raise RuntimeError(f"{_SENT.format(0)}: {len(answer.nodes)} nodes.")
+        if not answer.error and len(answer.hosts) != size:
+            raise RuntimeError(f"{_SENT.format(0)}: {len(answer.hosts)} hosts.")
     else:
         found, early = _collect(link, size - 1, world.timeout_s)
-        nodes, error = [_node()], ""
+        hosts, error = [_host()], ""
         for peer in range(1, size):
             try:
                 hello = _decode(_hello, peer, found[peer])
             except RuntimeError as fault:
                 error = error or str(fault)
                 continue
-            nodes.append(hello.node)
+            hosts.append(hello.host)
             error = error or _find_difference(own, peer, hello.options)
-        answer = _Answer(error, tuple(nodes))
+        answer = _Answer(error, tuple(hosts))
         for peer in found:
             link.send(peer, messages.encode(answer))
     if answer.error:
         raise RuntimeError(answer.error)
-    return answer.nodes, early
+    return answer.hosts, early
 
 
 _SENT = "While the eager engine started, process {} sent what no engine sends"
@@ -90,8 +89,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], peer: int, payload: bytes) ->
         raise RuntimeError(f"{_SENT.format(peer)}: {error}.") from None
 
 
-def _node() -> str:
-    """Names this host; the boot id tells apart hosts of one name."""
+def _host() -> str:
+    """Identifies this host; the boot id tells hosts with the same name apart."""
     try:
         boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -112,7 +111,7 @@ def _find_difference(own: dict[str, Any], peer: int, other: dict[str, Any]) -> s
 def _collect(
     link: Link, count: int, timeout_s: float
 ) -> tuple[dict[int, bytes], list[Event]]:
-    """Waits for a message of each of `count` peers; returns them, and what is more."""
+    """Waits for one message from each of `count` peers; returns later events too."""
     first: dict[int, bytes] = {}
     more: list[Event] = []
     deadline_s = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Requests: from the arrays of a call to what the engine takes, and back."""
+"""Submission: from the arrays of a call to requests of the engine, and back."""
 
 import math
 import threading
@@ -29,19 +29,18 @@ from jdp.eager.process_set import ProcessSet
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
-_finishing = threading.Lock()  # of what the first of several threads returns.
-_MAX_KNOWN = 1 << 12  # options that are kept, and encoded requests of each.
+_finishing = threading.Lock()  # several threads may ask for one result.
+_MAX_KNOWN = 1 << 12  # cached options, and cached tensors for each of them.
 
 
 class Handle:
-    """An operation that is under way; see `synchronize` and `poll`."""
+    """An operation under way; functions whose names end in `_async` return it."""
 
     __slots__ = ("_entries", "_finish", "_value", "_is_read")
 
     def __init__(
         self, entries: Sequence[Entry], finish: Callable[[list[Any]], Any]
     ) -> None:
-        """Use the functions whose names end in `_async`."""
         self._entries = entries
         self._finish = finish
         self._value: Any = None
@@ -52,10 +51,10 @@ class Handle:
         return all([entry.is_done for entry in self._entries]) or session.is_forked()
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Returns the result, the same object on all threads; see `synchronize`."""
+        """Returns the result; all threads get the same object. See `synchronize`."""
         if timeout_s is not None:
             timeout_s = argument_types.check_timeout(timeout_s)
-        entries = self._entries  # Before the look: they go after it is set.
+        entries = self._entries  # Read first: they are dropped after `_is_read` is set.
         if not self._is_read:
             value = self._finish(session.wait_for(entries, timeout_s))
             with _finishing:
@@ -66,60 +65,61 @@ class Handle:
 
 
 class _KnownTensor(NamedTuple):
-    """Cached facts about a tensor that has come before."""
+    """Cached request of a tensor."""
 
     request: Request
     dtype: str
     num_bytes: int
-    is_small: bool  # see `carried`.
-    is_cast: bool  # whether it travels in another dtype.
+    is_small: bool  # see `small_tensors`.
+    is_cast: bool  # whether it is sent in another dtype.
 
 
 class CallOptions:
-    """Options of a call for all its tensors; checked once per engine."""
+    """Options shared by the tensors of a call; checked once per engine."""
 
-    def __init__(self, engine: Engine, facts: "CallArguments", set_id: int):
-        """Use `find_options`."""
+    def __init__(self, engine: Engine, arguments: "CallArguments", set_id: int):
         self.engine = engine
-        self.facts = facts
+        self.arguments = arguments
         self.set_id = set_id
-        self.group = (set_id, facts.group) if facts.group else None
-        self.wire = None if facts.wire_dtype is None else jnp.dtype(facts.wire_dtype)
-        # Tensors that come over and over, by name, dtype, shape and so on.
+        self.group = (set_id, arguments.group) if arguments.group else None
+        self.wire = (
+            None if arguments.wire_dtype is None else jnp.dtype(arguments.wire_dtype)
+        )
+        # Cached tensors, by name, dtype, shape and so on.
         self.known: dict[Any, _KnownTensor] = {}
 
 
 class CallArguments(NamedTuple):
-    """Arguments of a call, but for its name and tensors."""
+    """Arguments of a call except name and tensors."""
 
     kind: Kind
     process_set: ProcessSet
     op: str = ""
     prescale: float = 1.0
     postscale: float = 1.0
-    wire_dtype: Any = None  # dtype in which wider floats travel.
+    wire_dtype: Any = None  # dtype in which wider floats are sent.
     root: int = -1
     group: str = ""
     group_size: int = 0
 
 
-def find_options(engine: Engine, *facts: Any) -> CallOptions:
-    """Returns the options of a call whose arguments are `CallArguments(*facts)`.
+def find_options(engine: Engine, *arguments: Any) -> CallOptions:
+    """Returns the options of a call whose arguments are `CallArguments(*arguments)`.
 
     Raises:
-      TypeError: an argument is of another type than it must be.
+      TypeError: an argument is of the wrong type.
       ValueError: this process is not in the set, there is no such set, or an argument
         is out of range.
-      NotImplementedError: adasum of a set, or of a number of processes that is no power
-        of two.
+      NotImplementedError: adasum of a process set, or of a number of processes that is
+        not a power of two.
     """
     known = engine.known_options
     try:
-        options = known.get(facts)
-    except TypeError:  # One has no hash, as arrays have none.
+        options = known.get(arguments)
+    except TypeError:  # An argument such as an array has no hash.
         options = None
     if options is None:
-        checked = _check_types(CallArguments(*facts))
+        checked = _check_types(CallArguments(*arguments))
         options = known.get(checked)
         if options is None:
             if len(known) == _MAX_KNOWN:
@@ -128,24 +128,24 @@ def find_options(engine: Engine, *facts: Any) -> CallOptions:
     return options
 
 
-def _check_types(facts: CallArguments) -> CallArguments:
-    """Returns the same facts in plain types."""
-    check_set(facts.process_set)
-    wire = facts.wire_dtype
-    return facts._replace(
-        op=argument_types.check_op(facts.op),
-        prescale=argument_types.check_factor(facts.prescale, "prescale"),
-        postscale=argument_types.check_factor(facts.postscale, "postscale"),
+def _check_types(arguments: CallArguments) -> CallArguments:
+    """Returns the same arguments in plain types."""
+    check_set(arguments.process_set)
+    wire = arguments.wire_dtype
+    return arguments._replace(
+        op=argument_types.check_op(arguments.op),
+        prescale=argument_types.check_factor(arguments.prescale, "prescale"),
+        postscale=argument_types.check_factor(arguments.postscale, "postscale"),
         wire_dtype=None
         if wire is None
         else argument_types.check_dtype(wire, "wire_dtype"),
-        root=argument_types.check_integer(facts.root, "root"),
-        group=argument_types.check_name(facts.group),
+        root=argument_types.check_integer(arguments.root, "root"),
+        group=argument_types.check_name(arguments.group),
     )
 
 
 def check_set(process_set: Any) -> None:
-    """Raises TypeError for what is no `ProcessSet`."""
+    """Raises TypeError if `process_set` is not a `ProcessSet`."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             "`process_set` must be what `jdp.eager.add_process_set` returned, got "
@@ -153,41 +153,47 @@ def check_set(process_set: Any) -> None:
         )
 
 
-def _make_options(engine: Engine, facts: CallArguments) -> CallOptions:
-    set_id = find_set(engine, facts.kind, facts.process_set)
-    allowed = OPS.get(facts.kind, ("",))
-    if facts.op not in allowed:
+def _make_options(engine: Engine, arguments: CallArguments) -> CallOptions:
+    set_id = find_set(engine, arguments.kind, arguments.process_set)
+    allowed = OPS.get(arguments.kind, ("",))
+    if arguments.op not in allowed:
         raise ValueError(
-            f"`op` of {facts.kind} must be one of {', '.join(allowed)}, got "
-            f"{facts.op!r}."
+            f"`op` of {arguments.kind} must be one of {', '.join(allowed)}, got "
+            f"{arguments.op!r}."
         )
-    for name, factor in (("prescale", facts.prescale), ("postscale", facts.postscale)):
+    for name, factor in (
+        ("prescale", arguments.prescale),
+        ("postscale", arguments.postscale),
+    ):
         if not math.isfinite(factor):
             raise ValueError(f"`{name}` must be finite, got {factor}.")
-    if facts.op == "adasum" and set_id != 0:
+    if arguments.op == "adasum" and set_id != 0:
         raise NotImplementedError(
-            "Adasum does not support process sets other than that of all."
+            "Adasum does not support process sets other than the global one."
         )
-    if facts.op == "adasum" and engine.size & (engine.size - 1):
+    if arguments.op == "adasum" and engine.size & (engine.size - 1):
         raise NotImplementedError(
             f"Adasum needs a power of two of processes, got {engine.size}."
         )
-    if facts.kind == "broadcast" and facts.root not in facts.process_set.ranks:
+    if (
+        arguments.kind == "broadcast"
+        and arguments.root not in arguments.process_set.ranks
+    ):
         raise ValueError(
-            f"`root={facts.root}` is none of the ranks of the process set, "
-            f"{list(facts.process_set.ranks)}."
+            f"`root={arguments.root}` is not in the process set, which has the ranks "
+            f"{list(arguments.process_set.ranks)}."
         )
-    options = CallOptions(engine, facts, set_id)
+    options = CallOptions(engine, arguments, set_id)
     if options.wire is not None and not jnp.issubdtype(options.wire, jnp.floating):
         raise ValueError(f"`wire_dtype` must be a floating dtype, got {options.wire}.")
     return options
 
 
 def find_set(engine: Engine, kind: Kind, process_set: ProcessSet) -> int:
-    """Returns the number of a set that this process is in.
+    """Returns the number of a process set.
 
     Raises:
-      ValueError: it is not in it, or there is no such set.
+      ValueError: this process is not in the set, or there is no such set.
     """
     set_id = process_set.process_set_id
     if set_id == 0:
@@ -216,7 +222,7 @@ def find_place(kind: Kind, process_set: ProcessSet) -> int:
 def gradient_factor(
     op: str, prescale: Any, postscale: Any, process_set: ProcessSet
 ) -> float:
-    """Returns the factor of the gathered gradient of a scattered reduction."""
+    """Returns the factor for the gathered gradient of a reduce-scatter."""
     check_set(process_set)
     factor = argument_types.check_factor(prescale, "prescale")
     factor *= argument_types.check_factor(postscale, "postscale")
@@ -226,10 +232,10 @@ def gradient_factor(
 def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
     """Submits all leaves of a tree at once."""
     if name is None:
-        with session.numbered(options.facts.kind, options.set_id) as name:
+        with session.numbered(options.arguments.kind, options.set_id) as name:
             return submit_tree(options, name, tree)
     name = argument_types.check_name(name)
-    if type(tree) is np.ndarray and options.wire is None:  # What most calls give.
+    if type(tree) is np.ndarray and options.wire is None:  # The most common input.
         found = options.known.get((name, tree.dtype, tree.shape, ()))
         if found is None:
             entries = (
@@ -275,7 +281,7 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
 def make_entry(
     options: CallOptions, name: str, array: Any, local: tuple[int, ...] = ()
 ) -> Entry:
-    """Makes the request of one tensor."""
+    """Returns the entry of one tensor."""
     dtype, shape, known = array.dtype, array.shape, options.known
     is_jax = isinstance(array, jax.Array)
     if is_jax:
@@ -298,14 +304,14 @@ def make_entry(
 def _make_known(
     options: CallOptions, name: str, array: Any, found: _KnownTensor
 ) -> Entry:
-    facts = options.facts
+    arguments = options.arguments
     record = Record(
         name,
-        facts.kind,
+        arguments.kind,
         found.dtype,
         array.shape,
         options.set_id,
-        facts.op,
+        arguments.op,
         found.num_bytes,
         -1,
         time.perf_counter(),
@@ -327,14 +333,14 @@ def _find_out(
 def _make_request(
     options: CallOptions, name: str, array: Any, local: tuple[int, ...]
 ) -> tuple[Request, bool]:
-    facts, dtype, shape = options.facts, array.dtype, tuple(array.shape)
-    if facts.kind in OPS and dtype.kind == "b":
+    arguments, dtype, shape = options.arguments, array.dtype, tuple(array.shape)
+    if arguments.kind in OPS and dtype.kind == "b":
         raise TypeError(
             f"`{name}`: bools cannot be reduced; cast them to uint8, for example."
         )
-    if facts.op in ("min", "max") and dtype.kind == "c":
-        raise TypeError(f"`{name}`: `op={facts.op!r}` is not defined for {dtype}.")
-    if facts.op == "adasum" and not (
+    if arguments.op in ("min", "max") and dtype.kind == "c":
+        raise TypeError(f"`{name}`: `op={arguments.op!r}` is not defined for {dtype}.")
+    if arguments.op == "adasum" and not (
         jnp.issubdtype(dtype, jnp.floating) and numerics.has_zero(dtype)
     ):
         raise TypeError(
@@ -342,20 +348,20 @@ def _make_request(
         )
     if options.wire is not None and _is_wider(dtype, options.wire):
         dtype = options.wire
-    if facts.kind in HAS_LOCAL_FIRST:
+    if arguments.kind in HAS_LOCAL_FIRST:
         local = local or shape[:1]
-        shape = shape[1:] if shape else SCALAR  # It is refused on all ranks.
+        shape = shape[1:] if shape else SCALAR  # The coordinator refuses it.
     spec = Spec(
-        facts.kind,
+        arguments.kind,
         dtype.name,
         shape,
         _device_of(array),
-        facts.op,
-        float(facts.prescale),
-        float(facts.postscale),
-        facts.root,
-        facts.group,
-        facts.group_size,
+        arguments.op,
+        float(arguments.prescale),
+        float(arguments.postscale),
+        arguments.root,
+        arguments.group,
+        arguments.group_size,
     )
     request = Request(name, encode_spec(spec), options.set_id, local)
     return request, small_tensors.is_small(spec, array.size * dtype.itemsize)
@@ -373,7 +379,7 @@ def _device_of(array: Any) -> str:
 
 
 def _own_part(array: jax.Array) -> Any:
-    """Returns what numpy reads on CPU, or this process's part on other devices."""
+    """Returns a numpy view on CPU, and this process's part on other devices."""
     if _device_of(array) == "cpu":
         return np.asarray(array)
     return array if array.is_fully_addressable else array.addressable_data(0)
@@ -384,6 +390,6 @@ def _take_one(values: list[Any]) -> Any:
 
 
 def started(record: Record) -> Record:
-    """Notes when a request was made."""
+    """Sets the submission time of a record; returns the record."""
     record.submitted_s = time.perf_counter()
     return record
