@@ -1,9 +1,9 @@
-"""Autotune: which parameters of the engine move the most bytes in a second.
+"""Autotune: which options of the engine move the most bytes per second?
 
-The counterpart of Horovod's `ParameterManager`: the engine runs, what it moves is
-measured, and Bayesian optimisation says what to try next. Pure but for the log and
-with the clock as an argument; only the coordinator has an `Autotuner`, and sends what
-it decides to all ranks.
+The counterpart of Horovod's `ParameterManager`. While the engine runs, its throughput
+is measured, and Bayesian optimisation chooses the next options to try. It is pure
+except for the log; the clock is an argument. Only the coordinator has an `Autotuner`,
+and sends its choices to all ranks.
 """
 
 import collections
@@ -19,35 +19,33 @@ from jdp.eager.coordinator.autotune_search import ParameterSearch
 from jdp.eager.messages import Tunable
 from jdp.eager.options import EagerOptions
 
-# As Horovod's SAMPLES: measurements a sample. One may have a pause of the caller in it,
-# or what still ran with the parameters before; the median does not care.
+# Measurements per sample, as Horovod's SAMPLES. The median ignores one in which the
+# caller paused, or operations still ran with the previous options.
 _NUM_MEASUREMENTS = 5
-# A measurement ends with a name that comes again. Where none does, it ends with these.
+# A measurement ends with a name that recurs, or after this many names.
 _MOST_NAMES = 1 << 16
 _HIERARCHICAL = ("hierarchical_all_reduce", "hierarchical_all_gather")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutotuneOptions:
-    """How parameters are looked for.
+    """Options of the search.
 
-    A sample is one choice of parameters and its score: the median of five measurements
-    of `steps_per_sample` steps each.
+    A sample is one choice of options and its score: the median of five measurements of
+    `steps_per_sample` steps each. Names in capitals are Horovod's variables.
 
     Attributes:
-      warmup_samples: how many samples are thrown away at the beginning.
+      warmup_samples: number of samples discarded at the beginning.
         HOROVOD_AUTOTUNE_WARMUP_SAMPLES.
-      steps_per_sample: steps in a measurement. HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE.
-      max_samples: how many samples are taken before the best is kept for good; fewer
-        where there is nothing else to try.
-        HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES.
-      noise: standard deviation of the noise in the scores, from 0 to 1, where that of
-        all scores is 1. HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE.
-      fixed: fields of `Tunable` that are left as they are. In Horovod these are the
-        ones that have a variable of their own set.
-      log_path: where a line is written for each sample, as CSV; None: nowhere.
-        HOROVOD_AUTOTUNE_LOG.
-      seed: of what is tried. A seed and like scores give like choices.
+      steps_per_sample: steps per measurement. HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE.
+      max_samples: number of samples before the best is kept for good; fewer if there
+        is nothing else to try. HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES.
+      noise: standard deviation of the noise in the scores, from 0 to 1, relative to
+        the standard deviation of the scores. HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE.
+      fixed: fields of `Tunable` that are not tuned. Horovod fixes those whose variable
+        is set.
+      log_path: CSV file with one line per sample; None: no file. HOROVOD_AUTOTUNE_LOG.
+      seed: seed of the search; the same seed and scores give the same choices.
     """
 
     warmup_samples: int = 3
@@ -59,7 +57,6 @@ class AutotuneOptions:
     seed: int = 0
 
     def __post_init__(self):
-        """Checks the ranges."""
         least = {"warmup_samples": 0, "steps_per_sample": 1, "max_samples": 1}
         for name, low in (least | {"seed": 0}).items():
             if getattr(self, name) < low:
@@ -78,29 +75,27 @@ class AutotuneOptions:
 
 
 class Autotuner:
-    """Tries parameters while the engine runs, and keeps the best.
+    """Tries options while the engine runs, and keeps the best.
+
+    Args:
+      start: the present options; they are the first sample.
+      options: options of the search.
+      can_be_hierarchical: whether the world has two axes; if not, the hierarchical
+        fields are not tuned.
 
     Attributes:
-      best: what had the best score so far; `start` before there is one.
-      is_done: the best is kept, and nothing changes any more.
+      best: options with the best score so far; `start` before the first sample.
+      is_done: whether the best options are kept for good.
+
+    Raises:
+      ValueError: `start` has a value below 0, or all fields are fixed.
+      RuntimeError: the optimiser is not installed.
+      OSError: the log cannot be written.
     """
 
     def __init__(
         self, start: Tunable, options: AutotuneOptions, *, can_be_hierarchical: bool
     ):
-        """Begins with `start`, whose sample is the first.
-
-        Args:
-          start: what the engine has now.
-          options: how parameters are looked for.
-          can_be_hierarchical: whether the world has groups; where it has none, these
-            two fields are left as they are.
-
-        Raises:
-          ValueError: `start` has a value below 0, or all fields are fixed.
-          RuntimeError: the optimiser is not installed.
-          OSError: the log cannot be written.
-        """
         _check(start)
         fixed = {*options.fixed, *(() if can_be_hierarchical else _HIERARCHICAL)}
         tuned = [name for name in Tunable.__struct_fields__ if name not in fixed]
@@ -128,21 +123,21 @@ class Autotuner:
     def observe(
         self, num_bytes: int, *, now_s: float, names: Collection[Hashable] = ()
     ) -> Tunable | None:
-        """Takes what moves; the coordinator calls it for each batch that moves bytes.
+        """Measures a batch; the coordinator calls it for each batch that moves bytes.
 
-        Between two samples the next parameters are computed, which takes about a tenth
-        of a second; it is not measured.
+        Choosing the next options after a sample takes about a tenth of a second, which
+        is not measured.
 
         Args:
-          num_bytes: of all operations of the batch.
-          now_s: when the batch was decided, on a clock that does not go back.
-          names: of the operations. A step is over when a name comes again, so that a
-            measurement has whole steps in it, however many batches they are. Without
-            names a batch counts as a step.
+          num_bytes: bytes of all operations of the batch.
+          now_s: when the batch was decided, on a monotonic clock.
+          names: names of the operations. A step ends when a name recurs, so that a
+            measurement has whole steps, whatever number of batches they take. Without
+            names every batch counts as a step.
 
         Returns:
-          What all ranks use from the next batch on, or None if nothing changes. The
-          last one is the best, and nothing comes after it.
+          The options of all ranks from the next batch on, or None if nothing changes.
+          The last ones are the best, and stay.
         """
         if self.is_done:
             return None
@@ -167,14 +162,14 @@ class Autotuner:
         return self._current
 
     def close(self) -> None:
-        """Closes the log; once or more often."""
+        """Closes the log; may be called more than once."""
         if self._log is not None:
             self._log.close()
             self._log = None
 
 
 def make_autotuner(options: EagerOptions, *, can_be_hierarchical: bool) -> Autotuner:
-    """Makes the autotuner that the options of an engine ask for; see `Autotuner`."""
+    """Returns the autotuner for the options of an engine; see `Autotuner`."""
     start = Tunable(
         options.fusion_bytes,
         options.cycle_time_s,
@@ -193,7 +188,7 @@ def make_autotuner(options: EagerOptions, *, can_be_hierarchical: bool) -> Autot
 
 
 class _Meter:
-    """Bytes in a microsecond: the median of several measurements."""
+    """Bytes per microsecond: the median of several measurements."""
 
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
@@ -208,10 +203,10 @@ class _Meter:
     def observe(
         self, num_bytes: int, names: Collection[Hashable], *, now_s: float
     ) -> float | None:
-        """Returns the score where a sample is complete.
+        """Returns the score when a sample is complete, and None before.
 
         The bytes of a batch belong to the time after it was decided. The batch that
-        completes a sample is in none, as the parameters change with it.
+        completes a sample belongs to no sample, as the options change with it.
         """
         names = names or ("",)
         if self._since_s is None or now_s < self._since_s:
@@ -236,10 +231,10 @@ class _Meter:
 
 
 class _Log:
-    """A line for each sample, on disk as soon as it is known."""
+    """CSV file with one line per sample, written as soon as its score is known."""
 
     def __init__(self, path: str):
-        # Read while the job runs, and what is left of one that died: line by line.
+        # Buffered by line: it is read while the job runs, and after a crash.
         self._file = open(path, "w", newline="", buffering=1)
         self._writer = csv.writer(self._file, lineterminator="\n")
         self._writer.writerow(["sample", "score", *Tunable.__struct_fields__])

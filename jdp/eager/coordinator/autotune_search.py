@@ -23,11 +23,11 @@ _KAPPA = 1.0
 
 
 class _Range:
-    """Numbers from 0 to `high`, by where they are from 0 to 1.
+    """Maps numbers from 0 to `high` to positions from 0 to 1, by their logarithms.
 
-    By the logarithm, other than in Horovod: what counts is how many operations there
-    are, and how many cycles, and these go with the inverse. From 1 to 2 MiB is as far
-    as from 64 to 128. `unit` is what is near 0, which has no logarithm.
+    Horovod maps them linearly. But the numbers of operations and of cycles matter, and
+    they are inversely proportional: 1 to 2 MiB is as far as 64 to 128. Values well
+    below `unit` count as 0, which has no logarithm.
     """
 
     def __init__(self, high: float, unit: float):
@@ -45,9 +45,9 @@ class _Range:
 class ParameterSearch:
     """Chooses the next trial from the past ones: first numbers, then switches.
 
-    Switches come last, one after another and each kept if it helps, because what they
-    change is not seen before the numbers are good. Horovod has the same order, but
-    looks for the numbers anew with each switch, which takes as many samples again.
+    Switches come last, one after another, and each is kept if it helps: their effect
+    does not show before the numbers are good. Horovod has the same order, but searches
+    the numbers again for each switch, which takes as many samples again.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class ParameterSearch:
         self._optimizer.register(dict(zip(self._ranges, places, strict=True)), score)
 
     def ask(self, best: Tunable) -> Tunable | None:
-        """Returns what to try after a `tell`, or None if there is nothing else.
+        """Returns the options to try after a `tell`, or None if there are none left.
 
         Args:
-          best: what has the best score so far.
+          best: the options with the best score so far.
         """
         if self._num_left > 0:
             return self._ask_numbers()
@@ -91,7 +91,7 @@ class ParameterSearch:
 
     def _ask_numbers(self) -> Tunable:
         point = self._planned.pop(0) if self._planned else self._optimizer.suggest()
-        # A corner is often suggested again, and says little the second time.
+        # A corner is often suggested again, and tells little the second time.
         while self._places(tunable := self._tunable(point)) in self._tried:
             point = self._optimizer.random_sample(1)[0]
         return tunable
@@ -102,7 +102,7 @@ class ParameterSearch:
         )
 
     def _tunable(self, point: dict[str, Any]) -> Tunable:
-        # Plain numbers, which can be sent; the library's are NumPy's.
+        # Plain numbers can be sent; the library returns NumPy's.
         values: dict[str, float] = {
             name: self._ranges[name].value(float(place))
             for name, place in point.items()
@@ -113,7 +113,7 @@ class ParameterSearch:
 
 
 def _ranges(start: Tunable, tuned: list[str]) -> dict[str, _Range]:
-    """By name; what is larger at the start can be reached again."""
+    """Returns the ranges by name; they include the start."""
     ranges = {
         "fusion_bytes": _Range(max(256 << 20, start.fusion_bytes), 64 << 10),
         # Horovod: 1 to 100 ms.
@@ -123,7 +123,7 @@ def _ranges(start: Tunable, tuned: list[str]) -> dict[str, _Range]:
 
 
 def _spread(names: list[str], *, seed: int) -> list[dict[str, Any]]:
-    """A Latin square: each number has each of its places once, ends included."""
+    """Returns a Latin square: each number takes each position once, ends included."""
     rng = random.Random(seed)
     places = [i / (_NUM_SPREAD - 1) for i in range(_NUM_SPREAD)]
     columns = [rng.sample(places, _NUM_SPREAD) for _ in names]
@@ -141,12 +141,12 @@ def _make_optimizer(names: list[str], *, noise: float, seed: int) -> Any:
     optimizer = BayesianOptimization(
         None,
         dict.fromkeys(names, (0.0, 1.0)),
-        # Not the expected improvement, Horovod's: here it goes by the best score, and
-        # where that was luck, it stays there.
+        # Horovod uses the expected improvement. It is relative to the best score, and
+        # stays there even if that score was luck.
         acquisition_function=acquisition.UpperConfidenceBound(kappa=_KAPPA),
         random_state=seed,
         verbose=0,
     )
-    # A variance; what is added is the library's, and keeps matrices regular.
+    # A variance; the library's own 1e-6 keeps matrices regular.
     optimizer.set_gp_params(alpha=noise**2 + 1e-6)
     return optimizer

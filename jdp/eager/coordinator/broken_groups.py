@@ -1,11 +1,11 @@
-"""Broken groups: whose leaves can never be ready together, on all ranks.
+"""Broken groups: which groups can never be ready on all ranks?
 
-A rank submits all leaves of a group at once, and no other group of the name before
-those are decided. So where ranks disagree on the group of a name that all of them have
-submitted, all have submitted what they ever will of it. The same holds once every rank
-has submitted as many leaves as its group has. What is left of the group then would wait
-for ever. It fails, on the ranks that wait for it. Ranks that have joined count where
-they have submitted leaves before: what the others have runs only if it is the same.
+A rank submits all leaves of a group at once, and no other group of this name before
+they are decided. So if ranks disagree on the group of a name that all of them have
+submitted, no more leaves will come. The same holds once every rank has submitted as
+many leaves as its group has. The remaining leaves would wait for ever, so they fail on
+the ranks that wait for them. Ranks that have joined count if they submitted leaves
+before: the leaves of the others run only if they are the same.
 """
 
 import collections
@@ -19,11 +19,11 @@ from jdp.eager.coordinator.groups import Groups, Key
 from jdp.eager.coordinator.names import Names
 from jdp.eager.messages import Response, Spec, decode_spec
 
-_MOST_SHOWN = 4  # leaves of a rank, in an error.
+_MOST_SHOWN = 4  # leaves of a rank in an error.
 
 
 def keys_of(set_id: int, specs: Iterable[Spec]) -> set[Key]:
-    """Returns the groups that ranks do not agree on, of the specs of one name."""
+    """Returns the groups in the specs of one name, if ranks do not agree on them."""
     groups = {(spec.group, spec.group_size) for spec in specs}
     if len(groups) == 1:
         return set()
@@ -37,17 +37,17 @@ def fail(
     hits: Hits,
     slots: SlotTable,
 ) -> Iterator[Response]:
-    """Takes back what ranks wait for in groups that cannot run.
+    """Takes out the leaves of groups that cannot run.
 
     Args:
-      broken: groups that ranks do not agree on, with why.
-      names: what ranks have said by name.
-      groups: what is ready everywhere, and waits for the rest of its group.
-      hits: what ranks have said by the numbers of slots.
-      slots: what these stand for.
+      broken: groups that ranks do not agree on, with reasons.
+      names: requests by name.
+      groups: names that are ready everywhere and wait for the rest of their group.
+      hits: requests by slot.
+      slots: the requests that slots stand for.
 
-    Returns:
-      By name its error; also of groups whose leaves differ between ranks.
+    Yields:
+      The error of each leaf, also in groups whose leaves differ between ranks.
     """
     parts = (names, groups, hits, slots)
     reasons = {**dict(_find_torn(*parts)), **broken}
@@ -64,7 +64,7 @@ def fail(
             slot = slots.find(set_id, name)
             if entry is not None:
                 ranks = entry.ranks
-                # A rank that has the leaf in another group can no longer run that one.
+                # A rank that has the leaf in another group cannot run that group.
                 specs = map(decode_spec, (entry.spec, *entry.odd.values()))
                 others = {(set_id, each.group) for each in specs if each.group}
                 left += others - reasons.keys()
@@ -84,18 +84,18 @@ def has_more(
     slots: SlotTable,
     key: Key,
 ) -> bool:
-    """Whether a rank that has joined waits for leaves that a group has not.
+    """Whether a rank that has joined waits for leaves that are not in its group.
 
     Args:
-      broken: where it is noted then, with why.
-      taken: slots that are ready and may not be held yet, as a bit set.
+      broken: receives the group and the reason in that case.
+      taken: slots that are ready and might not be held yet, as a bit set.
       names: see `fail`.
       groups: see `fail`.
       hits: see `fail`.
       slots: see `fail`.
-      key: of a group, of which as many leaves as it has are held.
+      key: a group of which as many leaves are held as it has.
     """
-    if not names.joined:  # Then all have submitted just these.
+    if not names.joined:  # All ranks have submitted exactly these leaves.
         return False
     held = groups.held[key].ready
     leaves = {each.name for each in held}
@@ -115,7 +115,7 @@ def has_more(
 def _find_torn(
     names: Names, groups: Groups, hits: Hits, slots: SlotTable
 ) -> Iterator[tuple[Key, str]]:
-    """Finds groups of which all has come that ever will, and which are not complete."""
+    """Finds incomplete groups for which no more leaves will come."""
     parts = (names, groups, hits, slots)
     touched, names.touched = names.touched, set()
     for key in touched:
@@ -144,11 +144,11 @@ def _find_leaves(
     hits: Hits,
     slots: SlotTable,
 ) -> tuple[dict[int, set[str]], bool]:
-    """Finds which leaves of a group each rank has submitted, and waits for.
+    """Finds the leaves of a group that each rank has submitted and waits for.
 
     Returns:
-      By rank the names; and whether all ranks of `awaited`, a bit set, have submitted
-      as many as their groups have.
+      The names by rank; and whether all ranks of `awaited`, a bit set, have submitted
+      as many leaves as their groups have.
     """
     set_id, group = key
     leaves: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
@@ -168,7 +168,7 @@ def _find_leaves(
         for rank in bits(hits.find_ranks(1 << slot)):
             note(rank, cached.name, cached.spec)
     held = groups.held.get(key)
-    for each in () if held is None else held.ready:  # All have submitted them.
+    for each in () if held is None else held.ready:  # All ranks have submitted them.
         for rank in bits(awaited):
             note(rank, each.name, each.spec)
     is_whole = all(len(leaves[r]) >= sizes.get(r, 1) for r in bits(awaited))
@@ -178,7 +178,7 @@ def _find_leaves(
 def _describe(
     group: str, leaves: Mapping[int, set[str]], waiting: Mapping[str, bytes]
 ) -> str:
-    """Says how the leaves of two ranks differ."""
+    """Describes how the leaves of two ranks differ."""
     first, *others = sorted(leaves) or [-1]
     for rank in others:
         ours, theirs = leaves[first], leaves[rank]
@@ -195,7 +195,7 @@ def _describe(
 
 
 def _list(leaves: set[str], odd: set[str]) -> str:
-    """Lists names, first those that the other rank has not."""
+    """Lists names, beginning with the ones that the other rank does not have."""
     names = [*sorted(odd), *sorted(leaves - odd)]
     more = len(names) - _MOST_SHOWN
     return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -207,7 +207,7 @@ def _find_waiting(
     """Returns the names, with their specs, that some ranks wait for in a group."""
     set_id, group = key
     if set_id not in names.tables:
-        return {}  # The process set was removed, and all that waited in it failed.
+        return {}  # The process set was removed, and its requests have failed.
     held = groups.held.get(key)
     found = {} if held is None else {each.name: each.spec for each in held.ready}
     for name, entry in names.tables[set_id].items():

@@ -1,8 +1,7 @@
-"""Hits: what ranks have said by the numbers of slots, and the tensors that came along.
+"""Cache hits: which slots has each rank submitted, and with which tensors?
 
-A tensor is kept only with the bit that it came with: it goes when the bit is taken
-because all ranks have sent theirs, and when the slot is taken back. So no tensor is
-ever left for the slot's next owner.
+A tensor is kept as long as the bit it came with: until all ranks have sent the bit, or
+the slot is taken back. So no tensor is left for the slot's next owner.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,22 +12,21 @@ from jdp.eager.messages import FromRank, ProtocolError
 
 
 class Hits:
-    """Bits of slots that ranks have submitted, and that are not ready everywhere."""
+    """Slots that some ranks have submitted and that are not ready on all ranks."""
 
     def __init__(self, size: int):
-        """Begins with none of `size` ranks."""
         self.of_rank = [0] * size  # bit sets.
         self._data: list[dict[int, bytes]] = [{} for _ in range(size)]  # by slot.
-        self._since_s: dict[int, float] = {}  # by slot, when a look first found it.
-        self._taken = 0  # slots that were taken since the last look, as a bit set.
+        self._since_s: dict[int, float] = {}  # by slot, when `waited_s` first found it.
+        self._taken = 0  # slots taken since the last `waited_s`, as a bit set.
 
     def add(self, rank: int, hits: int, data: Sequence[tuple[int, bytes]]) -> None:
-        """Notes what a rank has submitted.
+        """Adds the slots that a rank has submitted.
 
         Args:
-          rank: of the process.
+          rank: the rank.
           hits: bit set of slots.
-          data: slots, which are in `hits`, with the rank's tensors.
+          data: some slots of `hits` with the rank's tensors.
         """
         self.of_rank[rank] |= hits
         if data:
@@ -37,14 +35,14 @@ class Hits:
     def find_ready(
         self, names: Names, of_set: Mapping[int, int]
     ) -> Iterator[tuple[int, int]]:
-        """Finds the slots whose bits all ranks have sent, but for those that joined.
+        """Finds the slots that all ranks have submitted or joined for.
 
         Args:
-          names: who is in which process set, and who has joined.
+          names: members of the process sets, and ranks that have joined.
           of_set: by process set, its slots as a bit set.
 
-        Returns:
-          Process sets, each with the slots as a bit set.
+        Yields:
+          A process set and its ready slots as a bit set.
         """
         if not any(self.of_rank):
             return
@@ -58,15 +56,16 @@ class Hits:
                     asked |= self.of_rank[rank]
                     if not names.joined >> rank & 1:
                         ready &= self.of_rank[rank]
-                ready &= asked  # What some had submitted before all joined.
+                ready &= asked  # If all have joined, slots that some had submitted.
             if ready:
                 yield set_id, ready
 
     def take(self, ranks: Sequence[int], ready: int) -> dict[int, list[bytes]]:
-        """Takes the bits of slots that are ready, with what came along.
+        """Takes out slots that are ready.
 
         Returns:
-          By slot for which all of `ranks` have sent theirs: the tensors, by rank.
+          By slot, its tensors in the order of `ranks`; only slots for which all ranks
+          have sent one.
         """
         self._taken |= ready
         given = []
@@ -83,7 +82,7 @@ class Hits:
         return taken  # pyright: ignore[reportReturnType]
 
     def drop(self, slot: int) -> list[int]:
-        """Forgets a slot that is taken back; returns the ranks that had said it."""
+        """Drops a slot that is taken back; returns the ranks that had submitted it."""
         self._since_s.pop(slot, None)
         ranks = []
         for rank, hits in enumerate(self.of_rank):
@@ -94,27 +93,27 @@ class Hits:
         return ranks
 
     def pending(self) -> int:
-        """Returns the slots whose bit some rank has sent."""
+        """Returns the slots that some rank has submitted, as a bit set."""
         pending = 0
         for hits in self.of_rank:
             pending |= hits
         return pending
 
     def find_ranks(self, slots: int) -> int:
-        """Returns the ranks that have sent some of `slots`, both as bit sets."""
+        """Returns the ranks that have submitted any of `slots`, both as bit sets."""
         return sum(1 << r for r, hits in enumerate(self.of_rank) if hits & slots)
 
     def waited_s(self, *, now_s: float) -> dict[int, float]:
-        """Looks how long slots wait, each counted from the first look that finds it.
+        """Returns how long each slot has waited, since the first call that found it.
 
-        A slot that was taken since the last look, and is submitted again, is a new
-        wait. So a name that comes in every step never adds its waits up.
+        A slot that was taken since the last call and submitted again starts a new wait,
+        so the waits of a name that comes in every step do not add up.
 
         Args:
           now_s: the time.
 
         Returns:
-          The seconds by slot.
+          Seconds by slot.
         """
         pending = self.pending()
         still, self._taken = pending & ~self._taken, 0
@@ -122,7 +121,7 @@ class Hits:
         return {s: now_s - self._since_s.setdefault(s, now_s) for s in bits(pending)}
 
     def slots_with_data(self, rank: int) -> set[int]:
-        """Returns the slots of which a rank's tensor is kept."""
+        """Returns the slots for which a tensor of a rank is kept."""
         return set(self._data[rank])
 
 

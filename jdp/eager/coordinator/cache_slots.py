@@ -1,8 +1,8 @@
-"""Slots: what the coordinator lets ranks say by number.
+"""Cache slots: which requests may ranks submit by number?
 
-A slot is taken back when a rank says something else of its name, or when another name
-needs it. Bits for it may still be on their way then. So what it stood for is kept, and
-the slot is not given to another name, until every rank has seen that it was taken.
+A slot is taken back when a rank submits another request under its name, or when another
+name needs it. Bits for the slot may still be on their way. So its request is kept, and
+the slot is not reused, until every rank has seen that it was taken back.
 """
 
 import collections
@@ -21,16 +21,16 @@ class Cached(NamedTuple):
     process_set: int
     name: str
     spec: bytes
-    locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has any.
-    item: FusionItem  # what it is fused by.
-    group: str  # what it runs together with, or not at all; "" for itself.
-    carried_bytes: int  # of a tensor that may come with the bit; -1: it may not.
+    locals: tuple[tuple[int, ...], ...]  # by member of the set; () if none has one.
+    item: FusionItem
+    group: str  # see `Spec.group`.
+    carried_bytes: int  # size of a tensor that may come with the bit; -1: none may.
 
 
 def make_cached(
     process_set: int, name: str, spec: bytes, locals_: tuple[tuple[int, ...], ...]
 ) -> Cached:
-    """Returns a request as a slot stands for it; the arguments are those fields."""
+    """Returns the table's entry for a request; the arguments are its first fields."""
     decoded = decode_spec(spec)
     key = fusion.key_of(process_set, decoded)
     item = FusionItem(key, num_bytes_of(decoded, locals_))
@@ -41,33 +41,33 @@ def make_cached(
 
 
 class SlotTable:
-    """Which slot stands for which name; the least recently used makes room."""
+    """Table of `capacity` slots; the least recently used one makes room."""
 
     def __init__(self, capacity: int):
-        """Begins empty, with `capacity` slots."""
         self.live = 0  # bits: slots that stand for a name.
         self.of_set: dict[int, int] = {0: 0}  # the same, by process set.
         self.of_group: dict[tuple[int, str], int] = {}  # by set and group.
         self.grouped = 0  # all of these.
-        self.capacity = capacity  # of what is given from now on.
+        self.capacity = capacity  # may change; live slots stay.
         self._slot_of: collections.OrderedDict[tuple[int, str], int] = (
             collections.OrderedDict()  # in the order of use.
         )
         self._cached: dict[int, Cached] = {}
-        # What slots stood for, with the number of batches before the one that says so.
+        # Requests of slots that were taken back, and the number of the batch that says
+        # so.
         self._retired: dict[int, tuple[Cached, int]] = {}
-        self._evicted: list[int] = []  # to be said in the next batch.
+        self._evicted: list[int] = []  # for the next batch.
 
     def find(self, set_id: int, name: str) -> int | None:
         """Returns the slot of a name, or None."""
         return self._slot_of.get((set_id, name))
 
     def get(self, slot: int) -> Cached:
-        """Returns what a slot stands for."""
+        """Returns the request that a slot stands for."""
         return self._cached[slot]
 
     def find_groups(self, slots: int) -> Iterator[tuple[int, str]]:
-        """Returns the groups, by process set and name, of which slots are in a set."""
+        """Yields the groups, as process set and name, of a bit set of slots."""
         left = slots & self.grouped
         while left:
             cached = self._cached[(left & -left).bit_length() - 1]
@@ -76,12 +76,12 @@ class SlotTable:
             yield key
 
     def find_retired(self, slot: int) -> Cached | None:
-        """Returns what a slot stood for, of which some ranks may still speak."""
+        """Returns the former request of a slot whose bit may still be on its way."""
         retired = self._retired.get(slot)
         return None if retired is None else retired[0]
 
     def touch(self, keys: Iterable[tuple[int, str]]) -> None:
-        """Notes that names were used, by process set and name."""
+        """Marks names, as process set and name, as recently used."""
         for key in keys:
             self._slot_of.move_to_end(key)
 
@@ -91,11 +91,11 @@ class SlotTable:
         return evicted
 
     def give(self, cached: Cached, *, num_seen: int) -> int:
-        """Gives a name a slot; returns it, or -1 if none is free.
+        """Assigns a slot to a request; returns it, or -1 if none is free.
 
         Args:
-          cached: what it is to stand for.
-          num_seen: how many batches every rank has got.
+          cached: the request.
+          num_seen: number of batches that every rank has received.
         """
         slot = self._find_free(num_seen)
         if slot >= 0:
@@ -116,19 +116,23 @@ class SlotTable:
             if num_seen > batch:
                 del self._retired[slot]
                 return slot
-        # Slots are given in order, and those taken back wait in `_retired`.
+        # New slots are assigned in order; slots that were taken back are in `_retired`.
         taken = len(self._cached) + len(self._retired)
         return taken if taken < self.capacity else -1
 
     def find_oldest(self, in_use: int) -> int | None:
-        """Returns the slot that was used least recently, and is not in the bit set."""
+        """Returns the least recently used slot that is not in the bit set `in_use`."""
         return next((s for s in self._slot_of.values() if not in_use >> s & 1), None)
 
     def retire(self, slot: int, *, num_batches: int) -> Cached:
-        """Takes a slot back, to be said in the next batch; `num_batches` came before.
+        """Takes a slot back.
+
+        Args:
+          slot: the slot.
+          num_batches: number of batches before the one that reports it.
 
         Returns:
-          What it stood for.
+          The request that the slot stood for.
         """
         cached = self._cached.pop(slot)
         del self._slot_of[cached.process_set, cached.name]
@@ -146,7 +150,7 @@ class SlotTable:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Returns the positions of the bits, ascending."""
+    """Yields the positions of the bits, ascending."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1

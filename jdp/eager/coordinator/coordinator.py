@@ -1,10 +1,10 @@
-"""Controller: the coordinator, which knows what is ready everywhere and orders it.
+"""Coordinator: which operations are ready on all ranks, and in which order do they run?
 
-Pure: it has no thread, socket or clock. Ranks may submit names in any order; the
-coordinator tells all ranks one order of operations, so that no rank waits in a
-collective that others have not begun. A negotiated operation gets a slot of the cache,
-by its name and all its properties. A rank that submits it again sends the number of the
-slot, as a bit; the bit sets of all ranks, combined by AND, are what is ready.
+It is pure: no thread, socket or clock. Ranks may submit names in any order. The
+coordinator gives all ranks the same order, so that no rank waits in a collective that
+others have not begun. A negotiated request gets a slot of the cache, for its name and
+all its properties. A rank that submits it again sends the slot as a bit. The bit sets
+of all ranks, combined by AND, are the slots that are ready.
 """
 
 import functools
@@ -47,28 +47,27 @@ class Coordinator:
     """Coordinator on rank 0: tracks the requests of all ranks and decides."""
 
     def __init__(self, size: int, options: CoordinatorOptions):
-        """Begins with all ranks in process set 0."""
         self.size = size
         self.options = options
         self.num_batches = 0  # sent to all ranks.
         self._names = Names(size)
         self._groups = Groups()
-        self._broken: dict[groups.Key, str] = {}  # with why; not said yet.
+        self._broken: dict[groups.Key, str] = {}  # with reasons, not sent yet.
         self._last_joined = -1
         self._stop = ""
-        self._is_asked = False  # to stop.
+        self._is_asked = False  # whether a rank has asked for the stop.
         self._closing = ""  # which rank wants to shut down.
-        self._has_called = False  # for what ranks still have.
-        self._last = 0  # ranks that have nothing more to say, as bits.
+        self._has_called = False  # whether ranks were asked for their last requests.
+        self._last = 0  # ranks that have answered, as bits.
         self._seen = [0] * size
         self._slots = SlotTable(options.cache_capacity)
         self._hits = Hits(size)
         self._parts = (self._names, self._groups, self._hits, self._slots)
-        self._refused: list[Response] = []  # of process sets that are gone.
+        self._refused: list[Response] = []  # for process sets that were removed.
         self._warm: dict[tuple[int, int], _Warm] = {}  # by process set and slots.
 
     def add_process_set(self, set_id: int, ranks: Sequence[int]) -> None:
-        """Lets `ranks`, ascending, have operations of their own."""
+        """Adds a process set; `ranks` are ascending."""
         self._names.add_set(set_id, ranks)
         self._slots.of_set[set_id] = 0
 
@@ -78,7 +77,7 @@ class Coordinator:
         return set_id
 
     def _remove_process_set(self, set_id: int) -> Iterator[Ready]:
-        """Forgets a set; yields an error for each name that some ranks wait for."""
+        """Removes a set; yields an error for each name that some ranks wait for."""
         waiting: dict[str, tuple[bytes, Sequence[int]]] = {}
         for slot in bits(self._slots.of_set[set_id]):
             cached, ranks = self._retire(slot)
@@ -94,11 +93,11 @@ class Coordinator:
             yield ready._replace(ranks=tuple(ranks))
 
     def receive(self, rank: int, message: FromRank, *, now_s: float) -> None:
-        """Takes what one rank says.
+        """Takes a message of one rank.
 
         Raises:
-          ProtocolError: it is nothing that a rank says, such as a name for the second
-            time, or a slot that does not exist. The coordinator is to be stopped.
+          ProtocolError: no engine sends it; for example, it submits a name twice or
+            has an empty slot. The caller must then stop the coordinator.
         """
         if not self._seen[rank] <= message.seen <= self.num_batches:
             raise ProtocolError(
@@ -124,7 +123,7 @@ class Coordinator:
             self._last |= 1 << rank
 
     def tune(self, *, fusion_bytes: int, cache_enabled: bool) -> None:
-        """Goes by other options from the next batch on."""
+        """Changes options from the next batch on."""
         self.options = msgspec.structs.replace(self.options, fusion_bytes=fusion_bytes)
         self._slots.capacity = self.options.cache_capacity if cache_enabled else 0
         if not cache_enabled:
@@ -150,14 +149,14 @@ class Coordinator:
             raise ProtocolError(f"rank {rank} has submitted slot {slot} twice")
         dead = hits & ~self._slots.live
         for slot in bits(dead) if dead else ():
-            # It was taken back while the bit was on its way: what it stood for counts,
-            # and its tensor does not, which the slot's next owner would get.
+            # The slot was taken back while its bit was on the way. The request counts,
+            # but its tensor is dropped: the slot's next owner would get it.
             cached = self._slots.find_retired(slot)
             if cached is None:
                 raise ProtocolError(f"rank {rank} has submitted the empty slot {slot}")
             self._add(rank, self._names.request_of(cached, rank), now_s)
             hits ^= 1 << slot
-        if dead and hits & ~self._slots.live:  # The name had another slot by now.
+        if dead and hits & ~self._slots.live:  # The name has another slot by now.
             raise ProtocolError(f"rank {rank} has submitted a name by two slots")
         if len(self._slots.of_set) > 1 or self._groups.held:
             self._check_hits(rank, hits)
@@ -165,7 +164,7 @@ class Coordinator:
         self._names.touched.update(self._slots.find_groups(hits))
 
     def _check_hits(self, rank: int, hits: int) -> None:
-        """Checks that a rank may submit slots that stand for something."""
+        """Checks that a rank may submit these live slots."""
         for set_id, slots in self._slots.of_set.items():
             if hits & slots:
                 self._names.check_member(rank, set_id)
@@ -198,12 +197,12 @@ class Coordinator:
         self._names.touched.update(self._slots.of_group)
 
     def decide(self, *, now_s: float) -> Batch | None:
-        """Returns what all ranks do next, or None if there is nothing."""
+        """Returns the next batch for all ranks, or None if there is none."""
         responses, self._refused = self._refused, []
         data = [b""] * len(responses)
         for set_id, slots in self._hits.find_ready(self._names, self._slots.of_set):
             taken = self._hits.take(self._names.members[set_id], slots)
-            # Before others are given slots, for which these may have to make room.
+            # Read now: a new request may take one of these slots below.
             specs = {slot: self._slots.get(slot).spec for slot in taken}
             found = self._respond_to_hits(set_id, slots, now_s)
             responses += found
@@ -242,7 +241,7 @@ class Coordinator:
     def _respond_to_hits(
         self, set_id: int, slots: int, now_s: float
     ) -> Sequence[Response]:
-        """Makes the responses of slots; the same ones come over and over."""
+        """Returns the responses for ready slots; cached, as the same sets recur."""
         is_plain = not self._names.joined and not self._groups.held
         warm = self._warm.get((set_id, slots)) if is_plain else None
         if warm is not None:
@@ -273,7 +272,7 @@ class Coordinator:
     def _respond_to_all(
         self, ready: Iterable[Ready], now_s: float, *, slots: int
     ) -> list[Response]:
-        """Makes the responses of what is ready, of which `slots` are a bit set."""
+        """Returns the responses for ready names; `slots` are their slots, as bits."""
         torn = (self._broken, slots, *self._parts)
         has_more = functools.partial(broken_groups.has_more, *torn)
         complete = self._groups.complete(ready, has_more, now_s=now_s)
@@ -290,7 +289,7 @@ class Coordinator:
         return responses + [self._respond(same) for same in together]
 
     def _take_ready(self) -> Iterator[Ready]:
-        """Takes the names that every rank has submitted; checks them."""
+        """Takes and checks the names that every rank has submitted."""
         for set_id, name, entry in self._names.take_ready():
             error = self._names.find_join_fault(set_id, name, entry.spec)
             broken: set[groups.Key] = set()
@@ -332,38 +331,38 @@ class Coordinator:
         )
 
     def _give_slot(self, ready: Ready) -> int:
-        """Gives a name a slot; -1 if there is none, or it is not worth it."""
+        """Gives a name a slot; returns -1 if none is free, or the name cannot recur."""
         if decode_spec(ready.spec).kind in _NEVER_CACHED:
             return -1
-        if ready.name.startswith(UNNAMED):  # It will not come again.
+        if ready.name.startswith(UNNAMED):
             return -1
-        if ready.process_set not in self._names.members:  # Removed in the same turn.
+        if ready.process_set not in self._names.members:  # Removed in this batch.
             return -1
         slot = self._slots.give(make_cached(*ready[:4]), num_seen=min(self._seen))
         if slot < 0:
             oldest = self._slots.find_oldest(self._in_use())
-            if oldest is not None:  # This one goes without; the next one has room.
+            if oldest is not None:  # Makes room for a later name.
                 self._retire(oldest)
         return slot
 
     def _take_back(self, slot: int, now_s: float) -> None:
-        """Takes a slot back; who has sent its bit has submitted the name."""
+        """Takes a slot back; ranks that have sent its bit have submitted the name."""
         cached, ranks = self._retire(slot)
         for rank in ranks:
             self._names.add(rank, self._names.request_of(cached, rank), now_s)
 
     def _retire(self, slot: int) -> tuple[Cached, list[int]]:
-        """Returns what a slot stood for, and the ranks that had sent its bit."""
+        """Takes a slot back; returns its request, and the ranks that sent its bit."""
         self._warm.clear()
         ranks = self._hits.drop(slot)
         return self._slots.retire(slot, num_batches=self.num_batches), ranks
 
     def _in_use(self) -> int:
-        """The slots that must not be taken back now, as a bit set."""
+        """Returns the slots that must not be taken back now, as a bit set."""
         return self._hits.pending() | self._groups.slots()
 
     def names_of(self, message: FromRank) -> list[str]:
-        """Returns the names that a message says are ready, before it is taken."""
+        """Returns the names in a message, before `receive` takes it."""
         hits = int.from_bytes(message.hits, "little") & self._slots.live
         names = [self._slots.get(slot).name for slot in bits(hits)]
         return [request.name for request in message.requests] + names
@@ -395,6 +394,6 @@ class Coordinator:
     def find_stalls(self, *, now_s: float, after_s: float) -> list[Stall]:
         """Returns the names that some ranks wait for longer than `after_s` seconds.
 
-        Of cached names the wait is counted from the first call that finds it.
+        The wait of a cached name is counted from the first call that finds it.
         """
         return late_names.find_stalls(*self._parts, now_s=now_s, after_s=after_s)

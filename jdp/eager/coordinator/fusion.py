@@ -1,4 +1,4 @@
-"""Fusion: which operations that are ready run as one."""
+"""Fusion: which of the operations that are ready run as one?"""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -9,26 +9,25 @@ _FUSED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 class FusionItem(NamedTuple):
-    """An operation, or a group that runs together, that is ready everywhere."""
+    """Operation, or group that runs together, that is ready on all ranks."""
 
-    key: Hashable  # what is fused has the same one; None: it runs by itself.
+    key: Hashable  # items with the same key may be fused; None: never fused.
     num_bytes: int
 
 
 def fuse(items: Sequence[FusionItem], threshold_bytes: int) -> list[list[int]]:
-    """Puts items of one key together, up to the threshold.
+    """Fuses items with the same key, up to a threshold.
 
-    An item that does not fit is passed over, and what comes after it may still fit, as
-    in Horovod (`Controller::FuseResponses`). An item that is larger than the threshold
-    runs by itself.
+    An item that does not fit is passed over, and later items may still fit, as in
+    Horovod (`Controller::FuseResponses`). An item larger than the threshold runs alone.
 
     Args:
       items: in the order in which they became ready.
-      threshold_bytes: most bytes of what is fused; 0: nothing is.
+      threshold_bytes: most bytes of fused items; 0: no fusion.
 
     Returns:
-      Indices of `items`, those that run as one together, in the order of the first of
-      each; every index once, ascending in its list.
+      One list of ascending indices of `items` per fused operation, ordered by their
+      first indices; every index once.
     """
     by_key: dict[Hashable, list[int]] = {}
     fused: list[list[int]] = []
@@ -52,11 +51,11 @@ def fuse(items: Sequence[FusionItem], threshold_bytes: int) -> list[list[int]]:
 
 
 def key_of(process_set: int, spec: Spec) -> tuple[object, ...] | None:
-    """Returns what is the same of operations that may run as one; None: it never does.
+    """Returns the key of operations that may run as one; None: never fused.
 
     Args:
       process_set: the processes that take part.
-      spec: of the operation.
+      spec: spec of the operation.
     """
     if spec.kind not in _FUSED:
         return None

@@ -1,4 +1,4 @@
-"""Groups: what runs together or not at all, and what runs as one."""
+"""Groups: which names run together or not at all?"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from jdp.eager.messages import decode_spec, num_bytes_of
 
 
 class Ready(NamedTuple):
-    """A name that is ready everywhere."""
+    """Name that is ready on all ranks."""
 
     process_set: int
     name: str
@@ -17,47 +17,45 @@ class Ready(NamedTuple):
     locals: tuple[tuple[int, ...], ...]
     slot: int = -1
     error: str = ""
-    is_alone: bool = False  # whether it fails without the rest of its group.
+    is_alone: bool = False  # whether it does not wait for the rest of its group.
     ranks: tuple[int, ...] = ()  # see `Response.ranks`.
 
 
-Key = tuple[int, str]  # a process set, and a group of it.
+Key = tuple[int, str]  # process set, and name of the group.
 
 
 class _Held(NamedTuple):
-    """Members of a group that are ready."""
+    """Leaves of a group that are ready."""
 
     ready: list[Ready]
     since_s: float
 
 
 class Groups:
-    """Groups of which some names are ready everywhere, and others not."""
+    """Groups of which only some names are ready on all ranks."""
 
     def __init__(self) -> None:
-        """Begins with none."""
         self.held: dict[Key, _Held] = {}
 
     def complete(
         self, ready: Iterable[Ready], has_more: Callable[[Key], bool], *, now_s: float
     ) -> list[Ready]:
-        """Holds back what belongs to a group until all of the group is ready.
+        """Holds back names of a group until all names of the group are ready.
 
         Args:
           ready: names that have become ready.
-          has_more: whether ranks wait for leaves of a group, of which as many as it has
-            are held, that are not among these. It stays held then, for nothing can run
-            of it.
+          has_more: whether ranks wait for other leaves of a group of which as many are
+            held as it has. The group stays held then, as it cannot run.
           now_s: the time.
 
         Returns:
-          Those without a group, and whole groups; where a name of one cannot run, none
-          of its group can.
+          Names without a group, and whole groups. An error of one name becomes the
+          error of its whole group.
         """
         complete = []
         for each in ready:
             spec = decode_spec(each.spec)
-            # Where ranks do not agree on the group, nothing completes it.
+            # A group on which ranks do not agree never becomes complete.
             if not spec.group or each.is_alone:
                 complete.append(each)
                 continue
@@ -79,7 +77,7 @@ class Groups:
         return {each.name: each.spec for held in gone.values() for each in held.ready}
 
     def is_held(self, set_id: int, name: str) -> bool:
-        """Whether a name is ready everywhere, and waits for the rest of its group."""
+        """Whether a name is ready and waits for the rest of its group."""
         return any(
             each.name == name
             for key, held in self.held.items()
@@ -88,7 +86,7 @@ class Groups:
         )
 
     def slots(self) -> int:
-        """Returns the slots of what is held, as a bit set."""
+        """Returns the slots of the held names, as a bit set."""
         in_use = 0
         for held in self.held.values():
             for each in held.ready:
@@ -99,12 +97,12 @@ class Groups:
 def fuse(
     ready: Sequence[Ready], *, fusion_bytes: int, fuse_groups: bool
 ) -> list[list[Ready]]:
-    """Puts together what runs as one; see `fusion.fuse`.
+    """Fuses names that are ready; see `fusion.fuse`.
 
     Args:
-      ready: names without errors, groups whole.
-      fusion_bytes: most bytes of what is fused.
-      fuse_groups: whether a group may be fused with what is not in it.
+      ready: names without errors, in whole groups.
+      fusion_bytes: most bytes of operations that run as one.
+      fuse_groups: whether a group may be fused with operations outside of it.
     """
     units: list[list[Ready]] = []
     by_group: dict[tuple[int, str], list[Ready]] = {}
@@ -120,7 +118,7 @@ def fuse(
     items = [_item(unit, fuse_groups) for unit in units]
     fused = []
     for together in fusion.fuse(items, fusion_bytes):
-        # A group of several kinds runs one after another, and nothing in between.
+        # The kinds of a group run one after another, with nothing in between.
         by_key: dict[object, list[Ready]] = {}
         for each in (each for i in together for each in units[i]):
             by_key.setdefault(_key_of(each), []).append(each)

@@ -1,4 +1,4 @@
-"""Late: which names some ranks wait for, and others have not submitted."""
+"""Late names: which names do some ranks wait for that others have not submitted?"""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ JOIN = (-1, "join")  # the key of `join` among the names that a rank asks about.
 
 
 class Stall(NamedTuple):
-    """A name that some ranks have submitted, and others not; or a part of a group."""
+    """Name that only some ranks have submitted, or an incomplete group."""
 
     process_set: int
     name: str
@@ -27,10 +27,10 @@ def is_awaited(
     slots: SlotTable,
     key: tuple[int, str],
 ) -> bool:
-    """Whether the coordinator still waits for other ranks under a name, or `JOIN`.
+    """Whether the coordinator still waits for other ranks to submit a name.
 
     Args:
-      rank: has submitted the name.
+      rank: a rank that has submitted the name.
       names: see `find_stalls`.
       groups: see `find_stalls`.
       hits: see `find_stalls`.
@@ -60,12 +60,12 @@ def find_stalls(
     """Returns the names that some ranks wait for longer than `after_s` seconds.
 
     Args:
-      names: what ranks have said by name.
-      groups: what is ready everywhere, and waits for the rest of its group.
-      hits: what ranks have said by the numbers of slots.
-      slots: what these stand for.
+      names: requests by name.
+      groups: names that are ready everywhere and wait for the rest of their group.
+      hits: requests by slot.
+      slots: the requests that slots stand for.
       now_s: the time.
-      after_s: how long a name may wait.
+      after_s: shortest wait to report.
     """
     stalls = []
     for set_id, table in names.tables.items():
@@ -90,6 +90,6 @@ def find_stalls(
             for rank in names.members[cached.process_set]
             if not (hits.of_rank[rank] >> slot | names.joined >> rank) & 1
         )
-        if missing:  # Else it is ready, and not decided yet.
+        if missing:  # Otherwise it is ready, and not decided yet.
             stalls.append(Stall(cached.process_set, cached.name, missing, waited_s))
     return stalls

@@ -1,21 +1,29 @@
-"""Lead: the coordinator's shell on process 0, which hears ranks and sends batches."""
+"""Lead: the shell of the coordinator on process 0; it receives and sends messages."""
 
 import time
 from collections.abc import Callable, Sequence
 
-from jdp.eager import messages, startup
+from jdp.eager import messages
 from jdp.eager.coordinator import autotune, stall
 from jdp.eager.coordinator.autotune import Autotuner
+from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.coordinator.stall import Inspector
 from jdp.eager.diagnosis.timeline import RankTimeline
 from jdp.eager.messages import Batch, FromRank, ProtocolError
-from jdp.eager.options import EagerOptions
+from jdp.eager.options import CoordinatorOptions, EagerOptions
 from jdp.replicas.mesh import World
 from jdp.runtime.transport.transport import Link
 
 
 class Lead:
-    """Runs a coordinator; of the engine's thread alone."""
+    """Runs a coordinator; used by the engine's thread alone.
+
+    Args:
+      world: the processes; this is process 0.
+      options: the same on all.
+      link: link to the other processes.
+      apply: applies a batch on this process.
+    """
 
     def __init__(
         self,
@@ -24,18 +32,17 @@ class Lead:
         link: Link,
         apply: Callable[[Batch], None],
     ):
-        """Makes the coordinator of all processes.
-
-        Args:
-          world: the processes; this is process 0.
-          options: the same on all.
-          link: to the others.
-          apply: takes a batch on this process.
-        """
         self._size = world.process_count
         self._link = link
         self._apply = apply
-        self._coordinator = startup.make_coordinator(self._size, options)
+        self._coordinator = Coordinator(
+            self._size,
+            CoordinatorOptions(
+                fusion_bytes=options.fusion_bytes,
+                cache_capacity=options.cache_capacity,
+                fuse_groups=options.fuse_groups,
+            ),
+        )
         self._autotuner: Autotuner | None = None
         if options.autotune:
             self._autotuner = autotune.make_autotuner(
@@ -46,12 +53,12 @@ class Lead:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether what the engine goes by has been found for good."""
+        """Whether autotuning has ended."""
         return self._autotuner is not None and self._autotuner.is_done
 
     @property
     def is_tuning(self) -> bool:
-        """Whether it wants to be told what has moved."""
+        """Whether the engine has to call `note_moved`."""
         return self._autotuner is not None
 
     @property
@@ -60,7 +67,7 @@ class Lead:
         return self._coordinator.has_waiting
 
     def note_moved(self, names: Sequence[str], num_bytes: int) -> None:
-        """Notes what has run, for the autotuner."""
+        """Notes operations that have run, for the autotuner."""
         self._moved.append((tuple(names), num_bytes))
 
     def stop(self, why: str) -> None:
@@ -75,7 +82,7 @@ class Lead:
     def receive(
         self, rank: int, message: FromRank, *, timeline: RankTimeline | None
     ) -> None:
-        """Takes what a rank says."""
+        """Takes a message of a rank."""
         now_s = time.monotonic()
         if timeline is not None:
             for name in self._coordinator.names_of(message):
@@ -94,7 +101,7 @@ class Lead:
                 self._send_to(rank, Batch(unknown=unknown))
 
     def decide(self, *, is_over: Callable[[], bool]) -> None:
-        """Sends what there is to decide, until there is nothing, or the end."""
+        """Sends decisions until there are none left, or the engine has ended."""
         now_s = time.monotonic()
         if now_s >= self._inspector.due_s:
             self._inspector.look(self._coordinator, now_s=now_s)
@@ -119,7 +126,7 @@ class Lead:
             self._link.send(rank, messages.encode(batch))
 
     def _tune(self, autotuner: Autotuner) -> None:
-        """Lets the autotuner see what has run, and tells all what it wants to try."""
+        """Shows the autotuner what has run, and sends its next choice to all ranks."""
         moved, self._moved = self._moved, []
         tuned = autotuner.observe(
             sum(num_bytes for _, num_bytes in moved),

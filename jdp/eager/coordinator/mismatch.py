@@ -1,4 +1,4 @@
-"""Mismatch: what is wrong when ranks ask for different things under one name."""
+"""Mismatch: why can ranks not run what they have submitted under one name?"""
 
 from collections.abc import Collection, Mapping
 
@@ -8,12 +8,12 @@ from jdp.eager.messages import HAS_LOCAL_FIRST, SCALAR, Spec
 def explain(name: str, specs: Mapping[int, Spec]) -> str | None:
     """Returns how the specs of a name differ, or None.
 
-    The first difference wins, in Horovod's order (`Controller::ConstructResponse`):
-    dtype, operation, shape, scale factors, reduction, root, device; then groups and
-    programs.
+    The first difference is reported, in Horovod's order
+    (`Controller::ConstructResponse`): dtype, operation, shape, scale factors,
+    reduction, root, device; then groups and programs.
 
     Args:
-      name: of the tensor.
+      name: name of the tensor.
       specs: by rank, more than one; two that differ are named.
     """
     first, *others = specs
@@ -34,7 +34,7 @@ def find_fault(name: str, spec: Spec, process_sets: Collection[int]) -> str:
     """Returns why an operation that all ranks agree on cannot run; "" if it can.
 
     Args:
-      name: of the tensor.
+      name: name of the tensor.
       spec: the same on all ranks.
       process_sets: ids of the sets that exist.
     """
@@ -49,7 +49,7 @@ def find_fault(name: str, spec: Spec, process_sets: Collection[int]) -> str:
 
 
 def describe_removed(set_id: int, name: str) -> str:
-    """Says why a name of a process set that is gone does not run."""
+    """Describes why a name of a removed process set does not run."""
     return (
         f"{name!r} was not ready on all ranks of process set {set_id} when that was "
         "removed."
@@ -57,7 +57,7 @@ def describe_removed(set_id: int, name: str) -> str:
 
 
 def _difference(a: Spec, b: Spec) -> tuple[str, str, str]:
-    """Returns what differs first, and both values."""
+    """Returns the first property that differs, and both values."""
     if a.dtype != b.dtype:
         return "data types", a.dtype or "none", b.dtype or "none"
     if a.kind != b.kind:
@@ -82,7 +82,7 @@ def _difference(a: Spec, b: Spec) -> tuple[str, str, str]:
 
 
 def _shape(spec: Spec) -> str:
-    """The shape; where the first dimension may differ, it is not shown."""
+    """Returns the shape as text; a first dimension that may differ is not shown."""
     if spec.shape == SCALAR:
         return "[]"
     dims = [str(d) for d in spec.shape]

@@ -1,4 +1,4 @@
-"""Names: what ranks have said by name, in each process set, and who has joined."""
+"""Names: which names has each rank submitted, and which ranks have joined?"""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,22 +8,21 @@ from jdp.eager.messages import ProtocolError, Request, decode_spec
 
 
 class Waiting:
-    """A name that is not ready everywhere."""
+    """Name that is not ready on all ranks; `first` is the first rank to submit it."""
 
     __slots__ = ("first", "spec", "arrived", "odd", "locals", "since_s")
 
     def __init__(self, first: int, spec: bytes, now_s: float):
-        """Begins without ranks; `first` is the rank that comes first."""
         self.first = first
         self.spec = spec
-        self.arrived = 0  # a bit for each rank.
+        self.arrived = 0  # one bit per rank.
         self.odd: dict[int, bytes] = {}  # by rank, specs that differ from the first.
         self.locals: dict[int, tuple[int, ...]] = {}
         self.since_s = now_s
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have submitted it, ascending."""
+        """Ranks that have submitted it, ascending."""
         return tuple(bits(self.arrived))
 
 
@@ -31,25 +30,24 @@ class Names:
     """Process sets, with the names that some of their ranks have submitted."""
 
     def __init__(self, size: int):
-        """Begins with all ranks in process set 0."""
         self.size = size
         self.members: dict[int, tuple[int, ...]] = {}
         self.full: dict[int, int] = {}  # the members as bits.
         self.tables: dict[int, dict[str, Waiting]] = {}
-        self.joined = 0  # a bit for each rank.
-        self._ready: dict[tuple[int, str], None] = {}  # in the order of the last rank.
-        # Sets that are gone, with the number of batches before the one that says so.
+        self.joined = 0  # one bit per rank.
+        self._ready: dict[tuple[int, str], None] = {}  # in the order of becoming ready.
+        # Removed sets, and the number of the batch that says so.
         self._removed: dict[int, int] = {}
         self._num_sets = 0  # that there ever were.
-        # By process set and group, who has submitted leaves by name, as bits. Some of
-        # the leaves may have been decided since; `broken_groups` looks.
+        # By process set and group, ranks that have submitted leaves by name, as bits.
+        # Some leaves may have been decided since; `broken_groups` checks.
         self.came: dict[tuple[int, str], int] = {}
-        # Groups of which more has come since the last look, by name or by slot.
+        # Groups with new leaves, by name or by slot, since `broken_groups` last looked.
         self.touched: set[tuple[int, str]] = set()
         self.add_set(0, range(size))
 
     def add_set(self, set_id: int, ranks: Sequence[int]) -> None:
-        """Lets `ranks`, ascending, have names of their own."""
+        """Adds a process set; `ranks` are ascending."""
         assert set_id >= self._num_sets
         self._num_sets = set_id + 1
         self.members[set_id] = tuple(ranks)
@@ -57,19 +55,18 @@ class Names:
         self.tables[set_id] = {}
 
     def add_new_set(self, ranks: Sequence[int], *, num_seen: int) -> int:
-        """Adds a set under a number that no set had before, and returns that.
+        """Adds a set under a number that no set had before, and returns the number.
 
-        Ranks count what has no name by the number of the set. Some of them may have
-        been in a set that was removed, and others not: under its number they would go
-        on from different counts, and what they submitted for it would run in the new
-        one.
+        Ranks number unnamed calls by the number of the set. Only some of the ranks may
+        have been in a removed set: with its number they would continue from different
+        counts, and old requests would run in the new set.
 
         Args:
           ranks: its members, ascending.
-          num_seen: how many batches every rank has got.
+          num_seen: number of batches that every rank has received.
         """
         for set_id, batch in list(self._removed.items()):
-            if num_seen > batch:  # Nothing for it is on its way.
+            if num_seen > batch:  # No request for it is on its way.
                 del self._removed[set_id]
         self.add_set(self._num_sets, ranks)
         return self._num_sets - 1
@@ -77,11 +74,11 @@ class Names:
     def remove_set(
         self, set_id: int, *, num_batches: int
     ) -> dict[str, tuple[bytes, Sequence[int]]]:
-        """Forgets a set; returns by waiting name its spec and the ranks that wait.
+        """Removes a set; returns by name the spec and the ranks that wait for it.
 
         Args:
           set_id: its number.
-          num_batches: how many came before the one that says so.
+          num_batches: number of batches before the one that reports it.
         """
         del self.members[set_id], self.full[set_id]
         self._removed[set_id] = num_batches
@@ -91,14 +88,14 @@ class Names:
         return {name: (each.spec, each.ranks) for name, each in table.items()}
 
     def was_removed(self, set_id: int, *, seen: int) -> bool:
-        """Whether a set is gone, of which a rank that has got `seen` batches spoke."""
+        """Whether a set was removed, unknown to a rank that has `seen` batches."""
         return set_id in self._removed and seen <= self._removed[set_id]
 
     def check_member(self, rank: int, set_id: int) -> None:
         """Checks that a rank is in a set.
 
         Raises:
-          ProtocolError: it is not, or there is no such set.
+          ProtocolError: the rank is not in the set, or there is no such set.
         """
         if not self.full.get(set_id, 0) >> rank & 1:
             raise ProtocolError(f"rank {rank} is not in process set {set_id}")
@@ -107,7 +104,8 @@ class Names:
         """Notes that a name is ready on one rank, which is in the set.
 
         Raises:
-          ProtocolError: it has submitted the name before, or what makes no sense.
+          ProtocolError: the rank has submitted the name before, or no engine sends
+            such a request.
         """
         name, spec, set_id = request.name, request.spec, request.process_set
         checks.check_request(rank, request, self.members[set_id], size=self.size)
@@ -144,11 +142,11 @@ class Names:
 
     @property
     def has_ready(self) -> bool:
-        """Whether a name is ready everywhere."""
+        """Whether a name is ready on all ranks."""
         return bool(self._ready)
 
     def take_ready(self) -> Iterator[tuple[int, str, Waiting]]:
-        """Takes the names that every rank has submitted, or has joined."""
+        """Takes out the names that every rank has submitted or joined for."""
         while self._ready:
             set_id, name = key = next(iter(self._ready))
             del self._ready[key]
@@ -174,7 +172,7 @@ class Names:
         return Request(cached.name, cached.spec, cached.process_set, local)
 
     def is_awaited(self, rank: int, set_id: int, name: str) -> bool:
-        """Whether a rank has submitted a name that is not ready, or not taken yet."""
+        """Whether a rank has submitted a name that has not been taken as ready."""
         entry = self.tables.get(set_id, {}).get(name)
         if entry is None or not entry.arrived >> rank & 1:
             return False

@@ -1,4 +1,4 @@
-"""Stall: what is said of operations that some ranks wait for, and others do not."""
+"""Stall: warnings about operations that only some ranks have submitted."""
 
 import logging
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from jdp.eager.coordinator.coordinator import Coordinator
 from jdp.eager.coordinator.late_names import Stall
 from jdp.eager.options import EagerOptions
 
-LOOK_PERIOD_S = 1.0  # how often the coordinator looks who is late.
+LOOK_PERIOD_S = 1.0  # between two checks for late ranks.
+_MOST_NAMES = 6  # per rank in a warning, as in Horovod.
 _logger = logging.getLogger("jdp")
-_MOST_NAMES = 6  # of one rank in a warning, as in Horovod.
 
 
 class StallState(NamedTuple):
-    """When was looked last."""
+    """Time of the last warning, or of the start."""
 
-    looked_s: float
+    warned_s: float
 
 
 class StallReport(NamedTuple):
-    """Conclusions from one look at the pending requests."""
+    """Conclusions from one check for late ranks."""
 
     warning: str | None = None  # for the log of rank 0.
     stop: str | None = None  # why the engine ends on all ranks.
@@ -34,23 +34,23 @@ def observe(
     warn_after_s: float,
     stop_after_s: float | None,
 ) -> tuple[StallState, StallReport]:
-    """Decides what to say and do about operations that wait.
+    """Decides whether to warn about late ranks, and whether to end the engine.
 
     Args:
-      state: of the last look.
-      stalls: what waits for at least `warn_after_s`, of `Coordinator.find_stalls`.
+      state: state after the last check.
+      stalls: names that wait for at least `warn_after_s`, from
+        `Coordinator.find_stalls`.
       now_s: the time, on the clock of the coordinator.
-      warn_after_s: how long an operation may wait before it is named, and how long
-        after a warning the next one comes.
-      stop_after_s: how long before the engine ends; None: it never does.
+      warn_after_s: longest wait without a warning, and the time between two warnings.
+      stop_after_s: longest wait before the engine ends; None: no limit.
 
     Returns:
-      The next state, and what follows.
+      The next state, and the conclusions.
     """
     late = [
         s for s in stalls if stop_after_s is not None and s.waited_s >= stop_after_s
     ]
-    if not late and (not stalls or now_s - state.looked_s < warn_after_s):
+    if not late and (not stalls or now_s - state.warned_s < warn_after_s):
         return state, StallReport()
     lines = [
         "Some ranks have submitted operations that others have not, and wait for more "
@@ -61,12 +61,12 @@ def observe(
     stop = None
     if late:
         longest = max(late, key=lambda stall: stall.waited_s)
-        who = ", ".join(map(str, longest.missing))
-        of_what = f"{longest.name!r} has waited for rank {who}"
-        if not who:
-            of_what = f"{longest.name}, has waited for the rest of the group"
+        missing = ", ".join(map(str, longest.missing))
+        culprit = f"{longest.name!r} has waited for rank {missing}"
+        if not missing:
+            culprit = f"{longest.name}, has waited for the rest of the group"
         stop = (
-            f"{of_what} for {longest.waited_s:.0f} s, "
+            f"{culprit} for {longest.waited_s:.0f} s, "
             f"longer than {stop_after_s:g} s; shutting down"
         )
         lines.append(
@@ -77,11 +77,11 @@ def observe(
 
 
 def describe(stalls: Sequence[Stall], late: Sequence[Stall] = ()) -> str:
-    """Says which ranks have not submitted what others wait for.
+    """Describes which ranks have not submitted the names that others wait for.
 
     Args:
-      stalls: what waits.
-      late: those of them whose ranks are marked.
+      stalls: the names.
+      late: the names whose missing ranks are marked.
     """
     missing: dict[int, list[Stall]] = {}
     for stall in stalls:
@@ -100,28 +100,27 @@ def describe(stalls: Sequence[Stall], late: Sequence[Stall] = ()) -> str:
 
 
 class Inspector:
-    """Looks after a coordinator: warns, and ends the engine where it was asked to."""
+    """Watches a coordinator for late ranks: warns, and ends the engine if asked to."""
 
     def __init__(self, options: EagerOptions, *, now_s: float):
-        """Begins to look at `now_s`."""
         self._warn_after_s = options.stall_warning_s
         self._stop_after_s = options.stall_shutdown_s or None
         self._state = StallState(now_s)
-        self.due_s = now_s + LOOK_PERIOD_S  # when to look next.
+        self.due_s = now_s + LOOK_PERIOD_S  # when to check next.
 
     def look(self, coordinator: Coordinator, *, now_s: float) -> None:
-        """Looks whether a rank is late."""
+        """Checks whether a rank is late."""
         self.due_s = now_s + LOOK_PERIOD_S
         if self._warn_after_s == 0:
             return
-        self._state, verdict = observe(
+        self._state, report = observe(
             self._state,
             coordinator.find_stalls(now_s=now_s, after_s=self._warn_after_s),
             now_s=now_s,
             warn_after_s=self._warn_after_s,
             stop_after_s=self._stop_after_s,
         )
-        if verdict.warning is not None:
-            _logger.warning(verdict.warning)
-        if verdict.stop is not None:
-            coordinator.stop(verdict.stop)
+        if report.warning is not None:
+            _logger.warning(report.warning)
+        if report.stop is not None:
+            coordinator.stop(report.stop)

@@ -1,9 +1,9 @@
-"""Executor: runs what all ranks have agreed on, in the order that they share.
+"""Executor: runs operations that all ranks have agreed on, in their common order.
 
-What ends in bounded time whatever other processes do runs on the thread that calls.
-What might not come back, such as a program that waits in NCCL for a process that has
-died, runs on a second thread, and with it all that comes after, so that the first goes
-on to hear who is lost.
+Operations that end in bounded time, whatever other processes do, run on the calling
+thread. Operations that might not return, such as a program that waits in NCCL for a
+dead process, run on a second thread, and so does everything behind them. The first
+thread remains free to learn which process is lost.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _NOTHING = contextlib.nullcontext()
 
 
 class SetState(NamedTuple):
-    """A process set that this process is in."""
+    """Process set that this process is in."""
 
     members: SetMembers
     implementations: list[Implementation]
 
 
 class _Prepared(NamedTuple):
-    """Cached facts about a response that comes repeatedly."""
+    """Cached execution plan of a response that comes repeatedly."""
 
     response: Response
     specs: list[Spec]
@@ -50,7 +50,15 @@ class _Prepared(NamedTuple):
 
 
 class Executor:
-    """Work that runs on one process."""
+    """Runs the operations of one process.
+
+    Args:
+      world: the processes.
+      options: the same on all processes.
+      completion: where callers wait.
+      key: prefix of the keys under which the processes meet in the store.
+      on_failure: called on the second thread after `failure` has been set.
+    """
 
     def __init__(
         self,
@@ -61,23 +69,14 @@ class Executor:
         key: str,
         on_failure: Callable[[], None],
     ):
-        """Makes the set of all processes; every process does so at once.
-
-        Args:
-          world: the processes.
-          options: the same on all.
-          completion: where callers wait.
-          key: where the processes meet in the store.
-          on_failure: called on the second thread when `failure` has been set.
-        """
         self.timeline: RankTimeline | None = None
-        # Numbers and ranks of all sets; and those that this process is in.
+        # Ranks of all sets by number; and the sets that this process is in.
         self.known_sets: dict[int, tuple[int, ...]] = {}
         self.sets: dict[int, SetState] = {}
-        # Position of this process in each set that requests may be sent for. A set
-        # leaves it at once when it is removed; its work may still run after that.
+        # Position of this process in each set that accepts requests. A removed set is
+        # dropped at once, though its operations may still run.
         self.places: dict[int, int] = {}
-        self.failure: Exception | None = None  # why nothing can go on, if so.
+        self.failure: Exception | None = None  # why nothing can go on.
         self._world = world
         self._options = options
         self._completion = completion
@@ -87,7 +86,7 @@ class Executor:
         self._prepared: dict[int, _Prepared] = {}
         self._running: dict[int, Sequence[Entry | None]] = {}
         self._scratch = Scratch()
-        # The second thread, with what it still has to run.
+        # Work of the second thread; None ends it.
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._num_queued = 0
         self._queued_scratch = Scratch()
@@ -106,12 +105,12 @@ class Executor:
         *,
         has_joined: bool,
     ) -> None:
-        """Runs one response, now or after what is under way.
+        """Runs one response, now or after the work of the second thread.
 
         Args:
-          response: what all members of the set do.
-          entries: by name, what this process has submitted; None once it has joined.
-          data: the result, where it came with the response; b"" where not.
+          response: the operation of all members of the set.
+          entries: by name, the request of this process; None if it has joined.
+          data: the result, if it came with the response; b"" otherwise.
           has_joined: whether this process has no more data.
 
         Raises:
@@ -141,11 +140,11 @@ class Executor:
             self._enqueue(fn, entries)
 
     def num_bytes(self, response: Response) -> int:
-        """Returns how many bytes a response moves."""
+        """Returns the number of bytes that a response moves."""
         return self._prepare(response).task.num_bytes
 
     def switch_hierarchical(self, *, all_reduce: bool, all_gather: bool) -> None:
-        """Says what goes by nodes from now on; all ranks do so at the same place."""
+        """Switches hierarchical operations; all ranks do so after the same response."""
         for implementation in self.sets[0].implementations:
             implementation.switch(all_reduce=all_reduce, all_gather=all_gather)
         self._prepared.clear()
@@ -153,7 +152,7 @@ class Executor:
     def finish_in_order(
         self, entries: Sequence[Entry | None], values: Sequence[Any]
     ) -> None:
-        """Gives entries their values now, or after what is still to run."""
+        """Gives entries their values, after the work of the second thread."""
 
         def finish() -> None:
             self._completion.finish(entries, values)
@@ -164,14 +163,14 @@ class Executor:
     def _run_in_order(
         self, fn: Callable[[], None], entries: Sequence[Entry | None]
     ) -> None:
-        """Calls `fn` now, or after what the second thread still has to run."""
+        """Calls `fn` now, or after the work of the second thread."""
         if self._num_queued:
             self._enqueue(fn, entries)
         else:
             fn()
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
-        """Begins a trace; nothing happens if one is under way."""
+        """Starts a trace; does nothing if one is under way."""
         if self.timeline is None:
             rank = self._world.process_index
             self.timeline = RankTimeline(
@@ -185,7 +184,7 @@ class Executor:
             timeline.close()
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until the second thread has nothing left to run."""
+        """Waits until the second thread has no work left."""
         with self._completion.changed:
             self._completion.changed.wait_for(lambda: not self._num_queued, timeout_s)
 
@@ -194,10 +193,10 @@ class Executor:
         self._is_closed = True
         if self._jobs is not None:
             self._jobs.put(None)
-        if not self._num_queued:  # Else it may still use them.
+        if not self._num_queued:  # Otherwise the second thread may still use them.
             for state in self.sets.values():
                 _close(state)
-        # The other thread may still take some of them away.
+        # The second thread may still remove some of them.
         running = [entry for some in list(self._running.values()) for entry in some]
         return [entry for entry in running if entry is not None]
 
@@ -228,7 +227,7 @@ class Executor:
         data: bytes,
         scratch: Scratch,
     ) -> None:
-        """Moves the data of operations that run as one."""
+        """Runs operations that were fused."""
         started_s = time.perf_counter()
         arrays = []
         for entry in entries:
@@ -240,7 +239,7 @@ class Executor:
         job = FusedJob(prepared.specs, prepared.response.locals, arrays)
         members, implementation = prepared.state.members, prepared.implementation
         self._running[id(entries)] = entries
-        timeline = self.timeline  # Callers may end it meanwhile.
+        timeline = self.timeline  # Callers may end it at any time.
         scratch.marks = None if timeline is None else []
         with jax.enable_x64(True) if prepared.task.is_on_device else _NOTHING:
             try:
@@ -249,10 +248,10 @@ class Executor:
                 else:
                     values = fused.run(job, implementation, members, scratch)
             except (TypeError, ValueError, NotImplementedError) as error:
-                # Of what was asked for, the same on all members: nothing was sent.
+                # Wrong arguments, the same on all members: nothing was sent.
                 self._completion.fail(entries, error)
                 values = None
-        if timeline is not None:  # Before callers see that it is done, and end it.
+        if timeline is not None:  # Callers that see the result may end it.
             facts = {
                 "implementation": small_tensors.NAME if data else implementation.name,
                 "fused": len(entries),
@@ -267,7 +266,7 @@ class Executor:
         del self._running[id(entries)]
 
     def _run_program(self, entries: Sequence[Entry | None]) -> None:
-        """Runs a submitted program; what it raises is for its caller."""
+        """Runs a submitted program; its exceptions are raised where it was submitted."""
         (entry,) = entries
         assert entry is not None and entry.run is not None
         entry.record.started_s = time.perf_counter()
@@ -285,8 +284,6 @@ class Executor:
             self._completion.fail([entry], failure)
         del self._running[id(entries)]
 
-    # Process sets
-
     def _change_sets(
         self, prepared: _Prepared, entries: Sequence[Entry | None]
     ) -> None:
@@ -299,7 +296,9 @@ class Executor:
         else:
             (set_id,) = spec.shape
             if self.known_sets.pop(set_id, None) is None:
-                raise ProtocolError(f"process set {set_id} is removed, and is none")
+                raise ProtocolError(
+                    f"process set {set_id} is removed, and does not exist"
+                )
             state = self.sets.pop(set_id, None)
             self._prepared.clear()
             if state is not None:
@@ -319,11 +318,9 @@ class Executor:
             self.sets[set_id] = SetState(members, implementations)
             self.places[set_id] = members.place
 
-    # The second thread
-
     def _enqueue(self, fn: Callable[[], None], entries: Sequence[Entry | None]) -> None:
-        """Lets the second thread call `fn`, which finishes `entries`."""
-        self._running[id(entries)] = entries  # Until then, for `close`.
+        """Makes the second thread call `fn`, which finishes `entries`."""
+        self._running[id(entries)] = entries  # For `close`, until they are finished.
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(
@@ -358,10 +355,10 @@ def _trace(
     facts: dict[str, Any],
     marks: Sequence[tuple[str, float]],
 ) -> None:
-    """Writes the times of an entry that is done at `end_s`, and of its parts."""
+    """Writes the spans of an entry that is done at `end_s`, and of its phases."""
     record = entry.record
     name, phase = record.name, record.kind.upper()
-    if name.startswith(messages.UNNAMED):  # One row for all of them.
+    if name.startswith(messages.UNNAMED):  # They share one row.
         name = f"{messages.UNNAMED}{record.kind}"
     timeline.add_span(name, f"NEGOTIATE_{phase}", record.submitted_s, record.agreed_s)
     timeline.add_span(name, "QUEUE", record.agreed_s, record.started_s)

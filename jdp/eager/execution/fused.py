@@ -1,7 +1,7 @@
-"""Execution: from the tensors of agreed operations to their results, on one member.
+"""Fused operations: from the tensors of one member to its results.
 
-Tensors that were fused travel as one flat array. What a rank that has joined would
-have given is the neutral element of the reduction.
+Fused tensors are sent as one flat array. A rank that has joined contributes the neutral
+element of the reduction.
 """
 
 import functools
@@ -23,22 +23,23 @@ from jdp.eager.messages import Spec
 from jdp.trees.buckets import BucketPlan, LeafSpec
 
 # Tensors that are smaller on average are packed into one buffer. Larger ones are
-# reduced one after the other where they are: a copy less.
+# reduced one after another in place, which saves a copy.
 _PACKED_BYTES = 4096
-# Of one buffer, whose results are parts of one copy: who keeps one keeps all of them.
+# Results of a buffer of up to this size are views of one copy: a caller that keeps one
+# of them keeps all of them alive.
 _SHARED_BYTES = 1 << 16
 _MAX_LAYOUTS = 256
-_ALIGNMENT = 64  # bytes; of XLA's buffers on CPU.
+_ALIGNMENT = 64  # bytes; XLA's alignment of buffers on CPU.
 _Reduce = Callable[[list[Array], Op], list[Array]]  # `Implementation.all_reduce`.
 
 
 class FusedJob(NamedTuple):
-    """Operations of one kind that run as one, on this member.
+    """Fused batch of operations of one kind, as seen by this member.
 
     Attributes:
-      specs: what was agreed, by tensor.
-      locals: by tensor and member, `Request.local`; () for kinds that have none.
-      arrays: by tensor, what this member gives; None once it has joined.
+      specs: by tensor, the agreed spec.
+      locals: by tensor and member, `Request.local`; () for kinds without it.
+      arrays: by tensor, the array of this member; None if it has joined.
     """
 
     specs: Sequence[Spec]
@@ -47,34 +48,32 @@ class FusedJob(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Where tensors lie in a packed buffer."""
+    """Positions of tensors in a packed buffer."""
 
     size: int
-    places: list[
-        tuple[slice, tuple[int, ...] | None]
-    ]  # with the shape; None: it is flat.
+    # With the shape; None: it is flat.
+    places: list[tuple[slice, tuple[int, ...] | None]]
 
 
 class Scratch:
-    """Buffers that are used again, by dtype; and how tensors are laid out in them."""
+    """Reusable buffers by dtype, and layouts of tensors in them."""
 
     def __init__(self) -> None:
-        """Begins with none."""
         self._buffers: dict[np.dtype, np.ndarray] = {}
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
         self.marks: list[tuple[str, float]] | None = None  # None: not recorded.
 
     def mark(self, phase: str) -> None:
-        """Notes, for the timeline, that a phase has ended which began at the last mark.
+        """Records, for the timeline, the end of a phase that began at the last mark.
 
         Args:
-          phase: its name; "": it is none, but the next one begins.
+          phase: its name; "": no phase ends, but the next one begins.
         """
         if self.marks is not None:
             self.marks.append((phase, time.perf_counter()))
 
     def take(self, size: int, dtype: np.dtype) -> np.ndarray:
-        """Returns shape (size,), with anything in it, until the next call."""
+        """Returns an uninitialized array, (size,), which is valid until the next call."""
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.size < size:
             buffer = self._buffers[dtype] = np.empty(size, dtype)
@@ -114,14 +113,13 @@ def run(
     """Runs a job together with the other members.
 
     Args:
-      job: the same on all members, but for its arrays.
-      implementation: what moves the data; the same on all members.
+      job: the same on all members, except its arrays.
+      implementation: moves the data; the same on all members.
       members: the processes that take part.
-      scratch: of the thread that calls.
+      scratch: buffers of the calling thread.
 
     Returns:
-      By tensor: its result; of `all_to_all` with the first dimensions of what came
-      from each member.
+      By tensor, its result; for `all_to_all` also the number of rows from each member.
     """
     return _KINDS[job.specs[0].kind](job, implementation, members, scratch)
 
@@ -135,7 +133,7 @@ def run_carried(
 
 
 def num_rows(size: int, count: int, place: int) -> int:
-    """Rows that a member gets of `size`: the first ones get one more, as in Horovod."""
+    """Returns the rows of `size` for a member; the first ones get one row more."""
     return size // count + (place < size % count)
 
 
@@ -218,7 +216,7 @@ def _all_gather(
     job: FusedJob, implementation: Implementation, members: SetMembers, scratch: Scratch
 ) -> list[Any]:
     parts = [array.reshape(-1) for array in job.arrays]  # pyright: ignore
-    # By member and tensor, how many elements it gives.
+    # By member and tensor, number of elements.
     sizes = [
         [
             locals_[place][0] * math.prod(spec.shape)
@@ -242,7 +240,7 @@ def _all_gather(
 
 
 def _total_rows(locals_: tuple[tuple[int, ...], ...]) -> int:
-    """Rows of all members; of rows without elements the size does not tell."""
+    """Returns the rows of all members; sizes do not tell if rows have no elements."""
     return sum(n for (n,) in locals_)
 
 
@@ -262,7 +260,7 @@ def _reduce_scatter(
     spec, count = job.specs[0], members.size
     op, postscale = small_tensors.split_average(spec, np.dtype(spec.dtype), count)
     xp = _module_of(job.arrays[0])
-    pieces: list[list[Array]] = [[] for _ in range(count)]  # by member, of each tensor.
+    pieces: list[list[Array]] = [[] for _ in range(count)]  # by member and tensor.
     for array, each in zip(job.arrays, job.specs, strict=True):
         array = _scale(array, spec.prescale)
         rows = [num_rows(each.shape[0], count, place) for place in range(count)]
@@ -319,7 +317,7 @@ _KINDS: dict[
 
 
 def _scale(x: Array, factor: float) -> Array:
-    """Multiplies: integers in float64, cut off; narrow floats in float32."""
+    """Multiplies; integers in float64, then truncated, narrow floats in float32."""
     if factor == 1.0:
         return x
     dtype = np.dtype(x.dtype)
@@ -329,7 +327,7 @@ def _scale(x: Array, factor: float) -> Array:
 
 
 def _own_flat(array: Array | None, spec: Spec, prescale: float) -> Array:
-    """A flat copy that may be changed, scaled."""
+    """Returns a scaled flat copy, which may be overwritten."""
     if array is None:
         return _neutral(spec)
     flat = array.reshape(-1)
@@ -339,7 +337,7 @@ def _own_flat(array: Array | None, spec: Spec, prescale: float) -> Array:
 
 
 def _aligned_copy(flat: np.ndarray) -> np.ndarray:
-    """A copy that JAX can take over without another one."""
+    """Returns a copy that JAX can use without another copy."""
     if flat.nbytes < _PACKED_BYTES:
         return flat.copy()
     memory = np.empty(flat.nbytes + _ALIGNMENT, np.uint8)
@@ -360,7 +358,7 @@ def _neutral(spec: Spec) -> np.ndarray:
 
 
 def _owned(x: Array) -> Array:
-    """A copy where an implementation keeps the memory of `x`, or it is part of more."""
+    """Returns `x`, or a copy if `x` is read-only or a view of a larger array."""
     if not isinstance(x, np.ndarray):
         return x
     whole = x.base

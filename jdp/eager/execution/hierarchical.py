@@ -14,7 +14,7 @@ _all_reduce = functools.partial(
 
 
 class _ChosenKinds:
-    """Rule of the hierarchical programs: they take the kinds that are switched on."""
+    """Selection of the hierarchical programs: the kinds that are switched on."""
 
     def __init__(self, members: SetMembers):
         world = members.world
@@ -22,11 +22,11 @@ class _ChosenKinds:
         self._kinds: set[str] = set()
         self.why_not = ""
         if len(world.axis_names) != 2:
-            self.why_not = "the world has no pair of axes"
+            self.why_not = "the world does not have a pair of axes"
         elif world.num_replicas != world.process_count:
             self.why_not = "a process has several replicas"
         elif members.set_id != 0:
-            self.why_not = "for the set of all processes alone"
+            self.why_not = "for the global process set only"
 
     def is_enabled(self, task: CollectiveTask) -> bool:
         """See `Selection`."""
@@ -37,9 +37,9 @@ class _ChosenKinds:
         """See `Selection`."""
         if self.why_not:
             return self.why_not
-        nodes, local = self._mesh.devices.shape
-        kinds = ", ".join(sorted(self._kinds)) or "nothing that is asked for"
-        return f"{nodes} nodes of {local} processes, for {kinds}"
+        hosts, local = self._mesh.devices.shape
+        kinds = ", ".join(sorted(self._kinds)) or "no operation, as none is switched on"
+        return f"{hosts} hosts of {local} processes, for {kinds}"
 
     def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
         """See `Selection`."""
@@ -50,16 +50,16 @@ class _ChosenKinds:
 def make_hierarchical(
     members: SetMembers, *, all_reduce: bool, all_gather: bool
 ) -> Xla:
-    """Makes the implementation; all members do so together.
+    """Constructs the implementation; all members call it together.
 
     Args:
       members: the process set.
-      all_reduce: whether it takes all-reduces.
-      all_gather: whether it takes gathers.
+      all_reduce: whether it accepts all-reduces.
+      all_gather: whether it accepts all-gathers.
     """
     selection = _ChosenKinds(members)
     selection.switch(all_reduce=all_reduce, all_gather=all_gather)
-    # It adds in another order than the ranks, so nothing is reduced on the host.
+    # It does not add in rank order, so nothing is reduced on the host.
     route = Route(all_reduce=_all_reduce, is_exact=False)
     if not selection.why_not:
         world = members.world

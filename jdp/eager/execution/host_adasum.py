@@ -1,6 +1,6 @@
 """Host adasum: one level of `jdp.collectives.adasum`, in numpy.
 
-In float64, where subnormal numbers of narrower dtypes are ordinary ones.
+In float64, in which the subnormal numbers of narrower dtypes are normal.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ def combine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b, in the dtype of `a`.
 
     Args:
-      a: of the lower rank, shape (m,), floating.
-      b: of the upper one, the same shape and dtype.
+      a: array of the lower rank, shape (m,), floating.
+      b: array of the upper rank, the same shape and dtype.
     """
     x, y = a.astype(np.float64), b.astype(np.float64)
     if not x.size:
@@ -22,7 +22,7 @@ def combine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     x_unit, x_scale = _scale(x)
     y_unit, y_scale = _scale(y)
     half_dot = (x_unit * y_unit).sum() / 2
-    # Of norms that are zero the other term is zero too.
+    # If a norm is zero, so is the numerator.
     x_share = half_dot / ((x_unit * x_unit).sum() or 1.0)
     y_share = half_dot / ((y_unit * y_unit).sum() or 1.0)
     # In this order nothing overflows: |share| * scale is at most the other's norm.
@@ -31,7 +31,7 @@ def combine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _scale(x: np.ndarray) -> tuple[np.ndarray, float]:
-    """Splits `x` into numbers of order 1 and a power of two, exactly."""
+    """Splits `x` exactly into numbers of order 1 and a power of two."""
     largest = float(np.abs(x).max())
     exponent = int(np.frexp(largest)[1]) - 1 if np.isfinite(largest) else 0
     exponent = max(-_LIMIT, min(exponent, _LIMIT))

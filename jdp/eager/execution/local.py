@@ -1,17 +1,16 @@
-"""Local: a process set of one process, whose data need not move."""
+"""Local: a process set of one process, which moves no data."""
 
 from jdp.collectives.base import Op
 from jdp.eager.execution.base import Array, CollectiveTask, SetMembers
 
 
 class LocalCopy:
-    """Gives back what it is given."""
+    """Implementation for one member; returns its arguments."""
 
     name = "local copy"
     is_bounded = True
 
     def __init__(self, members: SetMembers):
-        """Makes it; it is enabled where there is one member."""
         self._is_alone = members.size == 1
 
     def is_enabled(self, task: CollectiveTask) -> bool:

@@ -13,7 +13,7 @@ _OPS = ("sum", "average")
 
 
 class _WhereFaster:
-    """Rule of the kernel: it takes sums of sizes and dtypes for which it is faster."""
+    """Selection of the kernel: sums whose sizes and dtypes it reduces faster."""
 
     def __init__(self, members: SetMembers):
         world = members.world
@@ -24,7 +24,7 @@ class _WhereFaster:
         elif world.num_replicas != world.process_count:
             self.why_not = "a process has several replicas"
         elif members.set_id != 0 or members.size == 1:
-            self.why_not = "for the set of all processes, of which there are several"
+            self.why_not = "for the global process set of several processes"
         else:
             self._topology, fails = auto.find_kernel(world)
             self.why_not = fails or self._find_obstacle(0, "float32") or ""
@@ -60,7 +60,7 @@ class _WhereFaster:
 
 
 def make_pallas_kernel(members: SetMembers) -> Xla:
-    """Makes the implementation; on GPUs all members try the kernel together."""
+    """Constructs the implementation; on GPUs all members try the kernel together."""
     selection = _WhereFaster(members)
     route = Route(all_reduce=selection.all_reduce)
     if not selection.why_not:

@@ -14,17 +14,17 @@ from jdp.eager.options import EagerOptions
 def make_implementations(
     members: SetMembers, options: EagerOptions, *, key: str
 ) -> list[Implementation]:
-    """Makes all implementations; the members of the set do so together.
+    """Constructs all implementations; the members of the set call it together.
 
     Args:
       members: the process set.
       options: the same on all members.
-      key: where the members meet in the store; one key, one process set.
+      key: where the members meet in the store; unique to the process set.
 
     Returns:
-      In order of preference: of those that are enabled the first one runs.
+      The implementations in order of preference: the first enabled one runs.
     """
-    # What has agreed to an operation comes at once, or not at all.
+    # A process that has agreed to an operation comes at once, or not at all.
     world = dataclasses.replace(members.world, timeout_s=options.timeout_s)
     impatient = dataclasses.replace(members, world=world)
     return [

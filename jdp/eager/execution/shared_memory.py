@@ -1,4 +1,4 @@
-"""Shared memory: numpy arrays of processes of one host."""
+"""Shared memory: numpy arrays of the processes of one host."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,23 +11,22 @@ from jdp.collectives.shared_memory.cutting import ReducePiece
 from jdp.collectives.shared_memory.shared_buffer import SharedBuffer
 from jdp.eager.execution.base import CollectiveTask, SetMembers
 
-_MAX_PLANS = 256  # ways of cutting arrays into pieces that are kept.
+_MAX_PLANS = 256  # cached plans for cutting arrays into pieces.
 
 
 class SharedMemory:
-    """Reduces and exchanges through memory that the members share."""
+    """Implementation that exchanges data through memory shared by the members.
+
+    Args:
+      members: the process set; waits end after `members.world.timeout_s`.
+      num_bytes: size of the largest piece that is moved at once; 0: disabled.
+      key: where the members meet in the store.
+    """
 
     name = "shared memory"
     is_bounded = True
 
     def __init__(self, members: SetMembers, num_bytes: int, *, key: str):
-        """Maps the memory; all members do so together.
-
-        Args:
-          members: the process set; waits end after `members.world.timeout_s`.
-          num_bytes: of the largest piece that goes through it at once; 0: none does.
-          key: where the members meet in the store.
-        """
         self._size = members.size
         self._buffer: SharedBuffer | None = None
         self._why_not = ""
@@ -74,7 +73,7 @@ class SharedMemory:
         return arrays
 
     def adaptive_sum(self, array: np.ndarray) -> np.ndarray:
-        """Not called: `is_enabled` refuses it."""
+        """Raises AssertionError: `is_enabled` refuses adasum."""
         raise AssertionError
 
     def all_gather(self, part: np.ndarray) -> np.ndarray:
@@ -115,5 +114,5 @@ class SharedMemory:
         return self._buffer
 
     def _next_call(self) -> int:
-        # Members that lost count of each other are found out by it.
+        # The number reveals members that are out of step.
         return next(self._calls) & 0xFFFFFFFF

@@ -1,7 +1,7 @@
-"""Small tensors: which travel with the agreement, and need no second exchange?
+"""Small tensors: which tensors travel with the agreement, without a second exchange?
 
-A rank sends them with the bits that say that they are ready. Where all have done so the
-coordinator reduces them, and sends the result with the order to run.
+A rank sends them with the bits that say that they are ready. If all ranks have done so,
+the coordinator reduces them and sends the result with the response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from jdp.eager.entries import Entry
 from jdp.eager.messages import Response, Spec, decode_spec
 
 NAME = "with the agreement"  # in a timeline, in place of an implementation.
-# With more it is faster to let the processes exchange data by themselves: what comes
-# here is copied by each process on the way, and reduced by one.
-MAX_BYTES = 512  # of a tensor.
-_MAX_TENSORS = 16  # of a message.
+# Larger tensors are faster through an implementation: here every process copies the
+# data on its way, and one process reduces it.
+MAX_BYTES = 512  # per tensor.
+_MAX_TENSORS = 16  # per message.
 
 
 def is_small(spec: Spec, num_bytes: int) -> bool:
@@ -34,7 +34,7 @@ def is_small(spec: Spec, num_bytes: int) -> bool:
 
 
 def collect(entries: Sequence[Entry], slots: Sequence[int]) -> tuple[bytes, ...]:
-    """Returns the tensors of entries by ascending slot; nothing if one is not small."""
+    """Returns the tensors of entries in the order of slots; () if one is not small."""
     if len(entries) > _MAX_TENSORS or not all([entry.is_small for entry in entries]):
         return ()
     if len(entries) == 1:
@@ -44,11 +44,11 @@ def collect(entries: Sequence[Entry], slots: Sequence[int]) -> tuple[bytes, ...]
 
 
 def reduce(spec: Spec, given: Sequence[bytes]) -> bytes:
-    """Reduces what the ranks have sent, of one dtype, but for the postscale.
+    """Reduces the tensors of the ranks, without the postscale.
 
     Args:
-      spec: of one of the tensors; those that are fused have the same reduction.
-      given: by rank, its tensors one after the other.
+      spec: spec of one of the tensors; fused tensors have the same dtype and reduction.
+      given: by rank, its concatenated tensors.
     """
     op, _ = split_average(spec, jnp.dtype(spec.dtype), len(given))
     arrays = [np.frombuffer(part, jnp.dtype(spec.dtype)) for part in given]
@@ -62,12 +62,12 @@ def reduce(spec: Spec, given: Sequence[bytes]) -> bytes:
 def reduce_taken(
     response: Response, taken: Mapping[int, Sequence[bytes]], specs: Mapping[int, bytes]
 ) -> bytes:
-    """Reduces the tensors of a response; b"" where a rank has not sent one.
+    """Reduces the tensors of a response; returns b"" if a rank has not sent one.
 
     Args:
-      response: of slots.
+      response: a response that has slots only.
       taken: by slot, the tensors that came with its bits, by rank.
-      specs: of those slots.
+      specs: by slot, its spec.
     """
     slots = list(response.slots)
     if not taken or not slots or not all([slot in taken for slot in slots]):
@@ -80,10 +80,10 @@ def reduce_taken(
 
 
 def split_average(spec: Spec, dtype: np.dtype, count: int) -> tuple[Op, float]:
-    """Returns the reduction of a spec, and what to multiply its result with.
+    """Returns the reduction of a spec, and the factor for its result.
 
-    The mean of integers is rounded towards zero. Where it is scaled as well, that is
-    one factor, so that it is rounded once.
+    The mean of integers is rounded towards zero. If it is scaled too, division and
+    scaling are one factor, so that it is rounded once.
     """
     if spec.op != "average":
         return spec.op, spec.postscale  # pyright: ignore[reportReturnType]
@@ -93,10 +93,10 @@ def split_average(spec: Spec, dtype: np.dtype, count: int) -> tuple[Op, float]:
 
 
 def unpack(data: bytes, arrays: list[np.ndarray], op: Op) -> list[np.ndarray]:
-    """Returns the reduced tensors of `data`, in the sizes and the dtype of `arrays`.
+    """Returns the reduced tensors of `data`, with the sizes and the dtype of `arrays`.
 
-    It has the arguments of `Implementation.all_reduce` after the first: the ranks have
-    sent `arrays` before, and the coordinator has applied `op`.
+    After `data` it has the arguments of `Implementation.all_reduce`: the ranks have
+    sent `arrays` already, and the coordinator has applied `op`.
     """
     whole = np.frombuffer(data, arrays[0].dtype)
     if len(arrays) == 1:

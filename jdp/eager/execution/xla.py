@@ -1,8 +1,8 @@
-"""XLA: programs that communicate, over NCCL, ICI or gloo.
+"""XLA: programs that communicate over NCCL, ICI or gloo.
 
-Arrays on the host are only moved by them, as bits, and reduced by numpy in the order of
-the ranks. So the result is what shared memory gives, bit by bit: XLA on CPU adds in
-another order, and takes subnormal numbers for zero.
+For arrays on the host they only move bits, and numpy reduces in rank order. So results
+are bitwise those of shared memory: XLA on CPU adds in another order, and flushes
+subnormal numbers to zero.
 """
 
 import functools
@@ -24,29 +24,29 @@ from jdp.eager.execution.base import Array, CollectiveTask, SetMembers
 from jdp.types import AxisName, Device
 
 _AXIS = "member"
-# Of what all members have together: up to that, to gather all of it costs less than to
-# start a second program.
+# Total bytes of all members up to which gathering everything costs less than starting
+# a second program.
 _GATHERED_BYTES = 256 << 10
 
 
 class Selection(Protocol):
-    """Rule that says which tasks a set of XLA programs takes; see `Implementation`."""
+    """Rule for the tasks that a set of XLA programs accepts; see `Implementation`."""
 
     def is_enabled(self, task: CollectiveTask) -> bool:
-        """Whether they take the task; the same on all members."""
+        """Whether they accept the task; the same on all members."""
         ...
 
     def describe(self) -> str:
-        """Says in a few words what they run on, or why they are not available."""
+        """Describes in a few words what they run on, or why they are not available."""
         ...
 
     def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
-        """Says which kinds hierarchical programs take; others ignore it."""
+        """Sets the kinds that hierarchical programs accept; others ignore it."""
         ...
 
 
 class EveryTask:
-    """Rule of programs that take all tasks of a process set of several processes."""
+    """Selection of programs that accept every task of several processes."""
 
     def __init__(self, members: SetMembers):
         self._members = members
@@ -57,7 +57,7 @@ class EveryTask:
 
     def describe(self) -> str:
         """See `Selection`."""
-        return f"one {platform_of(self._members)} device of each process"
+        return f"one {platform_of(self._members)} device per process"
 
     def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
         """See `Selection`."""
@@ -68,17 +68,23 @@ class Route(NamedTuple):
 
     mesh: Mesh | None = None  # None: the first device of each member.
     axis_name: AxisName = _AXIS
-    # `all_reduce(x, axis_name, op=op)`, as `jdp.collectives` has them.
+    # Called as `all_reduce(x, axis_name, op=op)`, like those in `jdp.collectives`.
     all_reduce: Callable[..., jax.Array] = xla.psum_all_reduce
-    # Whether arrays on the host are reduced there, in the order of the ranks.
+    # Whether arrays on the host are reduced there, in rank order.
     is_exact: bool = True
 
 
 class Xla:
-    """Compiles one small program for each kind, dtype and padded size.
+    """Implementation with one small compiled program per kind, dtype and padded size.
 
-    What is fused differs from one time to the next, so that sizes do; they are rounded
-    up to one of eight steps an octave, which costs an eighth of the traffic at most.
+    Fused batches, and so their sizes, differ from one time to the next. Sizes are
+    rounded up to one of eight steps per octave, at most an eighth more traffic.
+
+    Args:
+      members: the process set.
+      name: name of the implementation; "": named after the platform.
+      selection: rule for the tasks that it accepts; None: all.
+      route: devices and all-reduce; None: the first devices of the members.
     """
 
     is_bounded = False
@@ -91,14 +97,6 @@ class Xla:
         selection: Selection | None = None,
         route: Route | None = None,
     ):
-        """Compiles nothing yet.
-
-        Args:
-          members: the process set.
-          name: of the implementation; "": by the platform.
-          selection: which tasks it takes; None: all.
-          route: how data moves; None: between the first devices of the members.
-        """
         platform = platform_of(members)
         carrier = {"cpu": "gloo", "gpu": "NCCL", "tpu": "ICI"}
         self.name = name or f"XLA ({carrier.get(platform, platform)})"
@@ -110,7 +108,7 @@ class Xla:
 
     @functools.cached_property
     def _mesh(self) -> Mesh:
-        """The mesh of the route, or one device of each member."""
+        """Mesh of the route, or of one device per member."""
         if self._route.mesh is not None:
             return self._route.mesh
         devices = [
@@ -166,7 +164,7 @@ class Xla:
         dtype = np.dtype(part.dtype)
         if isinstance(part, np.ndarray):
             part = _as_bits(part)
-        elif dtype.kind == "b":  # They are no numbers to the collectives.
+        elif dtype.kind == "b":  # The collectives take only numbers.
             part = _as_integers(part)
         size = _round_up(part.size)
         out = self._run(
@@ -214,7 +212,7 @@ class Xla:
         """See `Implementation`."""
 
         def send(x: jax.Array) -> jax.Array:
-            # What is no number cannot be summed: bits are, of one member and zeros.
+            # Sums the bits of one member and zeros: floats would not keep all bits.
             bits = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
             is_root = lax.axis_index(self._axis_name) == root
             bits = lax.psum(jnp.where(is_root, bits, 0), self._axis_name)
@@ -223,13 +221,13 @@ class Xla:
         kind, dtype = ("broadcast", root), np.dtype(array.dtype)
         if isinstance(array, np.ndarray):
             array = _as_bits(array)
-        elif dtype.kind in "bc":  # Bools and complex numbers have no such cast.
+        elif dtype.kind in "bc":  # They have no `bitcast_convert_type`.
             array = _as_integers(array)
         out = self._run(kind, _pack([array], _round_up(array.size)), send)
         return _from_integers(out[: array.size], dtype)
 
     def _reduce_on_host(self, array: np.ndarray, op: Op) -> np.ndarray:
-        """Reduces shape (m,), all of it or a part on each member."""
+        """Reduces shape (m,): every member reduces all of it, or a part."""
         count, size = self._members.size, array.size
         if count * array.nbytes <= _GATHERED_BYTES:
             return _reduce_rows(self.all_gather(array), op)
@@ -264,7 +262,7 @@ class Xla:
         *,
         varies: bool = False,
     ) -> Array:
-        """Runs `fn` on the flat arrays of all members; waits for the result."""
+        """Runs `fn` on the flat arrays of all members, and waits for the result."""
         spec = PartitionSpec(self._mesh.axis_names)
         with jax.enable_x64(True):
             key = (*key, x.dtype, x.size)
@@ -303,20 +301,20 @@ def _is_of(device: Device, rank: int) -> bool:
 
 
 def _round_up(size: int) -> int:
-    """The next of eight sizes an octave, at least 64."""
+    """Rounds up to one of eight sizes per octave, at least 64."""
     step = 1 << max(3, size.bit_length() - 4)
     return max(64, -(-size // step) * step)
 
 
 def _pack(arrays: list[Array], size: int) -> Array:
-    """Puts flat arrays one after the other, and zeros after them."""
+    """Concatenates flat arrays, and pads them with zeros to `size`."""
     dtype = arrays[0].dtype
     if isinstance(arrays[0], np.ndarray):
         out = np.zeros(size, dtype)
         np.concatenate(arrays, out=out[: sum(x.size for x in arrays)])
         return out
     buffer, offset = jnp.zeros(size, dtype), 0
-    for x in arrays:  # Compiled for each size, not for each list of them.
+    for x in arrays:  # Compiled per size, not per list of sizes.
         buffer = _put(buffer, x, offset)
         offset += x.size
     return buffer
@@ -328,7 +326,7 @@ def _put(buffer: jax.Array, x: jax.Array, offset: int) -> jax.Array:
 
 
 def _pad_columns(parts: Array, width: int) -> Array:
-    """Pads shape (n, m) to (n, width), and makes it flat."""
+    """Pads shape (n, m) to (n, width), and flattens it."""
     xp = np if isinstance(parts, np.ndarray) else jnp
     return xp.pad(parts, ((0, 0), (0, width - parts.shape[1]))).reshape(-1)
 
@@ -338,7 +336,7 @@ def _as_integers(array: Array) -> Array:
 
 
 def _as_bits(array: np.ndarray) -> np.ndarray:
-    """Unsigned integers; of complex numbers of 16 bytes twice as many."""
+    """Returns unsigned integers; two per complex number of 16 bytes."""
     bits = np.dtype(_UNSIGNED[min(array.dtype.itemsize, 8)])
     return np.ascontiguousarray(array).view(bits)
 
