@@ -155,7 +155,7 @@ def test_ranks_that_wait_for_each_other():
         "has waited for 1000.0 s"
     )
     assert lines[2].startswith("Rank 1 submitted 'metric' (all_reduce sum int32[]), ")
-    assert "The last that rank 1 submitted is 'next', 1000.0 s before its dump." in text
+    assert "The last request of rank 1 is 'next', 1000.0 s before its dump." in text
 
 
 def test_what_a_rank_gave_up_on_is_still_missing_from_the_other():
@@ -309,8 +309,8 @@ def test_records_without_a_common_stretch_are_not_compared():
     b.submit(all_reduce("loss", shape=(9,)))
     found, text = _compare(a, b)
     assert found is None
-    assert "those of rank 0 end before those of rank 1 begin" in text
-    assert "What the ranks wait for cannot be compared" in text
+    assert "the record of rank 0 ends before the record of rank 1 begins" in text
+    assert "Waiting requests cannot be compared" in text
 
 
 def test_what_waits_from_before_the_oldest_record_is_still_missing():

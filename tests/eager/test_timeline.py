@@ -290,7 +290,7 @@ def test_merging_reads_a_cut_file_up_to_its_last_whole_event(tmp_path, num_left)
         (b"[1, 2]", "is not a timeline of jdp"),
         (b'[{"name": "a", "args": 3}]', "is not a timeline of jdp"),
         (b'[{"name": "a"}]', "an event has no rank as its `pid`"),
-        (b'[{"name": "a", "pid": 0, "ts": "1"}]', "a time is no number"),
+        (b'[{"name": "a", "pid": 0, "ts": "1"}]', "a time is not a number"),
         (b'[{"name": "a", "pid": 0}]', "no event has 'start_time_since"),
     ],
 )

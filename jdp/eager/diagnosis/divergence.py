@@ -1,10 +1,10 @@
-"""Divergence: where two processes of the eager engine went apart.
+"""Divergence: where did two processes of the eager engine diverge?
 
-From the flight records of both. Ranks may submit names in any order, so what must be
-the same is the order of execution, and what is said under one name.
+The flight records of both tell. Ranks may submit names in any order, so the order of
+execution and the meaning of each name must be the same.
 
-What is not in a process set that both use is left alone: a dump does not say who the
-members of a set are, and the other may not be one.
+Only process sets that both ranks use are compared: a dump does not list the members of
+a set.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ from jdp.eager.coordinator import mismatch
 from jdp.eager.diagnosis.flight_recorder import Dump, Record
 from jdp.eager.messages import Kind, Spec
 
-_MOST_SHOWN = 5  # findings of a kind; the rest is counted.
+_MOST_SHOWN = 5  # findings per kind; the rest is counted.
 _HAS_LOCAL_FIRST = ("all_gather", "all_to_all")
-_MOST_APART_S = 1.0  # of dumps that are taken to be of one moment.
+_MOST_APART_S = 1.0  # between dumps that count as simultaneous.
 _Key = tuple[int, str]  # process set and name.
 
 
 class DivergenceFinding(NamedTuple):
-    """One thing that differs.
+    """One difference between two dumps.
 
     Attributes:
-      what: "order": another operation ran at one position. "mismatch": one name stands
-        for different things. "missing": one waits for what the other never submitted.
-        "outcome": it failed on one only.
-      a: the request of the first dump, if it has one.
-      b: that of the second.
-      text: what it means, as a sentence.
+      what: "order": the ranks ran different operations at one position. "mismatch": one
+        name stands for different operations. "missing": one rank waits for a request
+        that the other never submitted. "outcome": an operation failed on one rank only.
+      a: request of the first dump, if it has one.
+      b: request of the second dump, if it has one.
+      text: the difference as a sentence.
     """
 
     what: Literal["order", "mismatch", "missing", "outcome"]
@@ -39,35 +39,35 @@ class DivergenceFinding(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """How two processes differ."""
+    """Differences between two processes."""
 
-    findings: tuple[DivergenceFinding, ...]  # the most telling first; at least one.
+    findings: tuple[DivergenceFinding, ...]  # at least one, the most telling first.
 
 
 class _Matched(NamedTuple):
-    """The requests of two dumps, by what they have in common."""
+    """Requests of two dumps."""
 
-    pairs: list[tuple[Record, Record]]  # the same operation.
-    alone_a: list[Record]  # waits, and is not in b.
-    alone_b: list[Record]
+    pairs: list[tuple[Record, Record]]  # of the same operation.
+    alone_a: list[Record]  # waiting requests of a that b does not have.
+    alone_b: list[Record]  # the converse.
 
 
 class _Stretch(NamedTuple):
-    """The order of execution, as far as both dumps hold it."""
+    """Part of the order of execution that both dumps hold."""
 
-    positions: list[int]  # at which both ran the same.
-    apart: int | None  # the first at which they did not.
+    positions: list[int]  # where both ranks ran the same operations.
+    apart: int | None  # the first position where they did not.
 
 
 def find_divergence(a: Dump, b: Dump) -> Divergence | None:
     """Returns how the records of two ranks differ, or None if they do not.
 
-    The order in which they submitted may differ. One may have been dumped later than
-    the other, and older records may be missing from both: only what both dumps must
-    hold is compared.
+    Orders of submission may differ. One rank may have been dumped later than the other,
+    and both dumps may lack older records: only records that both must hold are
+    compared.
 
     Raises:
-      ValueError: the dumps are of one rank, or of jobs of different sizes.
+      ValueError: the dumps are from one rank, or from jobs of different sizes.
     """
     _check(a, b)
     shared = _shared_sets(a, b)
@@ -82,12 +82,12 @@ def find_divergence(a: Dump, b: Dump) -> Divergence | None:
 
 
 def explain(a: Dump, b: Dump, divergence: Divergence | None) -> str:
-    """Returns in sentences how far two ranks agree, and how they differ.
+    """Describes in sentences how far two ranks agree, and how they differ.
 
     Args:
       a: one dump.
       b: the other.
-      divergence: of `find_divergence(a, b)`.
+      divergence: result of `find_divergence(a, b)`.
     """
     _check(a, b)
     shared = _shared_sets(a, b)
@@ -101,9 +101,6 @@ def explain(a: Dump, b: Dump, divergence: Divergence | None) -> str:
     if not findings:
         lines.append(f"Nothing differs between rank {a.rank} and rank {b.rank}.")
     return "\n".join([*lines, *_notes(a, b, shared)])
-
-
-# What differs
 
 
 def _other_order(a: Dump, b: Dump, shared: set[int]) -> list[DivergenceFinding]:
@@ -135,7 +132,7 @@ def _mismatches(a: Dump, b: Dump, matched: _Matched) -> list[DivergenceFinding]:
 
 
 def _in_other_sets(a: Dump, b: Dump, matched: _Matched) -> list[tuple[Record, Record]]:
-    """Requests that wait under one name, but in two sets, one of which both use."""
+    """Pairs requests that wait under one name in two sets, one of which both use."""
     shared = _shared_sets(a, b)
     by_name = {record.name: record for record in matched.alone_b}
     found = []
@@ -162,7 +159,7 @@ def _missing(
             if record.process_set not in shared or record.name in named:
                 continue
             if record.kind == "join":
-                continue  # The other may well have more data.
+                continue  # The other rank may have more data.
             text = (
                 f"Rank {mine.rank} submitted {_show(record)}, which rank {other.rank} "
                 f"has not, and has waited for {_waited(mine, record)}."
@@ -188,9 +185,6 @@ def _outcomes(a: Dump, b: Dump, matched: _Matched) -> list[DivergenceFinding]:
     return findings
 
 
-# What is the same, and what else there is to know
-
-
 def _agreement(a: Dump, b: Dump, shared: set[int]) -> str:
     stretch = _common_stretch(a, b, shared)
     if not stretch.positions:
@@ -199,8 +193,8 @@ def _agreement(a: Dump, b: Dump, shared: set[int]) -> str:
             return "No operation that has run is in both records."
         earlier = b if later is a else a
         return (
-            f"No operation is in both records: those of rank {earlier.rank} end before "
-            f"those of rank {later.rank} begin."
+            f"No operation is in both records: the record of rank {earlier.rank} ends "
+            f"before the record of rank {later.rank} begins."
         )
     names = {record.order: record.name for record in a.records}
     first, last = names[stretch.positions[0]], names[stretch.positions[-1]]
@@ -213,7 +207,7 @@ def _agreement(a: Dump, b: Dump, shared: set[int]) -> str:
 
 
 def _notes(a: Dump, b: Dump, shared: set[int]) -> list[str]:
-    """Remarks that are no difference, but help to see what happened."""
+    """Returns context that is not itself a difference."""
     pairs = _match(a, b, shared).pairs
     more = " Another rank has not submitted it." if a.size > 2 else ""
     notes = [
@@ -225,8 +219,8 @@ def _notes(a: Dump, b: Dump, shared: set[int]) -> list[str]:
     later = _later_without_records(a, b)
     if later:
         notes.append(
-            f"What the ranks wait for cannot be compared: rank {later.rank} went on, "
-            "and no longer records what it did then."
+            f"Waiting requests cannot be compared: rank {later.rank} went on, and its "
+            "record no longer has the operations that followed."
         )
     first, second = sorted((a, b), key=lambda dump: dump.time)
     apart_s = second.time - first.time
@@ -238,8 +232,9 @@ def _notes(a: Dump, b: Dump, shared: set[int]) -> list[str]:
     if other_order:
         ours, theirs = other_order
         notes.append(
-            "The ranks submit in different orders, as they may: the first time, rank "
-            f"{a.rank} submitted {ours.name!r} and rank {b.rank} {theirs.name!r}."
+            "The ranks submit in different orders, as they may: at the first "
+            f"difference, rank {a.rank} submitted {ours.name!r} and rank {b.rank} "
+            f"{theirs.name!r}."
         )
     return notes
 
@@ -256,7 +251,7 @@ def _notes_of(dump: Dump) -> list[str]:
     if dump.records:
         last = dump.records[-1]
         notes.append(
-            f"The last that rank {dump.rank} submitted is {last.name!r}, "
+            f"The last request of rank {dump.rank} is {last.name!r}, "
             f"{_age(dump, last.submitted_s)} before its dump."
         )
     return notes
@@ -265,16 +260,13 @@ def _notes_of(dump: Dump) -> list[str]:
 def _first_out_of_order(
     pairs: Sequence[tuple[Record, Record]],
 ) -> tuple[Record, Record] | None:
-    """The first place where the same operations were submitted in other orders."""
+    """Returns the first requests that two ranks submitted in different orders."""
     by_a = sorted(pairs, key=lambda pair: pair[0].number)
     by_b = sorted(pairs, key=lambda pair: pair[1].number)
     for ours, theirs in zip(by_a, by_b, strict=True):
         if ours is not theirs:
             return ours[0], theirs[1]
     return None
-
-
-# What belongs together
 
 
 def _check(a: Dump, b: Dump) -> None:
@@ -287,7 +279,7 @@ def _check(a: Dump, b: Dump) -> None:
 
 
 def _shared_sets(a: Dump, b: Dump) -> set[int]:
-    """Process sets that both ranks are in; all are in set 0."""
+    """Returns the process sets that both ranks use; all ranks are in set 0."""
     return {0} | (
         {record.process_set for record in a.records}
         & {record.process_set for record in b.records}
@@ -298,7 +290,7 @@ def _common_stretch(a: Dump, b: Dump, shared: set[int]) -> _Stretch:
     first = max(a.dropped_order, b.dropped_order) + 1
     last = min(_last_order(a), _last_order(b))
     ran_a, ran_b = _by_order(a, shared), _by_order(b, shared)
-    # A rank that has joined takes part without a request of its own.
+    # A rank that has joined takes part without a request.
     has_join = any(r.kind == "join" for dump in (a, b) for r in dump.records)
     positions = []
     for position in sorted(ran_a.keys() | ran_b.keys()):
@@ -313,7 +305,7 @@ def _common_stretch(a: Dump, b: Dump, shared: set[int]) -> _Stretch:
 
 
 def _by_order(dump: Dump, shared: set[int]) -> dict[int, set[_Key]]:
-    """Names of the operation at each position; several where it was fused."""
+    """Returns the names at each position; several if the operation was fused."""
     ran: dict[int, set[_Key]] = {}
     for record in dump.records:
         if record.order >= 0 and record.process_set in shared:
@@ -330,10 +322,10 @@ def _match(a: Dump, b: Dump, shared: set[int]) -> _Matched:
             pairs.append((record, other))
     open_a, open_b = _open(a, _last_order(b)), _open(b, _last_order(a))
     if _later_without_records(a, b):
-        open_a = {}  # The one of a name that comes next may be dropped.
+        open_a = {}  # The next request of a name may be missing from the record.
     for key in open_a.keys() & open_b.keys():
-        # One name waits once at a time, so it is the next one on both; what one of
-        # them has more is missing on the other.
+        # A name waits once at a time, so requests pair up in order. Surplus requests of
+        # one rank are missing on the other.
         pairs += zip(open_a[key], open_b[key], strict=False)
     pairs.sort(key=lambda pair: pair[0].number)
     in_a, in_b = {p[0].number for p in pairs}, {p[1].number for p in pairs}
@@ -345,7 +337,7 @@ def _match(a: Dump, b: Dump, shared: set[int]) -> _Matched:
 
 
 def _open(dump: Dump, last_order: int) -> dict[_Key, list[Record]]:
-    """By name, what had not run when the other rank's records end."""
+    """Returns by name the requests that ran after the other rank's record, or wait."""
     found: dict[_Key, list[Record]] = {}
     for record in dump.records:
         if record.order < 0 or record.order > last_order:
@@ -354,9 +346,9 @@ def _open(dump: Dump, last_order: int) -> dict[_Key, list[Record]]:
 
 
 def _later_without_records(a: Dump, b: Dump) -> Dump | None:
-    """The dump, if any, that has lost what came after the last operation of the other.
+    """Returns the dump that lacks operations after the last one of the other, or None.
 
-    What either waits for may then have run, or have come, in between.
+    Waiting requests of either rank may have run, or arrived, in between.
     """
     earlier, later = sorted((a, b), key=_last_order)
     return later if later.dropped_order > _last_order(earlier) else None
@@ -375,7 +367,7 @@ def _key(record: Record) -> _Key:
 
 
 def _spec(record: Record) -> Spec:
-    """Properties that must be the same on all ranks."""
+    """Returns the properties that must be the same on all ranks."""
     shape = record.shape[record.kind in _HAS_LOCAL_FIRST :]
     return Spec(cast(Kind, record.kind), record.dtype, shape, op=record.op)
 

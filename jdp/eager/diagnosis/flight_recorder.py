@@ -1,4 +1,4 @@
-"""Flight recorder: the last requests of a process, for when a job hangs or fails.
+"""Flight recorder: the last requests of a process, written when a job hangs or fails.
 
 Each process keeps its requests and their outcomes. `jdp.eager.diagnosis.divergence`
 compares the dumps of two processes.
@@ -19,30 +19,30 @@ import msgspec
 _logger = logging.getLogger("jdp")
 _FORMAT = "jdp flight record"
 VERSION = 1  # of dumps.
-_MOST_WRITING_S = 60.0  # from the first byte of a file to its name.
-_MOST_FILES = 10  # of one rank that `dump_into` leaves in a folder.
+_MOST_WRITING_S = 60.0  # longest time to write a file; older parts are abandoned.
+_MOST_FILES = 10  # per rank, that `dump_into` leaves in a folder.
 
 
 class Record(msgspec.Struct, omit_defaults=True, gc=False):
-    """One request of this process, which the engine completes as it proceeds.
+    """Request of this process; the engine fills in the fields as it proceeds.
 
     Times are seconds of `time.perf_counter`; 0.0: not yet.
 
     Attributes:
-      name: of the tensor.
+      name: name of the tensor.
       kind: the operation, such as "all_reduce"; "join" for a rank without more data.
-      dtype: of the tensor, such as "float32"; "" where there is none.
-      shape: of the tensor here.
+      dtype: dtype of the tensor, such as "float32"; "" without a tensor.
+      shape: shape of the tensor on this rank.
       process_set: the processes that take part.
-      op: the reduction; "" where there is none.
-      num_bytes: of the tensor here.
+      op: the reduction; "" without one.
+      num_bytes: size of the tensor on this rank.
       number: 0, 1, ... by submission in this process; `FlightRecorder.add` sets it.
-      submitted_s: when the caller asked for it.
-      agreed_s: when all ranks of the process set had.
-      started_s: when it began to run.
-      finished_s: when it had run, or failed.
-      order: position in the order of execution, the same on all ranks, also of what
-        was agreed to be an error; -1: not yet.
+      submitted_s: when this process submitted it.
+      agreed_s: when all ranks of the process set had submitted it.
+      started_s: when it started to run.
+      finished_s: when it had run or failed.
+      order: position in the order of execution, the same on all ranks; refused
+        operations have one too. -1: not yet.
       error: why it failed; "" if it did not.
     """
 
@@ -63,7 +63,7 @@ class Record(msgspec.Struct, omit_defaults=True, gc=False):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the ranks have not agreed on it, also where the engine gave up."""
+        """Whether the ranks have not agreed on it, even if the engine has ended."""
         return self.order < 0 and not self.agreed_s
 
 
@@ -71,14 +71,14 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
     """Records of one process.
 
     Attributes:
-      format: says what the file is.
-      version: of the format.
-      rank: of the process.
+      format: identifies the type of the file.
+      version: version of the format.
+      rank: rank of the process.
       size: number of ranks of the job.
-      reason: why it was dumped.
-      time: when, in seconds since the epoch.
+      reason: why the dump was written.
+      time: when it was written, in seconds since the epoch.
       clock_s: the same on the clock of the records.
-      capacity: number of records kept; more only where older ones still wait.
+      capacity: number of records kept; more only if older ones still wait.
       num_dropped: number of requests that are no longer in `records`.
       dropped_order: every request executed after this position is in `records`.
       records: by `number`, ascending.
@@ -105,36 +105,34 @@ class _Header(msgspec.Struct):
 
 
 class FlightRecorder:
-    """The last requests of this process.
+    """Recorder of the last requests of this process.
 
-    One thread at a time may add; any may dump. Requests that the ranks have not agreed
-    on are kept for as long as that is so, for they are what a job hangs on.
+    One thread at a time may add; any thread may dump. Requests that the ranks have not
+    agreed on are never dropped: a job that hangs waits for one of them.
+
+    Args:
+      rank: rank of this process.
+      size: number of ranks of the job.
+      capacity: number of records to keep.
+
+    Raises:
+      ValueError: `capacity` is less than 1.
     """
 
     def __init__(self, *, rank: int, size: int, capacity: int = 2000):
-        """Begins without records.
-
-        Args:
-          rank: of this process.
-          size: number of ranks of the job.
-          capacity: number of records to keep.
-
-        Raises:
-          ValueError: `capacity` is less than 1.
-        """
         if capacity < 1:
             raise ValueError(f"`capacity` must be at least 1, got {capacity}.")
         self._rank = rank
         self._size = size
         self._capacity = capacity
         self._records: collections.deque[Record] = collections.deque()
-        self._late: list[Record] = []  # older ones, which waited when they were due.
+        self._late: list[Record] = []  # older ones that still waited.
         self._most_late = capacity
         self._num_added = 0
         self._dropped_order = -1
 
     def add(self, record: Record) -> None:
-        """Keeps a record, which the caller goes on to update, and numbers it."""
+        """Numbers and keeps a record; the caller may go on to update it."""
         record.number = self._num_added
         self._num_added += 1
         if len(self._records) == self._capacity:
@@ -143,7 +141,7 @@ class FlightRecorder:
                 self._keep_late(oldest)
             else:
                 self._dropped_order = max(self._dropped_order, oldest.order)
-            # After it is kept as late: a dump of another thread has it in any case.
+            # Only now, so that a dump on another thread does not miss it.
             self._records.popleft()
         self._records.append(record)
 
@@ -153,20 +151,20 @@ class FlightRecorder:
             waiting = [each for each in waiting if not each.finished_s]
             orders = [each.order for each in self._late]
             self._dropped_order = max(self._dropped_order, *orders)
-            # Seldom enough that a long queue costs no more than a short one.
+            # Doubling keeps the cost per record constant, however many wait.
             self._most_late = max(self._capacity, 2 * len(waiting))
             self._late = waiting
         self._late.append(record)
 
     def dump_into(self, folder: str, reason: str) -> None:
-        """Writes the records to a file of this process, and logs where it is.
+        """Writes the records to a file of this process, and logs its path.
 
-        The ten newest files of this rank stay in the folder, older ones go, with what
-        processes that were killed left half written.
+        The ten newest files of this rank stay in the folder. Older files are removed,
+        and so are partial files of killed processes.
 
         Args:
-          folder: for the file; "": that of the system for temporary files.
-          reason: why.
+          folder: folder for the file; "": the system's folder for temporary files.
+          reason: why the records are written.
         """
         parent = pathlib.Path(folder or tempfile.gettempdir())
         end = f".rank{self._rank}.json"
@@ -175,8 +173,8 @@ class FlightRecorder:
             try:
                 self.dump(path, reason)
             except OSError:
-                # Another account can put something of its own there before, and in a
-                # folder such as /tmp this one cannot replace it.
+                # In a folder such as /tmp another account may own a file of this name,
+                # which this account cannot replace.
                 path = parent / f"jdp_flight_{os.getpid()}-{secrets.token_hex(8)}{end}"
                 self.dump(path, reason)
         except OSError as error:
@@ -191,7 +189,7 @@ class FlightRecorder:
             )
 
     def _drop_oldest(self, folder: pathlib.Path) -> None:
-        """Keeps the newest files of this rank and this user, and none half written."""
+        """Removes all but the newest files of this rank and user, and partial files."""
         for _, path in _find_own(folder, f"jdp_flight_*.rank{self._rank}.json")[
             :-_MOST_FILES
         ]:
@@ -203,15 +201,14 @@ class FlightRecorder:
                     path.unlink()
 
     def dump(self, path: str | os.PathLike[str], reason: str) -> None:
-        """Writes the records to a file, in one piece or not at all.
+        """Writes the records to a file, completely or not at all.
 
         Args:
-          path: of the file, which is replaced; a `rank_path`, so that it is this
-            rank's own.
-          reason: why, such as "stalled for 60 s".
+          path: path of the file, which is replaced; must differ between ranks.
+          reason: why the records are written, such as "stalled for 60 s".
 
         Raises:
-          OSError: the file cannot be written; it has the path.
+          OSError: the file cannot be written; the error has the path.
         """
         kept = {record.number: record for record in [*self._late, *self._records]}
         dump = Dump(
@@ -229,8 +226,8 @@ class FlightRecorder:
         path = pathlib.Path(path)
         beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
-            # Of this user alone: names and shapes tell of the model. A file that is
-            # there already may be another account's.
+            # Readable by this user only: names and shapes reveal the model. O_EXCL: an
+            # existing file may belong to another account.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(beside, flags, 0o600), "wb") as file:
                 file.write(data)
@@ -242,7 +239,7 @@ class FlightRecorder:
 
 
 def _find_own(folder: pathlib.Path, pattern: str) -> list[tuple[float, pathlib.Path]]:
-    """Lists the files of this user with the times of their last write, oldest first."""
+    """Lists the files of this user and when they were last written, oldest first."""
     found = []
     for path in folder.glob(pattern):
         with contextlib.suppress(OSError):  # Another job removes its own.
@@ -253,17 +250,17 @@ def _find_own(folder: pathlib.Path, pattern: str) -> list[tuple[float, pathlib.P
 
 
 def read_dump(path: str | os.PathLike[str]) -> Dump:
-    """Reads what `FlightRecorder.dump` wrote.
+    """Reads a file that `FlightRecorder.dump` wrote.
 
     Raises:
-      OSError: the file cannot be read; it has the path.
-      ValueError: it is not a dump, or one of another version.
+      OSError: the file cannot be read; the error has the path.
+      ValueError: the file is not a dump, or has another version.
     """
     return decode_dump(pathlib.Path(path).read_bytes(), os.fspath(path))
 
 
 def decode_dump(data: bytes, path: str) -> Dump:
-    """Decodes a dump; `path` is what errors call it.
+    """Decodes a dump; `path` is for errors.
 
     Raises:
       ValueError: see `read_dump`.
@@ -286,7 +283,7 @@ def _encode(dump: Dump) -> bytes:
     try:
         return msgspec.json.encode(dump, enc_hook=_plain)
     except UnicodeEncodeError:
-        # Names that are not text came from the caller, who must not lose the rest.
+        # The caller gave names that are not valid text; the rest must not be lost.
         records = []
         for record in dump.records:
             name = record.name.encode(errors="backslashreplace").decode()
@@ -297,5 +294,5 @@ def _encode(dump: Dump) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Numbers of numpy, in shapes; other values as text."""
+    """Converts numpy integers, as in shapes, to `int`, and other values to text."""
     return value.__index__() if isinstance(value, SupportsIndex) else str(value)

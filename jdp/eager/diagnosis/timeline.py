@@ -1,9 +1,9 @@
-"""Timeline: what one rank did when, as a file that Perfetto opens.
+"""Timeline: a trace of one rank, as a file that Perfetto opens.
 
-The file is an array of Chrome's trace events, as Horovod's is. The format lets the
-closing bracket be missing, so what a killed process leaves behind can be opened. A
-process stands for a rank, and a thread of it for a tensor. The spans of a tensor must
-not overlap; they may touch.
+The file is an array of Chrome's trace events, like Horovod's. The format allows the
+closing bracket to be missing, so a file that a killed process leaves can be opened. A
+process of the trace stands for a rank, and a thread for a tensor. The spans of a tensor
+must not overlap; they may touch.
 """
 
 import logging
@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-_START = "start_time_since_epoch_in_micros"  # what Horovod calls it.
+_START = "start_time_since_epoch_in_micros"  # Horovod's name for it.
 _CYCLES = ""  # in place of a tensor's name: the thread of the engine's cycles.
-# Writing that many takes about a millisecond, in which the engine does nothing else.
+# Writing this many takes about a millisecond, in which the engine does nothing else.
 _MOST_PENDING = 512
 _FLUSH_AFTER_S = 1.0
 _logger = logging.getLogger("jdp")
@@ -31,13 +31,20 @@ def rank_path(path: str | os.PathLike[str], rank: int) -> pathlib.Path:
 
 
 class RankTimeline:
-    """The file of one rank; any thread may use it.
+    """Trace file of one rank; replaces an existing file. Any thread may use it.
 
-    Times are seconds of `time.perf_counter`. What ended before the timeline began is
-    left out. Names of tensors are kept for as long as the timeline is open.
+    Times are seconds of `time.perf_counter`. Spans that ended before the timeline began
+    are left out. Names of tensors are kept while the timeline is open. If the file can
+    no longer be written, as on a full disk, the timeline ends with a warning in the
+    log, and the engine goes on.
 
-    A file that can no longer be written, on a full disk, ends the timeline, with a
-    warning in the log, and not the engine.
+    Args:
+      path: path of this rank's file; see `rank_path`.
+      rank: rank of this process.
+      mark_cycles: whether `mark_cycle` leaves a mark.
+
+    Raises:
+      OSError: the file cannot be written; the error has the path.
     """
 
     def __init__(
@@ -47,30 +54,20 @@ class RankTimeline:
         rank: int,
         mark_cycles: bool = False,
     ):
-        """Makes the file, in place of what is there.
-
-        Args:
-          path: of this rank's own file; see `rank_path`.
-          rank: of this process.
-          mark_cycles: whether `mark_cycle` leaves a mark.
-
-        Raises:
-          OSError: the file cannot be written; it has the path.
-        """
         self._path = os.fspath(path)
         self._rank = rank
         self._mark_cycles = mark_cycles
         self._start_s = self._flushed_s = time.perf_counter()
         start_us = time.time_ns() // 1000
-        # What waits to be written: tensor, name, start and end, or an instant and None.
+        # Pending events: tensor, name, start, end (None for an instant), arguments.
         self._pending: list[
             tuple[str, str, float, float | None, Mapping[str, object]]
         ] = []
         self._tids: dict[str, int] = {}
-        self._lock = threading.RLock()  # of the file; a list may be added to.
-        # Without a buffer: what is written is in the file if the process is killed.
+        self._lock = threading.RLock()  # for the file, not for `_pending`.
+        # Unbuffered: written events survive if the process is killed.
         self._file = open(path, "wb", buffering=0)
-        self._num_bytes = 0  # in the file, of whole events.
+        self._num_bytes = 0  # of whole events in the file.
         name = {"name": f"rank {rank}", _START: start_us}
         place = {"sort_index": rank}
         header = b"[\n" + msgspec.json.encode(_metadata("process_name", rank, name))
@@ -83,14 +80,14 @@ class RankTimeline:
     def add_span(
         self, tensor: str, phase: str, start_s: float, end_s: float, **args: object
     ) -> None:
-        """Notes a phase of a tensor.
+        """Adds a phase of a tensor.
 
         Args:
           tensor: its name.
-          phase: such as "NEGOTIATE_ALL_REDUCE" or "MEMCPY_IN_FUSION_BUFFER".
+          phase: name, such as "NEGOTIATE_ALL_REDUCE" or "MEMCPY_IN_FUSION_BUFFER".
           start_s: when it began.
           end_s: when it ended.
-          **args: shown beside it, such as num_bytes=4096.
+          **args: arguments of the event, such as num_bytes=4096.
         """
         self._pending.append((tensor, phase, start_s, end_s, args))
         if len(self._pending) >= _MOST_PENDING:
@@ -99,7 +96,7 @@ class RankTimeline:
             self._flush(end_s)
 
     def add_instant(self, tensor: str, name: str, at_s: float) -> None:
-        """Notes what happened to a tensor at one moment: "rank 3 is ready"."""
+        """Adds an event of a tensor at one moment, such as "rank 3 is ready"."""
         self._pending.append((tensor, name, at_s, None, {}))
         if len(self._pending) >= _MOST_PENDING:
             self._flush(at_s)
@@ -107,8 +104,8 @@ class RankTimeline:
     def mark_cycle(self, at_s: float) -> None:
         """Notes that the engine looks for work.
 
-        To be called in every cycle, also where cycles are not marked: it is what
-        writes the last spans out while an engine that waits makes no new ones.
+        Call it in every cycle, even if cycles are not marked: it also writes pending
+        spans while an idle engine adds no new ones.
         """
         if self._mark_cycles:
             self.add_instant(_CYCLES, "CYCLE_START", at_s)
@@ -116,7 +113,7 @@ class RankTimeline:
             self._flush(at_s)
 
     def close(self) -> None:
-        """Completes the file; what is added later is left out."""
+        """Completes the file; later events are ignored."""
         with self._lock:
             self._flush(self._flushed_s)
             if not self._file.closed:
@@ -143,7 +140,7 @@ class RankTimeline:
             start_ns = max(start_ns, 0)
             tid = self._tids.get(tensor)
             if tid is None:
-                # From 1 on: viewers hide thread 0 as the idle one.
+                # From 1 on: viewers hide thread 0 as the idle thread.
                 tid = self._tids[tensor] = len(self._tids) + 1
                 thread = {"name": tensor or "engine cycles"}
                 chunk += _encode(_metadata("thread_name", self._rank, thread, tid=tid))
@@ -172,7 +169,7 @@ class RankTimeline:
         self._num_bytes += len(chunk)
 
     def _write_or_end(self, chunk: bytes | bytearray) -> None:
-        """Writes whole events, or ends the timeline where that fails."""
+        """Writes whole events, or ends the timeline if that fails."""
         try:
             self._write(chunk)
         except OSError as error:
@@ -185,13 +182,13 @@ class RankTimeline:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Takes away an event that is there in part, and closes the file."""
+        """Removes a partial event, and closes the file."""
         try:
             self._file.truncate(self._num_bytes)
             self._file.seek(self._num_bytes)
             self._file.write(b"\n]\n")
         except OSError:
-            pass  # The warning is out, and an array without its end can be opened.
+            pass  # The warning is logged, and an array without its end can be opened.
         finally:
             self._file.close()
 
@@ -199,20 +196,20 @@ class RankTimeline:
 def merge(
     paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
 ) -> list[int]:
-    """Puts the timelines of several ranks into one file, by the clocks of their hosts.
+    """Merges the timelines of several ranks, aligned by the clocks of their hosts.
 
-    Timelines of processes that were killed are read up to their last whole event.
+    Timelines of killed processes are read up to their last whole event.
 
     Args:
-      paths: of timelines, each of another rank, or merged before.
+      paths: timelines of different ranks; they may be results of a merge.
       out: the file to write.
 
     Returns:
-      The ranks that are in it.
+      The ranks in the result.
 
     Raises:
-      OSError: a file cannot be read or written; it has the path.
-      ValueError: a file is not a timeline, or two are of one rank.
+      OSError: a file cannot be read or written; the error has the path.
+      ValueError: a file is not a timeline, or two have the same rank.
     """
     timelines = [(os.fspath(path), *_read(os.fspath(path))) for path in paths]
     if not timelines:
@@ -233,7 +230,7 @@ def merge(
                 if _START in event.get("args", {}):
                     event["args"][_START] = first_us
                 if "ts" in event:
-                    # As nanoseconds, for touching spans to touch after it too.
+                    # As nanoseconds, so that touching spans still touch.
                     ns = round(event["ts"] * 1000) + (start_us - first_us) * 1000
                     event["ts"] = ns / 1000
                 file.write(comma + msgspec.json.encode(event))
@@ -243,7 +240,7 @@ def merge(
 
 
 def _encode(event: dict[str, object]) -> bytes:
-    """One more event; the comma is before it, so that the file never ends with one."""
+    """Encodes one event after a comma, so that the file never ends with a comma."""
     return b",\n" + msgspec.json.encode(event, enc_hook=str)
 
 
@@ -258,8 +255,8 @@ def _read(path: str) -> tuple[int, list[dict[str, Any]]]:
     """Reads the start of a timeline, in microseconds since the epoch, and its events.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is not a timeline.
+      OSError: the file cannot be read.
+      ValueError: the file is not a timeline.
     """
     data = pathlib.Path(path).read_bytes().rstrip()
     try:
@@ -271,7 +268,7 @@ def _read(path: str) -> tuple[int, list[dict[str, Any]]]:
             raise ValueError("an event has no rank as its `pid`")
         times = {type(event.get("ts", 0)) for event in events}
         if not {*times, *map(type, starts)} <= {int, float}:
-            raise ValueError("a time is no number")
+            raise ValueError("a time is not a number")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a timeline of jdp: {error}.") from None
     if len(starts) != 1:
@@ -280,11 +277,11 @@ def _read(path: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _decode(data: bytes) -> list[dict[str, Any]]:
-    """Decodes events, also without the end that a killed process has not written."""
+    """Decodes events, also if a killed process has not written the end."""
     try:
         return msgspec.json.decode(data, type=list[dict[str, Any]])
     except msgspec.DecodeError as error:
-        # One event is one line: the last one may be there in part, or lack nothing.
+        # One event per line; the last line may be partial.
         for part in (data, data.rpartition(b",\n")[0]):
             try:
                 return msgspec.json.decode(part + b"]", type=list[dict[str, Any]])

@@ -64,7 +64,7 @@ class Implementation(Protocol):
         ...
 
     def switch(self, *, all_reduce: bool, all_gather: bool) -> None:
-        """Sets the kinds that a hierarchical implementation accepts; others ignore it."""
+        """Sets the kinds of a hierarchical implementation; others ignore it."""
         ...
 
     def close(self) -> None:

@@ -266,7 +266,7 @@ class Executor:
         del self._running[id(entries)]
 
     def _run_program(self, entries: Sequence[Entry | None]) -> None:
-        """Runs a submitted program; its exceptions are raised where it was submitted."""
+        """Runs a submitted program; the caller that waits for it gets its exception."""
         (entry,) = entries
         assert entry is not None and entry.run is not None
         entry.record.started_s = time.perf_counter()
@@ -296,9 +296,7 @@ class Executor:
         else:
             (set_id,) = spec.shape
             if self.known_sets.pop(set_id, None) is None:
-                raise ProtocolError(
-                    f"process set {set_id} is removed, and does not exist"
-                )
+                raise ProtocolError(f"process set {set_id} to remove does not exist")
             state = self.sets.pop(set_id, None)
             self._prepared.clear()
             if state is not None:

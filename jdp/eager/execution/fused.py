@@ -73,7 +73,7 @@ class Scratch:
             self.marks.append((phase, time.perf_counter()))
 
     def take(self, size: int, dtype: np.dtype) -> np.ndarray:
-        """Returns an uninitialized array, (size,), which is valid until the next call."""
+        """Returns an uninitialized array, (size,), valid until the next call."""
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.size < size:
             buffer = self._buffers[dtype] = np.empty(size, dtype)
