@@ -58,8 +58,8 @@ def synchronize(handle: Handle, *, timeout_s: float | None = None) -> Any:
 def _check_handle(handle: Any) -> None:
     if not isinstance(handle, Handle):
         raise TypeError(
-            "`handle` must be what a function whose name ends in `_async` returned, "
-            f"got {type(handle).__name__}. Of several handles pass one at a time, as "
+            "`handle` must come from a function whose name ends in `_async`, "
+            f"got {type(handle).__name__}. Pass several handles one at a time, as "
             "in `jax.tree.map(eager.synchronize, handles)`."
         )
 

@@ -99,7 +99,7 @@ def check_factor(value: Any, argument: str) -> float:
             return float("inf")
     raise TypeError(
         f"`{argument}` must be a real number, the same for all elements, got "
-        f"{value!r}. Multiply the array before the call with what differs."
+        f"{value!r}. Multiply the array by other factors before the call."
     )
 
 

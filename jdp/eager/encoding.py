@@ -112,8 +112,8 @@ def _refuse(value: Any) -> str:
     return (
         f"A value of type {kind.__name__} cannot be sent, as it would come back as "
         "another type: only None, bools, ints, floats, strings, bytes, lists, tuples, "
-        "sets, dicts, datetimes in UTC, arrays and scalars of numpy can, and not "
-        f"their subclasses. Send {instead}."
+        "sets, dicts, datetimes in UTC, arrays and scalars of numpy can, and no "
+        f"subclasses of these. Send {instead}."
     )
 
 

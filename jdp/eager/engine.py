@@ -271,7 +271,7 @@ class Engine:
                     self._take(event)
                     continue
                 except ProtocolError as error:
-                    why = f"process {event.peer} sent what no engine sends: {error}"
+                    why = f"process {event.peer} sent a message that no engine sends: {error}"
             else:
                 why = event.why
             if self.lead is not None:

@@ -79,7 +79,7 @@ def meet(
     return answer.hosts, early
 
 
-_SENT = "While the eager engine started, process {} sent what no engine sends"
+_SENT = "While the eager engine started, process {} sent a message that no engine sends"
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], peer: int, payload: bytes) -> Any:

@@ -148,7 +148,7 @@ def check_set(process_set: Any) -> None:
     """Raises TypeError if `process_set` is not a `ProcessSet`."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
-            "`process_set` must be what `jdp.eager.add_process_set` returned, got "
+            "`process_set` must be a set from `jdp.eager.add_process_set`, got "
             f"{process_set!r}."
         )
 

@@ -108,7 +108,7 @@ def test_what_is_no_factor_is_refused(value):
 def test_other_arguments_of_a_wrong_type_are_named():
     with pytest.raises(TypeError, match="`op` must be a str"):
         argument_types.check_op(["sum"])
-    with pytest.raises(TypeError, match="`process_set` must be what"):
+    with pytest.raises(TypeError, match="`process_set` must be a set from"):
         submission.check_set([0, 1])
     with pytest.raises(TypeError, match="`wire_dtype` must be a dtype"):
         argument_types.check_dtype("fp16", "wire_dtype")

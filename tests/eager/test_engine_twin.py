@@ -116,7 +116,7 @@ def test_who_sends_what_no_engine_sends_is_named_on_all(links, sender):
     for rank, text in enumerate(_run(run)):
         if sender == 0 and rank == 0:
             continue  # It hears that the others have gone.
-        assert f"process {sender} sent what no engine sends" in text
+        assert f"process {sender} sent a message that no engine sends" in text
 
 
 def test_options_that_differ_are_named_on_all(links):

@@ -182,7 +182,7 @@ def test_what_a_killed_process_leaves_behind_can_be_read(tmp_path):
     code = """
 import os, signal, sys, time
 from jdp.eager.diagnosis import timeline
-traced = timeline.Timeline(sys.argv[1], rank=0)
+traced = timeline.RankTimeline(sys.argv[1], rank=0)
 start_s = time.perf_counter()
 for i in range(1000):
     traced.add_span(f"grad/{i % 5}", "ALL_REDUCE", start_s, start_s)

@@ -195,7 +195,7 @@ def _describe(
 
 
 def _list(leaves: set[str], odd: set[str]) -> str:
-    """Lists names, beginning with the ones that the other rank does not have."""
+    """Lists names, beginning with those that the other rank lacks."""
     names = [*sorted(odd), *sorted(leaves - odd)]
     more = len(names) - _MOST_SHOWN
     return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")

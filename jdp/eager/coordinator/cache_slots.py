@@ -129,7 +129,7 @@ class SlotTable:
 
         Args:
           slot: the slot.
-          num_batches: number of batches before the one that reports it.
+          num_batches: number of batches before the report of it.
 
         Returns:
           The request that the slot stood for.

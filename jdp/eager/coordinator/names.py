@@ -78,7 +78,7 @@ class Names:
 
         Args:
           set_id: its number.
-          num_batches: number of batches before the one that reports it.
+          num_batches: number of batches before the report of it.
         """
         del self.members[set_id], self.full[set_id]
         self._removed[set_id] = num_batches

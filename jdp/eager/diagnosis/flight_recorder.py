@@ -126,7 +126,7 @@ class FlightRecorder:
         self._size = size
         self._capacity = capacity
         self._records: collections.deque[Record] = collections.deque()
-        self._late: list[Record] = []  # older ones that still waited.
+        self._late: list[Record] = []  # older records that still waited.
         self._most_late = capacity
         self._num_added = 0
         self._dropped_order = -1

@@ -1,7 +1,7 @@
 """XLA: programs that communicate over NCCL, ICI or gloo.
 
-For arrays on the host they only move bits, and numpy reduces in rank order. So results
-are bitwise those of shared memory: XLA on CPU adds in another order, and flushes
+For arrays on the host they only move bits, and numpy reduces in rank order. So the
+result is bitwise the same as through shared memory: XLA on CPU adds in another order, and flushes
 subnormal numbers to zero.
 """
 
