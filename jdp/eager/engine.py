@@ -271,7 +271,10 @@ class Engine:
                     self._take(event)
                     continue
                 except ProtocolError as error:
-                    why = f"process {event.peer} sent a message that no engine sends: {error}"
+                    why = (
+                        f"process {event.peer} sent a message that no engine sends: "
+                        f"{error}"
+                    )
             else:
                 why = event.why
             if self.lead is not None:

@@ -408,7 +408,7 @@ class _Entry:
 
 
 class _Members:
-    """Stands for `jdp.eager.execution.base.Members`."""
+    """Stands for `jdp.eager.execution.base.SetMembers`."""
 
     def __init__(self, ranks, place):
         self.ranks, self.place, self.size = ranks, place, len(ranks)

@@ -1,8 +1,8 @@
 """XLA: programs that communicate over NCCL, ICI or gloo.
 
 For arrays on the host they only move bits, and numpy reduces in rank order. So the
-result is bitwise the same as through shared memory: XLA on CPU adds in another order, and flushes
-subnormal numbers to zero.
+result is bitwise the same as through shared memory: XLA on CPU adds in another order,
+and flushes subnormal numbers to zero.
 """
 
 import functools
