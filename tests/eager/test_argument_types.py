@@ -145,6 +145,6 @@ def test_derivatives_that_are_not_supported_are_told(transform):
 @pytest.mark.parametrize("handle", [{}, [], "x", None, np.zeros(2)])
 @pytest.mark.parametrize("call", [eager.synchronize, eager.poll])
 def test_what_is_no_handle_is_refused(call, handle):
-    message = f"`handle` must be .* got {type(handle).__name__}.* one at a time"
+    message = f"`handle` must come from .* got {type(handle).__name__}.* one at a time"
     with pytest.raises(TypeError, match=message):
         call(handle)
