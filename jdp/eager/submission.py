@@ -77,7 +77,7 @@ class _KnownTensor(NamedTuple):
 class CallOptions:
     """Options shared by the tensors of a call; checked once per engine."""
 
-    def __init__(self, engine: Engine, arguments: "CallArguments", set_id: int):
+    def __init__(self, engine: Engine, arguments: "CollectiveArguments", set_id: int):
         self.engine = engine
         self.arguments = arguments
         self.set_id = set_id
@@ -89,7 +89,7 @@ class CallOptions:
         self.known: dict[Any, _KnownTensor] = {}
 
 
-class CallArguments(NamedTuple):
+class CollectiveArguments(NamedTuple):
     """Arguments of a call except name and tensors."""
 
     kind: Kind
@@ -104,7 +104,7 @@ class CallArguments(NamedTuple):
 
 
 def find_options(engine: Engine, *arguments: Any) -> CallOptions:
-    """Returns the options of a call whose arguments are `CallArguments(*arguments)`.
+    """Returns the options of a call whose arguments are `CollectiveArguments(*arguments)`.
 
     Raises:
       TypeError: an argument is of the wrong type.
@@ -119,7 +119,7 @@ def find_options(engine: Engine, *arguments: Any) -> CallOptions:
     except TypeError:  # An argument such as an array has no hash.
         options = None
     if options is None:
-        checked = _check_types(CallArguments(*arguments))
+        checked = _check_types(CollectiveArguments(*arguments))
         options = known.get(checked)
         if options is None:
             if len(known) == _MAX_KNOWN:
@@ -128,7 +128,7 @@ def find_options(engine: Engine, *arguments: Any) -> CallOptions:
     return options
 
 
-def _check_types(arguments: CallArguments) -> CallArguments:
+def _check_types(arguments: CollectiveArguments) -> CollectiveArguments:
     """Returns the same arguments in plain types."""
     check_set(arguments.process_set)
     wire = arguments.wire_dtype
@@ -153,7 +153,7 @@ def check_set(process_set: Any) -> None:
         )
 
 
-def _make_options(engine: Engine, arguments: CallArguments) -> CallOptions:
+def _make_options(engine: Engine, arguments: CollectiveArguments) -> CallOptions:
     set_id = find_set(engine, arguments.kind, arguments.process_set)
     allowed = OPS.get(arguments.kind, ("",))
     if arguments.op not in allowed:

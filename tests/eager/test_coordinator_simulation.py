@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from jdp.eager.coordinator import broken_groups
+from jdp.eager.coordinator import broken_groups, coordinator
 from jdp.eager.coordinator.cache_hits import Hits
 from jdp.eager.coordinator.cache_slots import bits
 from jdp.eager.coordinator.coordinator import Coordinator
@@ -20,9 +20,9 @@ def test_every_sum_is_right_and_no_name_is_lost(seed):
 def _keep_data_of_retired_slots(monkeypatch):
     """Tensors are kept by slot, whatever that stands for by now."""
     monkeypatch.setattr(
-        Coordinator,
-        "_match_data",
-        lambda self, rank, hits, message: zip(bits(hits), message.data, strict=True),
+        coordinator,
+        "match_tensors",
+        lambda rank, hits, message, slots: zip(bits(hits), message.data, strict=True),
     )
 
 

@@ -142,7 +142,9 @@ def test_a_tree_is_submitted_again_as_soon_as_one_of_its_leaves_has_failed(
 
     def reduce(engine, keys, size):
         group = ("g", len(keys)) if is_group else ("", 0)
-        facts = submission.CallArguments("all_reduce", eager.global_process_set, "sum")
+        facts = submission.CollectiveArguments(
+            "all_reduce", eager.global_process_set, "sum"
+        )
         facts = facts._replace(group=group[0], group_size=group[1])
         options = submission.find_options(engine, *facts)
         entries = [
