@@ -180,7 +180,7 @@ def _submit(
     process_set: ProcessSet,
     *factors: Any,
 ) -> Handle:
-    """Submits a group; `factors` are the fields of `CollectiveArguments` before `root`."""
+    """Submits a group; `factors` are `CollectiveArguments` up to `root`."""
     submission.check_set(process_set)
     if name is None or name == "":  # No group has the name "".
         with session.numbered("group", process_set.process_set_id or 0) as name:

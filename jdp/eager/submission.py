@@ -104,7 +104,7 @@ class CollectiveArguments(NamedTuple):
 
 
 def find_options(engine: Engine, *arguments: Any) -> CallOptions:
-    """Returns the options of a call whose arguments are `CollectiveArguments(*arguments)`.
+    """Returns the options of a call, for the fields of `CollectiveArguments`.
 
     Raises:
       TypeError: an argument is of the wrong type.
