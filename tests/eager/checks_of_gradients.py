@@ -267,7 +267,7 @@ def _total(call, name):
 
 def _expect_unheard(me: Process, words, fn, what: str):
     """What `fn` calls is refused on this rank, and no other one hears of it."""
-    submitted = session.current_engine().submitted
+    submitted = session.current_engine().intake.submitted
     before = submitted.count
     try:
         text = f"no error, but {fn()}"
