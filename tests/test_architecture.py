@@ -49,19 +49,21 @@ LONG_MODULES = {
     "compat/__init__.py",
     "gradients/differentiation.py",
     "gradients/reduce.py",
-    "join/context.py",
-    "launch/guard.py",
-    "launch/supervisor.py",
-    "parameter_server/leader.py",
-    "parameter_server/service.py",
-    "parameter_server/worker.py",
-    "runtime/lifeline/star.py",
-    "runtime/roll_call_sockets.py",
+    "optimizers/distributed.py",
+    "optimizers/sharded_program.py",
+    "optimizers/zero1.py",
 }
 LONG_FUNCTIONS = {
     "flax_linen.py:_normalize",
-    "parameter_server/server.py:__init__",
-    "parameter_server/worker.py:__init__",
+    "gradients/accumulate.py:accumulate_gradients",
+    "gradients/accumulate.py:wrapped",
+    "optimizers/diloco.py:diloco",
+    "optimizers/distributed.py:distributed_optimizer",
+    "optimizers/local_sgd.py:local_sgd",
+    "optimizers/reshard.py:reshard",
+    "optimizers/sharded_program.py:_cond",
+    "optimizers/zero1.py:zero1",
+    "optimizers/zero1.py:update",
 }
 
 
@@ -142,11 +144,7 @@ COMPUTED_ATTRIBUTES = {
     "eager/coordinator/autotune_search.py",
     "eager/options.py",
     "launch/launch.py",
-    "parameter_server/launching.py",
-    "parameter_server/server.py",
-    "parameter_server/worker.py",
     "runtime/cluster.py",
-    "runtime/lifeline/star.py",
     "runtime/roll_call.py",
 }
 

@@ -17,7 +17,6 @@ A process is of the job if one of these holds, so that none of them need hold al
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -38,7 +37,6 @@ _LOOK_PERIOD_S = 0.2
 # A process between fork and exec still shows the environment of the launcher. It gets
 # this many scans to appear under the launch id.
 _NUM_EMPTY_SCANS = 3
-_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>.
 # A tracker of `multiprocessing` removes shared memory and semaphores of its clients
 # once they are dead, as soon as its pipe closes.
 _TRACKER = b"resource_tracker import main"  # in its command line.
@@ -75,7 +73,7 @@ class Census:
           RuntimeError: this system does not show its processes.
         """
         self._launch_id = launch_id
-        outside = _read_stats()
+        outside = read_stats()
         if launcher not in outside or not _is_own_proc():
             raise RuntimeError(
                 "the processes of this host cannot be listed, so those of a job could "
@@ -124,7 +122,7 @@ class Census:
 
         It does not list the launcher and guards.
         """
-        stats = _read_stats()
+        stats = read_stats()
         found = {p for p, start in self._known.items() if _has(stats, p, start)}
         self._known = {pid: stats[pid].start for pid in found}
         self._sessions &= {stat.session for stat in stats.values()}
@@ -166,44 +164,10 @@ class Census:
         return environ.get(_LAUNCH_ID, self._launch_id) != self._launch_id
 
 
-def adopt_orphans() -> bool:
-    """Lets orphans among the descendants of this process become its children.
-
-    Returns:
-      Whether every child from now on descends from what this process starts. A process
-      that has children already could not tell theirs apart.
-    """
-    if sys.platform != "linux" or os.getpid() == 1:
-        return False
-    own = os.getpid()
-    if any(stat.parent == own for stat in _read_stats().values()):
-        return False
-    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-
-
-def reap_adopted(own: Iterable[int]) -> None:
-    """Takes the ends of children that were adopted, but not the ends of `own`."""
-    kept = set(own)
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    with contextlib.suppress(ChildProcessError):
-        while (end := os.waitid(os.P_ALL, 0, options)) is not None:
-            if end.si_pid in kept:
-                return  # Its turn comes; what is behind it in the queue waits.
-            os.waitpid(end.si_pid, os.WNOHANG)
-
-
 def describe(pid: int) -> Process | None:
     """Returns which process has this number now; None if there is none."""
     stat = _read_stat(pid)
     return None if stat is None else Process(pid, stat.start)
-
-
-def group_of(process: Process) -> int | None:
-    """Returns the process group of a process; None if there is none any more."""
-    try:
-        return os.getpgid(process.pid)
-    except OSError:
-        return None
 
 
 def signal_processes(processes: Iterable[Process], signum: int) -> None:
@@ -348,7 +312,8 @@ def _is_own_proc() -> bool:
         return False
 
 
-def _read_stats() -> dict[int, _Stat]:
+def read_stats() -> dict[int, _Stat]:
+    """Returns the stat of each process of this host, by its id."""
     return {p: stat for p in _list_pids() if (stat := _read_stat(p)) is not None}
 
 

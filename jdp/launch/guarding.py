@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import psutil
 
-from jdp.launch import endings, guard
+from jdp.launch import endings, guard, orphans
 from jdp.runtime import environment
 
 _TIMEOUT_S = 30.0
@@ -49,7 +49,7 @@ class Kin:
           OSError: it could not be started.
           GuardError: the same, or this system does not show its processes.
         """
-        self._adopts = self._adopts and guard.adopt_orphans()
+        self._adopts = self._adopts and orphans.adopt_orphans()
         self._reaps |= self._adopts
         try:
             self._census = guard.Census(
@@ -82,7 +82,7 @@ class Kin:
         self._census.look()
         if self._reaps:
             own = set(own_children) | ({self._guard.pid} if self._guard else set())
-            guard.reap_adopted(own)
+            orphans.reap_adopted(own)
 
     def find(self) -> list[guard.Process]:
         """Lists the live processes of the job."""

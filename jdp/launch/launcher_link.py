@@ -15,7 +15,7 @@ import msgspec
 from jdp.launch.endings import Exit
 from jdp.replicas import wire
 from jdp.runtime import addresses
-from jdp.runtime.lifeline import star, star_codec
+from jdp.runtime.lifeline import star, star_codec, star_line
 
 _PURPOSE = "launchers"
 _MOST_PROCESSES = 1 << 31
@@ -58,7 +58,7 @@ class LauncherLink:
         self._refusals: list[str] = []
         self._lock = threading.Lock()
         self._meet_by_s = time.monotonic() + _MEET_S
-        listener = star.listen(*place) if node == 0 else None
+        listener = star_line.listen(*place) if node == 0 else None
         self.fd, self._news_fd = os.pipe()
         os.set_blocking(self._news_fd, False)
         self._star = star.Star(

@@ -8,23 +8,25 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
-from jdp.launch import endings, failure_pipe, guard, guarding, launcher_link, output
+from jdp.launch import (
+    endings,
+    failure_pipe,
+    guard,
+    guarding,
+    held_ends,
+    launcher_link,
+    output,
+    signal_inbox,
+)
 from jdp.launch.endings import Exit, StopState
 from jdp.launch.exit_order import ExitOrder
+from jdp.launch.policy import FirstFailurePolicy, Policy
 
 BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
 _TICK_S = 0.05
-# A peer that fails because a process is gone can be seen to end before that process,
-# whose memory takes a while to free. So long, a failure waits for others, and longer
-# where another has said that its program raised.
-_SETTLE_S = 0.2
-_SETTLE_RAISED_S = 2.0
-_SETTLE_HOSTS_S = 0.6  # where other hosts may say what came before.
 _SILENT_S = 10.0  # for other hosts to fail, after an end that skipped exit handlers.
 _SCAN_PERIOD_S = 0.1
 # How long after SIGKILL a process may still be listed before it is given up.
@@ -33,40 +35,6 @@ _KILL_TIMEOUT_S = 10.0
 # after that only if a process outside the job holds it; it gets this long.
 _DRAIN_IDLE_S = 0.5
 _DRAIN_S = 5.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Policy(Protocol):
-    """Rules for the end of a process: its effect on the job. Pure, without clocks."""
-
-    def judge(
-        self, end: Exit, running: Collection[int]
-    ) -> Literal["count", "forgive", "restart"]:
-        """Says whether an end counts as it does in every job, or what else it means.
-
-        Args:
-          end: of a process, while nothing has gone wrong.
-          running: ids of those that still run.
-        """
-        ...
-
-    def find_superfluous(self, running: Collection[int]) -> list[int]:
-        """Returns the processes that are to end now, well, since others have."""
-        ...
-
-
-class FirstFailurePolicy:
-    """Every process is needed to the end."""
-
-    def judge(self, end: Exit, running: Collection[int]) -> Literal["count"]:
-        """See `Policy`."""
-        del end, running
-        return "count"
-
-    def find_superfluous(self, running: Collection[int]) -> list[int]:
-        """See `Policy`."""
-        del running
-        return []
 
 
 class Supervisor:
@@ -103,10 +71,9 @@ class Supervisor:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._exits = ExitOrder()
         self._state = StopState()
-        self._signals: list[int] = []
-        self._held: list[Exit] = []  # not yet observed.
-        self._held_since_s = 0.0
+        self._inbox = signal_inbox.SignalInbox()
         self._failures = failure_pipe.FailurePipe()
+        self._held = held_ends.HeldEnds(self._failures, has_link=link is not None)
 
     def run(
         self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]
@@ -121,7 +88,9 @@ class Supervisor:
         self._arguments, self._environs = arguments, environs
         if self._link is not None:
             self._forwarder.watch(self._link.fd)
-        with self._listening():
+        with self._inbox.listening() as wake_fd:
+            if wake_fd is not None:
+                self._forwarder.watch(wake_fd)
             try:
                 with self._guarded():
                     for process_id in environs:
@@ -190,7 +159,8 @@ class Supervisor:
             if process is not None and process.poll() is not None:
                 del self._running[process_id]
                 self._take_end(Exit(process_id, process.returncode))
-        self._check_guard()
+        if (text := self._kin.check()) is not None:
+            self._forwarder.print_line(f"jdp launch: {text}.")
         self._kin.look(process.pid for process in self._running.values())
         self._end_superfluous()
         self._hear_of_failures()
@@ -230,7 +200,7 @@ class Supervisor:
             absent = self._link.take_absent() | absent
         for process_id, ended_s in absent.items():
             is_new = process_id not in self._absent
-            if waiting and is_new and now_s - ended_s > _SETTLE_RAISED_S:
+            if waiting and is_new and now_s - ended_s > held_ends.SETTLE_RAISED_S:
                 self._absent.add(process_id)
                 note = endings.describe_absence(process_id, waiting)
                 self._hold(Exit(process_id, 1, 0.0, note=note))
@@ -277,41 +247,20 @@ class Supervisor:
                 os.killpg(self._running[process_id].pid, signal.SIGTERM)
 
     def _hold(self, end: Exit) -> None:
-        if not self._held:
-            self._held_since_s = time.monotonic()
-        self._held.append(end)
+        self._held.add(end, now_s=time.monotonic())
         if self._link is not None and self._state.cause is None:
             failure = self._failures.read().get(end.process_id)
             self._link.say(endings.as_it_said(end, failure))
 
     def _release(self, now_s: float, *, is_urgent: bool) -> list[Exit]:
-        """Takes the ends that were held, once others had the time to come before."""
-        if not self._held:
-            return []
-        failures = self._failures.read()
-        blamed = {failure.culprit for failure in failures.values()}
-        has_raised = not self._running.keys().isdisjoint(failures.keys() | blamed)
-        settle_s = _SETTLE_S if self._link is None else _SETTLE_HOSTS_S
-        if has_raised:
-            settle_s = _SETTLE_RAISED_S
-        has_settled = now_s - self._held_since_s >= settle_s or not self._running
-        if not (has_settled or is_urgent or self._state.cause is not None):
-            return []
-        held, self._held = self._held, []
-        ends: list[Exit] = []
-        lost = dict(self._failures.lost)
-        for end in held:
-            if not end.note and end.node is None:
-                end = endings.as_it_said(end, failures.get(end.process_id))
-                end = endings.as_it_heard(end, lost)
-            if end.process_id == 0:  # JAX's coordination service has ended with it.
-                lost = dict.fromkeys(self._environs, 0) | lost
-            ends.append(end)
-        if self._state.cause is None:
-            ends += endings.find_blamed(ends, failures)
-            silent = endings.find_silent(ends, self._find_silent())
-            ends += [] if silent is None else [silent]
-        return ends
+        return self._held.release(
+            self._running,
+            self._environs,
+            self._find_silent(),
+            now_s=now_s,
+            is_urgent=is_urgent,
+            has_cause=self._state.cause is not None,
+        )
 
     def _find_silent(self) -> dict[int, float]:
         """Returns which processes of the job ended with 0 and without a word."""
@@ -340,7 +289,7 @@ class Supervisor:
         others = [
             process
             for process in self._kin.find()
-            if guard.group_of(process) not in groups and not process.is_of_inner_job
+            if _group_of(process) not in groups and not process.is_of_inner_job
         ]
         guard.signal_processes(others, signum)
 
@@ -424,10 +373,10 @@ class Supervisor:
                 return
 
     def _take_signals(self) -> list[int]:
-        received, self._signals = self._signals, []
+        received = self._inbox.take()
         if signal.SIGWINCH in received:
             self._forwarder.resize()
-        return [signum for signum in received if signum in _STOP_SIGNALS]
+        return [signum for signum in received if signum in signal_inbox.STOP_SIGNALS]
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -442,35 +391,9 @@ class Supervisor:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_TICK_S)
 
-    def _check_guard(self) -> None:
-        """Starts the guard again if it was killed; the job does not depend on it."""
-        if (text := self._kin.check()) is not None:
-            self._forwarder.print_line(f"jdp launch: {text}.")
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Collects signals; outside the main thread, Python delivers none."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        wake_fd, write_fd = os.pipe()
-        os.set_blocking(wake_fd, False)
-        os.set_blocking(write_fd, False)
-        old_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        old_handlers = {}
-        for signum in (*_STOP_SIGNALS, signal.SIGCHLD, signal.SIGWINCH):
-            old = signal.getsignal(signum)
-            # `nohup` and a shell's `&` have us ignore signals; that stays so.
-            if signum in _STOP_SIGNALS and old is signal.SIG_IGN:
-                continue
-            old_handlers[signum] = old
-            signal.signal(signum, lambda signum, _: self._signals.append(signum))
-        self._forwarder.watch(wake_fd)
-        try:
-            yield
-        finally:
-            for signum, old in old_handlers.items():
-                signal.signal(signum, old)
-            signal.set_wakeup_fd(old_fd)
-            os.close(wake_fd)
-            os.close(write_fd)
+def _group_of(process: guard.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except OSError:  # It has ended.
+        return None

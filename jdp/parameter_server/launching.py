@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from jdp.launch import launch, output, supervisor
-from jdp.launch.supervisor import Exit
+from jdp.launch.endings import Exit
 from jdp.parameter_server import keys, metrics, option_checks
 from jdp.parameter_server.keys import Place
 from jdp.replicas import wire
@@ -124,7 +124,7 @@ class RolePolicy:
     def judge(
         self, end: Exit, running: Collection[int]
     ) -> Literal["count", "forgive", "restart"]:
-        """Decides about an ended process, as `supervisor.Policy` asks."""
+        """Decides about an ended process, as `policy.Policy` asks."""
         is_server = end.process_id < self._num_servers
         if end.returncode >= 0:
             self._has_ended_well |= not is_server and end.returncode == 0

@@ -252,7 +252,7 @@ def _detected_place(options: _InitOptions) -> Place | None:
         raise ValueError(environment.explain_cluster(os.environ, error)) from error
 
 
-def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.Meeting:
+def _join(place: Place, options: _InitOptions, path: str) -> roll_call.Meeting:
     """Meets the other processes, and starts `jax.distributed`."""
     if compat.backend_is_initialized():
         raise RuntimeError(
@@ -287,9 +287,7 @@ def _join(place: Place, options: _InitOptions, path: str) -> roll_call_sockets.M
     return meeting
 
 
-def _make_world(
-    options: _InitOptions, meeting: roll_call_sockets.Meeting | None
-) -> World:
+def _make_world(options: _InitOptions, meeting: roll_call.Meeting | None) -> World:
     process_count = jax.process_count()
     nodes, store = [""], None
     if process_count > 1:

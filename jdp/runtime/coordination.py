@@ -16,7 +16,7 @@ import jax
 
 from jdp.compat import jax_distributed
 from jdp.runtime import addresses, forks, private_folder
-from jdp.runtime.roll_call_sockets import Meeting
+from jdp.runtime.roll_call import Meeting
 
 _NAME = "coordination"
 _PATH = re.compile(rf"/([^\0\n]*/)?{private_folder.PREFIX}[a-z0-9_]+/{_NAME}", re.ASCII)

@@ -78,6 +78,17 @@ class RollCallVerdict(msgspec.Struct, frozen=True):
     path: str = ""  # of a Unix socket, if JAX's coordination service is to be there.
 
 
+class Meeting(NamedTuple):
+    """How the processes of a job found each other, as one of them sees it."""
+
+    nodes: list[str]  # of each process, by process id.
+    host: str  # numeric address of process 0, as this process reaches it.
+    own_host: str  # numeric address of this process, as the others reach it.
+    bind_host: str  # process 0: where to listen for the others; "": everywhere.
+    session_key: bytes  # of this run, shape (32,), the same everywhere.
+    path: str = ""  # of the Unix socket that process 0 offers to the others.
+
+
 class RollCall(NamedTuple):
     """The processes that have come so far."""
 

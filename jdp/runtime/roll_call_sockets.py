@@ -9,39 +9,19 @@ import errno
 import logging
 import os
 import platform
-import selectors
 import socket
 import time
-from typing import NamedTuple
 
 import msgspec
 
 from jdp.replicas import progress
-from jdp.runtime import addresses, job_key, roll_call
-from jdp.runtime.roll_call import Challenge, Refused, RollCallHello, RollCallVerdict
+from jdp.runtime import addresses, job_key, roll_call, roll_call_server
+from jdp.runtime.roll_call import Meeting, Refused, RollCallHello, RollCallVerdict
 
-_TELL_TIMEOUT_S = 5.0
 _RETRY_S = 0.05
 _RETRY_REFUSED_S = 0.5
-_HELLO_TIMEOUT_S = 10.0  # A process says it at once; else it calls again.
-_MOST_GUESTS = 256  # besides one for each process; they have said no hello yet.
-_RESOLVE_S = 5.0  # A name server may be slow with the name of a new host.
-_PAUSE_S = 0.1  # without descriptors, until the next look for one.
-_MOST_WARNINGS = 10
-_MOST_ADDRESSES = 1000  # of which it is noted that they were refused.
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_CHALLENGE_TIMEOUT_S = 10.0  # Process 0 sends it at once.
 _logger = logging.getLogger("jdp")
-
-
-class Meeting(NamedTuple):
-    """How the processes of a job found each other, as one of them sees it."""
-
-    nodes: list[str]  # of each process, by process id.
-    host: str  # numeric address of process 0, as this process reaches it.
-    own_host: str  # numeric address of this process, as the others reach it.
-    bind_host: str  # process 0: where to listen for the others; "": everywhere.
-    session_key: bytes  # of this run, shape (32,), the same everywhere.
-    path: str = ""  # of the Unix socket that process 0 offers to the others.
 
 
 def call_roll(
@@ -68,219 +48,14 @@ def call_roll(
         could be told.
     """
     if own.process_id == 0:
-        verdict, meeting = _Host(own, address, timeout_s, key, path).serve()
+        verdict, meeting = roll_call_server.RollCallServer(
+            own, address, timeout_s, key, path
+        ).serve()
     else:
         verdict, meeting = _Caller(own, address, timeout_s, key).attend()
     if verdict.error is not None:
         raise progress.blame(RuntimeError(verdict.error), verdict.missing)
     return meeting
-
-
-class _Guest:
-    """A connection, and what has come over it so far."""
-
-    hello: RollCallHello  # once it has been said.
-
-    def __init__(self, line: socket.socket, challenge: Challenge, where: str):
-        self.line = line
-        self.challenge = challenge
-        self.where = where  # address of the other end.
-        self.said = bytearray()
-        self.deadline_s = time.monotonic() + _HELLO_TIMEOUT_S
-
-
-class _Host:
-    """Process 0: hears all, and tells them how it ended."""
-
-    def __init__(
-        self,
-        own: RollCallHello,
-        address: str,
-        timeout_s: float,
-        key: bytes | None,
-        path: str,
-    ):
-        self._own, self._address, self._key = own, address, key
-        self._job = job_key.name_job(address, os.environ)
-        self._path = path
-        self._deadline_s = time.monotonic() + timeout_s
-        self._roll = roll_call.open_roll(own, deadline_s=self._deadline_s)
-        self._guests: dict[socket.socket, _Guest] = {}  # in the order they came.
-        self._heard: list[_Guest] = []  # those that have said a hello.
-        self._refused: dict[str, int] = {}  # connections, by address.
-        self._paused_until_s = 0.0
-
-    def serve(self) -> tuple[RollCallVerdict, Meeting]:
-        """Runs the roll call to its end."""
-        with selectors.DefaultSelector() as self._selector:
-            server = listen(self._address)
-            try:
-                server.setblocking(False)  # A caller may be gone before `accept`.
-                self._selector.register(server, selectors.EVENT_READ)
-                while (verdict := self._judge()) is None:
-                    self._step(server)
-            finally:
-                # The others go on to `jax.distributed` at this address: free it first.
-                server.close()
-                for guest in self._guests.values():
-                    guest.line.close()
-            verdict, bind_host = self._complete(verdict)
-            self._tell(verdict)
-        session_key = roll_call.session_key(self._key, verdict.session)
-        host = verdict.host
-        found = Meeting(verdict.nodes, host, host, bind_host, session_key, verdict.path)
-        return verdict, found
-
-    def _judge(self) -> RollCallVerdict | None:
-        verdict = roll_call.judge(self._roll, now_s=time.monotonic())
-        if verdict is not None and verdict.error is not None and self._refused:
-            shown = ", ".join(list(self._refused)[:10])
-            count = sum(self._refused.values())
-            wanted = "prove the key of this job" if self._key else "begin as they must"
-            why = f"{count} connections were refused, which did not {wanted}: {shown}."
-            if self._key:
-                why += " Give all the same `--key-file` or `JDP_JOB_KEY`."
-            error = f"{verdict.error} {why}"
-            verdict = RollCallVerdict(error=error, missing=verdict.missing)
-        return verdict
-
-    def _step(self, server: socket.socket) -> None:
-        now_s = time.monotonic()
-        is_paused = self._paused_until_s > now_s
-        wait_s = self._deadline_s - now_s
-        for guest in list(self._guests.values()):
-            if guest.deadline_s <= now_s:
-                self._drop(guest, "said no hello in time")
-            else:
-                wait_s = min(wait_s, guest.deadline_s - now_s)
-        if is_paused:
-            wait_s = min(wait_s, self._paused_until_s - now_s)
-            self._selector.unregister(server)
-        for selected, _ in self._selector.select(max(0.0, wait_s)):
-            if selected.fileobj is server:
-                self._accept(server)
-            elif selected.data in self._heard:
-                self._listen_for_end(selected.data)
-            elif selected.fileobj in self._guests:
-                self._hear(selected.data)
-        if is_paused:
-            self._selector.register(server, selectors.EVENT_READ)
-
-    def _accept(self, server: socket.socket) -> None:
-        try:
-            line, _ = server.accept()
-        except OSError as error:
-            if error.errno in _FULL:
-                if not self._paused_until_s:
-                    self._warn(
-                        "There are no descriptors left for processes that connect. "
-                        "Raise their number with `ulimit -n`."
-                    )
-                for guest in list(self._guests.values())[:1]:
-                    self._drop(guest, "waited longest when descriptors ran out")
-                self._paused_until_s = time.monotonic() + _PAUSE_S
-            return
-        try:
-            line.setblocking(False)
-            where = addresses.unmap(str(line.getpeername()[0]))
-            challenge = roll_call.make_challenge(self._key, self._job)
-            line.send(roll_call.encode_challenge(challenge))  # Fits into any queue.
-        except OSError:
-            line.close()
-            return
-        if len(self._guests) >= _MOST_GUESTS + self._own.num_processes:
-            oldest = next(iter(self._guests.values()))
-            self._drop(oldest, "has said nothing for longest of too many")
-        guest = self._guests[line] = _Guest(line, challenge, where)
-        self._selector.register(line, selectors.EVENT_READ, guest)
-
-    def _hear(self, guest: _Guest) -> None:
-        """Reads on; enters a hello once it is whole, and drops anything else."""
-        try:
-            data = guest.line.recv(roll_call.MOST_HELLO_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        guest.said += data
-        is_whole = guest.said.endswith(b"\n")
-        if data and not is_whole and len(guest.said) <= roll_call.MOST_HELLO_BYTES:
-            return
-        try:
-            if len(guest.said) > roll_call.MOST_HELLO_BYTES:
-                raise Refused("it is too long")
-            said = bytes(guest.said)
-            hello = roll_call.decode_hello(said, guest.challenge, self._key)
-        except Refused as error:
-            self._drop(guest, f"did not begin with {roll_call.PROTOCOL}: {error}")
-            return
-        del self._guests[guest.line]
-        guest.hello = hello
-        self._roll = roll_call.receive(self._roll, hello)
-        self._heard.append(guest)
-
-    def _listen_for_end(self, guest: _Guest) -> None:
-        """A process that has been heard says no more; its end may come first."""
-        try:
-            data = guest.line.recv(roll_call.MOST_HELLO_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            return
-        self._selector.unregister(guest.line)
-        guest.line.close()
-        self._heard.remove(guest)
-        # If it has called again meanwhile, only the later connection counts.
-        if all(other.hello != guest.hello for other in self._heard):
-            self._roll = roll_call.forget(self._roll, guest.hello)
-
-    def _drop(self, guest: _Guest, why: str) -> None:
-        del self._guests[guest.line]
-        self._selector.unregister(guest.line)
-        guest.line.close()
-        if guest.where not in self._refused:
-            self._warn(f"Dropped a connection from {guest.where} that {why}.")
-        if guest.where in self._refused or len(self._refused) < _MOST_ADDRESSES:
-            self._refused[guest.where] = self._refused.get(guest.where, 0) + 1
-
-    def _warn(self, text: str) -> None:
-        if len(self._refused) < _MOST_WARNINGS:
-            _logger.warning("Roll call: %s", text)
-
-    def _complete(self, verdict: RollCallVerdict) -> tuple[RollCallVerdict, str]:
-        """Adds to the verdict how process 0 is reached; returns where to listen too."""
-        reached = []
-        for guest in self._heard:
-            try:
-                reached.append(addresses.unmap(str(guest.line.getsockname()[0])))
-            except OSError:
-                continue  # It will be missed soon.
-        host, serves_all = addresses.choose_host(reached)
-        if verdict.error is None:
-            session = roll_call.make_challenge(None).nonce
-            verdict = RollCallVerdict(
-                nodes=verdict.nodes, host=host, session=session, path=self._path
-            )
-        return verdict, host if serves_all else ""
-
-    def _tell(self, verdict: RollCallVerdict) -> None:
-        deadline_s = time.monotonic() + _TELL_TIMEOUT_S
-        for guest in self._heard:
-            line = roll_call.encode_verdict(
-                verdict, guest.challenge, guest.hello.instance, self._key
-            )
-            try:
-                guest.line.settimeout(max(0.05, deadline_s - time.monotonic()))
-                guest.line.sendall(line)
-            except OSError:
-                _logger.warning(
-                    "Process %d left before the end of the roll call.",
-                    guest.hello.process_id,
-                )
-            finally:
-                guest.line.close()
 
 
 class _Caller:
@@ -328,7 +103,7 @@ class _Caller:
 
     def _ask(self, line: socket.socket) -> tuple[RollCallVerdict, Meeting]:
         most_bytes = roll_call.MOST_CHALLENGE_BYTES
-        first = self._read_line(line, most_bytes, timeout_s=_HELLO_TIMEOUT_S)
+        first = self._read_line(line, most_bytes, timeout_s=_CHALLENGE_TIMEOUT_S)
         try:
             challenge = roll_call.decode_challenge(first)
         except Refused as error:
@@ -385,49 +160,6 @@ class _Caller:
         if not self._has_warned:
             self._has_warned = True
             _logger.warning("The coordinator at %s: %s.", self._address, reason)
-
-
-def listen(address: str) -> socket.socket:
-    """Listens for the roll call: on the loopback interface alone, or on all.
-
-    Raises:
-      RuntimeError: the address is taken, or its host name has no address here. Then it
-        would not be reached, but open to all.
-    """
-    host, port = addresses.split(address)
-    _check_name(host, address)
-    try:
-        if addresses.is_loopback(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family, backlog=1024)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-            )
-        return socket.create_server(("", port), backlog=1024)
-    except OSError as error:
-        raise RuntimeError(
-            f"Process 0 cannot listen at the coordinator address {address!r}: "
-            f"{error.strerror}. Another program, or another process 0, may have the "
-            "port; choose a free one."
-        ) from None
-
-
-def _check_name(host: str, address: str) -> None:
-    deadline_s = time.monotonic() + _RESOLVE_S
-    while True:
-        try:
-            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            return
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() < deadline_s:
-                time.sleep(_RETRY_REFUSED_S)
-                continue
-            raise RuntimeError(
-                f"Process 0 does not listen at the coordinator address {address!r}: "
-                f"the name {host!r} has no address here ({error}). Give a name or an "
-                "address of the host of process 0, the same to all processes."
-            ) from None
 
 
 def _describe_keys(theirs: str, own: bytes | None) -> str:

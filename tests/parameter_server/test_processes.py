@@ -17,7 +17,7 @@ import pytest
 
 from jdp import parameter_server
 from jdp.launch import launch
-from jdp.launch.supervisor import Exit
+from jdp.launch.endings import Exit
 from jdp.parameter_server import launching
 from tests import harness
 from tests.parameter_server import network

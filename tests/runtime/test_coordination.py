@@ -18,7 +18,7 @@ from jdp.runtime import (
     coordination,
     environment,
     private_folder,
-    roll_call_sockets,
+    roll_call,
 )
 from tests import harness
 
@@ -79,7 +79,7 @@ def test_a_path_that_is_not_of_this_user_alone_is_refused(kind, tmp_path):
 def test_a_port_is_bound_where_the_processes_came(
     process_id, bind_host, expected, caplog
 ):
-    meeting = roll_call_sockets.Meeting(["a"], "10.0.0.1", "10.0.0.1", bind_host, b"")
+    meeting = roll_call.Meeting(["a"], "10.0.0.1", "10.0.0.1", bind_host, b"")
     assert coordination._bind_address(process_id, meeting, 5) == expected
     is_told = process_id == 0 and expected is None
     assert ("listens on all interfaces" in caplog.text) == is_told

@@ -18,7 +18,7 @@ import jdp
 from jdp import eager
 from jdp.parameter_server import keys
 from jdp.runtime import coordination, environment, private_folder
-from jdp.runtime.lifeline import star
+from jdp.runtime.lifeline import star_line
 from jdp.runtime.transport import rendezvous, zmq_link
 from tests import harness
 
@@ -62,7 +62,7 @@ def _listen_where(ports):
 
 def _note_ports(ports):
     """Adds to `ports` where jdp listens in this process; gloo and JAX do beside it."""
-    listen, bind = star.listen, zmq_link.ZmqLink.listen
+    listen, bind = star_line.listen, zmq_link.ZmqLink.listen
 
     def listen_and_note(host, port):
         sock = listen(host, port)
@@ -74,7 +74,7 @@ def _note_ports(ports):
         ports.extend(e.rpartition(":")[2] for e in found if e.startswith("tcp"))
         return found
 
-    star.listen, zmq_link.ZmqLink.listen = listen_and_note, bind_and_note
+    star_line.listen, zmq_link.ZmqLink.listen = listen_and_note, bind_and_note
 
 
 def _reduce_until_told(folder, way):

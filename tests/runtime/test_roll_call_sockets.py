@@ -9,7 +9,12 @@ import time
 
 import pytest
 
-from jdp.runtime import addresses, job_key, roll_call, roll_call_sockets
+from jdp.runtime import (
+    addresses,
+    job_key,
+    roll_call,
+    roll_call_server,
+)
 from jdp.runtime.roll_call_sockets import call_roll
 
 KEY = job_key.make()
@@ -79,7 +84,7 @@ def test_coordinators_may_have_ipv6_addresses_or_names(host):
 def test_the_port_is_free_before_anybody_hears_the_verdict(monkeypatch):
     # `jax.distributed` begins at the same address as soon as it does.
     address = _address()
-    tell = roll_call_sockets._Host._tell
+    tell = roll_call_server.RollCallServer._tell
     refused = []
 
     def try_and_tell(self, verdict):
@@ -88,7 +93,7 @@ def test_the_port_is_free_before_anybody_hears_the_verdict(monkeypatch):
         refused.append(True)
         tell(self, verdict)
 
-    monkeypatch.setattr(roll_call_sockets._Host, "_tell", try_and_tell)
+    monkeypatch.setattr(roll_call_server.RollCallServer, "_tell", try_and_tell)
     found = _call(_hellos(0, 1, 2), address)
     assert [meeting.nodes for meeting in found] == [["n0", "n1", "n2"]] * 3
     assert refused == [True]
@@ -292,7 +297,7 @@ def test_a_coordinator_that_drips_does_not_outlast_the_timeout():
 
 
 def test_guests_that_drip_or_are_silent_are_dropped(monkeypatch):
-    monkeypatch.setattr(roll_call_sockets, "_HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(roll_call_server, "_HELLO_TIMEOUT_S", 0.5)
     address = _address()
     with contextlib.ExitStack() as stack:
         found = stack.enter_context(_started([0], address, KEY))
@@ -307,7 +312,7 @@ def test_guests_that_drip_or_are_silent_are_dropped(monkeypatch):
 
 
 def test_too_many_guests_push_out_the_oldest(monkeypatch):
-    monkeypatch.setattr(roll_call_sockets, "_MOST_GUESTS", 2)
+    monkeypatch.setattr(roll_call_server, "_MOST_GUESTS", 2)
     address = _address()
     with contextlib.ExitStack() as stack:
         found = stack.enter_context(_started([0], address, KEY))
@@ -338,13 +343,13 @@ class _Full:
 
 def test_without_descriptors_the_loop_waits_and_says_so_once(monkeypatch, caplog):
     full = []
-    listen = roll_call_sockets.listen
+    listen = roll_call_server.listen
 
     def listen_full(address):
         full.append(_Full(listen(address), 5))
         return full[0]
 
-    monkeypatch.setattr(roll_call_sockets, "listen", listen_full)
+    monkeypatch.setattr(roll_call_server, "listen", listen_full)
     found = _call(_hellos(0, 1, 2), _address(), timeout_s=20.0)
     assert [meeting.nodes for meeting in found] == [["n0", "n1", "n2"]] * 3
     (server,) = full
@@ -440,6 +445,6 @@ def test_a_job_id_tells_apart_jobs_at_one_address(monkeypatch):
 
 
 def test_a_coordinator_whose_name_has_no_address_opens_no_port(monkeypatch):
-    monkeypatch.setattr(roll_call_sockets, "_RESOLVE_S", 0.0)
+    monkeypatch.setattr(roll_call_server, "_RESOLVE_S", 0.0)
     with pytest.raises(RuntimeError, match="the name 'no.such.invalid' has no address"):
-        roll_call_sockets.listen("no.such.invalid:29500")
+        roll_call_server.listen("no.such.invalid:29500")

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from jdp.runtime.lifeline import star, star_codec
+from jdp.runtime.lifeline import star, star_codec, star_line
 from jdp.runtime.lifeline.star_codec import Codec, Frame, OtherJob, OtherKey, Refused
 
 KEY = bytes(range(32))
@@ -42,7 +42,7 @@ class Member:
 def members():
     """Makes the members of a star; they are closed with the test."""
     made = []
-    listener = star.listen("127.0.0.1", 0)
+    listener = star_line.listen("127.0.0.1", 0)
 
     def make(number, count, **options):
         made.append(Member(number, count, listener, **options))
@@ -221,7 +221,7 @@ def test_what_has_proved_nothing_at_the_address_is_not_member_zero(speech, monke
             line.close()
     first = star.Star(
         *(0, 2),
-        listener=star.listen(*address),
+        listener=star_line.listen(*address),
         heard=lambda *said: heard.append(said),
         lost=print,
         **options,

@@ -27,7 +27,7 @@ from jdp.compat import jax_distributed
 from jdp.replicas import progress, wire
 from jdp.replicas.mesh import World
 from jdp.runtime import environment, forks, user_program
-from jdp.runtime.lifeline import by_store, rules, star
+from jdp.runtime.lifeline import by_store, rules, star, star_line
 from jdp.runtime.lifeline.jax_end import JaxEnd
 from jdp.runtime.lifeline.rules import (
     AfterLoss,
@@ -88,7 +88,7 @@ class _Lifeline:
         if world.is_main_process:
             port = b""
             try:
-                listener = star.listen(world.host, 0)
+                listener = star_line.listen(world.host, 0)
                 port = str(listener.getsockname()[1]).encode()
             finally:
                 world.store.set(_KEY, port, overwrite=True)

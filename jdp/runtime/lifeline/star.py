@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from jdp.runtime import addresses
 from jdp.runtime.lifeline.star_codec import Codec, Doubled, Frame, OtherJob, Refused
+from jdp.runtime.lifeline.star_line import StarLine
 
 _MAX_SAID = 64  # by one member, however often it comes back.
 _MAX_GUESTS = 256  # that have not proved anything yet.
@@ -26,38 +26,7 @@ _GUEST_TIMEOUT_S = 10.0
 _MAX_WARNED = 10  # addresses of which the log, or `refused`, hears.
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.1
-# A host that vanishes is found after IDLE + COUNT * INTERVAL seconds, or, where
-# something was sent to it, after USER_TIMEOUT milliseconds.
-_KEEP_ALIVE = {
-    "TCP_KEEPIDLE": 3,
-    "TCP_KEEPINTVL": 2,
-    "TCP_KEEPCNT": 3,
-    "TCP_USER_TIMEOUT": 9000,
-}
 _logger = logging.getLogger("jdp")
-
-
-class _Line:
-    """One connection, its codec and what waits to be sent."""
-
-    def __init__(self, sock: socket.socket, codec: Codec):
-        self.sock = sock
-        self.where = _where(sock)  # address of the other end, for messages.
-        self.codec = codec
-        self.unsent = bytearray(codec.greet())
-        self.member: int | None = None  # the other end, once proved.
-        self.is_center = False  # whether member 0 should be there.
-        self.has_said_bye = False
-        self.began_s = time.monotonic()
-
-    def flush(self) -> None:
-        """Sends what the other end takes now."""
-        while self.unsent:
-            try:
-                num_bytes = self.sock.send(self.unsent)
-            except (BlockingIOError, InterruptedError):
-                return
-            del self.unsent[:num_bytes]
 
 
 class Star:
@@ -105,7 +74,7 @@ class Star:
         self._connect_timeout_s = connect_timeout_s
         self._heard, self._lost, self._tick = heard, lost, tick
         self._selector = selectors.DefaultSelector()
-        self._lines: dict[socket.socket, _Line] = {}
+        self._lines: dict[socket.socket, StarLine] = {}
         self._history: list[Frame] = []  # for members that come later.
         self._num_said = collections.Counter[int]()  # by member.
         self._outbox: collections.deque[Frame] = collections.deque()
@@ -238,7 +207,7 @@ class Star:
             if line is not None:
                 self._read(line)
 
-    def _guests(self) -> list[_Line]:
+    def _guests(self) -> list[StarLine]:
         """Returns lines that have proved nothing yet; drops the overdue ones."""
         guests = [line for line in self._lines.values() if line.member is None]
         oldest_s = time.monotonic() - _GUEST_TIMEOUT_S
@@ -278,15 +247,13 @@ class Star:
         if not self._is_closing:
             self._lost(0)
 
-    def _add(self, sock: socket.socket, side: Literal["center", "member"]) -> _Line:
-        sock.setblocking(False)
-        _keep_alive(sock)
-        line = _Line(sock, Codec(self._key, self._purpose, side))
+    def _add(self, sock: socket.socket, side: Literal["center", "member"]) -> StarLine:
+        line = StarLine(sock, Codec(self._key, self._purpose, side))
         self._lines[sock] = line
         self._selector.register(sock, selectors.EVENT_READ)
         return line
 
-    def _read(self, line: _Line) -> None:
+    def _read(self, line: StarLine) -> None:
         try:
             data = line.sock.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -305,7 +272,7 @@ class Star:
             self._warn(line, error)
             self._drop(line)
 
-    def _warn(self, line: _Line, error: Refused) -> None:
+    def _warn(self, line: StarLine, error: Refused) -> None:
         if line.where in self._warned or len(self._warned) >= _MAX_WARNED:
             return
         self._warned.add(line.where)
@@ -317,7 +284,7 @@ class Star:
                 *(line.where, self._purpose, error),
             )
 
-    def _take(self, line: _Line, frame: Frame) -> None:
+    def _take(self, line: StarLine, frame: Frame) -> None:
         if not 0 <= frame.member < self._num_members:
             raise Refused(f"it names member {frame.member} of {self._num_members}")
         if self._member != 0:
@@ -361,7 +328,7 @@ class Star:
             self._spread(frame, but=line)
             self._heard(frame.member, frame.body)
 
-    def _spread(self, frame: Frame, but: _Line | None = None) -> None:
+    def _spread(self, frame: Frame, but: StarLine | None = None) -> None:
         is_kept = frame.kind == "say" or (
             frame.kind == "lost" and frame not in self._history
         )
@@ -386,7 +353,7 @@ class Star:
         with self._sent:
             self._sent.notify_all()
 
-    def _drop(self, line: _Line) -> None:
+    def _drop(self, line: StarLine) -> None:
         if self._lines.pop(line.sock, None) is None:
             return
         self._selector.unregister(line.sock)
@@ -401,50 +368,3 @@ class Star:
             self._spread(Frame("lost", line.member))
         if not self._is_closing:
             self._lost(line.member)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Opens the listener of member 0 at an address of this host.
-
-    Args:
-      host: by which the others reach this host.
-      port: 0 for a free one.
-
-    Raises:
-      OSError: `host` has no address here, or the port is taken.
-    """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    if not addresses.is_loopback(host) and any(
-        addresses.is_loopback(str(address[0])) for *_, address in found
-    ):
-        # Debian's default: the name of this host is 127.0.1.1 here alone.
-        passive = socket.AI_PASSIVE
-        found = socket.getaddrinfo(None, port, type=socket.SOCK_STREAM, flags=passive)
-    problem: OSError | None = None
-    for family, _, _, _, address in found:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(1024)
-            return sock
-        except OSError as error:
-            sock.close()
-            problem = error
-    raise problem or OSError(f"{host!r} has no address")
-
-
-def _where(sock: socket.socket) -> str:
-    try:
-        return addresses.unmap(str(sock.getpeername()[0]))
-    except OSError:  # It has gone already.
-        return "an address that is gone"
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, value in _KEEP_ALIVE.items():
-            if hasattr(socket, name):  # Not on every system.
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
