@@ -16,19 +16,19 @@ class Exit(NamedTuple):
     """The end of one process."""
 
     process_id: int  # -1: not a process of the job, see `note`.
-    returncode: int  # As in `subprocess`: the negative signal where one killed it.
-    failed_at_s: float | None = None  # When its program raised, where it could say so.
-    culprit: int | None = None  # The process that it says is the reason, if another.
-    node: int | None = None  # The host, where it is not this one.
-    note: str = ""  # What happened, where the rest does not say it.
-    is_consequence: bool = False  # It tells only that another process is gone.
+    returncode: int  # As in `subprocess`: -s where signal s killed it.
+    failed_at_s: float | None = None  # When its program raised, if reported.
+    culprit: int | None = None  # The process that it blames, if another.
+    node: int | None = None  # The host; None: this one.
+    note: str = ""  # What happened, if other fields cannot express it.
+    is_consequence: bool = False  # It only reports that another process is gone.
 
 
 class StopState(NamedTuple):
     """How far the end of a job has come."""
 
     exit_code: int = 0
-    cause: Exit | signal.Signals | None = None  # None: nothing went wrong so far.
+    cause: Exit | signal.Signals | None = None  # None: nothing has gone wrong.
     kill_at_s: float | None = None  # None: no process was told to end.
     is_killed: bool = False
     term_at_s: float | None = None  # SIGINT was sent, and SIGTERM follows.
@@ -40,7 +40,7 @@ def exit_code(returncode: int) -> int:
 
 
 def describe_exit(end: Exit) -> str:
-    """Says how a process ended, such as `process 1 failed with exit code 3`."""
+    """Describes how a process ended, such as `process 1 failed with exit code 3`."""
     who = f"process {end.process_id}"
     if end.node is not None:
         who += f" on node {end.node}"
@@ -62,19 +62,19 @@ def observe(
     now_s: float,
     grace_s: float,
 ) -> tuple[StopState, signal.Signals | None]:
-    """Decides what the processes that still run are sent.
+    """Decides which signal to send to the processes that still run.
 
     The first signal, or the first process that fails, starts the end of the job with
-    SIGTERM; an interrupt, here or on another host, starts it with SIGINT, and SIGTERM
+    SIGTERM. An interrupt, here or on another host, starts it with SIGINT, and SIGTERM
     follows after `grace_s`. SIGKILL follows after `grace_s`, or at the next signal. A
     process that ends with 0 changes nothing.
 
     Args:
-      state: what was decided before.
+      state: the decisions so far.
       exits: processes that have ended since then.
-      signals: what the launcher was sent since then; SIGPIPE for a lost reader.
+      signals: signals that the launcher received since then; SIGPIPE for a lost reader.
       now_s: the time of a monotonic clock.
-      grace_s: from SIGTERM to SIGKILL.
+      grace_s: seconds from SIGTERM to SIGKILL.
 
     Returns:
       The new state, and the signal to send now.
@@ -105,13 +105,13 @@ def observe(
 
 
 def find_failures(exits: Sequence[Exit]) -> list[Exit]:
-    """Returns the failures among `exits`, the one that the others follow from first.
+    """Returns the failures among `exits`, the root cause first.
 
-    From the failure that comes first alone, the rule goes to the process that it
-    names, from there on to the next. It does not go from an error that says something
-    to one that says only that a link broke: a process that did not come to a meeting,
-    and that the others leave, gets such an error for that. Of processes that name each
-    other, the one that failed first is taken.
+    The search starts at the first failure by `_failing_order` and follows the culprits
+    that the failures name. It does not step from a failure with a reason of its own to
+    a failure that only reports a broken link: a process that misses a meeting gets a
+    broken link when the others leave. Among processes that name each other, the first
+    to fail is the root cause.
     """
     failures = sorted((end for end in exits if end.returncode != 0), key=_failing_order)
     if not failures:
@@ -133,14 +133,14 @@ def find_failures(exits: Sequence[Exit]) -> list[Exit]:
 def find_blamed(
     exits: Sequence[Exit], failures: Mapping[int, failure_pipe.Failure]
 ) -> list[Exit]:
-    """Returns the failures of processes that others name and that still run.
+    """Returns the failures of processes that others blame and that still run.
 
-    Such a process has said itself that it failed, and is slow to end. Where those that
-    have ended say only that links broke, it need not be named.
+    Such a process has reported its failure and is slow to end. If all ends so far only
+    report broken links, it need not be blamed.
 
     Args:
-      exits: ends that are known.
-      failures: what processes have said of themselves.
+      exits: the ends so far.
+      failures: reports of the processes about their own programs.
     """
     known = {end.process_id for end in exits}
     named = {end.culprit for end in exits if end.culprit is not None} - known
@@ -153,12 +153,12 @@ def find_blamed(
 def find_silent(exits: Sequence[Exit], silent: Mapping[int, float]) -> Exit | None:
     """Returns the end of a process that skipped its exit handlers, if others failed.
 
-    Such a process ends with 0 and without a word, as by `os._exit(0)`. The others fail
-    in a collective with it, or are aborted by JAX.
+    Such a process ends with 0 and without a report, as by `os._exit(0)`. The others
+    fail in a collective with it, or JAX aborts them.
 
     Args:
-      exits: ends that are known.
-      silent: when each process that ended like that was seen to.
+      exits: the ends so far.
+      silent: when each such process was seen to end.
     """
     failures = find_failures(exits)
     if not failures or not silent or failures[0].process_id < 0:
@@ -184,8 +184,8 @@ def as_it_heard(end: Exit, lost: Mapping[int, int]) -> Exit:
     """Completes `end`: JAX aborts a process that has lost the coordinator.
 
     Args:
-      end: of a process that did not say itself why.
-      lost: the process that each process has heard of as gone.
+      end: the end of a process without a report of its own.
+      lost: for each process, the first process that it heard to be gone.
     """
     if end.returncode != -signal.SIGABRT or end.culprit is not None:
         return end
@@ -193,7 +193,7 @@ def as_it_heard(end: Exit, lost: Mapping[int, int]) -> Exit:
 
 
 def as_it_said(end: Exit, failure: failure_pipe.Failure | None) -> Exit:
-    """Completes `end`; a program that failed may be aborted on its way out."""
+    """Completes `end` from the process's report; it may be aborted on its way out."""
     if failure is None:
         return end
     said = as_failed(end.process_id, failure)
@@ -203,18 +203,18 @@ def as_it_said(end: Exit, failure: failure_pipe.Failure | None) -> Exit:
 
 
 def as_failed(process_id: int, failure: failure_pipe.Failure) -> Exit:
-    """Returns the end that a process has told of before it came."""
+    """Returns the end that a process has reported before it ended."""
     culprit = None if failure.culprit == process_id else failure.culprit
     follows = failure.is_consequence
     return Exit(process_id, failure.code, failure.at_s, culprit, is_consequence=follows)
 
 
 def _failing_order(end: Exit) -> tuple[int, float]:
-    # A process that was killed without a word comes before all, then whichever raised
-    # first: peers raise because a process is gone. The launcher of a host that is gone
-    # explains what its processes did not say. JAX aborts a process when process 0 is
-    # gone, whatever ended that. A process that names another one is not the first, and
-    # one that says only that a link broke follows from any other.
+    # A process that was killed without a report comes first, then the first to raise:
+    # peers raise because a process is gone. The loss of a host's launcher explains the
+    # missing reports of its processes. JAX aborts a process when process 0 is gone, for
+    # any reason. A process that blames another is not the first, and a report of a
+    # broken link follows from any other failure.
     if end.process_id < 0:
         return 2, 0.0
     if end.returncode == -signal.SIGABRT:
@@ -227,7 +227,7 @@ def _failing_order(end: Exit) -> tuple[int, float]:
 
 
 def describe_absence(process_id: int, waiting: Collection[int]) -> str:
-    """Says that a process ended before others met it in `jdp.init`."""
+    """Describes a process that ended before others met it in `jdp.init`."""
     return (
         f"process {process_id} ended with exit code 0 before it had joined the job in "
         f"`jdp.init`, where process {min(waiting)} waits for it"

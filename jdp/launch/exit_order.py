@@ -8,15 +8,13 @@ import select
 class ExitOrder:
     """Children in the order in which they end.
 
-    A look at each in turn would find them in the order of the looks, where two end
-    between one look and the next. Linux keeps what `epoll` waits for in the order in
-    which it became ready.
+    Polling each in turn would report two that end between polls in the order of the
+    polls. `epoll` on Linux reports descriptors in the order in which they become ready.
     """
 
     def __init__(self) -> None:
-        """Knows of no child yet."""
         self._poll = select.epoll()
-        self._children: dict[int, int] = {}  # the numbers of processes by descriptor.
+        self._children: dict[int, int] = {}  # process ids, by descriptor.
 
     def add(self, process_id: int, pid: int) -> None:
         """Begins to watch a child that has not been waited for."""
@@ -26,7 +24,7 @@ class ExitOrder:
             self._poll.register(fd, select.EPOLLIN)
 
     def take(self) -> list[int]:
-        """Returns the processes that have ended since the last call, in that order."""
+        """Returns the processes that have ended since the last call, in order."""
         found = []
         for fd, _ in self._poll.poll(0, max(1, len(self._children))):
             self._poll.unregister(fd)
@@ -35,7 +33,7 @@ class ExitOrder:
         return found
 
     def close(self) -> None:
-        """Watches no more."""
+        """Stops watching."""
         for fd in self._children:
             os.close(fd)
         self._children.clear()

@@ -13,8 +13,8 @@ class Failure(NamedTuple):
     Attributes:
       at_s: when, on the monotonic clock of this host.
       code: its exit code.
-      culprit: the process that is the reason; its own number if it is one itself.
-      is_consequence: whether it tells nothing but that another process is gone.
+      culprit: the process that is the reason; may be the reporting process.
+      is_consequence: whether it only reports that another process is gone.
     """
 
     at_s: float
@@ -29,13 +29,12 @@ class FailurePipe:
     Attributes:
       in_init: processes that are in `jdp.init` now.
       joined: processes that have been in it and have come out.
-      ended: when the program of a process ended without a failure; JAX may hold the
-        process itself.
-      lost: the first process that a process has heard of as gone, by process.
+      ended: when the program of a process ended without a failure; JAX may keep the
+        process itself alive.
+      lost: for each process, the first process that it heard to be gone.
     """
 
     def __init__(self) -> None:
-        """Opens the pipe."""
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         self.environ = {user_program.FAILURE_FD: str(self.write_fd)}
@@ -46,7 +45,7 @@ class FailurePipe:
         self.lost: dict[int, int] = {}
 
     def read(self) -> dict[int, Failure]:
-        """Returns what has failed, by process id."""
+        """Returns the failures reported so far, by process id."""
         data = b""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self._read_fd, user_program.RECORD.size * 1000):

@@ -1,13 +1,13 @@
 """Guard: how do the processes of a job end when their launcher was killed?
 
 The launcher runs this file by its path, in a session of its own, and holds the other
-end of its stdin. Over it the guard hears the id of the launch and the folder to remove,
-since every account of a host can read a command line, and the processes as they start.
-The pipe closes when the launcher ends, however it ends: without the byte `DONE` before
-it, the launcher was killed, and the guard ends the job. The file imports neither jdp
-nor jax, so that it starts in a few hundredths of a second.
+end of its stdin. Over this pipe the launcher sends the id of the launch and the folder
+to remove (every account of a host can read a command line), then each process as it
+starts. The pipe closes when the launcher ends. If the byte `DONE` did not come before,
+the launcher was killed, and the guard ends the job. The file imports neither jdp nor
+jax, so that it starts in a few hundredths of a second.
 
-A process is of the job if one of these holds, so that none of them need hold alone:
+A process belongs to the job if at least one of these holds:
 
 * it was started by a process of the job (`Census.look` sees it within `_LOOK_PERIOD_S`,
   and `Census.find` sees what is still there);
@@ -30,7 +30,7 @@ import psutil
 READY = b"ready\n"
 DONE = b"d"
 _LAUNCH_ID = "JDP_LAUNCH_ID"  # `environment.LAUNCH_ID`; a test holds them equal.
-# A guard of a job inside this job ends alone, once it has ended that job.
+# The guard of an inner job is left alone: it ends once it has ended that job.
 IS_GUARD = "JDP_IS_GUARD"
 _SCAN_PERIOD_S = 0.1
 _LOOK_PERIOD_S = 0.2
@@ -44,11 +44,11 @@ _TRACKING_S = 1.0
 
 
 class Process(NamedTuple):
-    """One process: a number is given to another one later, with another start."""
+    """One process; its pid may be reused, by a process with another start."""
 
     pid: int
     start: str  # when it began, in units of the system.
-    is_of_inner_job: bool = False  # of a job that a process of this one launched.
+    is_of_inner_job: bool = False  # of a job that a process of this job launched.
 
 
 class _Stat(NamedTuple):
@@ -59,14 +59,14 @@ class _Stat(NamedTuple):
 
 
 class Census:
-    """The processes of a job on this host, by all that tells them."""
+    """The processes of a job on this host, found by parent, session and environment."""
 
     def __init__(self, launch_id: str, *, launcher: int, adopts: bool) -> None:
-        """Begins before the first process.
+        """Lists the processes that run already, which are not of the job.
 
         Args:
-          launch_id: that processes carry in their environment.
-          launcher: its process id.
+          launch_id: the id that processes of the job carry in their environment.
+          launcher: process id of the launcher.
           adopts: whether every child of the launcher from now on is of the job.
 
         Raises:
@@ -76,9 +76,9 @@ class Census:
         outside = read_stats()
         if launcher not in outside or not _is_own_proc():
             raise RuntimeError(
-                "the processes of this host cannot be listed, so those of a job could "
-                "not be ended: `/proc` must be mounted, be that of this process "
-                "namespace, and show this user's processes"
+                "the processes of this host cannot be listed, so the processes of a "
+                "job could not be ended: `/proc` must be mounted, belong to this "
+                "process namespace, and show this user's processes"
             )
         self._launcher = Process(launcher, outside[launcher].start)
         self._outside = {pid: stat.start for pid, stat in outside.items()}
@@ -92,13 +92,13 @@ class Census:
         self._known[process.pid] = process.start
 
     def look(self) -> None:
-        """Takes note of processes that are new, by their parents; costs little."""
+        """Finds new processes of the job by their parents; cheap."""
         now = set(_list_pids())
         new, self._seen = now - self._seen, now
         for pid in self._known.keys() - now:
             del self._known[pid]
         self._forget_sessions()
-        # A child may have a lower number than its parent, once numbers begin anew.
+        # A child may have a lower pid than its parent, once pids wrap around.
         stats = {pid: stat for pid in new if (stat := _read_stat(pid)) is not None}
         is_grown = True
         while is_grown:
@@ -109,7 +109,7 @@ class Census:
                     is_grown = True
 
     def _forget_sessions(self) -> None:
-        """Forgets sessions without a process of the job: their numbers come again."""
+        """Forgets sessions without a process of the job: their ids are reused."""
         led = self._sessions & self._known.keys()
         if led != self._sessions:
             for pid in self._known:
@@ -133,7 +133,7 @@ class Census:
         while len(found) != size:
             size = len(found)
             self._sessions |= {pid for pid in found if stats[pid].session == pid}
-            # A number is not given to another process while its session lives.
+            # A pid is not reused while its session lives.
             sessions = {s for s in self._sessions if s not in stats or s in found}
             self._known |= {pid: stats[pid].start for pid in found}
             for pid in stats.keys() - found:
@@ -156,7 +156,7 @@ class Census:
         return stat.parent in self._known
 
     def _has_parent(self, stat: _Stat) -> bool:
-        """Whether its parent is the known process, not another of that number."""
+        """Whether its parent is the known process, not another with the same pid."""
         start = self._known.get(stat.parent, self._launcher.start)
         return _is_still(Process(stat.parent, start))
 
@@ -165,13 +165,13 @@ class Census:
 
 
 def describe(pid: int) -> Process | None:
-    """Returns which process has this number now; None if there is none."""
+    """Returns the process that has this pid now; None if there is none."""
     stat = _read_stat(pid)
     return None if stat is None else Process(pid, stat.start)
 
 
 def signal_processes(processes: Iterable[Process], signum: int) -> None:
-    """Sends `signum` to each process that is still the process that was found."""
+    """Sends `signum` to each process whose pid was not reused since it was found."""
     for process in processes:
         with contextlib.suppress(OSError):  # Ended in between, or not ours.
             _signal(process, signum)
@@ -182,7 +182,7 @@ def _signal(process: Process, signum: int) -> None:
     with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, macOS.
         pidfd = os.pidfd_open(process.pid)
     try:
-        # With the descriptor, no other process can take its place after this look.
+        # While the descriptor is open, the pid is not reused after this check.
         if not _is_still(process):
             return
         if pidfd is None:
@@ -198,8 +198,8 @@ def kill(processes: Iterable[Process], *, since_s: float) -> None:
     """Kills processes; a tracker of `multiprocessing` gets a moment to clean up.
 
     Args:
-      processes: those that were found.
-      since_s: when the others of the job were killed first, on the monotonic clock.
+      processes: the processes to kill.
+      since_s: when processes of the job were killed first, on the monotonic clock.
     """
     spares = time.monotonic() - since_s < _TRACKING_S
     killed = [each for each in processes if not (spares and is_tracker(each.pid))]
@@ -207,7 +207,7 @@ def kill(processes: Iterable[Process], *, since_s: float) -> None:
 
 
 def is_tracker(pid: int) -> bool:
-    """Returns whether a process removes what others leave; see `_TRACKER`."""
+    """Returns whether a process is a resource tracker; see `_TRACKER`."""
     try:
         return any(_TRACKER in os.fsencode(a) for a in psutil.Process(pid).cmdline())
     except (psutil.Error, OSError):
@@ -218,7 +218,7 @@ def kill_all(census: Census, *, timeout_s: float) -> list[Process]:
     """Kills every process of the job, until no scan finds one.
 
     Returns:
-      What was still there after `timeout_s`; empty when all have ended.
+      The processes that are left after `timeout_s`; empty when all have ended.
     """
     start_s = time.monotonic()
     deadline_s = start_s + timeout_s
@@ -233,7 +233,7 @@ def kill_all(census: Census, *, timeout_s: float) -> list[Process]:
 
 
 def encode_charge(launch_id: str, folder: str, *, adopts: bool) -> bytes:
-    """Returns what a launcher writes to its guard first; `folder` may be ""."""
+    """Returns the first message of a launcher to its guard; `folder` may be ""."""
     said = (launch_id.encode(), os.fsencode(folder), b"a" if adopts else b"")
     return b"".join(part + b"\0" for part in said)
 
@@ -247,7 +247,7 @@ def _read_charge() -> tuple[str, str, bool, bytes] | None:
     """Inverts `encode_charge`, on stdin; None where the launcher ended before it.
 
     Returns:
-      Its three values, and what came behind them.
+      Its three values, and the bytes after them.
     """
     said = b""
     while said.count(b"\0") < 3:
@@ -260,11 +260,11 @@ def _read_charge() -> tuple[str, str, bool, bytes] | None:
 
 
 def _watch(census: Census, said: bytes) -> bool:
-    """Follows the job until the launcher ends; returns whether it said that it would.
+    """Follows the job until the launcher ends; returns whether it sent `DONE` before.
 
     Args:
-      census: of the job.
-      said: what the launcher has written so far.
+      census: the processes of the job.
+      said: the bytes from the launcher so far.
     """
     while True:
         *lines, said = said.split(b"\n")
@@ -285,7 +285,7 @@ def _watch(census: Census, said: bytes) -> bool:
 def remove_folder(path: str) -> None:
     """Removes a folder of this user and the files in it, if there is one.
 
-    It follows no link: another user may have made one of that name.
+    It does not follow a link: another user may have made one of that name.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -303,7 +303,7 @@ def remove_folder(path: str) -> None:
 
 
 def _is_own_proc() -> bool:
-    """Whether `/proc` shows this process under the number that it has for itself."""
+    """Whether `/proc` shows this process under its own pid."""
     if sys.platform != "linux":
         return True
     try:
@@ -327,7 +327,7 @@ def _list_pids() -> list[int]:
 
 
 def _read_stat(pid: int) -> _Stat | None:
-    """Reads what the system says of a process; None if it does not."""
+    """Reads the stat of a process; None if it cannot be read."""
     if sys.platform != "linux":
         try:
             one = psutil.Process(pid)

@@ -19,23 +19,23 @@ _LOOK_PERIOD_S = 0.2
 
 
 class GuardError(RuntimeError):
-    """No guard could end the job if its launcher is killed, so it is not started."""
+    """The guard cannot be started, so the job is not started either."""
 
 
 class Kin:
-    """The processes of a job here, with the guard that ends them without us."""
+    """The processes of a job on this host, and the guard that outlives the launcher."""
 
     def __init__(self, launch_id: str, folder: str, *, adopts_orphans: bool) -> None:
-        """Begins without a guard.
+        """Starts nothing yet.
 
         Args:
-          launch_id: that processes carry in their environment.
-          folder: that the guard removes; or "".
+          launch_id: the id that processes of the job carry in their environment.
+          folder: the folder that the guard removes; or "".
           adopts_orphans: see `supervisor.Supervisor`.
         """
         self._launch_id, self._folder = launch_id, folder
         self._adopts = adopts_orphans
-        # The first process of a namespace gets its orphans, of the job or not.
+        # Process 1 of a namespace becomes the parent of all its orphans.
         self._reaps = adopts_orphans and os.getpid() == 1
         self._census: guard.Census | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -43,11 +43,11 @@ class Kin:
         self._look_at_s = 0.0
 
     def open(self) -> None:
-        """Starts the guard; before the first process.
+        """Starts the guard; called before the first process starts.
 
         Raises:
-          OSError: it could not be started.
-          GuardError: the same, or this system does not show its processes.
+          OSError: the guard could not be started.
+          GuardError: the guard ended at once, or this system hides its processes.
         """
         self._adopts = self._adopts and orphans.adopt_orphans()
         self._reaps |= self._adopts
@@ -60,20 +60,20 @@ class Kin:
         self._guard = self._start()
 
     def add(self, pid: int) -> None:
-        """Takes note of a process of the job, before its end is reaped."""
+        """Adds a process of the job; called before its end is reaped."""
         found = guard.describe(pid)
         assert found is not None and self._census is not None
         self._census.add(found)
         if self._guard is not None:
             assert self._guard.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # The next one is told of all.
+            with contextlib.suppress(BrokenPipeError):  # The next guard is told of all.
                 self._guard.stdin.write(guard.encode_process(found))
 
     def look(self, own_children: Iterable[int]) -> None:
-        """Takes note of what has started, and the ends of orphans; now and then.
+        """Finds new processes and reaps orphans, at most once per `_LOOK_PERIOD_S`.
 
         Args:
-          own_children: process ids, whose ends are for the caller.
+          own_children: process ids that the caller reaps.
         """
         now_s = time.monotonic()
         if self._census is None or now_s < self._look_at_s:
@@ -89,7 +89,7 @@ class Kin:
         return [] if self._census is None else self._census.find()
 
     def check(self) -> str | None:
-        """Starts the guard again if it was killed; says what happened."""
+        """Starts the guard again if it was killed; returns a description of that."""
         if self._guard is None or self._guard.poll() is None:
             return None
         code = endings.describe_exit(endings.Exit(0, self._guard.returncode))
@@ -134,13 +134,13 @@ class Kin:
 def start(
     launch_id: str, folder: str, *, adopts: bool, known: Sequence[guard.Process] = ()
 ) -> "subprocess.Popen[bytes]":
-    """Starts a guard and waits until it can do its work.
+    """Starts a guard and waits until it is ready.
 
     Args:
-      launch_id: of the processes that it ends if this one is killed.
-      folder: that it removes then; or "".
+      launch_id: the id of the processes that it ends if this process is killed.
+      folder: the folder that it removes then; or "".
       adopts: whether every child of this process from now on is of the job.
-      known: processes of the job that there are already.
+      known: processes of the job that run already.
 
     Raises:
       GuardError: it ended or kept silent instead.
@@ -151,7 +151,7 @@ def start(
     environ[guard.IS_GUARD] = "1"
     environ["PYTHONPATH"] = os.path.dirname(os.path.dirname(psutil.__file__))
     process = subprocess.Popen(
-        # -S: `site` may import anything. -P: no module of this folder is meant.
+        # -S: `site` may import anything. -P: modules of this folder are not for it.
         [sys.executable, "-S", "-P", guard.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

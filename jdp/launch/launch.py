@@ -25,10 +25,9 @@ class Command:
     kind: Literal["script", "module"]
     target: str  # A path, or a dotted name.
     arguments: tuple[str, ...] = ()
-    is_checked: bool = True  # False: the processes fail where there is none.
+    is_checked: bool = True  # False: if there is no target, the processes fail.
 
     def __post_init__(self) -> None:
-        """Looks for the target where the processes will look for it."""
         if not self.is_checked:
             return
         if self.kind == "script":
@@ -39,7 +38,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How many processes run where, and how long they get to end.
+    """Number and place of the processes, and the time they get to end.
 
     Raises:
       ValueError: an option is out of its range, or several hosts lack a coordinator.
@@ -55,7 +54,6 @@ class LaunchOptions:
     key: bytes | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Checks every option."""
         for name in ("num_processes", "devices_per_process", "num_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -89,18 +87,18 @@ def launch(
 ) -> int:
     """Runs the processes of this host, and returns when the last one has ended.
 
-    The first process that fails ends the others. No process that these processes
-    started is left behind, whatever becomes of the caller. Called in the main thread,
-    it handles SIGINT, SIGTERM and SIGHUP meanwhile.
+    The first process that fails ends the others. None of their descendants is left
+    behind, even if the caller is killed. In the main thread, it handles SIGINT, SIGTERM
+    and SIGHUP meanwhile.
 
     Args:
-      command: what every process runs.
-      options: how many, and where they meet.
+      command: command of every process.
+      options: number of processes, and where they meet.
       environ: the environment of the processes; by default the caller's.
-      stdout_fd: where their stdout goes, line by line with the number of the process.
+      stdout_fd: descriptor for their stdout; each line gets the process id in front.
       stderr_fd: the same for their stderr and for messages of the launcher.
-      adopts_orphans: for a caller that does nothing else in this process, such as
-        `jdp launch`: see `supervisor.Supervisor`.
+      adopts_orphans: see `supervisor.Supervisor`; for a process that does nothing else,
+        such as `jdp launch`.
 
     Returns:
       0, or the exit code of the process that failed first; 128 + s where signal s ended
@@ -129,7 +127,7 @@ def _launch(
     fds: tuple[int, int],
     adopts_orphans: bool,
 ) -> int:
-    """See `launch`; the processes may share `folder`, or there is none: ""."""
+    """Implements `launch`; `folder` is one that the processes share, or ""."""
     launch_id = uuid.uuid4().hex
     coordinator_address = options.coordinator_address
     if coordinator_address is None:
@@ -173,7 +171,7 @@ def _open_link(
     forwarder: output.Forwarder,
     environ: Mapping[str, str],
 ) -> launcher_link.LauncherLink | None:
-    """Opens the link to the launchers of the other hosts, or says why there is none."""
+    """Opens the link to the launchers of other hosts, or prints why it cannot."""
     if key is None:
         why = "there is no `--key-file`, of which every host has a copy"
     else:
@@ -216,8 +214,8 @@ def place_of(
 def find_key(options: LaunchOptions, environ: Mapping[str, str]) -> bytes | None:
     """Returns the secret of the job, shape (32,).
 
-    On one host it is a new one, unless the options have one. The launchers of several
-    hosts need the same: from the options, else from JDP_JOB_KEY; None without both.
+    It comes from the options. Otherwise it is a new one on a single host, and
+    JDP_JOB_KEY on several hosts, whose launchers need the same; None if that is unset.
     """
     if options.key is not None:
         return options.key
@@ -286,7 +284,7 @@ def _folder() -> str:
 
 
 def _has_module(name: str) -> bool:
-    """Whether `python -m name` would find something, as far as a look can tell."""
+    """Whether `python -m name` might find a module; imports nothing."""
     top, *parts = name.split(".")
     spec = _find_top(top)
     for part in (*parts, None):
@@ -316,13 +314,13 @@ def _find_top(name: str) -> importlib.machinery.ModuleSpec | None:
 def _find_in(
     name: str, folders: Sequence[str]
 ) -> importlib.machinery.ModuleSpec | None:
-    # The last part of a name is enough; with all of it, a namespace package would look
+    # Only the last part of a name: with the full name, a namespace package would look
     # for its parent in `sys.modules`.
     return importlib.machinery.PathFinder.find_spec(name, folders)
 
 
 def _edits_its_path(spec: importlib.machinery.ModuleSpec) -> bool:
-    """Whether only an import could tell what is in the package."""
+    """Whether only an import could tell which modules the package has."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return False
     try:

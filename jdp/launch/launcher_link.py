@@ -1,7 +1,7 @@
 """Launcher link: how does one launcher hear what fails on the other hosts of the job?
 
-The launcher of node 0 listens one port above the coordinator; see `star`. Each tells
-the others of its first failures at once, so that all find the same culprit.
+The launcher of host 0 listens one port above the coordinator; see `star`. Each launcher
+sends its first failures to the others at once, so that all find the same culprit.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from jdp.runtime.lifeline import star, star_codec, star_line
 _PURPOSE = "launchers"
 _MOST_PROCESSES = 1 << 31
 _MOST_SIGNAL = 64  # of Linux.
-_MOST_SAID = 40  # `star` takes no more of one member.
-_MEET_S = 30.0  # A host that starts so much later does not hear of a failure.
+_MOST_SAID = 40  # `star` limits the messages of one member.
+_MEET_S = 30.0  # A host that starts later than this does not hear of a failure.
 _DECODER = msgspec.msgpack.Decoder(Exit)
 _logger = logging.getLogger("jdp")
 
@@ -30,44 +30,44 @@ class LauncherLink:
     """The link of one launcher to all others, from the start of its job to its end.
 
     Attributes:
-      node: number of this host.
-      fd: can be read when `take` has something.
+      node_rank: index of this host.
+      fd: readable when `take` has something.
     """
 
     def __init__(
-        self, node: int, num_nodes: int, *, address: str, key: bytes, job: str = ""
+        self, node_rank: int, num_nodes: int, *, address: str, key: bytes, job: str = ""
     ):
-        """Opens the link; the others are found as they come.
+        """Opens the link without waiting for the others.
 
         Args:
-          node: number of this host.
-          num_nodes: hosts of the job.
+          node_rank: index of this host.
+          num_nodes: number of hosts of the job.
           address: "host:port" of the coordinator of the job.
-          key: of the job, shape (32,).
+          key: key of the job, shape (32,).
           job: name of the job, which tells it from others with this key.
 
         Raises:
-          OSError: node 0 cannot listen there.
+          OSError: host 0 cannot listen there.
         """
         host, port = addresses.split(address)
         place = host, find_port(port)
-        self.node = node
+        self.node_rank = node_rank
         self._said: set[int] = set()
         self._heard: list[Exit] = []
         self._absent: dict[int, float] = {}
         self._refusals: list[str] = []
         self._lock = threading.Lock()
         self._meet_by_s = time.monotonic() + _MEET_S
-        listener = star_line.listen(*place) if node == 0 else None
+        listener = star_line.listen(*place) if node_rank == 0 else None
         self.fd, self._news_fd = os.pipe()
         os.set_blocking(self._news_fd, False)
         self._star = star.Star(
-            node,
+            node_rank,
             num_nodes,
             key=key,
             purpose=f"{_PURPOSE} {num_nodes} {job}".rstrip(),
             listener=listener,
-            address=None if node == 0 else place,
+            address=None if node_rank == 0 else place,
             connect_timeout_s=float("inf"),
             heard=self._hear,
             lost=self._lose,
@@ -75,7 +75,7 @@ class LauncherLink:
         )
 
     def say(self, end: Exit) -> None:
-        """Tells the others of a failure here; of each process once."""
+        """Reports a failure here to the others, once per process."""
         if end.node is not None or end.process_id in self._said:
             return
         if end.returncode != 0 and len(self._said) < _MOST_SAID:
@@ -83,36 +83,36 @@ class LauncherLink:
             self._star.say(msgspec.msgpack.encode(end))
 
     def say_absent(self, process_id: int) -> None:
-        """Tells the others of a process here that ended well before `jdp.init`."""
+        """Reports a process here that ended with 0 before `jdp.init`."""
         if process_id not in self._said and len(self._said) < _MOST_SAID:
             self._said.add(process_id)
             self._star.say(msgspec.msgpack.encode(Exit(process_id, 0)))
 
     def take(self) -> list[Exit]:
-        """Returns what was heard since the last call."""
+        """Returns the failures on other hosts since the last call."""
         with self._lock:
             heard, self._heard = self._heard, []
         return heard
 
     def take_absent(self) -> dict[int, float]:
-        """Returns which processes elsewhere ended before `jdp.init`, and when."""
+        """Returns when processes on other hosts ended before `jdp.init`, by id."""
         with self._lock:
             return dict(self._absent)
 
     def take_refusals(self) -> list[str]:
-        """Returns a line on each launcher refused since the last call, to be shown."""
+        """Returns a line to show for each launcher refused since the last call."""
         with self._lock:
             refusals, self._refusals = self._refusals, []
         return refusals
 
     def meets_for_s(self) -> float:
-        """Returns how long hosts that have not come get; 0.0 where all have."""
+        """Returns the seconds to wait for hosts that have not come; 0.0 if all have."""
         if self._star.has_met_all():
             return 0.0
         return max(0.0, self._meet_by_s - time.monotonic())
 
     def close(self) -> None:
-        """Leaves the others, which go on."""
+        """Leaves the link; the others keep theirs."""
         self._star.close()
         os.close(self.fd)
         os.close(self._news_fd)
@@ -129,7 +129,7 @@ class LauncherLink:
             with self._lock:
                 self._absent.setdefault(end.process_id, time.monotonic())
             return
-        # Clocks of hosts differ: what counts is when it is known here.
+        # Clocks of hosts differ: the time of arrival here counts.
         at_s = None if end.failed_at_s is None else time.monotonic()
         self._add(end._replace(node=node, failed_at_s=at_s))
 
@@ -142,17 +142,17 @@ class LauncherLink:
 
     def _refuse(self, where: str, error: star_codec.OtherJob) -> None:
         who = f"a launcher at {where}"
-        if self.node != 0:
+        if self.node_rank != 0:
             who = f"the launcher of node 0 at {where}"
         if isinstance(error, star_codec.OtherKey):
             todo = "give `--key-file` (or `JDP_JOB_KEY`) the same key on all hosts"
         elif isinstance(error, star_codec.Doubled):
-            error = star_codec.Doubled(f"it has another node {self.node}")
+            error = star_codec.Doubled(f"it has another node {self.node_rank}")
             todo = "`--node-rank` must be another one on each host"
         else:
             todo = "`--nodes`, `--coordinator` and `JDP_JOB_ID` must be the same on all"
         with self._lock:
-            self._meet_by_s = 0.0  # It has come, and will not be told.
+            self._meet_by_s = 0.0  # It has come, but was refused.
             self._refusals.append(f"{who} was refused: {error}; {todo}")
         self._wake()
 
@@ -167,10 +167,10 @@ class LauncherLink:
 
 
 def check(end: Exit) -> Exit:
-    """Returns an end that another launcher told, fit to be shown.
+    """Returns the end that another launcher reported, cleaned for a terminal.
 
     Raises:
-      DecodeError: no process ends like that.
+      DecodeError: a process cannot end like that.
     """
     culprit = 0 if end.culprit is None else end.culprit
     if (

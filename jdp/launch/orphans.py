@@ -1,4 +1,4 @@
-"""Orphans: how does a launcher get the descendants whose parents have ended?"""
+"""Orphans: how does a launcher adopt and reap descendants whose parents have ended?"""
 
 import contextlib
 import ctypes
@@ -12,11 +12,11 @@ _PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>.
 
 
 def adopt_orphans() -> bool:
-    """Lets orphans among the descendants of this process become its children.
+    """Makes this process the parent of orphans among its descendants.
 
     Returns:
-      Whether every child from now on descends from what this process starts. A process
-      that has children already could not tell theirs apart.
+      Whether every child from now on descends from a process that this process starts.
+      False if it has children already: their orphans could not be told apart.
     """
     if sys.platform != "linux" or os.getpid() == 1:
         return False
@@ -27,7 +27,7 @@ def adopt_orphans() -> bool:
 
 
 def reap_adopted(own: Iterable[int]) -> None:
-    """Takes the ends of children that were adopted, but not the ends of `own`."""
+    """Reaps adopted children, but not the processes of `own`."""
     kept = set(own)
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):

@@ -1,7 +1,7 @@
 """Output: how do the lines of many processes share one terminal or one file?
 
 Every process writes into pipes or pseudo-terminals of its own. `Forwarder` reads them
-and writes to `Screen`s, one for each place our own stdout and stderr lead to.
+and writes to `Screen`s, one for each place that our stdout and stderr lead to.
 """
 
 import collections
@@ -28,16 +28,16 @@ _PARTIAL_BYTES = 4096
 # Moves to other rows, and erasures that reach our prefix: on a terminal that is shared,
 # a process owns one line. Displays of many lines come out one below the other.
 _MOVE = re.compile(rb"\x1b\[(?:[0-9;]*[ABEFHJf]|[12]K)")
-# A line without an end is shown as far as it goes after so long, or so much.
+# An unfinished line is shown after this many seconds, or this many bytes.
 _HOLD_S = 1.0
 _HOLD_BYTES = 1 << 16
 _ESCAPE = re.compile(rb"\x1b\[[0-9;:?]*[A-Za-z]")
 
 
 def open_missing() -> None:
-    """Opens what of stdin, stdout and stderr is closed, as by `>&-` in a shell.
+    """Opens stdin, stdout and stderr if they are closed, as by `>&-` in a shell.
 
-    Otherwise the next file that is opened would be taken for it.
+    Otherwise the next file that is opened would get their descriptor.
     """
     for fd in (0, 1, 2):
         try:
@@ -58,13 +58,15 @@ class _Stream:
     fd: int
     screen: Screen
     prefix: bytes
-    pieces: list[bytes] = dataclasses.field(default_factory=list)  # No end yet.
-    replaced: bytes = b""  # What stood before the last `\r`, nothing having followed.
+    pieces: list[bytes] = dataclasses.field(
+        default_factory=list
+    )  # The unfinished line.
+    replaced: bytes = b""  # The text before a final `\r`.
     style: bytes = b""
     is_changed: bool = False  # Its unfinished line was not drawn yet.
     num_held: int = 0  # bytes of `pieces`.
     held_since_s: float = 0.0
-    shown: bytes = b""  # the start of a line that was shown before it ended.
+    shown: bytes = b""  # the shown part of the unfinished line.
 
     def take(self, chunk: bytes) -> list[bytes]:
         """Adds `chunk` and returns the segments that it completes."""
@@ -79,7 +81,7 @@ class _Stream:
         return segments
 
     def let_go(self) -> bytes:
-        """Takes what has no end yet."""
+        """Removes and returns the unfinished line."""
         held = b"".join(self.pieces)
         self.pieces.clear()
         self.num_held = 0
@@ -90,7 +92,7 @@ class Forwarder:
     """Brings the output of processes to our own stdout and stderr, line by line."""
 
     def __init__(self, *, num_processes: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Takes the number of processes of the job, for the width of the prefix."""
+        """The width of the prefix follows from `num_processes`."""
         out, err = os.fstat(stdout_fd), os.fstat(stderr_fd)
         self.stdout = self.stderr = Screen(stdout_fd)
         if (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino):
@@ -100,7 +102,7 @@ class Forwarder:
         self._streams: list[_Stream] = []
         self._tails: dict[int, collections.deque[bytes]] = {}
         self._partial_due_s: float | None = None
-        self._told: set[Screen] = set()  # whose disk errors were told.
+        self._told: set[Screen] = set()  # screens whose disk errors were reported.
 
     @property
     def is_open(self) -> bool:
@@ -109,12 +111,12 @@ class Forwarder:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether a reader of ours is slower than the processes."""
+        """Whether a reader of our output is slower than the processes."""
         return bool(self.stdout.backlog or self.stderr.backlog)
 
     @property
     def is_broken(self) -> bool:
-        """Whether a reader of ours has gone."""
+        """Whether a reader of our output is gone."""
         return self.stdout.is_broken or self.stderr.is_broken
 
     def open_streams(self, process_id: int) -> tuple[int, int]:
@@ -130,11 +132,11 @@ class Forwarder:
         )
 
     def watch(self, fd: int, heard: Callable[[bytes], None] | None = None) -> None:
-        """Lets `pump` return early when `fd` can be read, and call `heard` with that.
+        """Makes `pump` return early when `fd` is readable, and read it.
 
         Args:
-          fd: of a pipe or a socket; the caller closes it after this object.
-          heard: gets what one `read` returns; by default it is dropped.
+          fd: descriptor of a pipe or socket; the caller closes it after this object.
+          heard: called with the bytes of each `read`; None: they are dropped.
         """
 
         def take() -> bool:
@@ -146,9 +148,9 @@ class Forwarder:
         self._selector.register(fd, selectors.EVENT_READ, take)
 
     def pump(self, *, timeout_s: float) -> bool:
-        """Forwards what there is, waiting at most `timeout_s` for something to come.
+        """Forwards output, waiting at most `timeout_s` for some to arrive.
 
-        Nothing is read while a reader of ours has not taken what was read before.
+        Nothing is read while a reader of our output has a backlog.
 
         Returns:
           Whether a process has written something.
@@ -171,12 +173,12 @@ class Forwarder:
         return has_read
 
     def flush(self, *, timeout_s: float) -> None:
-        """Gives the readers of ours `timeout_s` to take what was read."""
+        """Writes the backlog, waiting at most `timeout_s` for our readers."""
         for screen in {self.stdout, self.stderr}:
             screen.flush(timeout_s=timeout_s)
 
     def print_line(self, text: str) -> None:
-        """Shows a line of the launcher itself, on stderr."""
+        """Prints a line of the launcher on stderr."""
         line = text.encode(errors="surrogateescape")
         if self.stderr.is_terminal:
             self.stderr.draw(-1, [line], b"")
@@ -184,7 +186,7 @@ class Forwarder:
             self.stderr.write(-1, b"", line + b"\n")
 
     def print_tail(self, process_id: int) -> None:
-        """Shows the last lines of a process again, on stderr."""
+        """Prints the last lines of a process again, on stderr."""
         lines = self._tails.get(process_id, ())
         self.print_line(
             "jdp launch: its last lines were:"
@@ -209,7 +211,7 @@ class Forwarder:
                 _copy_size(stream.screen.fd, stream.fd, margin=self._prefix_width())
 
     def close(self) -> None:
-        """Ends every stream; what was read of them is shown, the rest is not."""
+        """Ends every stream; shows the bytes read so far, not the rest."""
         for stream in list(self._streams):
             self._end(stream)
         for screen in {self.stdout, self.stderr}:
@@ -255,13 +257,13 @@ class Forwarder:
         return True
 
     def _show_held(self, stream: _Stream) -> None:
-        """Shows what has no end yet, in a file or a pipe; the line goes on."""
+        """Shows an unfinished line in a file or a pipe; the line continues."""
         held = stream.let_go()
         stream.screen.write(stream.owner, stream.prefix, held)
         stream.shown = (stream.shown + held)[:_TAIL_LINE_BYTES]
 
     def _tell_disk_errors(self) -> None:
-        """Says once what could not be written, where it can be said."""
+        """Reports each disk error once, on a screen that still works."""
         for screen in {self.stdout, self.stderr} - self._told:
             if screen.disk_error is not None:
                 self._told.add(screen)
@@ -292,7 +294,7 @@ class Forwarder:
             self._partial_due_s = time.monotonic() + _PARTIAL_DELAY_S
 
     def _styled(self, stream: _Stream, text: bytes) -> bytes:
-        """Puts the prefix before `text`, and keeps its colours out of other lines."""
+        """Puts the prefix before `text`, and keeps its colors out of other lines."""
         text = _MOVE.sub(b"", text)
         end = screens.RESET if screens.carry_style(stream.style, text) else b""
         return stream.prefix + stream.style + text + end
@@ -306,7 +308,7 @@ class Forwarder:
                 stream.screen.draw(stream.owner, [], self._styled(stream, text))
 
     def _end(self, stream: _Stream) -> None:
-        """Shows what has no final newline, and lets go of the stream."""
+        """Shows the unfinished line, and drops the stream."""
         self._streams.remove(stream)
         self._selector.unregister(stream.fd)
         os.close(stream.fd)

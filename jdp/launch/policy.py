@@ -7,21 +7,21 @@ from jdp.launch.endings import Exit
 
 
 class Policy(Protocol):
-    """Rules for the end of a process: its effect on the job. Pure, without clocks."""
+    """Rules for the effect of one end on the job. Pure, without clocks."""
 
     def judge(
         self, end: Exit, running: Collection[int]
     ) -> Literal["count", "forgive", "restart"]:
-        """Says whether an end counts as it does in every job, or what else it means.
+        """Decides whether an end counts, is forgiven, or the process restarts.
 
         Args:
-          end: of a process, while nothing has gone wrong.
-          running: ids of those that still run.
+          end: the end of a process, while nothing has gone wrong.
+          running: ids of the processes that still run.
         """
         ...
 
     def find_superfluous(self, running: Collection[int]) -> list[int]:
-        """Returns the processes that are to end now, well, since others have."""
+        """Returns the processes that are no longer needed, and get SIGTERM."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Screen: what is shown of the lines of many processes in one place?
+"""Screen: how are the lines of many processes shown in one place?
 
-Pure functions over bytes decide it, for a terminal and for a file or a pipe; nothing is
-decoded. `Screen` holds what its reader has not taken yet.
+Pure functions over bytes decide it, for a terminal and for a file or a pipe, without
+decoding. `Screen` holds the bytes that its reader has not taken yet.
 """
 
 import errno
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 RESET = b"\x1b[0m"
 _COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94, 91, 31)
-_DEFAULT_NUM_ROWS = 24  # of a terminal that does not say.
+_DEFAULT_NUM_ROWS = 24  # where a terminal does not report its size.
 _ERASE_LINE = b"\r\x1b[K"
 _ERASE_LINE_ABOVE = b"\x1b[A\x1b[2K"
 # An unfinished line is erased and drawn again, so it must stay on one row.
 _NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 _END = re.compile(rb"\r\n|\r|\n")
-# A process that turns colours off one by one, never all, would carry them for ever.
+# Codes of a process that never resets its colors would pile up for ever.
 _MAX_STYLES = 8
 _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -29,19 +29,19 @@ _STYLE = re.compile(rb"\x1b\[([0-9;:]*)m")
 class PlainState(NamedTuple):
     """Text on the current line of a file or a pipe."""
 
-    open_owner: int | None = None  # Owner of the text there that has no newline.
-    is_partial: bool = False  # It has no carriage return either, and goes on.
+    open_owner: int | None = None  # Owner of the text there without a newline.
+    is_partial: bool = False  # It has no carriage return either, and continues.
 
 
 class TerminalState(NamedTuple):
     """The unfinished lines; the last one is on the bottom row, below the footer."""
 
     unfinished: tuple[tuple[int, bytes], ...] = ()  # (owner, text).
-    footer: tuple[bytes, ...] = ()  # lines that stay below what comes.
+    footer: tuple[bytes, ...] = ()  # lines that stay below all others.
 
 
 def prefix(process_id: int, *, num_processes: int, is_colored: bool) -> bytes:
-    """Returns what stands before every line of a process, such as `[3] `."""
+    """Returns the prefix of every line of a process, such as `[3] `."""
     width = len(str(num_processes - 1)) + 3
     text = f"[{process_id}]".ljust(width).encode()
     if not is_colored:
@@ -54,8 +54,7 @@ def split_segments(chunk: bytes) -> tuple[list[bytes], bytes]:
     r"""Splits `chunk` behind each `\n`, `\r\n` and lone `\r`.
 
     Returns:
-      The segments with their ends, and the rest that has no end yet. Together they are
-      `chunk`.
+      The segments with their ends, and the unfinished rest. Together they are `chunk`.
     """
     segments, start = [], 0
     for end in _END.finditer(chunk):
@@ -65,7 +64,7 @@ def split_segments(chunk: bytes) -> tuple[list[bytes], bytes]:
 
 
 def carry_style(style: bytes, text: bytes) -> bytes:
-    """Returns the colours that are still on after `text`, `style` being on before."""
+    """Returns the color codes active after `text`, given `style` before it."""
     active: list[bytes] = []
     for match in _STYLE.finditer(style + text):
         if not match[1].strip(b"0"):
@@ -80,8 +79,8 @@ def render_plain(
 ) -> tuple[PlainState, bytes]:
     r"""Places one segment of `split_segments` in a file or a pipe.
 
-    A line that ended in `\r` is open: what follows from the same owner replaces it,
-    anything else goes to a line of its own. A line without any end goes on.
+    A line that ended in `\r` is open: the next segment of its owner replaces it, and
+    segments of others start a new line. A line without any end continues.
     """
     close = b"\n" if state.open_owner not in (None, owner) else b""
     if state.is_partial and state.open_owner == owner:
@@ -110,14 +109,14 @@ def render_terminal(
     """Places whole lines of one owner above the footer and the unfinished lines of all.
 
     Args:
-      state: the unfinished lines until now.
-      owner: whose lines these are.
+      state: the unfinished lines so far.
+      owner: the stream that wrote the lines.
       lines: with their prefixes, without their ends.
       unfinished: the new unfinished line of `owner`, with its prefix; empty for none.
-      footer: the new footer, line by line; None: it stays.
+      footer: the new footer, line by line; None: the footer stays.
 
     Returns:
-      The new state, and the bytes that take the terminal there.
+      The new state, and the bytes to write to the terminal.
     """
     out = [_ERASE_LINE] if state.unfinished else []
     out += [_ERASE_LINE_ABOVE] * len(state.footer)
@@ -138,13 +137,13 @@ class Screen:
     Attributes:
       is_terminal: whether unfinished lines can be drawn again.
       backlog: bytes that its reader has not taken yet.
-      is_broken: whether its reader has gone; what is written then is dropped.
-      disk_error: why a file could not take what was written, which was dropped; what
-        comes later is tried again.
+      is_broken: whether its reader is gone; later writes are dropped.
+      disk_error: why a write to a file failed; its bytes are dropped, and later writes
+        are tried again.
     """
 
     def __init__(self, fd: int) -> None:
-        """Takes an open descriptor, which stays the caller's."""
+        """Uses an open descriptor, which the caller closes."""
         self.is_terminal = os.isatty(fd) and os.environ.get("TERM") != "dumb"
         self.backlog = bytearray()
         self.is_broken = False
@@ -166,14 +165,14 @@ class Screen:
         self.backlog += out
 
     def draw_footer(self, lines: Sequence[bytes]) -> None:
-        """Shows lines below all others of a terminal, in place of those before."""
+        """Replaces the lines below all others of a terminal."""
         num_rows = os.get_terminal_size(self.fd).lines or _DEFAULT_NUM_ROWS
         kept = lines[: max(0, num_rows - 2)]  # Lines that have scrolled off stay there.
         self._terminal, out = render_terminal(self._terminal, -1, [], b"", kept)
         self.backlog += out
 
     def close(self) -> None:
-        """Leaves the place as it was found, also by processes that were killed."""
+        """Ends open lines and resets colors, also after processes that were killed."""
         self.close_line()
         if self._may_hide_cursor:
             self.backlog += _SHOW_CURSOR
@@ -186,7 +185,7 @@ class Screen:
                 self.backlog += b"\n"
 
     def flush(self, *, timeout_s: float) -> None:
-        """Writes the backlog as far as its reader takes it within `timeout_s`."""
+        """Writes as much of the backlog as its reader takes within `timeout_s`."""
         while self.backlog and not self.is_broken:
             if not select.select([], [self.fd], [], timeout_s)[1]:
                 return

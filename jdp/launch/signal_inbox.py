@@ -10,7 +10,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalInbox:
-    """Signals that were received and not taken yet."""
+    """Signals that were received and not taken yet, in order."""
 
     def __init__(self) -> None:
         self._received: list[int] = []

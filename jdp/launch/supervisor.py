@@ -1,7 +1,7 @@
 """Supervisor: when do the processes of a job end, and how are they ended?
 
-`endings.observe` decides, without a clock or a process; `Supervisor` is the thin shell
-that starts the processes, forwards their output and does what `observe` says.
+`endings.observe` decides, without a clock or a process. `Supervisor` is the thin shell
+that starts the processes, forwards their output and sends the signals.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from jdp.launch.policy import FirstFailurePolicy, Policy
 
 BROKEN_OUTPUT_CODE = 128 + signal.SIGPIPE
 _TICK_S = 0.05
-_SILENT_S = 10.0  # for other hosts to fail, after an end that skipped exit handlers.
+_SILENT_S = 10.0  # For other hosts to fail, after an end that skipped exit handlers.
 _SCAN_PERIOD_S = 0.1
 # How long after SIGKILL a process may still be listed before it is given up.
 _KILL_TIMEOUT_S = 10.0
-# The output of an ended process lies in a buffer of the kernel. A stream is still open
-# after that only if a process outside the job holds it; it gets this long.
+# The kernel buffers the output of an ended process. After that, a stream is open only
+# if a process outside the job holds it; it gets this long.
 _DRAIN_IDLE_S = 0.5
 _DRAIN_S = 5.0
 
@@ -52,7 +52,7 @@ class Supervisor:
         folder: str = "",
         adopts_orphans: bool = False,
     ) -> None:
-        """Takes what every process carries in its environment, and their output.
+        """Starts nothing yet; every process carries `launch_id` in its environment.
 
         The guard removes `folder` if this process is killed. `adopts_orphans` is for a
         process that does nothing else: all its children from now on are of the job.
@@ -60,7 +60,7 @@ class Supervisor:
         self._kin = guarding.Kin(launch_id, folder, adopts_orphans=adopts_orphans)
         self._link = link
         self._ended_well: dict[int, float] = {}  # when, by process.
-        self._absent: set[int] = set()  # that have ended before others met them.
+        self._absent: set[int] = set()  # processes that ended before others met them.
         self._pass_fds = tuple(pass_fds)
         self._policy = FirstFailurePolicy() if policy is None else policy
         self._arguments: Sequence[str] = ()
@@ -78,12 +78,12 @@ class Supervisor:
     def run(
         self, arguments: Sequence[str], environs: Mapping[int, Mapping[str, str]]
     ) -> int:
-        """Runs `arguments` once for each process id of `environs`, to the end of all.
+        """Runs `arguments` once per process id of `environs`, until all have ended.
 
-        Nothing of the job is left when it returns, also when it raises.
+        No process of the job is left when it returns or raises.
 
         Returns:
-          0, or the exit code of what went wrong first.
+          0, or the exit code of the first failure.
         """
         self._arguments, self._environs = arguments, environs
         if self._link is not None:
@@ -144,7 +144,7 @@ class Supervisor:
         self._wait_for_hosts()
 
     def _wait_for_hosts(self) -> None:
-        """Waits a little for failures elsewhere that follow from a silent end here."""
+        """Waits for failures elsewhere that follow from a silent end here."""
         deadline_s = time.monotonic() + _SILENT_S
         while self._link is not None and self._find_silent():
             if self._state.cause is not None or time.monotonic() > deadline_s:
@@ -153,7 +153,7 @@ class Supervisor:
             self._observe()
 
     def _observe(self) -> None:
-        """Collects what has happened, and does what follows from it."""
+        """Collects ends, failures and signals, and acts on them."""
         for process_id in dict.fromkeys([*self._exits.take(), *self._running]):
             process = self._running.get(process_id)
             if process is not None and process.poll() is not None:
@@ -180,7 +180,7 @@ class Supervisor:
             self._tell_cause()
 
     def _hear_of_failures(self) -> None:
-        """Reads what processes say of themselves, and other hosts of theirs."""
+        """Reads the reports of the processes here, and of other hosts."""
         now_s = time.monotonic()
         failures = self._failures.read()
         if self._link is not None:
@@ -214,11 +214,11 @@ class Supervisor:
             self._link.say(cause)
         else:
             name = endings.signal_name(cause)
-            note = f"the launcher of node {self._link.node} was ended by {name}"
+            note = f"the launcher of node {self._link.node_rank} was ended by {name}"
             self._link.say(Exit(-1, 128 + cause, note=note))
 
     def _take_end(self, end: Exit) -> None:
-        """Lets the policy say what the end of a process means."""
+        """Does what the policy decides about the end of a process."""
         verdict = "count"
         if self._state.cause is None:
             verdict = self._policy.judge(end, self._running)
@@ -263,7 +263,7 @@ class Supervisor:
         )
 
     def _find_silent(self) -> dict[int, float]:
-        """Returns which processes of the job ended with 0 and without a word."""
+        """Returns when processes ended with 0 and without a report, by id."""
         words = self._failures
         return {
             process_id: ended_s
@@ -285,7 +285,7 @@ class Supervisor:
         for pid in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signum)
-        # A job inside this one hears it from its own launcher.
+        # An inner job gets the signal from its own launcher.
         others = [
             process
             for process in self._kin.find()
@@ -298,7 +298,7 @@ class Supervisor:
         guard.kill(left, since_s=self._state.kill_at_s)
 
     def _sweep(self) -> None:
-        """Ends what the processes have left behind."""
+        """Ends the descendants that the processes have left behind."""
         left = self._kin.find()
         if left and not self._state.is_killed:
             outer = [process for process in left if not process.is_of_inner_job]
@@ -312,7 +312,7 @@ class Supervisor:
                 self._forwarder.pump(timeout_s=_TICK_S)
             self._observe()
             left = self._kin.find()
-            if self._state.is_killed:  # Also those that were started since then.
+            if self._state.is_killed:  # Also processes that were started since.
                 self._kill(left)
             if self._is_given_up():
                 pids = [process.pid for process in left]
@@ -322,7 +322,7 @@ class Supervisor:
                 return
 
     def _drain(self) -> None:
-        """Forwards what the ended processes have written."""
+        """Forwards the rest of the output of the ended processes."""
         left_s, idle_s = _DRAIN_S, 0.0
         while self._forwarder.is_open and left_s > 0.0 and idle_s < _DRAIN_IDLE_S:
             start_s = time.monotonic()
@@ -335,7 +335,7 @@ class Supervisor:
                 idle_s = 0.0 if has_read else idle_s + elapsed_s
 
     def _report(self) -> None:
-        """Says what went wrong, and shows what the culprit wrote last."""
+        """Prints what went wrong, and the last lines of the culprit."""
         cause = self._state.cause
         if isinstance(cause, Exit):
             self._forwarder.print_line(f"jdp launch: {endings.describe_exit(cause)}.")
@@ -360,7 +360,7 @@ class Supervisor:
             self._forwarder.pump(timeout_s=_TICK_S)
 
     def _flush(self) -> None:
-        """Waits for the readers of our output, as any program does.
+        """Waits for the readers of our output.
 
         Once the job has been told to end, they get `grace_s`.
         """
@@ -380,7 +380,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Has the job ended if this process cannot do it."""
+        """Runs the guard, which ends the job if this process is killed."""
         try:
             self._kin.open()
             yield

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-_MAPPED = "::ffff:"  # before an IPv4 address that an IPv6 socket shows.
+_MAPPED = "::ffff:"  # prefix of an IPv4 address on an IPv6 socket.
 
 
 def split(address: str) -> tuple[str, int]:
-    """Returns the host without brackets, and the port, of "host:port".
+    """Splits "host:port" into the host, without brackets, and the port.
 
     Raises:
-      ValueError: it is something else, such as an IPv6 address without brackets.
+      ValueError: `address` has another form, such as IPv6 without brackets.
     """
     host, _, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
@@ -28,7 +28,7 @@ def join(host: str, port: int) -> str:
 
 
 def bracket(host: str) -> str:
-    """Returns `host` as it stands before a port."""
+    """Returns `host` as it is written before a port."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -39,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def unmap(host: str) -> str:
-    """Returns an IPv4 address that is written as one of IPv6 in its own form."""
+    """Returns an IPv4-mapped IPv6 address as IPv4, any other address unchanged."""
     inner = host.removeprefix(_MAPPED)
     return inner if "." in inner else host
 
@@ -48,12 +48,12 @@ def choose_host(reached: Sequence[str]) -> tuple[str, bool]:
     """Chooses the address of process 0 that its peers on other hosts can reach; pure.
 
     Args:
-      reached: numeric addresses of this host, one for each process that has come, at
-        which it came. Those of one host may have come by the loopback interface.
+      reached: for each process that connected, the numeric address of this host that
+        it connected to. Processes on this host may have used the loopback interface.
 
     Returns:
-      The address, and whether it serves all: every process came to it, or is on this
-      host.
+      The address, and whether it serves all processes: each connected to it, or is on
+      this host.
     """
     outer = list(dict.fromkeys(host for host in reached if not is_loopback(host)))
     inner = list(dict.fromkeys(host for host in reached if is_loopback(host)))

@@ -1,8 +1,8 @@
 """Coordination: where does JAX's coordination service listen, which asks for no key?
 
-Where one launcher has started all processes, on a Unix socket in a folder that only
-this user can enter; its name goes once all are connected. Elsewhere only at the address
-at which the processes came to the roll call.
+If one launcher has started all processes, on a Unix socket in a folder that only this
+user can enter. The socket's name is removed once all are connected. Otherwise only at
+the address that the processes used for the roll call.
 """
 
 import contextlib
@@ -20,20 +20,22 @@ from jdp.runtime.roll_call import Meeting
 
 _NAME = "coordination"
 _PATH = re.compile(rf"/([^\0\n]*/)?{private_folder.PREFIX}[a-z0-9_]+/{_NAME}", re.ASCII)
-# JAX's own limit ends a job whose processes do not end within 300 s of each other. A
-# process that is gone is found by the lifeline, and by JAX's heartbeats in 100 s.
+# JAX's own limit ends a job whose processes do not end within 300 s of each other. The
+# lifeline finds a process that is gone, and so do JAX's heartbeats, within 100 s.
 _SHUTDOWN_TIMEOUT_S = 10**8
 _logger = logging.getLogger("jdp")
 
 
 @contextlib.contextmanager
 def make_path(*, is_one_launch: bool) -> Iterator[str]:
-    """Yields the path of a Unix socket for process 0, which goes afterwards.
+    """Yields the path of a Unix socket for process 0; removes it afterwards.
+
+    The path is "" where Unix sockets cannot be used. If no folder can be made, it is
+    "" too, with a warning.
 
     Args:
       is_one_launch: whether one launcher has started all processes, so that they see
-        the same files; else, and where Unix sockets do not serve, the path is "". So
-        it is, and a line in the log says it, where no folder can be made.
+        the same files; if not, the path is "".
     """
     if not is_one_launch or sys.platform != "linux":
         yield ""
@@ -57,10 +59,10 @@ def make_path(*, is_one_launch: bool) -> Iterator[str]:
 
 
 def remove(path: str) -> None:
-    """Removes a path that `start` has used; any process may.
+    """Removes a path that `start` has used; any process may call it.
 
     Args:
-      path: of the Unix socket, which all processes have connected to; or "".
+      path: path of the Unix socket, once all processes are connected; or "".
     """
     if _PATH.fullmatch(path):
         private_folder.remove_socket(path)
@@ -73,13 +75,13 @@ def start(
     meeting: Meeting,
     timeout_s: float,
 ) -> None:
-    """Starts `jax.distributed`; all processes do, after the roll call.
+    """Starts `jax.distributed`; every process calls it after the roll call.
 
     Args:
-      process_id: number of this process.
-      num_processes: of the job.
-      address: "host:port" of the coordinator, at which the roll call was.
-      meeting: how it ended.
+      process_id: index of this process.
+      num_processes: number of processes of the job.
+      address: "host:port" of the coordinator, which the roll call used.
+      meeting: the result of the roll call.
       timeout_s: how long to wait for the others, in seconds.
 
     Raises:
@@ -92,7 +94,7 @@ def start(
         address = bind_address = f"unix:{meeting.path}"
     else:
         bind_address = _bind_address(process_id, meeting, port)
-        if "%" not in meeting.host:  # gRPC takes no zone.
+        if "%" not in meeting.host:  # gRPC does not accept a zone.
             address = addresses.join(meeting.host, port)
     try:
         with jax_distributed.patient_client(_SHUTDOWN_TIMEOUT_S):
@@ -112,7 +114,7 @@ def start(
 
 
 def _check_path(path: str) -> None:
-    """Raises RuntimeError unless it lies in a folder of this user alone."""
+    """Raises RuntimeError unless `path` is in a private folder of this user."""
     if not (_PATH.fullmatch(path) and private_folder.is_private(os.path.dirname(path))):
         raise RuntimeError(
             f"Process 0 offers {path!r} for JAX's coordination service. It is not in "
@@ -122,7 +124,7 @@ def _check_path(path: str) -> None:
 
 
 def _bind_address(process_id: int, meeting: Meeting, port: int) -> str | None:
-    """Returns where process 0 listens; None: on all interfaces, or not process 0."""
+    """Returns where process 0 listens; None: on all interfaces, or another process."""
     if process_id != 0:
         return None
     if meeting.bind_host and "%" not in meeting.bind_host:

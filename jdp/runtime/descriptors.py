@@ -3,15 +3,15 @@
 import contextlib
 import resource
 
-_MOST = 1 << 16  # Some programs go through all numbers when they start another.
+_MOST = 1 << 16  # Some programs loop over all descriptors when they start another.
 
 
 def raise_limit() -> None:
     """Raises the soft limit of open descriptors to the hard one, at most to 65536.
 
-    The usual soft limit is 1024. Peers that reach a port can use that many up;
-    gloo, which XLA uses on CPU, aborts the process then. Processes that this one starts
-    inherit the limit.
+    The usual soft limit is 1024. Strangers that reach a port can use up that many, and
+    gloo, which XLA uses on CPU, then aborts the process. Child processes inherit the
+    limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
@@ -22,10 +22,10 @@ def raise_limit() -> None:
 
 
 def most_guests(num_expected: int) -> int:
-    """Returns how many connections that have proved nothing a listener may hold.
+    """Returns how many unauthenticated connections a listener may hold.
 
     Args:
-      num_expected: connections of the job itself, which may all come at once.
+      num_expected: number of connections of the job, which may all come at once.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     known = _MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)

@@ -1,4 +1,4 @@
-"""Launch environment: how a launcher tells a process its place in the job."""
+"""Launch environment: how does a launcher tell a process its place in the job?"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ LOCAL_PROCESS_ID = "JDP_LOCAL_PROCESS_ID"
 NUM_LOCAL_PROCESSES = "JDP_NUM_LOCAL_PROCESSES"
 NODE_RANK = "JDP_NODE_RANK"
 DEVICES_PER_PROCESS = "JDP_DEVICES_PER_PROCESS"
-LAUNCH_ID = "JDP_LAUNCH_ID"  # The same for all that one launcher started.
+LAUNCH_ID = "JDP_LAUNCH_ID"  # The same for all processes of one launcher.
 LAUNCH_FOLDER = "JDP_LAUNCH_FOLDER"  # See `private_folder`.
 JOINED = "JDP_JOINED"  # The pid of the process that has taken this place.
 JOB_KEY = "JDP_JOB_KEY"  # The secret of the job; see `job_key`.
-JOB_ID = "JDP_JOB_ID"  # Any text that tells it from other jobs with the same key.
+JOB_ID = "JDP_JOB_ID"  # Any text that tells the job from others with its key.
 _REQUIRED = (
     COORDINATOR_ADDRESS,
     NUM_PROCESSES,
@@ -29,13 +29,13 @@ VARIABLES = (
 )
 
 
-# From which JAX takes the place of a process, besides those of Kubernetes and TPUs.
+# Variables from which JAX detects a process's place, besides Kubernetes and TPUs.
 _NUMBERS_OF_CLUSTERS = (
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-# Variables that launchers set in each of several processes, where JAX does not find
-# these; the first is their number. Slurm sets `SLURM_NTASKS` also without `srun`.
+# Variables of launchers that JAX does not detect; the first is the number of
+# processes. Slurm sets `SLURM_NTASKS` also without `srun`.
 _OF_OTHER_LAUNCHERS = (
     ("WORLD_SIZE", "RANK", "MASTER_ADDR"),  # torchrun.
     ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI.
@@ -44,8 +44,8 @@ _OF_OTHER_LAUNCHERS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"),  # horovodrun.
     ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS"),  # JAXJob of Kubeflow.
 )
-# Variables that they set to the number of a process where they do not say how many
-# there are, and why JAX does not find these.
+# Variables for the index of a process, of launchers that do not set the number of
+# processes, and why JAX does not find the others.
 _NUMBERED = (
     (
         ("JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"),
@@ -71,10 +71,10 @@ class LaunchEnvironment:
     local_process_id: int  # Position among the processes of this host.
     num_local_processes: int  # Processes of this host.
     node_rank: int  # Position of this host.
-    devices_per_process: int | None  # None: not said on the command line.
+    devices_per_process: int | None  # None: not given on the command line.
 
     def to_environ(self) -> dict[str, str]:
-        """Returns the variables that `from_environ` reads back."""
+        """Returns the variables that `from_environ` reads."""
         environ = {
             COORDINATOR_ADDRESS: self.coordinator_address,
             NUM_PROCESSES: str(self.num_processes),
@@ -89,7 +89,7 @@ class LaunchEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnvironment | None":
-        """Reads the variables; None where no launcher set them.
+        """Reads the variables; None if no launcher has set them.
 
         Raises:
           ValueError: some are set and others are missing, or one is not a number.
@@ -120,7 +120,7 @@ class LaunchEnvironment:
 def is_in_shell_of_slurm(environ: Mapping[str, str]) -> bool:
     """Returns whether the process runs in the interactive step of `salloc`; pure.
 
-    There `SLURM_NTASKS` is that of the allocation, and the step has one task.
+    There `SLURM_NTASKS` counts the allocation, while the step has one task.
     """
     return (
         environ.get("SLURM_STEP_NUM_TASKS") == "1"
@@ -133,14 +133,14 @@ def is_in_shell_of_slurm(environ: Mapping[str, str]) -> bool:
 
 
 def check_count(environ: Mapping[str, str], num_processes: int) -> None:
-    """Refuses an environment that a launcher made which JAX does not know; pure.
+    """Refuses the environment of a launcher that JAX does not detect; pure.
 
     Args:
-      environ: what is checked; no `jdp launch` made it.
-      num_processes: of the place that JAX finds in it; 1 where it finds none.
+      environ: an environment that `jdp launch` did not make.
+      num_processes: number of processes that JAX finds in it; 1 if it finds none.
 
     Raises:
-      ValueError: by another launcher there are more processes.
+      ValueError: another launcher has set a larger number of processes.
     """
     for names in _OF_OTHER_LAUNCHERS:
         if all(environ.get(name) for name in names) and (
@@ -158,11 +158,11 @@ def check_count(environ: Mapping[str, str], num_processes: int) -> None:
 
 
 def check_place_is_free(environ: Mapping[str, str], pid: int) -> None:
-    """Refuses a process that has inherited the place of the one that started it; pure.
+    """Refuses a process that has inherited its parent's place in the job; pure.
 
     Args:
-      environ: which a launcher made, and where `JOINED` is set by `jdp.init`.
-      pid: of this process.
+      environ: the environment of a launcher; `jdp.init` sets `JOINED` in it.
+      pid: process id of this process.
 
     Raises:
       ValueError: another process has taken the place.
@@ -179,12 +179,12 @@ def check_place_is_free(environ: Mapping[str, str], pid: int) -> None:
 
 
 def check_not_numbered(environ: Mapping[str, str]) -> None:
-    """Refuses a process that has a number among others; pure.
+    """Refuses a process that a launcher has numbered; pure.
 
     Number 0 is refused as well: otherwise it would train alone while the others fail.
 
     Args:
-      environ: what is checked; JAX has found no place in it.
+      environ: an environment in which JAX does not find a place.
 
     Raises:
       ValueError: a launcher has numbered this process.
@@ -201,11 +201,11 @@ def check_not_numbered(environ: Mapping[str, str]) -> None:
 
 
 def explain_cluster(environ: Mapping[str, str], error: Exception) -> str:
-    """Says which variable of Slurm or Open MPI makes no sense; pure.
+    """Explains which variable of Slurm or Open MPI is wrong; pure.
 
     Args:
-      environ: the environment that JAX has read the place of this process from.
-      error: what it found.
+      environ: the environment from which JAX has read the place of this process.
+      error: JAX's error.
     """
     numbers = [name for name in _NUMBERS_OF_CLUSTERS if name in environ]
     wrong = [name for name in numbers if not environ[name].isdecimal()]

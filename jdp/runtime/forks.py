@@ -1,7 +1,7 @@
-"""Forks: what must a child that a process forks leave to its parent?
+"""Forks: what must a forked child leave to its parent?
 
 A child made by `os.fork` inherits exit handlers, finalizers and open connections. It
-is not a process of the job: the handlers of jdp run in the parent alone.
+is not a process of the job, so the handlers of jdp run only in the parent.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def only_here(fn: Callable[..., Any]) -> Callable[..., None]:
-    """Returns `fn`, which does nothing in children that this process forks.
+    """Wraps `fn` to do nothing in children that this process forks.
 
     Args:
       fn: exit handler, finalizer or hook; its result is dropped.

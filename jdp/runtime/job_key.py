@@ -1,7 +1,7 @@
 """Job key: which messages come from a process of this job?
 
-Every process of a job holds the same secret. `sign` puts a code of HMAC-SHA256 before
-a message, and `verify` refuses a message whose code another secret made.
+Every process of a job holds the same secret. `sign` prepends an HMAC-SHA256 code to a
+message, and `verify` refuses a message whose code was made with another secret.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from jdp.runtime import addresses, environment
 
 VARIABLE = environment.JOB_KEY  # 64 hexadecimal digits.
 KEY_BYTES = 32
-CODE_BYTES = 32  # of HMAC-SHA256; they stand before what is signed.
+CODE_BYTES = 32  # of HMAC-SHA256; the code precedes the signed bytes.
 _MOST_FILE_BYTES = 1 << 16
 _MOST_NAME = 400  # characters of the name of a job.
 _FILE_CONTEXT = "jdp job key 1"
 
 
 class Refused(RuntimeError):
-    """A message is not of this job: it was made without the key, or for another use."""
+    """A message was made without the key of this job, or for another use."""
 
 
 def make() -> bytes:
@@ -32,22 +32,22 @@ def make() -> bytes:
 
 
 def sign(key: bytes, context: str, body: bytes) -> bytes:
-    """Returns `body` behind a code that only holders of `key` can make.
+    """Prepends to `body` a code that only holders of `key` can make.
 
     Args:
-      key: of the job.
-      context: names the use, such as "store jdp/meet/3/verdict". A message that was
-        signed for one use is refused in every other.
+      key: key of the job.
+      context: the use, such as "store jdp/meet/3/verdict". A message that was signed
+        for one use is refused in every other.
       body: any bytes. They are not encrypted.
     """
     return _code(key, context, body) + body
 
 
 def verify(key: bytes, context: str, signed: bytes) -> bytes:
-    """Returns the body of what `sign` has made with the same key and context.
+    """Returns the body of a message that `sign` made with the same key and context.
 
     Raises:
-      Refused: it was not.
+      Refused: `signed` is not such a message.
     """
     code, body = signed[:CODE_BYTES], signed[CODE_BYTES:]
     if not hmac.compare_digest(code, _code(key, context, body)):
@@ -59,15 +59,15 @@ def verify(key: bytes, context: str, signed: bytes) -> bytes:
 
 
 def derive(key: bytes, context: str) -> bytes:
-    """Returns a key of its own for one use, shape (32,)."""
+    """Derives a separate key for one use, shape (32,)."""
     return _code(key, context, b"")
 
 
 def name_job(address: str, environ: Mapping[str, str]) -> str:
-    """Names a job, the same in all its processes, apart from others with its key.
+    """Names a job: the same in all its processes, different from jobs with its key.
 
-    Without the name, a stranger could lead a process of one job to process 0 of
-    another one that has the same key, by copying bytes.
+    Without the name, a stranger could lead a process of one job to process 0 of another
+    job with the same key, by copying bytes.
 
     Args:
       address: "host:port" of the coordinator, as every process was given it.
@@ -81,7 +81,7 @@ def name_job(address: str, environ: Mapping[str, str]) -> str:
 
 
 def to_environ(key: bytes) -> dict[str, str]:
-    """Returns the variable that `from_environ` reads back."""
+    """Returns the variable that `from_environ` reads."""
     return {VARIABLE: key.hex()}
 
 
@@ -89,7 +89,7 @@ def from_environ(environ: Mapping[str, str]) -> bytes | None:
     """Returns the key in the environment of this process, or None.
 
     Raises:
-      ValueError: the variable is set, and is not a key. The text does not show it.
+      ValueError: the variable is set, but not to a key. The text does not show it.
     """
     text = environ.get(VARIABLE)
     if text is None:
@@ -108,10 +108,10 @@ def from_environ(environ: Mapping[str, str]) -> bytes | None:
 
 
 def read_file(path: str) -> bytes:
-    """Returns the key that a file stands for: a digest of what is in it.
+    """Returns the key that a file stands for: a digest of its content.
 
     Any 32 bytes or more will do: the digits of `openssl rand -hex 32`, or the keys that
-    `jdp.parameter_server.make_keys` writes. White space around them does not count.
+    `jdp.parameter_server.make_keys` writes. Surrounding white space does not count.
 
     Raises:
       ValueError: the file cannot be read, is not of this user, can be read by others,
@@ -134,7 +134,7 @@ def read_file(path: str) -> bytes:
 
 
 def read_private(path: str, *, most_bytes: int) -> bytes:
-    """Returns what a file of this user alone begins with; a pipe is not waited for.
+    """Returns the first bytes of a private file of this user; never blocks on a pipe.
 
     Raises:
       OSError: the file cannot be read.

@@ -1,9 +1,9 @@
-"""Private folder: where may sockets of one host lie that no other account can reach?
+"""Private folder: where do sockets of one host lie, out of reach of other accounts?
 
 Only this user can enter the folder, and its name is random, so that no other account
-can have made it first. A launcher makes one before it starts anything and removes it at
-the end; without a launcher, the process that needs one does. It holds a lock on the
-folder: one of a process that was killed is removed when the next one is made.
+can have made it first. A launcher makes it before it starts anything and removes it at
+the end; without a launcher, the process that needs it does. Its maker holds a lock on
+it. A folder whose maker was killed is removed when the next folder is made.
 """
 
 import contextlib
@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from jdp.runtime import environment, forks
 
 PREFIX = "jdp-"
-_LOCKED_PREFIX = f"{PREFIX}o"  # and eight more: other folders may be used unlocked.
+_LOCKED_PREFIX = (
+    f"{PREFIX}o"  # and eight random characters; other folders may be in use unlocked.
+)
 _LOCKED_CHARACTERS = len(_LOCKED_PREFIX) + 8
 _LOCKING_S = 60.0  # from the name of a folder to its lock, at most.
-_MOST_BYTES = 80  # Linux takes 107 of a Unix socket's path; its name has up to 27.
+_MOST_BYTES = 80  # Linux limits a Unix socket's path to 107; the name has up to 27.
 _ODD = frozenset("%?#")
 _OPEN_TO_ALL = stat.S_IWOTH | stat.S_ISVTX
 
@@ -33,7 +35,7 @@ def make() -> Iterator[str]:
     The caller removes it; until then this process, or a child it forks, has its lock.
 
     Raises:
-      OSError: none can be made.
+      OSError: the folder cannot be made.
     """
     problem: OSError | None = None
     for parent in _find_parents():
@@ -55,9 +57,10 @@ def make() -> Iterator[str]:
 
 @contextlib.contextmanager
 def for_launch() -> Iterator[str]:
-    """Yields the folder of a launcher, "" where none can be made; it goes afterwards.
+    """Yields the folder of a launcher, and removes it afterwards.
 
-    Processes of the job then look for one themselves, and say what follows from it.
+    It is "" if the folder cannot be made. Processes of the job then try themselves, and
+    report the consequences.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -73,10 +76,10 @@ def for_launch() -> Iterator[str]:
 def enter() -> Iterator[str]:
     """Yields a folder of this user alone, for sockets that the caller removes.
 
-    It is the folder of the launcher, which stays, or else a new one, which goes.
+    It is the folder of the launcher, which stays, or a new one, which is removed.
 
     Raises:
-      OSError: none can be made.
+      OSError: the folder cannot be made.
     """
     folder = os.environ.get(environment.LAUNCH_FOLDER, "")
     if is_private(folder):
@@ -101,7 +104,7 @@ def is_private(folder: str) -> bool:
 
 
 def remove_socket(path: str) -> None:
-    """Removes a socket, and its folder if that is not the folder of the launcher."""
+    """Removes a socket, and its folder unless it is the launcher's."""
     folder = os.path.dirname(path)
     if not is_private(folder):
         return
@@ -113,7 +116,7 @@ def remove_socket(path: str) -> None:
 
 
 def _lock(folder: str) -> int:
-    """Returns a descriptor that holds the lock of a folder.
+    """Locks a folder; returns the descriptor that holds the lock.
 
     Raises:
       OSError: another process has it, or there is no such folder or lock.
@@ -152,9 +155,9 @@ def _find_parents() -> list[str]:
 def _check_parent(parent: str) -> None:
     if len(os.fsencode(parent)) + len("/jdp-o12345678") > _MOST_BYTES:
         raise OSError(f"{parent}: too long for the path of a Unix socket")
-    # gRPC takes the path for a URI, and the roll call shows it.
+    # gRPC parses the path as a URI, and the roll call shows it.
     if not parent.isprintable() or not _ODD.isdisjoint(parent):
         raise OSError(f"{parent!r}: odd characters for the path of a Unix socket")
-    # Without the sticky bit, others could put their own in its place.
+    # Without the sticky bit, other accounts could replace the folder.
     if os.stat(parent).st_mode & _OPEN_TO_ALL == stat.S_IWOTH:
         raise PermissionError(f"{parent}: others may remove folders there")

@@ -1,9 +1,10 @@
-"""Program end: how does a process end that no launcher ends?
+"""Program end: how does a process end without a launcher to end it?
 
-JAX waits at exit until all processes have come to the end. Where one has failed, the
-others never do: they wait for it in a collective. So they are told before Python waits
-for threads; threads and exit handlers get a moment, and JAX's own none. A process that
-ends otherwise keeps its exit code, also where JAX would wait in vain.
+At exit, JAX waits until all processes have come to the end. If one has failed, the
+others never do: they wait for it in a collective. So they are told of the failure
+before Python waits for threads. Threads and other exit handlers get a moment; JAX's own
+handler is skipped. A process that ends without failing keeps its exit code, even if JAX
+would wait in vain.
 """
 
 import atexit
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from jdp.runtime import forks, user_program
 from jdp.runtime.lifeline import lifeline
 
-_FAILED_ENDS_S = 1.5  # of threads and exit handlers; then the others begin to end.
+_FAILED_ENDS_S = 1.5  # For threads and exit handlers; then the others begin to end.
 
 
 class _Own:
@@ -29,13 +30,13 @@ class _Own:
     is_prepared: bool = False
     pid: int = 0
     exit_code: int = 1  # after an uncaught exception.
-    has_exited: bool = False  # `sys.excepthook`, with that code.
-    # For a thread that is there before the end, when Python may start no more.
+    has_exited: bool = False  # Whether `sys.excepthook` exited, with that code.
+    # For a thread that exists already: at its end, Python may not start another.
     tasks: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
 
 
 def prepare() -> None:
-    """Has this process end soon after an uncaught exception, and keep its exit code."""
+    """Makes this process end soon after an uncaught exception, with its exit code."""
 
     def run() -> None:
         while True:
@@ -52,7 +53,7 @@ def prepare() -> None:
 
 
 def _show_uncaught(event: str, arguments: tuple[object, ...]) -> None:
-    """Shows an uncaught error in place of Python, to learn of the hook's exit code."""
+    """Shows an uncaught error in place of Python, to learn the hook's exit code."""
     if event != "sys.excepthook" or os.getpid() != _Own.pid:
         return
     error = _find_uncaught()
@@ -93,8 +94,8 @@ def _end_if_failed() -> None:
 
 
 def _end_by_interrupt() -> None:
-    """Ends by the signal itself, as Python does."""
-    with contextlib.suppress(ValueError):  # It is not the main thread.
+    """Ends this process by SIGINT, as Python does."""
+    with contextlib.suppress(ValueError):  # This is not the main thread.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(130)

@@ -4,9 +4,9 @@
 a process is missing, or two claim one id. So the processes first meet at the same
 address, see `roll_call_sockets`, and each gets an exception that says what is wrong.
 
-A line each: process 0 challenges whatever connects, a process says hello, process 0
-says how it ended. The hello and the verdict are signed with the key of the job, for
-this job, challenge and process only; a job without a key signs with zeros.
+Three lines per connection: process 0 sends a challenge, the process a hello, process 0
+the verdict. Hello and verdict are signed with the key of the job, for this job,
+challenge and process only. A job without a key signs with zeros.
 """
 
 import os
@@ -26,10 +26,10 @@ T = TypeVar("T")
 PROTOCOL = "jdp-roll-call-4"
 MOST_HELLO_BYTES = 1 << 14
 MOST_CHALLENGE_BYTES = 1 << 10
-_NO_KEY = bytes(job_key.KEY_BYTES)  # signs where a job has no key.
+_NO_KEY = bytes(job_key.KEY_BYTES)  # signs if the job has no key.
 _CODE_DIGITS = 2 * job_key.CODE_BYTES
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
-# With others one process makes other dtypes, numbers or programs of the same code.
+# If they differ, processes get other dtypes, numbers or programs from the same code.
 _SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -45,26 +45,26 @@ class Refused(Exception):
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The first words of process 0, another for each connection."""
+    """The first message of process 0, different on each connection."""
 
     protocol: _Text
     nonce: _Hex
-    key_id: _Text  # equal where the keys are; "" where there is none.
+    key_id: _Text  # equal if and only if the keys are; "" without a key.
     job: _Text = ""  # see `job_key.name_job`; several jobs may have one key.
 
 
 class RollCallHello(msgspec.Struct, frozen=True):
-    """How a process introduces itself."""
+    """The introduction of a process."""
 
     protocol: _Text
     process_id: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     num_processes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    instance: _Hex  # unique to this start of this process.
+    instance: _Hex  # unique to this start of the process.
     host: _Text  # name of the machine, for errors.
     pid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     node: _Text  # equal for processes of one machine.
     jax_version: _Text
-    settings: dict[_Text, _Text] = {}  # of JAX, by name; see `_SETTINGS`.
+    settings: dict[_Text, _Text] = {}  # settings of JAX, by name; see `_SETTINGS`.
 
 
 class RollCallVerdict(msgspec.Struct, frozen=True):
@@ -72,21 +72,21 @@ class RollCallVerdict(msgspec.Struct, frozen=True):
 
     error: str | None = None
     missing: int | None = None  # a process that did not come in time.
-    nodes: list[str] = []  # of each process, by process id.
-    host: str = ""  # an address of process 0, as its peers on other hosts reach it.
-    session: str = ""  # makes the key of this run; 32 hexadecimal digits.
-    path: str = ""  # of a Unix socket, if JAX's coordination service is to be there.
+    nodes: list[str] = []  # by process id; equal for processes of one machine.
+    host: str = ""  # address at which peers on other hosts reach process 0.
+    session: str = ""  # input of the key of this run; 32 hexadecimal digits.
+    path: str = ""  # Unix socket for JAX's coordination service, if not a port.
 
 
 class Meeting(NamedTuple):
-    """How the processes of a job found each other, as one of them sees it."""
+    """The result of the roll call for one process."""
 
-    nodes: list[str]  # of each process, by process id.
+    nodes: list[str]  # by process id; equal for processes of one machine.
     host: str  # numeric address of process 0, as this process reaches it.
     own_host: str  # numeric address of this process, as the others reach it.
     bind_host: str  # process 0: where to listen for the others; "": everywhere.
-    session_key: bytes  # of this run, shape (32,), the same everywhere.
-    path: str = ""  # of the Unix socket that process 0 offers to the others.
+    session_key: bytes  # key of this run, shape (32,), the same everywhere.
+    path: str = ""  # the Unix socket that process 0 offers to the others.
 
 
 class RollCall(NamedTuple):
@@ -153,7 +153,7 @@ def _compare_settings(reference: RollCallHello, hello: RollCallHello) -> str | N
 
 
 def forget(roll: RollCall, hello: RollCallHello) -> RollCall:
-    """Strikes out a process that has gone before the end; pure. It may come again."""
+    """Removes a process that left before the end; pure. It may come again."""
     if roll.error or roll.present.get(hello.process_id) != hello:
         return roll
     present = {i: known for i, known in roll.present.items() if known != hello}
@@ -161,7 +161,7 @@ def forget(roll: RollCall, hello: RollCallHello) -> RollCall:
 
 
 def judge(roll: RollCall, *, now_s: float) -> RollCallVerdict | None:
-    """Returns the verdict, or None while a process is still to come; pure."""
+    """Returns the verdict, or None while processes may still come; pure."""
     if roll.error:
         return RollCallVerdict(error=roll.error)
     missing = [i for i in range(roll.num_processes) if i not in roll.present]
@@ -182,7 +182,7 @@ def judge(roll: RollCall, *, now_s: float) -> RollCallVerdict | None:
 def make_hello(
     process_id: int, num_processes: int, *, node: str | None
 ) -> RollCallHello:
-    """Describes this process; `node` overrides how machines are told apart."""
+    """Describes this process; `node` overrides the name of its machine."""
     return RollCallHello(
         protocol=PROTOCOL,
         process_id=process_id,
@@ -197,26 +197,26 @@ def make_hello(
 
 
 def make_challenge(key: bytes | None, job: str = "") -> Challenge:
-    """Returns a new challenge of process 0, which has this key, of this job."""
+    """Returns a new challenge of process 0, for this key and job."""
     return Challenge(PROTOCOL, uuid.uuid4().hex, key_id(key), job)
 
 
 def key_id(key: bytes | None) -> str:
-    """Returns what tells keys apart without showing them; "" for None."""
+    """Returns an id that tells keys apart without showing them; "" for None."""
     return "" if key is None else job_key.derive(key, "roll call key id")[:8].hex()
 
 
 def session_key(key: bytes | None, session: str) -> bytes:
-    """Returns the key that signs what processes of this run tell each other.
+    """Returns the key that signs messages between processes of this run.
 
-    Without a key of the job it hides nothing from a listener at the roll call. It
-    still keeps out later strangers.
+    If the job has no key, a listener at the roll call can derive it too; it still keeps
+    out later strangers.
     """
     return job_key.derive(key or _NO_KEY, f"roll call session {session}")
 
 
 def encode_challenge(challenge: Challenge) -> bytes:
-    """Returns the line of `challenge`."""
+    """Encodes `challenge` as a line."""
     return msgspec.json.encode(challenge) + b"\n"
 
 
@@ -236,7 +236,7 @@ def decode_challenge(line: bytes) -> Challenge:
 def encode_hello(
     hello: RollCallHello, challenge: Challenge, key: bytes | None
 ) -> bytes:
-    """Returns the line of `hello` that answers `challenge`."""
+    """Encodes `hello` as a line that answers `challenge`."""
     return _sign(key, _hello_context(challenge), msgspec.json.encode(hello))
 
 
@@ -259,7 +259,7 @@ def decode_hello(line: bytes, challenge: Challenge, key: bytes | None) -> RollCa
 def encode_verdict(
     verdict: RollCallVerdict, challenge: Challenge, instance: str, key: bytes | None
 ) -> bytes:
-    """Returns the line of `verdict` for the process of this `instance`."""
+    """Encodes `verdict` as a line for the process with this `instance`."""
     context = _verdict_context(challenge, instance)
     return _sign(key, context, msgspec.json.encode(verdict))
 
@@ -277,11 +277,11 @@ def decode_verdict(
     verdict = _decode(_verify(key, context, line), RollCallVerdict)
     if verdict.error is not None:
         if not verdict.error.replace("\n", "").isprintable():
-            raise Refused("its error is no text")
+            raise Refused("its error is not printable text")
         return verdict
     _check_texts(verdict.host, verdict.session, verdict.path, *verdict.nodes)
     if len(verdict.nodes) != own.num_processes or not verdict.host:
-        raise Refused("it does not name the node of each process")
+        raise Refused("it does not name the machine of each process")
     return verdict
 
 
@@ -320,13 +320,13 @@ def _decode(line: bytes, kind: type[T]) -> T:
     try:
         return wire.decode_with(msgspec.json.Decoder(kind).decode, line)
     except wire.DecodeError as error:
-        raise Refused(f"it is no {kind.__name__}: {error}") from None
+        raise Refused(f"it is not a valid {kind.__name__}: {error}") from None
 
 
 def _check_texts(*texts: str) -> None:
-    # They are shown in errors: nothing that a terminal obeys, or that is no text.
+    # They are shown in errors: control codes of terminals are refused.
     if not all(text.isprintable() for text in texts):
-        raise Refused("it holds what is no text")
+        raise Refused("it holds unprintable text")
 
 
 def _where(hello: RollCallHello) -> str:

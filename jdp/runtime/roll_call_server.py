@@ -17,21 +17,21 @@ from jdp.runtime.roll_call import (
 )
 
 _TELL_TIMEOUT_S = 5.0
-_HELLO_TIMEOUT_S = 10.0  # A process says it at once; else it calls again.
-_MOST_GUESTS = 256  # besides one for each process; they have said no hello yet.
+_HELLO_TIMEOUT_S = 10.0  # A process sends it at once; if it is dropped, it calls again.
+_MOST_GUESTS = 256  # connections without a hello, besides one per process.
 _RESOLVE_S = 5.0  # A name server may be slow with the name of a new host.
 _RESOLVE_PERIOD_S = 0.5
-_PAUSE_S = 0.1  # without descriptors, until the next look for one.
+_PAUSE_S = 0.1  # without descriptors, until the next attempt.
 _MOST_WARNINGS = 10
-_MOST_ADDRESSES = 1000  # of which it is noted that they were refused.
+_MOST_ADDRESSES = 1000  # for which refused connections are counted.
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _logger = logging.getLogger("jdp")
 
 
 class _Guest:
-    """A connection, and what has come over it so far."""
+    """A connection, and the bytes received so far."""
 
-    hello: RollCallHello  # once it has been said.
+    hello: RollCallHello  # set once it is complete.
 
     def __init__(self, line: socket.socket, challenge: Challenge, where: str):
         self.line = line
@@ -42,7 +42,7 @@ class _Guest:
 
 
 class RollCallServer:
-    """Process 0: hears all, and tells them how it ended."""
+    """Process 0: collects the hellos, and sends the verdict."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RollCallServer:
         self._deadline_s = time.monotonic() + timeout_s
         self._roll = roll_call.open_roll(own, deadline_s=self._deadline_s)
         self._guests: dict[socket.socket, _Guest] = {}  # in the order they came.
-        self._heard: list[_Guest] = []  # those that have said a hello.
+        self._heard: list[_Guest] = []  # connections with a valid hello.
         self._refused: dict[str, int] = {}  # connections, by address.
         self._paused_until_s = 0.0
 
@@ -67,7 +67,7 @@ class RollCallServer:
         with selectors.DefaultSelector() as self._selector:
             server = listen(self._address)
             try:
-                server.setblocking(False)  # A caller may be gone before `accept`.
+                server.setblocking(False)  # A caller may leave before `accept`.
                 self._selector.register(server, selectors.EVENT_READ)
                 while (verdict := self._judge()) is None:
                     self._step(server)
@@ -147,7 +147,7 @@ class RollCallServer:
         self._selector.register(line, selectors.EVENT_READ, guest)
 
     def _hear(self, guest: _Guest) -> None:
-        """Reads on; enters a hello once it is whole, and drops anything else."""
+        """Reads on; enters a complete hello, and drops anything else."""
         try:
             data = guest.line.recv(roll_call.MOST_HELLO_BYTES)
         except BlockingIOError:
@@ -172,7 +172,7 @@ class RollCallServer:
         self._heard.append(guest)
 
     def _listen_for_end(self, guest: _Guest) -> None:
-        """A process that has been heard says no more; its end may come first."""
+        """Forgets a process that hangs up before the verdict; it sends nothing else."""
         try:
             data = guest.line.recv(roll_call.MOST_HELLO_BYTES)
         except BlockingIOError:
@@ -202,13 +202,13 @@ class RollCallServer:
             _logger.warning("Roll call: %s", text)
 
     def _complete(self, verdict: RollCallVerdict) -> tuple[RollCallVerdict, str]:
-        """Adds to the verdict how process 0 is reached; returns where to listen too."""
+        """Adds the address of process 0 to the verdict; returns where to listen too."""
         reached = []
         for guest in self._heard:
             try:
                 reached.append(addresses.unmap(str(guest.line.getsockname()[0])))
             except OSError:
-                continue  # It will be missed soon.
+                continue  # Its end is noticed soon.
         host, serves_all = addresses.choose_host(reached)
         if verdict.error is None:
             session = roll_call.make_challenge(None).nonce
@@ -239,8 +239,8 @@ def listen(address: str) -> socket.socket:
     """Listens for the roll call: on the loopback interface alone, or on all.
 
     Raises:
-      RuntimeError: the address is taken, or its host name has no address here. Then it
-        would not be reached, but open to all.
+      RuntimeError: the address is taken, or its host name has no address here: the
+        processes could not reach it, but strangers could.
     """
     host, port = addresses.split(address)
     _check_name(host, address)

@@ -1,8 +1,8 @@
 """Roll call's sockets: how do the processes meet at the address of process 0?
 
-Plain sockets, a line of JSON each way: whatever else connects is dropped. (A ROUTER of
-libzmq 4.3 aborts the process when a stranger speaks to it while it closes, and the gRPC
-client of `jax.distributed`, at the same address, is such a stranger.)
+Plain sockets carry lines of JSON. (A ROUTER of libzmq 4.3 aborts the process when a
+stranger writes to it while it closes, and the gRPC client of `jax.distributed`, at the
+same address, is such a stranger.)
 """
 
 import errno
@@ -35,17 +35,17 @@ def call_roll(
     """Meets the other processes at `address`; every process calls it once.
 
     Args:
-      own: this process.
+      own: introduction of this process.
       address: "host:port" at which process 0 listens until all have come. An IPv6
         address stands in brackets.
       timeout_s: how long to wait for the others, in seconds.
-      key: of the job, the same everywhere; None where it has none.
-      path: that process 0 is to tell the others.
+      key: key of the job, the same everywhere; None if it has none.
+      path: path that process 0 sends to the others.
 
     Raises:
       RuntimeError: a process is missing, came twice, does not fit or has another key;
-        the address is taken; or process 0 cannot be reached. On every process that
-        could be told.
+        the address is taken; or process 0 cannot be reached. Raised on every process
+        that can be told.
     """
     if own.process_id == 0:
         verdict, meeting = roll_call_server.RollCallServer(
@@ -59,7 +59,7 @@ def call_roll(
 
 
 class _Caller:
-    """The others: each introduces itself to process 0 until it answers."""
+    """Another process: introduces itself to process 0 until it answers."""
 
     def __init__(
         self, own: RollCallHello, address: str, timeout_s: float, key: bytes | None
@@ -71,10 +71,10 @@ class _Caller:
         self._has_warned = False
 
     def attend(self) -> tuple[RollCallVerdict, Meeting]:
-        """Calls until there is a verdict.
+        """Calls until the verdict comes.
 
         Raises:
-          RuntimeError: there is none in time.
+          RuntimeError: it does not come in time.
         """
         host, port = addresses.split(self._address)
         reason, refusal = "no process listens there", ""
@@ -110,8 +110,8 @@ class _Caller:
             raise Refused(f"something else than jdp answers there: {error}") from None
         line.settimeout(max(0.001, self._left_s()))
         theirs = challenge.job
-        # Signed for the own job: process 0 of another one refuses it, though a
-        # stranger may have changed what the challenge says.
+        # Signed for this job: process 0 of another job refuses it, even if a stranger
+        # has changed the challenge.
         challenge = msgspec.structs.replace(challenge, job=self._job)
         line.sendall(roll_call.encode_hello(self._own, challenge, self._key))
         if challenge.key_id != roll_call.key_id(self._key):
@@ -128,7 +128,7 @@ class _Caller:
         host = addresses.unmap(str(line.getpeername()[0]))
         own_host = addresses.unmap(str(line.getsockname()[0]))
         if addresses.is_loopback(host) and not addresses.is_loopback(verdict.host):
-            # The others come from other hosts, and find this one at that address.
+            # Processes of other hosts reach this host at that address.
             host = own_host = verdict.host
         session_key = roll_call.session_key(self._key, verdict.session)
         found = Meeting(verdict.nodes, host, own_host, "", session_key, verdict.path)
@@ -137,7 +137,7 @@ class _Caller:
     def _read_line(
         self, line: socket.socket, most_bytes: int, *, timeout_s: float
     ) -> bytes:
-        # One deadline for all of it: a peer may drip.
+        # One deadline for the whole line: a peer may drip.
         deadline_s = min(self._deadline_s, time.monotonic() + timeout_s)
         said = bytearray()
         while not said.endswith(b"\n"):

@@ -1,8 +1,8 @@
 """Sigterm: what does SIGTERM do in a process of a job, and in children it forks?
 
-`jax.distributed` gives SIGTERM a handler in C, which notes that the process is to end
-and lets it go on. Python does not show that handler, and children inherit it: they
-would outlive `Process.terminate`.
+`jax.distributed` installs a handler in C for SIGTERM, which only records the signal.
+Python does not show that handler, and children inherit it: they would outlive
+`Process.terminate`.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ _MOST_BYTES = 512  # `struct sigaction` takes 152 on Linux, 16 on macOS.
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Keeps what SIGTERM did before, while JAX sets its own handler.
+    """Restores the handler of SIGTERM after JAX has set its own.
 
-    A handler that was there before is there again afterwards, in this process and in
-    its children. Otherwise JAX's handler stays, and children that this process forks
-    end at SIGTERM, unless the program sets a handler later.
+    A handler of before applies again afterwards, in this process and in its children.
+    If there was none, JAX's handler stays, and children that this process forks end at
+    SIGTERM, unless the program sets a handler later.
     """
     before = _read()
     yield
@@ -32,7 +32,7 @@ def kept() -> Iterator[None]:
         _write(before)
         return
     _Kept.before, _Kept.of_jax = before, _address(after)
-    # Before the handler of a child is reset, SIGTERM would be lost there.
+    # SIGTERM would be lost in a child until its handler is reset.
     os.register_at_fork(
         before=_block, after_in_parent=_unblock, after_in_child=_reset_in_child
     )
@@ -43,7 +43,7 @@ class _Kept:
 
     before: bytes = b""
     of_jax: int = 0
-    thread = threading.local()  # The mask of a thread that forks.
+    thread = threading.local()  # The signal mask of a thread that forks.
 
 
 def _block() -> None:

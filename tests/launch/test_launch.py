@@ -897,7 +897,7 @@ def test_the_launcher_may_be_the_first_process_of_a_namespace(tmp_path, has_own_
     if has_own_proc:
         assert (done.returncode, done.stdout) == (0, "[0] 0 zombies\n")
     else:
-        assert done.returncode == 1 and "be that of this process" in done.stderr
+        assert done.returncode == 1 and "belong to this process" in done.stderr
 
 
 @pytest.mark.multiprocess
