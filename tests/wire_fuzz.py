@@ -26,8 +26,8 @@ from tests.runtime.transport_fuzz import mutate
 
 _PEER = shared_segment.Peer(7, "11")
 _OPTIONS = transport.LinkOptions()
-_OFFER = rendezvous._Offer(zmq.curve_keypair()[0], _OPTIONS)
-_LANE_OFFER = datagram_link._Offer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
+_OFFER = rendezvous._LinkOffer(zmq.curve_keypair()[0], _OPTIONS)
+_LANE_OFFER = datagram_link._LaneOffer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
 # A message of each kind that processes send each other by way of the store.
 MESSAGES = {
     "meeting.MeetingRecord": meeting.MeetingRecord("a topic", b"body", "why"),
@@ -268,7 +268,7 @@ def _feed(codec: star_codec.Codec, data: bytes) -> int:
     """Returns 0 if it was refused, 2 if there were frames, else 1."""
     try:
         frames, _ = codec.feed(data)
-    except star_codec.Refused as error:
+    except star_codec.FrameRefused as error:
         assert str(error).isprintable()
         return 0
     assert all(isinstance(frame, star_codec.Frame) for frame in frames)

@@ -69,7 +69,7 @@ class ServerSocket:
             z85.decode(keys.worker_public): _WORKER.encode(),
             z85.decode(keys.server_public): _SERVER.encode(),
         }
-        self._admission = zmq_security.Admission(
+        self._admission = zmq_security.ZapAdmission(
             self._context,
             admit=lambda domain, key: admitted.get(key),
             refused=self._note_refused,

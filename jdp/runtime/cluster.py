@@ -1,4 +1,4 @@
-"""Cluster: which processes form the job, and the world they make."""
+"""Cluster: which processes form the job, and which devices are its replicas?"""
 
 import dataclasses
 import logging
@@ -31,19 +31,18 @@ _logger = logging.getLogger("jdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place of this process in a job of several."""
+class ProcessPlace:
+    """The place of this process in a job of several processes."""
 
     coordinator_address: str
     num_processes: int
     process_id: int
     local_device_ids: Sequence[int] | None = None
     num_cpu_devices: int | None = None
-    node: str | None = None  # equal within a host; None: found automatically.
+    node: str | None = None  # equal on one machine; None: found automatically.
     is_one_launch: bool = False  # whether one launcher has started all processes.
 
     def __post_init__(self) -> None:
-        """Checks what one process can check alone."""
         try:
             addresses.split(self.coordinator_address)
         except ValueError:
@@ -75,7 +74,7 @@ class _InitOptions:
 
 
 class _Initialized:
-    """Arguments of the last call of `init`; a process has one job."""
+    """Arguments of the last call of `init`; a process joins one job."""
 
     options: _InitOptions | None = None
 
@@ -93,22 +92,22 @@ def init(
 ) -> World:
     """Joins the job and returns its replicas; every process calls it once, first.
 
-    Without arguments the place of this process comes from `jdp launch`, else from what
-    `jax.distributed` detects (Slurm, Open MPI, Kubernetes, TPU), else this process is
-    alone and its devices are the replicas, as with `num_processes=1` and nothing else.
-    Called again with the same arguments it returns the same world.
+    Without arguments the place of this process comes from `jdp launch`, otherwise from
+    what `jax.distributed` detects (Slurm, Open MPI, Kubernetes, TPU). If neither gives
+    a place, this process is alone and its devices are the replicas, as with
+    `num_processes=1` and nothing else. A second call with the same arguments returns
+    the same world.
 
     Args:
-      coordinator_address: "host:port" at which process 0 listens. With it go
-        `num_processes` and `process_id`.
+      coordinator_address: "host:port" at which process 0 listens; needs `num_processes`
+        and `process_id`.
       num_processes: number of processes of the job.
-      process_id: number of this process, from 0.
-      local_device_ids: which GPUs this process uses; all it sees if None.
-      num_cpu_devices: how many devices the CPU is divided into; 1 if None.
+      process_id: index of this process, from 0.
+      local_device_ids: ids of the GPUs that this process uses; None: all it sees.
+      num_cpu_devices: number of devices into which the CPU is divided; None: 1.
       axis_name: name of the mesh axis, or a pair of names: across nodes (hosts) and
         within a node.
-      num_nodes: with a pair of names, the number of nodes, if it is not to be the
-        number of hosts.
+      num_nodes: with a pair of names, the number of nodes; None: the number of hosts.
       timeout_s: longest wait for other processes, here and later on the host, in
         seconds.
 
@@ -116,8 +115,8 @@ def init(
       The world; functions that take `world=None` use it.
 
     Raises:
-      ValueError: an argument is out of range or missing, also where the environment
-        says that there are several processes and not where they meet.
+      ValueError: an argument is out of range or missing, or the environment tells that
+        there are several processes but not where they meet.
       RuntimeError: called before with other arguments, or after JAX has chosen its
         devices; the coordinator cannot be reached, its port is taken, or processes are
         missing, doubled or do not fit.
@@ -142,9 +141,9 @@ def init(
         is_host = place.is_one_launch and place.process_id == 0
         with coordination.make_path(is_one_launch=is_host) as path:
             meeting = _join(place, options, path)
-            # It needs all processes: then all are connected.
+            # A collective of all processes: after it, all are connected.
             world = _make_world(options, meeting)
-        # Process 0 has done it, unless it was killed meanwhile.
+        # Process 0 has removed it, unless it was killed meanwhile.
         coordination.remove(meeting.path)
     else:
         meeting = None
@@ -184,8 +183,10 @@ def _check_options(options: _InitOptions) -> None:
         )
 
 
-def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | None:
-    """Finds the place of this process; None where nothing says that it has one."""
+def _find_place(
+    options: _InitOptions, environ: Mapping[str, str]
+) -> ProcessPlace | None:
+    """Finds the place of this process; None if it is alone."""
     explicit = {
         "coordinator_address": options.coordinator_address,
         "num_processes": options.num_processes,
@@ -201,7 +202,7 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
                 f"{', '.join(f'`{m}`' for m in missing)} must be given too: "
                 "`coordinator_address`, `num_processes` and `process_id` go together."
             )
-        return Place(**explicit, local_device_ids=options.local_device_ids)
+        return ProcessPlace(**explicit, local_device_ids=options.local_device_ids)
     launched = LaunchEnvironment.from_environ(environ)
     if launched is not None:
         environment.check_place_is_free(environ, os.getpid())
@@ -214,15 +215,15 @@ def _find_place(options: _InitOptions, environ: Mapping[str, str]) -> Place | No
     return place
 
 
-def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> Place:
+def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> ProcessPlace:
     device_ids = options.local_device_ids
     count = launched.devices_per_process
     if count is None and launched.num_local_processes > 1:
-        count = 1  # One process a GPU, unless the command line says how many.
+        count = 1  # One process per GPU, unless the command line gives a number.
     if device_ids is None and count is not None:
         first = launched.local_process_id * count
         device_ids = tuple(range(first, first + count))
-    return Place(
+    return ProcessPlace(
         coordinator_address=launched.coordinator_address,
         num_processes=launched.num_processes,
         process_id=launched.process_id,
@@ -233,18 +234,18 @@ def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> Place
     )
 
 
-def _detected_place(options: _InitOptions) -> Place | None:
+def _detected_place(options: _InitOptions) -> ProcessPlace | None:
     try:
         address, count, process_id, device_ids = compat.detect_cluster(
             timeout_s=options.timeout_s
         )
         if address is None or count is None or process_id is None:
             return None
-        return Place(
+        return ProcessPlace(
             coordinator_address=address,
             num_processes=count,
             process_id=process_id,
-            # JAX proposes one GPU a process; a process that is alone takes all.
+            # JAX proposes one GPU per process; a single process takes all.
             local_device_ids=options.local_device_ids
             or (device_ids if count > 1 else None),
         )
@@ -252,8 +253,8 @@ def _detected_place(options: _InitOptions) -> Place | None:
         raise ValueError(environment.explain_cluster(os.environ, error)) from error
 
 
-def _join(place: Place, options: _InitOptions, path: str) -> roll_call.Meeting:
-    """Meets the other processes, and starts `jax.distributed`."""
+def _join(place: ProcessPlace, options: _InitOptions, path: str) -> roll_call.Meeting:
+    """Runs the roll call, and starts `jax.distributed`."""
     if compat.backend_is_initialized():
         raise RuntimeError(
             "`jdp.init` must come before anything that makes JAX choose its devices, "
@@ -280,9 +281,9 @@ def _join(place: Place, options: _InitOptions, path: str) -> roll_call.Meeting:
         coordination.start(
             place.process_id, place.num_processes, address, meeting, options.timeout_s
         )
-    # Else it offers the address of the host's own name, which is 127.0.1.1 on Debian.
+    # Otherwise it offers the address of the host's own name: 127.0.1.1 on Debian.
     compat.offer_gloo_address(meeting.own_host)
-    if not user_program.has_launcher():  # It ends what fails.
+    if not user_program.has_launcher():  # A launcher ends the job when a process fails.
         program_end.prepare()
     return meeting
 
@@ -298,7 +299,7 @@ def _make_world(options: _InitOptions, meeting: roll_call.Meeting | None) -> Wor
             )
         nodes = meeting.nodes
         store = DistributedStore(compat.distributed_client(), meeting.session_key)
-    # Devices of a process next to each other, processes of a node too.
+    # Devices of a process are adjacent, and so are processes of a machine.
     rank_of_node = {node: rank for rank, node in enumerate(dict.fromkeys(nodes))}
 
     def position(device: Device) -> tuple[int, int, int]:
@@ -322,8 +323,8 @@ def _make_world(options: _InitOptions, meeting: roll_call.Meeting | None) -> Wor
     )
 
 
-def _choose_devices(place: Place | None, options: _InitOptions) -> None:
-    """Tells JAX which devices this process has, before it looks for them."""
+def _choose_devices(place: ProcessPlace | None, options: _InitOptions) -> None:
+    """Configures the devices of this process before JAX looks for them."""
     device_ids = place.local_device_ids if place else options.local_device_ids
     count = options.num_cpu_devices or (place.num_cpu_devices if place else None)
     if not compat.backend_is_initialized():

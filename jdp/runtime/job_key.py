@@ -22,7 +22,7 @@ _MOST_NAME = 400  # characters of the name of a job.
 _FILE_CONTEXT = "jdp job key 1"
 
 
-class Refused(RuntimeError):
+class WrongKey(RuntimeError):
     """A message was made without the key of this job, or for another use."""
 
 
@@ -47,11 +47,11 @@ def verify(key: bytes, context: str, signed: bytes) -> bytes:
     """Returns the body of a message that `sign` made with the same key and context.
 
     Raises:
-      Refused: `signed` is not such a message.
+      WrongKey: `signed` is not such a message.
     """
     code, body = signed[:CODE_BYTES], signed[CODE_BYTES:]
     if not hmac.compare_digest(code, _code(key, context, body)):
-        raise Refused(
+        raise WrongKey(
             f"`{context}` is not signed with the key of this job: a stranger wrote it, "
             "or a process that was started with another key."
         )

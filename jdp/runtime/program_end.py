@@ -24,7 +24,7 @@ from jdp.runtime.lifeline import lifeline
 _FAILED_ENDS_S = 1.5  # For threads and exit handlers; then the others begin to end.
 
 
-class _Own:
+class _ProgramEnd:
     """The end of this process."""
 
     is_prepared: bool = False
@@ -40,35 +40,35 @@ def prepare() -> None:
 
     def run() -> None:
         while True:
-            _Own.tasks.get()()
+            _ProgramEnd.tasks.get()()
 
     threading.Thread(target=run, name="jdp-end", daemon=True).start()
     # `sys.excepthook` would be too early, and a program may set it later.
     vars(threading)["_register_atexit"](forks.only_here(_tell_of_failure))
-    _Own.pid = os.getpid()
+    _ProgramEnd.pid = os.getpid()
     sys.addaudithook(_show_uncaught)
     # It runs before JAX's, which was registered earlier.
     atexit.register(forks.only_here(_end_if_failed))
-    _Own.is_prepared = True
+    _ProgramEnd.is_prepared = True
 
 
 def _show_uncaught(event: str, arguments: tuple[object, ...]) -> None:
     """Shows an uncaught error in place of Python, to learn the hook's exit code."""
-    if event != "sys.excepthook" or os.getpid() != _Own.pid:
+    if event != "sys.excepthook" or os.getpid() != _ProgramEnd.pid:
         return
     error = _find_uncaught()
     if error is None or arguments[2] is not error:
         return
     code = user_program.show_error(error)
     if code is not None:
-        _Own.exit_code, _Own.has_exited = code or 1, True
+        _ProgramEnd.exit_code, _ProgramEnd.has_exited = code or 1, True
     raise RuntimeError("The error has been shown.")  # Else Python shows it again.
 
 
 def _tell_of_failure() -> None:
     error = _find_uncaught()
     if error is not None:
-        _Own.tasks.put(_end_late)
+        _ProgramEnd.tasks.put(_end_late)
         lifeline.leave(
             user_program.describe_error(error), culprit=user_program.find_culprit(error)
         )
@@ -88,9 +88,9 @@ def _end_if_failed() -> None:
         time.sleep(0.02)
     logging.shutdown()
     user_program.flush()
-    if isinstance(error, KeyboardInterrupt) and not _Own.has_exited:
+    if isinstance(error, KeyboardInterrupt) and not _ProgramEnd.has_exited:
         _end_by_interrupt()
-    os._exit(_Own.exit_code)
+    os._exit(_ProgramEnd.exit_code)
 
 
 def _end_by_interrupt() -> None:
@@ -110,10 +110,10 @@ def _find_uncaught() -> BaseException | None:
 
 @atexit.register  # At import: all exit handlers of programs must run before it.
 def _wait_at_end() -> None:
-    if not _Own.is_prepared:
+    if not _ProgramEnd.is_prepared:
         return
     try:
-        lifeline.wait_at_end(_Own.tasks.put)
+        lifeline.wait_at_end(_ProgramEnd.tasks.put)
     except KeyboardInterrupt:
         user_program.flush()
         _end_by_interrupt()

@@ -40,7 +40,7 @@ _SETTINGS = (
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
-class Refused(Exception):
+class RollCallRefused(Exception):
     """A line does not belong to a roll call; the text says why."""
 
 
@@ -224,12 +224,12 @@ def decode_challenge(line: bytes) -> Challenge:
     """Inverts `encode_challenge`.
 
     Raises:
-      Refused: the line is not a challenge.
+      RollCallRefused: the line is not a challenge.
     """
-    challenge = _decode(line, Challenge)
+    challenge = _decode(line, Challenge, "challenge")
     _check_texts(challenge.protocol, challenge.key_id, challenge.job)
     if challenge.protocol != PROTOCOL:
-        raise Refused(f"it speaks {challenge.protocol}, not {PROTOCOL}")
+        raise RollCallRefused(f"it speaks {challenge.protocol}, not {PROTOCOL}")
     return challenge
 
 
@@ -244,15 +244,18 @@ def decode_hello(line: bytes, challenge: Challenge, key: bytes | None) -> RollCa
     """Inverts `encode_hello`.
 
     Raises:
-      Refused: the line is not a hello, or does not prove the key for this challenge.
+      RollCallRefused: the line is not a hello, or does not prove the key for this
+        challenge.
     """
-    hello = _decode(_verify(key, _hello_context(challenge), line), RollCallHello)
+    hello = _decode(
+        _verify(key, _hello_context(challenge), line), RollCallHello, "hello"
+    )
     _check_texts(hello.protocol, hello.host, hello.node, hello.jax_version)
     _check_texts(*hello.settings, *hello.settings.values())
     if hello.protocol != PROTOCOL:
-        raise Refused(f"it speaks {hello.protocol}, not {PROTOCOL}")
+        raise RollCallRefused(f"it speaks {hello.protocol}, not {PROTOCOL}")
     if hello.process_id >= hello.num_processes:
-        raise Refused("its `process_id` is not below its `num_processes`")
+        raise RollCallRefused("its `process_id` is not below its `num_processes`")
     return hello
 
 
@@ -270,18 +273,18 @@ def decode_verdict(
     """Inverts `encode_verdict`.
 
     Raises:
-      Refused: the line is not a verdict, does not prove the key, or is for another
-        process or an earlier run.
+      RollCallRefused: the line is not a verdict, does not prove the key, or is for
+        another process or an earlier run.
     """
     context = _verdict_context(challenge, own.instance)
-    verdict = _decode(_verify(key, context, line), RollCallVerdict)
+    verdict = _decode(_verify(key, context, line), RollCallVerdict, "verdict")
     if verdict.error is not None:
         if not verdict.error.replace("\n", "").isprintable():
-            raise Refused("its error is not printable text")
+            raise RollCallRefused("its error is not printable text")
         return verdict
     _check_texts(verdict.host, verdict.session, verdict.path, *verdict.nodes)
     if len(verdict.nodes) != own.num_processes or not verdict.host:
-        raise Refused("it does not name the machine of each process")
+        raise RollCallRefused("it does not name the machine of each process")
     return verdict
 
 
@@ -305,28 +308,28 @@ def _verify(key: bytes | None, context: str, line: bytes) -> bytes:
     except ValueError:
         code = b""
     if len(code) != job_key.CODE_BYTES:
-        raise Refused("it is not signed")
+        raise RollCallRefused("it is not signed")
     body = line[_CODE_DIGITS:].removesuffix(b"\n")
     try:
         return job_key.verify(key or _NO_KEY, context, code + body)
-    except job_key.Refused:
-        raise Refused(
+    except job_key.WrongKey:
+        raise RollCallRefused(
             "it does not prove the key of this job; give all the same `--key-file` or "
             "`JDP_JOB_KEY`"
         ) from None
 
 
-def _decode(line: bytes, kind: type[T]) -> T:
+def _decode(line: bytes, kind: type[T], name: str) -> T:
     try:
         return wire.decode_with(msgspec.json.Decoder(kind).decode, line)
     except wire.DecodeError as error:
-        raise Refused(f"it is not a valid {kind.__name__}: {error}") from None
+        raise RollCallRefused(f"it is not a valid {name}: {error}") from None
 
 
 def _check_texts(*texts: str) -> None:
     # They are shown in errors: control codes of terminals are refused.
     if not all(text.isprintable() for text in texts):
-        raise Refused("it holds unprintable text")
+        raise RollCallRefused("it holds unprintable text")
 
 
 def _where(hello: RollCallHello) -> str:

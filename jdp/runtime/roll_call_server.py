@@ -11,8 +11,8 @@ from jdp.runtime import addresses, job_key, roll_call
 from jdp.runtime.roll_call import (
     Challenge,
     Meeting,
-    Refused,
     RollCallHello,
+    RollCallRefused,
     RollCallVerdict,
 )
 
@@ -160,10 +160,10 @@ class RollCallServer:
             return
         try:
             if len(guest.said) > roll_call.MOST_HELLO_BYTES:
-                raise Refused("it is too long")
+                raise RollCallRefused("it is too long")
             said = bytes(guest.said)
             hello = roll_call.decode_hello(said, guest.challenge, self._key)
-        except Refused as error:
+        except RollCallRefused as error:
             self._drop(guest, f"did not begin with {roll_call.PROTOCOL}: {error}")
             return
         del self._guests[guest.line]

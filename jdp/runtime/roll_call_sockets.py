@@ -16,7 +16,12 @@ import msgspec
 
 from jdp.replicas import progress
 from jdp.runtime import addresses, job_key, roll_call, roll_call_server
-from jdp.runtime.roll_call import Meeting, Refused, RollCallHello, RollCallVerdict
+from jdp.runtime.roll_call import (
+    Meeting,
+    RollCallHello,
+    RollCallRefused,
+    RollCallVerdict,
+)
 
 _RETRY_S = 0.05
 _RETRY_REFUSED_S = 0.5
@@ -83,7 +88,7 @@ class _Caller:
             try:
                 with socket.create_connection((host, port), timeout=left_s) as line:
                     return self._ask(line)
-            except Refused as error:
+            except RollCallRefused as error:
                 reason, wait_s = str(error), _RETRY_REFUSED_S
                 refusal = reason
                 self._warn_once(reason)
@@ -106,8 +111,10 @@ class _Caller:
         first = self._read_line(line, most_bytes, timeout_s=_CHALLENGE_TIMEOUT_S)
         try:
             challenge = roll_call.decode_challenge(first)
-        except Refused as error:
-            raise Refused(f"something else than jdp answers there: {error}") from None
+        except RollCallRefused as error:
+            raise RollCallRefused(
+                f"something else than jdp answers there: {error}"
+            ) from None
         line.settimeout(max(0.001, self._left_s()))
         theirs = challenge.job
         # Signed for this job: process 0 of another job refuses it, even if a stranger
@@ -115,9 +122,9 @@ class _Caller:
         challenge = msgspec.structs.replace(challenge, job=self._job)
         line.sendall(roll_call.encode_hello(self._own, challenge, self._key))
         if challenge.key_id != roll_call.key_id(self._key):
-            raise Refused(_describe_keys(challenge.key_id, self._key))
+            raise RollCallRefused(_describe_keys(challenge.key_id, self._key))
         if theirs != self._job:
-            raise Refused(
+            raise RollCallRefused(
                 f"it is of the job {theirs!r}, and this process of the job "
                 f"{self._job!r}; the address of the coordinator and `JDP_JOB_ID` must "
                 "be the same in all processes of a job"
@@ -150,7 +157,9 @@ class _Caller:
                 raise ConnectionResetError(errno.ECONNRESET, "it hung up")
             said += data
             if len(said) > most_bytes:
-                raise Refused("something else than jdp answers there: it says too much")
+                raise RollCallRefused(
+                    "something else than jdp answers there: it says too much"
+                )
         return bytes(said)
 
     def _left_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Store: small values that the processes of a job share."""
+"""Store: how do the processes of a job share small values?"""
 
 import itertools
 import logging
@@ -11,13 +11,13 @@ import jax
 from jdp.replicas import progress
 from jdp.runtime import job_key
 
-_FORGED_PERIOD_S = 0.05  # how often a key is read again that a stranger has written.
+_FORGED_PERIOD_S = 0.05  # between reads of a key that a stranger has written.
 _MOST_WARNINGS = 20
 _logger = logging.getLogger("jdp")
 
 
-class _Own:
-    """Counters and notes that a process keeps for itself."""
+class _Bookkeeping:
+    """Counters and retired keys, which a process keeps for itself."""
 
     def __init__(self) -> None:
         self._rounds = itertools.count()
@@ -37,19 +37,19 @@ class _Own:
         return retired
 
 
-class DistributedStore(_Own):
+class DistributedStore(_Bookkeeping):
     """The key-value store of `jax.distributed`, which process 0 serves.
 
-    Whatever reaches its port can read and write it. So values are signed, each for its
-    own key, and what a stranger wrote counts as not there: `get` waits on, until its
-    deadline, and `set` writes over it. What a stranger deletes is gone, and a wait for
-    it ends at its deadline.
+    Any program that reaches its port can read and write it. So each value is signed for
+    its key, and a value from a stranger counts as absent: `get` waits on until its
+    deadline, and `set` overwrites it. A value that a stranger deletes is gone, and a
+    wait for it ends at its deadline.
 
-    A round trip of two processes on one host takes about a millisecond.
+    A round trip between two processes on one host takes about a millisecond.
     """
 
     def __init__(self, client: Any, key: bytes):
-        """Takes the client of `jax.distributed` and the key that signs."""
+        """Uses the client of `jax.distributed`, and signs with `key`, shape (32,)."""
         super().__init__()
         self._client = client
         self._key = key
@@ -69,7 +69,7 @@ class DistributedStore(_Own):
         """See `jdp.types.Store`.
 
         A wait that times out leaves some 35 kB in process 0 until the key is set
-        (measured, JAX 0.10.2): to wait long, do not repeat short ones.
+        (measured, JAX 0.10.2): wait once and long, not repeatedly.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -119,11 +119,11 @@ class DistributedStore(_Own):
 
     def _verify(
         self, key: str, signed: bytes
-    ) -> tuple[bytes, None] | tuple[None, job_key.Refused]:
-        """Returns the value, or why it is not of this job, which is logged once."""
+    ) -> tuple[bytes, None] | tuple[None, job_key.WrongKey]:
+        """Returns the value, or why it is not from this job, which is logged once."""
         try:
             return job_key.verify(self._key, _context(key), signed), None
-        except job_key.Refused as error:
+        except job_key.WrongKey as error:
             if key not in self._warned and len(self._warned) < _MOST_WARNINGS:
                 self._warned.add(key)
                 _logger.warning("The store of the job: %s It is left out.", error)
@@ -135,15 +135,15 @@ def _context(key: str) -> str:
 
 
 class _Shared:
-    """State that the members of one in-memory job share."""
+    """State shared by the members of one in-memory job."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.changed = threading.Condition()
 
 
-class MemoryStore(_Own):
-    """The in-memory twin: the members of one job live in threads of one process."""
+class MemoryStore(_Bookkeeping):
+    """Store of a job whose members are threads of one process."""
 
     def __init__(self, shared: _Shared):
         """Use `make_memory_stores`."""

@@ -1,10 +1,10 @@
 """User program: how does one process of a job run the user's program?
 
 `jdp launch` runs this file by its path: `python -u user_program.py script train.py
-args...` or `... module package.train args...`. The program sees what it would see under
-`python train.py` or `python -m package.train`, and `__main__` stays the program's until
-the interpreter ends; `runpy` would take it back before threads and exit handlers do,
-and they may start processes that import it. The file imports neither jdp nor jax.
+args...` or `... module package.train args...`. The program runs as under `python
+train.py` or `python -m package.train`, and `__main__` stays the program's module until
+the interpreter ends. (`runpy` would restore it before threads and exit handlers end,
+and they may start processes that import it.) The file imports neither jdp nor jax.
 
 A program that fails ends with `os._exit`: the exit handler of JAX waits up to 300 s at
 a barrier for peers that hang in a collective with the process that failed.
@@ -30,15 +30,17 @@ _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
 FAILURE_FD = "JDP_FAILURE_FD"
 _FLUSH_TIMEOUT_S = 2.0  # for all pipes and sockets together.
-_FILE: type = io.IOBase.__mro__[1]  # in C: a class of `abc` would look at every object.
+_FILE: type = io.IOBase.__mro__[
+    1
+]  # in C: `isinstance` with an ABC would inspect every object.
 _TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is not a C long.
 # Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
 RECORD = struct.Struct("<cidii?")
 FAILED, BEGAN, JOINED, ENDED, LOST = b"f", b"b", b"j", b"e", b"l"
-# A peer that is gone breaks collectives and its line at once, and either may be first.
+# The end of a peer breaks collectives and its line; either may be noticed first.
 _PEER_IS_HEARD_S = 1.0
 _NAMED = re.compile(r"\bProcess (\d{1,9}) has ended; the others")
-# JAX's errors about a broken link: it tells nothing of why the other side is gone.
+# JAX's errors about a broken link do not tell why the other side is gone.
 _BROKEN = re.compile(
     r"\bGloo |\bgloo/|ncclRemoteError|remote process exited|oordination service"
     r"|UNAVAILABLE:|Connection (?:closed|reset|refused)"
@@ -48,12 +50,12 @@ _BROKEN = re.compile(
 def main(argv: list[str]) -> None:
     """Runs the program named by `argv`: its kind, its target, its arguments."""
     kind, target, *arguments = argv
-    _Own.failure_fd, _Own.pid = _take_failure_fd(), os.getpid()
-    # `import jdp.runtime.user_program` must yield this module, which has the pipe.
+    _LauncherPipe.failure_fd, _LauncherPipe.pid = _take_failure_fd(), os.getpid()
+    # `import jdp.runtime.user_program` must return this module, which has the pipe.
     sys.modules["jdp.runtime.user_program"] = sys.modules["__main__"]
     program = types.ModuleType("__main__")
     program.__dict__["__builtins__"] = builtins
-    # The interpreter itself keeps the module of this file alive.
+    # The interpreter keeps the module of this file alive.
     sys.modules["__main__"] = program
     try:
         if kind == "module":
@@ -74,7 +76,7 @@ def main(argv: list[str]) -> None:
         _exit_unless_zero(code)
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if os.getpid() != _Own.pid:
+        if os.getpid() != _LauncherPipe.pid:
             _exit_if_child(show_error(error) or code)
         at_s = time.monotonic()
         culprit = find_culprit(error)
@@ -85,13 +87,13 @@ def main(argv: list[str]) -> None:
             code = hook_code or code  # The others were told already.
             _write(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         if culprit is not None:
-            # JAX aborts all when process 0 ends; the culprit gets to say what it has.
+            # JAX aborts all when process 0 ends; the culprit gets time to report.
             time.sleep(_CULPRIT_FIRST_S)
         _exit_unless_zero(code)
 
 
 def _take_failure_fd() -> int | None:
-    """Takes the launcher's pipe out of what the program and its children see."""
+    """Removes the launcher's pipe from the environment, and returns it."""
     fd = os.environ.pop(FAILURE_FD, None)
     if fd is None:
         return None
@@ -99,38 +101,38 @@ def _take_failure_fd() -> int | None:
     return int(fd)
 
 
-class _Own:
-    """Connections of this process to its launcher; empty without one."""
+class _LauncherPipe:
+    """Pipe of this process to its launcher; unset without a launcher."""
 
     failure_fd: int | None = None
-    pid: int = 0  # Children that this process forks do not speak for it.
+    pid: int = 0  # Forked children do not report for this process.
 
 
 def has_launcher() -> bool:
     """Returns whether a launcher runs the program of this process, through `main`."""
-    return _Own.failure_fd is not None
+    return _LauncherPipe.failure_fd is not None
 
 
 def report_failure(
     code: int, *, culprit: int | None = None, is_consequence: bool = False
 ) -> None:
-    """Tells the launcher that the program of this process has failed, now.
+    """Reports to the launcher that the program of this process has failed now.
 
     Args:
-      code: with which it will end.
-      culprit: the process that is the reason, where that is another one.
-      is_consequence: whether it is ended for nothing but the end of another one.
+      code: exit code with which the process will end.
+      culprit: the process that is the reason, if it is another one.
+      is_consequence: whether the only reason is the end of another process.
     """
     _write(FAILED, code, culprit, is_consequence=is_consequence)
 
 
 def report_loss(process: int) -> None:
-    """Tells the launcher that `process` is gone: JAX may abort this one for it."""
+    """Reports that `process` is gone: JAX may abort this process because of it."""
     _write(LOST, culprit=process)
 
 
 def report_init(*, has_joined: bool) -> None:
-    """Tells the launcher that this process begins `jdp.init`, or has come out of it."""
+    """Reports to the launcher that `jdp.init` begins, or has returned."""
     _write(JOINED if has_joined else BEGAN)
 
 
@@ -143,16 +145,16 @@ def _write(
     is_consequence: bool = False,
 ) -> None:
     process_id = os.environ.get("JDP_PROCESS_ID", "")
-    if _Own.failure_fd is None or not process_id.isdigit():
+    if _LauncherPipe.failure_fd is None or not process_id.isdigit():
         return
-    if os.getpid() != _Own.pid:
+    if os.getpid() != _LauncherPipe.pid:
         return
     own = int(process_id)
     blamed = own if culprit is None else culprit
     at_s = time.monotonic() if at_s is None else at_s
     record = RECORD.pack(kind, own, at_s, code, blamed, is_consequence)
     with contextlib.suppress(OSError):  # The launcher is gone.
-        os.write(_Own.failure_fd, record)
+        os.write(_LauncherPipe.failure_fd, record)
 
 
 def describe_error(error: BaseException) -> str:
@@ -170,11 +172,11 @@ def _text_of(error: BaseException) -> str:
 
 
 def find_culprit(error: BaseException) -> int | None:
-    """Returns the process that is the reason, where that is another one.
+    """Returns the process that is the reason for `error`, if it is another one.
 
-    An error of jdp may name it. Any other error that is raised after another process
-    has failed or died follows from that, such as "connection reset by peer"; an error
-    of JAX waits a moment for the word of the lifeline.
+    An error of jdp may name it. Any other error after the failure or death of another
+    process follows from that, such as "connection reset by peer". After an error of
+    JAX, the lifeline gets a moment to hear of such a process.
     """
     progress = sys.modules.get("jdp.replicas.progress")
     timeout_s = 0.0
@@ -195,9 +197,9 @@ def find_culprit(error: BaseException) -> int | None:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Returns whether `error` tells nothing but that a link to a process broke.
+    """Returns whether `error` only tells that a link to another process broke.
 
-    Such an error is never the cause where another process says more.
+    Such an error is not the cause if another process reports a reason.
     """
     return any(
         _is_of_jax(cause)
@@ -211,15 +213,15 @@ def is_consequence(error: BaseException) -> bool:
 def _is_of_jax(error: BaseException) -> bool:
     if "JaxRuntimeError" in (kind.__name__ for kind in type(error).__mro__):
         return True
-    text = describe_error(error)  # JAX raises a few of its errors as ValueError.
+    text = describe_error(error)  # JAX raises some of its errors as ValueError.
     return "Gloo " in text or "gloo/" in text
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Returns `error` and what it was raised from or because of."""
+    """Returns `error`, its causes and its contexts."""
     found: list[BaseException] = []
     cause: BaseException | None = error
-    # By identity: `==` of the user's class may raise, or compare arrays.
+    # By identity: the class's `==` may raise, or compare arrays.
     while cause is not None and not any(cause is each for each in found):
         found.append(cause)
         context = None if cause.__suppress_context__ else cause.__context__
@@ -238,14 +240,16 @@ def _load_script(
     program: types.ModuleType, path: str, arguments: list[str]
 ) -> types.CodeType:
     sys.argv = [path, *arguments]
-    if not os.path.isabs(path):  # Else it runs also where the folder was deleted.
+    if not os.path.isabs(
+        path
+    ):  # An absolute path works even if the current folder was deleted.
         path = os.path.join(os.getcwd(), path)
     spec = None
     if not path.endswith(".py"):
-        # A folder or a zip file with a `__main__.py` in it.
+        # A folder or a zip file with a `__main__.py`.
         spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
     if spec is not None:
-        if sys.flags.safe_path:  # Python gives a folder its place all the same.
+        if sys.flags.safe_path:  # Python adds a folder to the path even so.
             sys.path.insert(0, path)
         _set_first_path(path)
         return _adopt(program, spec)
@@ -302,7 +306,7 @@ def _exit_code(error: SystemExit) -> int:
         return (error.code if -_TOO_LARGE <= error.code < _TOO_LARGE else -1) & 0xFF
     try:
         print(error.code, file=sys.stderr)
-    except Exception:  # It is the user's class; Python itself ends with 1, silently.
+    except Exception:  # `__str__` of the user's class; Python ends with 1, silently.
         name = type(error.code).__name__
         print(
             f"`sys.exit` got an object of class {name}, whose text fails",
@@ -314,11 +318,11 @@ def _exit_code(error: SystemExit) -> int:
 def _exit_if_child(code: int) -> None:
     """Ends a child that the program forked, after its exit handlers.
 
-    As `multiprocessing` does: JAX cannot be taken apart without its threads.
+    As `multiprocessing` does: JAX cannot be shut down without its threads.
     """
-    if os.getpid() == _Own.pid:
+    if os.getpid() == _LauncherPipe.pid:
         return
-    wait_for_threads = vars(threading)["_shutdown"]  # as at the end of any Python.
+    wait_for_threads = vars(threading)["_shutdown"]  # as Python does at its end.
     for end in (wait_for_threads, atexit._run_exitfuncs):
         with contextlib.suppress(Exception):
             end()
@@ -334,40 +338,40 @@ def _exit_unless_zero(code: int) -> None:
 
 
 def flush() -> None:
-    """Writes out what standard streams and open files hold; `os._exit` loses it."""
+    """Flushes standard streams and open files; `os._exit` does not."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
-            continue  # None, broken or closed: nothing that could be shown.
+            continue  # None, broken or closed.
     files = _find_files()
     _flush_files(files, are_regular=True)
-    # A pipe may never be read.
+    # A pipe may never be read, so this gets a deadline.
     thread = threading.Thread(target=_flush_files, args=(files,), daemon=True)
-    with contextlib.suppress(RuntimeError):  # At its end Python starts no thread.
+    with contextlib.suppress(RuntimeError):  # At its end, Python cannot start a thread.
         thread.start()
         thread.join(_FLUSH_TIMEOUT_S)
 
 
 def _find_files() -> list[io.IOBase]:
-    # By its type: `__class__` may be a property of the user's class.
+    # By type: `__class__` may be a property of the user's class.
     return [each for each in gc.get_objects() if issubclass(type(each), _FILE)]
 
 
 def _flush_files(files: list[io.IOBase], *, are_regular: bool = False) -> None:
     """Flushes open files: regular files, or all others."""
     for file in files:
-        # The class may be the user's; in memory, or closed, it has no descriptor.
+        # A user's class may raise; a file in memory has no descriptor.
         with contextlib.suppress(Exception):
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode) == are_regular:
                 file.flush()
 
 
 def show_error(error: BaseException) -> int | None:
-    """Shows `error` as Python would: without the frames that led to the program.
+    """Shows `error` as Python would, without the frames of this file.
 
     Returns:
-      The exit code that the program's `sys.excepthook` asks for, if it does.
+      The exit code that the program's `sys.excepthook` asks for, if any.
     """
     trace = error.__traceback__
     while trace is not None:

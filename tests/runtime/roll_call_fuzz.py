@@ -56,7 +56,7 @@ def _enter(roll, own, hello, number):
 def _decode(decode, *args):
     try:
         found = decode(*args)
-    except roll_call.Refused as error:
+    except roll_call.RollCallRefused as error:
         assert str(error).encode()
         return None
     assert msgspec.json.encode(found)

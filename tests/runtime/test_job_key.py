@@ -25,14 +25,14 @@ def test_another_key_another_use_and_every_flipped_bit_are_refused():
         wrong.append((KEY, "a use", bytes(torn)))
     wrong += [(KEY, "a use", signed[:n]) for n in range(len(signed))]
     for key, context, what in wrong:
-        with pytest.raises(job_key.Refused, match="not signed with the key of this"):
+        with pytest.raises(job_key.WrongKey, match="not signed with the key of this"):
             job_key.verify(key, context, what)
 
 
 def test_the_end_of_a_context_is_not_the_start_of_a_body():
     signed = job_key.sign(KEY, "ab", b"c")
     moved = signed[: job_key.CODE_BYTES] + b"bc"
-    with pytest.raises(job_key.Refused):
+    with pytest.raises(job_key.WrongKey):
         job_key.verify(KEY, "a", moved)
 
 

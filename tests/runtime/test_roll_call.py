@@ -86,7 +86,7 @@ KEYS = [None, job_key.make()]
 
 
 def _refusal(decode, *args):
-    with pytest.raises(roll_call.Refused) as caught:
+    with pytest.raises(roll_call.RollCallRefused) as caught:
         decode(*args)
     return str(caught.value)
 

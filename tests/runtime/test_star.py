@@ -11,7 +11,13 @@ import pytest
 from hypothesis import strategies
 
 from jdp.runtime.lifeline import star, star_codec, star_line
-from jdp.runtime.lifeline.star_codec import Codec, Frame, OtherJob, OtherKey, Refused
+from jdp.runtime.lifeline.star_codec import (
+    Codec,
+    Frame,
+    FrameRefused,
+    OtherJob,
+    OtherKey,
+)
 
 KEY = bytes(range(32))
 TIMEOUT_S = 20.0
@@ -185,7 +191,7 @@ def test_a_changed_stream_is_refused(change):
         data = first[:-1] + bytes([first[-1] ^ 1])
     else:
         data = make_pair()[1].encode(Frame("say", 1, b"a"))
-    with pytest.raises(Refused, match="without the key"):
+    with pytest.raises(FrameRefused, match="without the key"):
         center.feed(data)
 
 
@@ -197,9 +203,9 @@ def test_garbage_is_refused_and_nothing_else(body, has_key):
         center._session = session = bytes(32)
         body = star_codec.job_key.sign(session, "member 0", body)
         body = star_codec._LENGTH.pack(len(body)) + body
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(FrameRefused):
         center.feed(body)
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(FrameRefused):
         Codec(KEY, "x", "center").feed(body)
     del member
 

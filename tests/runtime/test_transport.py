@@ -341,7 +341,7 @@ def test_a_process_that_does_not_come_is_named_by_all_others(missing):
 def _offer(world, *, version=transport.VERSION, options=_SMALL):
     """Publishes a key and options, and nothing more."""
     keys = zmq.curve_keypair()
-    offer = rendezvous._Offer(keys[0], options)
+    offer = rendezvous._LinkOffer(keys[0], options)
     data = bytes((version,)) + msgspec.msgpack.encode(offer)
     world.store.set(f"link/{world.process_index}", data)
     return keys

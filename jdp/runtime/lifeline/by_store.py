@@ -1,7 +1,7 @@
-"""Lifeline by store: how does a process hear of ends while its line is not there?
+"""Lifeline by store: how does a process hear of ends while it has no line?
 
-Strangers may crowd the port of the lines. Then what processes say of their ends goes
-through JAX's store as well, where it is signed; it is looked for every few seconds.
+Strangers may crowd the port of the lines. So processes post their ends, signed, in
+JAX's store as well, and look for other posts every few seconds.
 """
 
 import logging
@@ -16,7 +16,7 @@ _logger = logging.getLogger("jdp")
 
 
 class EndsInStore:
-    """The second way of one process; a thread of its own looks."""
+    """Posts of one process's end, and a thread that reads the posts of others."""
 
     def __init__(
         self,
@@ -24,13 +24,13 @@ class EndsInStore:
         heard: Callable[[int, bytes], None],
         wake: Callable[[], None],
     ):
-        """Starts to look.
+        """Starts the thread.
 
         Args:
           world: the job.
-          heard: gets what another process has posted, once, and its number; it is
-            called in the thread.
-          wake: called after it.
+          heard: called once per post of another process, with its index and the post,
+            in the thread.
+          wake: called after `heard`.
         """
         assert world.store is not None
         self._store, self._own, self._heard = world.store, world.process_index, heard
@@ -43,14 +43,14 @@ class EndsInStore:
         self._thread.start()
 
     def post(self, body: bytes) -> None:
-        """Tells the others that look."""
+        """Posts the end of this process."""
         try:
             self._store.set(f"{_DIRECTORY}/{self._own}", body, overwrite=True)
-        except RuntimeError as error:  # The store has ended, and with it the job.
+        except RuntimeError as error:  # The store has ended, and the job with it.
             _logger.debug("An end is not told: %s", error)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stops the thread."""
         self._stopped.set()
         self._thread.join(_PERIOD_S)
 

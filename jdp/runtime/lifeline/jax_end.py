@@ -1,8 +1,8 @@
-"""JAX's end: how does a process wait for it, and give it up where it never comes?
+"""JAX's end: how does a process wait for it, and give up if it never comes?
 
-`jax.distributed` ends at a barrier of all processes, which waits in C++. No thread may
-be in that call when Python finalises: it would abort the process as soon as it asks for
-the interpreter. So a process calls it only once all are known to be at their end.
+`jax.distributed` ends at a barrier of all processes, which waits in C++. A thread must
+not be in that call when Python finalizes: it would abort the process as soon as it asks
+for the GIL. So a process calls it only when all others are at their end.
 """
 
 import logging
@@ -17,13 +17,13 @@ _RETURN_TIMEOUT_S = 2.0
 
 
 class JaxEnd:
-    """JAX's end in one process: the main thread waits, another one gives it up."""
+    """JAX's end in one process: the main thread waits, another may give up."""
 
     def __init__(self, own: int, count: int):
-        """Knows of no process that has come to its end.
+        """Starts with all processes still running.
 
         Args:
-          own: number of this process.
+          own: index of this process.
           count: number of processes.
         """
         self._running = set(range(count)) - {own}
@@ -35,18 +35,18 @@ class JaxEnd:
         self._is_in_vain = False
 
     def note(self, process: int, *, may_begin: bool) -> None:
-        """Takes note of a process whose exit handlers have run.
+        """Notes that the exit handlers of a process have run.
 
         Args:
-          process: its number.
-          may_begin: whether it says that JAX may end, whatever the others have said.
+          process: index of the process.
+          may_begin: whether JAX may end, whatever the other processes have sent.
         """
         self._running.discard(process)
         if may_begin or not self._running:
             self._may_begin.set()
 
     def give_up(self) -> bool:
-        """Lets the main thread go on without JAX's end; returns whether it waited."""
+        """Releases the main thread without JAX's end; returns whether it waited."""
         if not self._is_awaited or self._is_decided.is_set():
             return False
         self._is_in_vain = True
@@ -55,10 +55,10 @@ class JaxEnd:
         return True
 
     def wait(self, run_beside: Callable[[Callable[[], None]], None]) -> None:
-        """Has JAX end in another thread; returns then, or after `give_up`.
+        """Ends JAX in another thread; returns then, or after `give_up`.
 
-        If JAX waited in the main thread, only the whole process could be ended, without
-        the exit code that Python has for it.
+        A wait of JAX in the main thread could only be ended with the whole process,
+        which would lose its exit code.
 
         Args:
           run_beside: runs a function in another thread.
@@ -71,7 +71,7 @@ class JaxEnd:
                 self._has_begun = True
                 run_beside(self._end_jax)
                 self._is_decided.wait()
-        except BaseException:  # Raised by the handler of a signal.
+        except BaseException:  # Raised by a signal handler.
             jax_distributed.abandon_at_end()
             raise
         if self._is_in_vain:

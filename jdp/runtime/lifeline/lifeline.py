@@ -1,14 +1,13 @@
 """Lifeline: does this process wait for a process that is gone?
 
 From `jdp.init` to the end, every process holds a line to the others. A process that
-ends says how many steps it has begun, and whether it failed. A process that dies
-breaks its line. A
-process that is in a step which another will never begin, or waits on the host for one
-that is gone, can wait for ever: this ends it soon, with a message on all that names
-the process which ended first.
+ends tells how many steps it has begun, and whether it failed. A process that dies
+breaks its line. A process can wait for ever in a step that another will never begin, or
+on the host for a process that is gone. The lifeline ends it soon, with a message on all
+processes that names the process that ended first.
 
-No process is ended because another ended before it: after equal numbers of steps each
-may take as long as it likes.
+The end of another process alone is not a reason: after equal numbers of steps, each
+process may run as long as it needs.
 """
 
 import atexit
@@ -39,13 +38,13 @@ from jdp.runtime.lifeline.rules import (
 )
 
 _PURPOSE = "processes"
-_KEY = "jdp/lifeline"  # in the store: where process 0 listens.
+_KEY = "jdp/lifeline"  # key in the store: where process 0 listens.
 _CHECK_PERIOD_S = 0.1
 _MEET_TIMEOUT_S = 10.0
-_LINGER_S = 0.7  # of process 0, whose end lets JAX abort the others.
-LEAVING_S = 5.0  # the same, for those that are at their end.
+_LINGER_S = 0.7  # Process 0 ends later: its end lets JAX abort the others.
+LEAVING_S = 5.0  # The same, while other processes are at their end.
 _STILL_RUNS_S = 60.0
-_WAITS_AT_END_S = 60.0  # until a process names those that JAX waits for.
+_WAITS_AT_END_S = 60.0  # until a process names the processes JAX waits for.
 _logger = logging.getLogger("jdp")
 
 
@@ -53,7 +52,7 @@ _DECODER = msgspec.msgpack.Decoder(Left | AtEnd | Stuck)
 
 
 class _Lifeline:
-    """This process' part; the thread of the star runs all but `leave`."""
+    """The lifeline of this process; the thread of the star runs all but `leave`."""
 
     def __init__(self, world: World, key: bytes):
         self._own, self._count = world.process_index, world.process_count
@@ -68,7 +67,7 @@ class _Lifeline:
         self._has_noted = False
         self._ends_since_s: float | None = None
         self._jax_end = JaxEnd(self._own, self._count)
-        # Until `_star` is there, its thread waits in `_tick`.
+        # The thread of the star waits in `_tick` until `_star` is set.
         self._is_made = threading.Event()
         self._star = self._join(world, key)
         self._is_made.set()
@@ -111,7 +110,7 @@ class _Lifeline:
         )
 
     def leave(self, error: str | None, culprit: int | None) -> None:
-        """Says that the program of this process has ended; at most once."""
+        """Tells the others that the program of this process has ended; once."""
         if self._ended_s is not None or os.getpid() != self._pid:
             return
         self._has_failed = error is not None
@@ -124,8 +123,8 @@ class _Lifeline:
         self._star.flush(timeout_s=1.0)
 
     def wait_at_end(self, run_beside: Callable[[Callable[[], None]], None]) -> None:
-        """Says that the exit handlers have run, and waits for JAX's end."""
-        # A process without a line does not hear of the others: JAX waits for them.
+        """Tells the others that the exit handlers have run, and waits for JAX's end."""
+        # Without a line, a process does not hear of the others: JAX waits for them.
         may_begin = self._ends is not None
         self._star.say(msgspec.msgpack.encode(AtEnd(may_begin)))
         self._jax_end.note(self._own, may_begin=may_begin)
@@ -142,7 +141,7 @@ class _Lifeline:
         return rules.find_first(self._own, self._gone, is_consequence=is_consequence)
 
     def abandon_in_child(self) -> None:
-        """Lets go of what a child of this process has inherited."""
+        """Closes connections that a forked child has inherited."""
         self._star.abandon_in_child()
 
     def _heard(self, process: int, body: bytes) -> None:
@@ -245,19 +244,19 @@ class _Lifeline:
                 )
         if self._stuck is None:
             return verdict
-        # Another process is ended, so this one has nothing to wait for: the culprit,
-        # which may be this one, and whichever waits, at once.
+        # Another process is being ended, so this one ends too: at once if it waits or
+        # has ended its program, otherwise once `FAILED_GRACE_S` has passed.
         first = self._gone[0].arrived_s if self._gone else now_s - rules.FAILED_GRACE_S
         if has_ended or verdict is not None or now_s - first > rules.FAILED_GRACE_S:
             return self._stuck
         return None
 
     def _tell(self, now_s: float) -> None:
-        """Says what is worth knowing before it is known to hurt."""
+        """Reports processes that are gone, before this process has to end for it."""
         for gone in self._gone:
             age_s = now_s - gone.arrived_s
             is_bad = gone.steps is None or gone.error is not None
-            # A launcher says it better; without one, JAX may abort us in a moment.
+            # A launcher reports it better; without one, JAX may abort us in a moment.
             wait_s = 1.5 if self._has_launcher else 0.0
             wait_s = wait_s if is_bad else _STILL_RUNS_S
             if gone.process in self._shown or age_s < wait_s:
@@ -273,7 +272,7 @@ class _Lifeline:
                 )
 
     def _end(self, verdict: LifelineVerdict) -> None:
-        """Begins to end this process; the others and its launcher are told."""
+        """Begins to end this process, and tells the others and its launcher."""
         _show(verdict.text)
         user_program.report_failure(
             1,
@@ -295,9 +294,9 @@ class _Lifeline:
         os._exit(1)
 
     def is_needed_by_others(self) -> bool:
-        """Returns whether the end of this process would let JAX abort one at its end.
+        """Returns whether the end of this process would abort another at its end.
 
-        That one is on its way out, with an exit code of its own.
+        JAX aborts it, though it is about to end with an exit code of its own.
         """
         return self._own == 0 and any(gone.is_leaving for gone in self._gone)
 
@@ -309,11 +308,11 @@ class _Current:
 
 
 def start(world: World, key: bytes) -> None:
-    """Opens the lines of a job of several processes; each calls it once.
+    """Opens the lines of a job of several processes; each process calls it once.
 
     Args:
-      world: the job; `lifeline` uses its store once.
-      key: of this run, shape (32,).
+      world: the job; its store is used once.
+      key: key of this run, shape (32,).
     """
     try:
         _Current.lifeline = _Lifeline(world, key)
@@ -332,8 +331,8 @@ def leave(error: str | None, *, culprit: int | None = None) -> None:
     """Tells the others that this process has ended its program, or that it failed.
 
     Args:
-      error: why it failed; None: it did not.
-      culprit: the process that is the reason, if another.
+      error: the reason of the failure; None: it succeeded.
+      culprit: the process that is the reason, if it is another one.
     """
     if _Current.lifeline is not None:
         _Current.lifeline.leave(error, culprit)
@@ -343,11 +342,11 @@ def find_culprit(*, timeout_s: float = 0.0, is_consequence: bool = False) -> int
     """Returns the first process that failed or died.
 
     Args:
-      timeout_s: how long to wait for the word that one did, in seconds.
-      is_consequence: whether the error of this process says only that a link broke.
+      timeout_s: how long to wait until this process hears of one, in seconds.
+      is_consequence: whether the error of this process only tells that a link broke.
 
     Returns:
-      None where this process has not heard of any.
+      Its index, or None if this process has not heard of any.
     """
     if _Current.lifeline is None:
         return None
@@ -363,7 +362,7 @@ def find_culprit(*, timeout_s: float = 0.0, is_consequence: bool = False) -> int
 
 
 def wait_at_end(run_beside: Callable[[Callable[[], None]], None]) -> None:
-    """Has JAX end, and waits for it unless it waits in vain; for exit handlers.
+    """Ends JAX, and waits for it unless that is in vain; for exit handlers.
 
     Args:
       run_beside: runs a function in another thread.
@@ -373,7 +372,7 @@ def wait_at_end(run_beside: Callable[[Callable[[], None]], None]) -> None:
 
 
 def is_needed_by_others() -> bool:
-    """Returns whether the end of this process would let JAX abort one at its end."""
+    """Returns whether the end of this process would abort another at its end."""
     return _Current.lifeline is not None and _Current.lifeline.is_needed_by_others()
 
 

@@ -1,4 +1,4 @@
-"""Lifeline rules: which word of a process ends another one, and which is the culprit?
+"""Lifeline rules: which message of a process ends another, and which is the culprit?
 
 Pure: no clock and no link; see `lifeline` for what is done about it.
 """
@@ -11,38 +11,38 @@ import msgspec
 from jdp.replicas import wire
 from jdp.replicas.progress import Snapshot
 
-# Steps under way when a process ended get this long: to hear of its last step,
-# where that is known, and where it died without a word.
+# Steps that run when a process ends get this long: if the number of its last step is
+# known, and if it died without a message.
 ENDED_GRACE_S = 2.0
 LOST_GRACE_S = 4.0
-# A process that says that it failed ends the others, whatever they do.
+# A process that reports a failure ends the others, whatever they do.
 FAILED_GRACE_S = 5.0
-_MOST_TEXT = 4000  # characters of what another process gives as its reason.
+_MOST_TEXT = 4000  # characters of the reason of another process.
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
     """This process has ended its program."""
 
-    steps: dict[str, int]  # calls of each decorated step that it has begun.
-    error: str | None = None  # why, if it failed.
-    culprit: int | None = None  # the process that is the reason, if another.
+    steps: dict[str, int]  # begun calls, by decorated step.
+    error: str | None = None  # the reason, if it failed.
+    culprit: int | None = None  # the process that is the reason, if another one.
 
 
 class AtEnd(msgspec.Struct, frozen=True, tag="at_end"):
-    """The exit handlers of this process have run; only JAX has still to end."""
+    """The exit handlers of this process have run; only JAX has to end still."""
 
-    may_begin: bool = False  # whether JAX may end, whatever the others have said.
+    may_begin: bool = False  # whether JAX may end, whatever the others have sent.
 
 
 class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
-    """This process is ended, because it waits for another one."""
+    """This process is being ended, because it waits for another one."""
 
     culprit: int
     text: str
 
 
 def check(message: Left | AtEnd | Stuck, count: int) -> Left | AtEnd | Stuck:
-    """Returns what one of `count` processes has said, fit to be shown.
+    """Returns the message of one of `count` processes, cleaned for a terminal.
 
     Raises:
       DecodeError: it names a process that the job does not have.
@@ -60,15 +60,15 @@ def check(message: Left | AtEnd | Stuck, count: int) -> Left | AtEnd | Stuck:
 
 
 class Gone(NamedTuple):
-    """A process that takes no more part in anything.
+    """A process that has ended its program, failed or died.
 
     Attributes:
-      process: its number.
+      process: index of the process.
       arrived_s: when this process heard of it.
-      steps: calls of each step that it has begun; None: it died without a word.
-      error: why it failed; None: it did not, as far as it could say.
-      culprit: the process that it says is the reason, if another.
-      broke_s: when its line broke after it had said that it ended; None: it did not.
+      steps: begun calls, by step; None: it died without a message.
+      error: the reason of its failure; None: it did not report a failure.
+      culprit: the process that it blames, if another one.
+      broke_s: when its line broke after its message; None: the line holds.
     """
 
     process: int
@@ -80,26 +80,26 @@ class Gone(NamedTuple):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its program has ended, not failed, and the process is still there."""
+        """Whether its program has succeeded and the process still exists."""
         return self.steps is not None and self.error is None and self.broke_s is None
 
 
 class LifelineVerdict(NamedTuple):
-    """Why this process is to be ended."""
+    """The reason to end this process."""
 
     culprit: int
     text: str
 
 
 class AfterLoss(NamedTuple):
-    """Steps that this process has begun since another one is gone without a word.
+    """Steps that this process has begun since another one died without a message.
 
-    They are told from earlier ones by their number: JAX runs them later than they are
-    called, and a step without the other process fails without a word to the caller.
+    They are told from earlier steps by their number: JAX runs a step later than it is
+    called, and a step without the other process fails without an error in the caller.
 
     Attributes:
-      num_begun: calls of all steps that it had begun when it heard of that.
-      since_s: when the first call after these was seen; None: there is none.
+      num_begun: begun calls of all steps when this process heard of the loss.
+      since_s: when the first call after these was seen; None: there was none yet.
     """
 
     num_begun: int
@@ -109,14 +109,14 @@ class AfterLoss(NamedTuple):
 def count_after_loss(
     before: AfterLoss | None, num_begun: int, has_result: bool, *, now_s: float
 ) -> AfterLoss:
-    """Returns what is known now of the steps since a loss; pure.
+    """Updates the steps since a loss; pure.
 
     Args:
-      before: what was known; None: it has just been heard of.
-      num_begun: calls of all steps that this process has begun.
-      has_result: whether the last of them is known to have ended well: then it did
-        not need what is gone, or nothing is gone but a line.
-      now_s: the clock.
+      before: the previous value; None: this process has just heard of the loss.
+      num_begun: begun calls of all steps of this process.
+      has_result: whether the last of them has succeeded: then it did not need the lost
+        process, or only a line was lost.
+      now_s: the time of a monotonic clock.
     """
     if before is None or (has_result and num_begun > before.num_begun):
         return AfterLoss(num_begun)
@@ -137,13 +137,12 @@ def judge(
     """Returns whether process `own` waits in vain; pure.
 
     Args:
-      own: number of this process.
+      own: index of this process.
       has_ended: whether its program has come to its end.
       now: where its main thread is.
-      gone: in the order in which they were heard of.
-      now_s: the clock.
-      after_loss_s: since when steps do not end that were begun after the word that a
-        process is gone without a word; see `AfterLoss`.
+      gone: processes in the order in which this process heard of them.
+      now_s: the time of a monotonic clock.
+      after_loss_s: since when a step begun after a loss has not ended; see `AfterLoss`.
     """
     for other in gone:
         gone_s = now_s - other.arrived_s
@@ -187,10 +186,10 @@ def judge_end(
     """Returns whether process `own` waits in vain at the end of JAX; pure.
 
     Args:
-      own: number of this process, which has not come out of JAX's end yet.
+      own: index of this process, which has not returned from JAX's end yet.
       ended_s: when its program came to its end.
-      gone: in the order in which they were heard of.
-      now_s: the clock.
+      gone: processes in the order in which this process heard of them.
+      now_s: the time of a monotonic clock.
     """
     for other in gone:
         if other.broke_s is None:
@@ -207,15 +206,15 @@ def judge_end(
 def find_first(
     own: int, gone: Sequence[Gone], *, is_consequence: bool = False
 ) -> int | None:
-    """Returns the process that failed or died first, or that such a one names.
+    """Returns the process that failed or died first, or the process that it blames.
 
-    One that names process `own` followed from that, and explains nothing there, unless
-    process `own` has no more to say itself than that its links broke.
+    A process that blames process `own` is skipped: its failure follows from this one.
+    It counts only if process `own` itself reports nothing but broken links.
 
     Args:
-      own: number of this process, which has failed.
-      gone: in the order in which they were heard of.
-      is_consequence: whether its error says only that a link broke.
+      own: index of this process, which has failed.
+      gone: processes in the order in which this process heard of them.
+      is_consequence: whether its error only tells that a link broke.
     """
     bad = [other for other in gone if other.steps is None or other.error is not None]
     for other in bad:
@@ -225,7 +224,7 @@ def find_first(
 
 
 def describe(gone: Gone) -> str:
-    """Says what became of a process, such as `process 1 ended after no step`."""
+    """Describes the end of a process, such as `process 1 ended after no step`."""
     if gone.error is not None:
         return f"process {gone.process} failed ({gone.error})"
     if gone.steps is None:

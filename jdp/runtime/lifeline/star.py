@@ -1,10 +1,10 @@
-"""Star: how do the members of a job hear at once what becomes of each other?
+"""Star: how do the members of a job hear at once of each other's messages and ends?
 
-Member 0 listens, the others connect to it, and it repeats to all what one says. A line
+Member 0 listens, the others connect to it, and it forwards each message to all. A line
 that breaks without a goodbye is the end of a member: the kernel closes it when a
-process dies, and keep-alive probes, which the kernel answers, find a host that is gone.
-A process that is stopped or busy is never taken for dead. What travels is proved by the
-job key; see `star_codec`.
+process dies, and keep-alive probes, which the kernel answers, detect a lost host. A
+process that is stopped or busy is never taken for dead. The job key authenticates every
+message; see `star_codec`.
 """
 
 import collections
@@ -17,20 +17,26 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from jdp.runtime.lifeline.star_codec import Codec, Doubled, Frame, OtherJob, Refused
+from jdp.runtime.lifeline.star_codec import (
+    Codec,
+    Doubled,
+    Frame,
+    FrameRefused,
+    OtherJob,
+)
 from jdp.runtime.lifeline.star_line import StarLine
 
-_MAX_SAID = 64  # by one member, however often it comes back.
-_MAX_GUESTS = 256  # that have not proved anything yet.
+_MAX_SAID = 64  # messages of one member, over all its connections.
+_MAX_GUESTS = 256  # connections that are not authenticated yet.
 _GUEST_TIMEOUT_S = 10.0
-_MAX_WARNED = 10  # addresses of which the log, or `refused`, hears.
+_MAX_WARNED = 10  # addresses that are logged, or passed to `refused`.
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.1
 _logger = logging.getLogger("jdp")
 
 
 class Star:
-    """One member's part in the star; a thread of its own serves it.
+    """One member of the star, served by a thread of its own.
 
     `heard` and `lost` are called in that thread, one at a time.
     """
@@ -53,20 +59,20 @@ class Star:
         """Starts the thread.
 
         Args:
-          member: number of this one.
-          num_members: of the job.
-          key: of the job, shape (32,).
-          purpose: what the star is for.
-          listener: of member 0; it is closed with the star.
-          address: at which the others find member 0.
-          connect_timeout_s: how long the others look for it.
-          heard: gets what a member has said, and its number.
-          lost: gets the number of a member whose line broke without a goodbye; of
-            member 0 also where it was never reached.
+          member: index of this member.
+          num_members: number of members of the job.
+          key: key of the job, shape (32,).
+          purpose: use of the star; stars of another purpose are refused.
+          listener: listening socket of member 0; closed with the star.
+          address: address at which the others reach member 0.
+          connect_timeout_s: how long the others try to reach it.
+          heard: called with the index of a member and its message.
+          lost: called with the index of a member whose line broke without a goodbye, or
+            with 0 if member 0 was never reached.
           tick: called after each event, and again after the seconds that it returned;
             None: not before the next event.
-          refused: gets the address of what says that it has another key or is of
-            another job, once for each address, and what it is; None: the log has it.
+          refused: called once per address with the address and the error, if the other
+            end has another key or is of another job. None: the log has it.
         """
         self._member, self._num_members = member, num_members
         self._key, self._purpose = key, purpose
@@ -75,14 +81,16 @@ class Star:
         self._heard, self._lost, self._tick = heard, lost, tick
         self._selector = selectors.DefaultSelector()
         self._lines: dict[socket.socket, StarLine] = {}
-        self._history: list[Frame] = []  # for members that come later.
+        self._history: list[Frame] = []  # for members that connect later.
         self._num_said = collections.Counter[int]()  # by member.
         self._outbox: collections.deque[Frame] = collections.deque()
         self._is_closing = False
         self._refused = refused
-        self._warned: set[str] = set()  # addresses of what was refused.
+        self._warned: set[str] = set()  # addresses that were refused.
         self._is_welcome = False  # Member 0 has answered.
-        self._met: set[int] = set()  # by member 0, also members that have left since.
+        self._met: set[int] = (
+            set()
+        )  # members that member 0 has met, also if they have left.
         self._unheard: list[Frame] = []  # said before that.
         self._reconnect_s: float | None = None
         self._connect_by_s = time.monotonic() + connect_timeout_s
@@ -96,23 +104,23 @@ class Star:
         self._thread.start()
 
     def say(self, body: bytes) -> None:
-        """Tells all other members; for any thread."""
+        """Sends to all other members; any thread may call it."""
         self._outbox.append(Frame("say", self._member, body))
         self.wake()
 
     def wait_until_whole(self, *, timeout_s: float) -> bool:
-        """Waits until member 0 is linked to all others, or this one to member 0."""
+        """Waits until this member is linked: member 0 to all others, others to it."""
         with self._sent:
             return self._sent.wait_for(self._is_whole, timeout_s)
 
     def has_met_all(self) -> bool:
-        """Whether each member has come once; of others than 0, whether that has."""
+        """Whether member 0 has met all others, or this member has met member 0."""
         if self._member == 0:
             return len(self._met) == self._num_members - 1
         return self._is_welcome
 
     def say_now(self, body: bytes, *, timeout_s: float = 0.5) -> None:
-        """Tells all other members before it returns; in the thread of the star."""
+        """Sends to all other members before it returns; in the thread of the star."""
         self._spread(Frame("say", self._member, body))
         deadline_s = time.monotonic() + timeout_s
         self._flush_lines()
@@ -121,17 +129,17 @@ class Star:
             self._flush_lines()
 
     def wake(self) -> None:
-        """Has `tick` called soon."""
+        """Makes the thread call `tick` soon."""
         with contextlib.suppress(OSError):
             self._wake_fd.send(b"w")
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Waits until all that was said is on its way; returns whether it is."""
+        """Waits until all messages are sent; returns whether they are."""
         with self._sent:
             return self._sent.wait_for(self._is_flushed, timeout_s)
 
     def close(self, *, timeout_s: float = 1.0) -> None:
-        """Says goodbye and ends the thread; the others go on."""
+        """Says goodbye and ends the thread; the other members stay linked."""
         self._outbox.append(Frame("bye", self._member))
         self._is_closing = True
         self.wake()
@@ -139,7 +147,7 @@ class Star:
             self._thread.join(timeout_s)
 
     def abandon_in_child(self) -> None:
-        """Closes what a child of this process has inherited, without a word."""
+        """Closes the sockets that a forked child has inherited, without a goodbye."""
         for sock in [*self._lines, self._wake_fd, self._woken_fd, self._listener]:
             if sock is not None:
                 sock.close()
@@ -208,7 +216,7 @@ class Star:
                 self._read(line)
 
     def _guests(self) -> list[StarLine]:
-        """Returns lines that have proved nothing yet; drops the overdue ones."""
+        """Returns lines that are not authenticated yet; drops the overdue ones."""
         guests = [line for line in self._lines.values() if line.member is None]
         oldest_s = time.monotonic() - _GUEST_TIMEOUT_S
         for line in guests:
@@ -220,16 +228,16 @@ class Star:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # It has gone, or there are no descriptors: others come back.
+        except OSError:  # It left, or descriptors ran out: others come back.
             time.sleep(0.01)
             return
         guests = self._guests()
-        if len(guests) >= _MAX_GUESTS:  # Members prove themselves at once.
+        if len(guests) >= _MAX_GUESTS:  # Members authenticate at once.
             self._drop(guests[0])
         self._add(sock, "center")
 
     def _connect(self) -> None:
-        """Connects to what is at the address; it has still to prove itself."""
+        """Connects to the address; the other end is not authenticated yet."""
         assert self._address is not None
         self._reconnect_s = None
         while not self._is_closing and time.monotonic() < self._connect_by_s:
@@ -268,11 +276,11 @@ class Star:
             line.unsent += answer
             for frame in frames:
                 self._take(line, frame)
-        except Refused as error:
+        except FrameRefused as error:
             self._warn(line, error)
             self._drop(line)
 
-    def _warn(self, line: StarLine, error: Refused) -> None:
+    def _warn(self, line: StarLine, error: FrameRefused) -> None:
         if line.where in self._warned or len(self._warned) >= _MAX_WARNED:
             return
         self._warned.add(line.where)
@@ -286,12 +294,12 @@ class Star:
 
     def _take(self, line: StarLine, frame: Frame) -> None:
         if not 0 <= frame.member < self._num_members:
-            raise Refused(f"it names member {frame.member} of {self._num_members}")
+            raise FrameRefused(f"it names member {frame.member} of {self._num_members}")
         if self._member != 0:
             if line.member is None and frame.kind == "doubled":
                 raise Doubled(f"it has another member {self._member}")
             if line.member is None and frame.kind != "hello":
-                raise Refused("member 0 does not begin with a hello")
+                raise FrameRefused("member 0 does not begin with a hello")
             if frame.kind == "say":
                 self._heard(frame.member, frame.body)
             elif frame.kind == "lost":
@@ -299,7 +307,7 @@ class Star:
             elif frame.kind == "bye":
                 line.has_said_bye = True
             elif frame.member != 0:
-                raise Refused(f"member {frame.member} answers for member 0")
+                raise FrameRefused(f"member {frame.member} answers for member 0")
             else:
                 line.member = 0
                 self._is_welcome = True
@@ -311,17 +319,17 @@ class Star:
                 line.unsent += line.codec.encode(Frame("doubled", 0))
                 with contextlib.suppress(OSError):
                     line.flush()
-                raise Refused(f"it begins as member {frame.member}, which is here")
+                raise FrameRefused(f"it begins as member {frame.member}, which is here")
             line.member = frame.member
             line.unsent += line.codec.encode(Frame("hello", 0))
             line.unsent += b"".join(map(line.codec.encode, self._history))
             self._met.add(frame.member)
             return
         if frame.member != line.member or frame.kind not in ("say", "bye"):
-            raise Refused(f"member {line.member} speaks for member {frame.member}")
+            raise FrameRefused(f"member {line.member} speaks for member {frame.member}")
         self._num_said[frame.member] += 1
         if self._num_said[frame.member] > _MAX_SAID:
-            raise Refused(f"member {line.member} says too much")
+            raise FrameRefused(f"member {line.member} says too much")
         if frame.kind == "bye":
             line.has_said_bye = True
         else:
@@ -335,7 +343,7 @@ class Star:
         if self._member == 0 and is_kept:
             self._history.append(frame)
         if self._member != 0 and not self._is_welcome and frame.kind == "say":
-            self._unheard.append(frame)  # Said again where this line proves nothing.
+            self._unheard.append(frame)  # Sent again if this line is not authenticated.
         for line in self._lines.values():
             if line is not but and (line.member is not None or line.is_center):
                 line.unsent += line.codec.encode(frame)
@@ -359,7 +367,7 @@ class Star:
         self._selector.unregister(line.sock)
         line.sock.close()
         if line.is_center and line.member is None:
-            # A stranger, or member 0 was too busy: what is there has proved nothing.
+            # A stranger, or member 0 was too busy.
             self._reconnect_s = time.monotonic() + _RETRY_S
             return
         if line.member is None or line.has_said_bye:

@@ -1,8 +1,8 @@
-"""Star codec: the frames of one line of a `star`, proved to be of this job.
+"""Star codec: how are the frames of a line of a `star` authenticated?
 
 Each frame carries a code of the job key over both ends' nonces, the direction and a
-running number, so nothing can be made up, replayed or left out. The greeting before
-them proves nothing; it tells an end that was given another key by mistake.
+running number, so a frame cannot be forged, replayed or left out. The greeting before
+them proves nothing; it reveals an end that was given another key by mistake.
 """
 
 import secrets
@@ -16,26 +16,26 @@ from jdp.runtime import job_key
 
 _MAGIC = b"jdp-star-2\n"
 _NONCE_BYTES = 32
-_ID_BYTES = 8  # of the key, and of the purpose.
+_ID_BYTES = 8  # of the ids of the key and of the purpose.
 _GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES + 2 * _ID_BYTES
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 14
 
 
-class Refused(RuntimeError):
+class FrameRefused(RuntimeError):
     """A message of another job or another protocol arrived."""
 
 
-class OtherJob(Refused):
-    """The other end says that it is of another job, though it has the key."""
+class OtherJob(FrameRefused):
+    """The other end claims to be of another job with the same key."""
 
 
 class OtherKey(OtherJob):
-    """The other end says that it has another key."""
+    """The other end claims to have another key."""
 
 
 class Doubled(OtherJob):
-    """Member 0 says that it has another member of this number."""
+    """Member 0 claims to have another member with this index."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -50,15 +50,15 @@ _DECODER = msgspec.msgpack.Decoder(Frame)
 
 
 class Codec:
-    """The frames of one end of a line; knows no socket."""
+    """The frames of one end of a line, without a socket."""
 
     def __init__(self, key: bytes, purpose: str, side: Literal["center", "member"]):
-        """Begins a line.
+        """Starts a line with a new nonce.
 
         Args:
-          key: of the job, shape (32,).
-          purpose: what the star is for; frames of another purpose are refused.
-          side: which end this is.
+          key: key of the job, shape (32,).
+          purpose: use of the star; frames of another purpose are refused.
+          side: the end that this codec serves.
         """
         self._key = key
         self._purpose = purpose
@@ -76,30 +76,30 @@ class Codec:
         return bool(self._held)
 
     def greet(self) -> bytes:
-        """Returns what is sent first."""
+        """Returns the greeting, which is sent first."""
         return _MAGIC + self._nonce + b"".join(self._ids)
 
     def encode(self, frame: Frame) -> bytes:
-        """Returns the bytes of a frame; empty, and later ones, before the greeting."""
+        """Encodes a frame; before the other end has greeted, holds it and returns b""."""
         if self._session is None:
             self._held.append(frame)
             return b""
         return self._seal(frame)
 
     def feed(self, data: bytes) -> tuple[list[Frame], bytes]:
-        """Takes what was received.
+        """Decodes received bytes.
 
         Returns:
-          The frames that are whole, and bytes to send now.
+          The complete frames, and bytes to send now.
 
         Raises:
-          Refused: it is not of this job. The line is of no more use.
+          FrameRefused: they are not of this job. The line must be closed.
         """
         self._received += data
         answer = b""
         if self._session is None:
             if not _MAGIC.startswith(self._received[: len(_MAGIC)]):
-                raise Refused("it does not begin as a line of jdp")
+                raise FrameRefused("it does not begin as a line of jdp")
             if len(self._received) < _GREETING_BYTES:
                 return [], b""
             greeting = bytes(self._received[len(_MAGIC) : _GREETING_BYTES])
@@ -141,7 +141,7 @@ class Codec:
             return None
         (size,) = _LENGTH.unpack_from(self._received)
         if size > _MAX_FRAME_BYTES + job_key.CODE_BYTES:
-            raise Refused(f"a frame of {size} bytes")
+            raise FrameRefused(f"a frame of {size} bytes")
         if len(self._received) < _LENGTH.size + size:
             return None
         sealed = bytes(self._received[_LENGTH.size : _LENGTH.size + size])
@@ -153,14 +153,14 @@ class Codec:
             )
             self._num_received += 1
             return wire.decode_with(_DECODER.decode, body)
-        except job_key.Refused:
-            raise Refused(
+        except job_key.WrongKey:
+            raise FrameRefused(
                 "it was made without the key of this job, or for another job with it"
             ) from None
         except wire.DecodeError as error:
-            raise Refused(f"a frame that says nothing: {error}") from None
+            raise FrameRefused(f"an invalid frame: {error}") from None
 
 
 def _name(key: bytes, context: str) -> bytes:
-    """Returns what is equal where the keys are, and shows nothing of them."""
+    """Returns an id that is equal for equal keys and does not reveal them."""
     return job_key.derive(key, context)[:_ID_BYTES]

@@ -7,8 +7,8 @@ import time
 from jdp.runtime import addresses
 from jdp.runtime.lifeline.star_codec import Codec
 
-# A host that vanishes is found after IDLE + COUNT * INTERVAL seconds, or, where
-# something was sent to it, after USER_TIMEOUT milliseconds.
+# A lost host is detected after IDLE + COUNT * INTERVAL seconds, or, with unacknowledged
+# data, after USER_TIMEOUT milliseconds.
 _KEEP_ALIVE = {
     "TCP_KEEPIDLE": 3,
     "TCP_KEEPINTVL": 2,
@@ -18,7 +18,7 @@ _KEEP_ALIVE = {
 
 
 class StarLine:
-    """One connection, its codec and what waits to be sent."""
+    """One connection, its codec and its unsent bytes."""
 
     def __init__(self, sock: socket.socket, codec: Codec):
         sock.setblocking(False)
@@ -27,13 +27,13 @@ class StarLine:
         self.where = _where(sock)  # address of the other end, for messages.
         self.codec = codec
         self.unsent = bytearray(codec.greet())
-        self.member: int | None = None  # the other end, once proved.
-        self.is_center = False  # whether member 0 should be there.
+        self.member: int | None = None  # the other end, once authenticated.
+        self.is_center = False  # whether the other end should be member 0.
         self.has_said_bye = False
         self.began_s = time.monotonic()
 
     def flush(self) -> None:
-        """Sends what the other end takes now."""
+        """Sends as many bytes as the other end takes now."""
         while self.unsent:
             try:
                 num_bytes = self.sock.send(self.unsent)
@@ -46,8 +46,8 @@ def listen(host: str, port: int) -> socket.socket:
     """Opens the listener of member 0 at an address of this host.
 
     Args:
-      host: by which the others reach this host.
-      port: 0 for a free one.
+      host: name or address by which the others reach this host.
+      port: 0 for any free port.
 
     Raises:
       OSError: `host` has no address here, or the port is taken.
@@ -56,7 +56,7 @@ def listen(host: str, port: int) -> socket.socket:
     if not addresses.is_loopback(host) and any(
         addresses.is_loopback(str(address[0])) for *_, address in found
     ):
-        # Debian's default: the name of this host is 127.0.1.1 here alone.
+        # Debian's default: only on this host its name is 127.0.1.1.
         passive = socket.AI_PASSIVE
         found = socket.getaddrinfo(None, port, type=socket.SOCK_STREAM, flags=passive)
     problem: OSError | None = None
@@ -76,7 +76,7 @@ def listen(host: str, port: int) -> socket.socket:
 def _where(sock: socket.socket) -> str:
     try:
         return addresses.unmap(str(sock.getpeername()[0]))
-    except OSError:  # It has gone already.
+    except OSError:  # It has left already.
         return "an address that is gone"
 
 

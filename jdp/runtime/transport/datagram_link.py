@@ -1,10 +1,10 @@
-"""Transport's lane: a shorter way for small messages of processes on one host.
+"""Datagram link: how do small messages between processes on one host get faster?
 
 A message over ZeroMQ passes two more threads, each of which has to be woken. A datagram
-between two Unix sockets passes none: a round trip takes a third of the time. Nothing
-else changes: messages are numbered, so that they are handed on in the order
-they were sent, whichever way they came; what does not fit, or finds the other
-side's queue full, goes over ZeroMQ, which also says which process is lost.
+between two Unix sockets passes none: a round trip takes a third of the time. Messages
+are numbered and delivered in the order they were sent, whichever way they came. A
+message that does not fit, or finds the other queue full, is sent over ZeroMQ, which
+also reports lost processes.
 """
 
 import re
@@ -22,23 +22,23 @@ from jdp.runtime.transport.transport import Event, Lost, Received
 from jdp.runtime.transport.zmq_link import ZmqLink
 
 _MOST_BYTES = 32 << 10  # of a datagram.
-_MOST_AT_ONCE = 4096  # that one wait takes, lest it never returns.
+_MOST_AT_ONCE = 4096  # datagrams per wait, so that it returns.
 _NUMBER = struct.Struct("<I")
-_MOST_EARLY = 1 << 14  # messages that wait for one before them.
-_OFFER = 0xFFFFFFFF  # in place of a number: where the sender has its socket.
+_MOST_EARLY = 1 << 14  # messages that wait for an earlier one.
+_OFFER = 0xFFFFFFFF  # in place of a number: the message is an offer.
 _TOKEN_BYTES = 16
 
 
-class _Offer(msgspec.Struct, frozen=True):
+class _LaneOffer(msgspec.Struct, frozen=True):
     address: bytes
-    token: bytes  # what a datagram of this peer has to begin with.
+    token: bytes  # the first bytes of every datagram to this peer.
 
 
 _ADDRESS = re.compile(rb"\0jdp-[0-9a-f]{32}")
 
 
-def _decode_offer(payload: bytes) -> _Offer:
-    offer = wire.decode(payload, _Offer, what="The offer of a lane")
+def _decode_offer(payload: bytes) -> _LaneOffer:
+    offer = wire.decode(payload, _LaneOffer, what="The offer of a lane")
     if not _ADDRESS.fullmatch(offer.address) or len(offer.token) != _TOKEN_BYTES:
         raise wire.Malformed("The offer of a lane has no address of a lane.")
     return offer
@@ -55,10 +55,10 @@ class LaneLink:
         *,
         gap_timeout_s: float = 30.0,
     ):
-        """Puts a lane beside `link`, which all processes do; they are on one host.
+        """Adds a lane to `link`; all processes do so, and are on one host.
 
-        A message that does not come for `gap_timeout_s` seconds, though later ones of
-        its process do, ends the link to that process.
+        A message that is missing for `gap_timeout_s` seconds, though later messages of
+        its process came, ends the link to that process.
         """
         self._link = link
         self._peers = [0] if rank else list(range(1, num_processes))
@@ -67,18 +67,20 @@ class LaneLink:
         self._socket.setblocking(False)
         self._socket.bind(self._address)
         self._end = weakref.finalize(self, self._socket.close)
-        self._end.atexit = False  # Links are closed at exit, and wake until then.
+        self._end.atexit = (
+            False  # Links are closed at exit, and must be awake until then.
+        )
         self._buffer = bytearray(_TOKEN_BYTES + _NUMBER.size + _MOST_BYTES)
-        self._offers: dict[int, _Offer] = {}  # by peer: where to send.
+        self._offers: dict[int, _LaneOffer] = {}  # by peer.
         self._tokens = {secrets.token_bytes(_TOKEN_BYTES): p for p in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
         self._due = dict.fromkeys(self._peers, 0)  # number of the next message.
         self._early: dict[int, dict[int, bytes]] = {p: {} for p in self._peers}
         self._gap_timeout_s = gap_timeout_s
-        self._gaps: dict[int, float] = {}  # by peer: when it began that one is missing.
+        self._gaps: dict[int, float] = {}  # by peer: since when a message is missing.
         link.watch(self._socket.fileno(), self._receive)
         for token, peer in self._tokens.items():
-            offer = msgspec.msgpack.encode(_Offer(self._address, token))
+            offer = msgspec.msgpack.encode(_LaneOffer(self._address, token))
             self._send_around(peer, _NUMBER.pack(_OFFER) + offer)
 
     def send(self, peer: int, payload: bytes) -> None:
@@ -92,7 +94,7 @@ class LaneLink:
         else:
             try:
                 self._socket.sendto(offer.token + message, offer.address)
-            except OSError:  # Its queue is full, or it has gone.
+            except OSError:  # Its queue is full, or it is gone.
                 self._send_around(peer, message)
         self._sent[peer] = (number + 1) % _OFFER
 
@@ -105,7 +107,7 @@ class LaneLink:
         while True:
             wait_s = self._until_gap(timeout_s)
             came = self._link.wait(wait_s)
-            # Messages still on the lane when a process was lost comes before that.
+            # Messages on the lane come before the loss of their process.
             lost = [event for event in came if isinstance(event, Lost)]
             messages = [event for event in came if isinstance(event, Received)]
             if lost:
@@ -122,7 +124,7 @@ class LaneLink:
             is_over = not came and wait_s == timeout_s
             if events or self._link.is_woken or is_over:
                 return events
-            # These events are for later; the wait goes on.
+            # No event can be delivered yet; the wait continues.
             if deadline_s is not None:
                 timeout_s = max(0.0, deadline_s - time.monotonic())
 
@@ -161,7 +163,7 @@ class LaneLink:
         self._end()
 
     def _receive(self, events: "list[Received] | list[Event]") -> None:
-        """Takes the datagrams that are there; those with a wrong token are dropped."""
+        """Receives all datagrams; drops datagrams with a wrong token."""
         for _ in range(_MOST_AT_ONCE):
             try:
                 size = self._socket.recv_into(self._buffer)
@@ -173,7 +175,7 @@ class LaneLink:
                 events.append(Received(peer, bytes(datagram[_TOKEN_BYTES:])))
 
     def _take(self, event: Received, events: list[Event]) -> None:
-        """Hands a message on when all before it have been; others wait."""
+        """Delivers a message once all earlier ones are delivered."""
         peer, message = event
         try:
             (number,) = _NUMBER.unpack_from(message)
@@ -198,5 +200,5 @@ class LaneLink:
         while self._due[peer] in early:
             events.append(Received(peer, early.pop(self._due[peer])))
             self._due[peer] = (self._due[peer] + 1) % _OFFER
-        if early:  # One of these is missing now.
+        if early:  # The next message is missing.
             self._gaps[peer] = time.monotonic()

@@ -1,4 +1,4 @@
-"""Transport's meeting: how hub and spokes find and trust each other, over the store."""
+"""Rendezvous: how do hub and spokes of a link find and trust each other?"""
 
 import contextlib
 import logging
@@ -33,15 +33,15 @@ _ENDPOINTS = "endpoints"
 _logger = logging.getLogger("jdp")
 
 
-class _Offer(msgspec.Struct, frozen=True):
-    """First message of a process, after a byte with its version."""
+class _LinkOffer(msgspec.Struct, frozen=True):
+    """First message of a process, after a byte with the version."""
 
     public_key: bytes  # of CURVE, in Z85.
     options: LinkOptions
 
 
 def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
-    """See `transport.open_link`; of a job of several processes."""
+    """Implements `transport.open_link` for several processes."""
     link, endpoint = open_sockets(world, key=key, options=options)
     if endpoint.startswith("ipc://"):
         return LaneLink(
@@ -56,11 +56,11 @@ def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
 def open_sockets(
     world: World, *, key: str, options: LinkOptions
 ) -> tuple[ZmqLink, str]:
-    """Opens a link over ZeroMQ alone; returns it, and where the hub listens."""
+    """Opens a link over ZeroMQ only; returns it and the endpoint of the hub."""
     assert world.store is not None
     meeting = StoreMeeting(world.store, key, world.process_index, world.timeout_s)
     public_key, secret_key = zmq.curve_keypair()
-    offer = bytes((VERSION,)) + msgspec.msgpack.encode(_Offer(public_key, options))
+    offer = bytes((VERSION,)) + msgspec.msgpack.encode(_LinkOffer(public_key, options))
     meeting.leave_record(offer)
     if world.process_index == 0:
         return _open_hub(world, meeting, options, secret_key)
@@ -81,8 +81,7 @@ def _open_hub(
         if folder:
             for path in (endpoint.removeprefix("ipc://") for endpoint in endpoints):
                 stack.callback(forks.only_here(private_folder.remove_socket), path)
-        # Only now, with all keys known, may others connect: a handshake has a deadline
-        # of its own.
+        # Others connect only once all keys are known: a handshake has its own deadline.
         _announce(meeting, _ENDPOINTS, body=msgspec.msgpack.encode(endpoints))
         stage = OUTCOME
         _await_hellos(world, link, deadline_s)
@@ -92,7 +91,7 @@ def _open_hub(
             link.close()
         raise
     finally:
-        stack.close()  # All have connected, or no process shall.
+        stack.close()  # Either all are connected, or the link has failed.
     _announce(meeting, OUTCOME)
     return link, endpoints[0]
 
@@ -122,7 +121,7 @@ def _open_spoke(
 def _gather_keys(
     world: World, meeting: StoreMeeting, options: LinkOptions
 ) -> dict[bytes, int]:
-    """Returns which process has which public key, of all others."""
+    """Returns the process of each public key of the others."""
     offers = _hear_offers(world, meeting, options, range(1, world.process_count))
     return {z85.decode(offer.public_key): p for p, offer in offers.items()}
 
@@ -138,7 +137,7 @@ def _await_hellos(world: World, link: ZmqLink, deadline_s: float) -> None:
 
 
 def _enter_folder(host: str, stack: contextlib.ExitStack) -> str:
-    """Returns a folder of this user alone for the sockets; "" if there is none."""
+    """Returns a private folder for the sockets; "" if it cannot be made."""
     if sys.platform != "linux" or not addresses.is_loopback(host):
         return ""
     try:
@@ -156,7 +155,7 @@ def _enter_folder(host: str, stack: contextlib.ExitStack) -> str:
 def _listen(
     link: ZmqLink, host: str, folder: str, secret_key: bytes
 ) -> tuple[str, str]:
-    """Binds the hub where the others can reach it; returns what they need to know."""
+    """Binds the hub where the others can reach it; returns its endpoints."""
     error = None
     for endpoint in find_endpoints(host, folder):
         try:
@@ -169,7 +168,7 @@ def _listen(
 
 
 def _hide_address(endpoint: str) -> str:
-    # Each process has its own way to find the address of the host.
+    # Each process resolves the address of the host on its own.
     if endpoint.startswith("tcp://"):
         return "tcp://*:" + endpoint.rpartition(":")[2]
     return endpoint
@@ -179,19 +178,19 @@ def find_endpoints(host: str, folder: str) -> list[str]:
     """Returns where the hub of a job may listen, best first.
 
     Args:
-      host: by which the processes reach process 0, which this is.
-      folder: of this user alone, for Unix sockets; "" where there is none.
+      host: name or address by which the processes reach process 0, the caller.
+      folder: private folder of this user for Unix sockets; or "".
     """
     if addresses.is_loopback(host):
-        # The processes are on one host: unix sockets take a sixth off a round trip.
-        # Without a folder, they have a name that other accounts can reach.
+        # All processes are on one host: Unix sockets take a sixth off a round trip.
+        # Without a folder, other accounts can reach their name.
         if sys.platform == "linux":
             place = f"{folder}/" if folder else "@"
             return [f"ipc://{place}jdp-{secrets.token_hex(8)}"]
         return [f"tcp://{addresses.bracket(find_addresses(host)[0])}:*"]
     found = find_addresses(host)
-    # The name of a machine is often one of 127.x.x.x there, and there only; a name with
-    # several addresses may be another one elsewhere.
+    # On a machine itself, its name often resolves to 127.x.x.x. A name with several
+    # addresses may resolve to another one elsewhere.
     if len(found) == 1 and not addresses.is_loopback(found[0]):
         return [f"tcp://{addresses.bracket(found[0])}:*", "tcp://*:*"]
     return ["tcp://*:*"]
@@ -201,7 +200,7 @@ def find_addresses(host: str) -> list[str]:
     """Returns the numeric addresses of `host`, IPv4 first.
 
     Raises:
-      RuntimeError: there is none.
+      RuntimeError: it has no address here.
     """
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
@@ -215,7 +214,7 @@ def find_addresses(host: str) -> list[str]:
 
 def _hear_offers(
     world: World, meeting: StoreMeeting, options: LinkOptions, processes: Iterable[int]
-) -> dict[int, _Offer]:
+) -> dict[int, _LinkOffer]:
     found = meeting.gather(processes) or {}
     missing = [p for p in processes if p not in found]
     if missing:
@@ -224,14 +223,16 @@ def _hear_offers(
     return {p: _check_offer(p, found[p], own, options) for p in processes}
 
 
-def _check_offer(process: int, offer: bytes, own: int, options: LinkOptions) -> _Offer:
+def _check_offer(
+    process: int, offer: bytes, own: int, options: LinkOptions
+) -> _LinkOffer:
     version = offer[0] if offer else None
     if version != VERSION:
         raise RuntimeError(
             f"Process {process} speaks version {version} of the transport, process "
             f"{own} version {VERSION}. Install the same jdp everywhere."
         )
-    found = wire.decode(offer[1:], _Offer, what=f"The offer of process {process}")
+    found = wire.decode(offer[1:], _LinkOffer, what=f"The offer of process {process}")
     if not _KEY.fullmatch(found.public_key):
         raise wire.Malformed(f"The offer of process {process} holds no key of CURVE.")
     if found.options != options:
@@ -244,7 +245,7 @@ def _check_offer(process: int, offer: bytes, own: int, options: LinkOptions) -> 
 
 
 def _check_endpoints(endpoints: tuple[str, str]) -> tuple[str, str]:
-    """Returns them if they are what `_listen` makes: nothing else is connected to."""
+    """Returns `endpoints` if `_listen` could have made them; refuses all others."""
     for endpoint in endpoints:
         found = _ENDPOINT.fullmatch(endpoint)
         if not found:
@@ -273,7 +274,7 @@ def _hear_endpoints(meeting: StoreMeeting) -> tuple[str, str]:
 
 
 def _hear(meeting: StoreMeeting, stage: str) -> bytes:
-    # The hub may have come later, and waits as long for the rest.
+    # The hub may come later, and then waits as long for the others.
     try:
         found = meeting.hear(stage)
     except TimeoutError:

@@ -1,7 +1,7 @@
-"""Transport: how process 0 and the others talk while a job runs.
+"""Transport: how do process 0 and the others exchange messages while a job runs?
 
-A star: process 0 is the hub, every other process a spoke that talks to it only. Over
-sockets (`open_link`), or between threads of one process (`make_memory_links`).
+A star: process 0 is the hub; every other process is a spoke, linked to the hub only.
+The links are sockets (`open_link`), or queues between threads (`make_memory_links`).
 """
 
 import dataclasses
@@ -10,21 +10,21 @@ from typing import NamedTuple, Protocol
 
 from jdp.replicas.mesh import World
 
-VERSION = 1  # of what travels; the first byte of every frame.
-DATA, HELLO, GOODBYE = range(3)  # the second byte; then follows the payload.
+VERSION = 1  # of the protocol; the first byte of every frame.
+DATA, HELLO, GOODBYE = range(3)  # the second byte; the payload follows.
 HEADER_BYTES = 2
 CLOSED = "This link is closed."
 
 
 class Received(NamedTuple):
-    """A message has come."""
+    """A message that has arrived."""
 
     peer: int  # index of the process that sent it.
     payload: bytes
 
 
 class Lost(NamedTuple):
-    """A process is gone for good; nothing of it follows."""
+    """The loss of a process, which is final: no message of it follows."""
 
     peer: int
     why: str  # a sentence without its full stop, such as "process 3 has ended ...".
@@ -36,9 +36,9 @@ Event = Received | Lost
 class Link(Protocol):
     """The end of the star that one process holds.
 
-    Messages of one process to another arrive in the order they were sent, whole, once.
-    None is dropped but those that a lost process had not read. A lost process
-    stays lost: the hub sees the loss of any spoke, a spoke only the address of the hub.
+    Messages of one process to another arrive whole, once and in the order they were
+    sent. Only messages that a lost process had not read are dropped. A lost process
+    stays lost. The hub sees the loss of any spoke, a spoke only the loss of the hub.
 
     One thread uses it; any thread may call `wake`.
     """
@@ -46,24 +46,24 @@ class Link(Protocol):
     def send(self, peer: int, payload: bytes) -> None:
         """Sends to process `peer`, at once and without waiting.
 
-        The hub sends to any spoke, a spoke to process 0. What is sent to a lost process
-        is dropped.
+        The hub sends to any spoke, a spoke to process 0. Messages to a lost process are
+        dropped.
 
         Raises:
-          ValueError: there is no way to `peer`, or `payload` is longer than
+          ValueError: this process is not linked to `peer`, or `payload` is longer than
             `LinkOptions.max_message_bytes`.
           RuntimeError: this link is closed.
         """
         ...
 
     def wait(self, timeout_s: float | None) -> list[Event]:
-        """Waits until something has come, and returns all that has.
+        """Waits for an event, and returns all events that have arrived.
 
         Args:
-          timeout_s: longest wait, in seconds; None: until something comes.
+          timeout_s: longest wait, in seconds; None: until an event arrives.
 
         Returns:
-          In the order of arrival; empty after `wake`, or when the time is over.
+          The events in order of arrival; empty after `wake` or a timeout.
 
         Raises:
           RuntimeError: this link is closed.
@@ -71,11 +71,11 @@ class Link(Protocol):
         ...
 
     def wake(self) -> None:
-        """Makes the wait that is under way return, or else the next one."""
+        """Makes the current wait return, or the next one if none is running."""
         ...
 
     def close(self) -> None:
-        """Leaves the star; what was sent before still leaves, within about a second."""
+        """Leaves the star; earlier messages are still sent, within about a second."""
         ...
 
 
@@ -86,14 +86,13 @@ class LinkOptions:
     Attributes:
       max_message_bytes: longest payload.
       heartbeat_timeout_s: how long a process may be silent, in seconds, before it is
-        lost. One that computes is not silent: a thread of the sockets answers for it.
+        lost. A busy process is not silent: a thread of the sockets answers for it.
     """
 
     max_message_bytes: int = 64 << 20
     heartbeat_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Checks what one process can check alone."""
         if self.max_message_bytes < 1:
             raise ValueError(
                 f"`max_message_bytes` must be at least 1, got {self.max_message_bytes}."
@@ -107,13 +106,13 @@ class LinkOptions:
 
 
 def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
-    """Opens the link of this process; every process of the job calls it once a key.
+    """Opens the link of this process; every process calls it once per key.
 
-    Returns once all are connected. A single process is connected to none.
+    Returns once all are connected. A single process has nothing to connect to.
 
     Args:
       world: the job.
-      key: where the processes meet in the store; one key, one star.
+      key: key in the store at which the processes meet; one star per key.
       options: the same in every process.
 
     Raises:
@@ -122,7 +121,7 @@ def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
     """
     if world.process_count == 1:
         return make_memory_links(1, options=options)[0]
-    # Here: users of the types alone must not wait for zmq.
+    # Imported here: users of the types alone must not wait for zmq.
     from jdp.runtime.transport import rendezvous
 
     return rendezvous.open_link(world, key=key, options=options)
@@ -131,7 +130,7 @@ def open_link(world: World, *, key: str, options: LinkOptions) -> Link:
 def make_memory_links(
     num: int, *, options: LinkOptions | None = None
 ) -> list["MemoryLink"]:
-    """Makes the links of `num` processes that are threads of this one."""
+    """Makes the links of `num` processes that are threads of this process."""
     links: list[MemoryLink] = []
     for rank in range(num):
         links.append(MemoryLink(links, rank, options or LinkOptions()))
@@ -139,7 +138,7 @@ def make_memory_links(
 
 
 class MemoryLink:
-    """The in-memory twin of a link; see `Link`."""
+    """A link between threads of one process; see `Link`."""
 
     def __init__(self, links: list["MemoryLink"], rank: int, options: LinkOptions):
         """Use `make_memory_links`."""
@@ -150,7 +149,7 @@ class MemoryLink:
         self._events: list[Event] = []
         self._lost: set[int] = set()
         self._is_woken = False
-        self._end = ""  # why nothing goes on here.
+        self._end = ""  # the reason why this link is unusable.
 
     def send(self, peer: int, payload: bytes) -> None:
         """See `Link`."""
@@ -182,16 +181,16 @@ class MemoryLink:
             self._leave(CLOSED, describe_closed(self._rank))
 
     def lose(self, rank: int) -> None:
-        """A scripted death: process `rank` is gone, and its own calls raise."""
+        """Simulates the death of process `rank`, whose own calls then raise."""
         self._links[rank]._leave(
-            f"Process {rank} was lost, as a test wanted.", describe_ended(rank)
+            f"Process {rank} was disconnected by a test.", describe_ended(rank)
         )
 
     def _leave(self, end: str, why: str) -> None:
         with self._changed:
             self._end = end
             self._changed.notify_all()
-        # Spokes know nothing of each other.
+        # Spokes are not linked to each other.
         seen_by = self._links[:1] if self._rank else self._links[1:]
         for link in seen_by:
             link._deliver(Lost(self._rank, why))
@@ -211,11 +210,11 @@ class MemoryLink:
 
 
 class FrameError(Exception):
-    """A message is not a frame; the text says what the process did, as "sent ..."."""
+    """A message is not a frame; the text is a verb phrase, such as "sent ..."."""
 
 
 def encode(kind: int, payload: bytes = b"") -> bytes:
-    """Returns the frame in which `payload` travels."""
+    """Returns the frame that carries `payload`."""
     return bytes((VERSION, kind)) + payload
 
 
@@ -223,7 +222,7 @@ def decode(frame: memoryview) -> tuple[int, bytes]:
     """Returns the kind and the payload of a frame.
 
     Raises:
-      FrameError: it is not a frame, or has another version.
+      FrameError: `frame` is malformed, or has another version.
     """
     if len(frame) < HEADER_BYTES:
         raise FrameError(f"sent {len(frame)} bytes, which are not a frame")
@@ -238,17 +237,17 @@ def decode(frame: memoryview) -> tuple[int, bytes]:
 
 
 def describe_closed(peer: int) -> str:
-    """Says that a process has left on purpose."""
+    """Describes a process that has left on purpose."""
     return f"process {peer} has closed its link"
 
 
 def describe_ended(peer: int) -> str:
-    """Says that the connection to a process was cut at its end."""
+    """Describes a process whose end has cut the connection."""
     return f"process {peer} has ended or its host is gone"
 
 
 def describe_refused(peer: int, options: LinkOptions) -> str:
-    """Says that libzmq ended a connection because of what came."""
+    """Describes a process that sent bytes for which libzmq ended the connection."""
     return (
         f"process {peer} sent what is not of this protocol, or is longer than "
         f"`max_message_bytes`, {options.max_message_bytes:,}"
@@ -256,7 +255,7 @@ def describe_refused(peer: int, options: LinkOptions) -> str:
 
 
 def describe_silent(peer: int, options: LinkOptions) -> str:
-    """Says that a process does not answer, though its connection is there."""
+    """Describes a process that is connected but does not answer."""
     return (
         f"process {peer} has not answered for {options.heartbeat_timeout_s:g} s "
         "(stopped, or its host is gone)"
@@ -277,7 +276,7 @@ def check_route(rank: int, peer: int, num_processes: int) -> None:
 
 
 def check_size(payload: bytes, options: LinkOptions) -> None:
-    """Raises ValueError where `payload` is too long."""
+    """Raises ValueError if `payload` is too long."""
     if len(payload) > options.max_message_bytes:
         raise ValueError(
             f"`payload` has {len(payload):,} bytes; `max_message_bytes` is "

@@ -1,16 +1,16 @@
-"""Transport over ZeroMQ: the sockets behind a link.
+"""ZeroMQ link: how does a link deliver messages and detect losses over sockets?
 
-The hub has a ROUTER, each spoke a DEALER. CURVE encrypts, and proves identities: public
-keys are exchanged through the store, the hub admits each of them once, and no other.
-There is no reconnecting, so that a message is either delivered or its sender is lost.
+The hub has a ROUTER, each spoke a DEALER. CURVE encrypts and proves identities: public
+keys are exchanged through the store, and the hub admits each of them once. A lost
+connection is not opened again, so a message is either delivered or its sender is lost.
 
 A second pair of sockets, the pulse, carries heartbeats only. libzmq sends none while a
-connection is full, so it would never miss a process that has stopped reading; and where
-a long message takes its time, it would miss a healthy process.
+connection is full, so it would not notice a process that has stopped reading. And
+while a long message is sent, it would take a healthy process for lost.
 
-Events of the sockets come over file descriptors that are edge-triggered: one says once
-that something has changed, and any call on its socket may swallow that. So a wait first
-takes what a socket has, and only then sleeps.
+Events of the sockets come over edge-triggered file descriptors: a change is signaled
+once, and any call on the socket may swallow the signal. So a wait first empties the
+sockets, and only then sleeps.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from jdp.runtime.transport import transport, zmq_security, zmq_sockets
 from jdp.runtime.transport.transport import Event, LinkOptions, Lost, Received
 from jdp.runtime.transport.zmq_sockets import has_message
 
-_MOST_AT_ONCE = 4096  # messages that one wait takes, lest it never returns.
-_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)  # or-ing them takes a microsecond.
-_DATA, _PULSE = b"data", b"pulse"  # the domains of ZAP: which socket it asks for.
+_MOST_AT_ONCE = 4096  # messages per wait, so that it returns.
+_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)  # computed once: `|` takes a microsecond.
+_DATA, _PULSE = b"data", b"pulse"  # ZAP domains, one per socket.
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -59,9 +59,9 @@ class ZmqLink:
 
         Args:
           rank: index of this process.
-          num_processes: of the job.
+          num_processes: number of processes of the job.
           options: limits.
-          admitted: at the hub, the process that has each public key, 32 bytes.
+          admitted: at the hub, the process of each public key, 32 bytes.
         """
         self._rank = rank
         self._num_processes = num_processes
@@ -70,17 +70,19 @@ class ZmqLink:
         # By socket, public keys that have not opened a connection yet.
         self._keys_left = {k: dict(admitted or {}) for k in (_DATA, _PULSE)}
         self._routes: dict[int, bytes] = {}  # at the hub, by spoke.
-        self._pulses: set[int] = set()  # at the hub, spokes whose heart beats.
+        self._pulses: set[int] = set()  # at the hub, spokes with a connected pulse.
         # By descriptor in libzmq.
-        self._lines: dict[int, tuple[int, zmq_sockets.Line]] = {}
+        self._lines: dict[int, tuple[int, zmq_sockets.ConnectionHandle]] = {}
         self._endpoints = ("", "")
         self._refusals = zmq_sockets.Refusals()
         most = descriptors.most_guests(2 * num_processes)
         self._guests = zmq_sockets.Guests(most)
-        self._ahead: list[Event] = []  # come before the first wait.
+        self._ahead: list[Event] = []  # events from before the first wait.
         self._is_closed = False
-        self.is_woken = False  # whether the last wait was.
-        self._wake_lock = threading.Lock()  # a wake must not meet a closed pipe.
+        self.is_woken = False  # whether a wake ended the last wait.
+        self._wake_lock = (
+            threading.Lock()
+        )  # so that a wake never writes to a closed pipe.
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
         os.set_blocking(self._wake_in, False)
@@ -92,7 +94,7 @@ class ZmqLink:
         make, options = zmq_sockets.make_socket, self._options
         self._socket = make(context, options, is_hub=is_hub, is_pulse=False)
         self._pulse = make(context, options, is_hub=is_hub, is_pulse=True)
-        self._admission = zmq_security.Admission(
+        self._admission = zmq_security.ZapAdmission(
             # Without a reference to this link, which would be a cycle.
             context,
             admit=functools.partial(_admit, self._keys_left),
@@ -102,8 +104,7 @@ class ZmqLink:
         sockets = [self._socket, self._pulse]
         monitors = [zmq_sockets.open_monitor(s, events) for s in sockets]
         self._monitor, self._pulse_monitor = monitors
-        # The call for a descriptor that has something. The sockets for messages have
-        # their turn anyway.
+        # Callbacks of readable descriptors. The sockets for messages are read anyway.
         find = zmq_sockets.get_descriptor
         self._calls: dict[int, Callable[[ZmqLink, list[Event]], None]] = {
             self._wake_out: ZmqLink._clear_wake,
@@ -115,7 +116,7 @@ class ZmqLink:
         self._poll = select.poll()
         for fd in (find(self._socket), *self._calls):
             self._poll.register(fd, select.POLLIN)
-        # A context that Python collects before its sockets would wait for them forever.
+        # A context that Python collects before its sockets would wait for ever.
         self._end = weakref.finalize(
             self,
             zmq_sockets.end,
@@ -128,22 +129,22 @@ class ZmqLink:
         self._end.atexit = False
 
     def watch(self, fd: int, receive: Callable[[list[Event]], None]) -> None:
-        """Lets waits also call `receive(events)` when a descriptor can be read."""
+        """Makes waits call `receive(events)` when a descriptor is readable."""
         self._calls[fd] = lambda _, events: receive(events)
         self._poll.register(fd, select.POLLIN)
 
     def listen(self, endpoint: str, secret_key: bytes) -> tuple[str, str]:
-        """Begins to admit spokes, at the hub.
+        """Starts to admit spokes, at the hub.
 
         Returns:
-          Where it does, with the ports: for messages, and for the pulse.
+          The endpoints with their ports: for messages, and for the pulse.
         """
         for hub, domain in ((self._socket, _DATA), (self._pulse, _PULSE)):
             zmq_security.secure_listener(hub, secret_key, domain=domain)
         self._socket.bind(endpoint)
         is_tcp = endpoint.startswith("tcp://")
         self._pulse.bind(endpoint if is_tcp else f"{endpoint}-pulse")
-        # A descriptor signals only after a look that found nothing.
+        # A descriptor signals only after a read that found nothing.
         self._take_pulses([])
         self._endpoints = (
             self._socket.getsockopt_string(zmq.LAST_ENDPOINT),
@@ -154,7 +155,7 @@ class ZmqLink:
     def connect(
         self, endpoints: tuple[str, str], hub_key: bytes, keys: tuple[bytes, bytes]
     ) -> None:
-        """Begins to connect a spoke, whose CURVE keys are `keys`, to the hub."""
+        """Starts to connect a spoke with the CURVE keys `keys` to the hub."""
         self._endpoints = endpoints
         spokes = self._socket, self._pulse
         for spoke, endpoint in zip(spokes, endpoints, strict=True):
@@ -163,12 +164,12 @@ class ZmqLink:
             spoke.send(transport.encode(transport.HELLO), zmq.DONTWAIT)
 
     def hold_connections(self) -> None:
-        """Takes hold of the connections of a spoke, while they are there for sure."""
+        """Opens handles on the connections of a spoke, while they surely exist."""
         self._observe(self._ahead)
         self._observe_pulse(self._ahead)
 
     def find_missing(self) -> list[int]:
-        """Returns the spokes that have not said hello to this hub, on both sockets."""
+        """Returns the spokes that have not sent a hello on both sockets."""
         here = self._pulses.intersection(self._routes)
         return [i for i in range(1, self._num_processes) if i not in here]
 
@@ -178,7 +179,7 @@ class ZmqLink:
         self.send_frame(peer, transport.encode(transport.DATA, payload))
 
     def check(self, peer: int, payload: bytes) -> None:
-        """Raises where `payload` cannot be sent to `peer`; see `send`."""
+        """Raises if `payload` cannot be sent to `peer`; see `send`."""
         self._check_open()
         transport.check_route(self._rank, peer, self._num_processes)
         transport.check_size(payload, self._options)
@@ -190,7 +191,7 @@ class ZmqLink:
         events, self._ahead = self._ahead, []
         self.is_woken = False
         self._receive(events)
-        # A wake and the monitor have their turn even when messages never end.
+        # A wake and the monitor are served even if messages never end.
         ready = self._poll.poll(0 if events else _left_ms(deadline_s))
         while ready:
             is_announced = False
@@ -209,14 +210,14 @@ class ZmqLink:
         """See `jdp.runtime.transport.transport.Link`."""
         with self._wake_lock:
             if not self._is_closed:
-                with contextlib.suppress(BlockingIOError):  # full: it is awake.
+                with contextlib.suppress(BlockingIOError):  # full: it is awake already.
                     os.write(self._wake_in, b"\0")
 
     def close(self) -> None:
         """See `jdp.runtime.transport.transport.Link`."""
         if self._is_closed:
             return
-        self._observe([])  # Where there is no connection, nothing can linger.
+        self._observe([])  # Without a connection, no message can linger.
         goodbye = transport.encode(transport.GOODBYE)
         for peer in list(self._routes) if self._rank == 0 else [0]:
             self.send_frame(peer, goodbye)
@@ -227,7 +228,7 @@ class ZmqLink:
         self._end()
 
     def send_frame(self, peer: int, frame: bytes) -> None:
-        """Sends what `transport.encode` made; drops it where `peer` is lost."""
+        """Sends a frame of `transport.encode`; drops it if `peer` is lost."""
         if peer in self._lost:
             return
         try:
@@ -235,15 +236,15 @@ class ZmqLink:
                 self._socket.send(self._routes[peer], _MORE)
             self._socket.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            # It went a moment ago, and the monitor is about to say so.
+            # It has just left, and the monitor is about to report it.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
     def _receive(self, events: list[Event], *, is_announced: bool = False) -> bool:
-        """Takes what the socket has; returns whether there may be more.
+        """Receives messages from the socket; returns whether there may be more.
 
-        To ask whether it has something takes as long as to receive it; where a message
-        is announced, most likely there is one.
+        Polling takes as long as receiving, so an announced message is received without
+        polling first.
         """
         source, is_hub = self._socket, self._rank == 0
         for _ in range(_MOST_AT_ONCE):
@@ -261,7 +262,7 @@ class ZmqLink:
     def _take(
         self, route: bytes, frame: zmq.Frame, num_frames: int, events: list[Event]
     ) -> None:
-        # The sender is the process that proved to have the key, whatever it says.
+        # The sender is the process that has proved the key.
         peer = int(frame.get("User-Id")) if self._rank == 0 else 0
         if peer in self._lost:
             return
@@ -287,10 +288,10 @@ class ZmqLink:
 
     def _hold(self, fd: int, peer: int) -> None:
         self._guests.remove(fd)
-        self._lines[fd] = (peer, zmq_sockets.Line(fd, self._endpoints))
+        self._lines[fd] = (peer, zmq_sockets.ConnectionHandle(fd, self._endpoints))
 
     def lose(self, peer: int, why: str, events: list[Event]) -> None:
-        """Hangs up on a process, and adds to `events` that it is lost."""
+        """Closes the connection to a process, and adds its loss to `events`."""
         if peer in self._lost:
             return
         self._lost.add(peer)
@@ -305,9 +306,9 @@ class ZmqLink:
         self.is_woken = True
 
     def _observe(self, events: list[Event]) -> None:
-        """Takes what the monitor says of connections for messages."""
+        """Handles the monitor's events of the connections for messages."""
         changes = zmq_sockets.read_changes(self._monitor)
-        # A process's last messages have come before these news.
+        # A process's last messages arrived before these events.
         while self._receive(events):
             pass
         for event, fd in changes:
@@ -328,7 +329,7 @@ class ZmqLink:
                 self.lose(0, why, events)
 
     def _observe_pulse(self, events: list[Event]) -> None:
-        """Takes what the monitor says of connections for heartbeats."""
+        """Handles the monitor's events of the connections for heartbeats."""
         changes = zmq_sockets.read_changes(self._pulse_monitor)
         while self._receive(events):
             pass
@@ -337,8 +338,8 @@ class ZmqLink:
                 self._hold(fd, 0)
             elif event == zmq.EVENT_DISCONNECTED and fd in self._lines:
                 peer, line = self._lines.pop(fd)
-                # Where the process has ended, the other connection says so, and has
-                # brought its last words before.
+                # If the process has ended, the other connection reports it, after the
+                # last messages.
                 if not line.has_ended():
                     why = transport.describe_silent(peer, self._options)
                     self.lose(peer, why, events)
@@ -347,10 +348,10 @@ class ZmqLink:
                 self._note_guest(event, fd)
 
     def _take_pulses(self, events: list[Event]) -> None:
-        """Takes the hellos of spokes that have connected their pulse."""
+        """Receives the hellos of spokes that have connected their pulse."""
         while has_message(self._pulse):
             if self._rank == 0:
-                self._pulse.recv(zmq.DONTWAIT)  # the route: nothing is sent back.
+                self._pulse.recv(zmq.DONTWAIT)  # the route; it is not needed.
             frame, num_frames = zmq_sockets.receive_frame(self._pulse)
             peer = int(frame.get("User-Id")) if self._rank == 0 else 0
             hello = transport.encode(transport.HELLO)
@@ -365,9 +366,9 @@ class ZmqLink:
                 self.lose(peer, why, events)
 
     def _note_guest(self, event: int, fd: int) -> None:
-        """Notes what has become of a connection that is not one of the job yet."""
+        """Tracks a connection that is not authenticated yet."""
         if event == zmq.EVENT_ACCEPTED:
-            if fd not in self._lines:  # Its hello may have come before these news.
+            if fd not in self._lines:  # Its hello may have arrived before this event.
                 self._guests.add(fd, self._endpoints)
         elif event == zmq.EVENT_DISCONNECTED:
             self._guests.remove(fd)

@@ -1,4 +1,4 @@
-"""Security of ZeroMQ: how do sockets encrypt, and which keys may connect?
+"""ZeroMQ security: how do sockets encrypt, and which keys may connect?
 
 CURVE encrypts, and proves which public key the other end has. A listening socket asks
 at the ZAP endpoint of its context whether to admit that key (ZeroMQ RFC 27).
@@ -13,8 +13,8 @@ from jdp.runtime.transport import zmq_sockets
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
-class Admission:
-    """The ZAP endpoint of a context: it admits or refuses the key of a connection.
+class ZapAdmission:
+    """The ZAP endpoint of a context, which admits or refuses the key of a connection.
 
     Attributes:
       socket: readable when `answer` has something to do.
@@ -27,13 +27,13 @@ class Admission:
         admit: Callable[[bytes, bytes], bytes | None],
         refused: Callable[[str], None],
     ):
-        """Opens the endpoint; before a socket of `context` listens.
+        """Opens the endpoint; call it before a socket of `context` listens.
 
         Args:
-          context: of the sockets that listen.
+          context: context of the listening sockets.
           admit: returns the user id of a connection, from the domain of the socket and
             the public key of the other end, 32 bytes; None refuses it.
-          refused: gets the address of each connection that was refused.
+          refused: called with the address of each refused connection.
         """
         self._admit, self._refused = admit, refused
         self.socket = context.socket(zmq.REP)
@@ -41,7 +41,7 @@ class Admission:
         self.socket.bind(_ZAP_ENDPOINT)
 
     def answer(self) -> None:
-        """Answers all requests that have come."""
+        """Answers all pending requests."""
         while zmq_sockets.has_message(self.socket):
             request = self.socket.recv_multipart(zmq.DONTWAIT)
             _, request_id, domain, address, _, mechanism, *credentials = request
@@ -57,7 +57,7 @@ class Admission:
 
 
 def secure_listener(socket: zmq.Socket, secret_key: bytes, *, domain: bytes) -> None:
-    """Has a socket that is to listen encrypt, and ask for admission in `domain`."""
+    """Makes a listening socket encrypt, and ask for admission in `domain`."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
     socket.setsockopt(zmq.ZAP_DOMAIN, domain)
@@ -66,10 +66,10 @@ def secure_listener(socket: zmq.Socket, secret_key: bytes, *, domain: bytes) -> 
 def secure_client(
     socket: zmq.Socket, listener_key: bytes, keys: tuple[bytes, bytes]
 ) -> None:
-    """Has a socket that is to connect encrypt.
+    """Makes a connecting socket encrypt.
 
     Args:
-      socket: not yet connected.
+      socket: socket that is not connected yet.
       listener_key: public key of the other end.
       keys: public and secret key of this end.
     """

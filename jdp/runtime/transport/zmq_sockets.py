@@ -1,4 +1,4 @@
-"""Transport's sockets: what libzmq offers, and what it lacks, for one connection."""
+"""ZeroMQ sockets: how are they made, monitored and ended, and strangers kept out?"""
 
 import contextlib
 import logging
@@ -14,11 +14,11 @@ import zmq
 from jdp.runtime.transport.transport import LinkOptions
 
 _LINGER_MS = 1000
-_BACKLOG = 4096  # all spokes connect at once.
-# A frame of CURVE is 33 bytes longer than ours; its handshake has one of some 320.
+_BACKLOG = 4096  # all spokes may connect at once.
+# A frame of CURVE is 33 bytes longer than ours; its handshake sends one of about 320.
 _OVERHEAD_BYTES = 1024
-# As good as never. With -1, which means never, libzmq forgets at the end of a
-# connection the messages that were not read yet. libzmq may double it, in an int.
+# In effect never. With -1, which means never, libzmq drops the unread messages at the
+# end of a connection. libzmq may double the value, in an int.
 _NEVER_MS = 1_000_000_000
 _LOG_PERIOD_S = 5.0
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
@@ -29,7 +29,7 @@ _logger = logging.getLogger("jdp")
 def make_socket(
     context: zmq.Context, options: LinkOptions, *, is_hub: bool, is_pulse: bool
 ) -> zmq.Socket:
-    """Makes a socket for messages, or one for nothing but heartbeats."""
+    """Makes a socket for messages, or a socket for heartbeats only."""
     values = {
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
@@ -38,8 +38,8 @@ def make_socket(
         zmq.IPV6: 1,
     }
     if is_pulse:
-        # A process that stops leaves unanswered a ping that is sent `ping_ms` later at
-        # most, for the rest of the time.
+        # A stopped process leaves a ping unanswered, which is sent at most `ping_ms`
+        # after it stops; the timeout covers the rest.
         timeout_ms = math.ceil(1000 * options.heartbeat_timeout_s)
         ping_ms = math.ceil(timeout_ms / 3)
         values |= {
@@ -51,8 +51,8 @@ def make_socket(
     if is_hub:
         values |= {zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: _BACKLOG}
         if sys.platform == "linux":
-            # For a Unix socket whose name others can reach: they are dropped at once.
-            # Without descriptors for them, libzmq would abort the process.
+            # Other accounts can reach the name of this Unix socket; they are dropped at
+            # once. Without descriptors for them, libzmq would abort the process.
             values |= {zmq.IPC_FILTER_UID: os.geteuid()}
     else:
         values |= {zmq.RECONNECT_IVL: _NEVER_MS}
@@ -63,22 +63,22 @@ def make_socket(
 
 
 def open_monitor(watched: zmq.Socket, events: int) -> zmq.Socket:
-    """Makes a socket that tells of connections of `watched`; see `read_changes`."""
+    """Makes a socket that reports connections of `watched`; see `read_changes`."""
     endpoint = f"inproc://monitor-{id(watched)}"
     watched.monitor(endpoint, events)
     monitor = watched.context.socket(zmq.PAIR)
-    # Without a limit: where it is reached, libzmq's thread waits, and so do the
-    # messages and heartbeats of all.
+    # Unlimited: at a limit, libzmq's thread would wait, and with it the messages and
+    # heartbeats of all processes.
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(endpoint)
-    # libzmq signals only after a look that found nothing.
+    # libzmq signals only after a read that found nothing.
     assert not has_message(monitor)
     return monitor
 
 
 def read_changes(monitor: zmq.Socket) -> list[tuple[int, int]]:
-    """Returns what has happened, and to which descriptor, since the last call."""
+    """Returns (event, descriptor) pairs since the last call."""
     changes = []
     while has_message(monitor):
         head, _ = monitor.recv_multipart(zmq.DONTWAIT)
@@ -87,7 +87,7 @@ def read_changes(monitor: zmq.Socket) -> list[tuple[int, int]]:
 
 
 def receive_frame(source: zmq.Socket) -> tuple[zmq.Frame, int]:
-    """Receives the first frame of a message; returns how many it had, too."""
+    """Receives a message; returns its first frame and its number of frames."""
     first = last = source.recv(zmq.DONTWAIT, copy=False)
     num_frames = 1
     while last.more:
@@ -97,14 +97,14 @@ def receive_frame(source: zmq.Socket) -> tuple[zmq.Frame, int]:
 
 
 def get_descriptor(source: zmq.Socket) -> int:
-    """Returns what becomes readable when `source` may have something."""
+    """Returns the descriptor that becomes readable when `source` may have a message."""
     fd = source.getsockopt(zmq.FD)
     assert isinstance(fd, int)
     return fd
 
 
 def has_message(source: zmq.Socket) -> bool:
-    """Returns whether there is something to receive; the descriptor is quiet then."""
+    """Returns whether a message is there; clears the signal of the descriptor."""
     return source.getsockopt(zmq.EVENTS) in _READABLE
 
 
@@ -112,14 +112,14 @@ def end(
     context: zmq.Context,
     sockets: list[zmq.Socket],
     monitors: list[zmq.Socket],
-    lines: dict[int, tuple[int, "Line"]],
+    lines: dict[int, tuple[int, "ConnectionHandle"]],
     pipe: tuple[int, int],
 ) -> None:
-    """Closes everything; what is to be sent leaves first, or its time is over."""
+    """Closes everything; unsent messages are sent first, within a time limit."""
     for _, line in lines.values():
         line.close()
-    # A monitor that is not read would halt libzmq's thread. There is no `unbind`: it
-    # drops what has not left yet.
+    # An unread monitor would block libzmq's thread. `unbind` is not called: it drops
+    # unsent messages.
     for watched in sockets:
         watched.disable_monitor()
     for any_socket in (*sockets, *monitors):
@@ -129,14 +129,14 @@ def end(
     context.term()
 
 
-class Line:
-    """A second handle on a connection: to hang up, and to see how it has ended.
+class ConnectionHandle:
+    """A second handle on a connection, to close it and to see how it ended.
 
-    libzmq says that a connection is gone, but not why, and cannot drop one peer.
+    libzmq reports that a connection is gone, but not why, and cannot drop one peer.
     """
 
     def __init__(self, fd: int, endpoints: tuple[str, str]):
-        """Takes hold of what libzmq has as `fd`, a connection to an endpoint."""
+        """Duplicates `fd`, libzmq's descriptor of a connection to an endpoint."""
         self._socket: socket.socket | None = None
         try:
             copy = os.dup(fd)
@@ -147,14 +147,14 @@ class Line:
         except OSError:
             os.close(copy)
             return
-        # It may have gone, and another file have its number.
+        # It may be closed, and another file have its number.
         if _find_endpoints(found).isdisjoint(map(_shorten, endpoints)):
             found.close()
         else:
             self._socket = found
 
     def has_ended(self) -> bool:
-        """Whether it ended; if not, and libzmq has let go of it, it did so itself."""
+        """Whether the other end closed it; if not, and it is gone, libzmq closed it."""
         try:
             return self._socket is None or not self._socket.recv(1, _PEEK)
         except BlockingIOError:
@@ -163,20 +163,20 @@ class Line:
             return True
 
     def hang_up(self) -> None:
-        """Ends the connection, also where others hold it."""
+        """Shuts the connection down, for all its handles."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
         self.close()
 
     def close(self) -> None:
-        """Lets go of this handle."""
+        """Closes this handle."""
         if self._socket is not None:
             self._socket.close()
 
 
 def _shorten(endpoint: str) -> str:
-    """Returns the port, or the name or path of a Unix socket."""
+    """Returns the port of an endpoint, or the name or path of a Unix socket."""
     if endpoint.startswith("ipc://"):
         return endpoint.removeprefix("ipc://").removeprefix("@")
     return endpoint.rpartition(":")[2]
@@ -194,22 +194,22 @@ def _find_endpoints(line: socket.socket) -> set[str]:
 
 
 class Guests:
-    """Connections that have proved nothing yet; of too many, the oldest are cut.
+    """Connections that are not authenticated yet; the oldest are cut if too many.
 
-    libzmq accepts whatever connects, until the process has no descriptors left.
+    libzmq accepts every connection, until the process runs out of descriptors.
     """
 
     def __init__(self, most: int):
-        """Begins with none.
+        """Starts empty.
 
         Args:
-          most: how many there may be.
+          most: largest number of such connections.
         """
         self._most = most
-        self._fds: dict[int, None] = {}  # in the order they came.
+        self._fds: dict[int, None] = {}  # in order of arrival.
 
     def add(self, fd: int, endpoints: tuple[str, ...]) -> None:
-        """Takes note of a connection that libzmq has accepted at an endpoint."""
+        """Adds a connection that libzmq has accepted at an endpoint."""
         self._fds.pop(fd, None)
         self._fds[fd] = None
         while len(self._fds) > self._most:
@@ -218,18 +218,20 @@ class Guests:
             _cut(oldest, endpoints)
 
     def remove(self, fd: int) -> None:
-        """Forgets a connection that has proved what it is, or has ended."""
+        """Removes a connection that is authenticated, or has ended."""
         self._fds.pop(fd, None)
 
 
 def _cut(fd: int, endpoints: tuple[str, ...]) -> None:
     """Ends a connection of libzmq's, which closes the descriptor itself."""
     try:
-        found = socket.socket(fileno=fd)  # No copy: there may be no descriptor for it.
+        found = socket.socket(
+            fileno=fd
+        )  # Not a duplicate: descriptors may have run out.
     except OSError:  # It has gone already.
         return
     try:
-        # It may have gone, and a connection to elsewhere have its number.
+        # It may be closed, and another connection have its number.
         if not _find_endpoints(found).isdisjoint(map(_shorten, endpoints)):
             found.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -239,15 +241,14 @@ def _cut(fd: int, endpoints: tuple[str, ...]) -> None:
 
 
 class Refusals:
-    """Strangers that were dropped, and a log of them that they cannot flood."""
+    """Counts dropped strangers, and logs them at a limited rate."""
 
     def __init__(self) -> None:
-        """Begins with none."""
         self._num_dropped = 0
         self._quiet_until_s = -1.0
 
     def note(self, reason: str) -> None:
-        """Counts one, and logs it unless another was logged a moment ago."""
+        """Counts a stranger, and logs it unless another was logged a moment ago."""
         self._num_dropped += 1
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:
