@@ -18,7 +18,7 @@ from jdp.types import PyTree
 
 _KEY = "key<"
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
-_MOST_SHOWN = 200  # characters of what another process says.
+_MOST_SHOWN = 200  # characters of text from another process.
 _MOST_ELEMENTS = 1 << 48
 _MOST_DEPTH = 100  # of nodes in nodes.
 
@@ -268,7 +268,7 @@ def _encode_treedef(treedef: Any) -> bytes | None:
 
 
 def _decode_treedef(nodes: bytes) -> Any | None:
-    """Returns the treedef; None where a namedtuple is not known here, or it is none."""
+    """Returns the treedef; None if it is invalid or has an unknown namedtuple."""
     try:
         found = wire.decode_with(msgspec.json.decode, nodes)
         return jax.tree.structure(_decode_node(found))

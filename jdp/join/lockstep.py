@@ -1,4 +1,4 @@
-"""Lockstep: how processes with different amounts of data agree on the same iterations.
+"""Lockstep: how do processes with unequal data agree on the same iterations?
 
 Pure: no threads, no clock. In round i every process makes one announcement, and process
 0 makes one decision from all of them. An announcement holds the sizes of the batches
@@ -41,7 +41,7 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
     sizes: tuple[int, ...] = ()
     specs: tuple[SpecChange, ...] = ()  # (offset in `sizes`, spec) where it changed.
     has_ended: bool = False  # there is no batch after these.
-    error: str | None = None  # why not, where it is not the end of the input.
+    error: str | None = None  # why not, if it is not the end of the input.
     objection: str | None = None  # why the spec that was proposed cannot be padded.
     reading_s: float = 0.0  # how long the loop has waited for the reader.
 
@@ -53,8 +53,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     specs: tuple[tuple[int, int], ...] = ()  # (offset in `sizes`, index of the spec).
     proposal: BatchSpec | None = None  # gets the next index unless a process objects.
     is_end: bool = False  # there is no iteration after these.
-    error: str | None = None  # why not, where it is not the end of all inputs.
-    is_read_error: bool = False  # those whose reading failed raise what they caught.
+    error: str | None = None  # why not, if it is not the end of all inputs.
+    is_read_error: bool = False  # processes whose reading failed raise their own error.
     culprit: int | None = None  # the process that is the reason for the error.
 
     @property
@@ -107,7 +107,7 @@ def read(
     Args:
       member: the process.
       sizes: samples per replica of each.
-      specs: (offset in `sizes`, spec) where it is not that of the batch before.
+      specs: (offset in `sizes`, spec) where it differs from the batch before.
     """
     if specs:
         shift = len(member.sizes)

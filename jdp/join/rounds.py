@@ -1,4 +1,4 @@
-"""Rounds: how announcements and decisions of `lockstep` travel over the store."""
+"""Rounds: how do announcements and decisions of `lockstep` travel over the store?"""
 
 import msgspec
 

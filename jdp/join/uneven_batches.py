@@ -56,7 +56,7 @@ def join_batches(
       prefetch: number of batches to read ahead, at least 1. Processes agree about once
         per `3 * prefetch / 4` iterations: a larger number sends fewer messages.
       like: an example batch of arrays or `jax.ShapeDtypeStruct`s. Only needed if a
-        process may have no batch at all and batches have nodes of types other than
+        process may have no batch at all and batches contain containers other than
         dict, list, tuple, namedtuple and None.
 
     Returns:

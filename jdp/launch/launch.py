@@ -127,7 +127,7 @@ def _launch(
     fds: tuple[int, int],
     adopts_orphans: bool,
 ) -> int:
-    """Implements `launch`; `folder` is one that the processes share, or ""."""
+    """Implements `launch`; the processes share `folder`, unless it is ""."""
     launch_id = uuid.uuid4().hex
     coordinator_address = options.coordinator_address
     if coordinator_address is None:

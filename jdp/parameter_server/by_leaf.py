@@ -1,4 +1,4 @@
-"""By leaf: does an optimizer update each leaf as if there were no others?"""
+"""By leaf: does an optimizer update each leaf without regard to the others?"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jdp.parameter_server.shards import Shards
 from jdp.parameter_server.staleness import run_update
 from jdp.types import PyTree
 
-_NUM_STEPS = 3  # that programs are compared over: what is counted shows in the second.
+_NUM_STEPS = 3  # steps to compare programs over: counters first matter in the second.
 
 
 class _OptimizerProgram(NamedTuple):
@@ -27,14 +27,15 @@ class _OptimizerProgram(NamedTuple):
 def check_is_by_leaf(
     tx: optax.GradientTransformation, params: PyTree, plan: Shards
 ) -> None:
-    """Raises ValueError if servers that have some leaves each would step otherwise.
+    """Checks that servers with a part of the leaves each make the same updates.
 
-    TypeError if servers cannot call the optimizer; see `run_update`.
+    It compares traced programs, not values. So it finds optimizers that mix leaves only
+    for some gradients, such as `optax.clip_by_global_norm`, and optimizers that depend
+    on the number or order of leaves, such as `optax.add_noise`.
 
-    It compares programs; no value is looked at, so what mixes leaves only for some
-    gradients, as `optax.clip_by_global_norm` does, is found too. The same holds for
-    what depends on the number or the order of leaves, as the noise of
-    `optax.add_noise`.
+    Raises:
+      ValueError: the updates would differ.
+      TypeError: servers cannot call the optimizer; see `run_update`.
     """
     if len(plan.of_server) == 1:
         return
@@ -50,8 +51,8 @@ def check_is_by_leaf(
         raise ValueError(
             f"The optimizer mixes leaves: `{first}` and `{second}`, for example, and "
             f"each of the {len(plan.of_server)} servers has only some of them. Clip by "
-            "norm before `Worker.push`, take an optimizer that updates each leaf by "
-            "itself, or start one server."
+            "norm before `Worker.push`, take an optimizer that updates each leaf "
+            "separately, or start one server."
         )
     values = ProgramValues()
     expected = _number_updates(values, whole, range(len(paths)))
@@ -61,14 +62,14 @@ def check_is_by_leaf(
         for i, number in zip(own, _number_updates(values, part, own), strict=True):
             if number != expected[i]:
                 raise ValueError(
-                    f"The optimizer updates `{paths[i]}` otherwise where it has all "
-                    f"{len(paths)} leaves than where it has the {len(own)} of server "
-                    f"{server}: it draws random numbers for one leaf after the other, "
-                    "as `optax.add_noise` does, counts leaves or parameters, or "
+                    f"The optimizer updates `{paths[i]}` differently if it has all "
+                    f"{len(paths)} leaves than if it has the {len(own)} leaves of "
+                    f"server {server}: it draws random numbers for one leaf after the "
+                    "other, as `optax.add_noise` does, counts leaves or parameters, or "
                     "computes with the widest dtype of all leaves, as "
                     "`optax.inject_hyperparams` does. Add noise before `Worker.push`, "
                     "pass `hyperparam_dtype=jnp.float32` to `inject_hyperparams`, take "
-                    "an optimizer that updates each leaf by itself, or start one "
+                    "an optimizer that updates each leaf separately, or start one "
                     "server."
                 )
 
@@ -84,8 +85,9 @@ def _trace(
     update, made = jax.make_jaxpr(step, return_shape=True)(avals, avals, state)
     if jax.tree.structure(made[1]) != jax.tree.structure(state):
         raise ValueError(
-            "The optimizer's state has another structure after its first update, as "
-            "that of `optax.monitor`, which several servers cannot follow. Start one."
+            "The optimizer's state has another structure after its first update, like "
+            "the state of `optax.monitor`. Several servers cannot handle that. Start "
+            "one."
         )
     return _OptimizerProgram(init, update)
 
@@ -95,7 +97,11 @@ def _trace_part(
 ) -> _OptimizerProgram:
     try:
         return _trace(tx, avals)
-    except (AttributeError, TypeError, ValueError) as error:  # Of all, it was traced.
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # Over all leaves, tracing succeeded.
         raise ValueError(
             f"The optimizer cannot be given the leaves of server {server} alone: a "
             "mask, or another function of it, does not pass over `optax.MaskedNode`, "
@@ -105,14 +111,14 @@ def _trace_part(
 
 
 def _find_mixed(program: _OptimizerProgram, num_leaves: int) -> tuple[int, int] | None:
-    """Returns two leaves that meet in an update or in a part of the state, if any."""
+    """Returns two leaves that one update or part of the state depends on, if any."""
     own = [Sets(1 << i, 1 << i) for i in range(num_leaves)]
     flow = FlowAnalysis(by_value=True)
     state = flow.propagate(program.init.jaxpr, own)
     while True:
         found = flow.propagate(program.update.jaxpr, [*own, *own, *state])
         updates, after = found[: len(own)], found[len(own) :]
-        # The state of the next step; it depends on no less than this one.
+        # The state of the next step; it depends on at least the same leaves.
         after = [
             Sets(a.must | b.must, a.may | b.may)
             for a, b in zip(state, after, strict=True)
@@ -131,7 +137,7 @@ def _find_mixed(program: _OptimizerProgram, num_leaves: int) -> tuple[int, int] 
 def _number_updates(
     values: ProgramValues, program: _OptimizerProgram, leaves: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns the number of each leaf's update, of each of some steps."""
+    """Returns the value numbers of each leaf's updates, over some steps."""
     state = values.of_jaxpr(
         program.init, [values.number("params", 0, i) for i in leaves]
     )

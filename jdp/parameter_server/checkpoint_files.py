@@ -143,7 +143,7 @@ def write(
 
 
 def read_manifest(folder: pathlib.Path, *, place: tuple[int, int]) -> Manifest:
-    """Reads a manifest, which says that all of a checkpoint was written.
+    """Reads a manifest, whose existence shows that a checkpoint is complete.
 
     Raises:
       CheckpointError: the manifest is missing, damaged, or from another server.
@@ -174,13 +174,13 @@ def read_manifest(folder: pathlib.Path, *, place: tuple[int, int]) -> Manifest:
             )
         manifest = wire.decode_with(_manifest.decode, text)
     except wire.DecodeError as error:
-        raise CheckpointError(f"its manifest is none: {error}") from None
+        raise CheckpointError(f"its manifest is invalid: {error}") from None
     if (manifest.server, manifest.num_servers) != place:
         raise CheckpointError(
-            f"it is that of server {manifest.server} of {manifest.num_servers}"
+            f"it belongs to server {manifest.server} of {manifest.num_servers}"
         )
     if folder.name != f"updates-{manifest.version.count}":
-        raise CheckpointError(f"it is that of update {manifest.version.count}")
+        raise CheckpointError(f"it belongs to update {manifest.version.count}")
     return manifest
 
 
@@ -207,7 +207,7 @@ def read(
     try:
         return arrays, wire.decode_with(_table.decode, manifest.settled)
     except wire.DecodeError as error:
-        raise CheckpointError(f"its table of pushes is none: {error}") from None
+        raise CheckpointError(f"its table of pushes is invalid: {error}") from None
 
 
 def drop(folder: pathlib.Path) -> None:
@@ -287,7 +287,7 @@ def _check_files(folder: pathlib.Path, wanted: Sequence[_File]) -> None:
 
 
 def _check_space(folder: pathlib.Path, num_bytes: int) -> None:
-    """Raises OSError where a disk is full, without the tracebacks that orbax logs."""
+    """Raises OSError if a disk is full, without the tracebacks that orbax logs."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise OSError(
@@ -298,7 +298,7 @@ def _check_space(folder: pathlib.Path, num_bytes: int) -> None:
 
 
 def _check_descriptors() -> None:
-    """Raises OSError where orbax would run out of descriptors halfway."""
+    """Raises OSError if orbax would run out of descriptors halfway."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = pathlib.Path("/proc/self/fd")
     num_open = len(list(folder.iterdir())) if folder.is_dir() else 0
@@ -320,7 +320,7 @@ def _save(path: pathlib.Path, arrays: Sequence[np.ndarray]) -> None:
             _open().save(path, tree)
         except OSError as error:
             failure = OSError(error.errno, error.strerror or str(error))
-        # Tensorstore has no class of its own for what went wrong on a disk.
+        # Tensorstore has no error class of its own for failures of a disk.
         except (ValueError, RuntimeError) as error:
             failure = OSError(wire.printable(str(error), most=500))
         else:
@@ -342,8 +342,8 @@ def _restore(path: pathlib.Path, leaves: Sequence[_Leaf]) -> list[np.ndarray]:
         ]
     except (MemoryError, CheckpointError):
         raise
-    # The files are those that were written. Orbax, tensorstore and zstandard say in
-    # errors of any class what keeps them from reading; there is no list of them.
+    # The files are intact. Orbax, tensorstore and zstandard raise undocumented error
+    # classes when they cannot read them.
     except Exception as error:
         text = wire.printable(f"{type(error).__name__}: {error}", most=200)
         raise OSError(f"its arrays cannot be read: {text}") from None

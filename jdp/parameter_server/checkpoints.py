@@ -16,10 +16,10 @@ from jdp.parameter_server.folder_lock import FolderLock
 from jdp.parameter_server.messages import Settled, Version
 from jdp.parameter_server.progress import ProgressFile, ServerProgress
 
-# One may turn out to be damaged, and so may the one before.
+# The newest may be damaged, and so may the one before.
 _NUM_KEPT = 3
 _FOLDER = re.compile(r"updates-(0|[1-9][0-9]{0,17})")
-# More epochs than there can have been since the last checkpoint.
+# Larger than the number of epochs since any checkpoint.
 _LOST_EPOCHS = 1000
 _ATTENDANCE = "attendance"
 _logger = logging.getLogger("jdp")
@@ -32,8 +32,8 @@ class Checkpoints:
     knows earlier epochs and the number of lost updates.
 
     A damaged checkpoint is refused: the log names it, and its folder is renamed to
-    `refused-N`. A checkpoint that all servers have is only dropped for a newer one that
-    all have, so there is always one to return to.
+    `refused-N`. A checkpoint of all servers is only dropped for a newer
+    checkpoint of all servers, so there is always one to return to.
     """
 
     def __init__(self, folder: str | os.PathLike[str], server: int, num_servers: int):
@@ -119,7 +119,7 @@ class Checkpoints:
             theirs, own = (x[i] if i < len(x) else "nothing" for x in (found, state))
             if theirs != own:
                 raise ValueError(
-                    "The checkpoint is that of another model, optimizer or number of "
+                    "The checkpoint belongs to another model, optimizer or number of "
                     f"servers: `{self._folder / f'updates-{count}'}` has {theirs}, "
                     f"where this program has {own}. Give another `checkpoint_dir`, or "
                     "the same model and optimizer."
@@ -193,7 +193,7 @@ class Checkpoints:
         if self._num_failures:
             self._num_failures = 0
             _logger.warning(
-                "Server %d writes checkpoints again, to `%s`: that of update %d.",
+                "Server %d writes checkpoints again, to `%s`: the newest is of update %d.",
                 server,
                 self._folder,
                 count,
@@ -233,7 +233,7 @@ class Checkpoints:
         """Closes the folder, and removes partial checkpoints."""
         if self._num_failures:
             _logger.error(
-                "Server %d ends, and could not write what came last: the newest "
+                "Server %d ends, and could not write its last updates: the newest "
                 "checkpoint in `%s` is %s.",
                 self._place[0],
                 self._folder,
@@ -284,8 +284,8 @@ class Checkpoints:
         again = f" {num} were not written." if num > 1 else ""
         _logger.error(
             "Server %d cannot write the checkpoint of update %d to `%s`: %s.%s The job "
-            "goes on; the newest checkpoint is %s: a server that is killed loses what "
-            "came since.",
+            "goes on; the newest checkpoint is %s: a server that is killed loses all "
+            "updates since.",
             self._place[0],
             count,
             self._folder,
@@ -295,7 +295,7 @@ class Checkpoints:
         )
 
     def _name_newest(self) -> str:
-        return f"that of update {max(self._counts)}" if self._counts else "none"
+        return f"`updates-{max(self._counts)}`" if self._counts else "missing"
 
     def _remove_leftovers(self) -> None:
         """Removes folders that could not be removed before, for lack of descriptors."""
@@ -347,9 +347,9 @@ def _cannot_be_used(path: pathlib.Path, error: OSError) -> RuntimeError:
 def find_superfluous(counts: Collection[int], commons: Sequence[int]) -> list[int]:
     """Returns which checkpoints a server may drop.
 
-    Where the newest checkpoint is damaged, all servers go back to one before it that
-    all have. Servers whose disks are full in turn also have checkpoints that others
-    lack, which must not take the place of those.
+    If the newest checkpoint is damaged, all servers return to an earlier checkpoint of
+    all servers. Servers whose disks are full in turn also have checkpoints that others
+    lack. These must not displace the checkpoints of all servers.
 
     Args:
       counts: update counts of the checkpoints of a server.
@@ -369,12 +369,12 @@ def find_superfluous(counts: Collection[int], commons: Sequence[int]) -> list[in
 
 
 def add_common(commons: Sequence[int], count: int) -> list[int]:
-    """Returns `commons` with the newest checkpoint that all servers have.
+    """Returns `commons` with the newest checkpoint of all servers.
 
     Args:
       commons: see `find_superfluous`.
-      count: of that checkpoint; 0: the initial parameters. Where it is below the last
-        of `commons`, the servers went back to it.
+      count: count of that checkpoint; 0: the initial parameters. If it is below the
+        last of `commons`, the servers went back to it.
     """
     before = [c for c in commons if c < count]
     return [*before, count][-_NUM_KEPT:] if count else []

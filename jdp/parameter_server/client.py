@@ -294,7 +294,7 @@ class Client:
         pulling.retry_s = min(2 * pulling.retry_s, _MOST_RETRY_S)
         if not self.is_welcome:
             return []
-        # Servers that returned to a checkpoint may not know the settled push.
+        # After a return to a checkpoint, servers might not know the settled push.
         after = pulling.after if self._pending_sequence() == pulling.after else 0
         return [(0, Pull(self.session, pulling.pull, after))]
 

@@ -17,7 +17,7 @@ _MOST_SENT = 256  # entries per message.
 
 
 class DecisionLog:
-    """Entries of one epoch, from the first one that a server may still need.
+    """Entries of one epoch, without the entries that all servers have executed.
 
     Attributes:
       version: the version after the last entry.

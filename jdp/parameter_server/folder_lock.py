@@ -1,4 +1,4 @@
-"""Folder lock: one process at a time has the checkpoints of a server."""
+"""Folder lock: does another process use the checkpoints of this server?"""
 
 import errno
 import fcntl
@@ -15,10 +15,10 @@ class FolderLock:
     """A lock on the file `lock` of a folder, held until `close` or death."""
 
     def __init__(self, folder: pathlib.Path):
-        """Takes it.
+        """Takes the lock.
 
         Raises:
-          RuntimeError: another process has it.
+          RuntimeError: another process holds the lock.
           OSError: the file cannot be opened.
         """
         # A link made by another account could lead to a file of this account.
@@ -45,5 +45,5 @@ class FolderLock:
         os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
 
     def close(self) -> None:
-        """Gives it back."""
+        """Releases the lock."""
         self._close()

@@ -85,8 +85,8 @@ class Place:
         if self.role == "worker" and self.index >= self.num_workers:
             raise ValueError(
                 f"`index` of a worker must be less than `num_workers`, got "
-                f"{self.index} of {self.num_workers}. `num_workers` counts those of "
-                "all hosts: `--all-workers` of `jdp launch`."
+                f"{self.index} of {self.num_workers}. `num_workers` counts the "
+                "workers of all hosts: `--all-workers` of `jdp launch`."
             )
 
     def to_environ(self) -> dict[str, str]:

@@ -21,11 +21,11 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """Returns `value`, also one of numpy, as an int.
+    """Returns `value`, possibly a numpy integer, as an int.
 
     Raises:
-      TypeError: it is no whole number.
-      ValueError: it is less than `least`.
+      TypeError: `value` is not a whole number.
+      ValueError: `value` is less than `least`.
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
@@ -41,21 +41,21 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_is(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raises TypeError unless `value` is a `kind`, of which `wanted` is an example."""
+    """Raises TypeError unless `value` is a `kind`, described by `wanted`."""
     if not isinstance(value, kind):
         raise TypeError(f"`{name}` must be {wanted}, got {value!r}.")
 
 
 def check_optimizer(value: Any) -> None:
     """Raises TypeError unless `value` is an optimizer of optax."""
-    wanted = "an optimizer, as `optax.sgd(0.1)`"
+    wanted = "an optimizer, such as `optax.sgd(0.1)`"
     if isinstance(value, optax.MultiSteps):
         wanted += " or `optax.MultiSteps(...).gradient_transformation()`"
     check_is("tx", value, optax.GradientTransformation, wanted)
 
 
 def check_folder(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError unless `value` is a path, as text."""
+    """Raises TypeError or ValueError unless `value` is a path or None."""
     is_path = isinstance(value, str | os.PathLike)
     if not is_path or not isinstance(os.fspath(value), str):
         raise TypeError(f"`{name}` must be a path or None, got {value!r}.")

@@ -1,4 +1,4 @@
-"""Quiet: what orbax logs while it fails is dropped; one line of ours says it."""
+"""Orbax logs: how is a failure of orbax logged in one line, without tracebacks?"""
 
 import contextlib
 import gc
@@ -9,16 +9,16 @@ import types
 import warnings
 from collections.abc import Iterator
 
-# Where orbax, and the event loops that it runs, log tracebacks.
+# Loggers to which orbax and its event loops write tracebacks.
 _LOGGERS = ("asyncio", "absl")
 
 
 @contextlib.contextmanager
 def quiet_failures() -> Iterator[None]:
-    """Holds back warnings of `asyncio` and `absl`, and drops them at an exception.
+    """Holds warnings of `asyncio` and `absl`, and drops them after an exception.
 
-    Without one, they are logged at the end. A task of orbax that has failed may say so
-    at any time, when it is collected: that is dropped from now on.
+    Otherwise they are logged at the end. A failed task of orbax logs a warning when it
+    is garbage-collected, possibly later: such warnings are dropped from now on.
     """
     held: list[tuple[logging.Logger, logging.LogRecord]] = []
     loggers = [logging.getLogger(name) for name in _LOGGERS]
@@ -32,7 +32,9 @@ def quiet_failures() -> Iterator[None]:
 
         return hold
 
-    logging.getLogger("asyncio").addFilter(_is_not_of_orbax)  # Once, if repeated.
+    logging.getLogger("asyncio").addFilter(
+        _is_not_of_orbax
+    )  # Has no effect the second time.
     filters = [make_filter(logger) for logger in loggers]
     for logger, hold in zip(loggers, filters, strict=True):
         logger.addFilter(hold)
@@ -54,9 +56,9 @@ def quiet_failures() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_loops() -> Iterator[None]:
-    """Drops what event loops and coroutines print that were half made, when collected.
+    """Drops the warnings of half-made event loops and coroutines at collection.
 
-    For a moment that holds for those of other threads too.
+    While it is active, this affects other threads too.
     """
     hook = sys.unraisablehook
 

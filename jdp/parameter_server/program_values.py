@@ -1,9 +1,9 @@
 """Program values: do two programs compute the same value, step by step?
 
-Each value of a jaxpr gets a number. The same operation on values of the same numbers
-has the same number, in every program that one `ProgramValues` is given (value
-numbering; Alpern, Wegman and Zadeck, 1988). What a value does not depend on, such as
-other leaves in the same program, does not count.
+Each value of a jaxpr gets a number. The same operation on values with the same numbers
+gets the same number, in every program that one `ProgramValues` sees (value numbering;
+Alpern, Wegman and Zadeck, 1988). Parts of a program that a value does not depend on,
+such as other leaves, do not matter.
 """
 
 import re
@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from jdp.backward import flow
 from jdp.compat import primitives
 
-_NUM_ITERATIONS = 3  # of loops: what one carry hands to another shows after some.
+_NUM_ITERATIONS = 3  # of loops: dependences between carries show after a few.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -26,16 +26,17 @@ class ProgramValues:
     """Numbers the values of programs."""
 
     def __init__(self):
-        """Starts with no value."""
         self._numbers: dict[Hashable, int] = {}
-        self._texts: dict[int, tuple[Any, str]] = {}  # the equation keeps its id taken.
+        self._texts: dict[
+            int, tuple[Any, str]
+        ] = {}  # by id; holding the equation keeps its id in use.
 
     def number(self, *key: Hashable) -> int:
-        """Returns the number of what `key` describes."""
+        """Returns the number of the value that `key` describes."""
         return self._numbers.setdefault(key, len(self._numbers))
 
     def of_jaxpr(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-        """Returns the numbers of a jaxpr's outputs, from those of its inputs."""
+        """Returns the numbers of a jaxpr's outputs, given the numbers of its inputs."""
         body, consts = flow.open_jaxpr(jaxpr)
         known = dict(zip(body.invars, inputs, strict=True))
         known.update(zip(body.constvars, map(self._of_constant, consts), strict=True))

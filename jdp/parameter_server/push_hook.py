@@ -24,11 +24,17 @@ T = TypeVar("T")
 
 
 class _Recorder:
-    """A `HookAllReduce` of one replica that keeps what is sent."""
+    """A `HookAllReduce` of one replica that keeps the arrays that the hook sends.
 
-    def __init__(self) -> None:
+    Attributes:
+      sent: arrays in the order in which the hook sent them.
+    """
+
+    def __init__(self, receive: Callable[[jax.Array], jax.Array] = lambda x: x) -> None:
+        """`receive` maps each sent array to the array that the hook gets back."""
         self.num_replicas = 1
         self.sent: list[jax.Array] = []
+        self._receive = receive
         self._has_exchanged = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -39,7 +45,7 @@ class _Recorder:
         return self._send(rows)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        # After an exchange, it is the sum that is handed out, which the server makes.
+        # After an exchange, the hook gathers the sum, which the server computes.
         if self._has_exchanged:
             self._has_exchanged = False
             return x[None]
@@ -49,23 +55,17 @@ class _Recorder:
         self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
     ) -> T:
         del is_late, late, early
-        raise NotImplementedError("A hook that begins later cannot compress a push.")
+        raise NotImplementedError("A hook with a warm-up cannot compress a push.")
 
     def _send(self, x: jax.Array) -> jax.Array:
         self.sent.append(x)
-        return x
+        return self._receive(x)
 
 
-class _Player(_Recorder):
-    """A `HookAllReduce` of one replica that has what another one sent."""
-
-    def __init__(self, received: Sequence[jax.Array]) -> None:
-        super().__init__()
-        self._left = list(received)
-
-    def _send(self, x: jax.Array) -> jax.Array:
-        super()._send(x)
-        return self._left.pop(0)
+def _make_player(received: Sequence[jax.Array]) -> _Recorder:
+    """Makes a recorder that returns `received` in place of the sent arrays."""
+    left = list(received)
+    return _Recorder(lambda _: left.pop(0))
 
 
 class _HookCodec:
@@ -81,29 +81,29 @@ class _HookCodec:
     def encode(
         self, buckets: Sequence[jax.Array], state: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array], PyTree]:
-        """Returns what the hook sends, what it returns, and the next state."""
+        """Returns the arrays that the hook sends, its result, and its next state."""
         recorder = _Recorder()
         found, state = self._hook.apply(list(buckets), state, recorder)
         return recorder.sent, found, state
 
     def decode(self, sent: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns what the hook returned when it sent that."""
+        """Returns the result of the hook when it sent these arrays."""
         zeros = [jnp.zeros(a.shape, a.dtype) for a in self._avals]
-        found, _ = self._hook.apply(zeros, self.init(), _Player(sent))
+        found, _ = self._hook.apply(zeros, self.init(), _make_player(sent))
         return found
 
     def sends_what_it_received(self) -> bool:
-        """Whether anything that is sent depends on what has come before it."""
+        """Whether a sent array depends on an array received before."""
         buckets = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._avals]
         sent, _, _ = jax.eval_shape(lambda x: self.encode(x, self.init()), buckets)
 
         def resend(received: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
-            player = _Player(received)
+            player = _make_player(received)
             self._hook.apply(list(x), self.init(), player)
             return player.sent
 
         jaxpr = jax.make_jaxpr(resend)(sent, buckets).jaxpr
-        # Their numbers, as literals cannot be looked up in a set.
+        # By id, since literals are not hashable.
         received = {id(var) for var in jaxpr.invars[: len(sent)]}
         for eqn in jaxpr.eqns:
             if any(id(var) in received for var in eqn.invars):
@@ -115,14 +115,15 @@ class Compressor:
     """A hook for the buckets of one server."""
 
     def __init__(self, hook: CommHook, avals: Sequence[BucketAval]):
-        """Finds what the hook sends.
+        """Traces the arrays that the hook sends.
 
         Args:
-          hook: any whose result is made of what it sends: `cast`, `int8`, `top_k`.
-          avals: of the buckets.
+          hook: a hook whose result follows from the arrays it sends: `cast`, `int8` or
+            `top_k`.
+          avals: shapes and dtypes of the buckets.
 
         Raises:
-          ValueError: what the hook returns is not made of what it sends alone.
+          ValueError: the result does not follow from the sent arrays alone.
         """
         _check_is_made_of_what_it_sends(hook, avals)
         self._codec = codec = _HookCodec(hook, avals)
@@ -138,14 +139,14 @@ class Compressor:
     def compress(
         self, buckets: Sequence[jax.Array], state: PyTree
     ) -> tuple[list[jax.Array], PyTree]:
-        """Returns what is pushed for buckets, and the next state; traced."""
+        """Returns the arrays to push for `buckets`, and the next state; traced."""
         sent, _, state = self._codec.encode(buckets, state)
         return sent, state
 
     def unpack(self, sent: Sequence[np.ndarray]) -> list[jax.Array]:
-        """Returns the buckets, shape (n,) each, that were pushed so."""
+        """Returns the buckets, shape (n,) each, from the pushed arrays."""
         found = self._unpack(list(sent))
-        # What was sent may lie in memory that is written again.
+        # `sent` may be a view of memory that the next push overwrites.
         return jax.block_until_ready(found)
 
 
@@ -155,7 +156,7 @@ def open_payload(
     layout: MemoryLayout,
     compressor: Compressor | None,
 ) -> list[Any]:
-    """Returns the buckets of a push, without a copy where they are not compressed."""
+    """Returns the buckets of a push; views, not copies, if it is not compressed."""
     if not is_compressed:
         return list(layout.views(payload))
     assert compressor is not None
@@ -165,10 +166,10 @@ def open_payload(
 def _check_is_made_of_what_it_sends(
     hook: CommHook, avals: Sequence[BucketAval]
 ) -> None:
-    """Looks at what the hook sends, and tries it on the first elements of each bucket.
+    """Checks the hook's program, and runs it on the first elements of each bucket.
 
-    What is sent must not depend on what came back before, as the second factor of
-    `power_sgd` does: the server would have to find the first one bit for bit anew.
+    A sent array must not depend on an array received before, as the second factor of
+    `power_sgd` does: the server would have to recompute the first one bit for bit.
     """
     rng = np.random.default_rng(0)
     small = [BucketAval([(min(64, a.size),)], a.dtype) for a in avals]
@@ -187,6 +188,6 @@ def _check_is_made_of_what_it_sends(
         same = False
     if not same:
         raise ValueError(
-            f"The hook `{hook.name}` cannot compress a push: what it returns is not "
-            "made of what it sends alone. Use `cast`, `int8` or `top_k`."
+            f"The hook `{hook.name}` cannot compress a push: its result does not "
+            "follow from the arrays it sends alone. Use `cast`, `int8` or `top_k`."
         )

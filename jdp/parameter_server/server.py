@@ -226,7 +226,7 @@ def _make_leader_options(
 
 @contextlib.contextmanager
 def explaining_memory(index: int, device: Device) -> Iterator[None]:
-    """Replaces an out-of-memory error of XLA by one that names the server."""
+    """Replaces an out-of-memory error of XLA by an error that names the server."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:

@@ -389,7 +389,7 @@ class Service:
             self._status_at_s = 0.0
         if self._executor.execute(entries):
             return
-        # Without that checkpoint, this server counts as one that has just started.
+        # Without that checkpoint, this server counts as newly started.
         if self._leader is not None:
             self._leader.start_over()
         else:

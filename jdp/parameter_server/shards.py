@@ -15,17 +15,17 @@ from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketAval, BucketPlan
 from jdp.types import PyTree
 
-_ALIGNMENT = 64  # bytes; that of XLA's own buffers.
-_BUCKETS_PER_SERVER = 8  # so that servers can have about the same bytes.
+_ALIGNMENT = 64  # bytes; the alignment of XLA's own buffers.
+_BUCKETS_PER_SERVER = 8  # small enough to give all servers about the same bytes.
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLayout:
-    """Layout of arrays in one piece of memory, one after the other."""
+    """Layout of arrays in one block of memory, one after the other."""
 
     avals: tuple[jax.ShapeDtypeStruct, ...]
-    offsets: tuple[int, ...]  # bytes; of each array.
-    num_bytes: int  # of the whole.
+    offsets: tuple[int, ...]  # of each array, in bytes.
+    num_bytes: int  # of the block.
 
     def views(self, memory: Any) -> list[np.ndarray]:
         """Returns the arrays in `memory`, without a copy."""
@@ -38,7 +38,7 @@ class MemoryLayout:
 
 
 def make_layout(avals: Sequence[Any]) -> MemoryLayout:
-    """Lays arrays with a shape and a dtype side by side."""
+    """Places arrays of given shapes and dtypes one after the other."""
     offsets, end = [], 0
     for aval in avals:
         offsets.append(end)
@@ -49,9 +49,9 @@ def make_layout(avals: Sequence[Any]) -> MemoryLayout:
 
 
 def make_memory(num_bytes: int) -> np.ndarray:
-    """Returns bytes, shape (num_bytes,), where XLA on CPU can take arrays as they lie.
+    """Returns bytes, shape (num_bytes,), aligned for XLA on CPU.
 
-    It copies those that are not aligned, a millisecond for 12.7 MB.
+    XLA copies arrays that are not aligned, which takes a millisecond for 12.7 MB.
     """
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
@@ -80,10 +80,10 @@ class Shards:
     of_server: tuple[Shard, ...]
 
     def find_parts(self, tree: PyTree, server: int) -> PyTree:
-        """Returns `tree` with nothing where another server has the leaf.
+        """Returns `tree` without the leaves of other servers.
 
-        It keeps its structure, so that masks by path go on to work; there are
-        `optax.MaskedNode`s in place of what is missing.
+        An `optax.MaskedNode` replaces each of them, so the tree keeps its structure,
+        and masks by path still work.
         """
         own = set(self.of_server[server].leaves)
         leaves = [
@@ -94,17 +94,17 @@ class Shards:
 
 
 def plan_shards(params: PyTree, num_servers: int) -> Shards:
-    """Shares parameters out among servers, by bucket, with about the same bytes each.
+    """Divides parameters among servers, by bucket, with about the same bytes each.
 
-    The same arguments give the same shards, in every process. A leaf stays whole.
+    The same arguments give the same shards in every process. A leaf stays whole.
 
     Args:
-      params: pytree of arrays; values are not read. Dtypes are taken as JAX does:
+      params: pytree of arrays; values are not read. Dtypes are canonicalized as in JAX:
         float64 is float32 unless `jax_enable_x64` is set.
-      num_servers: how many.
+      num_servers: number of servers.
 
     Raises:
-      TypeError: a leaf is not of a floating dtype.
+      TypeError: a leaf does not have a floating dtype.
       ValueError: there are fewer leaves than servers.
     """
     paths, leaves = tree_paths.leaf_paths(params), jax.tree.leaves(params)
@@ -125,7 +125,7 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
     if len(leaves) < num_servers:
         raise ValueError(
             f"`params` has {len(leaves)} leaves, too few for {num_servers} servers: "
-            "a leaf is not split. Start fewer."
+            "a leaf is not split. Start fewer servers."
         )
     params = jax.tree.map(_canonicalize, params)
     num_bytes = buckets.plan_buckets(params).num_bytes
@@ -137,7 +137,7 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
     sizes = [sum(plan.leaves[i].num_bytes for i in b) for b in plan.buckets]
     owned: list[list[int]] = [[] for _ in range(num_servers)]
     load = [0] * num_servers
-    # The largest first, each where there is least: at most 4/3 of the best (Graham).
+    # Largest first, each to the least loaded server: within 4/3 of optimal (Graham).
     for index in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
         server = min(range(num_servers), key=lambda k: (load[k], len(owned[k]), k))
         owned[server].append(index)
@@ -158,11 +158,11 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
 
 
 def check_gradient(plan: BucketPlan, grads: PyTree) -> list[Any]:
-    """Returns the leaves of `grads`, which must be like the parameters of `plan`.
+    """Returns the leaves of `grads`, which must match the parameters of `plan`.
 
     Raises:
-      ValueError: structure, a shape or a dtype differs; the leaf is named.
-      TypeError: a leaf is no array.
+      ValueError: structure, a shape or a dtype differs; the message names the leaf.
+      TypeError: a leaf is not an array.
     """
     leaves, treedef = jax.tree.flatten(grads)
     if treedef != plan.treedef:
@@ -193,22 +193,22 @@ def check_gradient(plan: BucketPlan, grads: PyTree) -> list[Any]:
 
 
 def _canonicalize(leaf: Any) -> Any:
-    """The shape of an array, and its dtype as JAX takes it."""
+    """Returns the shape of an array, and its dtype as JAX canonicalizes it."""
     if not hasattr(leaf, "shape"):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf))
 
 
 def describe_leaves(plan: BucketPlan) -> list[tuple[str, str]]:
-    """Returns the path of each leaf, and its dtype and shape."""
+    """Returns the path of each leaf, and its dtype and shape as text."""
     return list(zip(plan.leaf_paths(), map(str, plan.leaves), strict=True))
 
 
 def find_difference(
     own: list[tuple[str, str]], theirs: list[tuple[str, str]], who: str
 ) -> str:
-    """Says where two descriptions of parameters differ first; "" if nowhere."""
-    # One may be longer: that is looked at where the others are the same.
+    """Describes the first difference of two descriptions of parameters; "" if equal."""
+    # Lengths are compared once all common entries are equal.
     for (path, kind), (other_path, other_kind) in zip(own, theirs, strict=False):
         if path != other_path:
             return f"`{path}` on the server is `{other_path}` on {who}"
@@ -225,9 +225,10 @@ def copy_leaves(shard: Shard, leaves: Sequence[Any], into: Sequence[np.ndarray])
     """Copies leaves of a tree into the buffers of a shard's buckets, shape (n,) each.
 
     Args:
-      shard: which leaves, and in which buckets.
-      leaves: of the whole tree, in `jax.tree.leaves` order; None where another has it.
-      into: of each bucket.
+      shard: the leaves of a server, by bucket.
+      leaves: leaves of the whole tree, in `jax.tree.leaves` order; leaves of other
+        servers may be None.
+      into: buffer of each bucket.
     """
     for bucket, buffer in zip(shard.buckets, into, strict=True):
         end = 0
@@ -239,6 +240,6 @@ def copy_leaves(shard: Shard, leaves: Sequence[Any], into: Sequence[np.ndarray])
 
 def is_finite(x: np.ndarray) -> bool:
     """Whether no element is NaN or infinite; integers are finite."""
-    # A sum shows it in one pass; it may overflow where no element is infinite.
+    # A finite sum proves it in one pass; a sum of finite elements may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(x.sum())) or bool(np.isfinite(x).all())

@@ -1,9 +1,8 @@
-"""Lane: arrays between a worker and a server of one host go through shared memory.
+"""Shared memory lane: how do arrays reach a server on the same host without a socket?
 
-The worker makes memory without a name for each server, which opens it through the
-worker's entry in /proc, so nothing is left behind. The first half is for what is
-pushed, the second for what is pulled: of each, one is under way at a time, and its
-header travels over the socket.
+The worker makes anonymous memory for each server, which opens it through the worker's
+entry in /proc, so nothing is left behind. The first half holds a push, the second a
+pull. At most one of each is pending, and its header travels over the socket.
 """
 
 import mmap
@@ -16,7 +15,7 @@ _LABEL = "jdp-parameter-server"
 
 
 class SharedMemoryLane:
-    """Memory that a worker and a server share."""
+    """Memory shared by a worker and a server."""
 
     def __init__(self, mapped: mmap.mmap, num_bytes: int):
         """Use `make_lane` and `open_lane`."""
@@ -26,7 +25,7 @@ class SharedMemoryLane:
 
 
 class SharedMemoryFile:
-    """Open offer of a shared_memory, for a server that comes or comes back."""
+    """Open offer of shared memory, for a server that connects again too."""
 
     def __init__(self, descriptor: int, offer: SharedMemoryOffer):
         """Use `make_lane`."""
@@ -34,29 +33,29 @@ class SharedMemoryFile:
         self.offer = offer
 
     def close(self) -> None:
-        """Takes the offer back; who has opened it keeps its memory."""
+        """Withdraws the offer; memory that is open already stays valid."""
         os.close(self._descriptor)
 
 
 def make_lane(num_bytes: int) -> tuple[SharedMemoryLane, SharedMemoryFile] | None:
-    """Makes memory for `num_bytes` in each direction; None where that cannot be."""
+    """Makes memory for `num_bytes` in each direction; None if that fails."""
     if num_bytes == 0:
         return None
     size = sealed_memory.HEADER_BYTES + 2 * num_bytes
     try:
         mapped, descriptor, found = sealed_memory.make_memory(size, label=_LABEL)
-    except OSError:  # There is not so much memory: the socket needs none beforehand.
+    except OSError:  # Not enough memory; the socket needs none in advance.
         return None
     offer = SharedMemoryOffer(found.path, found.token, num_bytes)
     return SharedMemoryLane(mapped, num_bytes), SharedMemoryFile(descriptor, offer)
 
 
 def open_lane(offer: SharedMemoryOffer, *, least_bytes: int) -> SharedMemoryLane | None:
-    """Opens what a worker offers; None if it is on another host, or is not right.
+    """Opens the memory of a worker; None if that is on another host or invalid.
 
     Args:
-      offer: where it is.
-      least_bytes: how many it must have in each direction.
+      offer: the offer of the worker.
+      least_bytes: the bytes that it must have in each direction.
     """
     num_bytes = offer.num_bytes
     if num_bytes < least_bytes:

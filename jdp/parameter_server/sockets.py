@@ -1,9 +1,8 @@
-"""Sockets: one server hears many workers, and each of these many servers.
+"""Sockets: how do many workers and many servers exchange messages?
 
-A server has a ROUTER, a worker a DEALER for each server, and so does a server for
-server 0. CURVE encrypts; only holders of the key file may connect. They
-connect again by themselves; what was under way is lost then, and said again by the
-protocol.
+A server has a ROUTER. A worker has one DEALER per server; a server has a DEALER for
+server 0. CURVE encrypts; only holders of the key file may connect. A broken connection
+is opened again automatically. Pending messages are lost, and the protocol repeats them.
 """
 
 import os
@@ -27,21 +26,21 @@ _MONITORED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_BACKLOG = 4096  # all workers connect at once.
+_BACKLOG = 4096  # all workers may connect at once.
 _LINGER_MS = 500
 _RECONNECT_MS = 50
 _MOST_RECONNECT_MS = 1000
-_SMALLEST_LIMIT = 4 << 20  # of a frame; headers describe all parameters.
+_SMALLEST_LIMIT = 4 << 20  # bytes of a frame; headers describe all parameters.
 _MOST_FRAMES = 3  # a route, a header, arrays.
 _MOST_AT_ONCE = 256
-_MOST_QUEUED = 1000  # messages, of each peer; what is dropped is said again.
+_MOST_QUEUED = 1000  # messages per peer; the protocol repeats dropped ones.
 _REFUSE_S = 1.0
 _PROBE_S = 0.5
-_WORKER, _SERVER = "worker", "server"  # how ZAP calls who has which key.
+_WORKER, _SERVER = "worker", "server"  # user ids of ZAP, by key.
 
 
 class Message(NamedTuple):
-    """Received message."""
+    """A received message."""
 
     source: bytes | int  # the route to a worker, or the index of a server.
     header: memoryview
@@ -50,18 +49,18 @@ class Message(NamedTuple):
 
 
 class ServerSocket:
-    """Where a server listens."""
+    """The listening socket of a server."""
 
     def __init__(self, address: str, keys: Keys, *, most_bytes: int):
-        """Listens.
+        """Starts to listen.
 
         Args:
           address: "host:port".
-          keys: of the job.
+          keys: keys of the job.
           most_bytes: the longest payload; a peer that sends more is cut off.
 
         Raises:
-          RuntimeError: somebody else does at this address, or it is not of this host.
+          RuntimeError: the address is taken, or belongs to another host.
         """
         self._context = zmq.Context()
         self._refusals = zmq_sockets.Refusals()
@@ -77,7 +76,7 @@ class ServerSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         for name, value in {
             zmq.LINGER: _LINGER_MS,
-            # Of each peer: one that floods, or does not read, fills no memory.
+            # Per peer: a peer that floods, or does not read, cannot fill the memory.
             zmq.SNDHWM: _MOST_QUEUED,
             zmq.RCVHWM: _MOST_QUEUED,
             zmq.IPV6: 1,
@@ -91,8 +90,8 @@ class ServerSocket:
         )
         self._monitor = zmq_sockets.open_monitor(self._socket, _MONITORED)
         self._guests = zmq_sockets.Guests(descriptors.most_guests(64))
-        self._proved: set[int] = set()  # descriptors over which a message has come.
-        # Who lacks the public key of the servers never comes as far as ZAP.
+        self._proved: set[int] = set()  # descriptors of authenticated connections.
+        # Peers without the servers' public key fail before ZAP.
         self._last_failure: tuple[int, int] | None = None
         try:
             self._socket.bind(f"tcp://{_bind_address(address)}")
@@ -112,7 +111,7 @@ class ServerSocket:
         return self._socket, self._admission.socket, self._monitor
 
     def poll(self, timeout_s: float, others: "ClientSockets | None" = None) -> None:
-        """Waits until something has come, here or to the other sockets."""
+        """Waits until a message arrives, here or at `others`."""
         poller = self._poller
         if others is not None:
             poller = zmq.Poller()
@@ -123,7 +122,7 @@ class ServerSocket:
         self._admission.answer()
 
     def receive(self) -> list[Message]:
-        """Returns what has come, without waiting; what has too many frames is not."""
+        """Returns the messages that have arrived; drops those with too many frames."""
         found = []
         for _ in range(_MOST_AT_ONCE):
             try:
@@ -145,7 +144,7 @@ class ServerSocket:
         return found
 
     def send(self, route: bytes, header: bytes, payload: object = None) -> None:
-        """Sends, without waiting; to who is gone, nothing."""
+        """Sends without waiting; drops the message if the peer is gone."""
         frames = [route, header] if payload is None else [route, header, payload]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=payload is None)
@@ -153,11 +152,11 @@ class ServerSocket:
             pass
 
     def note(self, reason: str) -> None:
-        """Counts something that was dropped; logs it now and then."""
+        """Counts a dropped message or connection; logs it now and then."""
         self._refusals.note(reason)
 
     def refuse_all(self, text: str) -> None:
-        """Tells who asks within a moment why there is no server, and closes."""
+        """Answers with a refusal for a moment, then closes."""
         deadline_s = time.monotonic() + _REFUSE_S
         while time.monotonic() < deadline_s:
             self.poll(0.1)
@@ -175,19 +174,19 @@ class ServerSocket:
         self._context.term()
 
     def _watch_guests(self) -> None:
-        """Cuts connections that have proved nothing, where there are too many."""
+        """Cuts unauthenticated connections if there are too many."""
         for event, value in zmq_sockets.read_changes(self._monitor):
             if event == zmq.EVENT_DISCONNECTED:
                 self._guests.remove(value)
                 self._note_end(value)
             elif event != zmq.EVENT_ACCEPTED:
                 self._last_failure = event, value
-            elif value not in self._proved:  # A message may come before these news.
+            elif value not in self._proved:  # A message may arrive before this event.
                 self._guests.add(value, (self._endpoint,))
 
     def _note_end(self, descriptor: int) -> None:
-        """Notes a connection that has ended and never was that of a peer."""
-        # What failed ends at once: the two events follow each other.
+        """Notes the end of a connection that was never authenticated."""
+        # A failed handshake ends at once: its two events are adjacent.
         failure, self._last_failure = self._last_failure, None
         has_proved = descriptor in self._proved
         self._proved.discard(descriptor)
@@ -198,7 +197,7 @@ class ServerSocket:
             self.note(
                 "it does not have the keys of this job"
                 if failure is not None and failure[1] == crypto
-                else "it speaks another protocol, or ended before it said who it is"
+                else "it speaks another protocol, or ended before it identified itself"
             )
 
     def _note_refused(self, address: str) -> None:
@@ -216,18 +215,18 @@ class ClientSockets:
         most_bytes: int,
         is_server: bool = False,
     ):
-        """Begins to connect, for as long as it takes.
+        """Starts to connect, without a deadline.
 
         Args:
           addresses: "host:port" of each server.
-          keys: of the job.
+          keys: keys of the job.
           most_bytes: the longest payload.
-          is_server: whether this is a server too, and not a worker.
+          is_server: whether this process is a server, not a worker.
         """
         pair = keys.worker_public.encode(), keys.worker_secret.encode()
         if is_server:
             pair = keys.server_public.encode(), keys.server_secret.encode()
-        # Kept from connection to connection, so that answers find their way.
+        # The same for all connections, so that answers find their way.
         identity = b"jdp" + os.urandom(16)
         self._context = zmq.Context()
         self._wake_out, self._wake_in = os.pipe()
@@ -243,7 +242,7 @@ class ClientSockets:
                 zmq.SNDHWM: 0,
                 zmq.RCVHWM: 0,
                 zmq.IPV6: 1,
-                # What cannot be sent now is said again: it must not pile up.
+                # The protocol repeats unsent messages: they must not pile up.
                 zmq.IMMEDIATE: 1,
                 zmq.MAXMSGSIZE: max(most_bytes, _SMALLEST_LIMIT) + 4096,
                 zmq.RECONNECT_IVL: _RECONNECT_MS,
@@ -266,13 +265,13 @@ class ClientSockets:
             self._poller.register(socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> None:
-        """Waits until something has come, or `wake` is called."""
+        """Waits until a message arrives, or `wake` is called."""
         for ready, _ in self._poller.poll(int(1000 * timeout_s)):
             if ready == self._wake_out:
                 os.read(self._wake_out, 1 << 16)
 
     def receive(self) -> list[Message]:
-        """Returns what has come, without waiting."""
+        """Returns the messages that have arrived, without waiting."""
         found = []
         for server, socket in enumerate(self.sockets):
             for _ in range(_MOST_AT_ONCE):
@@ -285,7 +284,7 @@ class ClientSockets:
         return found
 
     def send(self, server: int, header: bytes, payload: object = None) -> None:
-        """Sends to a server, without waiting; nothing while it cannot be reached."""
+        """Sends to a server without waiting; drops the message if it is unreachable."""
         frames = [header] if payload is None else [header, payload]
         try:
             self.sockets[server].send_multipart(
@@ -295,10 +294,10 @@ class ClientSockets:
             pass
 
     def wake(self) -> None:
-        """Makes the wait that is under way return, or else the next one."""
+        """Makes the current wait return, or the next one if none is running."""
         try:
             os.write(self._wake_in, b"x")
-        except BlockingIOError:  # It is full: it is woken.
+        except BlockingIOError:  # The pipe is full: it is awake already.
             pass
 
     def close(self) -> None:
@@ -321,12 +320,12 @@ def is_listening(address: str) -> bool:
 
 
 def _is_server(frame: zmq.Frame) -> bool:
-    """Whether a frame came over a connection that has the key of a server."""
+    """Whether a frame came over a connection with the key of a server."""
     return frame.get("User-Id") == _SERVER
 
 
 def _bind_address(address: str) -> str:
-    """ZeroMQ binds to numbers, and to names of interfaces; a name must be looked up."""
+    """Resolves the host: ZeroMQ binds only to numeric addresses and interfaces."""
     from jdp.runtime.transport import rendezvous
 
     host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Staleness: a learning rate that is smaller for gradients of old parameters."""
+"""Staleness: how does an optimizer scale gradients of old parameters down?"""
 
 import numbers
 import re
@@ -19,15 +19,15 @@ def scale_by_staleness(
     """Divides the updates of `tx` by max(1, staleness) ** power.
 
     The rule of Zhang et al., 2016, "Staleness-aware Async-SGD for Distributed Deep
-    Learning", where the power is 1. A `Server` tells the staleness of each push: how
-    many updates were made between the pull that it is computed from and the push.
+    Learning", with a power of 1. A `Server` passes the staleness of each push: the
+    number of updates between its pull and its application.
 
     Args:
       tx: any optax transformation.
-      power: 0: staleness makes no difference.
+      power: exponent, at least 0; 0: staleness has no effect.
 
     Raises:
-      TypeError: `tx` is no optimizer, or `power` is no number.
+      TypeError: `tx` is not an optimizer, or `power` is not a number.
       ValueError: `power` is out of its range.
 
     Returns:
@@ -69,10 +69,10 @@ def run_update(
     params: PyTree,
     staleness: jax.Array,
 ) -> tuple[PyTree, PyTree]:
-    """Calls the `update` of an optimizer, which is told the staleness, int (), alone.
+    """Calls the `update` of an optimizer; the only extra argument is the staleness.
 
     Raises:
-      TypeError: it requires other arguments.
+      TypeError: `update` requires other arguments.
     """
     try:
         return _update(tx, grads, state, params, {"staleness": staleness})
@@ -81,8 +81,8 @@ def run_update(
             raise
         raise TypeError(
             "A server calls the optimizer with gradients, state, parameters and "
-            f"`staleness=`, and with nothing else, which is too little: {error}. "
-            "Workers send gradients alone, without the `value=` that "
+            f"`staleness=` only, which is too little: {error}. "
+            "Workers send only gradients, without the `value=` that "
             "`optax.contrib.reduce_on_plateau` needs, for example. Take an optimizer "
             "without such a part."
         ) from error
@@ -95,17 +95,17 @@ def _update(
     params: PyTree,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """Calls `update`, without the staleness where that takes no such argument."""
+    """Calls `update`, without the staleness if it does not take that argument."""
     try:
         return tx.update(updates, state, params, **extra_args)
     except TypeError as error:
-        # A signature does not tell: `optax.chain` takes all that one part may not.
+        # The signature does not tell: `optax.chain` accepts arguments its parts reject.
         if _NOT_TAKEN not in str(error):
             raise
     rest = {name: x for name, x in extra_args.items() if name != "staleness"}
     return tx.update(updates, state, params, **rest)
 
 
-# As Python words it.
+# Python's wording.
 _NOT_TAKEN = "unexpected keyword argument 'staleness'"
 _IS_OF_ARGUMENTS = re.compile(r"missing \d+ required")

@@ -1,4 +1,4 @@
-"""Updates: the parameters of one server, and the compiled update of them."""
+"""Updates: how does one server hold its parameters and update them?"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from jdp.parameter_server.staleness import run_update
 from jdp.trees import buckets, tree_paths
 from jdp.types import Device, PyTree
 
-# Updates until a state keeps its dtypes and structure; more than any optimizer needs.
+# Updates until a state keeps its dtypes and structure; no optimizer needs more.
 _MOST_FORMS = 4
 
 
 class _UpdaterState(NamedTuple):
-    """State that an update changes."""
+    """Arrays that an update changes."""
 
     params: PyTree  # the leaves of this server; `optax.MaskedNode` for the others.
     opt_state: PyTree
@@ -42,10 +42,10 @@ class Updater:
 
         Args:
           params: all parameters.
-          tx: updates them; it gets `staleness=` where it takes further arguments.
-          plan: which of them are those of this server.
-          server: its number.
-          device: where updates are made.
+          tx: the optimizer; gets `staleness=` if it takes extra arguments.
+          plan: division of the parameters among the servers.
+          server: index of this server.
+          device: device of the parameters and updates.
         """
         self._tx = optax.with_extra_args_support(tx)
         self._shard = plan.of_server[server]
@@ -56,7 +56,7 @@ class Updater:
         self._compiled: dict[tuple[int, int], Any] = {}  # by form and number of pushes.
         self._initial = params
         self._state = self._begin(params)
-        self._form = 0  # of the state, in `_forms`.
+        self._form = 0  # index of the state's form in `_forms`.
         self._forms = self._find_forms()
 
     def apply(
@@ -65,14 +65,14 @@ class Updater:
         weights: Sequence[float],
         staleness: int,
     ) -> None:
-        """Updates with the weighted mean of pushes, and waits until it is made.
+        """Updates with the weighted mean of pushes; returns once that is done.
 
         Args:
-          pushes: of each, the packed buckets of this server, shape (n,) each.
-          weights: of each; positive.
-          staleness: what the optimizer is told of it.
+          pushes: per push, the packed buckets of this server, shape (n,) each.
+          weights: weight of each push; positive.
+          staleness: passed to the optimizer.
         """
-        # Parts of the whole, in float64: a sum of samples times gradients may overflow.
+        # Fractions, in float64: a sum of samples times gradients may overflow.
         parts = np.asarray(weights, np.float64)
         parts /= parts.sum()
         with jax.default_device(self._device):
@@ -83,7 +83,7 @@ class Updater:
                 np.int32(staleness),
             )
             self._form = min(self._form + 1, len(self._forms) - 1)
-        # Who waits for memory that is shared must not go on before it was read.
+        # The worker reuses the shared memory as soon as this returns.
         jax.block_until_ready(self._state)
 
     def copy_into(self, buffers: Sequence[np.ndarray]) -> None:
@@ -91,48 +91,48 @@ class Updater:
         shards.copy_leaves(self._shard, self._find_leaves(), buffers)
 
     def save(self) -> list[np.ndarray]:
-        """Returns copies of all arrays that make the state; of a key, its data."""
+        """Returns copies of all arrays of the state; for PRNG keys, of their data."""
         return [np.array(_without_key(x)) for x in jax.tree.leaves(self._state)]
 
     def describe(self) -> tuple[str, ...]:
-        """Returns what each array of the state is, and how the optimizer's nests."""
+        """Describes each array, and the structure of the optimizer state."""
         state = self._forms[-1]
         leaves = zip(tree_paths.leaf_paths(state), jax.tree.leaves(state), strict=True)
         arrays = [f"`{path}` {x.dtype}{list(x.shape)}" for path, x in leaves]
         return (*arrays, f"a state {_describe_nodes(state.opt_state)}")
 
     def load(self, arrays: Sequence[np.ndarray]) -> None:
-        """Takes what `save` has returned.
+        """Restores the result of `save`.
 
         Raises:
-          RuntimeError: it is that of other parameters, or of another optimizer.
+          RuntimeError: it belongs to other parameters or another optimizer.
         """
         found = [(tuple(x.shape), np.dtype(x.dtype)) for x in arrays]
         kinds = [list(map(_saved_as, jax.tree.leaves(form))) for form in self._forms]
         if found not in kinds:
             raise RuntimeError(
-                "The checkpoint is that of other parameters, of another optimizer or "
-                f"of another number of servers.\n  here:       {kinds[-1][:4]} ...\n"
+                "The checkpoint belongs to other parameters, another optimizer or "
+                f"another number of servers.\n  here:       {kinds[-1][:4]} ...\n"
                 f"  checkpoint: {found[:4]} ...\nGive another `checkpoint_dir`."
             )
-        # The last of those that look alike: a checkpoint is made after updates.
+        # The last matching form: a checkpoint is made after updates.
         self._form = max(i for i, kind in enumerate(kinds) if kind == found)
         leaves, treedef = jax.tree.flatten(self._forms[self._form])
         put = [jax.device_put(x, self._device) for x in arrays]
         self._state = jax.tree.unflatten(treedef, map(_with_key, put, leaves))
 
     def reset(self) -> None:
-        """Goes back to the parameters it was given."""
+        """Returns to the initial parameters."""
         self._state, self._form = self._begin(self._initial), 0
 
     def warm_up(self, num_pushes: int) -> None:
-        """Compiles the update for so many pushes at once, before there are any."""
+        """Compiles the update for this number of pushes ahead of time."""
         self._compile(num_pushes)
 
     def _compile(self, num_pushes: int) -> Any:
         place = self._form, num_pushes
         if place not in self._compiled:
-            # A state that takes another form has no use for the memory of the old one.
+            # A state that changes its form cannot reuse the donated memory.
             is_settled = self._form == len(self._forms) - 1
             update = self._update if is_settled else jax.jit(self._make_update)
             lowered = update.lower(
@@ -142,7 +142,7 @@ class Updater:
         return self._compiled[place]
 
     def _find_avals(self, num_pushes: int) -> tuple[Any, ...]:
-        """Shapes and dtypes of what an update takes beside the state."""
+        """Returns the shapes and dtypes of the other arguments of an update."""
         avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._shard.avals)
         return (
             (avals,) * num_pushes,
@@ -151,13 +151,13 @@ class Updater:
         )
 
     def _find_forms(self) -> list[_UpdaterState]:
-        """Returns shapes and dtypes of the state at first, and after each update.
+        """Returns shapes and dtypes of the initial state, and after each update.
 
-        An update may change them at first, as that of parameters of two dtypes may; the
-        last of these forms stays.
+        The first updates may change them, for example with parameters of two dtypes;
+        the last form is stable.
 
         Raises:
-          ValueError: none stays.
+          ValueError: they do not become stable.
         """
         forms = [jax.eval_shape(lambda state: state, self._state)]
         while len(forms) <= _MOST_FORMS:
@@ -180,7 +180,7 @@ class Updater:
         return _UpdaterState(own, opt_state)
 
     def _find_leaves(self) -> list[Any]:
-        """The leaves of the whole tree; None for those of other servers."""
+        """Returns the leaves of the whole tree; None for leaves of other servers."""
         is_gap = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         leaves = jax.tree.leaves(self._state.params, is_leaf=is_gap)
         return [None if is_gap(x) else x for x in leaves]
@@ -208,7 +208,7 @@ class Updater:
 
 
 def _is_alike(one: PyTree, other: PyTree) -> bool:
-    """Whether one program takes both."""
+    """Whether one compiled program takes both."""
     has_one_structure = jax.tree.structure(one) == jax.tree.structure(other)
     return has_one_structure and jax.tree.leaves(one) == jax.tree.leaves(other)
 
@@ -222,7 +222,7 @@ def _without_key(x: jax.Array) -> jax.Array:
 
 
 def _with_key(x: jax.Array, like: Any) -> jax.Array:
-    """Makes a key of its data, where `like` is of a key."""
+    """Wraps the data of a PRNG key if `like` is a key."""
     if not _is_key(like):
         return x
     impl = jax.random.key_impl(jnp.zeros((), like.dtype))
@@ -230,13 +230,13 @@ def _with_key(x: jax.Array, like: Any) -> jax.Array:
 
 
 def _saved_as(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of what `Updater.save` makes of it."""
+    """Returns the shape and dtype in which `Updater.save` returns it."""
     data = jax.eval_shape(_without_key, aval)
     return data.shape, np.dtype(data.dtype)
 
 
 def _describe_nodes(tree: PyTree) -> str:
-    """Returns how a tree nests, with the classes of an optimizer's states by name."""
+    """Describes the structure of a tree, with the class names of its states."""
     if jax.tree_util.tree_structure(tree) == jax.tree_util.tree_structure(0):
         return "*"
     children = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
@@ -246,15 +246,16 @@ def _describe_nodes(tree: PyTree) -> str:
 
 
 def _weight_dtype() -> np.dtype:
-    """The dtype of weights: float64 where parameters may have it."""
+    """Returns the dtype of weights: float64 if `jax_enable_x64` is set."""
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 def _mean(column: Sequence[jax.Array], parts: jax.Array) -> jax.Array:
     """Mean of buffers of one shape, weighted with `parts`, which sum to 1.
 
-    It is summed in float32 at least, and lies between the least and the largest value
-    in spite of rounding: finite buffers have a finite mean, and equal ones their own.
+    It is summed in float32 at least. In spite of rounding, it lies between the least
+    and the largest value: finite buffers have a finite mean, and the mean of equal
+    buffers equals them.
     """
     if len(column) == 1:
         return column[0]
@@ -277,5 +278,5 @@ def _clamp(mean: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that there is no memory left."""
+    """Whether an exception means that memory ran out."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -31,7 +31,7 @@ class _ProgramEnd:
     pid: int = 0
     exit_code: int = 1  # after an uncaught exception.
     has_exited: bool = False  # Whether `sys.excepthook` exited, with that code.
-    # For a thread that exists already: at its end, Python may not start another.
+    # For a thread that exists already: at its end, Python cannot start another.
     tasks: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
 
 

@@ -125,7 +125,7 @@ def test_another_array_of_the_same_shape_is_refused(tmp_path, caplog, monkeypatc
         ),
         (
             lambda p: [shutil.rmtree(p), shutil.copytree(p.parent / "updates-20", p)],
-            "it is that of update 20",
+            "it belongs to update 20",
         ),
     ],
     ids="arrays-gone manifest-gone empty file manifest-cut cut garbage other".split(),
@@ -468,7 +468,7 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(tmp_path, monkeypatch, capl
     }
     assert caplog.text.count("cannot write the checkpoint of update 60 to") == 1
     assert (
-        "No space left on device. The job goes on; the newest checkpoint is that of "
+        "No space left on device. The job goes on; the newest checkpoint is `updat"
         in (caplog.text)
     )
     assert "of update 80" not in caplog.text
@@ -478,12 +478,12 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(tmp_path, monkeypatch, capl
     assert "writes checkpoints again" in caplog.text
     assert made.find_counts() == (20, 40, 120)
     made.close()
-    assert "could not write what came last" not in caplog.text
+    assert "could not write its last updates" not in caplog.text
     is_full, made = True, Checkpoints(tmp_path, 0, 1)
     assert not made.save(Version(1, 140), ARRAYS, {})
     made.close()
-    assert "came last: the newest checkpoint in" in caplog.text
-    assert "server-0-of-1` is that of update 120." in caplog.text
+    assert "last updates: the newest checkpoint in" in caplog.text
+    assert "server-0-of-1` is `updates-120`." in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

@@ -384,7 +384,7 @@ def _add_noise_by_shape(updates, params):
     "tx,message",
     [
         (optax.add_noise(1.0, 0.5, key=jax.random.key(0)), "draws random numbers"),
-        (optax.noisy_sgd(0.1, key=0), "updates `.*` otherwise where it has all 4 le"),
+        (optax.noisy_sgd(0.1, key=0), "updates `.*` differently if it has all 4 lea"),
         (_scaled(lambda updates: len(jax.tree.leaves(updates))), "counts leaves"),
         (_scaled(optax.tree.size), "than where it has the 2 of server 0"),
         (_scaled(lambda updates: 4), None),

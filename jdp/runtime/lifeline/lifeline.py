@@ -74,8 +74,8 @@ class _Lifeline:
         self._ends: by_store.EndsInStore | None = None
         if not self._star.wait_until_whole(timeout_s=_MEET_TIMEOUT_S):
             _logger.warning(
-                "The link between the processes is not whole after %g s: a process "
-                "that waits for one that has ended may be found late, by JAX.",
+                "The link between the processes is incomplete after %g s: a process "
+                "that waits for an ended process may be found late, by JAX.",
                 _MEET_TIMEOUT_S,
             )
             tell = self._heard, self._star.wake
@@ -319,7 +319,7 @@ def start(world: World, key: bytes) -> None:
     except OSError as error:
         _logger.warning(
             "The link between processes cannot be opened at %s (%s): a process that "
-            "waits for one that has ended is found later, by JAX.",
+            "waits for an ended process is found later, by JAX.",
             *(world.host, error),
         )
         return

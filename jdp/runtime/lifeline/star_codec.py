@@ -80,7 +80,7 @@ class Codec:
         return _MAGIC + self._nonce + b"".join(self._ids)
 
     def encode(self, frame: Frame) -> bytes:
-        """Encodes a frame; before the other end has greeted, holds it and returns b""."""
+        """Encodes a frame; held, with b"" returned, until the other end has greeted."""
         if self._session is None:
             self._held.append(frame)
             return b""
