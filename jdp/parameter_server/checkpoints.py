@@ -193,7 +193,7 @@ class Checkpoints:
         if self._num_failures:
             self._num_failures = 0
             _logger.warning(
-                "Server %d writes checkpoints again, to `%s`: the newest is of update %d.",
+                "Server %d writes checkpoints again, to `%s`: newest is update %d.",
                 server,
                 self._folder,
                 count,

@@ -386,7 +386,7 @@ def _add_noise_by_shape(updates, params):
         (optax.add_noise(1.0, 0.5, key=jax.random.key(0)), "draws random numbers"),
         (optax.noisy_sgd(0.1, key=0), "updates `.*` differently if it has all 4 lea"),
         (_scaled(lambda updates: len(jax.tree.leaves(updates))), "counts leaves"),
-        (_scaled(optax.tree.size), "than where it has the 2 of server 0"),
+        (_scaled(optax.tree.size), "than if it has the 2 leaves of server 0"),
         (_scaled(lambda updates: 4), None),
         (optax.stateless(_add_noise_by_shape), None),
         (optax.conditionally_mask(optax.adam(0.1), lambda step, **_: step > 1), None),
