@@ -144,7 +144,11 @@ COMPUTED_ATTRIBUTES = {
     "eager/coordinator/autotune_search.py",
     "eager/options.py",
     "launch/launch.py",
+    "parameter_server/launching.py",
+    "parameter_server/server.py",
+    "parameter_server/worker.py",
     "runtime/cluster.py",
+    "runtime/lifeline/star_line.py",
     "runtime/roll_call.py",
 }
 

@@ -424,7 +424,7 @@ def test_hyperparameters_of_the_widest_dtype_are_refused_for_several_servers():
 @pytest.mark.parametrize(
     "tx,message",
     [
-        (optax.contrib.reduce_on_plateau(), "`staleness=` only, .* required .*: 'value'"),
+        (optax.contrib.reduce_on_plateau(), "=` only, .* required .*: 'value'"),
         (
             optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0), opaque_mode=True),
             "grad_fn must be provided",
