@@ -42,29 +42,8 @@ HOST_MAY_USE = HOST | {
 # Their functions are the bodies of GPU kernels.
 KERNELS = {"collectives/pallas/bodies.py"}
 # Still too long; both to be emptied.
-LONG_MODULES = {
-    "backward/flow.py",
-    "backward/loss.py",
-    "batch_norm.py",
-    "compat/__init__.py",
-    "gradients/differentiation.py",
-    "gradients/reduce.py",
-    "optimizers/distributed.py",
-    "optimizers/sharded_program.py",
-    "optimizers/zero1.py",
-}
-LONG_FUNCTIONS = {
-    "flax_linen.py:_normalize",
-    "gradients/accumulate.py:accumulate_gradients",
-    "gradients/accumulate.py:wrapped",
-    "optimizers/diloco.py:diloco",
-    "optimizers/distributed.py:distributed_optimizer",
-    "optimizers/local_sgd.py:local_sgd",
-    "optimizers/reshard.py:reshard",
-    "optimizers/sharded_program.py:_cond",
-    "optimizers/zero1.py:zero1",
-    "optimizers/zero1.py:update",
-}
+LONG_MODULES = set()
+LONG_FUNCTIONS = set()
 
 
 def _rank(unit):

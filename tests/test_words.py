@@ -117,57 +117,7 @@ EXCEPTIONS = {
 }
 
 # By rule, the rooms that still have findings; to be emptied.
-UNFINISHED: dict[str, str] = {
-    "beginning": (
-        "backward bench benchmarks collectives eager examples flax_nnx gradients "
-        "hooks optimizers replicas step trees"
-    ),
-    "argument": (
-        "backward batch_norm bench collectives compat eager gradients hooks "
-        "optimizers replicas step types"
-    ),
-    "more people": ("collectives docs/eager.md docs/errors.md eager"),
-    "who": (
-        "collectives docs/eager.md docs/eager_tracing.md eager examples gradients "
-        "optimizers step"
-    ),
-    "node": ("collectives join launch runtime"),
-    "worker": ("launch runtime"),
-    "goes by": ("optimizers step"),
-    "is none": (
-        "bench collectives docs/eager.md docs/errors.md eager gradients "
-        "optimizers types"
-    ),
-    "is no": (
-        "backward bench compat docs/collectives.md docs/eager_tracing.md "
-        "docs/errors.md docs/hooks.md eager gradients hooks optimizers step trees "
-        "types"
-    ),
-    "by itself": (
-        "backward batch_norm bench compat docs/collectives.md docs/eager.md "
-        "docs/errors.md docs/performance.md docs/zero1.md eager gradients "
-        "optimizers step"
-    ),
-    "that of": (
-        "backward batch_norm bench benchmarks cli collectives compat "
-        "docs/batch_norm.md docs/collectives.md docs/eager.md "
-        "docs/eager_tracing.md docs/errors.md docs/hooks.md "
-        "docs/local_training.md docs/zero1.md eager examples flax_linen flax_nnx "
-        "gradients hooks optimizers replicas step trees"
-    ),
-    "one that": (
-        "backward batch_norm bench benchmarks cli collectives compat "
-        "docs/eager.md docs/eager_tracing.md docs/errors.md docs/hooks.md "
-        "docs/performance.md docs/zero1.md eager gradients hooks replicas"
-    ),
-    "known of": ("collectives gradients optimizers"),
-    "may not": ("collectives launch parameter_server step"),
-    "per": (
-        "batch_norm bench collectives docs/collectives.md docs/eager.md "
-        "docs/errors.md docs/performance.md examples gradients hooks optimizers "
-        "step trees"
-    ),
-}
+UNFINISHED: dict[str, str] = {}
 
 
 def _docstrings(path):

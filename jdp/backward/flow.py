@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdp import compat
-from jdp.backward.derivatives import Derivative, is_differentiable, trace_derivative
+from jdp.backward.derivatives import Derivative, trace_derivative
 from jdp.compat import origins, primitives
 
 # `jdp.sync_in_backward` is a `jit` in a name scope that begins so.
