@@ -176,7 +176,7 @@ class _ShardedEvaluation:
         ):
             return x
         names = mesh.as_axis_names(self._layout.axis_name)
-        return annotations.expect_check_value(x, names, _DIFFERS)
+        return annotations.expect_same(x, names, _DIFFERS)
 
     def _find_missing(self, equation: Equation, values: list[Any]) -> list[Any]:
         """Returns keys of operands that are needed from other replicas first."""
@@ -216,14 +216,14 @@ class _ShardedEvaluation:
             return None
         shapes = [x.shape if isinstance(x, ArrayShard) else None for x in operands]
         arrays = list(map(_data_of, operands))
-        captured = [i for i, is_captured in enumerate(captured) if is_captured]
+        places = [i for i, is_captured in enumerate(captured) if is_captured]
 
         def take(branch: Any, *arrays: Any) -> list[Any]:
             given = [
                 x if shape is None else ArrayShard(x, shape)
                 for x, shape in zip(arrays, shapes, strict=True)
             ]
-            return _ShardedEvaluation(self._layout).run(branch, given, captured)
+            return _ShardedEvaluation(self._layout).run(branch, given, places)
 
         branches = [functools.partial(take, x) for x in eqn.params["branches"]]
         kinds = [_are_sharded(branch, arrays) for branch in branches]
