@@ -31,6 +31,7 @@ class _ProgramEnd:
     pid: int = 0
     exit_code: int = 1  # after an uncaught exception.
     has_exited: bool = False  # Whether `sys.excepthook` exited, with that code.
+    is_at_exit: bool = False  # Threads and exit handlers have ended in time.
     # For a thread that exists already: at its end, Python cannot start another.
     tasks: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
 
@@ -48,7 +49,7 @@ def prepare() -> None:
     _ProgramEnd.pid = os.getpid()
     sys.addaudithook(_show_uncaught)
     # It runs before JAX's, which was registered earlier.
-    atexit.register(forks.only_here(_end_if_failed))
+    atexit.register(forks.only_here(_end_at_exit))
     _ProgramEnd.is_prepared = True
 
 
@@ -76,6 +77,12 @@ def _tell_of_failure() -> None:
 
 def _end_late() -> None:
     time.sleep(_FAILED_ENDS_S)
+    if not _ProgramEnd.is_at_exit:
+        _end_if_failed()
+
+
+def _end_at_exit() -> None:
+    _ProgramEnd.is_at_exit = True
     _end_if_failed()
 
 

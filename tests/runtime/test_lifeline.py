@@ -48,8 +48,8 @@ WAITS = Snapshot({}, None, 3.0, 3.0)
         (False, IN_STEP, [Gone(1, 10.0)], 14.1, 1),
         (False, BUSY, [Gone(1, 10.0)], 1e9, None),
         # It said that it failed.
-        (False, BUSY, [Gone(1, 10.0, {"step": 6}, "ValueError: no")], 15.0, None),
-        (False, BUSY, [Gone(1, 10.0, {"step": 6}, "ValueError: no")], 15.1, 1),
+        (False, BUSY, [Gone(1, 10.0, {"step": 6}, "ValueError: no")], 13.5, None),
+        (False, BUSY, [Gone(1, 10.0, {"step": 6}, "ValueError: no")], 13.6, 1),
         # At the end of the program, JAX waits for all.
         (True, IN_STEP, [Gone(1, 10.0, {"step": 5})], 1e9, None),
         (True, BUSY, [Gone(1, 10.0)], 12.1, 1),
@@ -368,6 +368,41 @@ def test_files_left_open_hold_what_was_written_where_a_process_fails(tmp_path):
     assert [(tmp_path / f"{i}").read_text() for i in range(2)] == ["last line"] * 2
 
 
+HOST_CODE = """
+import sys, time
+import jdp
+world = jdp.init(timeout_s=100)
+file = open(f"{FOLDER}/{world.process_index}", "w")
+file.write("last line")
+if world.process_index == PROCESS:
+    FAULT
+if world.process_index:
+    time.sleep(60)
+jdp.replicate(world, {"w": 1.0})
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fault", "process", "code", "text"),
+    [
+        ("raise ValueError('boom')", 0, 1, "process 0 failed (ValueError: boom)"),
+        # Process 0 is ended because it waits for process 1 in vain.
+        ("sys.exit(3)", 1, 3, "process 1 ended after no step, and process 0 waits"),
+    ],
+)
+def test_the_end_of_process_0_aborts_none_that_is_in_host_code(
+    tmp_path, fault, process, code, text
+):
+    program = HOST_CODE.replace("PROCESS", str(process)).replace("FAULT", fault)
+    program = program.replace("{FOLDER}", str(tmp_path))
+    took_s, codes, said = run_by_hand(program, process, count=3)
+    assert took_s < 12
+    assert codes == [code if i == process else 1 for i in range(3)]
+    assert f"jdp: {text}" in said, said
+    assert [(tmp_path / f"{i}").read_text() for i in range(3)] == ["last line"] * 3
+
+
 CAUGHT = """
 import os, sys
 import jax.numpy as jnp, numpy as np
@@ -553,22 +588,23 @@ def test_the_process_that_waited_says_why_not_the_one_whose_link_broke():
     assert got.exit_code == 1
 
 
-def run_by_hand(program, process):
-    """Runs two processes without a launcher, of which one ends early.
+def run_by_hand(program, process, *, count=2):
+    """Runs processes without a launcher, of which one ends early.
 
     Returns:
-      How long the other one took from then on, both exit codes, and what it wrote.
+      How long the others took from then on, all exit codes, and the output of the
+      last of the others.
     """
     place = {
         environment.COORDINATOR_ADDRESS: f"127.0.0.1:{launch._free_port()}",
-        environment.NUM_PROCESSES: "2",
-        environment.NUM_LOCAL_PROCESSES: "2",
+        environment.NUM_PROCESSES: str(count),
+        environment.NUM_LOCAL_PROCESSES: str(count),
         environment.NODE_RANK: "0",
         "PYTHONPATH": harness.python_path(),
         "JAX_PLATFORMS": "cpu",
     }
     started = []
-    for i in range(2):
+    for i in range(count):
         own = {environment.PROCESS_ID: str(i), environment.LOCAL_PROCESS_ID: str(i)}
         started.append(
             subprocess.Popen(
@@ -583,8 +619,8 @@ def run_by_hand(program, process):
     try:
         started[process].wait(60)
         start_s = time.monotonic()
-        other = started[1 - process]
-        said, _ = other.communicate(timeout=60)
+        for other in started[:process] + started[process + 1 :]:
+            said, _ = other.communicate(timeout=60)
         codes = [each.returncode for each in started]
         return time.monotonic() - start_s, codes, said
     finally:

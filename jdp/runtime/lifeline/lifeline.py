@@ -42,7 +42,7 @@ _KEY = "jdp/lifeline"  # key in the store: where process 0 listens.
 _CHECK_PERIOD_S = 0.1
 _MEET_TIMEOUT_S = 10.0
 _LINGER_S = 0.7  # Process 0 ends later: its end lets JAX abort the others.
-LEAVING_S = 5.0  # The same, while other processes are at their end.
+LEAVING_S = 5.0  # The same, at most, while its end would abort others.
 _STILL_RUNS_S = 60.0
 _WAITS_AT_END_S = 60.0  # until a process names the processes JAX waits for.
 _logger = logging.getLogger("jdp")
@@ -294,11 +294,17 @@ class _Lifeline:
         os._exit(1)
 
     def is_needed_by_others(self) -> bool:
-        """Returns whether the end of this process would abort another at its end.
+        """Returns whether the end of this process would abort another one.
 
-        JAX aborts it, though it is about to end with an exit code of its own.
+        JAX aborts it, though it may be about to end with an exit code of its own, and
+        what its files hold would be lost. A launcher ends the others itself.
         """
-        return self._own == 0 and any(gone.is_leaving for gone in self._gone)
+        if self._own != 0:
+            return False
+        num_ended = sum(gone.has_ended for gone in self._gone)
+        if not self._has_launcher and num_ended < self._count - 1:
+            return True
+        return any(gone.is_leaving for gone in self._gone)
 
 
 class _Current:
@@ -372,7 +378,7 @@ def wait_at_end(run_beside: Callable[[Callable[[], None]], None]) -> None:
 
 
 def is_needed_by_others() -> bool:
-    """Returns whether the end of this process would abort another at its end."""
+    """Returns whether the end of this process would abort another one."""
     return _Current.lifeline is not None and _Current.lifeline.is_needed_by_others()
 
 

@@ -15,8 +15,9 @@ from jdp.replicas.progress import Snapshot
 # known, and if it died without a message.
 ENDED_GRACE_S = 2.0
 LOST_GRACE_S = 4.0
-# A process that reports a failure ends the others, whatever they do.
-FAILED_GRACE_S = 5.0
+# A process that reports a failure ends the others, whatever they do. Process 0 stays
+# longer, `lifeline.LEAVING_S`: JAX aborts those that are left when it ends.
+FAILED_GRACE_S = 3.5
 _MOST_TEXT = 4000  # characters of the reason of another process.
 
 
@@ -82,6 +83,11 @@ class Gone(NamedTuple):
     def is_leaving(self) -> bool:
         """Whether its program has succeeded and the process still exists."""
         return self.steps is not None and self.error is None and self.broke_s is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process itself has ended, not only its program."""
+        return self.steps is None or self.broke_s is not None
 
 
 class LifelineVerdict(NamedTuple):
