@@ -158,7 +158,7 @@ def test_a_rank_that_has_joined_changes_nothing_in_any_dtype(name, op):
         if name == "float8_e8m0fnu":
             assert "has no zero" in checks.find_join_fault(spec)
         else:
-            options = type("O", (), {"facts": spec, "wire": None})
+            options = type("O", (), {"arguments": spec, "wire": None})
             with pytest.raises(TypeError, match=r"is not defined|must be floating"):
                 submission._make_request(options, "x", array, ())
         return

@@ -90,8 +90,9 @@ def _find_decoders():
 FUZZED = {
     "wire_fuzz": """
         meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: SegmentOffer,
-        shared_segment: Peer, shared_segment: list[Peer], rendezvous: _Offer,
-        rendezvous: tuple[str; str], rendezvous: MeetingOutcome, datagram_link: _Offer,
+        shared_segment: Peer, shared_segment: list[Peer], rendezvous: _LinkOffer,
+        rendezvous: tuple[str; str], rendezvous: MeetingOutcome,
+        datagram_link: _LaneOffer,
         rounds: Announcement, rounds: Decision,
         progress_exchange: ProcessProgress, gpu_topology: GpuFacts,
         gpu_topology: list[GpuFacts], measurement: list[Seconds],

@@ -563,8 +563,8 @@ def test_a_branch_that_nodes_choose_may_reduce_within_a_node():
 
     found = follow(run("data"), BOTH)
     assert found.spread.axes == {"node", "data"}
-    assert "replicas of node choose" in _refused(run("node"), BOTH)
-    assert "replicas of node choose" in _refused(run(BOTH), BOTH)
+    assert "replicas along node may choose" in _refused(run("node"), BOTH)
+    assert "replicas along node may choose" in _refused(run(BOTH), BOTH)
 
 
 def test_printing_in_a_branch_of_its_own_is_no_reduction():

@@ -50,7 +50,10 @@ def _step(way, **kwargs):
 DIFFERENCES = {
     "unused": r"`\['b'\]` was always used and is now never used",
     "used at times": r"`\['b'\]` was always used and is now at times used",
-    "order": r"the gradient of `\['a'\]` is now finished where that of `\['b'\]` was",
+    "order": (
+        r"the gradient of `\['a'\]` is now finished where the gradient of `\['b'\]` "
+        "was"
+    ),
 }
 
 
@@ -170,7 +173,10 @@ def in_two():
 def test_every_process_hears_of_a_graph_that_changed(in_two, processes_that_change):
     for process, found in enumerate(in_two):
         text, seconds = found[processes_that_change]
-        assert "the gradient of `['a']` is now finished where that of `['b']`" in text
+        assert (
+            "the gradient of `['a']` is now finished where the gradient of `['b']`"
+            in text
+        )
         is_own = process in processes_that_change
         assert text.startswith("ValueError" if is_own else "RuntimeError"), text
         assert seconds < 20
