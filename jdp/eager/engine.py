@@ -45,6 +45,7 @@ class Engine:
         self.options = options
         self.rank = world.process_index
         self.size = world.process_count
+        self.hosts = startup.agree(world, options)
         number = 0 if world.store is None else world.store.next_round()
         key = f"jdp/eager/{number}"
         self._link = transport.open_link(
@@ -55,7 +56,6 @@ class Engine:
         self._completion = Completion()
         self.lead: Lead | None = None  # on process 0.
         try:
-            self.hosts, self._early = startup.meet(self._link, world, options)
             if self.rank == 0:
                 self.lead = Lead(world, options, self._link, self._apply)
             wake = self._link.wake
@@ -263,8 +263,7 @@ class Engine:
             self._wants_to_leave = False
 
     def _hear(self, timeout_s: float | None) -> bool:
-        events = self._early or self._link.wait(timeout_s)
-        self._early = []
+        events = self._link.wait(timeout_s)
         for event in events:
             if isinstance(event, transport.Received):
                 try:

@@ -15,7 +15,7 @@ from jdp.eager.engine import Engine
 from jdp.eager.entries import Completion, Entry
 from jdp.eager.messages import Request, Response, Spec, encode_spec
 from jdp.eager.response_cache import ResponseCache
-from jdp.replicas import progress
+from jdp.replicas import agreement, progress
 from jdp.runtime.transport import transport
 from tests import harness
 
@@ -117,6 +117,32 @@ def test_who_sends_what_no_engine_sends_is_named_on_all(links, sender):
         if sender == 0 and rank == 0:
             continue  # It hears that the others have gone.
         assert f"process {sender} sent a message that no engine sends" in text
+
+
+def test_a_process_that_does_not_start_is_named_on_all(links):
+    def run(world):
+        if world.process_index != 2:
+            Engine(world, eager.EagerOptions())
+
+    *others, _ = harness.run_threads(run, _SIZE, timeout_s=1.0)
+    for error in others:
+        assert "Process 2 did not come to the start of the eager engine" in str(error)
+
+
+@pytest.mark.parametrize("peer", range(_SIZE))
+def test_options_that_nothing_sends_are_refused_on_all(links, monkeypatch, peer):
+    def meet(world, topic, body, *rest, **options):
+        body = b"\xc1" if world.process_index == peer else body
+        return agreement_meet(world, topic, body, *rest, **options)
+
+    agreement_meet = agreement.meet
+    monkeypatch.setattr(agreement, "meet", meet)
+
+    def run(world):
+        Engine(world, eager.EagerOptions())
+
+    for error in harness.run_threads(run, _SIZE, timeout_s=10.0):
+        assert f"process {peer} sent a message that no engine sends" in str(error)
 
 
 def test_options_that_differ_are_named_on_all(links):
