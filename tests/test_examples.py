@@ -13,6 +13,7 @@ from tests import commands, harness
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_digits_trains_to_97_percent_on_equal_replicas():
     code, out, err = commands.jdp("launch", "-n", 2, "examples/digits.py")
     assert code == 0, err

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from tests import harness
+from tests import harness, rarely
 
 AXIS = "data"
 
@@ -57,9 +57,19 @@ COMPILED_FAST = {
     "pmap": _under_pmap(harness.jit_fast),
     "vmap": _under_vmap(harness.jit_fast),
 }
-transforms = pytest.mark.parametrize("run", TRANSFORMS.values(), ids=TRANSFORMS)
-transforms_compiled_fast = pytest.mark.parametrize(
-    "run", COMPILED_FAST.values(), ids=COMPILED_FAST
+
+
+def _each_of(runs):
+    often = [runs["shard_map"], runs["vmap"]]
+    return pytest.mark.parametrize(
+        "run", rarely.cases(runs.values(), often=often), ids=runs
+    )
+
+
+transforms = _each_of(TRANSFORMS)
+transforms_compiled_fast = _each_of(COMPILED_FAST)
+# None is "flat" on the CPU.
+packings = pytest.mark.parametrize(
+    "packing", rarely.cases(["flat", "tuple", None], often=("tuple", None))
 )
-packings = pytest.mark.parametrize("packing", ["flat", "tuple", None])
-sizes = pytest.mark.parametrize("n", [1, 2, 4, 8])
+sizes = pytest.mark.parametrize("n", rarely.cases([1, 2, 4, 8], often=(1, 4)))

@@ -510,9 +510,20 @@ def start():
     return params, (np.full(WIDTH, 0.4, np.float32), np.full(WIDTH, 0.3, np.float32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(PROGRAMS, st.lists(FLAGS, min_size=2, max_size=3))
 def test_random_nests_use_what_their_path_gives_a_gradient(program, runs):
+    _check_nest(program, runs)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(PROGRAMS, st.lists(FLAGS, min_size=2, max_size=3))
+def test_many_random_nests_use_what_their_path_gives_a_gradient(program, runs):
+    _check_nest(program, runs)
+
+
+def _check_nest(program, runs):
     params, lanes = start()
 
     def loss(params, flags):

@@ -444,6 +444,7 @@ def test_processes_of_one_host_take_shared_memory(in_two):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_nodes_take_shared_memory_within():
     # Two "nodes" whose processes cannot all share memory, as on two hosts.
     found = harness.run_checked(_train_on_separate_nodes, 4)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
-from tests import harness
+from tests import harness, rarely
 from tests.collectives import contract
 from tests.transforms import AXIS
 
@@ -107,33 +107,33 @@ A_FEW_SIZES = (1, 2, 3, 4, 7)
 
 
 @whole
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", rarely.cases(SIZES, often=A_FEW_SIZES))
 def test_every_axis_size(all_reduce, n):
     _check("shard_map", n, all_reduce, contract.A_FEW)
 
 
 @whole
 @pytest.mark.parametrize("transform", ["pmap", "vmap"])
-@pytest.mark.parametrize("n", A_FEW_SIZES)
+@pytest.mark.parametrize("n", rarely.cases(A_FEW_SIZES, often=(3,)))
 def test_every_transform(all_reduce, n, transform):
     _check(transform, n, all_reduce, contract.A_FEW)
 
 
 @in_chunks
 @pytest.mark.parametrize("transform", ["shard_map", "pmap", "vmap"])
-@pytest.mark.parametrize("n", [4, 7])
+@pytest.mark.parametrize("n", rarely.cases([4, 7], often=(4,)))
 def test_chunks_under_every_transform(all_reduce, n, transform):
     _check(transform, n, all_reduce, contract.A_FEW)
 
 
 @algorithms
-@pytest.mark.parametrize("n", [4, 7])
+@pytest.mark.parametrize("n", rarely.cases([4, 7], often=(7,)))
 def test_unchecked_types_too(all_reduce, n):
     _check("shard_map unchecked", n, all_reduce, contract.A_FEW)
 
 
 @algorithms
-@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("n", rarely.cases([3, 8], often=(8,)))
 def test_any_number_of_elements(all_reduce, n):
     _check("shard_map", n, all_reduce, contract.SIZES)
 
@@ -224,7 +224,10 @@ HALVES = {
 @pytest.mark.parametrize("halves", HALVES.values(), ids=HALVES)
 @pytest.mark.parametrize(
     ("transform", "n"),
-    [("shard_map", n) for n in SIZES] + [("vmap", n) for n in A_FEW_SIZES],
+    rarely.cases(
+        [("shard_map", n) for n in SIZES] + [("vmap", n) for n in A_FEW_SIZES],
+        often=[("shard_map", n) for n in A_FEW_SIZES] + [("vmap", 3)],
+    ),
 )
 def test_halves_give_replica_i_part_i(halves, n, transform):
     cases = contract.A_FEW[:2] if halves is collectives.PSUM else contract.A_FEW

@@ -23,7 +23,7 @@ from jdp.collectives.shared_memory.all_reduce import (
     shared_memory_all_reduce,
 )
 from jdp.replicas import sealed_memory
-from tests import harness
+from tests import harness, rarely
 from tests.collectives import contract
 
 # --- The segment: threads with a store in memory ------------------------------------
@@ -249,7 +249,7 @@ def _keep_the_contract():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", [2, 3, 8])
+@pytest.mark.parametrize("num_processes", rarely.cases([2, 3, 8], often=(3,)))
 def test_the_contract(num_processes):
     for wrong in harness.run_checked(_keep_the_contract, num_processes):
         assert wrong == []
@@ -338,6 +338,7 @@ def test_two_processes_train_as_one_device_does(in_two, bucket_bytes):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_four_processes_train_as_one_device_does():
     _check_trained(harness.run_checked(_train_in_four, 4), 0)
 
@@ -403,7 +404,7 @@ def _lose_a_peer(delay_s):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("delay_s", [0.01, 0.5])
+@pytest.mark.parametrize("delay_s", rarely.cases([0.01, 0.5], often=(0.01,)))
 def test_a_survivor_raises_at_once_and_names_the_dead(delay_s):
     before = os.listdir("/dev/shm")
     outcome = harness.run_processes(_lose_a_peer, 2, delay_s, grace_s=5.0)

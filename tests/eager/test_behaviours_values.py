@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import jdp
-from tests import harness
+from tests import harness, rarely
 from tests.eager import checks, checks_of_join, checks_of_moves, checks_of_reductions
 
 # The first test of each job waits for all of it.
@@ -92,6 +92,7 @@ CASES = [
     if size in configuration.sizes
     for check in _checks(size, name)
 ]
+ON_TWO = [case for case in CASES if case[0] == 2]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,8 @@ def find_job():
     return functools.cache(lambda size: harness.run_processes(_run, size, size))
 
 
-@pytest.mark.parametrize(("num_processes", "configuration", "name"), CASES)
+@pytest.mark.parametrize(
+    ("num_processes", "configuration", "name"), rarely.cases(CASES, often=ON_TWO)
+)
 def test_values(find_job, num_processes, configuration, name):
     checks.verify(find_job(num_processes), configuration, name)

@@ -15,7 +15,7 @@ import jdp
 from jdp import eager
 from jdp.eager import session
 from jdp.eager.diagnosis import flight_recorder
-from tests import harness
+from tests import harness, rarely
 from tests.eager import engine_soak
 
 pytestmark = pytest.mark.multiprocess
@@ -159,7 +159,10 @@ def test_random_operations_in_random_orders_are_exact():
 
 @pytest.mark.parametrize(
     "victim, signum",
-    [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
+    rarely.cases(
+        [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
+        often=[(1, signal.SIGKILL)],
+    ),
 )
 def test_all_others_raise_when_a_process_is_gone(victim, signum):
     seconds = engine_soak.check_death(victim, signum, 0.2)

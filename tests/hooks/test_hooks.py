@@ -14,7 +14,7 @@ import jdp
 from jdp import hooks
 from jdp.hooks import base
 from jdp.hooks.state import avals_of
-from tests import harness
+from tests import harness, rarely
 from tests.transforms import AXIS, COMPILED_FAST
 
 SHAPES = {"w": (24, 16), "conv": (3, 3, 4, 8), "b": (16,), "scale": ()}
@@ -40,11 +40,18 @@ HOOKS = {
         hooks.power_sgd(2), hooks.cast(jnp.bfloat16), hooks.top_k(0.5)
     ),
 }
+TRANSFORMS_AND_SIZES = {
+    **{name: (run, 3) for name, run in COMPILED_FAST.items()},
+    "1": (COMPILED_FAST["shard_map"], 1),
+    "8": (COMPILED_FAST["shard_map"], 8),
+}
 transforms_and_sizes = pytest.mark.parametrize(
     ("run", "n"),
-    [(run, 3) for run in COMPILED_FAST.values()]
-    + [(COMPILED_FAST["shard_map"], n) for n in (1, 8)],
-    ids=[*COMPILED_FAST, "1", "8"],
+    rarely.cases(
+        TRANSFORMS_AND_SIZES.values(),
+        often=[TRANSFORMS_AND_SIZES[name] for name in ("shard_map", "vmap")],
+    ),
+    ids=TRANSFORMS_AND_SIZES,
 )
 every_hook = pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 

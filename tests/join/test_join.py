@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from tests import harness
+from tests import harness, rarely
 
 pytestmark = pytest.mark.multiprocess
 
@@ -378,7 +378,7 @@ def _train_on_every_sample(world):
     return found
 
 
-@pytest.mark.parametrize("devices_per_process", [1, 2])
+@pytest.mark.parametrize("devices_per_process", rarely.cases([1, 2], often=(1,)))
 def test_every_sample_counts_once_and_the_same(find_four, devices_per_process):
     everyone = [_uneven_batches(process) for process in range(4)]
     batches = []

@@ -1,5 +1,6 @@
 import pytest
 
+from tests import rarely
 from tests.launch import fault_table
 
 
@@ -8,12 +9,15 @@ from tests.launch import fault_table
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("fault", "when", "process", "is_joined"),
-    [
-        ("exit0", "in_init", 0, False),
-        ("raise", "loader", 1, True),
-        ("kill", "step", 0, False),
-        ("exit0", "step", 1, True),
-    ],
+    rarely.cases(
+        [
+            ("exit0", "in_init", 0, False),
+            ("raise", "loader", 1, True),
+            ("kill", "step", 0, False),
+            ("exit0", "step", 1, True),
+        ],
+        often=[("raise", "loader", 1, True)],
+    ),
 )
 def test_the_process_that_met_the_fault_is_blamed_soon(fault, when, process, is_joined):
     found = fault_table.check(

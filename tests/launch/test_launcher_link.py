@@ -11,7 +11,7 @@ import pytest
 from jdp.launch import launch, launcher_link
 from jdp.launch.endings import Exit
 from jdp.replicas import wire
-from tests import harness
+from tests import harness, rarely
 
 KEY = bytes(range(32))
 TIMEOUT_S = 30.0
@@ -214,7 +214,7 @@ def test_all_hosts_say_that_the_job_failed_where_a_silent_end_broke_it(two_hosts
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 137),
     ],
 )
-@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("process", rarely.cases([0, 1], often=(1,)))
 def test_a_failure_before_the_first_step_is_named_on_all_hosts(
     two_hosts, fault, text, code, process
 ):

@@ -170,6 +170,7 @@ def test_a_job_survives_stopped_and_killed_workers_and_a_killed_server(tmp_path)
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_servers_go_back_together_when_one_is_killed_and_rounds_lose_a_worker(
     tmp_path,
 ):
@@ -242,6 +243,7 @@ def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypat
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 @pytest.mark.skipif(not network.is_allowed(), reason="no network namespaces here")
 def test_a_worker_behind_a_link_that_is_cut_and_mended_comes_back(tmp_path):
     with network.Network() as hosts:
