@@ -14,6 +14,7 @@ from jax import lax
 from jdp import compat
 from jdp.batch_norm import global_moments
 from jdp.batch_norm.global_moments import Moments
+from jdp.compat import trace_reuse
 from jdp.gradients import reduce, step_trace, weighted_mean
 from jdp.replicas import mesh
 from jdp.types import AxisName
@@ -122,15 +123,19 @@ def sample_weights(weight: jax.typing.ArrayLike | None) -> Iterator[None]:
         with jdp.batch_norm.sample_weights(weight):
             logits = model(images)
 
-    JAX does not trace a function again because these weights changed. So put the `with`
-    inside the outermost jitted function, not around a call of a jitted function.
+    Weights that are being traced hold for each function inside, also under
+    `jax.checkpoint` or `jax.jit`. But JAX does not trace a function again because
+    weights outside of a trace changed. So put the `with` inside the outermost jitted
+    function, not around a call of a jitted function.
 
     Args:
       weight: shape (n,), as `jdp.join_batches` yields it; see `SyncBatchNorm`.
     """
+    is_traced = isinstance(weight, jax.core.Tracer)
     token = _sample_weight.set(weight)
     try:
-        yield
+        with trace_reuse.only_here() if is_traced else contextlib.nullcontext():
+            yield
     finally:
         _sample_weight.reset(token)
 

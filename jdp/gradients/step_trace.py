@@ -14,6 +14,7 @@ from typing import get_args
 import jax
 
 from jdp import compat
+from jdp.compat import trace_reuse
 from jdp.gradients import (
     hook_reduction,
     reduce,
@@ -237,7 +238,8 @@ def running(trace: StepTrace, ambient: Weighting | None = None) -> Iterator[None
     trace.weighting = StepWeighting(ambient)
     token = _current.set(trace)
     try:
-        yield
+        with trace_reuse.only_here():
+            yield
     finally:
         _current.reset(token)
 
