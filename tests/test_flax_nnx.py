@@ -219,6 +219,7 @@ def _train_unevenly():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_processes_with_uneven_data_train_as_one_device_on_all_of_it():
     results = harness.run_checked(_train_unevenly, len(NUM_SAMPLES))
     _, *state = nnx.split(_Model(), nnx.Param, ...)

@@ -150,6 +150,7 @@ def test_a_page_reduces_within_a_host_and_across(tmp_path):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_fragments_of_the_pages_run(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "tests.page_blocks"],

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jdp
-from tests import harness
+from tests import harness, rarely
 
 # The losses of this file have parameters that only some branches use.
 pytestmark = pytest.mark.filterwarnings(
@@ -154,7 +154,7 @@ def _as_arrays(used):
     ids=["shard_map", "unchecked", "pmap"],
 )
 @pytest.mark.parametrize("packing", ["flat", "tuple"])
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", rarely.cases([1, 2, 4, 8], often=(4,)))
 def test_the_mask_is_that_of_all_replicas(run, packing, n):
     def fn(params, batch):
         grad_fn = jdp.value_and_grad(_loss, find_unused=True, packing=packing)

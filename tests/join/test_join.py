@@ -134,7 +134,7 @@ def _in_two():
     return {"torch": _train_as_torch(jdp.init())}
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("num_processes", rarely.cases([2, 4], often=(2,)))
 def test_processes_train_as_those_of_torch_do(find_four, num_processes):
     found = harness.run_checked(_in_two, 2) if num_processes == 2 else find_four(1)
     values = [value["torch"] for value in found]
@@ -313,6 +313,7 @@ def _train_sharded(world, own):
     return _host(sharded.state[0])
 
 
+@pytest.mark.slow
 def test_four_processes_train_as_one_device_does(find_four):
     values = [found["joined"] for found in find_four(1)]
     expected = {name: _alone(tx, COUNTS) for name, tx in _optimizers().items()}
@@ -378,7 +379,8 @@ def _train_on_every_sample(world):
     return found
 
 
-@pytest.mark.parametrize("devices_per_process", rarely.cases([1, 2], often=(1,)))
+@pytest.mark.parametrize("devices_per_process", [1, 2])
+@pytest.mark.slow
 def test_every_sample_counts_once_and_the_same(find_four, devices_per_process):
     everyone = [_uneven_batches(process) for process in range(4)]
     batches = []
@@ -410,6 +412,7 @@ def _end_with_other_states(world):
     return before, float(step.last_state.addressable_data(0))
 
 
+@pytest.mark.slow
 def test_the_final_state_is_that_of_the_last_joiner_with_the_highest_index(find_four):
     values = [found["other states"] for found in find_four(1)]
     assert values == [(0, 2), (1, 2), (2, 2), (3, 2)]

@@ -19,7 +19,7 @@ import pytest
 
 from jdp.launch import guard, guarding, launch, supervisor
 from jdp.runtime import environment
-from tests import harness
+from tests import harness, rarely
 
 TIMEOUT_S = 20.0
 IGNORE_SIGTERM = """
@@ -807,7 +807,7 @@ def test_what_has_left_environment_and_session_ends_with_a_killed_launcher(cli, 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("escape", list(ESCAPES.values())[1:], ids=list(ESCAPES)[1:])
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", rarely.cases([0, 3], often=(3,)))
 def test_what_has_left_environment_and_session_ends_with_its_job(cli, escape, code):
     process, pids = start_escaped(cli, escape, f"time.sleep(0.1); sys.exit({code})")
     assert process.wait(TIMEOUT_S) == code
@@ -992,7 +992,10 @@ def test_on_a_terminal_processes_have_terminals_and_colors(cli, monkeypatch):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("closing", ["<&-", ">&-", "2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(
+    "closing",
+    rarely.cases(["<&-", ">&-", "2>&-", ">&- 2>&- <&-"], often=(">&- 2>&- <&-",)),
+)
 def test_closed_descriptors_of_the_launcher_are_no_error(tmp_path, closing):
     (tmp_path / "program.py").write_text(
         "import os; os.write(1, b'x'); open('ran', 'w')"

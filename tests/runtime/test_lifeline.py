@@ -20,7 +20,7 @@ from jdp.replicas.progress import Snapshot
 from jdp.runtime import coordination, environment
 from jdp.runtime.lifeline import jax_end, lifeline, rules
 from jdp.runtime.lifeline.rules import Gone
-from tests import harness
+from tests import harness, rarely
 
 BUSY = Snapshot({"step": 6}, None, None, 0.0)
 IN_STEP = Snapshot({"step": 6}, "step", None, 0.0)
@@ -305,38 +305,39 @@ if world.process_index == PROCESS:
 jdp.replicate(world, {"w": 1.0})
 """
 
+ENDS = [
+    (
+        "sys.exit(3)",
+        *(1, 3),
+        "process 1 ended after no step, and process 0 waits for it",
+    ),
+    (  # A thread that Python waits for.
+        "threading.Thread(target=time.sleep, args=(40,)).start(); 1 / 0",
+        *(1, 1),
+        "process 1 failed (ZeroDivisionError: division by zero)",
+    ),
+    (
+        "sys.excepthook = lambda *_: None; raise KeyboardInterrupt",
+        *(0, -signal.SIGINT),
+        "process 0 failed (KeyboardInterrupt)",
+    ),
+    (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        *(1, -signal.SIGKILL),
+        "process 1 ended without a word",
+    ),
+    ("os._exit(3)", 0, 3, "process 0 ended without a word"),
+    (
+        "sys.excepthook = lambda *_: sys.exit(5); 1 / 0",
+        *(1, 5),
+        "process 1 failed (ZeroDivisionError: division by zero)",
+    ),
+]
+
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("fault", "process", "code", "text"),
-    [
-        (
-            "sys.exit(3)",
-            *(1, 3),
-            "process 1 ended after no step, and process 0 waits for it",
-        ),
-        (  # A thread that Python waits for.
-            "threading.Thread(target=time.sleep, args=(40,)).start(); 1 / 0",
-            *(1, 1),
-            "process 1 failed (ZeroDivisionError: division by zero)",
-        ),
-        (
-            "sys.excepthook = lambda *_: None; raise KeyboardInterrupt",
-            *(0, -signal.SIGINT),
-            "process 0 failed (KeyboardInterrupt)",
-        ),
-        (
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            *(1, -signal.SIGKILL),
-            "process 1 ended without a word",
-        ),
-        ("os._exit(3)", 0, 3, "process 0 ended without a word"),
-        (
-            "sys.excepthook = lambda *_: sys.exit(5); 1 / 0",
-            *(1, 5),
-            "process 1 failed (ZeroDivisionError: division by zero)",
-        ),
-    ],
+    ("fault", "process", "code", "text"), rarely.cases(ENDS, often=ENDS[:3:2])
 )
 def test_without_a_launcher_all_end_soon_and_the_others_name_it(
     fault, process, code, text
