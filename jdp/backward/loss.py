@@ -23,6 +23,7 @@ from jdp.backward.perturbation import find_perturbed
 from jdp.backward.usage import MarkedEvaluation, Marks
 from jdp.compat import origins, primitives
 from jdp.trees import tree_paths
+from jdp.trees.tree_paths import KeyPath
 from jdp.types import PyTree
 
 
@@ -32,7 +33,7 @@ class LossProgram:
 
     jaxpr: Any  # closed: (leaves of the parameters) -> (loss, *arrays of aux).
     treedef: Any  # structure of the parameters.
-    paths: tuple[str, ...]  # per leaf.
+    key_paths: tuple[KeyPath, ...]  # per leaf.
     unflatten_aux: Callable[[list[Any]], PyTree]
     run: Callable[..., list[Any]]  # the function that was traced.
     trace: Callable[[], Any]  # returns its trace, or None once that has ended.
@@ -284,7 +285,8 @@ def trace_loss(
     """
     if not allow_int:
         check_are_parameters(params)
-    leaves, treedef = jax.tree.flatten(params)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    leaves = [leaf for _, leaf in flat]
     rest: list[Callable[[list[Any]], PyTree]] = []
     traces: list[Callable[[], Any]] = []
 
@@ -298,7 +300,7 @@ def trace_loss(
         return [loss, *arrays]
 
     closed = jax.make_jaxpr(flat_loss)(*leaves)
-    paths = tuple(tree_paths.leaf_paths(params))
+    paths = tuple(path for path, _ in flat)
     trace = traces[0] if traces else lambda: None
     return LossProgram(closed, treedef, paths, rest[-1], flat_loss, trace)
 

@@ -316,7 +316,7 @@ def facts_of(program: LossProgram, axis_name: AxisName = "data") -> LossFacts:
     synced = [eqn for eqn in exchanges if is_of_synced_batch_norm(eqn)]
     others = [eqn for eqn in exchanges if not is_of_synced_batch_norm(eqn)]
     return LossFacts(
-        program.paths,
+        program.key_paths,
         program.timeline,
         program.never_used,
         program.undecided,

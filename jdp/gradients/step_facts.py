@@ -1,18 +1,20 @@
 """Step facts: one loss of a step, and one synchronisation of its gradients."""
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 
 from jdp.backward.order import Timeline
-from jdp.trees import buckets
+from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketPlan
+from jdp.trees.tree_paths import KeyPath
 
 
 @dataclasses.dataclass(frozen=True)
 class LossFacts:
     """Facts about one loss, read from its program; integers are leaf indices."""
 
-    paths: tuple[str, ...]
+    key_paths: tuple[KeyPath, ...]  # per leaf.
     timeline: Timeline
     never_used: tuple[int, ...]
     undecided: tuple[int, ...]
@@ -22,6 +24,11 @@ class LossFacts:
     exchanges: tuple[str, ...]  # other collectives that gradients go through.
     has_exchanges: bool  # whether gradients go through any collective.
     finds_unused: bool = False  # whether the caller asked which parameters are used.
+
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the leaves, for messages."""
+        return tuple(tree_paths.format_paths(self.key_paths))
 
     @property
     def graph(self) -> tuple[Hashable, ...]:

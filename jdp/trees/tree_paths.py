@@ -1,8 +1,13 @@
 """Tree paths: names for the leaves of pytrees, for errors and logs."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 
 from jdp.types import PyTree
+
+KeyPath = tuple[Any, ...]  # JAX's keys from the root of a tree to a leaf.
 
 
 def leaf_paths(tree: PyTree) -> list[str]:
@@ -11,7 +16,12 @@ def leaf_paths(tree: PyTree) -> list[str]:
     A tree that consists of one leaf has the path "(root)".
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path) or "(root)" for path, _ in flat]
+    return format_paths(path for path, _ in flat)
+
+
+def format_paths(paths: Iterable[KeyPath]) -> list[str]:
+    """Returns paths of JAX as texts, in the format of `leaf_paths`."""
+    return [jax.tree_util.keystr(path) or "(root)" for path in paths]
 
 
 def check_same_structure(tree: PyTree, name: str, other: PyTree, other_name: str):

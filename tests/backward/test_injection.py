@@ -13,6 +13,7 @@ from jax import lax
 
 import jdp
 from jdp.backward.loss import trace_loss
+from jdp.trees import tree_paths
 from tests import harness
 from tests.backward import test_usage
 
@@ -146,7 +147,8 @@ def _compare(program, flags, *, is_exact):
     found, used = jax.tree.map(lambda x: x[0], found)
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
     static = trace_loss(loss, params, (flags,))
-    never = {static.paths[i] for i in static.never_used}
+    paths = tree_paths.format_paths(static.key_paths)
+    never = {paths[i] for i in static.never_used}
     for name, is_used in used.items():
         has_gradient = np.any(expected[1][name] != 0)
         assert is_used or not has_gradient, name
