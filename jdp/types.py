@@ -3,7 +3,7 @@
 import dataclasses
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
 import jax
@@ -12,6 +12,11 @@ import jax.numpy as jnp
 PyTree = Any
 AxisName = str | tuple[str, ...]
 Device = Any  # jax.Device, which type checkers do not take for a type.
+
+_NO_AXIS_NAME = (
+    "`axis_name` must be one name or a pair of names (across nodes, within a node), "
+    "got {!r}."
+)
 
 
 class AllReduceFn(Protocol):
@@ -91,6 +96,27 @@ class Store(Protocol):
     def take_retired(self) -> list[str]:
         """Returns the directories that this process retired since the last call."""
         ...
+
+
+def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """Returns one axis name, or several, as a tuple.
+
+    Raises:
+      ValueError: there is no name, or a name is not a string or occurs twice.
+    """
+    if isinstance(axis_name, str):
+        axis_name = (axis_name,)
+    names = tuple(axis_name) if isinstance(axis_name, Iterable) else ()
+    are_texts = all(isinstance(name, str) and name for name in names)
+    if not names or not are_texts or len(set(names)) != len(names):
+        raise ValueError(_NO_AXIS_NAME.format(axis_name))
+    return names
+
+
+def check_axis_name(axis_name: AxisName) -> None:
+    """Raises ValueError unless `axis_name` is one name or a pair of names."""
+    if len(as_axis_names(axis_name)) > 2:
+        raise ValueError(_NO_AXIS_NAME.format(axis_name))
 
 
 def check_flags(**flags: Any) -> None:

@@ -11,7 +11,8 @@ ROOT = pathlib.Path(jdp.__file__).parent
 
 # A unit (a root module or a package) may import only units in lines above its own.
 LAYERS = (
-    {"compat", "types"},
+    {"types"},
+    {"compat"},
     {"trees"},
     {"backward"},
     {"replicas"},

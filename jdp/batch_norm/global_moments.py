@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdp import compat, types
 from jdp.compat import origins
 from jdp.gradients import reduce
-from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.types import AxisName
 
@@ -25,7 +25,7 @@ class Moments(NamedTuple):
 
 def cast_together(moments: Moments, axis_name: AxisName | None) -> Moments:
     """Casts to values that vary over `axis_name`; the transpose is one collective."""
-    if axis_name is None or not mesh.tracked_axes(axis_name):
+    if axis_name is None or not compat.tracked_axes(axis_name):
         return moments
     parts = _real_parts(moments)
     with origins.bound_by(origins.BATCH_NORM):  # Its transpose is a collective.
@@ -54,7 +54,7 @@ def take(
     if axis_name is None:
         total = jnp.where(count > 0, count, 1)
         return mean, squares / total, count
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     num_replicas = lax.axis_size(names)
     is_mine = jnp.arange(num_replicas) == lax.axis_index(names)
 

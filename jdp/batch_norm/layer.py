@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import compat
+from jdp import compat, types
 from jdp.batch_norm import global_moments
 from jdp.batch_norm.global_moments import Moments
 from jdp.compat import trace_reuse
 from jdp.gradients import reduce, step_trace, weighted_mean
-from jdp.replicas import mesh
 from jdp.types import AxisName
 
 DEFAULT_AXIS = "data"
@@ -104,8 +103,8 @@ def find_axis(axis_name: AxisName | None) -> AxisName | None:
         return None
     if axis_name == DEFAULT_AXIS and DEFAULT_AXIS not in compat.bound_axis_names():
         return None
-    mesh.check_axis_name(axis_name)
-    mesh.axis_size(axis_name)
+    types.check_axis_name(axis_name)
+    compat.axis_size(axis_name)
     return None if reduce.is_alone(axis_name) else axis_name
 
 

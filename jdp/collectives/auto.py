@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
+from jdp import compat, types
 from jdp.collectives import cost_model, measurement
 from jdp.collectives.base import Op
 from jdp.collectives.cost_model import Links
@@ -192,11 +193,11 @@ def find_kernel(world: World) -> tuple[Topology, str | None]:
 
 def _is_whole(world: World, axis_name: AxisName) -> bool:
     """Whether this is traced under `shard_map` over all of the world's mesh."""
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     manual = jax.sharding.get_abstract_mesh()
     return (
         world.num_replicas > 1
         and names == world.axis_names
         and set(names) <= set(manual.manual_axes)
-        and mesh.axis_size(axis_name) == world.num_replicas
+        and compat.axis_size(axis_name) == world.num_replicas
     )

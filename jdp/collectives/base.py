@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import compat
+from jdp import compat, types
 from jdp.compat import annotations
-from jdp.replicas import mesh
 from jdp.types import AxisName
 
 Op = Literal["sum", "mean", "min", "max", "product"]
@@ -77,8 +76,8 @@ def find_group(axis_name: AxisName) -> ReplicaGroup:
     Raises:
       ValueError: `axis_name` is not bound.
     """
-    size = mesh.axis_size(axis_name)
-    return ReplicaGroup(axis_name, size, lax.axis_index(mesh.as_axis_names(axis_name)))
+    size = compat.axis_size(axis_name)
+    return ReplicaGroup(axis_name, size, lax.axis_index(types.as_axis_names(axis_name)))
 
 
 def is_trivial(x: jax.Array, group: ReplicaGroup) -> bool:
@@ -126,7 +125,7 @@ def exchange(x: jax.Array, group: ReplicaGroup, pairs: Pairs) -> jax.Array:
       group: the replicas; all of them make this call.
       pairs: each rank is at most once a source and at most once a destination.
     """
-    names = mesh.as_axis_names(group.axis_name)
+    names = types.as_axis_names(group.axis_name)
     if set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
         return lax.ppermute(x, names, pairs)
     # An axis of `vmap`, whose `ppermute` wants a source for every rank, and one name.
@@ -146,7 +145,7 @@ def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     Returns:
       Shape (num_replicas, m): row i was sent by replica i.
     """
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     shape = rows.shape
     rows = rows.reshape(*[lax.axis_size(name) for name in names], *shape[1:])
     # One axis after the other, since `vmap` takes one name at a time.
@@ -190,7 +189,7 @@ def empty(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
 
 def cast_varying(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """Casts `x` to a type that varies over `axis_name`, where JAX tracks that."""
-    return compat.cast_varying(x, sorted(mesh.tracked_axes(axis_name)))
+    return compat.cast_varying(x, sorted(compat.tracked_axes(axis_name)))
 
 
 def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -200,7 +199,7 @@ def replicated(x: jax.Array, axis_name: AxisName) -> jax.Array:
     not offer this direction. Where JAX tracks varying axes by type, the derivative is
     taken of the copy on replica 0.
     """
-    return annotations.declare_replicated(x, mesh.as_axis_names(axis_name))
+    return annotations.declare_replicated(x, types.as_axis_names(axis_name))
 
 
 def check_dtype(dtype: Any, op: Op) -> None:

@@ -2,11 +2,11 @@
 
 import jax
 
+from jdp import types
 from jdp.collectives import base
 from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.ring import RING
-from jdp.replicas import mesh
 from jdp.types import AllReduceFn, AxisName
 
 
@@ -37,7 +37,7 @@ def hierarchical_all_reduce(
     Raises:
       ValueError: `axis_name` is not a pair of names.
     """
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     if len(names) != 2:
         raise ValueError(
             "`axis_name` must be a pair, the axis across nodes and the axis within a "

@@ -3,9 +3,9 @@
 import jax
 from jax import lax
 
+from jdp import types
 from jdp.collectives import base
 from jdp.collectives.base import Op, ReduceScatterAllGather
-from jdp.replicas import mesh
 from jdp.types import AxisName
 
 
@@ -31,7 +31,7 @@ def psum_all_reduce(x: jax.Array, axis_name: AxisName, *, op: Op = "sum") -> jax
         y = (lax.pmin if op == "min" else lax.pmax)(x, axis_name)
     elif op == "product":
         y = x
-        for name in reversed(mesh.as_axis_names(axis_name)):
+        for name in reversed(types.as_axis_names(axis_name)):
             y = lax.all_gather(y, name)
         y = y.reshape(group.size, -1).astype(base.accumulator(x.dtype, op)).prod(0)
     else:
@@ -64,7 +64,7 @@ def psum_reduce_scatter(
     if base.is_trivial(x, group):
         return base.finish(x, op, 1, dtype)
     x = base.pad(x, group.size).astype(base.accumulator(x.dtype, op))
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     if op in ("sum", "mean"):
         part = lax.psum_scatter(x, names, tiled=True)
         return base.finish(part, op, group.size, dtype)
@@ -86,7 +86,7 @@ def psum_all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
     part, group = base.enter(part, axis_name, "sum")
     whole = part
     if not base.is_trivial(part, group):
-        for name in reversed(mesh.as_axis_names(axis_name)):
+        for name in reversed(types.as_axis_names(axis_name)):
             whole = lax.all_gather(whole, name)
     return base.replicated(whole.reshape(-1), axis_name)
 

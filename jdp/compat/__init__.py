@@ -26,6 +26,9 @@ from jax._src.random import prng
 from jax._src.state import types as state_types
 from jax.interpreters import partial_eval
 
+from jdp import types
+from jdp.types import AxisName
+
 # Types of arrays outside of traced functions. `isinstance(x, jax.Array)` takes ten
 # times as long, since it runs a metaclass in Python.
 ARRAY_TYPES = frozenset({array.ArrayImpl, prng.PRNGKeyArray})
@@ -252,3 +255,33 @@ def current_trace() -> Any:
 def bound_axis_names() -> tuple[str, ...]:
     """Returns the names of the axes that are bound here, while tracing."""
     return tuple(str(name) for name in core.get_axis_env().axis_names())
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Returns the number of replicas on an axis, or on several, while tracing.
+
+    Raises:
+      ValueError: `axis_name` is not a name, or is not bound.
+    """
+    names = types.as_axis_names(axis_name)
+    try:
+        return lax.axis_size(names)
+    except NameError:
+        raise ValueError(
+            f"`axis_name={axis_name!r}` is not bound here; bound axes: "
+            f"{bound_axis_names() or 'none'}. Call this inside a step that "
+            "`jdp.data_parallel` wraps, or under `shard_map`, `pmap(axis_name=)` or "
+            "`vmap(axis_name=)` with that name."
+        ) from None
+
+
+def is_bound(axis_name: AxisName) -> bool:
+    """Returns whether all given axes are bound where this is traced."""
+    return set(types.as_axis_names(axis_name)) <= set(bound_axis_names())
+
+
+def tracked_axes(axis_name: AxisName) -> frozenset[str]:
+    """Returns the axes along which JAX tracks varying values by type here."""
+    # Per axis: for several at once, `lax.axis_index` takes 20 times as long.
+    ranks = map(lax.axis_index, types.as_axis_names(axis_name))
+    return frozenset[str]().union(*map(varying_axes, ranks))

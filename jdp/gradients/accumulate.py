@@ -29,7 +29,6 @@ from jdp.gradients.reduce import Packing
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
-from jdp.replicas import mesh
 from jdp.trees import tree_paths
 from jdp.trees.buckets import BucketPlan
 from jdp.types import AllReduceOption, AxisName, PyTree
@@ -113,7 +112,7 @@ def accumulate_gradients(
     options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
-        mesh.axis_size(axis_name)  # It raises if the axis is not bound.
+        compat.axis_size(axis_name)  # It raises if the axis is not bound.
         trace = step_trace.current()
         call = loss_call.pick(loss_fn, argnums, args)
         num_samples = _count_samples(call.rest, num_micro_batches)

@@ -10,7 +10,6 @@ from jdp import compat
 from jdp.gradients import group_sums, reduce, step_trace, weighted_mean
 from jdp.gradients.group_sums import Wiring
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import mesh
 from jdp.types import AxisName, PyTree
 
 
@@ -51,8 +50,8 @@ def average_weighted(
     tree: PyTree, axis_name: AxisName, find_weighting: Callable[[], Weighting | None]
 ) -> PyTree:
     """`average`; calls `find_weighting` only if there is something to average."""
-    mesh.axis_size(axis_name)  # It raises if the axis is not bound.
-    tracked = mesh.tracked_axes(axis_name)
+    compat.axis_size(axis_name)  # It raises if the axis is not bound.
+    tracked = compat.tracked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
     local = [

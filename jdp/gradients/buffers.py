@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import types
+from jdp import compat, types
 from jdp.collectives import base
 from jdp.gradients import averaging, reduce, step_trace
-from jdp.replicas import mesh
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
@@ -95,7 +94,7 @@ def broadcast_from(
 
 
 def _check_source(source: int, axis_name: AxisName) -> int:
-    size = mesh.axis_size(axis_name)
+    size = compat.axis_size(axis_name)
     if not 0 <= types.as_integer(source, "source") < size:
         raise ValueError(
             f"`source` must be one of the {size} replicas, from 0 to {size - 1}, got "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp import types
+from jdp import compat, types
 from jdp.backward import exchange
 from jdp.backward.loss import LossProgram, is_of_synced_batch_norm, trace_loss
 from jdp.gradients import (
@@ -28,7 +28,6 @@ from jdp.gradients.step_facts import LossFacts
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
-from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan
 from jdp.types import AllReduceOption, AxisName, PyTree
@@ -243,7 +242,7 @@ def differentiate(
       allow_int: whether parameters may be integers.
       weighting: weight of this replica, for its loss; None: gradients stay unweighted.
     """
-    mesh.axis_size(axis_name)
+    compat.axis_size(axis_name)
     own = reduce.cast_varying(call.params, axis_name)
     trace_own = functools.partial(
         trace_loss,
@@ -256,7 +255,7 @@ def differentiate(
     program = trace_own(own)
     if program.markers:
         in_backward.check_markers(program, axis_name, weighting)
-    if program.synced_in_backward and mesh.tracked_axes(axis_name):
+    if program.synced_in_backward and compat.tracked_axes(axis_name):
         # A gradient that is reduced in the backward pass is the same on all replicas,
         # so by JAX's types its parameter must be.
         own = _only_cast_others(call.params, own, program.synced_in_backward)
@@ -272,7 +271,7 @@ def differentiate(
             program, facts, weighting, known, trace, axis_name
         )
     if facts.has_exchanges and factor is not None:
-        names = mesh.as_axis_names(axis_name)
+        names = types.as_axis_names(axis_name)
         program = program.gated(own, weighted_mean.has_data(factor), names)
     loss, aux, used, grads = _run(
         program, own, factor, axis_name, find_unused, allow_int
@@ -312,7 +311,7 @@ def _run(
 
 def facts_of(program: LossProgram, axis_name: AxisName = "data") -> LossFacts:
     """Returns the facts about a loss, read from its program."""
-    exchanges = program.exchanges(mesh.as_axis_names(axis_name))
+    exchanges = program.exchanges(types.as_axis_names(axis_name))
     synced = [eqn for eqn in exchanges if is_of_synced_batch_norm(eqn)]
     others = [eqn for eqn in exchanges if not is_of_synced_batch_norm(eqn)]
     return LossFacts(

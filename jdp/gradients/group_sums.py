@@ -11,7 +11,6 @@ from jdp import compat
 from jdp.compat import annotations
 from jdp.gradients import weighted_mean
 from jdp.gradients.weighted_mean import Weighting
-from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.types import AllReduce, AxisName
 
@@ -49,7 +48,7 @@ def sum_groups(
     Returns:
       The sums, and the total: weight of all replicas, their number without weighting.
     """
-    num_replicas = mesh.axis_size(wire.axis_name)
+    num_replicas = compat.axis_size(wire.axis_name)
     if not groups:
         return [], num_replicas
     if weighting is None:

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import compat
 from jdp.gradients import weighted_mean
 from jdp.gradients.weighted_mean import Weighting
 from jdp.hooks import base
 from jdp.hooks.base import CommHook, Wire
 from jdp.hooks.state import avals_of
-from jdp.replicas import mesh, per_replica
+from jdp.replicas import per_replica
 from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketAval, BucketPlan, LeafSpec
 from jdp.types import AxisName, PyTree
@@ -81,7 +82,7 @@ def find_share(
     """
     if weighting is None:
         return None
-    num_replicas = mesh.axis_size(axis_name)
+    num_replicas = compat.axis_size(axis_name)
     amount = weighting.amount
     has_data = weighted_mean.has_data(amount)
     if weighting.divide_by == "world" and divisor is None:

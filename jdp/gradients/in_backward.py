@@ -5,14 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp import compat
+from jdp import compat, types
 from jdp.backward import flow
 from jdp.backward.loss import LossProgram
 from jdp.compat import origins
 from jdp.gradients import reduce, step_trace
 from jdp.gradients.reduce import Packing
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.types import AllReduceOption, AxisName, PyTree
 
@@ -50,7 +49,7 @@ def sync_in_backward(
       `params`. It raises what `sync_gradients` raises.
     """
     options = reduce.make_options(axis_name, None, packing, all_reduce)
-    mesh.axis_size(axis_name)
+    compat.axis_size(axis_name)
     reduce.choose_packing(packing, options.all_reduce)
     weighting = step_trace.current().resolve(weight, divide_by)
     # A list of leaves: JAX describes the fields of operands by text, which a class of
@@ -106,4 +105,4 @@ def check_markers(
 
 def _marker_name(axis_name: AxisName, weighting: Weighting | None) -> str:
     by = None if weighting is None else weighting.divide_by
-    return flow.marker_name(mesh.as_axis_names(axis_name), by)
+    return flow.marker_name(types.as_axis_names(axis_name), by)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdp import compat
 from jdp.gradients import loss_weighting, weighted_mean
 from jdp.gradients.loss_weighting import Seed
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import mesh
 from jdp.types import AxisName
 
 
@@ -75,7 +75,7 @@ class SampleWeights(NamedTuple):
             return Seed(weighting.amount) if self.of_all else None
         totals = weighted_mean.sum_over_replicas(weighting.amount, axis_name)
         if weighting.divide_by == "world":
-            size = jnp.asarray(mesh.axis_size(axis_name), totals.amount.dtype)
+            size = jnp.asarray(compat.axis_size(axis_name), totals.amount.dtype)
             divisor = jnp.where(jnp.isnan(totals.amount), jnp.nan, size)
             return Seed(weighting.amount, totals, divisor)
         return loss_weighting.seed_of(weighting.amount, totals, totals.amount.dtype)[1]

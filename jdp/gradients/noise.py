@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp import types
+from jdp import compat, types
 from jdp.gradients import weighted_mean
 from jdp.gradients.reduce import Means
 from jdp.gradients.weighted_mean import Weighting
-from jdp.replicas import mesh
 from jdp.types import AxisName, PyTree
 
 
@@ -159,7 +158,7 @@ def norms_of(
         inverse_of_all = 1 / divisor
     if weighting is not None and weighting.divide_by == "world":
         # The sum was divided by the number of all replicas, not of those with data.
-        square = square * (mesh.axis_size(axis_name) / divisor) ** 2
+        square = square * (compat.axis_size(axis_name) / divisor) ** 2
     return GradientNorms(local, square, inverse, inverse_of_all)
 
 

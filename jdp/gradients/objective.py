@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import compat
+from jdp import compat, types
 from jdp.backward.loss import LossProgram, trace_loss
 from jdp.compat import annotations
 from jdp.compat.cotangents import Transpose, scale, with_transpose
@@ -25,7 +25,6 @@ from jdp.gradients import (
 from jdp.gradients.reduce import Packing, ReduceOptions
 from jdp.gradients.step_facts import LossFacts
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import mesh
 from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketPlan
 from jdp.types import AllReduceOption, AxisName, PyTree
@@ -93,7 +92,7 @@ def mean_loss(
 
     @functools.wraps(loss_fn)
     def mean(*args: Any, **kwargs: Any) -> jax.Array:
-        mesh.axis_size(axis_name)
+        compat.axis_size(axis_name)
         of_params, params, rest = loss_call.pick(loss_fn, argnums, args)
         weighting = step_trace.current().resolve(weight, divide_by)
         params = _check_same(params, axis_name)
@@ -103,7 +102,7 @@ def mean_loss(
         if not reduce.is_alone(axis_name):
             facts = differentiation.facts_of(program, axis_name)
             if facts.has_exchanges and weighting is not None:
-                names = mesh.as_axis_names(axis_name)
+                names = types.as_axis_names(axis_name)
                 has_data = weighted_mean.has_data(weighting.amount)
                 program = program.gated(own, has_data, names)
             peak = None
@@ -129,14 +128,14 @@ def _find_peak(
     they are divided by it in the backward pass, and their mean is multiplied by it.
     None where JAX itself sums gradients, by types: there factors are at most 1.
     """
-    tracked = mesh.tracked_axes(axis_name)
+    tracked = compat.tracked_axes(axis_name)
     if not all(tracked <= compat.varying_axes(x) for x in jax.tree.leaves(params)):
         return None
     amount = reduce.cast_varying(weighting.amount, axis_name)
     totals = weighted_mean.sum_over_replicas(amount, axis_name)
     share = weighted_mean.ratio(totals.largest, totals.amount, jnp.float32)
     share = jnp.where(share == 0, jnp.ones_like(share), share)
-    return share * mesh.axis_size(axis_name)
+    return share * compat.axis_size(axis_name)
 
 
 def _divided_in_backward(loss: jax.Array, peak: jax.Array) -> jax.Array:
@@ -160,7 +159,7 @@ def _averaged_in_backward(
     `peak` if it was divided by that.
     """
     leaves, treedef = jax.tree.flatten(own)
-    tracked = mesh.tracked_axes(options.axis_name)
+    tracked = compat.tracked_axes(options.axis_name)
     # JAX itself sums the gradients of parameters that are the same by type.
     places = [
         i
@@ -224,9 +223,9 @@ def _without_gradient_unless(has_data: jax.Array, x: jax.Array) -> jax.Array:
 
 def _check_same(params: PyTree, axis_name: AxisName) -> PyTree:
     """Returns parameters that must be the same on all replicas."""
-    if mesh.tracked_axes(axis_name):
+    if compat.tracked_axes(axis_name):
         return params  # They may have been cast to varying ones.
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     paths = tree_paths.leaf_paths(params)
     leaves, treedef = jax.tree.flatten(params)
     for i, x in enumerate(leaves):

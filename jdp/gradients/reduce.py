@@ -6,13 +6,12 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp import compat
+from jdp import compat, types
 from jdp.gradients import group_sums, hook_reduction, option_checks, weighted_mean
 from jdp.gradients.group_sums import GroupSum, Wiring
 from jdp.gradients.weighted_mean import Weighting
 from jdp.hooks.base import CommHook, Wire
 from jdp.hooks.state import avals_of
-from jdp.replicas import mesh
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan
 from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
@@ -116,7 +115,7 @@ def mean_over_replicas(
     if options.hook is None:
         packing = choose_packing(options.packing, options.all_reduce)
         options = options._replace(packing=packing)
-    mesh.axis_size(axis_name)  # It raises, if the axis is not bound.
+    compat.axis_size(axis_name)  # It raises, if the axis is not bound.
     leaves = check_are_local(grads, plan, done, axis_name)
     bucketed = buckets.remaining_buckets(plan, done)
     if is_alone(axis_name):
@@ -182,7 +181,7 @@ def _average(
     """Averages gradients, by bucket, and riders; also returns the total weight."""
     weighting, is_weighed, divisor = weighed
     weighting = cast_amount(weighting, options.axis_name)
-    num_replicas = mesh.axis_size(options.axis_name)
+    num_replicas = compat.axis_size(options.axis_name)
     kinds = [[x.dtype for x in group] for group in groups]
     if not is_weighed:
         groups = [weigh(group, weighting) for group in groups]
@@ -222,7 +221,7 @@ def _average_through_hook(
     """
     weighting, is_weighed, divisor = weighed
     axis_name, plan, hook = options.axis_name, options.plan, options.hook
-    num_replicas = mesh.axis_size(axis_name)
+    num_replicas = compat.axis_size(axis_name)
     assert hook is not None and plan is not None
     avals = avals_of(plan, bucketed)
     share = hook_reduction.find_share(weighting, is_weighed, total, axis_name, divisor)
@@ -300,15 +299,15 @@ def cast_amount(weighting: Weighting | None, axis_name: AxisName) -> Weighting |
 
 def is_alone(axis_name: AxisName) -> bool:
     """Whether there is one replica, and no type to be satisfied by a collective."""
-    return mesh.axis_size(axis_name) == 1 and not mesh.tracked_axes(axis_name)
+    return compat.axis_size(axis_name) == 1 and not compat.tracked_axes(axis_name)
 
 
 def cast_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Casts leaves to what may differ between the replicas; no data moves."""
-    tracked = mesh.tracked_axes(axis_name)
+    tracked = compat.tracked_axes(axis_name)
     if not tracked:
         return tree
-    names = tuple(n for n in mesh.as_axis_names(axis_name) if n in tracked)
+    names = tuple(n for n in types.as_axis_names(axis_name) if n in tracked)
     return jax.tree.map(lambda x: compat.cast_varying(x, names), tree)
 
 
@@ -330,7 +329,7 @@ def check_are_local(
             "complex gradients can be averaged. Keep integers out of the parameters, "
             "or use `jax.grad(..., allow_int=True)`, whose float0 leaves pass through."
         )
-    tracked = mesh.tracked_axes(axis_name)
+    tracked = compat.tracked_axes(axis_name)
     for i in (i for bucket in buckets.remaining_buckets(plan, done) for i in bucket):
         if tracked <= compat.varying_axes(leaves[i]):
             continue

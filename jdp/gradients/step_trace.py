@@ -24,7 +24,6 @@ from jdp.gradients import (
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.step_facts import LossFacts, Synchronization
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import mesh
 from jdp.trees import buckets
 
 
@@ -144,7 +143,7 @@ class StepTrace:
         """Notes a reduction of gradients; see `add_reduction` and `Synchronization`."""
         plan, hook = options.plan, options.hook
         assert plan is not None
-        num_replicas = mesh.axis_size(options.axis_name)
+        num_replicas = compat.axis_size(options.axis_name)
         hook_bytes = 0
         if hook is not None:
             hook_bytes = hook_reduction.hook_bytes(hook, plan, done, num_replicas)

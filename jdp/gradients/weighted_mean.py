@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import compat
-from jdp.replicas import mesh
+from jdp import compat, types
 from jdp.types import AxisName
 
 DivideBy = Literal["weight", "active", "world"]
@@ -73,10 +72,10 @@ class Totals(NamedTuple):
 
 def sum_over_replicas(amount: jax.Array, axis_name: AxisName) -> Totals:
     """Returns the totals of `amount`, a float (), by a small collective."""
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     is_mine = jnp.arange(lax.axis_size(names)) == lax.axis_index(names)
     own = jnp.where(is_mine, amount, jnp.zeros((), amount.dtype))
-    missing = mesh.tracked_axes(axis_name) - compat.varying_axes(own)
+    missing = compat.tracked_axes(axis_name) - compat.varying_axes(own)
     amounts = lax.psum(compat.cast_varying(own, sorted(missing)), names)
     return Totals(amounts.sum(), amounts.max())
 
@@ -146,7 +145,7 @@ def encode(amount: jax.Array, dtype: Any, axis_name: AxisName) -> jax.Array:
         # XLA may leave out a cast to bfloat16 and back, but not this.
         digits.append(lax.reduce_precision(amount, exponent_bits=8, mantissa_bits=7))
         amount = amount - digits[-1]
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     is_mine = jnp.arange(lax.axis_size(names)) == lax.axis_index(names)
     return jnp.where(is_mine, jnp.stack(digits)[:, None], 0.0).astype(dtype)
 

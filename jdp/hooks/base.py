@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdp import compat
 from jdp.collectives import base, xla
-from jdp.replicas import mesh
 from jdp.trees.buckets import BucketAval
 from jdp.types import AllReduce, AxisName, PyTree
 
@@ -108,7 +108,7 @@ class Wire:
         """Communicates over `axis_name`; `all_reduce` sums, None: XLA's collectives."""
         self._axis_name = axis_name
         self._all_reduce = all_reduce
-        self.num_replicas = mesh.axis_size(axis_name)
+        self.num_replicas = compat.axis_size(axis_name)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Implements `HookAllReduce`."""

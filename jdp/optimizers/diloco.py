@@ -12,10 +12,11 @@ import numpy as np
 import optax
 from jax import lax
 
+from jdp import types
 from jdp.gradients import reduce
 from jdp.optimizers import local_training, update_arguments
 from jdp.optimizers.local_training import LocalTraining
-from jdp.replicas import initial_state, mesh
+from jdp.replicas import initial_state
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.trees import buckets
@@ -160,7 +161,7 @@ def _make_options(
         num_fragments,
         delay,
         (0.5 if delay else 0.0) if mixing is None else mixing,
-        mesh.as_axis_names(axis_name),
+        types.as_axis_names(axis_name),
     )
 
 

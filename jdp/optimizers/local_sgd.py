@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jdp import types
 from jdp.gradients import reduce, used_flags, weighted_mean
 from jdp.optimizers import local_training, update_arguments
 from jdp.optimizers.local_training import LocalTraining
-from jdp.replicas import initial_state, mesh
+from jdp.replicas import initial_state
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
@@ -74,7 +75,7 @@ def local_sgd(
       TypeError: `tx` is not an optimizer, or a number of steps is not an integer.
     """
     update_arguments.check_optimizer(tx, "local_sgd")
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     given = period if isinstance(period, Sequence) else (period,)
     periods = tuple(local_training.as_integer("period", each) for each in given)
     warmup_steps = local_training.as_integer("warmup_steps", warmup_steps)

@@ -22,7 +22,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import compat
+from jdp import compat, types
 from jdp.backward import flat_program
 from jdp.backward.flat_program import Equation, is_literal
 from jdp.collectives import xla
@@ -30,7 +30,6 @@ from jdp.compat import annotations, primitives
 from jdp.optimizers import partials, shard_layout, sharded_operations
 from jdp.optimizers.partials import Partial
 from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
-from jdp.replicas import mesh
 from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
@@ -175,7 +174,7 @@ class _ShardedEvaluation:
             or compat.is_mutable(x)
         ):
             return x
-        names = mesh.as_axis_names(self._layout.axis_name)
+        names = types.as_axis_names(self._layout.axis_name)
         return annotations.expect_same(x, names, _DIFFERS)
 
     def _find_missing(self, equation: Equation, values: list[Any]) -> list[Any]:

@@ -10,8 +10,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import types
 from jdp.compat import annotations
-from jdp.replicas import mesh
 from jdp.trees import tree_paths
 from jdp.types import AxisName, PyTree
 
@@ -86,7 +86,7 @@ def check_extra(
                 f"`{name}` is an option of `jdp.{wrapper.__name__}`, not of its "
                 f"`update`. Pass it there: `jdp.{wrapper.__name__}(tx, {name}=...)`."
             )
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     flat, treedef = jax.tree_util.tree_flatten_with_path(extra_args)
     leaves = []
     for path, leaf in flat:

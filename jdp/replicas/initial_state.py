@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import PartitionSpec
 
-from jdp import compat
+from jdp import compat, types
 from jdp.replicas import agreement, comparison, mesh, per_replica, replication
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
@@ -54,13 +54,13 @@ def init_on_replicas(
         values, such as a learning rate. Every process raises, and names the difference.
       ValueError: the world has other axes.
     """
-    if mesh.is_bound(axis_name):
-        names = sorted(mesh.tracked_axes(axis_name))
+    if compat.is_bound(axis_name):
+        names = sorted(compat.tracked_axes(axis_name))
         return per_replica.map_parts(
             init(*args), lambda x: x, lambda x: compat.cast_varying(x, names)
         )
     world = mesh.current_world() if world is None else world
-    if mesh.as_axis_names(axis_name) != world.axis_names:
+    if types.as_axis_names(axis_name) != world.axis_names:
         raise ValueError(
             f"`axis_name={axis_name!r}` is not the axis of the world, "
             f"{world.axis_name!r}."

@@ -2,22 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.core
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import compat
+from jdp import compat, types
 from jdp.types import AxisName, Device, PyTree, Store
 
-_NO_AXIS_NAME = (
-    "`axis_name` must be one name or a pair of names (across nodes, within a node), "
-    "got {!r}."
-)
 SCALAR_ADVICE = (
     "a batch is split on its first dimension. Put values that are not per sample into "
     "the state, or name the argument in `replicated_argnames`."
@@ -48,7 +43,7 @@ class World:
     @property
     def axis_names(self) -> tuple[str, ...]:
         """Names of the axes of the mesh."""
-        return as_axis_names(self.axis_name)
+        return types.as_axis_names(self.axis_name)
 
     @property
     def num_replicas(self) -> int:
@@ -125,57 +120,6 @@ def check_world(world: Any) -> None:
         )
 
 
-def as_axis_names(axis_name: AxisName) -> tuple[str, ...]:
-    """Returns one axis name, or several, as a tuple.
-
-    Raises:
-      ValueError: there is no name, or a name is not a string or occurs twice.
-    """
-    if isinstance(axis_name, str):
-        axis_name = (axis_name,)
-    names = tuple(axis_name) if isinstance(axis_name, Iterable) else ()
-    are_texts = all(isinstance(name, str) and name for name in names)
-    if not names or not are_texts or len(set(names)) != len(names):
-        raise ValueError(_NO_AXIS_NAME.format(axis_name))
-    return names
-
-
-def axis_size(axis_name: AxisName) -> int:
-    """Returns the number of replicas on an axis, or on several, while tracing.
-
-    Raises:
-      ValueError: `axis_name` is not a name, or is not bound.
-    """
-    names = as_axis_names(axis_name)
-    try:
-        return lax.axis_size(names)
-    except NameError:
-        raise ValueError(
-            f"`axis_name={axis_name!r}` is not bound here; bound axes: "
-            f"{compat.bound_axis_names() or 'none'}. Call this inside a step that "
-            "`jdp.data_parallel` wraps, or under `shard_map`, `pmap(axis_name=)` or "
-            "`vmap(axis_name=)` with that name."
-        ) from None
-
-
-def is_bound(axis_name: AxisName) -> bool:
-    """Returns whether all given axes are bound where this is traced."""
-    return set(as_axis_names(axis_name)) <= set(compat.bound_axis_names())
-
-
-def tracked_axes(axis_name: AxisName) -> frozenset[str]:
-    """Returns the axes along which JAX tracks varying values by type here."""
-    # Per axis: for several at once, `lax.axis_index` takes 20 times as long.
-    ranks = map(lax.axis_index, as_axis_names(axis_name))
-    return frozenset[str]().union(*map(compat.varying_axes, ranks))
-
-
-def check_axis_name(axis_name: AxisName) -> None:
-    """Raises ValueError unless `axis_name` is one name or a pair of names."""
-    if len(as_axis_names(axis_name)) > 2:
-        raise ValueError(_NO_AXIS_NAME.format(axis_name))
-
-
 def without_ambient(fn: Callable[P, T]) -> Callable[P, T]:
     """Hides the mesh that `jax.set_mesh` has set, if any, from a function.
 
@@ -207,8 +151,8 @@ def make_mesh(
       ValueError: there are not one or two names, or the nodes have different numbers
         of devices.
     """
-    check_axis_name(axis_name)
-    names = as_axis_names(axis_name)
+    types.check_axis_name(axis_name)
+    names = types.as_axis_names(axis_name)
     grid = np.array(devices, dtype=object)
     if len(names) == 2:
         if len(devices) % num_nodes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jdp import compat
+from jdp import compat, types
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.runtime import (
@@ -169,14 +169,15 @@ def _check_same_options(before: _InitOptions, now: _InitOptions) -> None:
 
 
 def _check_options(options: _InitOptions) -> None:
-    mesh.check_axis_name(options.axis_name)
+    types.check_axis_name(options.axis_name)
     if options.timeout_s <= 0:
         raise ValueError(f"`timeout_s` must be positive, got {options.timeout_s}.")
     for name in ("num_cpu_devices", "num_nodes"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
-    if options.num_nodes is not None and len(mesh.as_axis_names(options.axis_name)) < 2:
+    num_names = len(types.as_axis_names(options.axis_name))
+    if options.num_nodes is not None and num_names < 2:
         raise ValueError(
             "`num_nodes` needs a pair of axis names, such as "
             f"`axis_name=('node', 'data')`; got {options.axis_name!r}."

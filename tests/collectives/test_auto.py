@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp import collectives
+from jdp import collectives, types
 from jdp.collectives import Curve, Links, auto, choose, measurement, pallas, predict
 from jdp.collectives.cost_model import num_chunks_here
 from jdp.collectives.pallas import Topology
@@ -192,7 +192,7 @@ def test_auto_keeps_the_contract(world, op):
 
 def test_where_nothing_was_measured_it_is_psum(world):
     def traced(axis_name, size, num_nodes=1):
-        names = mesh.as_axis_names(axis_name)
+        names = types.as_axis_names(axis_name)
         other = harness.local_world(size, axis_name, num_nodes=num_nodes)
         run = jax.shard_map(
             lambda x: collectives.auto_all_reduce(x, axis_name),

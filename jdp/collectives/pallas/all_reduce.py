@@ -35,6 +35,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
+from jdp import types
 from jdp.collectives import base
 from jdp.collectives.base import Op
 from jdp.collectives.pallas import choice
@@ -47,7 +48,6 @@ from jdp.collectives.pallas.choice import (
     Thresholds,
 )
 from jdp.compat import annotations
-from jdp.replicas import mesh
 from jdp.types import AllReduce, AxisName
 
 
@@ -123,7 +123,7 @@ class PallasAllReduce:
             x.nbytes, group.size, thresholds=self.thresholds
         )
         _check(x, algorithm, limits)
-        names = set(mesh.as_axis_names(axis_name))
+        names = set(types.as_axis_names(axis_name))
         if not names <= set(jax.sharding.get_abstract_mesh().manual_axes):
             raise ValueError(
                 "The Pallas kernel runs under `shard_map`, where every replica is a "

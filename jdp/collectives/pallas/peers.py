@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jdp import types
 from jdp.compat import mosaic_kernels
-from jdp.replicas import mesh
 from jdp.types import AxisName
 
 WARPGROUP = 128  # threads.
@@ -149,7 +149,7 @@ class RemotePeers(Peers):
 
     def __init__(self, tiling: Tiling, axis_name: AxisName):
         super().__init__(tiling)
-        self.axis_names = mesh.as_axis_names(axis_name)
+        self.axis_names = types.as_axis_names(axis_name)
         self.sizes = [lax.axis_size(name) for name in self.axis_names]
 
     def rank(self) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from jdp import compat
+from jdp import compat, types
 from jdp.collectives import base
 from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.collectives.shared_memory import cutting, shared_buffer
@@ -258,12 +258,12 @@ class SharedMemoryAllReduce:
 
     def _find(self, axis_name: AxisName) -> tuple[World, tuple[int, ...]]:
         """Returns the world, and the processes that reduce, by rank."""
-        size = mesh.axis_size(axis_name)
+        size = compat.axis_size(axis_name)
         world = mesh.current_world() if self._buffer is None else self._buffer.world
         ranks = shared_buffer.find_processes(world, axis_name)
         if self._buffer is not None:
-            names = mesh.as_axis_names(self._buffer.axis_name)
-            if mesh.as_axis_names(axis_name) != names:
+            names = types.as_axis_names(self._buffer.axis_name)
+            if types.as_axis_names(axis_name) != names:
                 raise ValueError(
                     f"`axis_name={axis_name!r}`: this buffer was made to reduce over "
                     f"{self._buffer.axis_name!r}."
@@ -300,7 +300,7 @@ def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
     Raises:
       RuntimeError: see `SharedSegment`.
     """
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     with _Default.lock:
         if _Default.world is not world:
             _Default.world, _Default.buffers = world, {}
@@ -314,7 +314,7 @@ def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
 
 
 def _other_axes(x: jax.Array, axis_name: AxisName) -> list[str]:
-    return sorted(compat.varying_axes(x) - set(mesh.as_axis_names(axis_name)))
+    return sorted(compat.varying_axes(x) - set(types.as_axis_names(axis_name)))
 
 
 class _LastReduction(NamedTuple):

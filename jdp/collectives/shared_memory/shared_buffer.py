@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import types
 from jdp.collectives import base
 from jdp.collectives.base import Op
 from jdp.collectives.shared_memory import cutting
 from jdp.collectives.shared_memory.cutting import ReducePiece, RowsPiece
 from jdp.collectives.shared_memory.shared_segment import SharedSegment
-from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.types import AxisName
 
@@ -300,7 +300,7 @@ def find_processes(world: World, axis_name: AxisName) -> tuple[int, ...]:
             f"The replicas are on {device.platform}; the shared-memory all-reduce is "
             "for CPUs."
         )
-    names = mesh.as_axis_names(axis_name)
+    names = types.as_axis_names(axis_name)
     if names == world.axis_names:
         return tuple(range(world.process_count))
     if names == world.axis_names[1:]:
