@@ -15,7 +15,7 @@ from jdp.backward import loss_queries
 from jdp.backward.loss import LossProgram
 from jdp.bench import hook_option
 from jdp.cli import plan_cluster, plan_options
-from jdp.gradients import differentiation, hook_reduction, reduce
+from jdp.gradients import hook_reduction, reduce, step_trace
 from jdp.gradients.step_facts import Synchronization
 from jdp.hooks import CommHook
 from jdp.step import description
@@ -170,7 +170,7 @@ def _synchronize(
     num_replicas: int,
 ) -> Synchronization:
     """Returns the synchronisation that `jdp.value_and_grad` would make of a loss."""
-    facts = differentiation.facts_of(program)
+    facts = step_trace.facts_of(program)
     order = facts.timeline.order()
     bucket_plan = (
         buckets.plan_buckets(params, order=order, **sizes)

@@ -13,7 +13,6 @@ from jax import lax
 from jdp import compat, types
 from jdp.gradients import (
     differentiation,
-    loss_call,
     micro_weights,
     noise,
     reduce,
@@ -21,8 +20,7 @@ from jdp.gradients import (
     used_flags,
     weighted_mean,
 )
-from jdp.gradients.differentiation import LocalGradients
-from jdp.gradients.loss_call import LossCall
+from jdp.gradients.differentiation import LocalGradients, LossCall
 from jdp.gradients.micro_metrics import MicroMetrics
 from jdp.gradients.micro_weights import SampleWeights
 from jdp.gradients.reduce import Packing
@@ -103,7 +101,7 @@ def accumulate_gradients(
         `num_micro_batches` is not an integer, or `dtype` is not a floating dtype; from
         a call: a metric has no mean, such as a PRNG key.
     """
-    loss_call.check_loss(loss_fn)
+    differentiation.check_loss(loss_fn)
     flags = {"has_aux": has_aux, "find_unused": find_unused, "allow_int": allow_int}
     types.check_flags(find_norms=find_norms, **flags)
     num_micro_batches = types.as_count(num_micro_batches, "num_micro_batches", least=1)
@@ -114,7 +112,7 @@ def accumulate_gradients(
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
         compat.axis_size(axis_name)  # It raises if the axis is not bound.
         trace = step_trace.current()
-        call = loss_call.pick(loss_fn, argnums, args)
+        call = differentiation.pick_params(loss_fn, argnums, args)
         num_samples = _count_samples(call.rest, num_micro_batches)
         weights = micro_weights.find_weights(weight, divide_by, num_samples, trace)
         loss = _MicroLoss(call, kwargs, flags, axis_name, trace)
@@ -155,7 +153,7 @@ class _MicroLoss(NamedTuple):
             **self.flags,
             weighting=weighting,
         )
-        differentiation.check_is_local(local, "accumulate_gradients")
+        local.facts.check_is_local("accumulate_gradients")
         return local
 
 

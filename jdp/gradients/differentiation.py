@@ -1,7 +1,7 @@
 """Differentiation: loss and gradients, averaged over the replicas."""
 
-import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jdp import compat, types
-from jdp.backward import exchange
-from jdp.backward.loss import LossProgram, is_of_synced_batch_norm, trace_loss
+from jdp.backward.loss import LossProgram, trace_loss
 from jdp.gradients import (
     in_backward,
-    loss_call,
     loss_weighting,
     noise,
     reduce,
@@ -21,7 +19,6 @@ from jdp.gradients import (
     used_flags,
     weighted_mean,
 )
-from jdp.gradients.loss_call import LossCall
 from jdp.gradients.loss_weighting import Seed
 from jdp.gradients.reduce import Packing, ReduceOptions
 from jdp.gradients.step_facts import LossFacts
@@ -31,6 +28,14 @@ from jdp.hooks.base import CommHook
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan
 from jdp.types import AllReduceOption, AxisName, PyTree
+
+
+class LossCall(NamedTuple):
+    """A loss and its positional arguments, parameters first."""
+
+    loss_fn: Callable[..., Any]  # of (params, *rest, **kwargs).
+    params: PyTree  # an argument, or a tuple of arguments.
+    rest: tuple[Any, ...]
 
 
 class LocalGradients(NamedTuple):
@@ -118,7 +123,7 @@ def value_and_grad(
       gradient. It warns, at the first trace, of parameters that can never receive a
       gradient.
     """
-    loss_call.check_loss(loss_fn)
+    check_loss(loss_fn)
     types.check_flags(
         has_aux=has_aux,
         find_unused=find_unused,
@@ -131,7 +136,7 @@ def value_and_grad(
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         local = differentiate(
-            loss_call.pick(loss_fn, argnums, args),
+            pick_params(loss_fn, argnums, args),
             kwargs,
             axis_name,
             trace,
@@ -146,6 +151,16 @@ def value_and_grad(
         )
 
     return wrapped
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raises TypeError for a loss that is not a function."""
+    if not callable(loss_fn):
+        raise TypeError(
+            "`loss_fn` must be a function `(params, *args) -> loss`, got "
+            f"{type(loss_fn).__name__}. Pass the function, not what it returns; its "
+            "arguments go to the function that comes back."
+        )
 
 
 def sync_local(
@@ -181,14 +196,14 @@ def sync_local(
     if decided:
         riders.append(used_flags.as_rider(decided, local.loss.dtype))
     if samples is not None:
-        check_is_local(local, "find_norms")
+        facts.check_is_local("find_norms")
         factor = None if seed is None else seed.factor
         riders.append(noise.as_rider(local.grads, samples, local.loss.dtype, factor))
     # Zeros need not travel.
     grads = _with_zeros(local.grads, facts.never_used)
     done = {*facts.synced_in_backward, *facts.never_used}
     if hook_state is not None:  # It covers all gradients.
-        check_is_local(local, "a hook with a state")
+        facts.check_is_local("a hook with a state")
         grads, done = reduce.cast_varying(grads, options.axis_name), set()
     means = reduce.mean_over_replicas(
         grads,
@@ -217,6 +232,38 @@ def arranged(
     """Returns loss and gradients as `value_and_grad` does."""
     out = ((loss, aux) if has_aux else loss), grads
     return out if used is None else (out, used)
+
+
+def pick_params(
+    loss_fn: Callable[..., Any], argnums: int | Sequence[int], args: tuple[Any, ...]
+) -> LossCall:
+    """Takes the parameters out of the positional arguments of a call.
+
+    Args:
+      loss_fn: the loss, of `args`.
+      argnums: as `jax.value_and_grad` takes it: the place of the parameters, or
+        places; negative ones count from the end.
+      args: the arguments.
+
+    Raises:
+      TypeError: `argnums` is neither an integer nor integers.
+      ValueError: there is no such argument, or one is named twice.
+    """
+    places = _places(argnums, len(args))
+    if argnums == 0:
+        return LossCall(loss_fn, args[0], args[1:])
+    is_one = not isinstance(argnums, Sequence)
+    chosen = tuple(args[place] for place in places)
+    rest = tuple(x for place, x in enumerate(args) if place not in places)
+
+    @functools.wraps(loss_fn)
+    def of_params(params: PyTree, *rest: Any, **kwargs: Any) -> Any:
+        left = iter(rest)
+        given = dict(zip(places, (params,) if is_one else params, strict=True))
+        ordered = [given[i] if i in given else next(left) for i in range(len(args))]
+        return loss_fn(*ordered, **kwargs)
+
+    return LossCall(of_params, chosen[0] if is_one else chosen, rest)
 
 
 def differentiate(
@@ -256,12 +303,10 @@ def differentiate(
     if program.markers:
         in_backward.check_markers(program, axis_name, weighting)
     if program.synced_in_backward and compat.tracked_axes(axis_name):
-        # A gradient that is reduced in the backward pass is the same on all replicas,
-        # so by JAX's types its parameter must be.
-        own = _only_cast_others(call.params, own, program.synced_in_backward)
+        own = in_backward.uncast(call.params, own, program.synced_in_backward)
         program = trace_own(own)
 
-    facts = dataclasses.replace(facts_of(program, axis_name), finds_unused=find_unused)
+    facts = step_trace.facts_of(program, axis_name, finds_unused=find_unused)
     factor, seed = None, None
     # Gradients that stay local are weighed later, but a `jdp.Join` tells which replicas
     # have data.
@@ -309,41 +354,26 @@ def _run(
     return loss, aux, used, grads
 
 
-def facts_of(program: LossProgram, axis_name: AxisName = "data") -> LossFacts:
-    """Returns the facts about a loss, read from its program."""
-    exchanges = program.exchanges(types.as_axis_names(axis_name))
-    synced = [eqn for eqn in exchanges if is_of_synced_batch_norm(eqn)]
-    others = [eqn for eqn in exchanges if not is_of_synced_batch_norm(eqn)]
-    return LossFacts(
-        program.key_paths,
-        program.timeline,
-        program.never_used,
-        program.undecided,
-        program.synced_in_backward,
-        program.batch_norms,
-        tuple(dict.fromkeys(str(eqn.source_info.name_stack) for eqn in synced)),
-        tuple(dict.fromkeys(map(exchange.describe, others))),
-        bool(exchanges),
-    )
-
-
-def check_is_local(local: LocalGradients, name: str) -> None:
-    """Raises ValueError if the backward pass reduced gradients already."""
-    facts = local.facts
-    if facts.synced_in_backward:
+def _places(argnums: int | Sequence[int], count: int) -> list[int]:
+    try:
+        given = argnums if isinstance(argnums, Sequence) else [argnums]
+        found = [operator.index(number) for number in given]
+    except TypeError:
+        raise TypeError(
+            f"`argnums` must be an integer or a tuple of integers, got {argnums!r}."
+        ) from None
+    for number in found:
+        if not -count <= number < count:
+            raise ValueError(
+                f"`argnums={argnums!r}` names the positional argument {number}, but "
+                f"the call has {count}. Pass parameters by position."
+            )
+    places = [number % count for number in found]
+    if len(set(places)) < len(places) or not places:
         raise ValueError(
-            f"`{name}` keeps gradients local, but the loss reduces the gradient of "
-            f"`{facts.paths[facts.synced_in_backward[0]]}` in the backward pass "
-            "(`jdp.sync_in_backward`). Use `jdp.value_and_grad`, or leave that out."
+            f"`argnums={argnums!r}` must name at least one argument, and each once."
         )
-
-
-def _only_cast_others(params: PyTree, cast: PyTree, kept: Sequence[int]) -> PyTree:
-    leaves, treedef = jax.tree.flatten(params)
-    others = jax.tree.leaves(cast)
-    return jax.tree.unflatten(
-        treedef, [x if i in kept else others[i] for i, x in enumerate(leaves)]
-    )
+    return places
 
 
 def _with_zeros(tree: PyTree, indices: Sequence[int]) -> PyTree:

@@ -1,5 +1,6 @@
 """Sync in the backward pass: gradients of a layer, averaged once they are complete."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -101,6 +102,23 @@ def check_markers(
             f"different ways: `{expected}` and `{others[0]}`. Pass the same "
             "`axis_name`, `weight` and `divide_by` to both."
         )
+
+
+def uncast(params: PyTree, own: PyTree, synced: Collection[int]) -> PyTree:
+    """Returns `own`, with the parameters that the loss synchronises as in `params`.
+
+    Their gradients are the same on all replicas, so by JAX's types they must be, too.
+
+    Args:
+      params: the parameters.
+      own: the parameters, cast to what may differ between the replicas.
+      synced: leaf indices.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    others = jax.tree.leaves(own)
+    return jax.tree.unflatten(
+        treedef, [x if i in synced else others[i] for i, x in enumerate(leaves)]
+    )
 
 
 def _marker_name(axis_name: AxisName, weighting: Weighting | None) -> str:

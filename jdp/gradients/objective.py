@@ -17,7 +17,6 @@ from jdp.compat.cotangents import Transpose, scale, with_transpose
 from jdp.gradients import (
     averaging,
     differentiation,
-    loss_call,
     reduce,
     step_trace,
     weighted_mean,
@@ -87,20 +86,20 @@ def mean_loss(
       the loss, the same on all replicas. It raises what `value_and_grad` raises, and
       ValueError where a parameter may differ between the replicas.
     """
-    loss_call.check_loss(loss_fn)
+    differentiation.check_loss(loss_fn)
     options = reduce.make_options(axis_name, plan, packing, all_reduce)
 
     @functools.wraps(loss_fn)
     def mean(*args: Any, **kwargs: Any) -> jax.Array:
         compat.axis_size(axis_name)
-        of_params, params, rest = loss_call.pick(loss_fn, argnums, args)
+        of_params, params, rest = differentiation.pick_params(loss_fn, argnums, args)
         weighting = step_trace.current().resolve(weight, divide_by)
         params = _check_same(params, axis_name)
         own = reduce.cast_varying(params, axis_name)
         program = trace_loss(of_params, own, rest, kwargs)
         _check_no_markers(program, weighting)
         if not reduce.is_alone(axis_name):
-            facts = differentiation.facts_of(program, axis_name)
+            facts = step_trace.facts_of(program, axis_name)
             if facts.has_exchanges and weighting is not None:
                 names = types.as_axis_names(axis_name)
                 has_data = weighted_mean.has_data(weighting.amount)

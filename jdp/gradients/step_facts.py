@@ -35,6 +35,19 @@ class LossFacts:
         """The facts that are equal for two traces of one loss."""
         return self.paths, self.timeline.order(), self.never_used, self.undecided
 
+    def check_is_local(self, name: str) -> None:
+        """Raises ValueError if the backward pass reduces gradients of the loss.
+
+        Args:
+          name: the function or the option that needs the gradients of one replica.
+        """
+        if self.synced_in_backward:
+            raise ValueError(
+                f"`{name}` keeps gradients local, but the loss reduces the gradient of "
+                f"`{self.paths[self.synced_in_backward[0]]}` in the backward pass "
+                "(`jdp.sync_in_backward`). Use `jdp.value_and_grad`, or leave that out."
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Synchronization:

@@ -13,7 +13,9 @@ from typing import get_args
 
 import jax
 
-from jdp import compat
+from jdp import compat, types
+from jdp.backward import exchange
+from jdp.backward.loss import LossProgram, is_of_synced_batch_norm
 from jdp.compat import trace_reuse
 from jdp.gradients import (
     hook_reduction,
@@ -25,6 +27,7 @@ from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.step_facts import LossFacts, Synchronization
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import buckets
+from jdp.types import AxisName
 
 
 class StepWeighting:
@@ -241,6 +244,27 @@ def running(trace: StepTrace, ambient: Weighting | None = None) -> Iterator[None
             yield
     finally:
         _current.reset(token)
+
+
+def facts_of(
+    program: LossProgram, axis_name: AxisName = "data", *, finds_unused: bool = False
+) -> LossFacts:
+    """Returns the facts about a loss, read from its program."""
+    exchanges = program.exchanges(types.as_axis_names(axis_name))
+    synced = [eqn for eqn in exchanges if is_of_synced_batch_norm(eqn)]
+    others = [eqn for eqn in exchanges if not is_of_synced_batch_norm(eqn)]
+    return LossFacts(
+        program.key_paths,
+        program.timeline,
+        program.never_used,
+        program.undecided,
+        program.synced_in_backward,
+        program.batch_norms,
+        tuple(dict.fromkeys(str(eqn.source_info.name_stack) for eqn in synced)),
+        tuple(dict.fromkeys(map(exchange.describe, others))),
+        bool(exchanges),
+        finds_unused,
+    )
 
 
 def check_divide_by(divide_by: str) -> None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jdp import types
 from jdp.gradients import (
     differentiation,
-    loss_call,
     noise,
     reduce,
     step_trace,
@@ -61,12 +60,12 @@ def local_gradients(
     Raises:
       TypeError: `loss_fn` is not a function, or an option is not a bool.
     """
-    loss_call.check_loss(loss_fn)
+    differentiation.check_loss(loss_fn)
     types.check_flags(has_aux=has_aux, find_unused=find_unused, allow_int=allow_int)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         local = differentiation.differentiate(
-            loss_call.pick(loss_fn, argnums, args),
+            differentiation.pick_params(loss_fn, argnums, args),
             kwargs,
             axis_name,
             step_trace.current(),
@@ -74,7 +73,7 @@ def local_gradients(
             find_unused=find_unused,
             allow_int=allow_int,
         )
-        differentiation.check_is_local(local, "local_gradients")
+        local.facts.check_is_local("local_gradients")
         return differentiation.arranged(
             local.loss, local.aux, local.grads, local.used, has_aux
         )
