@@ -11,7 +11,6 @@ from jax import lax
 
 from jdp import compat, types
 from jdp.compat import origins
-from jdp.gradients import reduce
 from jdp.trees import buckets
 from jdp.types import AxisName
 
@@ -29,7 +28,7 @@ def cast_together(moments: Moments, axis_name: AxisName | None) -> Moments:
         return moments
     parts = _real_parts(moments)
     with origins.bound_by(origins.BATCH_NORM):  # Its transpose is a collective.
-        packed = reduce.cast_varying(buckets.pack(parts), axis_name)
+        packed = compat.cast_tree_varying(buckets.pack(parts), axis_name)
     return Moments(*_from_real_parts(_unpacked(packed, parts), moments))
 
 
@@ -66,7 +65,7 @@ def take(
     sent += [squares] if weight is None else [squares, in_own_row(count)]
     packed = buckets.pack(sent)
     with origins.bound_by(origins.BATCH_NORM):
-        packed = reduce.cast_varying(packed, axis_name)
+        packed = compat.cast_tree_varying(packed, axis_name)
         summed = lax.psum(packed, axis_name)
     received = _unpacked(summed, sent)
     if weight is not None:

@@ -15,7 +15,7 @@ from jdp import compat, types
 from jdp.batch_norm import global_moments
 from jdp.batch_norm.global_moments import Moments
 from jdp.compat import trace_reuse
-from jdp.gradients import reduce, step_trace, weighted_mean
+from jdp.gradients import step_trace, weighted_mean
 from jdp.types import AxisName
 
 DEFAULT_AXIS = "data"
@@ -105,7 +105,7 @@ def find_axis(axis_name: AxisName | None) -> AxisName | None:
         return None
     types.check_axis_name(axis_name)
     compat.axis_size(axis_name)
-    return None if reduce.is_alone(axis_name) else axis_name
+    return None if compat.is_alone(axis_name) else axis_name
 
 
 _sample_weight: contextvars.ContextVar[jax.typing.ArrayLike | None] = (

@@ -1,12 +1,32 @@
 """XLA: its own collectives, under the contract of this package."""
 
+from collections.abc import Sequence
+
 import jax
 from jax import lax
 
 from jdp import types
 from jdp.collectives import base
 from jdp.collectives.base import Op, ReduceScatterAllGather
+from jdp.compat import annotations
 from jdp.types import AxisName
+
+
+def psum_in_order(
+    groups: Sequence[Sequence[jax.Array]], axis_name: AxisName
+) -> list[list[jax.Array]]:
+    """Sums leaf by leaf, side by side within a group and one group after another.
+
+    XLA combines all-reduces that do not depend on each other, so a group becomes one
+    all-reduce with as many operands, and the dependence keeps groups apart; on CPU only
+    if the pass "cse_barrier_expander" does not remove it first.
+    """
+    reduced: list[list[jax.Array]] = []
+    for group in groups:
+        if reduced:
+            group, reduced[-1] = annotations.order_after(group, reduced[-1])
+        reduced.append([lax.psum(x, axis_name) for x in group])
+    return reduced
 
 
 def psum_all_reduce(x: jax.Array, axis_name: AxisName, *, op: Op = "sum") -> jax.Array:

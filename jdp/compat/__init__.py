@@ -285,3 +285,17 @@ def tracked_axes(axis_name: AxisName) -> frozenset[str]:
     # Per axis: for several at once, `lax.axis_index` takes 20 times as long.
     ranks = map(lax.axis_index, types.as_axis_names(axis_name))
     return frozenset[str]().union(*map(varying_axes, ranks))
+
+
+def is_alone(axis_name: AxisName) -> bool:
+    """Whether there is one replica, and no type to be satisfied by a collective."""
+    return axis_size(axis_name) == 1 and not tracked_axes(axis_name)
+
+
+def cast_tree_varying(tree: Any, axis_name: AxisName) -> Any:
+    """Casts leaves to what may differ between the replicas; no data moves."""
+    tracked = tracked_axes(axis_name)
+    if not tracked:
+        return tree
+    names = tuple(n for n in types.as_axis_names(axis_name) if n in tracked)
+    return jax.tree.map(lambda x: cast_varying(x, names), tree)

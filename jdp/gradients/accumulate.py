@@ -138,7 +138,7 @@ class _MicroLoss(NamedTuple):
 
     def run(self, batch: tuple[PyTree, ...]) -> Any:
         """Returns what the loss returns."""
-        own = reduce.cast_varying(self.call.params, self.axis_name)
+        own = compat.cast_tree_varying(self.call.params, self.axis_name)
         return self.call.loss_fn(own, *batch, **self.kwargs)
 
     def differentiate(
@@ -347,4 +347,4 @@ def _zeros(params: PyTree, dtype: Any, axis_name: AxisName) -> PyTree:
         # The carry of a loop has one type, the type of the gradients.
         return compat.cast_varying(made, sorted(compat.varying_axes(x)))
 
-    return jax.tree.map(zeros, reduce.cast_varying(params, axis_name))
+    return jax.tree.map(zeros, compat.cast_tree_varying(params, axis_name))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jdp import compat
-from jdp.gradients import group_sums, reduce, step_trace, weighted_mean
-from jdp.gradients.group_sums import Wiring
+from jdp.gradients import reduce, step_trace, weighted_mean
+from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.types import AxisName, PyTree
 
@@ -68,14 +68,17 @@ def average_weighted(
         kind = leaves[i].dtype, compat.varying_axes(leaves[i]) - tracked
         groups.setdefault(kind, []).append(i)
     parts = [
-        [reduce.cast_varying(leaves[i], axis_name) for i in group]
+        [compat.cast_tree_varying(leaves[i], axis_name) for i in group]
         for group in groups.values()
     ]
-    wire = Wiring(axis_name, "flat", None)
-    weighting = reduce.cast_amount(weighting, axis_name)
-    parts = [reduce.weigh(group, weighting) for group in parts]
-    sums, total = group_sums.sum_groups(parts, wire, weighting)
-    for members, group in zip(groups.values(), sums, strict=True):
-        for i, x in zip(members, group.arrays, strict=True):
-            leaves[i] = group_sums.divide(x, group.is_mean, total, leaves[i].dtype)
+    if weighting is not None:
+        weighting = weighted_mean.cast_amount(weighting, axis_name)
+        parts = [[weighted_mean.weigh(x, weighting) for x in part] for part in parts]
+    options = ReduceOptions(axis_name, packing="flat")
+    sums, total = reduce.sum_groups(parts, options, weighting)
+    dtypes = [[leaves[i].dtype for i in members] for members in groups.values()]
+    means = reduce.divide_sums(sums, total, dtypes)
+    for members, group in zip(groups.values(), means, strict=True):
+        for i, x in zip(members, group, strict=True):
+            leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)

@@ -11,7 +11,7 @@ from jax import lax
 
 from jdp import compat, types
 from jdp.collectives import base
-from jdp.gradients import averaging, reduce, step_trace
+from jdp.gradients import averaging, step_trace
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
@@ -52,7 +52,7 @@ def sync_buffers(
             f"`policy` must be 'broadcast', 'mean' or 'local', got {policy!r}."
         )
     if policy == "local":
-        return PerReplica(reduce.cast_varying(buffers, axis_name))
+        return PerReplica(compat.cast_tree_varying(buffers, axis_name))
     rank = _find_source(source, axis_name)
     leaves, treedef = jax.tree.flatten(buffers)
     leaves = [jnp.asarray(x) for x in leaves]

@@ -204,7 +204,7 @@ def sync_local(
     done = {*facts.synced_in_backward, *facts.never_used}
     if hook_state is not None:  # It covers all gradients.
         facts.check_is_local("a hook with a state")
-        grads, done = reduce.cast_varying(grads, options.axis_name), set()
+        grads, done = compat.cast_tree_varying(grads, options.axis_name), set()
     means = reduce.mean_over_replicas(
         grads,
         options,
@@ -290,7 +290,7 @@ def differentiate(
       weighting: weight of this replica, for its loss; None: gradients stay unweighted.
     """
     compat.axis_size(axis_name)
-    own = reduce.cast_varying(call.params, axis_name)
+    own = compat.cast_tree_varying(call.params, axis_name)
     trace_own = functools.partial(
         trace_loss,
         call.loss_fn,
@@ -311,7 +311,7 @@ def differentiate(
     # Gradients that stay local are weighed later, but a `jdp.Join` tells which replicas
     # have data.
     known = weighting or trace.weighting.ambient
-    if known is not None and not reduce.is_alone(axis_name):
+    if known is not None and not compat.is_alone(axis_name):
         factor, seed = loss_weighting.find_seed(
             program, facts, weighting, known, trace, axis_name
         )
@@ -341,7 +341,7 @@ def _run(
         else:
             loss, aux, used = *program.evaluate(params), None
         # A loss that `loss_fn` averaged over the replicas itself counts on each.
-        loss = reduce.cast_varying(loss, axis_name)
+        loss = compat.cast_tree_varying(loss, axis_name)
         objective = loss
         if factor is not None:
             # Only the cotangent matters: it is the factor in the dtype of the loss.

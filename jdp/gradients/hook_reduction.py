@@ -1,6 +1,6 @@
 """Hook reduction: buckets passed through a communication hook, and checked."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 from jdp import compat
 from jdp.gradients import weighted_mean
-from jdp.gradients.weighted_mean import Weighting
+from jdp.gradients.weighted_mean import GradientWeighting
 from jdp.hooks import base
 from jdp.hooks.base import CommHook, Wire
 from jdp.hooks.state import avals_of
@@ -19,6 +19,14 @@ from jdp.trees.buckets import BucketAval, BucketPlan, LeafSpec
 from jdp.types import AxisName, PyTree
 
 
+class HookSums(NamedTuple):
+    """Results of a hook."""
+
+    buffers: list[jax.Array]  # per bucket: the sum, shape (n,).
+    before: PyTree  # the state that the hook was given.
+    after: PyTree  # the next state.
+
+
 def sum_buckets(
     hook: CommHook,
     wire: Wire,
@@ -26,8 +34,11 @@ def sum_buckets(
     groups: Sequence[Sequence[jax.Array]],
     share: "Share | None",
     hook_state: PyTree,
-) -> tuple[list[jax.Array], PyTree, PyTree]:
+) -> HookSums:
     """Sums buckets over the replicas through the hook.
+
+    The hook gets g n w / W, where w is this replica's weight and W the total. The plain
+    mean of that is the weighted mean, and equal weights leave it at g.
 
     Args:
       hook: the hook.
@@ -36,9 +47,6 @@ def sum_buckets(
       groups: gradients per bucket.
       share: factor of the gradients.
       hook_state: the state that the user passed.
-
-    Returns:
-      A buffer per bucket, shape (n,); the state before, and the next state.
 
     Raises:
       ValueError: the state does not fit the hook and these buckets.
@@ -50,7 +58,37 @@ def sum_buckets(
     ]
     out = hook.apply(packed, hook_state, wire)
     sums, state = _check_result(hook, out, avals, hook_state)
-    return sums, hook_state, state
+    return HookSums(sums, hook_state, state)
+
+
+def unpack_means(
+    means: Iterable[Sequence[jax.Array]],
+    groups: Sequence[Sequence[jax.Array]],
+    sums: HookSums,
+    total: jax.Array | int | None,
+) -> tuple[list[list[jax.Array]], PyTree]:
+    """Returns the mean gradients, by bucket, and the next state of the hook.
+
+    Args:
+      means: one buffer per bucket, shape (n,): the sum of the hook, divided.
+      groups: gradients that the hook was given, per bucket.
+      sums: the result of the hook.
+      total: weight of all replicas; None: equal weights.
+    """
+    averaged = []
+    for (mean,), group in zip(means, groups, strict=True):
+        parts = buckets.unpack(mean, [x.shape for x in group])
+        averaged.append([p.astype(x.dtype) for p, x in zip(parts, group, strict=True)])
+    if total is None:
+        return averaged, sums.after
+    has_data = weighted_mean.has_data(total)  # Without any data, nothing changes.
+    averaged = [
+        [weighted_mean.zero_unless(has_data, x) for x in group] for group in averaged
+    ]
+    state = jax.tree.map(
+        lambda old, new: jnp.where(has_data, new, old), sums.before, sums.after
+    )
+    return averaged, state
 
 
 def hook_bytes(
@@ -69,17 +107,14 @@ class Share(NamedTuple):
 
 
 def find_share(
-    weighting: Weighting | None,
-    is_weighed: bool,
-    total: jax.Array | int,
-    axis_name: AxisName,
-    divisor: jax.Array | None = None,
+    weighing: GradientWeighting, total: jax.Array | int, axis_name: AxisName
 ) -> Share | None:
     """Returns n w / W: number of replicas, weight of this one, total weight.
 
     Gradients that were multiplied by w already get n / W, or n / `divisor`. None: the
     factor is 1.
     """
+    weighting, is_weighed, divisor = weighing
     if weighting is None:
         return None
     num_replicas = compat.axis_size(axis_name)

@@ -60,7 +60,7 @@ def sync_in_backward(
 
     @jax.custom_vjp
     def identity(leaves: _Leaves, amount: jax.Array | None) -> _Leaves:
-        return reduce.cast_varying(leaves, axis_name)
+        return compat.cast_tree_varying(leaves, axis_name)
 
     def forward(leaves: _Leaves, amount: jax.Array | None) -> tuple[_Leaves, Any]:
         return identity(leaves, amount), amount

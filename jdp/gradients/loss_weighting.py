@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdp import compat
 from jdp.backward.loss import LossProgram
-from jdp.gradients import reduce, weighted_mean
+from jdp.gradients import weighted_mean
 from jdp.gradients.step_facts import LossFacts
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import Totals, Weighting
@@ -51,7 +52,7 @@ def find_seed(
       trace: the trace of the step.
       axis_name: the axis, or axes, over which replicas lie.
     """
-    amount = reduce.cast_varying(known.amount, axis_name)
+    amount = compat.cast_tree_varying(known.amount, axis_name)
     if facts.has_exchanges:
         is_binary = known.divide_by != "weight" or trace.is_ambient(known)
         if is_binary or program.markers:

@@ -95,10 +95,10 @@ def mean_loss(
         of_params, params, rest = differentiation.pick_params(loss_fn, argnums, args)
         weighting = step_trace.current().resolve(weight, divide_by)
         params = _check_same(params, axis_name)
-        own = reduce.cast_varying(params, axis_name)
+        own = compat.cast_tree_varying(params, axis_name)
         program = trace_loss(of_params, own, rest, kwargs)
         _check_no_markers(program, weighting)
-        if not reduce.is_alone(axis_name):
+        if not compat.is_alone(axis_name):
             facts = step_trace.facts_of(program, axis_name)
             if facts.has_exchanges and weighting is not None:
                 names = types.as_axis_names(axis_name)
@@ -108,7 +108,7 @@ def mean_loss(
             if weighting is not None and program.has_narrow_range:
                 peak = _find_peak(params, weighting, axis_name)
             own = _averaged_in_backward(params, own, facts, options, weighting, peak)
-            loss = reduce.cast_varying(program.evaluate(own)[0], axis_name)
+            loss = compat.cast_tree_varying(program.evaluate(own)[0], axis_name)
             wide = loss if peak is None else _divided_in_backward(loss, peak)
             mean = averaging.average_weighted(wide, axis_name, lambda: weighting)
             return mean.astype(loss.dtype)
@@ -130,7 +130,7 @@ def _find_peak(
     tracked = compat.tracked_axes(axis_name)
     if not all(tracked <= compat.varying_axes(x) for x in jax.tree.leaves(params)):
         return None
-    amount = reduce.cast_varying(weighting.amount, axis_name)
+    amount = compat.cast_tree_varying(weighting.amount, axis_name)
     totals = weighted_mean.sum_over_replicas(amount, axis_name)
     share = weighted_mean.ratio(totals.largest, totals.amount, jnp.float32)
     share = jnp.where(share == 0, jnp.ones_like(share), share)
@@ -176,7 +176,7 @@ def _averaged_in_backward(
         missing = [i for i in range(len(avals)) if given.get(i) is None]
         zeros = {i: jnp.zeros(avals[i].shape, avals[i].dtype) for i in missing}
         whole = [zeros[i] if i in zeros else given[i] for i in range(len(avals))]
-        tree = reduce.cast_varying(
+        tree = compat.cast_tree_varying(
             jax.tree.unflatten(treedef, whole), options.axis_name
         )
         plan = buckets.fit_plan(options.plan, tree, facts.timeline.order())
@@ -185,7 +185,7 @@ def _averaged_in_backward(
         planned = options._replace(plan=plan)
         means = reduce.mean_over_replicas(tree, planned, done=missing).grads
         step_trace.current().add_synchronization(planned, divide_by, (), facts, missing)
-        found = jax.tree.leaves(reduce.cast_varying(means, options.axis_name))
+        found = jax.tree.leaves(compat.cast_tree_varying(means, options.axis_name))
         return [found[i].astype(avals[i].dtype) for i in places]
 
     found = with_transpose(

@@ -1,15 +1,16 @@
 """Reduction: gradients, bucket by bucket, become their mean over the replicas."""
 
-from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jdp import compat, types
-from jdp.gradients import group_sums, hook_reduction, option_checks, weighted_mean
-from jdp.gradients.group_sums import GroupSum, Wiring
-from jdp.gradients.weighted_mean import Weighting
+from jdp import compat
+from jdp.collectives import xla
+from jdp.gradients import hook_reduction, option_checks, weighted_mean
+from jdp.gradients.weighted_mean import GradientWeighting, Weighting
 from jdp.hooks.base import CommHook, Wire
 from jdp.hooks.state import avals_of
 from jdp.trees import buckets
@@ -112,29 +113,77 @@ def mean_over_replicas(
         raise ValueError(
             "`hook_state` is given, but no `hook`. Pass the hook that it was made for."
         )
-    if options.hook is None:
-        packing = choose_packing(options.packing, options.all_reduce)
-        options = options._replace(packing=packing)
+    packing = choose_packing(options.packing, options.all_reduce)
+    options = options._replace(packing=packing)
     compat.axis_size(axis_name)  # It raises, if the axis is not bound.
     leaves = check_are_local(grads, plan, done, axis_name)
     bucketed = buckets.remaining_buckets(plan, done)
-    if is_alone(axis_name):
-        return Means(*_alone(grads, bucketed, riders, weighting), hook_state)
     groups = [[leaves[i] for i in bucket] for bucket in bucketed]
-    weighed = _Weighed(weighting, is_weighed, divisor)
-    if options.hook is None:
-        averaged, found, total = _average(groups, riders, options, weighed)
-    else:
-        found, total = mean_of_riders(riders, options, weighting)
-        averaged, hook_state = _average_through_hook(
-            bucketed, groups, options, weighed, total, hook_state
+    if not compat.is_alone(axis_name):
+        weighing = GradientWeighting(weighting, is_weighed, divisor)
+        averaged, found, total, hook_state = _average(
+            bucketed, groups, riders, options, weighing, hook_state
         )
+    elif weighting is not None:
+        total = weighting.amount
+        averaged = [[weighted_mean.of_one(total, x) for x in g] for g in groups]
+        found = [weighted_mean.of_one(total, x) for x in riders]
+    else:
+        return Means(grads, list(riders), 1, hook_state)
     synced = list(leaves)  # keeps the leaves that are in no bucket.
     for bucket, group in zip(bucketed, averaged, strict=True):
         for i, x in zip(bucket, group, strict=True):
             synced[i] = x.astype(leaves[i].dtype)
-    grads = jax.tree.unflatten(plan.treedef, synced)
-    return Means(grads, found, total, hook_state)
+    return Means(jax.tree.unflatten(plan.treedef, synced), found, total, hook_state)
+
+
+def _average(
+    bucketed: Sequence[tuple[int, ...]],
+    groups: list[list[jax.Array]],
+    riders: Sequence[jax.Array],
+    options: ReduceOptions,
+    weighing: GradientWeighting,
+    hook_state: PyTree,
+) -> tuple[list[list[jax.Array]], list[jax.Array], jax.Array | int, PyTree]:
+    """Averages gradients, by bucket, and riders.
+
+    A hook, if there is one, sums the gradients in place of `sum_groups`.
+
+    Returns:
+      Gradients and riders; the total weight; the next state of the hook.
+    """
+    axis_name, weighting = options.axis_name, weighing.weighting
+    if options.hook is None:
+        dtypes = [[x.dtype for x in group] for group in groups]
+        if weighting is not None:
+            weighting = weighted_mean.cast_amount(weighting, axis_name)
+            groups = weighing._replace(weighting=weighting).weigh(groups)
+        seats = _seat_riders(groups, riders, weighting, axis_name)
+        by_total = weighing.divisor is None
+        sums, total = sum_groups(groups, options, weighting, by_total=by_total)
+        divisor = total
+        if weighting is not None:
+            divisor = weighing.find_divisor(total, axis_name)
+        # Riders come after the gradients: in a group, and in groups of their own.
+        averaged = list(divide_sums(sums, divisor, dtypes))
+        return averaged, _mean_riders(sums, seats, riders, total), total, hook_state
+    assert options.plan is not None
+    found, total = mean_of_riders(riders, options, weighting)
+    passed = hook_reduction.sum_buckets(
+        options.hook,
+        Wire(axis_name, options.all_reduce),
+        avals_of(options.plan, bucketed),
+        groups,
+        hook_reduction.find_share(weighing, total, axis_name),
+        hook_state,
+    )
+    sums = [GroupSum([buffer]) for buffer in passed.buffers]
+    dtypes = [[buffer.dtype] for buffer in passed.buffers]
+    means = divide_sums(sums, compat.axis_size(axis_name), dtypes)
+    averaged, hook_state = hook_reduction.unpack_means(
+        means, groups, passed, None if weighting is None else total
+    )
+    return averaged, found, total, hook_state
 
 
 def mean_of_riders(
@@ -145,170 +194,123 @@ def mean_of_riders(
     Returns:
       The riders and the total weight, as in `Means`.
     """
-    weighting = cast_amount(weighting, options.axis_name)
     groups: list[list[jax.Array]] = []
-    own = weigh(cast_varying(list(riders), options.axis_name), weighting)
-    seats = [_seat(groups, rider) for rider in own]
-    if weighting is not None and not any(
-        group_sums.holds_weights(x[0], weighting) for x in groups
-    ):
-        # The total travels alone.
-        alone = jnp.zeros(0, weighting.amount.dtype)
-        groups.append([cast_varying(alone, options.axis_name)])
-    flat = options._replace(packing="flat")
-    sums, total = group_sums.sum_groups(groups, _wiring(flat), weighting)
-    return _divide_riders(sums, seats, riders, total), total
+    if weighting is not None:
+        weighting = weighted_mean.cast_amount(weighting, options.axis_name)
+    seats = _seat_riders(groups, riders, weighting, options.axis_name)
+    if weighting is not None:
+        groups = weighted_mean.keep_digits(groups, weighting, options.axis_name)
+    sums, total = sum_groups(groups, options._replace(packing="flat"), weighting)
+    return _mean_riders(sums, seats, riders, total), total
 
 
-def _wiring(options: ReduceOptions) -> Wiring:
-    return Wiring(options.axis_name, options.packing, options.all_reduce)
-
-
-class _Weighed(NamedTuple):
-    """How gradients count; see `mean_over_replicas`."""
-
-    weighting: Weighting | None
-    is_weighed: bool
-    divisor: jax.Array | None
-
-
-def _average(
+def _seat_riders(
     groups: list[list[jax.Array]],
     riders: Sequence[jax.Array],
-    options: ReduceOptions,
-    weighed: _Weighed,
-) -> tuple[list[list[jax.Array]], list[jax.Array], jax.Array | int]:
-    """Averages gradients, by bucket, and riders; also returns the total weight."""
-    weighting, is_weighed, divisor = weighed
-    weighting = cast_amount(weighting, options.axis_name)
-    num_replicas = compat.axis_size(options.axis_name)
-    kinds = [[x.dtype for x in group] for group in groups]
-    if not is_weighed:
-        groups = [weigh(group, weighting) for group in groups]
-    elif divisor is not None:
-        groups = [[weighted_mean.widen(x) for x in group] for group in groups]
-    own = weigh(cast_varying(list(riders), options.axis_name), weighting)
-    seats = [_seat(groups, rider) for rider in own]
-    sums, total = group_sums.sum_groups(
-        groups, _wiring(options), weighting, by_total=divisor is None
-    )
-    by = total if divisor is None else divisor
-    if weighting is not None and weighting.divide_by == "world" and divisor is None:
-        by = jnp.where(jnp.isnan(total), total, num_replicas)
-    # Riders come after the gradients: within a group, and in groups of their own.
-    averaged = [
-        [
-            group_sums.divide(x, found.is_mean, by, dtype)
-            for x, dtype in zip(found.arrays, dtypes, strict=False)
-        ]
-        for found, dtypes in zip(sums, kinds, strict=False)
-    ]
-    return averaged, _divide_riders(sums, seats, riders, total), total
+    weighting: Weighting | None,
+    axis_name: AxisName,
+) -> list[tuple[int, int]]:
+    """Weighs riders; appends each to the first group of its dtype and its mesh axes.
+
+    Returns:
+      Per rider, the index of its group and its index there.
+    """
+    own = compat.cast_tree_varying(list(riders), axis_name)
+    if weighting is not None:
+        own = [weighted_mean.weigh(x, weighting) for x in own]
+    kinds = [(x[0].dtype, compat.varying_axes(x[0])) for x in groups]
+    seats = []
+    for rider in own:
+        kind = rider.dtype, compat.varying_axes(rider)
+        if kind not in kinds:
+            kinds.append(kind)
+            groups.append([])
+        group = groups[kinds.index(kind)]
+        group.append(rider)
+        seats.append((kinds.index(kind), len(group) - 1))
+    return seats
 
 
-def _average_through_hook(
-    bucketed: Sequence[tuple[int, ...]],
+class GroupSum(NamedTuple):
+    """Arrays of one collective after the reduction."""
+
+    arrays: list[jax.Array]
+    is_mean: bool = False  # whether the all-reduce has divided them.
+
+
+def sum_groups(
     groups: list[list[jax.Array]],
     options: ReduceOptions,
-    weighed: _Weighed,
-    total: jax.Array | int,
-    hook_state: PyTree,
-) -> tuple[list[list[jax.Array]], PyTree]:
-    """Averages gradients, by bucket, through the hook; also returns the next state.
+    weighting: Weighting | None,
+    *,
+    by_total: bool = True,
+) -> tuple[list[GroupSum], jax.Array | int]:
+    """Sums weighed arrays over the replicas, each group in one collective.
 
-    The hook gets g n w / W, where w is this replica's weight and W the total. The plain
-    mean of that is the weighted mean, and equal weights leave it at g.
+    Args:
+      groups: the arrays; with a `weighting`, times the weight of this replica.
+      options: how groups are sent.
+      weighting: weight of this replica; None: equal weights.
+      by_total: whether the total divides the sums, so that the all-reduce may do it.
+
+    Returns:
+      The sums, and the total: weight of all replicas, their number without weighting.
     """
-    weighting, is_weighed, divisor = weighed
-    axis_name, plan, hook = options.axis_name, options.plan, options.hook
-    num_replicas = compat.axis_size(axis_name)
-    assert hook is not None and plan is not None
-    avals = avals_of(plan, bucketed)
-    share = hook_reduction.find_share(weighting, is_weighed, total, axis_name, divisor)
-    sums, before, state = hook_reduction.sum_buckets(
-        hook, Wire(axis_name, options.all_reduce), avals, groups, share, hook_state
-    )
-    averaged = []
-    for buffer, group in zip(sums, groups, strict=True):
-        mean = group_sums.divide(buffer, False, num_replicas, buffer.dtype)
-        parts = buckets.unpack(mean, [x.shape for x in group])
-        averaged.append([p.astype(x.dtype) for p, x in zip(parts, group, strict=True)])
-    if weighting is not None:  # Without any data, nothing changes.
-        has_data = weighted_mean.has_data(total)
-        averaged = [
-            [weighted_mean.zero_unless(has_data, x) for x in group]
-            for group in averaged
+    num_replicas = compat.axis_size(options.axis_name)
+    if not groups:
+        return [], num_replicas
+    if weighting is None:
+        # The sum of float16 gradients overflows where their mean does not; torch's
+        # DistributedDataParallel divides before it sums for that reason. The wider
+        # types are divided once, after the sum, with one rounding instead of many.
+        are_means = [group[0].dtype == jnp.float16 for group in groups]
+        groups = [
+            [x / num_replicas for x in group] if is_mean else group
+            for group, is_mean in zip(groups, are_means, strict=True)
         ]
-        state = jax.tree.map(
-            lambda old, new: jnp.where(has_data, new, old), before, state
-        )
-    return averaged, state
+
+        def find_scale(reduced: list[GroupSum]) -> float | None:
+            return None if are_means[len(reduced)] else 1.0 / num_replicas
+
+        sums = _reduce(groups, options, None, find_scale)
+        pairs = zip(sums, are_means, strict=True)
+        sums = [x._replace(is_mean=x.is_mean or is_mean) for x, is_mean in pairs]
+        return sums, num_replicas
+    groups, seat = weighted_mean.add_total(groups, weighting, options.axis_name)
+
+    def find_inverse(reduced: list[GroupSum]) -> jax.typing.ArrayLike | None:
+        if len(reduced) <= seat or not by_total or weighting.divide_by == "world":
+            return None
+        return weighted_mean.invert(weighted_mean.decode(reduced[seat].arrays[-1]))
+
+    has_data = weighted_mean.has_data(weighting.amount)
+    sums = _reduce(groups, options, has_data, find_inverse)
+    total = weighted_mean.decode(sums[seat].arrays.pop())
+    return sums, total
 
 
-def _divide_riders(
+def divide_sums(
+    sums: Sequence[GroupSum], divisor: jax.Array | int, dtypes: Sequence[Sequence[Any]]
+) -> Iterator[list[jax.Array]]:
+    """Yields the means of each group, in `dtypes`, and leaves out further arrays."""
+    for group, kinds in zip(sums, dtypes, strict=False):
+        arrays = zip(group.arrays, kinds, strict=False)
+        if group.is_mean:
+            yield [x.astype(dtype) for x, dtype in arrays]
+        elif isinstance(divisor, int):
+            yield [(x / divisor).astype(dtype) for x, dtype in arrays]
+        else:
+            yield [weighted_mean.divide(x, divisor, dtype) for x, dtype in arrays]
+
+
+def _mean_riders(
     sums: Sequence[GroupSum],
     seats: Sequence[tuple[int, int]],
     riders: Sequence[jax.Array],
     total: jax.Array | int,
 ) -> list[jax.Array]:
-    return [
-        group_sums.divide(sums[g].arrays[k], sums[g].is_mean, total, rider.dtype)
-        for (g, k), rider in zip(seats, riders, strict=True)
-    ]
-
-
-def _seat(groups: list[list[jax.Array]], rider: jax.Array) -> tuple[int, int]:
-    """Appends `rider` to the first group of its dtype and its mesh axes."""
-    for g, group in enumerate(groups):
-        if group[0].dtype == rider.dtype and group_sums.vary_alike(group[0], rider):
-            group.append(rider)
-            return g, len(group) - 1
-    groups.append([rider])
-    return len(groups) - 1, 0
-
-
-def _alone(
-    grads: PyTree,
-    bucketed: Sequence[tuple[int, ...]],
-    riders: Sequence[jax.Array],
-    weighting: Weighting | None,
-) -> tuple[PyTree, list[jax.Array], jax.Array | int]:
-    """Mean over a single replica: its own values, and zeros where it has no data."""
-    if weighting is None:
-        return grads, list(riders), 1
-    leaves, treedef = jax.tree.flatten(grads)
-    for i in (i for bucket in bucketed for i in bucket):
-        leaves[i] = weighted_mean.of_one(weighting.amount, leaves[i])
-    means = [weighted_mean.of_one(weighting.amount, x) for x in riders]
-    return jax.tree.unflatten(treedef, leaves), means, weighting.amount
-
-
-def weigh(arrays: Sequence[jax.Array], weighting: Weighting | None) -> list[jax.Array]:
-    """Returns arrays times the weight of this replica."""
-    if weighting is None:
-        return list(arrays)
-    return [weighted_mean.weigh(x, weighting) for x in arrays]
-
-
-def cast_amount(weighting: Weighting | None, axis_name: AxisName) -> Weighting | None:
-    """Casts the weight as `cast_varying` does."""
-    if weighting is None:
-        return None
-    return weighting._replace(amount=cast_varying(weighting.amount, axis_name))
-
-
-def is_alone(axis_name: AxisName) -> bool:
-    """Whether there is one replica, and no type to be satisfied by a collective."""
-    return compat.axis_size(axis_name) == 1 and not compat.tracked_axes(axis_name)
-
-
-def cast_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Casts leaves to what may differ between the replicas; no data moves."""
-    tracked = compat.tracked_axes(axis_name)
-    if not tracked:
-        return tree
-    names = tuple(n for n in types.as_axis_names(axis_name) if n in tracked)
-    return jax.tree.map(lambda x: compat.cast_varying(x, names), tree)
+    own = [GroupSum([sums[g].arrays[k]], sums[g].is_mean) for g, k in seats]
+    return [x for (x,) in divide_sums(own, total, [[x.dtype] for x in riders])]
 
 
 def check_are_local(
@@ -341,3 +343,57 @@ def check_are_local(
             "`jdp.value_and_grad` has synchronised."
         )
     return leaves
+
+
+def _reduce(
+    groups: list[list[jax.Array]],
+    options: ReduceOptions,
+    has_data: jax.Array | None,
+    find_scale: Callable[[list[GroupSum]], jax.typing.ArrayLike | None],
+) -> list[GroupSum]:
+    """Sums over the replicas; the arrays of a replica without data do not count.
+
+    `find_scale` returns the factor that divides the sums of a group, given the sums of
+    the groups before it.
+    """
+    if options.packing == "tuple":
+        if has_data is not None:
+            groups = [
+                [weighted_mean.zero_unless(has_data, x) for x in g] for g in groups
+            ]
+        return [GroupSum(g) for g in xla.psum_in_order(groups, options.axis_name)]
+    reduced: list[GroupSum] = []
+    for group in groups:
+        all_reduce = options.all_reduce or _PSUM
+        if all_reduce.choose is not None:
+            size = sum(x.size for x in group)
+            buffer = jax.ShapeDtypeStruct((size,), group[0].dtype)
+            all_reduce = all_reduce.choose(buffer, options.axis_name)
+        scale = find_scale(reduced) if all_reduce.takes_scale else None
+        reduced.append(_reduce_group(group, all_reduce, options, has_data, scale))
+    return reduced
+
+
+_PSUM = AllReduce(lax.psum, name="psum")
+
+
+def _reduce_group(
+    group: list[jax.Array],
+    all_reduce: AllReduce,
+    options: ReduceOptions,
+    has_data: jax.Array | None,
+    scale: jax.typing.ArrayLike | None,
+) -> GroupSum:
+    axis_name = options.axis_name
+    if all_reduce.reduce_group is not None:
+        return GroupSum(all_reduce.reduce_group(group, axis_name, has_data=has_data))
+    if has_data is None:
+        buffer = buckets.pack(group)
+    else:
+        buffer = weighted_mean.pack_unless_empty(has_data, group)
+    if scale is None:
+        buffer = all_reduce.reduce(buffer, axis_name)
+    else:
+        buffer = all_reduce.reduce(buffer, axis_name, scale=scale)
+    arrays = buckets.unpack(buffer, [x.shape for x in group])
+    return GroupSum(arrays, is_mean=scale is not None)

@@ -118,7 +118,7 @@ class StepTrace:
             weighting is not None
             and not self.is_ambient(weighting)
             and not is_weighed
-            and not reduce.is_alone(options.axis_name)
+            and not compat.is_alone(options.axis_name)
         )
         by_samples = weighting is not None and weighting.divide_by == "weight"
         self.note(weighting)

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdp import types
-from jdp.gradients import reduce
+from jdp import compat, types
 from jdp.optimizers import local_training, update_arguments
 from jdp.optimizers.local_training import LocalTraining
 from jdp.replicas import initial_state
@@ -279,7 +278,7 @@ def _apply(
                     if options.mixing:  # Equal values stay equal, bit for bit.
                         own = (x + options.mixing * (params[i] - x)).astype(x.dtype)
                 outer_params[i] = x
-                params[i] = reduce.cast_varying(own, options.names)
+                params[i] = compat.cast_tree_varying(own, options.names)
             outer = [inner if j == k else old for j, old in enumerate(outer)]
             return params, outer_params, outer
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import types
-from jdp.gradients import reduce, used_flags, weighted_mean
+from jdp import compat, types
+from jdp.gradients import used_flags, weighted_mean
 from jdp.optimizers import local_training, update_arguments
 from jdp.optimizers.local_training import LocalTraining
 from jdp.replicas import initial_state
@@ -194,10 +194,10 @@ def _unite_used(
     if not decided:
         return extra_args
     own = jnp.stack([leaves[i] for i in decided]).astype(jnp.int32)
-    own = reduce.cast_varying(own, names)
+    own = compat.cast_tree_varying(own, names)
 
     def unite(own: jax.Array) -> jax.Array:
-        return reduce.cast_varying(lax.pmax(own, names), names)
+        return compat.cast_tree_varying(lax.pmax(own, names), names)
 
     for i, flag in zip(
         decided, lax.cond(is_warmup, unite, lambda own: own, own) > 0, strict=True
@@ -212,7 +212,7 @@ def _mean_or_keep(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> Py
     anyone = weighted_mean.has_data(lax.psum(amount, names))
 
     def choose(mean: jax.Array, own: jax.Array) -> jax.Array:
-        flag, mean = reduce.cast_varying((anyone, mean), names)
+        flag, mean = compat.cast_tree_varying((anyone, mean), names)
         return lax.select(jnp.broadcast_to(flag, own.shape), mean, own)
 
     return jax.tree.map(choose, mean, tree)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp.gradients import averaging, reduce, step_trace, weighted_mean
+from jdp import compat
+from jdp.gradients import averaging, step_trace, weighted_mean
 from jdp.gradients.weighted_mean import Weighting
 from jdp.optimizers import partials
 from jdp.optimizers.partials import Op, Partial
@@ -60,14 +61,14 @@ def begin_apart(
     tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName
 ) -> tuple[PerReplica, PerReplica]:
     """Returns the initial parameters and optimizer state of a replica."""
-    own = reduce.cast_varying(jax.tree.map(jnp.asarray, params), axis_name)
-    inner = reduce.cast_varying(jax.tree.map(jnp.asarray, tx.init(own)), axis_name)
+    own = compat.cast_tree_varying(jax.tree.map(jnp.asarray, params), axis_name)
+    inner = compat.cast_tree_varying(jax.tree.map(jnp.asarray, tx.init(own)), axis_name)
     return PerReplica(own), PerReplica(inner)
 
 
 def no_samples(count: int, axis_name: AxisName) -> jax.Array:
     """Returns zero counters of samples: float32 (count,)."""
-    return reduce.cast_varying(jnp.zeros(count, jnp.float32), axis_name)
+    return compat.cast_tree_varying(jnp.zeros(count, jnp.float32), axis_name)
 
 
 def find_amount(weight: jax.typing.ArrayLike | None, axis_name: AxisName) -> jax.Array:
@@ -76,7 +77,7 @@ def find_amount(weight: jax.typing.ArrayLike | None, axis_name: AxisName) -> jax
     weighting = trace.resolve(weight, "weight")
     trace.note(weighting)
     amount = jnp.ones((), jnp.float32) if weighting is None else weighting.amount
-    return reduce.cast_varying(amount.astype(jnp.float32), axis_name)
+    return compat.cast_tree_varying(amount.astype(jnp.float32), axis_name)
 
 
 def step_apart(

@@ -18,7 +18,7 @@ from jdp.gradients import (
     weighted_mean,
 )
 from jdp.gradients.reduce import ReduceOptions
-from jdp.gradients.weighted_mean import DivideBy, Weighting
+from jdp.gradients.weighted_mean import DivideBy, GradientWeighting, Weighting
 from jdp.hooks.base import CommHook
 from jdp.hooks.state import init_state
 from jdp.optimizers import (
@@ -318,7 +318,7 @@ def _scatter(
     options = options._replace(plan=plan)
     decided = used_flags.find_decided(used, grads)
     riders = [used_flags.as_rider(decided, jnp.float32)] if decided else []
-    if options.hook is not None or reduce.is_alone(options.axis_name):
+    if options.hook is not None or compat.is_alone(options.axis_name):
         means = reduce.mean_over_replicas(
             grads,
             options,
@@ -339,7 +339,8 @@ def _scatter(
         flags, total = reduce.mean_of_riders(riders, options, weighting)
         if decided:
             used = used_flags.from_rider(used, flags[0])
-    share = hook_reduction.find_share(weighting, False, total, options.axis_name)
+    weighing = GradientWeighting(weighting)
+    share = hook_reduction.find_share(weighing, total, options.axis_name)
     for bucket in plan.buckets:
         rows = [layout.rows(hook_reduction.scale(leaves[i], share)) for i in bucket]
         parts = shard_layout.scatter(rows, layout, halves)
