@@ -177,7 +177,10 @@ class InjectionAnalysis:
             found = [self._live_inputs(b, live) for b in eqn.params["branches"]]
             return functools.reduce(lambda a, b: a | b, found) << 1
         if name == "scan":
-            return self._live_inputs(loop_shape(eqn).body, self.body_live(eqn, live))
+            loop, live = loop_shape(eqn), self.body_live(eqn, live)
+            # A carry that no iteration reads gets a cotangent, of zeros.
+            carries = (live & ((1 << loop.num_carries) - 1)) << loop.num_consts
+            return self._live_inputs(loop.body, live) | carries
         every = (1 << len(eqn.invars)) - 1
         if name in primitives.CUSTOM_RULES or name == "while":
             return every  # A rule returns cotangents for all, zeros or not.

@@ -168,6 +168,16 @@ def test_what_is_never_used_has_no_gradient(program, flags):
     _compare(program, flags, is_exact=False)
 
 
+@pytest.mark.parametrize("calls", [[], ["jit"], ["remat"], ["scan"]])
+def test_a_carry_that_no_iteration_reads_gets_a_cotangent(calls):
+    """JAX's `scan` returns zeros for it, so the rule before the loop runs."""
+    body = [("reset", "f")]
+    for kind in calls:
+        body = [(kind, 0, body) if kind == "scan" else (kind, body)]
+    program = [(RULES["of residuals alone"], "a"), ("scan", 0, body)]
+    _compare(program, (2, 1, 0, 2), is_exact=True)
+
+
 # --- One case each -------------------------------------------------------------
 
 
