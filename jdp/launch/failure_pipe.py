@@ -32,6 +32,7 @@ class FailurePipe:
       ended: when the program of a process ended without a failure; JAX may keep the
         process itself alive.
       lost: for each process, the first process that it heard to be gone.
+      staying: processes that have failed and stay until the others have ended.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,8 @@ class FailurePipe:
         self.joined: set[int] = set()
         self.ended: dict[int, float] = {}
         self.lost: dict[int, int] = {}
+        self.staying: set[int] = set()
+        self._taken: set[int] = set()  # of these.
 
     def read(self) -> dict[int, Failure]:
         """Returns the failures reported so far, by process id."""
@@ -66,7 +69,15 @@ class FailurePipe:
                 self.lost.setdefault(process_id, culprit)
             elif kind == user_program.ENDED:
                 self.ended[process_id] = at_s
+            elif kind == user_program.STAYS and process_id in self._failures:
+                self.staying.add(process_id)
         return self._failures
+
+    def take_staying(self) -> dict[int, Failure]:
+        """Returns the failures of processes that stay, once each."""
+        failures = self.read()
+        new, self._taken = self.staying - self._taken, set(self.staying)
+        return {process_id: failures[process_id] for process_id in new}
 
     def forget(self, process_id: int) -> None:
         """Forgets a process that is started again."""

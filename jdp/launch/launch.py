@@ -139,7 +139,12 @@ def _launch(
             options, local_process_id, coordinator_address=coordinator_address
         )
         environs[place.process_id] = process_environ(
-            place, launch_id, base=base, key=key, folder=folder
+            place,
+            launch_id,
+            base=base,
+            key=key,
+            folder=folder,
+            grace_s=options.grace_s,
         )
     forwarder = output.Forwarder(
         num_processes=options.num_nodes * options.num_processes,
@@ -231,6 +236,7 @@ def process_environ(
     base: Mapping[str, str],
     key: bytes | None = None,
     folder: str = "",
+    grace_s: float | None = None,
 ) -> dict[str, str]:
     """Returns the environment of a process; `base` without the place of another job."""
     kept = {k: v for k, v in base.items() if k not in environment.VARIABLES}
@@ -238,6 +244,8 @@ def process_environ(
     shared = {environment.LAUNCH_ID: launch_id}
     if folder:
         shared[environment.LAUNCH_FOLDER] = folder
+    if grace_s is not None:
+        shared[environment.GRACE_S] = str(grace_s)
     return {**kept, **place.to_environ(), **shared, **secret}
 
 

@@ -158,7 +158,10 @@ class Supervisor:
             process = self._running.get(process_id)
             if process is not None and process.poll() is not None:
                 del self._running[process_id]
-                self._take_end(Exit(process_id, process.returncode))
+                if process_id not in self._failures.staying:
+                    self._take_end(Exit(process_id, process.returncode))
+        for process_id, failure in self._failures.take_staying().items():
+            self._take_end(endings.as_failed(process_id, failure))
         if (text := self._kin.check()) is not None:
             self._forwarder.print_line(f"jdp launch: {text}.")
         self._kin.look(process.pid for process in self._running.values())
@@ -254,7 +257,7 @@ class Supervisor:
 
     def _release(self, now_s: float, *, is_urgent: bool) -> list[Exit]:
         return self._held.release(
-            self._running,
+            self._running.keys() - self._failures.staying,
             self._environs,
             self._find_silent(),
             now_s=now_s,
@@ -272,17 +275,15 @@ class Supervisor:
         }
 
     def _is_given_up(self) -> bool:
-        if not self._state.is_killed or self._state.kill_at_s is None:
-            return False
-        return time.monotonic() > self._state.kill_at_s + _KILL_TIMEOUT_S
+        state, now_s = self._state, time.monotonic()
+        return state.is_killed and now_s > (state.kill_at_s or now_s) + _KILL_TIMEOUT_S
 
     def _signal(self, signum: int) -> None:
         """Signals the group of each process, and processes that left these groups."""
         if signum == signal.SIGKILL:
             self._kill(self._kin.find())
             return
-        groups = {process.pid for process in self._running.values()}
-        for pid in groups:
+        for pid in (groups := {each.pid for each in self._running.values()}):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signum)
         # An inner job gets the signal from its own launcher.

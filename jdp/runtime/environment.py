@@ -12,6 +12,7 @@ NODE_RANK = "JDP_NODE_RANK"
 DEVICES_PER_PROCESS = "JDP_DEVICES_PER_PROCESS"
 LAUNCH_ID = "JDP_LAUNCH_ID"  # The same for all processes of one launcher.
 LAUNCH_FOLDER = "JDP_LAUNCH_FOLDER"  # See `private_folder`.
+GRACE_S = "JDP_GRACE_S"  # Seconds from SIGTERM to SIGKILL, at the end of a failed job.
 JOINED = "JDP_JOINED"  # The pid of the process that has taken this place.
 JOB_KEY = "JDP_JOB_KEY"  # The secret of the job; see `job_key`.
 JOB_ID = "JDP_JOB_ID"  # Any text that tells the job from others with its key.
@@ -25,7 +26,7 @@ _REQUIRED = (
 )
 VARIABLES = (
     *(*_REQUIRED, DEVICES_PER_PROCESS),
-    *(LAUNCH_ID, LAUNCH_FOLDER, JOINED, JOB_KEY),
+    *(LAUNCH_ID, LAUNCH_FOLDER, GRACE_S, JOINED, JOB_KEY),
 )
 
 
@@ -219,6 +220,14 @@ def explain_cluster(environ: Mapping[str, str], error: Exception) -> str:
         "of the cluster does, or unset them to start without it, or give "
         "`coordinator_address`, `num_processes` and `process_id`."
     )
+
+
+def find_grace_s(environ: Mapping[str, str]) -> float | None:
+    """Returns the grace time of the launcher in seconds; None without a launcher."""
+    try:
+        return float(environ[GRACE_S])
+    except (KeyError, ValueError):
+        return None
 
 
 def _show(environ: Mapping[str, str], names: Sequence[str]) -> str:

@@ -90,14 +90,35 @@ def _end_if_failed() -> None:
     error = _find_uncaught()
     if error is None:
         return
-    until_s = time.monotonic() + lifeline.LEAVING_S
-    while lifeline.is_needed_by_others() and time.monotonic() < until_s:
-        time.sleep(0.02)
+    _wait_for_others()
     logging.shutdown()
     user_program.flush()
     if isinstance(error, KeyboardInterrupt) and not _ProgramEnd.has_exited:
         _end_by_interrupt()
     os._exit(_ProgramEnd.exit_code)
+
+
+def stay_while_needed(tell_launcher: Callable[[], None]) -> None:
+    """Keeps a process that failed under a launcher, if its end would abort others.
+
+    The launcher ends all processes after its grace time, and this one with them.
+
+    Args:
+      tell_launcher: called first, if the process stays.
+    """
+    if not lifeline.is_needed_by_others(0.0):
+        return
+    tell_launcher()
+    for signum in (signal.SIGINT, signal.SIGTERM):  # They are for the others.
+        with contextlib.suppress(ValueError):
+            signal.signal(signum, signal.SIG_IGN)
+    _wait_for_others()
+
+
+def _wait_for_others() -> None:
+    since_s = time.monotonic()
+    while lifeline.is_needed_by_others(time.monotonic() - since_s):
+        time.sleep(0.02)
 
 
 def _end_by_interrupt() -> None:

@@ -30,13 +30,12 @@ _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
 FAILURE_FD = "JDP_FAILURE_FD"
 _FLUSH_TIMEOUT_S = 2.0  # for all pipes and sockets together.
-_FILE: type = io.IOBase.__mro__[
-    1
-]  # in C: `isinstance` with an ABC would inspect every object.
+# In C: `isinstance` with an ABC would inspect every object.
+_FILE: type = io.IOBase.__mro__[1]
 _TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is not a C long.
 # Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
 RECORD = struct.Struct("<cidii?")
-FAILED, BEGAN, JOINED, ENDED, LOST = b"f", b"b", b"j", b"e", b"l"
+FAILED, BEGAN, JOINED, ENDED, LOST, STAYS = b"f", b"b", b"j", b"e", b"l", b"s"
 # The end of a peer breaks collectives and its line; either may be noticed first.
 _PEER_IS_HEARD_S = 1.0
 _NAMED = re.compile(r"\bProcess (\d{1,9}) has ended; the others")
@@ -240,9 +239,7 @@ def _load_script(
     program: types.ModuleType, path: str, arguments: list[str]
 ) -> types.CodeType:
     sys.argv = [path, *arguments]
-    if not os.path.isabs(
-        path
-    ):  # An absolute path works even if the current folder was deleted.
+    if not os.path.isabs(path):  # Else it works even if the folder was deleted.
         path = os.path.join(os.getcwd(), path)
     spec = None
     if not path.endswith(".py"):
@@ -308,10 +305,8 @@ def _exit_code(error: SystemExit) -> int:
         print(error.code, file=sys.stderr)
     except Exception:  # `__str__` of the user's class; Python ends with 1, silently.
         name = type(error.code).__name__
-        print(
-            f"`sys.exit` got an object of class {name}, whose text fails",
-            file=sys.stderr,
-        )
+        text = f"`sys.exit` got an object of class {name}, whose text fails"
+        print(text, file=sys.stderr)
     return 1
 
 
@@ -334,7 +329,15 @@ def _exit_unless_zero(code: int) -> None:
     """Ends without exit handlers, unless the program succeeded."""
     if code != 0:
         flush()
+        if (module := sys.modules.get("jdp.runtime.program_end")) is not None:
+            module.stay_while_needed(lambda: _write(STAYS))
         os._exit(code)
+
+
+def show(text: str) -> None:
+    """Prints a line about the job to stderr, if there is one."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        print(f"jdp: {text}", file=sys.stderr, flush=True)
 
 
 def flush() -> None:

@@ -1064,3 +1064,75 @@ def test_an_interrupt_while_the_launcher_starts_is_not_lost(tmp_path, after_s):
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
     assert not re.search("^Traceback", out, re.MULTILINE)
+
+
+# --- The end of process 0, which takes JAX's coordination service along -----------------
+
+SAVES = """
+import os, pathlib, signal, sys, time
+import jdp
+world = jdp.init(timeout_s=60)
+own = world.process_index
+file = open(f"kept.{own}", "w")
+file.write("last line")
+def save(*_):
+    time.sleep(4.0 * own)
+    pathlib.Path(f"saved.{own}").write_text("all")
+    if _:
+        sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    save()
+    raise
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_save_takes_its_time_though_process_0_has_ended(cli, tmp_path, signum):
+    process = cli("launch", "-n", "2", "--grace-s", "8", "program.py", program=SAVES)
+    assert all("ready" in line for line in read_lines(process, 2))
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signum, err
+    for own in range(2):
+        assert (tmp_path / f"saved.{own}").read_text() == "all", err
+        assert (tmp_path / f"kept.{own}").read_text() == "last line"
+
+
+FAILS = """
+import sys, time
+import jdp
+world = jdp.init(timeout_s=60)
+own = world.process_index
+file = open(f"kept.{own}", "w")
+file.write("last line")
+if own == 0:
+    time.sleep(1.0)
+    FAULT
+WAIT
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fault", "code", "wait"),
+    [
+        ("1 / 0", 1, "time.sleep(60)"),
+        ("sys.exit(3)", 3, "jdp.replicate(world, {'w': 1.0})"),
+    ],
+)
+def test_files_hold_what_was_written_where_process_0_fails(
+    cli, tmp_path, fault, code, wait
+):
+    program = FAILS.replace("FAULT", fault).replace("WAIT", wait)
+    process = cli("launch", "-n", "3", "--grace-s", "3", "program.py", program=program)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code, err
+    assert f"jdp launch: process 0 failed with exit code {code}." in err
+    assert "SIGABRT" not in out + err
+    for own in range(3):
+        assert (tmp_path / f"kept.{own}").read_text() == "last line"

@@ -404,6 +404,28 @@ def test_the_end_of_process_0_aborts_none_that_is_in_host_code(
     assert [(tmp_path / f"{i}").read_text() for i in range(3)] == ["last line"] * 3
 
 
+SLOW_EXIT = """
+import atexit, sys, time
+atexit.register(time.sleep, 7)
+import jdp
+world = jdp.init(timeout_s=100)
+file = open(f"{FOLDER}/{world.process_index}", "w")
+file.write("last line")
+if world.process_index == 1:
+    sys.exit(75)
+time.sleep(1.0)
+raise ValueError("boom")
+"""
+
+
+@pytest.mark.multiprocess
+def test_exit_handlers_take_their_time_though_process_0_has_failed(tmp_path):
+    """Handlers from before `jdp.init` run after JAX's end."""
+    _, codes, _ = run_by_hand(SLOW_EXIT.replace("{FOLDER}", str(tmp_path)), 0)
+    assert codes == [1, 75]
+    assert [(tmp_path / f"{i}").read_text() for i in range(2)] == ["last line"] * 2
+
+
 CAUGHT = """
 import os, sys
 import jax.numpy as jnp, numpy as np

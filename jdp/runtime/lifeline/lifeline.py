@@ -11,11 +11,10 @@ process may run as long as it needs.
 """
 
 import atexit
-import contextlib
 import functools
 import logging
+import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +41,8 @@ _KEY = "jdp/lifeline"  # key in the store: where process 0 listens.
 _CHECK_PERIOD_S = 0.1
 _MEET_TIMEOUT_S = 10.0
 _LINGER_S = 0.7  # Process 0 ends later: its end lets JAX abort the others.
-LEAVING_S = 5.0  # The same, at most, while its end would abort others.
+_STAYS_S = 1.5  # The same, after the others have to end, and for exit handlers.
+_STAYS_FOR_EXITS_S = 30.0
 _STILL_RUNS_S = 60.0
 _WAITS_AT_END_S = 60.0  # until a process names the processes JAX waits for.
 _logger = logging.getLogger("jdp")
@@ -58,6 +58,8 @@ class _Lifeline:
         self._own, self._count = world.process_index, world.process_count
         self._pid = os.getpid()
         self._has_launcher = environment.LAUNCH_ID in os.environ
+        launcher_s = environment.find_grace_s(os.environ)
+        self._failed_grace_s = rules.failed_grace_s(launcher_s)
         self._gone: tuple[Gone, ...] = ()
         self._stuck: LifelineVerdict | None = None
         self._after_loss: AfterLoss | None = None
@@ -215,7 +217,7 @@ class _Lifeline:
         if not awaited:
             awaited, what = others, "whose exit handlers or threads have not ended"
         shown = ", ".join(map(str, awaited[:10])) + (", ..." if awaited[10:] else "")
-        _show(
+        user_program.show(
             f"process {self._own} came to the end of its program {_WAITS_AT_END_S:g} s "
             f"ago, and JAX waits for process {shown}, {what}."
         )
@@ -236,6 +238,7 @@ class _Lifeline:
             self._gone,
             now_s=now_s,
             after_loss_s=self._after_loss and self._after_loss.since_s,
+            failed_grace_s=self._failed_grace_s,
         )
         if verdict is None and self._ended_s is not None:
             if jax_distributed.is_connected():
@@ -245,9 +248,9 @@ class _Lifeline:
         if self._stuck is None:
             return verdict
         # Another process is being ended, so this one ends too: at once if it waits or
-        # has ended its program, otherwise once `FAILED_GRACE_S` has passed.
-        first = self._gone[0].arrived_s if self._gone else now_s - rules.FAILED_GRACE_S
-        if has_ended or verdict is not None or now_s - first > rules.FAILED_GRACE_S:
+        # has ended its program, otherwise a while after the first end.
+        first_s = self._gone[0].arrived_s if self._gone else -math.inf
+        if has_ended or verdict is not None or now_s - first_s > self._failed_grace_s:
             return self._stuck
         return None
 
@@ -263,7 +266,7 @@ class _Lifeline:
                 continue
             self._shown.add(gone.process)
             if is_bad:
-                _show(f"{rules.describe(gone)}.")
+                user_program.show(f"{rules.describe(gone)}.")
             elif self._ended_s is None:
                 _logger.info(
                     "%s; process %d still runs.",
@@ -273,7 +276,7 @@ class _Lifeline:
 
     def _end(self, verdict: LifelineVerdict) -> None:
         """Begins to end this process, and tells the others and its launcher."""
-        _show(verdict.text)
+        user_program.show(verdict.text)
         user_program.report_failure(
             1,
             culprit=verdict.culprit,
@@ -284,8 +287,8 @@ class _Lifeline:
 
     def _end_when_others_have(self, since_s: float) -> float | None:
         least_s = _LINGER_S if self._own == 0 else 0.0
-        limit_s = LEAVING_S if self.is_needed_by_others() else least_s
-        if time.monotonic() - since_s < limit_s:
+        waited_s = time.monotonic() - since_s
+        if waited_s < least_s or self.is_needed_by_others(waited_s):
             return _CHECK_PERIOD_S
         if self._jax_end.give_up():
             self._has_failed = True
@@ -293,18 +296,21 @@ class _Lifeline:
         user_program.flush()
         os._exit(1)
 
-    def is_needed_by_others(self) -> bool:
-        """Returns whether the end of this process would abort another one.
+    def is_needed_by_others(self, waited_s: float) -> bool:
+        """Returns whether this process stays, because its end would abort another one.
 
         JAX aborts it, though it may be about to end with an exit code of its own, and
-        what its files hold would be lost. A launcher ends the others itself.
+        what its files hold would be lost.
+
+        Args:
+          waited_s: how long this process has waited for the others to end, in seconds.
         """
-        if self._own != 0:
-            return False
         num_ended = sum(gone.has_ended for gone in self._gone)
-        if not self._has_launcher and num_ended < self._count - 1:
-            return True
-        return any(gone.is_leaving for gone in self._gone)
+        if self._own != 0 or num_ended == self._count - 1:
+            return False
+        are_at_exit = len(self._gone) > num_ended
+        limit_s = self._failed_grace_s + _STAYS_S
+        return waited_s < (_STAYS_FOR_EXITS_S if are_at_exit else limit_s)
 
 
 class _Current:
@@ -377,9 +383,10 @@ def wait_at_end(run_beside: Callable[[Callable[[], None]], None]) -> None:
         _Current.lifeline.wait_at_end(run_beside)
 
 
-def is_needed_by_others() -> bool:
-    """Returns whether the end of this process would abort another one."""
-    return _Current.lifeline is not None and _Current.lifeline.is_needed_by_others()
+def is_needed_by_others(waited_s: float) -> bool:
+    """Returns whether the end of this process, now, would abort another one."""
+    current = _Current.lifeline
+    return current is not None and current.is_needed_by_others(waited_s)
 
 
 def _leave_at_exit() -> None:
@@ -390,8 +397,3 @@ def _abandon() -> None:
     if _Current.lifeline is not None:
         _Current.lifeline.abandon_in_child()
         _Current.lifeline = None
-
-
-def _show(text: str) -> None:
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        print(f"jdp: {text}", file=sys.stderr, flush=True)

@@ -16,9 +16,18 @@ from jdp.replicas.progress import Snapshot
 ENDED_GRACE_S = 2.0
 LOST_GRACE_S = 4.0
 # A process that reports a failure ends the others, whatever they do. Process 0 stays
-# longer, `lifeline.LEAVING_S`: JAX aborts those that are left when it ends.
+# longer, for JAX aborts those that are left when it ends; see `lifeline`. Where a
+# launcher ends them by SIGKILL, they get a little less than its grace time.
 FAILED_GRACE_S = 3.5
+_BEFORE_KILL_S = 0.5
 _MOST_TEXT = 4000  # characters of the reason of another process.
+
+
+def failed_grace_s(launcher_grace_s: float | None) -> float:
+    """Returns how long a process goes on after another one has failed, in seconds."""
+    if launcher_grace_s is None:
+        return FAILED_GRACE_S
+    return max(launcher_grace_s - _BEFORE_KILL_S, _BEFORE_KILL_S)
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
@@ -80,11 +89,6 @@ class Gone(NamedTuple):
     broke_s: float | None = None
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether its program has succeeded and the process still exists."""
-        return self.steps is not None and self.error is None and self.broke_s is None
-
-    @property
     def has_ended(self) -> bool:
         """Whether the process itself has ended, not only its program."""
         return self.steps is None or self.broke_s is not None
@@ -139,6 +143,7 @@ def judge(
     *,
     now_s: float,
     after_loss_s: float | None = None,
+    failed_grace_s: float = FAILED_GRACE_S,
 ) -> LifelineVerdict | None:
     """Returns whether process `own` waits in vain; pure.
 
@@ -149,6 +154,7 @@ def judge(
       gone: processes in the order in which this process heard of them.
       now_s: the time of a monotonic clock.
       after_loss_s: since when a step begun after a loss has not ended; see `AfterLoss`.
+      failed_grace_s: how long it goes on after another one has failed.
     """
     for other in gone:
         gone_s = now_s - other.arrived_s
@@ -179,7 +185,7 @@ def judge(
         if other.steps is None and after_loss_s is not None and not is_stuck:
             where = f"process {own} has begun a step since, which cannot end"
             is_stuck = now_s - after_loss_s > LOST_GRACE_S
-        if is_stuck or (other.error is not None and gone_s > FAILED_GRACE_S):
+        if is_stuck or (other.error is not None and gone_s > failed_grace_s):
             return LifelineVerdict(
                 other.process, f"{who}, and {where}. {_advice(other)}"
             )
