@@ -52,7 +52,7 @@ def test_variables_lists_every_variable():
     # The name of a job is the user's, so a launcher hands it on as it is.
     assert {*environment.VARIABLES, environment.JOB_ID} == names
     beside = {environment.LAUNCH_ID, environment.LAUNCH_FOLDER, environment.JOINED}
-    beside |= {environment.JOB_KEY, environment.JOB_ID}
+    beside |= {environment.GRACE_S, environment.JOB_KEY, environment.JOB_ID}
     assert set(PLACE.to_environ()) | beside == names
 
 
