@@ -48,7 +48,7 @@ def bench_collectives(
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
 ) -> None:
-    """Times every all-reduce, in turns, and compares the cost model with them.
+    """Time every all-reduce, and test the cost model.
 
     Each program makes a buffer and reduces it. The reported time is the difference to
     the program without the all-reduce, a median over the rounds. The number in brackets

@@ -52,7 +52,7 @@ def bench_eager(
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
 ) -> None:
-    """Times the eager engine, in turns with what it is compared to.
+    """Time the eager engine beside torch and compiled steps.
 
     An all_reduce by name from the call to its result, beside torch's over gloo; 1,000
     all_reduces at once; a step of the model of `jdp bench step` whose gradients are

@@ -17,8 +17,9 @@ _MAKERS: dict[str, tuple[Callable[..., CommHook], Callable[[str], object] | None
     "top_k": (hooks.top_k, float),
 }
 HELP = (
-    "A communication hook: none, cast:DTYPE, int8, power_sgd:RANK, rows:MAX_ROWS, "
-    "top_k:FRACTION, or several joined by +, each applied to what the previous sends."
+    "A communication hook: none, cast:DTYPE such as cast:bfloat16, int8, "
+    "power_sgd:RANK, rows:MAX_ROWS, top_k:FRACTION, or several joined by +, each "
+    "applied to what the previous sends."
 )
 
 
@@ -47,6 +48,8 @@ def _parse_one(text: str) -> CommHook:
     try:
         value = convert(argument)
     except (TypeError, ValueError):
-        kind = {int: "a whole number", float: "a number"}.get(convert, "a dtype")
+        kind = {int: "a whole number", float: "a number"}.get(
+            convert, "a dtype such as bfloat16"
+        )
         raise ValueError(f"`{name}` takes {kind}, got {argument!r}.") from None
     return make(value)

@@ -36,13 +36,14 @@ def bench_hooks(
     hook: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="HOOK",
             help=f"{hook_option.HELP} May be given several times.  [default: all]",
             show_default=False,
         ),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Times a step with each communication hook, in turns with a step without.
+    """Time a step with each communication hook.
 
     The model is the model of `jdp bench step`. Every round times each hook in turn; the
     table has medians over the rounds. Bytes are counted on the TCP connections of a

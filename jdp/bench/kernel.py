@@ -46,14 +46,14 @@ def bench_kernel(
         typer.Option("--json", help="Write results here, one per line, as they come."),
     ] = None,
 ) -> None:
-    """Times the kernels of the custom all-reduce on one GPU, and a step beside it.
+    """Time the kernels of the custom all-reduce.
 
-    Alone: one replica's share of the work, with its peers' buffers in the same memory.
-    This is a lower bound of an all-reduce, without NVLink and without waiting. Beside
-    it are the time to move the bytes at the bandwidth of a copy, an empty kernel, and a
-    reduction by XLA that moves the same bytes. The decorated step of one replica is
-    compared to the plain jitted step. With several GPUs, the all-reduces themselves are
-    timed beside NCCL.
+    On one GPU: one replica's share of the work, with its peers' buffers in the same
+    memory. This is a lower bound of an all-reduce, without NVLink and without waiting.
+    Beside it are the time to move the bytes at the bandwidth of a copy, an empty
+    kernel, and a reduction by XLA that moves the same bytes. The decorated step of one
+    replica is compared to the plain jitted step. With several GPUs, the all-reduces
+    themselves are timed beside NCCL.
     """
     counts = parse_numbers(replicas, 2, 8, "--replicas")
     limits = parse_numbers(blocks, 1, 256, "--blocks")

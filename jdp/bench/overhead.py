@@ -28,7 +28,7 @@ def bench_overhead(
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
 ) -> None:
-    """Measures the Python time per call, planning, tracing, and the memory of a step.
+    """Measure Python's time per call, and tracing and memory.
 
     Call: a decorated step with a state of 144 small leaves beside the bare `jax.jit` of
     the same step, on the same arrays, in turns. Memory: the temporary memory that XLA

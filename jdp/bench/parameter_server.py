@@ -57,7 +57,7 @@ def bench_parameter_server(
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
 ) -> None:
-    """Times one parameter server and two workers, in turns with what they replace.
+    """Time one parameter server with two workers.
 
     A synchronous step beside a step whose gradients gloo averages; a push and a pull
     beside a round trip of the same bytes over a socket; updates per second with a slow

@@ -43,7 +43,7 @@ def bench_step(
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
 ) -> None:
-    """Times a data-parallel step, in turns with other systems.
+    """Time a data-parallel step beside other systems.
 
     The model is a stack of blocks `h + tanh(h @ W + b) * s * 0.1` with three leaves
     each. A step is the loss, gradients, their average, and plain gradient descent.

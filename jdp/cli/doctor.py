@@ -45,11 +45,12 @@ def doctor(
         int, typer.Option("-n", min=1, help="Number of processes of the test job.")
     ] = 1,
 ) -> None:
-    """Shows what this machine has for jdp, and tries a job of the eager engine.
+    """Show what this machine has for jdp, and run a test job.
 
     It shows versions, the host, the environment variables and whether they parse, the
     devices, and the ways in which the eager engine can move data, in order of
-    preference. The exit code is 1 if something is broken.
+    preference. The test job uses that engine. The exit code is 1 if something is
+    broken.
     """
     parsed, variables = check_environ(os.environ)
     sections = {

@@ -35,11 +35,29 @@ _OF_PROCESSES = {
     "coordinator": "--coordinator",
 }
 
+# By field of the options that a `launch` checks, as its messages name it.
+_BY_FIELD = {
+    "num_processes": "-n",
+    "devices_per_process": "--devices-per-process",
+    "num_nodes": "--nodes",
+    "node_rank": "--node-rank",
+    "coordinator": "--coordinator",
+    "grace_s": "--grace-s",
+    "num_servers": "--servers",
+    "num_workers": "--workers",
+    "addresses": "--address",
+    "key_file": "--key-file",
+    "first": "--first",
+    "all_workers": "--all-workers",
+    "restarts": "--restarts",
+}
+
 
 def launch(
     context: typer.Context,
     num_processes: launch_options.NumProcesses = None,
-    command: launch_options.Command = None,
+    script: launch_options.Script = None,
+    arguments: launch_options.Arguments = None,
     is_module: launch_options.IsModule = False,
     devices_per_process: launch_options.DevicesPerProcess = None,
     num_nodes: launch_options.NumNodes = 1,
@@ -63,7 +81,7 @@ def launch(
     a killed server is started again, and the servers end after all workers.
     """
     output.open_missing()
-    words = _check(context, command)
+    words = _check(context, script, arguments or [])
     if num_processes is None:
         code = _launch_roles(
             is_module,
@@ -93,14 +111,16 @@ def launch(
     raise typer.Exit(code)
 
 
-def _check(context: typer.Context, command: list[str] | None) -> list[str]:
+def _check(
+    context: typer.Context, script: str | None, arguments: list[str]
+) -> list[str]:
     """Returns the words of the program.
 
     Raises:
       typer.BadParameter: there is no program, or no number of processes, or an option
         that goes with the other way to give that number.
     """
-    if not command:
+    if not script:
         raise typer.BadParameter(
             "name a program: `jdp launch -n 2 train.py` or "
             "`jdp launch -n 2 -m package.train`."
@@ -108,10 +128,10 @@ def _check(context: typer.Context, command: list[str] | None) -> list[str]:
     given = context.params
     has_roles = given["num_servers"] is not None or given["num_workers"] is not None
     if has_roles == (given["num_processes"] is not None):
-        late = [text for text in command[1:] if _COUNTS.match(text)]
+        late = [text for text in arguments if _COUNTS.match(text)]
         hint = ""
         if late:
-            hint = f" {late[0]!r} comes after {command[0]!r}, which gets it."
+            hint = f" {late[0]!r} comes after {script!r}, which gets it."
         raise typer.BadParameter(
             "give the number of processes with '-n' 2, or for parameter servers "
             f"'--servers' 1 '--workers' 2, and not both.{hint} Options of `jdp launch` "
@@ -128,7 +148,7 @@ def _check(context: typer.Context, command: list[str] | None) -> list[str]:
             )
     if given["is_json"] and given["is_table"]:
         raise typer.BadParameter("goes without '--table'.", param_hint="--json")
-    return command
+    return [script, *arguments]
 
 
 def _choose_report(is_json: bool, is_table: bool | None) -> str:
@@ -149,7 +169,7 @@ def _launch_roles(is_module: bool, words: list[str], **options: Any) -> int:
             lambda: role_launching.launch_roles(program, roles, adopts_orphans=True)
         )
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(_name_options(error)) from None
 
 
 def _launch_processes(
@@ -168,8 +188,15 @@ def _launch_processes(
             typer.echo(f"jdp launch: {error}", err=True)
             program = _command(is_module, words, is_checked=False)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(_name_options(error)) from None
     return _run(lambda: launching.launch(program, checked, adopts_orphans=True))
+
+
+def _name_options(error: ValueError) -> str:
+    """Returns the message of an error with options in place of fields."""
+    return re.sub(
+        r"`(\w+)`", lambda match: _BY_FIELD.get(match[1], match[0]), str(error)
+    )
 
 
 def _run(job: Callable[[], int]) -> int:

@@ -13,13 +13,18 @@ NumProcesses = Annotated[
         show_default=False,
     ),
 ]
-Command = Annotated[
-    list[str] | None,
+Script = Annotated[
+    str | None,
     typer.Argument(
-        metavar="SCRIPT [ARGS]...",
-        help="Program and its arguments.",
+        metavar="SCRIPT",
+        help="Program, or a module with -m. All words after it are its arguments.",
         show_default=False,
     ),
+]
+# Hidden in the list of arguments, where typer would show the type `list[str]`.
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", hidden=True, show_default=False),
 ]
 IsModule = Annotated[
     bool,

@@ -26,7 +26,7 @@ _MIB = 1 << 20
 
 def plan(
     target: plan_options.Target = None,
-    params: plan_options.Params = "init_params",
+    params: plan_options.Params = None,
     args: plan_options.Args = None,
     replicas: plan_options.Replicas = None,
     bucket_mib: plan_options.BucketMib = None,
@@ -62,13 +62,15 @@ def plan(
     )
     _check_choice(target, gradient_mib, replicas, cluster)
     parsed_hook = None if hook is None else hook_option.parse(hook)
+    sizes = _bucket_sizes(bucket_mib, first_bucket_mib)
     if target is None:
         assert gradient_mib is not None
-        _show_prediction_of_size(gradient_mib, hook, cluster, json)
+        _refuse_without_loss({"--params": params, "--args": args, "--hook": hook})
+        _show_prediction_of_size(gradient_mib, sizes, cluster, json)
         return
     num_replicas = cluster.num_replicas if cluster else replicas or 2
-    sizes = _bucket_sizes(bucket_mib, first_bucket_mib)
-    program, tree = _trace(target, params, args or ["example_batch"])
+    names = (params or "init_params", *(args or ["example_batch"]))
+    program, tree = _trace(target, *names)
     made = _synchronize(program, tree, sizes, parsed_hook, num_replicas)
     _show(
         description.make_description(target, num_replicas, [made]), made, cluster, json
@@ -93,24 +95,30 @@ def _check_choice(
         )
 
 
+def _refuse_without_loss(given: dict[str, Any]) -> None:
+    """Refuses options, by name, that say nothing without a loss."""
+    for option, value in given.items():
+        if value is None:
+            continue
+        why = "what a hook sends depends on the shapes."
+        if option != "--hook":
+            why = "--gradient-mib takes the place of the parameters and arguments."
+        raise typer.BadParameter(f"needs MODULE:LOSS_FN: {why}", param_hint=option)
+
+
 def _show_prediction_of_size(
     gradient_mib: float,
-    hook: str | None,
+    sizes: dict[str, int],
     cluster: plan_cluster.Cluster | None,
     is_json: bool,
 ) -> None:
     """Prints the prediction for gradients with a given size."""
-    if hook is not None:
-        raise typer.BadParameter(
-            "needs MODULE:LOSS_FN: what a hook sends depends on the shapes.",
-            param_hint="--hook",
-        )
     if cluster is None:
         raise typer.BadParameter(
             "is for a cluster: name --nodes, --latency-us and --bandwidth-gbps.",
             param_hint="--gradient-mib",
         )
-    buffers = plan_cluster.buffers_of_size(int(gradient_mib * _MIB))
+    buffers = plan_cluster.buffers_of_size(int(gradient_mib * _MIB), **sizes)
     predicted = plan_cluster.predict_step(buffers, cluster)
     if is_json:
         typer.echo(json_lib.dumps(predicted, indent=1))
@@ -150,7 +158,7 @@ def _bucket_sizes(
     return {name: int(mib * _MIB) for name, mib in given.items() if mib is not None}
 
 
-def _trace(target: str, params: str, args: list[str]) -> tuple[LossProgram, Any]:
+def _trace(target: str, params: str, *args: str) -> tuple[LossProgram, Any]:
     """Traces the loss `target`; returns its program and its abstract parameters."""
     sys.path.insert(0, "")
     module, loss_fn = _resolve(target, None)

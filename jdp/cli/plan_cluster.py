@@ -10,9 +10,11 @@ import rich.table
 import typer
 
 from jdp.collectives.cost_model import Cost, Links, Node, Work, predict
-from jdp.trees.buckets import DEFAULT_BUCKET_BYTES, BucketPlan, remaining_buckets
+from jdp.trees import buckets
+from jdp.trees.buckets import BucketPlan
 
 MAX_REPLICAS = 100_000
+MAX_BUCKETS = 100_000
 _FLAT = (
     "ring",
     "bidirectional_ring",
@@ -96,18 +98,52 @@ def make_cluster(
 def buffers_of(plan: BucketPlan, never_used: Collection[int]) -> list[Buffer]:
     """Returns the buckets of a plan, without the leaves that are not sent."""
     found = []
-    for bucket in remaining_buckets(plan, never_used):
+    for bucket in buckets.remaining_buckets(plan, never_used):
         specs = [plan.leaves[i] for i in bucket]
         size = sum(math.prod(spec.shape) for spec in specs)
         found.append(Buffer(size * specs[0].dtype.itemsize, specs[0].dtype))
     return found
 
 
-def buffers_of_size(num_bytes: int) -> list[Buffer]:
-    """Cuts `num_bytes` of float32 gradients into buckets of the default size."""
-    count = max(1, math.ceil(num_bytes / DEFAULT_BUCKET_BYTES))
-    sizes = [DEFAULT_BUCKET_BYTES] * (count - 1)
-    sizes.append(num_bytes - sum(sizes))
+def buffers_of_size(
+    num_bytes: int,
+    *,
+    bucket_bytes: int | None = None,
+    first_bucket_bytes: int | None = None,
+) -> list[Buffer]:
+    """Cuts `num_bytes` of float32 gradients into buckets.
+
+    Args:
+      num_bytes: size of all gradients.
+      bucket_bytes: size of each bucket but the first and the last.
+      first_bucket_bytes: size of the first bucket. Without both sizes, it is as large
+        as the others; if only one size is given, the other is the default of
+        `plan_buckets`.
+
+    Raises:
+      typer.BadParameter: a size is not positive, or there are too many buckets.
+    """
+    if bucket_bytes is None and first_bucket_bytes is None:
+        first_bucket_bytes = buckets.DEFAULT_BUCKET_BYTES
+    elif first_bucket_bytes is None:
+        first_bucket_bytes = buckets.DEFAULT_FIRST_BUCKET_BYTES
+    if bucket_bytes is None:
+        bucket_bytes = buckets.DEFAULT_BUCKET_BYTES
+    options = {"--bucket-mib": bucket_bytes, "--first-bucket-mib": first_bucket_bytes}
+    for option, size in options.items():
+        if size <= 0:
+            raise typer.BadParameter(
+                "must be at least one byte beside --gradient-mib.", param_hint=option
+            )
+    rest = max(0, num_bytes - first_bucket_bytes)
+    num_full, last = divmod(rest, bucket_bytes)
+    if num_full + 2 > MAX_BUCKETS:
+        raise typer.BadParameter(
+            f"makes more than {MAX_BUCKETS:,} buckets.", param_hint="--gradient-mib"
+        )
+    sizes = [num_bytes - rest, *[bucket_bytes] * num_full]
+    if last:
+        sizes.append(last)
     return [Buffer(size, np.dtype(np.float32)) for size in sizes]
 
 
@@ -123,7 +159,8 @@ def predict_step(buffers: Sequence[Buffer], cluster: Cluster) -> dict[str, Any]:
         names.append("hierarchical")
     rows = []
     for name in names:
-        costs = [_predict(name, buffer, cluster) for buffer in buffers]
+        by_buffer = {b: _predict(name, b, cluster) for b in set(buffers)}
+        costs = [by_buffer[buffer] for buffer in buffers]
         work = sum((cost.work for cost in costs), Work())
         rows.append(
             {
@@ -148,9 +185,10 @@ def predict_step(buffers: Sequence[Buffer], cluster: Cluster) -> dict[str, Any]:
 
 def make_table(predicted: dict[str, Any]) -> rich.table.Table:
     """Returns the result of `predict_step` as a table."""
+    noun = "bucket" if predicted["num_buckets"] == 1 else "buckets"
     table = rich.table.Table(
         title=f"A step on {predicted['num_nodes']:,} nodes of "
-        f"{predicted['devices_per_node']}, {predicted['num_buckets']} buckets, "
+        f"{predicted['devices_per_node']}, {predicted['num_buckets']:,} {noun}, "
         f"{predicted['num_bytes'] / 1e6:.4g} MB: predicted"
     )
     table.add_column("all-reduce", no_wrap=True)

@@ -1,10 +1,18 @@
 """Plan options: the types and help texts of the options of `jdp plan`."""
 
+import math
 from typing import Annotated
 
 import typer
 
 from jdp.bench import hook_option
+
+
+def _check_finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not finite.")
+    return value
+
 
 Target = Annotated[
     str | None,
@@ -13,12 +21,17 @@ Target = Annotated[
     ),
 ]
 Params = Annotated[
-    str,
-    typer.Option(help="Name of the parameters in the module, or module:name."),
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Name of the parameters in the module, or module:name. "
+        "[default: init_params]",
+    ),
 ]
 Args = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="NAME",
         help="Name of a further argument of the loss; repeat the option for several, "
         "in order. [default: example_batch]",
         show_default=False,
@@ -27,15 +40,23 @@ Args = Annotated[
 Replicas = Annotated[
     int | None, typer.Option(min=1, help="Number of replicas. [default: 2]")
 ]
-BucketMib = Annotated[float | None, typer.Option(min=0, help="Bucket size, in MiB.")]
+BucketMib = Annotated[
+    float | None,
+    typer.Option(min=0, callback=_check_finite, help="Bucket size, in MiB."),
+]
 FirstBucketMib = Annotated[
-    float | None, typer.Option(min=0, help="Size of the first bucket, in MiB.")
+    float | None,
+    typer.Option(
+        min=0, callback=_check_finite, help="Size of the first bucket, in MiB."
+    ),
 ]
 Hook = Annotated[str | None, typer.Option(help=hook_option.HELP)]
 GradientMib = Annotated[
     float | None,
     typer.Option(
-        min=0, help="Size of the gradients in MiB, in place of a loss function."
+        min=0,
+        callback=_check_finite,
+        help="Size of the gradients in MiB, in place of a loss function.",
     ),
 ]
 Nodes = Annotated[
@@ -46,16 +67,25 @@ DevicesPerNode = Annotated[
 ]
 LatencyUs = Annotated[
     float | None,
-    typer.Option(min=0, help="Latency of a message between nodes, in microseconds."),
+    typer.Option(
+        min=0,
+        callback=_check_finite,
+        help="Latency of a message between nodes, in microseconds.",
+    ),
 ]
 BandwidthGbps = Annotated[
     float | None,
-    typer.Option(min=0, help="Bandwidth of each device to other nodes, in Gbit/s."),
+    typer.Option(
+        min=0,
+        callback=_check_finite,
+        help="Bandwidth of each device to other nodes, in Gbit/s.",
+    ),
 ]
 NodeLatencyUs = Annotated[
     float | None,
     typer.Option(
         min=0,
+        callback=_check_finite,
         help="Latency within a node, in microseconds. [default: as between nodes]",
     ),
 ]
@@ -63,6 +93,7 @@ NodeBandwidthGbps = Annotated[
     float | None,
     typer.Option(
         min=0,
+        callback=_check_finite,
         help="Bandwidth within a node, in Gbit/s. [default: as between nodes]",
     ),
 ]
@@ -70,6 +101,7 @@ ComputeNsPerByte = Annotated[
     float | None,
     typer.Option(
         min=0,
+        callback=_check_finite,
         help="Time to add a received byte, in nanoseconds. [default: 0]",
     ),
 ]

@@ -24,7 +24,7 @@ def diff(
         typer.Argument(metavar="B", help="The flight record of another rank."),
     ],
 ) -> None:
-    """Shows where two ranks of the eager engine diverged, from their flight records.
+    """Show where two ranks of the eager engine diverged.
 
     The exit code is 0 if nothing differs, 1 if something differs, and 2 if a file is
     not a flight record. The order in which ranks submit may differ.
@@ -52,11 +52,13 @@ def merge(
     ],
     files: Annotated[
         list[pathlib.Path],
-        typer.Argument(metavar="FILES", help="The timelines of ranks."),
+        # Hidden in the list of arguments, where typer would show `list[Path]`.
+        typer.Argument(metavar="FILES", hidden=True),
     ],
 ) -> None:
-    """Merges the timelines of ranks into one file, by the clocks of their hosts.
+    """Merge the timelines of ranks into one file.
 
+    FILES are the timelines. The clocks of their hosts are aligned.
     chrome://tracing and ui.perfetto.dev open the file.
     """
     # `jdp timeline merge trace.rank*.json`, with OUT left out, must not lose a file.

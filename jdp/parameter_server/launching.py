@@ -61,8 +61,11 @@ class RoleOptions:
             keys.check_address(address)
         if not self.addresses and self.num_servers * self.num_workers == 0:
             raise ValueError(
-                "`address` of every server is needed if servers or workers are on "
-                "other hosts, and a `key_file` that all hosts have."
+                "Without `addresses`, servers and workers run on this host: both "
+                f"`num_servers` and `num_workers` must be at least 1, got "
+                f"{self.num_servers} and {self.num_workers}. If the others are on "
+                "other hosts, pass the `addresses` of all servers and a `key_file` "
+                "that all hosts have."
             )
         most = self.num_workers + (0 if self.num_servers else self.first)
         if self.all_workers is not None and self.all_workers < most:
@@ -72,14 +75,14 @@ class RoleOptions:
             )
         if self.addresses and not self.key_file:
             raise ValueError(
-                "`key_file` is needed with `address`: write one with "
+                "A job with `addresses` needs a `key_file`: write one with "
                 "`jdp.parameter_server.make_keys(path)`, and copy it to all hosts."
             )
         if self.addresses and self.num_servers + self._first_server > len(
             self.addresses
         ):
             raise ValueError(
-                f"`address` must name every server of the job, got "
+                f"`addresses` must name every server of the job, got "
                 f"{len(self.addresses)} for servers {self._first_server} to "
                 f"{self._first_server + self.num_servers - 1}."
             )

@@ -114,8 +114,10 @@ class BucketPlan:
             for row in rows
         ]
         num_leaves = sum(map(len, self.buckets))
+        bucket_noun = "bucket" if len(self.buckets) == 1 else "buckets"
+        leaf_noun = "leaf" if num_leaves == 1 else "leaves"
         lines.append(
-            f"{len(self.buckets)} buckets, {num_leaves} leaves, "
+            f"{len(self.buckets)} {bucket_noun}, {num_leaves} {leaf_noun}, "
             f"{self.num_bytes:,} bytes"
         )
         return "\n".join(lines)

@@ -6,6 +6,56 @@ import typer.testing
 from jdp.cli import main
 
 
+def _refusal(*arguments):
+    runner = typer.testing.CliRunner()
+    found = runner.invoke(main.app, ["launch", *arguments])
+    assert found.exit_code == 2
+    return " ".join(found.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--servers", "1"], "--servers and --workers must be at least 1, got 1 and 0"),
+        (["--workers", "2"], "--servers and --workers must be at least 1, got 0 and 2"),
+        (["--servers", "1", "--address", "a:1"], "--address needs a --key-file"),
+        (["--servers", "1", "--workers", "1", "--first", "-1"], "--first must be"),
+        (["-n", "0"], "-n must be"),
+        (["-n", "1", "--nodes", "0"], "--nodes must be"),
+        (["-n", "1", "--nodes", "2"], "--coordinator"),
+    ],
+)
+def test_refusals_name_options_as_they_are_typed(arguments, text):
+    refusal = _refusal(*arguments, __file__)
+    assert text in refusal
+    assert "_" not in refusal.replace("parameter_server.make_keys", "")
+
+
+def test_one_of_servers_and_workers_is_told_what_else_other_hosts_need():
+    refusal = _refusal("--servers", "1", __file__)
+    assert "pass the --address of all servers and a --key-file" in refusal
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["launch"], ["bench"], ["timeline"], ["timeline", "merge"], ["plan"]],
+    ids=" ".join,
+)
+def test_help_is_whole_and_shows_no_types_of_python(words):
+    runner = typer.testing.CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    found = runner.invoke(main.app, [*words, "--help"])
+    assert found.exit_code == 0
+    usage, *rest = found.stdout.splitlines()
+    assert not any("..." in line for line in rest)
+    assert "list[" not in found.stdout
+    if words == ["launch"]:
+        assert usage.endswith("launch [OPTIONS] [SCRIPT] [ARGS]...")
+    _, commands, listed = found.stdout.partition("Commands:")
+    if commands:  # in the imperative: "Show", not "Shows".
+        verbs = [line.split()[1] for line in listed.splitlines() if line.strip()]
+        assert verbs and not any(verb.endswith("s") for verb in verbs)
+
+
 @pytest.mark.parametrize(
     ("arguments", "option", "text"),
     [

@@ -146,6 +146,33 @@ def test_no_array_is_made(run):
             "there is no hook 'int9'",
         ),
         (("--gradient-mib", "1", *CLUSTER, "--hook", "int8"), "needs MODULE:LOSS_FN"),
+        (
+            ("--gradient-mib", "1", *CLUSTER, "--params", "init_params"),
+            "Invalid value for --params: needs MODULE:LOSS_FN",
+        ),
+        (
+            ("--gradient-mib", "1", *CLUSTER, "--args", "no_module:batch"),
+            "Invalid value for --args: needs MODULE:LOSS_FN",
+        ),
+        (("--gradient-mib", "inf", *CLUSTER), "'--gradient-mib': inf is not finite."),
+        (("--gradient-mib", "nan", *CLUSTER), "Invalid value for '--gradient-mib'"),
+        (("mymodel:loss_fn", "--bucket-mib", "inf"), "inf is not finite."),
+        (
+            ("mymodel:loss_fn", *CLUSTER[:4], "--bandwidth-gbps", "inf"),
+            "'--bandwidth-gbps': inf is not finite.",
+        ),
+        (
+            ("--gradient-mib", "1", *CLUSTER, "--bucket-mib", "0"),
+            "Invalid value for --bucket-mib: must be at least one byte",
+        ),
+        (
+            ("--gradient-mib", "1", *CLUSTER, "--first-bucket-mib", "0"),
+            "Invalid value for --first-bucket-mib: must be at least one byte",
+        ),
+        (
+            ("--gradient-mib", "1e300", *CLUSTER),
+            "Invalid value for --gradient-mib: makes more than 100,000 buckets.",
+        ),
         (("--gradient-mib", "1"), "is for a cluster: name --nodes, --latency-us"),
         (
             ("--gradient-mib", "1", "--nodes", "2"),
@@ -214,6 +241,30 @@ def test_a_cluster_that_is_not_here(run):
     assert hierarchical["communication_s"] == pytest.approx(
         within_s + across_s, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(
+    "sizes,expected",
+    [
+        ((), 4),
+        (("--bucket-mib", "10"), 11),  # the first one has 1 MiB, as for a loss.
+        (("--first-bucket-mib", "90"), 2),
+        (("--bucket-mib", "4", "--first-bucket-mib", "80"), 6),
+        (("--first-bucket-mib", "200"), 1),
+    ],
+)
+def test_gradients_of_a_size_are_cut_into_the_buckets_asked_for(sizes, expected, run):
+    options = ("--gradient-mib", "100", *CLUSTER, *sizes)
+    code, out, err = run(*options, "--json")
+    assert code == 0, err
+    predicted = json.loads(out)
+    assert predicted["num_buckets"] == expected
+    assert predicted["num_bytes"] == 100 << 20
+    rows = {row["algorithm"]: row for row in predicted["algorithms"]}
+    assert rows["ring"]["num_rounds"] == 2 * expected
+    code, out, err = run(*options)
+    noun = "bucket" if expected == 1 else "buckets"
+    assert code == 0 and f"{expected} {noun}," in out
 
 
 def test_a_cluster_for_a_loss(run):

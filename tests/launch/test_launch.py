@@ -696,16 +696,16 @@ def test_wrong_command_lines_say_what_to_do(monkeypatch, tmp_path, capsys):
     for arguments, message in {
         ("-n", "2"): "name a program",
         ("a.py",): "'-n'",
-        ("-n", "0", "a.py"): "`num_processes` must be at least 1",
+        ("-n", "0", "a.py"): "-n must be at least 1",
         ("-n", "x", "a.py"): "Invalid value for '-n'",
         ("-n", "2", "--nope", "a.py"): "No such option: --nope",
         ("-n", "2", "b.py"): "There is no script 'b.py'",
         ("-n", "2", "-m", "a.b"): "There is no module 'a.b'",
-        ("-n", "2", "--nodes", "2", "a.py"): "`coordinator` is needed",
-        ("-n", "2", "--node-rank", "1", "a.py"): "`node_rank` must be",
+        ("-n", "2", "--nodes", "2", "a.py"): "--coordinator is needed",
+        ("-n", "2", "--node-rank", "1", "a.py"): "--node-rank must be",
         ("-n", "2", "--coordinator", "a", "a.py"): "must be host:port",
         ("-n", "2", "--devices-per-process", "0", "a.py"): "must be at least 1",
-        ("-n", "2", "--grace-s", "-1", "a.py"): "`grace_s` must be",
+        ("-n", "2", "--grace-s", "-1", "a.py"): "--grace-s must be",
     }.items():
         with pytest.raises(SystemExit) as caught:
             main.app(["launch", *arguments])

@@ -284,9 +284,12 @@ def test_what_the_end_of_a_process_means():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"num_servers": 1, "num_workers": 0}, "`address` of every server is needed"),
+        (
+            {"num_servers": 1, "num_workers": 0},
+            "`num_workers` must be at least 1, got 1 and 0",
+        ),
         ({"num_servers": 0, "num_workers": 0}, "a server or a worker to start"),
-        ({"num_servers": 1, "addresses": ("a:1",)}, "`key_file` is needed"),
+        ({"num_servers": 1, "addresses": ("a:1",)}, "`addresses` needs a `key_file`"),
         ({"num_servers": 2, "addresses": ("a:1",), "key_file": "k"}, "must name every"),
         ({"num_servers": 1, "report": "xml"}, '"table" or "json", got \'xml\''),
         ({"num_servers": 1, "restarts": -1}, "`restarts` must be at least 0"),

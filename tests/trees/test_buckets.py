@@ -86,6 +86,8 @@ def test_describe_shows_buckets_leaves_by_path_and_bytes():
     assert "['dense']['kernel']" in text
     assert re.search(r"^ +1 +8,324 ", text, re.MULTILINE), text
     assert text.endswith("2 buckets, 5 leaves, 8,364 bytes")
+    of_one = buckets.plan_buckets({"w": jnp.zeros(3)}).describe()
+    assert of_one.endswith("1 bucket, 1 leaf, 12 bytes")
 
 
 def test_bucket_avals_are_those_of_the_packed_buffers():
