@@ -36,6 +36,8 @@ from jdp.trees.buckets import (
 )
 from jdp.types import AllReduce
 
+__version__ = "0.1.0.dev0"  # pyproject.toml reads it from here.
+
 __all__ = [
     "AllReduce",
     "BucketPlan",

@@ -16,6 +16,8 @@ from jdp.batch_norm.layer import BatchNormOptions, Inputs
 from jdp.gradients import weighted_mean
 from jdp.types import AxisName
 
+__all__ = ["SyncBatchNorm", "convert_batch_norm", "sync_batch_norms"]
+
 
 class SyncBatchNorm(nn.BatchNorm):
     """`flax.linen.BatchNorm` with statistics over the samples of all replicas.

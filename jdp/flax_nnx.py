@@ -15,6 +15,8 @@ from jdp.batch_norm.global_moments import Moments
 from jdp.gradients import weighted_mean
 from jdp.types import AxisName
 
+__all__ = ["SyncBatchNorm", "convert_batch_norm"]
+
 _Model = TypeVar("_Model", bound=nnx.Module)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

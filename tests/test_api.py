@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import inspect
 import operator
+import re
+import tomllib
 
 import pytest
 
@@ -81,6 +83,29 @@ def test_all_is_the_contract():
     assert public - modules == set(jdp.__all__)
 
 
+def test_the_version_is_a_constant_that_the_package_is_built_with():
+    settings = tomllib.loads((harness.ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["hatch"]["version"]["path"] == "jdp/__init__.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", jdp.__version__)
+
+
+def test_the_docstring_of_a_join_names_its_options():
+    doc = inspect.getdoc(jdp.Join)
+    assert doc and "Args:" in doc and "Raises:" in doc
+    options = inspect.signature(jdp.Join).parameters.keys() - {"kwargs"}
+    for name in options | {"last_joiner"}:
+        assert f"{name}:" in doc, name
+    assert all(f"`{name}`:" in doc for name in ("divide_by", "example"))
+
+
+def test_the_docstring_of_a_world_names_its_fields():
+    doc = inspect.getdoc(jdp.World)
+    assert doc and "Attributes:" in doc
+    for field in dataclasses.fields(jdp.World):
+        assert f"{field.name}:" in doc, field.name
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_stay(name):
     parameters = inspect.signature(getattr(jdp, name)).parameters.values()
@@ -156,7 +181,7 @@ def test_collectives_are_listed():
         assert getattr(jdp.collectives, name) is not None
     by_name = {k: v for k, v in vars(jdp.collectives).items() if k in listed}
     for name, value in by_name.items():
-        if inspect.isfunction(value):
+        if inspect.isfunction(value) or name == "pallas_all_reduce":
             doc = inspect.getdoc(value)
             assert doc and "Args:" in doc and "Returns:" in doc, name
             for parameter in inspect.signature(value).parameters:
@@ -381,6 +406,12 @@ LAYERS = {
         "convert_batch_norm": "(model, *, axis_name)",
     },
 }
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_all_of_layers_is_the_contract(module):
+    listed = importlib.import_module(f"jdp.{module}").__all__
+    assert listed == sorted(name.split(".")[0] for name in LAYERS[module])
 
 
 @pytest.mark.parametrize(

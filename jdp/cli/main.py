@@ -1,10 +1,10 @@
 """Command line: which commands has `jdp`?"""
 
-import importlib.metadata
 from typing import Annotated
 
 import typer
 
+import jdp
 from jdp.bench import (
     collectives,
     eager,
@@ -61,14 +61,9 @@ def main() -> None:
 
 
 def _print_version(is_wanted: bool) -> None:
-    if not is_wanted:
-        return
-    try:
-        version = importlib.metadata.version("jdp")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed)"
-    typer.echo(f"jdp {version}")
-    raise typer.Exit()
+    if is_wanted:
+        typer.echo(f"jdp {jdp.__version__}")
+        raise typer.Exit()
 
 
 @app.callback()

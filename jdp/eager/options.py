@@ -32,7 +32,7 @@ class EagerOptions:
         with a pair of axis names.
       hierarchical_all_gather: the same for `all_gather`.
       timeout_s: longest wait, in seconds, for a process that has agreed to an
-        operation, and for a process that does not answer at all.
+        operation, and for a process that does not answer at all; from 0.01 to 1e6.
       stall_warning_s: seconds after which a warning names the operations that only some
         ranks have submitted; 0: never.
       stall_shutdown_s: seconds after which such an operation ends the engine on all

@@ -59,6 +59,35 @@ class Join:
     joined process waits up to 12 times `timeout_s` for an iteration of another one,
     with a warning each time, and then raises RuntimeError. For a plain train step, and
     for batches of different sizes, `jdp.join_batches` does more.
+
+    Args:
+      joinables: at least one, all of one world, such as a decorated train step. Their
+        hooks run in this order. Only the first one has to notify the context.
+      enable: False: the context only keeps `last_state`. For inputs that are known to
+        be even.
+      throw_on_early_termination: whether all processes raise RuntimeError as soon as
+        one has no more input while others do. Each iteration then waits on the host for
+        all processes.
+      **kwargs: options of the joinables; each `join_hook` gets the options that it
+        takes. A decorated train step takes two:
+        `divide_by`: divisor of the sums of gradients and metrics, as in
+        `jdp.sync_gradients`; "weight" by default. As each replica with data has the
+        same weight, "weight" and "active" are equivalent. "world" divides by the number
+        of all replicas.
+        `example`: arguments of a call, `(state, *batches)`, for a process that might
+        have no batch at all. The values of the batches are not used.
+
+    Attributes:
+      last_joiner: index of the process with the most iterations, on a tie the highest;
+        None until all processes have joined.
+      is_enabled: as `enable`.
+
+    Raises:
+      ValueError: there is no joinable, or they have different worlds.
+      TypeError: an element is not a joinable, or no joinable takes an option.
+      RuntimeError: on entering: a joinable is in another `Join`. Inside of it and on
+        leaving: another process failed; or, with `throw_on_early_termination`, a
+        process has no more input.
     """
 
     last_joiner: int | None = None
@@ -71,23 +100,6 @@ class Join:
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ):
-        """Makes the hooks of the joinables.
-
-        Args:
-          joinables: at least one, all of one world. Their hooks run in this order. Only
-            the first one has to notify the context.
-          enable: False: the context only keeps `last_state`. For inputs that are known
-            to be even.
-          throw_on_early_termination: whether all processes raise RuntimeError as soon
-            as one has no more input while others do. Each iteration then waits on the
-            host for all processes.
-          **kwargs: options of the joinables; each `join_hook` gets the options that it
-            takes.
-
-        Raises:
-          ValueError: there is no joinable, or they have different worlds.
-          TypeError: an element is not a joinable, or no joinable takes an option.
-        """
         self._joinables = as_list(joinables)
         self._world = common_world(self._joinables)
         self.is_enabled = enable

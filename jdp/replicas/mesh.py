@@ -30,15 +30,24 @@ class World:
 
     A replica is one device. Replicas are numbered in the order of `mesh.devices.flat`;
     the replicas of a process are consecutive.
+
+    Attributes:
+      mesh: mesh of all devices; it has no other axes than `axis_name`.
+      axis_name: the axis, or axes, that collectives in a step reduce over.
+      process_index: number of this process, counted from 0.
+      process_count: number of processes.
+      timeout_s: longest wait for another process on the host, in seconds.
+      store: key-value store that the processes share; None with one process.
+      host: address at which other processes reach process 0.
     """
 
-    mesh: Mesh  # has no other axes than `axis_name`.
-    axis_name: AxisName  # the axis, or axes, that collectives in a step reduce over.
+    mesh: Mesh
+    axis_name: AxisName
     process_index: int
     process_count: int
-    timeout_s: float  # longest wait for another process on the host, in seconds.
-    store: Store | None  # shared by the processes; None with one process.
-    host: str = "127.0.0.1"  # address at which other processes reach process 0.
+    timeout_s: float
+    store: Store | None
+    host: str = "127.0.0.1"
 
     @property
     def axis_names(self) -> tuple[str, ...]:

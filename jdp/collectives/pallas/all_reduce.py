@@ -89,10 +89,11 @@ class PallasAllReduce:
         op: Op = "sum",
         scale: jax.typing.ArrayLike | None = None,
     ) -> jax.Array:
-        """Reduces one buffer; see the contract in `jdp.collectives.base`.
+        """Reduces one buffer among the GPUs of one host, over NVLink.
 
-        A buffer of at least 2 KiB and a multiple of 16 bytes is read in place. Others
-        are padded, which XLA fuses into the operation that writes them.
+        The contract is in `jdp.collectives.base`. Sums are kept in float32. A buffer of
+        at least 2 KiB and a multiple of 16 bytes is read in place. Others are padded,
+        which XLA fuses into the operation that writes them.
 
         Args:
           x: shape (n,), float32, bfloat16 or float16, at most 8 MiB.
@@ -173,6 +174,8 @@ def _check(x: jax.Array, algorithm: Algorithm, limits: Limits) -> None:
 
 
 pallas_all_reduce = PallasAllReduce()
+# `help(pallas_all_reduce)` shows how it is called, not how the class is.
+object.__setattr__(pallas_all_reduce, "__doc__", PallasAllReduce.__call__.__doc__)
 
 _NOT_A_GPU = (
     "The Pallas kernel runs on NVIDIA GPUs, and this is compiled for {platform}. Use "
