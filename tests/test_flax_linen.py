@@ -311,7 +311,7 @@ def test_weights_that_come_after_the_backward_pass_are_warned_of():
         return fn(variables["params"])[1]
 
     (message,) = _messages(late)
-    assert "Gradients are weighed after the backward pass" in message
+    assert "Gradients are weighted after the backward pass" in message
     assert _messages(functools.partial(_replica, _with_arguments)) == []
     assert _messages(functools.partial(_replica, _in_context, weight=None)) == []
 
@@ -335,7 +335,7 @@ def test_a_step_that_weighs_gradients_itself_is_warned_of(is_weighted):
         step(_variables(), x, weight)
     messages = [str(w.message) for w in caught]
     assert len(messages) == is_weighted
-    assert all("weighed after the backward pass" in m for m in messages)
+    assert all("weighted after the backward pass" in m for m in messages)
 
 
 def test_a_step_keeps_running_statistics_as_state():

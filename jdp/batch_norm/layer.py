@@ -116,7 +116,7 @@ _sample_weight: contextvars.ContextVar[jax.typing.ArrayLike | None] = (
 
 @contextlib.contextmanager
 def sample_weights(weight: jax.typing.ArrayLike | None) -> Iterator[None]:
-    """Weighs the samples of a model, for layers that get no weights of their own.
+    """Weights the samples of a model, for layers that get no weights of their own.
 
     Use it for models whose code does not pass weights to their layers:
 

@@ -67,7 +67,7 @@ def accumulate_gradients(
       has_aux: whether `loss_fn` returns a pair. Metrics are averaged as the loss is,
         integers and booleans in float32; they stay local. A metric with a row per
         sample is refused; in a `jdp.PerReplica` it becomes the rows of all samples, in
-        the order of the batch, of any dtype and not weighed.
+        the order of the batch, of any dtype and not weighted.
       find_unused: whether to return which parameters any micro-batch used, on any
         replica.
       allow_int: see `value_and_grad`.

@@ -46,7 +46,7 @@ class LocalGradients(NamedTuple):
     grads: PyTree
     used: PyTree | None  # with `find_unused`.
     facts: LossFacts
-    seed: Seed | None = None  # None: the loss was not weighed.
+    seed: Seed | None = None  # None: the loss was not weighted.
 
 
 def value_and_grad(
@@ -308,8 +308,8 @@ def differentiate(
 
     facts = step_trace.facts_of(program, axis_name, finds_unused=find_unused)
     factor, seed = None, None
-    # Gradients that stay local are weighed later, but a `jdp.Join` tells which replicas
-    # have data.
+    # Gradients that stay local are weighted later, but a `jdp.Join` tells which
+    # replicas have data.
     known = weighting or trace.weighting.ambient
     if known is not None and not compat.is_alone(axis_name):
         factor, seed = loss_weighting.find_seed(

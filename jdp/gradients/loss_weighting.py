@@ -15,7 +15,7 @@ from jdp.types import AxisName
 
 
 class Seed(NamedTuple):
-    """Factor that weighed a loss before its backward pass."""
+    """Factor that weighted a loss before its backward pass."""
 
     factor: jax.Array  # floating (): the cotangent of the loss.
     # None: `factor` is the weight of the replica; else the weight over the largest.
@@ -32,10 +32,10 @@ def find_seed(
     trace: StepTrace,
     axis_name: AxisName,
 ) -> tuple[jax.Array | None, Seed | None]:
-    """Returns the factor of the loss, None for 1, and the seed if it weighs the loss.
+    """Returns the factor of the loss, None for 1, and the seed if it weights the loss.
 
     Multiplying the loss costs nothing; multiplying all gradients costs a fifth of a
-    step on CPU. But gradients are weighed after the backward pass where it is not
+    step on CPU. But gradients are weighted after the backward pass where it is not
     linear, has a dtype whose range ends before float32's, or reduces itself.
 
     Where gradients go through a collective, they belong to the losses of several

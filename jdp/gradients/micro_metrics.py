@@ -50,7 +50,7 @@ class MicroMetrics:
         size: int,
         weigh: Callable[[jax.Array], jax.Array],
     ) -> list[jax.Array]:
-        """Returns the leaves of the metrics of a micro-batch, numbers weighed.
+        """Returns the leaves of the metrics of a micro-batch, numbers weighted.
 
         Args:
           metrics: its loss and aux.

@@ -59,7 +59,7 @@ class SampleWeights(NamedTuple):
     def find_seeded(
         self, objective: Weighting, seed: Seed, axis_name: AxisName
     ) -> Callable[[jax.Array], jax.Array]:
-        """Returns the function that weighs gradients of a loss weighed by `seed`."""
+        """Returns the function that weights gradients of a loss weighted by `seed`."""
         return functools.partial(
             _weigh_seeded,
             weighted_mean.has_data(objective.amount),
@@ -123,7 +123,7 @@ def _check_weight(
 def _weigh_seeded(
     has_data: jax.Array, share: jax.Array | None, x: jax.Array
 ) -> jax.Array:
-    """Returns gradients of a weighed loss, times the share of their micro-batch."""
+    """Returns gradients of a weighted loss, times the share of their micro-batch."""
     if share is not None:
         wide = weighted_mean.wide_dtype(x.dtype)
         x = (x.astype(wide) * share.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
@@ -133,7 +133,7 @@ def _weigh_seeded(
 def _share_of_all(
     seed: Seed, weighting: Weighting | None, axis_name: AxisName
 ) -> jax.Array | None:
-    """Returns the factor of a micro-batch whose losses were weighed over the largest.
+    """Returns the factor of a micro-batch whose losses were weighted over the largest.
 
     The factor is that largest weight of a replica. With `weighting`, the weight of
     each replica with all its samples, it is divided by the largest of those weights.

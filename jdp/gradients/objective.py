@@ -245,6 +245,6 @@ def _message(path: str, axis_name: AxisName) -> str:
 def _check_no_markers(program: LossProgram, weighting: Weighting | None) -> None:
     if weighting is not None and program.markers:
         raise ValueError(
-            "`jdp.mean_loss` weighs the losses, and the `jdp.sync_in_backward` in "
-            "`loss_fn` would weigh their gradients again. Leave it out of this loss."
+            "`jdp.mean_loss` weights the losses, and the `jdp.sync_in_backward` in "
+            "`loss_fn` would weight their gradients again. Leave it out of this loss."
         )

@@ -99,7 +99,7 @@ def mean_over_replicas(
       weighting: weight of this replica; None: equal weights.
       is_weighed: whether the gradients were multiplied by the weight already; the
         gradients of a replica without data are zero here even where they hold NaN.
-      divisor: divides the sum of weighed gradients; None: as `weighting` says.
+      divisor: divides the sum of weighted gradients; None: as `weighting` says.
       riders: averaged over the replicas with data, whatever divides the gradients.
       done: leaf indices of gradients that the backward pass has averaged.
 

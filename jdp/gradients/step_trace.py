@@ -72,7 +72,7 @@ class StepWeighting:
         """
         if self._last is None and self._is_out_of_reach:
             raise ValueError(
-                "The step weighs its gradients inside of a `scan`, a `cond` or a "
+                "The step weights its gradients inside of a `scan`, a `cond` or a "
                 "`jit`, where its metrics do not know the weight. Average them there, "
                 "with `jdp.average(metrics, weight=...)`."
             )
@@ -112,7 +112,7 @@ class StepTrace:
           riders: further arrays in the buckets.
           loss: facts about the loss; None: only gradients were given.
           done: leaf indices that were not sent.
-          is_weighed: whether the backward pass weighed the gradients.
+          is_weighed: whether the backward pass weighted the gradients.
         """
         is_late = (
             weighting is not None

@@ -72,10 +72,10 @@ def _warn_of_late_weights(
     exchanges = list(dict.fromkeys(e for facts in losses for e in facts.exchanges))
     if exchanges and any(x.is_weighed_late or x.is_weighed_blindly for x in made):
         warnings.warn(
-            "Gradients are weighed after the backward pass of a loss with a collective "
-            f"in it: {', '.join(exchanges[:3])}. Through it the gradient of each "
+            "Gradients are weighted after the backward pass of a loss with a "
+            f"collective in it: {', '.join(exchanges[:3])}. Through it the gradient of each "
             "replica comes from the losses of all, which counted the same there, those "
-            "without data too. Use `jdp.value_and_grad(weight=...)`, which weighs the "
+            "without data too. Use `jdp.value_and_grad(weight=...)`, which weights the "
             "losses, in place of `jdp.local_gradients` and `weight=` afterwards, "
             "without `jdp.sync_in_backward`.",
             stacklevel=2,
@@ -84,10 +84,10 @@ def _warn_of_late_weights(
     if not scopes or not any(each.is_weighed_late for each in made):
         return
     warnings.warn(
-        "Gradients are weighed after the backward pass of a loss with synchronised "
+        "Gradients are weighted after the backward pass of a loss with synchronised "
         "batch norm, whose statistics tie the gradient of each replica to the losses "
         "of all. That is right only where replicas with data have the same weight; "
-        "use `jdp.value_and_grad(weight=...)`, which weighs the losses, without "
+        "use `jdp.value_and_grad(weight=...)`, which weights the losses, without "
         "`jdp.sync_in_backward`.",
         stacklevel=2,
     )

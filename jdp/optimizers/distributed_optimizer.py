@@ -35,7 +35,7 @@ def distributed_optimizer(
     gradients (`jdp.local_gradients`). It takes two more arguments. `used`: which
     parameters this replica used, from `local_gradients(find_unused=True)`; the inner
     optimizer, such as `jdp.skip_unused`, gets whether any replica used them. `weight`:
-    number of samples of this replica, which weighs its gradients. If no replica has
+    number of samples of this replica, which weights its gradients. If no replica has
     any, the state stays bit for bit what it was, and updates are -0.0, which changes no
     parameter.
 

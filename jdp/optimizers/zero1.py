@@ -345,7 +345,7 @@ def _scatter(
         rows = [layout.rows(hook_reduction.scale(leaves[i], share)) for i in bucket]
         parts = shard_layout.scatter(rows, layout, halves)
         for i, part in zip(bucket, parts, strict=True):
-            # float16 is weighed in float32.
+            # float16 is weighted in float32.
             shards[i] = ArrayShard(part.astype(leaves[i].dtype), jnp.shape(leaves[i]))
     return _ScatteredGradients(shards, used, total, hook_state)
 

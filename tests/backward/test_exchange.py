@@ -245,7 +245,7 @@ def _step_messages(step, params, *batches):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jdp.data_parallel(step, world=world)(jdp.replicate(world, params), *batches)
-    return [str(w.message) for w in caught if "weighed after" in str(w.message)]
+    return [str(w.message) for w in caught if "weighted after" in str(w.message)]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def _weighed_early(module, params, local):
 
 
 def _found(transform, module=layer):
-    """Losses and gradients, weighed late and early, and the warnings of each."""
+    """Losses and gradients, weighted late and early, and the warnings of each."""
     jax.clear_caches()
     found = []
     for fn in (_weighed_late, _weighed_early):

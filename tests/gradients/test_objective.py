@@ -387,7 +387,7 @@ def test_a_mean_in_the_backward_pass_that_would_weigh_twice_is_refused():
     run = COMPILED_FAST["shard_map unchecked"]
     expected = jax.grad(harness.oracle_loss)(PARAMS, BATCH)
     _assert_as_on_one_device(run(grad(None), N, PARAMS, SPLIT), expected)
-    with pytest.raises(ValueError, match="weigh their gradients again"):
+    with pytest.raises(ValueError, match="weight their gradients again"):
         run(grad(2.0), N, PARAMS, SPLIT)
 
 

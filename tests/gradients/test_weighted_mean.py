@@ -106,7 +106,7 @@ def test_without_any_data_all_is_zero(run, packing, divide_by, n):
 @transforms_compiled_fast
 @packings
 @sizes
-def test_gradients_made_elsewhere_are_weighed(run, packing, n):
+def test_gradients_made_elsewhere_are_weighted(run, packing, n):
     def fn(_, local):
         grads, weight = local
         # Whatever a replica without data holds does not count.
@@ -163,7 +163,7 @@ def test_the_total_loses_no_digit_on_its_way(run, dtype):
 
 
 @transforms
-def test_bfloat16_gradients_are_rounded_once_when_they_are_weighed(run):
+def test_bfloat16_gradients_are_rounded_once_when_they_are_weighted(run):
     def fn(params, local):
         x, weight = local
         loss_fn = lambda p, x: (p * x).sum().astype(jnp.bfloat16)  # noqa: E731
@@ -200,7 +200,7 @@ def test_no_collective_is_added(dtype):
         _compiled(lambda p, x: plain(p, *x), 4, params, (split, weight)),
         _compiled(_step, 4, params, (split, weight)),
     ]
-    # Weighed float16 travels as float32, like the loss, so that one is saved.
+    # Weighted float16 travels as float32, like the loss, so that one is saved.
     counts = [text.count(" all-reduce(") for text in texts]
     assert counts == (
         [2, 1] if dtype == np.float16 else [1 + (dtype != np.float32)] * 2
