@@ -18,7 +18,7 @@ help:
 	@echo "make test-kernels every GPU kernel, interpreted on the CPU with races found"
 	@echo "make test-ptx     compile the GPU kernels for CUDA, without a GPU"
 	@echo "make gpu          on a GPU: exact sums of every kernel, times, steps"
-	@echo "make bench        a step beside what it is compared to"
+	@echo "make bench        a step compared with other systems"
 	@echo "make sweep        every all-reduce at every size, beside the cost model"
 	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its coordinator and its wire, parameter servers"
 	@echo "make two-hosts    as root: train over two hosts, each with its own network and name"
@@ -107,7 +107,8 @@ gpu-wheels:
 		python3 -m zipfile -e $$wheel gpu-wheels/site; \
 	done
 
-# Also times torch and mpi4jax where they are installed: pip install -e '.[peers]'.
+# Also times torch (pip install -e '.[peers]') and mpi4jax (pip install mpi4jax, with
+# an MPI), where they are installed.
 bench: $(VENV)/.examples
 	$(BIN)/jdp bench step
 	$(BIN)/jdp bench overhead

@@ -1,4 +1,4 @@
-"""The import rules of jdp, as a test. See "Layout" in README.md."""
+"""The import rules of jdp, as a test. See "Development" in README.md."""
 
 import ast
 import pathlib

@@ -89,7 +89,9 @@ def all_reduce(
         `jdp.collectives.adasum`). The average of integers is rounded towards zero.
       prescale: factor applied before the reduction. Integers are scaled in float64 and
         truncated, floats of 16 bits and less in float32.
-      postscale: factor applied to the result, in the same way.
+      postscale: factor applied to the result, in the same way. The sum of an average
+        of integers is multiplied by `postscale / n`, and so rounded only once: 4, 0 and
+        -2 with `postscale=3` give 2.
       wire_dtype: dtype in which wider floats are sent, such as "float16"; None: as
         they are.
       process_set: the processes that take part.

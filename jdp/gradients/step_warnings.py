@@ -73,11 +73,11 @@ def _warn_of_late_weights(
     if exchanges and any(x.is_weighed_late or x.is_weighed_blindly for x in made):
         warnings.warn(
             "Gradients are weighted after the backward pass of a loss with a "
-            f"collective in it: {', '.join(exchanges[:3])}. Through it the gradient of each "
-            "replica comes from the losses of all, which counted the same there, those "
-            "without data too. Use `jdp.value_and_grad(weight=...)`, which weights the "
-            "losses, in place of `jdp.local_gradients` and `weight=` afterwards, "
-            "without `jdp.sync_in_backward`.",
+            f"collective in it: {', '.join(exchanges[:3])}. Through it the gradient of "
+            "each replica comes from the losses of all, which counted the same there, "
+            "those without data too. Use `jdp.value_and_grad(weight=...)`, which "
+            "weights the losses, in place of `jdp.local_gradients` and `weight=` "
+            "afterwards, without `jdp.sync_in_backward`.",
             stacklevel=2,
         )
     scopes = sorted({scope for facts in losses for scope in facts.synced_batch_norms})
