@@ -1,4 +1,8 @@
-"""jdp: data-parallel training for JAX."""
+"""jdp: data-parallel training for JAX.
+
+Import `jdp.batch_norm`, `jdp.eager`, `jdp.flax_linen`, `jdp.flax_nnx` and
+`jdp.parameter_server` where you use them: `import jdp` does not import these.
+"""
 
 from jdp import collectives, hooks
 from jdp.backward.loss_queries import gradient_order, used_parameters
