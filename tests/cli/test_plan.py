@@ -139,6 +139,7 @@ def test_no_array_is_made(run):
         ((), "name one of MODULE:LOSS_FN and --gradient-mib"),
         (("m:f", "--gradient-mib", "1"), "name one of MODULE:LOSS_FN and --grad"),
         (("mymodel:loss_fn", "--hook", "int9"), "there is no hook 'int9'"),
+        (("mymodel:loss_fn", "--hook", "cast:bf16"), "a dtype such as bfloat16, got"),
         (("mymodel:loss_fn", "--hook", "int8+none"), "not the last does not sum"),
         (("mymodel:loss_fn", "--hook", "power_sgd:x"), "takes a whole number, got 'x'"),
         (
