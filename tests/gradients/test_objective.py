@@ -376,7 +376,7 @@ def test_parameters_that_may_differ_are_refused_by_name():
         _take_step(step, False)
 
 
-def test_a_mean_in_the_backward_pass_that_would_weigh_twice_is_refused():
+def test_a_mean_in_the_backward_pass_that_would_weight_twice_is_refused():
     def loss_fn(params, batch):
         return harness.oracle_loss(jdp.sync_in_backward(params), batch)
 
