@@ -245,7 +245,7 @@ def sum_groups(
     *,
     by_total: bool = True,
 ) -> tuple[list[GroupSum], jax.Array | int]:
-    """Sums weighed arrays over the replicas, each group in one collective.
+    """Sums weighted arrays over the replicas, each group in one collective.
 
     Args:
       groups: the arrays; with a `weighting`, times the weight of this replica.

@@ -1066,7 +1066,7 @@ def test_an_interrupt_while_the_launcher_starts_is_not_lost(tmp_path, after_s):
     assert not re.search("^Traceback", out, re.MULTILINE)
 
 
-# --- The end of process 0, with which JAX's coordination service ends ------------------
+# --- The end of process 0, with which JAX's coordination service ends -----------------
 
 SAVES = """
 import os, pathlib, signal, sys, time
