@@ -33,16 +33,20 @@ class AllReduce:
 
     Every replica of the axis makes the same calls in the same order, with the same
     shapes and dtypes, and gets bitwise the same result. Where only `reduce` is needed,
-    `all_reduce=` also takes that function.
+    `all_reduce=` also takes that function. Results have the shapes and dtypes of the
+    arguments, which is checked while a program is traced.
 
     Attributes:
       reduce: `reduce(x, axis_name)` returns the sum of `x`, shape (n,), over the axis.
-      reduce_group: `reduce_group(arrays, axis_name, has_data=...)` sums arrays of one
-        dtype and any shapes in one call, without packing them. A replica counts as
-        zeros where `has_data`, None or bool (), is False. None: jdp packs the arrays
-        into one buffer and calls `reduce`.
+      reduce_group: `reduce_group(arrays, axis_name, has_data=...)` returns the sums of
+        arrays of one dtype and any shapes, a list, in one call, without packing them. A
+        replica counts as zeros where `has_data`, None or bool (), is False. None: jdp
+        packs the arrays into one buffer and calls `reduce`. A hook, whose buffers are
+        packed, always calls `reduce`.
       choose: `choose(buffer, axis_name)` returns the `AllReduce` for one buffer, a
-        `jax.ShapeDtypeStruct`, while a program is traced. None: this one.
+        `jax.ShapeDtypeStruct`, while a program is traced, or anything else that
+        `all_reduce=` takes except None. The fields of the result are used, except its
+        `choose`. None: this one.
       takes_scale: whether `reduce` takes `scale=`, a number or float32 (), and
         multiplies the sum by it before rounding.
       name: label in `jdp.describe`.

@@ -1,8 +1,11 @@
 """Option checks: which plans, hooks and all-reduces a synchronisation takes."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 
 from jdp import collectives
@@ -11,10 +14,12 @@ from jdp.collectives import (
     PallasAllReduce,
     SharedMemoryAllReduce,
     auto,
+    checked_sums,
 )
+from jdp.collectives.checked_sums import CheckedReduce, CheckedReduceGroup
 from jdp.hooks.base import CommHook
 from jdp.trees.buckets import BucketPlan
-from jdp.types import AllReduce
+from jdp.types import AllReduce, AxisName
 
 _PUBLIC = vars(collectives)
 # Public functions that sum, with their names.
@@ -97,14 +102,21 @@ def check_hook(hook: Any, packing: Any) -> CommHook | None:
 def find_all_reduce(all_reduce: Any) -> AllReduce | None:
     """Returns the argument `all_reduce=` of a user as one value.
 
+    Its functions check their results while they are traced.
+
     Raises:
       ValueError: it is a function of `jdp.collectives` or of JAX that does not sum, or
         it is not a function and not "auto".
+      TypeError: a field of an `AllReduce` has a wrong type.
     """
-    if all_reduce is None:
-        return None
+    return None if all_reduce is None else _resolve(all_reduce, "`all_reduce`")
+
+
+def _resolve(all_reduce: Any, subject: str) -> AllReduce:
     if isinstance(all_reduce, str) and all_reduce == "auto":
         return auto.auto_all_reduce.value
+    if isinstance(all_reduce, AutoAllReduce | PallasAllReduce | SharedMemoryAllReduce):
+        return all_reduce.value
     value = _as_value(all_reduce)
     function, options = _unwrapped(value.reduce)
     name = _NO_SUMS.get(id(function))
@@ -113,15 +125,61 @@ def find_all_reduce(all_reduce: Any) -> AllReduce | None:
         name = name and f"jdp.collectives.{name}(op={options['op']!r})"
     if name is not None:
         raise ValueError(
-            f"`all_reduce` must sum buffers over the replicas, but `{name}` does not. "
+            f"{subject} must sum buffers over the replicas, but `{name}` does not. "
             f"{_REMEDIES.get(name, _PASS_A_SUM)}"
         )
     if isinstance(function, str) or not callable(function):
         raise ValueError(
-            "`all_reduce` must be a function of `jdp.collectives`, 'auto' or None, got "
+            f"{subject} must be a function of `jdp.collectives`, 'auto' or None, got "
             f"{all_reduce!r}."
         )
-    return value
+    return _with_checks(value)
+
+
+def _with_checks(value: AllReduce) -> AllReduce:
+    """Returns an all-reduce whose functions check what they return.
+
+    Raises:
+      TypeError: a field has a wrong type.
+    """
+    functions = {"reduce_group": value.reduce_group, "choose": value.choose}
+    for member, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"`{member}` of `all_reduce` must be a function or None, got "
+                f"{function!r}."
+            )
+    if not isinstance(value.takes_scale, bool):
+        raise TypeError(
+            "`takes_scale` of `all_reduce` must be True or False, got "
+            f"{value.takes_scale!r}."
+        )
+    if not isinstance(value.name, str):
+        raise TypeError(f"`name` of `all_reduce` must be text, got {value.name!r}.")
+    group, choose = value.reduce_group, value.choose
+    return dataclasses.replace(
+        value,
+        reduce=CheckedReduce(value.reduce),
+        reduce_group=None if group is None else CheckedReduceGroup(group),
+        choose=None if choose is None else _CheckedChoice(choose),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckedChoice:
+    """`choose` of an `AllReduce`, which must return what `all_reduce=` takes."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, buffer: jax.ShapeDtypeStruct, axis_name: AxisName) -> AllReduce:
+        checked_sums.check_call("choose", self.function, (buffer, axis_name), {})
+        chosen = self.function(buffer, axis_name)
+        if chosen is None:
+            raise TypeError(
+                "`choose` of `all_reduce` must return the all-reduce for a buffer, "
+                "such as `jdp.AllReduce(jax.lax.psum)`, got None."
+            )
+        return _resolve(chosen, "The result of `choose` of `all_reduce`")
 
 
 _SUM_NAMES = sorted([*_SUMS.values(), "pallas_all_reduce", "shared_memory_all_reduce"])
@@ -133,11 +191,8 @@ _REMEDIES = {
 
 
 def _as_value(all_reduce: Any) -> AllReduce:
-    match all_reduce:
-        case AllReduce():
-            return all_reduce
-        case AutoAllReduce() | PallasAllReduce() | SharedMemoryAllReduce():
-            return all_reduce.value
+    if isinstance(all_reduce, AllReduce):
+        return all_reduce
     function, _ = _unwrapped(all_reduce)
     return AllReduce(all_reduce, name=_name_of(function) or AllReduce.name)
 

@@ -113,8 +113,12 @@ class Wire:
     def __call__(self, x: jax.Array) -> jax.Array:
         """Implements `HookAllReduce`."""
         x = base.cast_varying(x, self._axis_name)
-        if self._all_reduce is not None:
-            return self._all_reduce.reduce(x, self._axis_name)
+        all_reduce = self._all_reduce
+        if all_reduce is not None:
+            if all_reduce.choose is not None:
+                buffer = jax.ShapeDtypeStruct(x.shape, x.dtype)
+                all_reduce = all_reduce.choose(buffer, self._axis_name)
+            return all_reduce.reduce(x, self._axis_name)
         if not _is_narrow(x.dtype) or self.num_replicas == 1:
             return lax.psum(x, self._axis_name)
         # XLA on CPU sends 16-bit floats as float32; other backends may sum in 16 bits.

@@ -158,3 +158,124 @@ def test_a_weight_that_is_a_text_is_refused():
 
     with pytest.raises(TypeError, match="`weight` must be a real number, got 'a'"):
         TRANSFORMS["vmap"](fn, 2, jnp.ones(2), jax.numpy.ones((2, 2)))
+
+
+def _each(change):
+    """A `reduce_group` that changes each sum."""
+    return lambda xs, axis_name, has_data: [change(lax.psum(x, axis_name)) for x in xs]
+
+
+def _chooses(result):
+    return jdp.AllReduce(lax.psum, choose=lambda buffer, axis_name: result)
+
+
+def _groups(result):
+    return jdp.AllReduce(lax.psum, reduce_group=lambda xs, axis_name, has_data: result)
+
+
+WRONG_SUMS = {
+    "integers": (lambda x, a: lax.psum(x, a).astype(int), r"float32\[8\], got int32"),
+    "narrow": (lambda x, a: lax.psum(x, a).astype("bfloat16"), "got bfloat16"),
+    "short": (lambda x, a: lax.psum(x, a)[:-1], r"float32\[8\], got float32\[7\]"),
+    "long": (lambda x, a: jnp.tile(lax.psum(x, a), 2), r"got float32\[16\]"),
+    "rank": (lambda x, a: lax.psum(x, a)[None], r"got float32\[1,8\]"),
+    "none": (lambda x, a: None, "`reduce` .* one array, the sum, got None"),
+    "tuple": (lambda x, a: (lax.psum(x, a),), "the sum, got a tuple of 1"),
+    "one argument": (lambda x: x, r"`reduce\(x, axis_name\)`.*too many positional"),
+    "no scale": (jdp.AllReduce(lax.psum, takes_scale=True), r"scale=...\)`, which"),
+    "group: scalars": (
+        jdp.AllReduce(lax.psum, reduce_group=_each(jnp.sum)),
+        r"shapes and dtypes.*\n.*float32\[2\].*\n  returned: .*float32\[\]",
+    ),
+    "group: flat": (
+        jdp.AllReduce(lax.psum, reduce_group=_each(jnp.ravel)),
+        r"`reduce_group` .*\n.*\n  returned: .*float32\[6\]",
+    ),
+    "group: integers": (
+        jdp.AllReduce(lax.psum, reduce_group=_each(lambda x: x.astype(int))),
+        r"`reduce_group` .*\n.*\n  returned: .*int32\[2\]",
+    ),
+    "group: few": (_groups([]), r"`reduce_group` .*\n.*\n  returned: \[\]"),
+    "group: many": (_groups([np.ones(2, "f")] * 9), "`reduce_group` .* the sums in"),
+    "group: none": (_groups(None), "`reduce_group` .* list of 2 arrays, .* got None"),
+    "group: array": (_groups(np.ones(2)), "list of 2 arrays, the sums, got a ndarray"),
+    "group: texts": (_groups(["a", "b"]), "list of arrays, got a str among them"),
+    "group: argument": (
+        jdp.AllReduce(lax.psum, reduce_group=lambda xs, axis_name: xs),
+        r"`reduce_group\(arrays, axis_name, has_data=...\)`.*'has_data'",
+    ),
+    "choose: none": (_chooses(None), "`choose` of `all_reduce` .*, got None"),
+    "choose: number": (_chooses(3), "`choose` of `all_reduce` must be a function.*3"),
+    "choose: mean": (_chooses(lax.pmean), "`choose` .*must sum .*`jax.lax.pmean` does"),
+    "choose: field": (
+        _chooses(jdp.AllReduce(lax.pmean)),
+        "`choose` .*must sum .*pmean",
+    ),
+    "choose: op": (
+        _chooses(functools.partial(collectives.ring_all_reduce, op="mean")),
+        r"`choose` .*must sum .*ring_all_reduce\(op='mean'\)` does not",
+    ),
+    "choose: sum": (_chooses(lambda x, a: None), "`reduce` .* the sum, got None"),
+}
+
+
+def _synced(all_reduce, **options):
+    def fn(grads):
+        return jdp.sync_gradients(
+            grads, axis_name="i", all_reduce=all_reduce, **options
+        )
+
+    grads = {"a": np.float32([[1, 2], [3, 4]]), "b": np.ones((2, 3, 2), "f")}
+    return jax.vmap(fn, axis_name="i")(grads)
+
+
+@pytest.mark.parametrize("name", WRONG_SUMS)
+def test_what_a_users_all_reduce_returns_is_checked(name):
+    all_reduce, message = WRONG_SUMS[name]
+    with pytest.raises((TypeError, ValueError), match=message) as e:
+        _synced(all_reduce)
+    assert "`all_reduce`" in str(e.value)
+
+
+@pytest.mark.parametrize("hook", [None, jdp.hooks.none()])
+def test_with_a_hook_reduce_and_choose_are_checked_too(hook):
+    for name in ("integers", "short", "none", "choose: none", "choose: mean"):
+        all_reduce, message = WRONG_SUMS[name]
+        with pytest.raises((TypeError, ValueError), match=message):
+            _synced(all_reduce, hook=hook)
+
+
+@pytest.mark.parametrize("hook", [None, jdp.hooks.none()])
+@pytest.mark.parametrize(
+    "result",
+    [
+        lax.psum,
+        "auto",
+        collectives.auto_all_reduce,
+        collectives.ring_all_reduce,
+        jdp.AllReduce(lax.psum),
+    ],
+)
+def test_a_choice_takes_any_form_of_an_all_reduce_and_any_sum(result, hook):
+    choose = _chooses(result).choose
+    means = _synced(jdp.AllReduce(pytest.fail, choose=choose), hook=hook)
+    np.testing.assert_array_equal(means["a"], [[2, 3], [2, 3]])
+
+
+@pytest.mark.parametrize("weight", [None, 2.0])
+def test_a_group_may_be_a_tuple(weight):
+    def reduce_group(arrays, axis_name, has_data):
+        return lax.psum(tuple(arrays), axis_name)
+
+    all_reduce = jdp.AllReduce(pytest.fail, reduce_group=reduce_group)
+    means = _synced(all_reduce, weight=weight)
+    np.testing.assert_array_equal(means["a"], [[2, 3], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [("reduce_group", 1), ("choose", "auto"), ("takes_scale", "no"), ("name", 3)],
+)
+def test_a_field_of_an_all_reduce_has_its_type(field, value):
+    with pytest.raises(TypeError, match=f"`{field}` of `all_reduce` must be .*{value}"):
+        _synced(jdp.AllReduce(lax.psum, **{field: value}))
