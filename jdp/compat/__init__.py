@@ -195,12 +195,6 @@ def scan_operands(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carries)
 
 
-def skip_size_one_axes() -> contextlib.AbstractContextManager[Any]:
-    """While tracing: leaves collectives over axes of size 1 out of the program."""
-    flag = getattr(config, "remove_size_one_mesh_axis_from_type", None)
-    return contextlib.nullcontext() if flag is None else flag(True)
-
-
 def backend_is_initialized() -> bool:
     """Returns whether JAX has already chosen its devices."""
     return xla_bridge.backends_are_initialized()

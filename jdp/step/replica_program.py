@@ -6,7 +6,6 @@ which results are the same on all replicas. The new state must be the same; metr
 that differ are averaged.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import per_replica
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import Outline
-from jdp.step import call_arguments, sameness, spread_reasons
+from jdp.step import call_arguments, sameness, spread_reasons, trivial_collectives
 from jdp.step.sameness import Spread
 from jdp.types import PyTree
 
@@ -147,17 +146,15 @@ def trace_step(
         out_specs=(PartitionSpec(), split, split),
         check_vma=False,
     )
-    is_single = world.num_replicas == 1
-    with compat.skip_size_one_axes() if is_single else contextlib.nullcontext():
-        traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
-        outlines = traces[-1]
-        if is_single:
-            weighed = _find_weighed(outlines)
-            return _make_program(traced, outlines, weighed, world)
-        spreads = _find_spreads(traced, outlines, world)
-        _check_state(traced, outlines, spreads, options, trace)
-        differing = _check_metrics(outlines, spreads.metrics, world)
-        return _make_program(traced, outlines, differing, world)
+    traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
+    outlines = traces[-1]
+    if world.num_replicas == 1:
+        traced = trivial_collectives.remove(traced, world.axis_names)
+        return _make_program(traced, outlines, _find_weighed(outlines), world)
+    spreads = _find_spreads(traced, outlines, world)
+    _check_state(traced, outlines, spreads, options, trace)
+    differing = _check_metrics(outlines, spreads.metrics, world)
+    return _make_program(traced, outlines, differing, world)
 
 
 class _StepOutlines(NamedTuple):
@@ -378,4 +375,6 @@ def _make_program(
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.out_avals]
     _, (shared, _), amount = program.split(avals)
     average_program = jax.make_jaxpr(mapped)(shared, amount)
+    if world.num_replicas == 1:
+        average_program = trivial_collectives.remove(average_program, world.axis_names)
     return Program(traced, average_program, outlines)
