@@ -72,6 +72,9 @@ MOVING = _names(
     "reduce_scatter unreduced_pmax unreduced_pmin unreduced_psum "
     "unreduced_reduce_scatter"
 )
+# Over axes of size 1, they return their operand, in its shape or in another, except a
+# `ppermute` that sends nothing.
+IDENTITY_ON_ONE = _names("all_gather all_to_all pmax pmin ppermute psum reduce_scatter")
 # If JAX tracks by type what varies, their transposes sum over the replicas.
 CASTS = _names("pvary")
 # Names in `jax.lax`, if they differ.

@@ -10,6 +10,7 @@ from jdp import compat
 from jdp.gradients import reduce, step_trace, weighted_mean
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy, Weighting
+from jdp.trees import tree_paths
 from jdp.types import AxisName, PyTree
 
 
@@ -41,6 +42,9 @@ def average(
     Returns:
       A pytree of the same shapes, the same on all replicas; averaged leaves are
       floating or complex.
+
+    Raises:
+      TypeError: a leaf is neither an array of numbers nor a number.
     """
     weighting = step_trace.current().resolve(weight, divide_by)
     return average_weighted(tree, axis_name, lambda: weighting)
@@ -53,7 +57,7 @@ def average_weighted(
     compat.axis_size(axis_name)  # It raises if the axis is not bound.
     tracked = compat.tracked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(x) for x in leaves]
+    leaves = [_as_array(tree, i, x) for i, x in enumerate(leaves)]
     local = [
         i
         for i, x in enumerate(leaves)
@@ -64,6 +68,8 @@ def average_weighted(
     weighting = find_weighting()
     groups: dict[Any, list[int]] = {}
     for i in local:
+        if jnp.issubdtype(leaves[i].dtype, jax.dtypes.prng_key):
+            raise TypeError(_no_mean(tree, i, "a PRNG key"))
         leaves[i] = weighted_mean.as_inexact(leaves[i])
         kind = leaves[i].dtype, compat.varying_axes(leaves[i]) - tracked
         groups.setdefault(kind, []).append(i)
@@ -82,3 +88,18 @@ def average_weighted(
         for i, x in zip(members, group, strict=True):
             leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _as_array(tree: PyTree, index: int, leaf: Any) -> jax.Array:
+    x = weighted_mean.try_as_array(leaf)
+    if x is None:
+        raise TypeError(_no_mean(tree, index, repr(leaf)))
+    return x
+
+
+def _no_mean(tree: PyTree, index: int, found: str) -> str:
+    path = tree_paths.leaf_paths(tree)[index]
+    return (
+        f"`jdp.average` takes arrays and numbers, but the leaf `{path}` is {found}, "
+        "which has no mean. Leave it out."
+    )

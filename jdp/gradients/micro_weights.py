@@ -110,8 +110,7 @@ def _check_weight(
 ) -> jax.Array | None:
     if weight is None:
         return None
-    weighted_mean.check_constant(weight)
-    of_samples = jnp.asarray(weight)
+    of_samples = weighted_mean.as_real(weight)
     if of_samples.shape != (num_samples,):
         raise ValueError(
             f"`weight` has shape {of_samples.shape}; it must hold one number for each "

@@ -17,7 +17,9 @@ from jdp.collectives import (
     checked_sums,
 )
 from jdp.collectives.checked_sums import CheckedReduce, CheckedReduceGroup
+from jdp.hooks import base
 from jdp.hooks.base import CommHook
+from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan
 from jdp.types import AllReduce, AxisName
 
@@ -69,11 +71,7 @@ def check_plan(plan: Any) -> BucketPlan | None:
     Raises:
       TypeError: it is not a plan.
     """
-    if plan is not None and not isinstance(plan, BucketPlan):
-        raise TypeError(
-            "`plan` must be what `jdp.plan_buckets` returns, or None, got "
-            f"{plan!r}. Pass `jdp.plan_buckets(params, bucket_bytes=...)`."
-        )
+    buckets.check_plan(plan)
     return plan
 
 
@@ -84,11 +82,8 @@ def check_hook(hook: Any, packing: Any) -> CommHook | None:
       TypeError: it is not a hook.
       ValueError: `packing` is unknown, or "tuple" with a hook.
     """
-    if hook is not None and not isinstance(hook, CommHook):
-        raise TypeError(
-            "`hook` must be a `jdp.hooks.CommHook`, such as `jdp.hooks.int8()`, got "
-            f"{hook!r}."
-        )
+    if hook is not None:
+        base.check_hook(hook)
     if packing not in (None, "flat", "tuple"):
         raise ValueError(f"`packing` must be 'flat' or 'tuple', got {packing!r}.")
     if hook is not None and packing == "tuple":

@@ -28,19 +28,43 @@ class Weighting(NamedTuple):
 
 def as_weighting(weight: jax.typing.ArrayLike, divide_by: DivideBy) -> Weighting:
     """Returns the weighting of a replica; see `StepTrace.resolve`."""
-    if isinstance(weight, str | bytes):
-        raise TypeError(f"`weight` must be a real number, got {weight!r}.")
-    check_constant(weight)
-    x = jnp.asarray(weight)
+    x = as_real(weight)
     if x.shape != ():
         raise ValueError(
             "`weight` must be a scalar, how much this replica counts, got shape "
             f"{x.shape}. Pass `weight.sum()`, the sum of the weights of its samples."
         )
-    if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+    if x.dtype == jnp.bool_:
         raise TypeError(f"`weight` must be a real number, got {x.dtype}.")
     amount = nan_if_negative(x)
     return Weighting(amount if divide_by == "weight" else jnp.sign(amount), divide_by)
+
+
+def as_real(weight: jax.typing.ArrayLike) -> jax.Array:
+    """Returns a weight, or weights, as an array of booleans, integers or floats.
+
+    Raises:
+      TypeError: it is not an array of numbers, or they are complex.
+      ValueError: a number that is known while tracing is negative.
+    """
+    check_constant(weight)
+    x = try_as_array(weight)
+    if x is None:
+        raise TypeError(f"`weight` must be a real number, got {weight!r}.")
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+        raise TypeError(f"`weight` must be a real number, got {x.dtype}.")
+    return x
+
+
+def try_as_array(x: Any) -> jax.Array | None:
+    """Returns a number or an array as an array; None for anything else."""
+    if isinstance(x, str | bytes):  # numpy may take a letter for a dtype.
+        return None
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        return None
 
 
 def check_constant(weight: jax.typing.ArrayLike) -> None:

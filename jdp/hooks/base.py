@@ -93,6 +93,15 @@ class CommHook(NamedTuple):
     only_sums: bool = True
 
 
+def check_hook(hook: Any) -> None:
+    """Raises TypeError unless `hook` is a `CommHook`."""
+    if not isinstance(hook, CommHook):
+        raise TypeError(
+            "`hook` must be a `jdp.hooks.CommHook`, such as `jdp.hooks.int8()`, got "
+            f"{hook!r}."
+        )
+
+
 class ErrorFeedbackState(NamedTuple):
     """Gradients not sent yet (Seide et al., 2014; Karimireddy et al., 2019)."""
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp.hooks import base
 from jdp.hooks.base import CommHook
 from jdp.replicas import initial_state
 from jdp.replicas.mesh import World
@@ -46,7 +47,11 @@ def init_state(
 
     Raises:
       RuntimeError: it is called outside a step, and there is no world.
+      TypeError: `hook`, `plan` or `world` is not one, or a leaf of `grads` is neither
+        an array nor a number.
     """
+    base.check_hook(hook)
+    buckets.check_plan(plan)
     plan = buckets.fit_plan(plan, jax.tree.map(_gradient_of, grads))
     avals = avals_of(plan)
     return initial_state.init_on_replicas(
@@ -56,7 +61,12 @@ def init_state(
 
 def _gradient_of(leaf: Any) -> Any:
     """Returns a gradient like `leaf`, which is a gradient or a parameter."""
-    dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
+    if isinstance(leaf, bool | int | float | complex):
+        dtype = jnp.result_type(leaf)
+    elif hasattr(leaf, "dtype"):
+        dtype = leaf.dtype
+    else:
+        return leaf  # No plan takes it, and the error names its path.
     if jnp.issubdtype(dtype, jnp.inexact):
         return leaf
     return np.zeros(jnp.shape(leaf), jax.dtypes.float0)

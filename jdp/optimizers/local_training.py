@@ -176,8 +176,8 @@ def as_integer(name: str, value: Any) -> int:
       TypeError: it is not an integer.
     """
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"`{name}` must be an integer, a number of steps, got {value!r}."
-        ) from None
+        pass
+    raise TypeError(f"`{name}` must be an integer, a number of steps, got {value!r}.")

@@ -33,13 +33,19 @@ def checkpoint_template(state: PyTree, *, num_replicas: int) -> PyTree:
       numpy does not have, new arrays of keys.
 
     Raises:
-      TypeError: `num_replicas` is not an integer.
+      TypeError: `num_replicas` is not an integer, or a leaf of `state` not an array.
       ValueError: it is below 1.
     """
     if isinstance(num_replicas, bool) or not isinstance(num_replicas, int | np.integer):
         raise TypeError(f"`num_replicas` must be an integer, got {num_replicas!r}.")
     if num_replicas < 1:
         raise ValueError(f"`num_replicas` must be at least 1, got {num_replicas}.")
+
+    for path, leaf in zip(
+        tree_paths.leaf_paths(state), jax.tree.leaves(state), strict=True
+    ):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(f"`state{path}` must be an array, got {leaf!r}.")
 
     def like(x: Any, shape: tuple[int, ...]) -> Any:
         if _is_key(x):

@@ -53,12 +53,15 @@ def init_on_replicas(
         arguments with other paths, shapes or dtypes, other programs, or other captured
         values, such as a learning rate. Every process raises, and names the difference.
       ValueError: the world has other axes.
+      TypeError: `world` is not a world.
     """
     if compat.is_bound(axis_name):
         names = sorted(compat.tracked_axes(axis_name))
         return per_replica.map_parts(
             init(*args), lambda x: x, lambda x: compat.cast_varying(x, names)
         )
+    if world is not None:
+        mesh.check_world(world)
     world = mesh.current_world() if world is None else world
     if types.as_axis_names(axis_name) != world.axis_names:
         raise ValueError(

@@ -10,11 +10,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jdp.backward import exchange, flow
-
-# Over axes of size 1, these return their operand, or it in another shape.
-_NAMES = frozenset(
-    {"all_gather", "all_to_all", "pmax", "pmin", "psum", "reduce_scatter"}
-)
+from jdp.compat import primitives
 
 
 def remove(closed: Any, axis_names: Collection[str]) -> Any:
@@ -78,12 +74,11 @@ class _Removal:
         return jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
 
     def _is_trivial(self, eqn: Any) -> bool:
-        name = eqn.primitive.name
-        if name == "ppermute":
-            is_known = tuple(map(tuple, eqn.params["perm"])) == ((0, 0),)
-        else:
-            is_known = name in _NAMES
-        if not is_known or not self._axis_names.issuperset(exchange.axes_of(eqn)):
+        if eqn.primitive.name not in primitives.IDENTITY_ON_ONE:
+            return False
+        if not self._axis_names.issuperset(exchange.axes_of(eqn)):
+            return False
+        if not eqn.params.get("perm", True):  # A permutation that sends nothing.
             return False
         # A result in another shape stays a collective.
         (a,), (b,) = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))

@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Collection, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -153,8 +155,8 @@ def plan_buckets(
     Raises:
       ValueError: `order` is not a permutation of the leaf indices, or a size is
         negative.
-      TypeError: a leaf is neither an array nor a number, or is a PRNG key; or a size is
-        not a number.
+      TypeError: a leaf is neither an array nor a number, or is a PRNG key; a size is
+        not a number; or `order` does not consist of integers.
     """
     types.check_number(bucket_bytes, "bucket_bytes")
     types.check_number(first_bucket_bytes, "first_bucket_bytes")
@@ -168,14 +170,34 @@ def plan_buckets(
     num_leaves = len(specs)
     if order is None:
         order = range(num_leaves - 1, -1, -1)
-    elif sorted(order) != list(range(num_leaves)):
-        raise ValueError(
-            f"`order` must hold each of the {num_leaves} leaf indices exactly once, "
-            f"got {list(order)}."
-        )
+    else:
+        order = _as_indices(order)
+        if sorted(order) != list(range(num_leaves)):
+            raise ValueError(
+                f"`order` must hold each of the {num_leaves} leaf indices exactly "
+                f"once, got {order}."
+            )
     kinds = [(s.dtype, _axes_of(x)) for s, x in zip(specs, leaves, strict=True)]
     buckets = _assign(specs, kinds, order, first_bucket_bytes, bucket_bytes)
     return BucketPlan(treedef, specs, buckets)
+
+
+def _as_indices(order: Any) -> list[int]:
+    try:
+        return [operator.index(i) for i in order]
+    except TypeError:
+        raise TypeError(
+            f"`order` must be a list of integers, the leaf indices, got {order!r}."
+        ) from None
+
+
+def check_plan(plan: Any) -> None:
+    """Raises TypeError unless `plan` is a plan or None."""
+    if plan is not None and not isinstance(plan, BucketPlan):
+        raise TypeError(
+            "`plan` must be what `jdp.plan_buckets` returns, or None, got "
+            f"{plan!r}. Pass `jdp.plan_buckets(params, bucket_bytes=...)`."
+        )
 
 
 def default_plan(grads: PyTree, order: Sequence[int] | None = None) -> BucketPlan:
