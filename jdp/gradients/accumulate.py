@@ -65,7 +65,9 @@ def accumulate_gradients(
       num_micro_batches: how many; at least 1.
       argnums: see `value_and_grad`; the other positional arguments are batches.
       has_aux: whether `loss_fn` returns a pair. Metrics are averaged as the loss is,
-        integers and booleans in float32; they stay local. A metric with a row per
+        integers and booleans in float32; they stay local, also means of values that all
+        replicas share, such as synchronised statistics. For the state, average these:
+        `jdp.average(stats, weight=weight.sum())`. A metric with a row per
         sample is refused; in a `jdp.PerReplica` it becomes the rows of all samples, in
         the order of the batch, of any dtype and not weighted.
       find_unused: whether to return which parameters any micro-batch used, on any

@@ -279,7 +279,9 @@ def sum_groups(
     groups, seat = weighted_mean.add_total(groups, weighting, options.axis_name)
 
     def find_inverse(reduced: list[GroupSum]) -> jax.typing.ArrayLike | None:
-        if len(reduced) <= seat or not by_total or weighting.divide_by == "world":
+        is_wide = jnp.finfo(groups[len(reduced)][0].dtype).bits == 64
+        is_late = len(reduced) <= seat or is_wide  # The factor is float32.
+        if is_late or not by_total or weighting.divide_by == "world":
             return None
         return weighted_mean.invert(weighted_mean.decode(reduced[seat].arrays[-1]))
 

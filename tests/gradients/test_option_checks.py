@@ -279,3 +279,28 @@ def test_a_group_may_be_a_tuple(weight):
 def test_a_field_of_an_all_reduce_has_its_type(field, value):
     with pytest.raises(TypeError, match=f"`{field}` of `all_reduce` must be .*{value}"):
         _synced(jdp.AllReduce(lax.psum, **{field: value}))
+
+
+def test_a_scale_does_not_round_gradients_of_64_bits():
+    scales = []
+
+    def scaled(x, axis_name, *, scale=None):
+        scales.append(scale)
+        return lax.psum(x, axis_name) * (1 if scale is None else scale)
+
+    with jax.enable_x64(True):
+        grads = {"a": np.full((3, 4), 1 / 3), "b": np.full((3, 4), 1 / 7)}
+        plan = jdp.plan_buckets(
+            {k: g[0] for k, g in grads.items()}, bucket_bytes=8, first_bucket_bytes=8
+        )
+
+        def fn(grads):
+            all_reduce = jdp.AllReduce(scaled, takes_scale=True)
+            return jdp.sync_gradients(
+                grads, axis_name="i", plan=plan, weight=7.0, all_reduce=all_reduce
+            )
+
+        means = jax.vmap(fn, axis_name="i")(grads)
+        for k in grads:
+            np.testing.assert_allclose(means[k], grads[k], rtol=1e-14)
+    assert len(scales) == 2
