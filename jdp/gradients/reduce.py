@@ -287,8 +287,7 @@ def sum_groups(
 
     has_data = weighted_mean.has_data(weighting.amount)
     sums = _reduce(groups, options, has_data, find_inverse)
-    total = weighted_mean.decode(sums[seat].arrays.pop())
-    return sums, total
+    return sums, weighted_mean.decode(sums[seat].arrays.pop())
 
 
 def divide_sums(
