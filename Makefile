@@ -28,7 +28,7 @@ help:
 demo: $(VENV)/.examples
 	$(BIN)/jdp launch -n 2 examples/digits.py
 
-IN_TURNS := -n 2 --dist loadfile --no-loadscope-reorder
+IN_TURNS := -n 3 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(IN_TURNS)
 

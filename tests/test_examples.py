@@ -28,6 +28,7 @@ def test_digits_trains_to_97_percent_on_equal_replicas():
     assert re.search(r"\[0\] training .*100%", out)
 
 
+@pytest.mark.slow
 def test_digits_names_a_batch_size_that_does_not_divide():
     code, _, err = commands.launch(2, "examples/digits.py", "--batch-size", 63)
     assert code == 1
@@ -249,6 +250,7 @@ def test_examples_name_a_bad_option(example, arguments, message, monkeypatch, ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_accumulation_names_a_batch_size_that_does_not_divide():
     code, _, err = commands.launch(2, "examples/accumulation.py", "--batch-size", 7)
     assert code == 1

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jdp
-from tests import harness
+from tests import harness, rarely
 
 NUM_STEPS = 4
 OPTIMIZERS = {
@@ -18,7 +18,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", rarely.cases([1, 2, 4, 8], often=(1, 4)))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_replicas_train_as_one_device(n, optimizer, dtype):

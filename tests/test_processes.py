@@ -149,6 +149,7 @@ def _train_on_nodes():
     return _train_oracle(jdp.init(axis_name=("node", "data")))
 
 
+@pytest.mark.slow
 def test_processes_of_a_node_train_as_one_device():
     _check_trained(harness.run_checked(_train_on_nodes, 4), {"node": 1, "data": 4})
 

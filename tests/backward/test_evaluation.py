@@ -151,6 +151,7 @@ def test_like_layers_share_one_function():
     assert len(runner._functions) == len(small._functions) < 30
 
 
+@pytest.mark.slow
 def test_a_long_program_without_multiplications_is_cut():
     def loss_fn(params, x):
         for _ in range(200):

@@ -64,6 +64,7 @@ def test_it_shows_what_is_here():
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory is for x86")
+@pytest.mark.slow
 def test_two_processes_share_memory_unless_it_is_switched_off(run):
     code, lines = run("-n", "2")
     assert code == 0 and "a job of 2 processes" in lines

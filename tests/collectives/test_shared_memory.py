@@ -249,7 +249,8 @@ def _keep_the_contract():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", rarely.cases([2, 3, 8], often=(3,)))
+@pytest.mark.parametrize("num_processes", [2, 3, 8])
+@pytest.mark.slow
 def test_the_contract(num_processes):
     for wrong in harness.run_checked(_keep_the_contract, num_processes):
         assert wrong == []

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import jdp
-from tests import harness, rarely
+from tests import harness
 from tests.eager import (
     checks,
     checks_of_gradients,
@@ -28,27 +28,25 @@ CASES = [
     for name, (tests, _, _) in CONFIGURATIONS.items()
     for check in tests
 ]
-OFTEN = "shared_memory"
-JOBS = ((OFTEN,), tuple(name for name in CONFIGURATIONS if name != OFTEN))
 
 
-def _run(names):
-    world, found = jdp.init(), {}
-    for name in names:
-        tests, repeats, options = CONFIGURATIONS[name]
-        found[name] = checks.run(tests, world, repeats=repeats, **options)
-    return found
+def _run():
+    world = jdp.init()
+    return {
+        name: checks.run(tests, world, repeats=repeats, **options)
+        for name, (tests, repeats, options) in CONFIGURATIONS.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def find_job():
-    return functools.cache(lambda names: harness.run_processes(_run, 4, names))
+    return functools.cache(lambda: harness.run_processes(_run, 4))
 
 
 @pytest.mark.parametrize(
     ("configuration", "name"),
-    rarely.cases(CASES, often=[case for case in CASES if case[0] == OFTEN]),
+    CASES,
 )
+@pytest.mark.slow
 def test_sets_gradients_and_objects(find_job, configuration, name):
-    (names,) = (names for names in JOBS if configuration in names)
-    checks.verify(find_job(names), configuration, name)
+    checks.verify(find_job(), configuration, name)

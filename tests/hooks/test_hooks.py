@@ -49,7 +49,7 @@ transforms_and_sizes = pytest.mark.parametrize(
     ("run", "n"),
     rarely.cases(
         TRANSFORMS_AND_SIZES.values(),
-        often=[TRANSFORMS_AND_SIZES[name] for name in ("shard_map", "vmap")],
+        often=[TRANSFORMS_AND_SIZES[name] for name in ("shard_map",)],
     ),
     ids=TRANSFORMS_AND_SIZES,
 )

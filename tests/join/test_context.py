@@ -451,6 +451,7 @@ def _count_as_in_the_tutorial():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_the_counter_of_the_tutorial():
     values = harness.run_checked(_count_as_in_the_tutorial, 2)
     assert values == [(10.0, 11.0), (11.0, 11.0)]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from tests import harness, rarely
+from tests import harness
 
 pytestmark = pytest.mark.multiprocess
 
@@ -134,7 +134,8 @@ def _in_two():
     return {"torch": _train_as_torch(jdp.init())}
 
 
-@pytest.mark.parametrize("num_processes", rarely.cases([2, 4], often=(2,)))
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.slow
 def test_processes_train_as_those_of_torch_do(find_four, num_processes):
     found = harness.run_checked(_in_two, 2) if num_processes == 2 else find_four(1)
     values = [value["torch"] for value in found]

@@ -553,6 +553,7 @@ def test_processes_with_uneven_data_run_one_step_together():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_an_exception_in_the_loop_body_ends_the_job_with_a_name():
     outcome = harness.run_processes(_train, 2, (9, 9), "raise")
     assert outcome.exit_code != 0

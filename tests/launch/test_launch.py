@@ -1091,7 +1091,9 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", rarely.cases([signal.SIGINT, signal.SIGTERM], often=(signal.SIGINT,))
+)
 def test_a_save_takes_its_time_though_process_0_has_ended(cli, tmp_path, signum):
     process = cli("launch", "-n", "2", "--grace-s", "8", "program.py", program=SAVES)
     assert all("ready" in line for line in read_lines(process, 2))
@@ -1120,10 +1122,13 @@ WAIT
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("fault", "code", "wait"),
-    [
-        ("1 / 0", 1, "time.sleep(60)"),
-        ("sys.exit(3)", 3, "jdp.replicate(world, {'w': 1.0})"),
-    ],
+    rarely.cases(
+        [
+            ("1 / 0", 1, "time.sleep(60)"),
+            ("sys.exit(3)", 3, "jdp.replicate(world, {'w': 1.0})"),
+        ],
+        often=[("1 / 0", 1, "time.sleep(60)")],
+    ),
 )
 def test_files_hold_what_was_written_where_process_0_fails(
     cli, tmp_path, fault, code, wait

@@ -173,6 +173,7 @@ jdp.init(timeout_s=100)
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.slow
 def test_an_end_before_init_on_another_host_is_not_waited_for(two_hosts, process):
     start_s = time.monotonic()
     launchers = two_hosts(ABSENT.replace("CULPRIT", str(process)), "--key-file", "key")
@@ -197,6 +198,7 @@ time.sleep(60)
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_all_hosts_say_that_the_job_failed_where_a_silent_end_broke_it(two_hosts):
     launchers = two_hosts(SILENT, "--key-file", "key")
     said = [launcher.communicate(timeout=90)[1] for launcher in launchers]

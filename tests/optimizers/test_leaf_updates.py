@@ -11,6 +11,7 @@ import pytest
 
 import jdp
 from jdp.optimizers import leaf_updates
+from tests import rarely
 
 PARAMS = {
     "a": [jnp.float32([[1, 2], [3, 4]]), jnp.float32([5, 6])],
@@ -88,7 +89,7 @@ def _run(tx, used=USED, num_steps=3):
     return params, state
 
 
-@pytest.mark.parametrize("name", TXS)
+@pytest.mark.parametrize("name", rarely.cases(TXS, often=list(TXS)[::3]))
 def test_they_are_what_the_optimizer_does_with_each_parameter_alone(name, monkeypatch):
     found = []
     trace = leaf_updates.trace

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jdp
 from jdp import hooks
-from tests import harness
+from tests import harness, rarely
 
 PARAMS, BATCHES = harness.oracle_params(), harness.oracle_batches(4)
 SIZE = sum(x.size for x in PARAMS.values())
@@ -76,7 +76,7 @@ def _expect(found, expected, atol=5e-7):
         np.testing.assert_allclose(found[k], x, rtol=0, atol=atol, err_msg=k)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", rarely.cases(OPTIMIZERS, often=list(OPTIMIZERS)[::3]))
 def test_it_steps_as_the_whole_does(name):
     world, tx = harness.local_world(4), OPTIMIZERS[name]
     expected, _ = harness.train_alone(PARAMS, BATCHES, tx)
@@ -84,7 +84,7 @@ def test_it_steps_as_the_whole_does(name):
     _expect(found, expected)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", rarely.cases([1, 2, 3, 8], often=(3,)))
 @pytest.mark.parametrize("weight", [False, True])
 def test_on_any_number_of_replicas(n, weight):
     batches = harness.oracle_batches(3, batch_size=24)
@@ -615,6 +615,7 @@ def _train_in_two_processes():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_two_processes_step_as_those_of_torch_and_join_as_plain_adam():
     case = np.load(harness.REFERENCE / "torch_2_13_zero.npz")
     found = harness.run_checked(_train_in_two_processes, 2)

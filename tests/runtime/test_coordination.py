@@ -208,6 +208,7 @@ def test_a_folder_that_others_can_enter_is_not_used(monkeypatch, tmp_path):
         coordination._check_path(path)
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_process_that_was_killed_goes_with_the_next_one(short_path):
     """Not that of one that lives, of an earlier jdp without locks, or a young one."""
     hold = "from jdp.runtime import private_folder as p; import time\n"

@@ -138,6 +138,7 @@ def _sleep_if(process):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.slow
 def test_an_exit_handler_that_never_ends_is_named_and_ends_with_the_limit(process):
     got = harness.run_processes(never_end, 2, process, ends_as_usual=True)
     assert (
@@ -182,6 +183,7 @@ def leave_in_a_step(process):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.slow
 def test_the_process_that_skips_its_exit_handlers_is_blamed(process):
     got = harness.run_processes(leave_in_a_step, 2, process)
     text = f"jdp launch: process {process} ended with exit code 0, but without its exit"
@@ -289,6 +291,7 @@ def test_a_call_counts_if_its_program_has_run(monkeypatch, error):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_after_as_many_steps_a_process_may_take_its_time():
     after_s = rules.ENDED_GRACE_S + 2.0
     got = harness.run_processes(train, 2, (3, 3), after_s, ends_as_usual=True)
@@ -419,6 +422,7 @@ raise ValueError("boom")
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_exit_handlers_take_their_time_though_process_0_has_failed(tmp_path):
     """Handlers from before `jdp.init` run after JAX's end."""
     _, codes, _ = run_by_hand(SLOW_EXIT.replace("{FOLDER}", str(tmp_path)), 0)
@@ -453,7 +457,10 @@ except Exception as error:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), ("return", 0)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    rarely.cases([("sys.exit(75)", 75), ("return", 0)], often=[("return", 0)]),
+)
 def test_an_early_end_keeps_its_code_where_the_others_handle_their_errors(end, code):
     """Python finalises there while JAX could not end: no thread may be inside it."""
     _, codes, said = run_by_hand(CAUGHT.replace("END", end), 1)
@@ -546,6 +553,7 @@ for i in range(1000):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_process_whose_steps_cannot_end_does_not_go_on_for_long():
     """JAX runs the steps later, and says of no failure before a result is read."""
     took_s, codes, said = run_by_hand(SURVIVOR, 1)
@@ -603,6 +611,7 @@ def diverge():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_the_process_that_waited_says_why_not_the_one_whose_link_broke():
     got = harness.run_processes(diverge, 2, ends_as_usual=True)
     assert "process 1 failed with exit code 1, because of process 0" in got.output

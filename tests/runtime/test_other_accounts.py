@@ -20,7 +20,7 @@ from jdp.parameter_server import keys
 from jdp.runtime import coordination, environment, private_folder
 from jdp.runtime.lifeline import star_line
 from jdp.runtime.transport import rendezvous, zmq_link
-from tests import harness, rarely
+from tests import harness
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -126,7 +126,8 @@ def _limited(limits, *arguments):
     return [sys.executable, "-c", code, *arguments]
 
 
-@pytest.mark.parametrize("way", rarely.cases(["name", "tcp", "all"], often=("all",)))
+@pytest.mark.parametrize("way", ["name", "tcp", "all"])
+@pytest.mark.slow
 def test_another_account_that_connects_everywhere_does_not_end_a_job(tmp_path, way):
     (tmp_path / "program.py").write_text(
         "from tests.runtime import test_other_accounts as t; "

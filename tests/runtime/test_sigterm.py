@@ -40,6 +40,7 @@ def end_children():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_children_that_a_process_forks_end_at_sigterm():
     got = harness.run_processes(end_children, 2, ends_as_usual=True)
     assert got.exit_code == 0, got.output

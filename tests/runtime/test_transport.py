@@ -702,6 +702,7 @@ def processes(tmp_path):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_spokes_and_then_the_hub_are_killed_or_stopped(processes):
     heartbeat_s = 1.0
     star = processes(4, heartbeat_s)
