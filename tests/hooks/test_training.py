@@ -369,7 +369,7 @@ NONSENSE = {
     "a list as state": (
         lambda xs, s: (xs, [s.seen]),
         ValueError,
-        "a state like the one",
+        "a state like the state it was",
     ),
     "a longer state": (
         lambda xs, s: (xs, _Kept(jnp.zeros(4))),
