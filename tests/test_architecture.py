@@ -110,7 +110,7 @@ FOREIGN_ATTRIBUTES = {
     *("_fields", "_field_defaults", "__dataclass_fields__", "init", "update", "func"),
     # Parts of jaxprs, whose classes differ between kinds and versions of JAX.
     *("jaxpr", "consts", "val", "eqns", "primitive", "mlir_module_serialized"),
-    *("mat", "Inline"),
+    *("mat", "Inline", "parent_trace"),
     # The interpreter, its modules and its errors.
     *("ps1", "last_value", "strerror", "__module__", "get_code"),
     # Functions that not every system has.

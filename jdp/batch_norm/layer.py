@@ -131,7 +131,8 @@ def sample_weights(weight: jax.typing.ArrayLike | None) -> Iterator[None]:
     Args:
       weight: shape (n,), as `jdp.join_batches` yields it; see `SyncBatchNorm`.
     """
-    is_traced = isinstance(weight, jax.core.Tracer)
+    # Operations that run one by one would be compiled again.
+    is_traced = isinstance(weight, jax.core.Tracer) and compat.is_staging()
     token = _sample_weight.set(weight)
     try:
         with trace_reuse.only_here() if is_traced else contextlib.nullcontext():

@@ -20,6 +20,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
+from jax._src.interpreters import partial_eval as partial_eval_internal
 from jax._src.lax import lax as lax_internal
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.random import prng
@@ -244,6 +245,14 @@ def detect_cluster(
 def current_trace() -> Any:
     """Returns an object that identifies the function body that is being traced."""
     return core.trace_ctx.trace
+
+
+def is_staging() -> bool:
+    """Whether a jaxpr is being traced, also inside of `vmap` or `grad`."""
+    trace, staging = current_trace(), partial_eval_internal.DynamicJaxprTrace
+    while trace is not None and not isinstance(trace, staging):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def bound_axis_names() -> tuple[str, ...]:

@@ -15,8 +15,10 @@ from jdp.eager.messages import UNNAMED
 from jdp.eager.options import EagerOptions
 from jdp.replicas import mesh, progress
 from jdp.replicas.mesh import World
+from jdp.runtime import program_end
 
 _EXIT_TIMEOUT_S = 5.0
+_FAILED_TIMEOUT_S = 1.0
 
 
 class _Session:
@@ -62,6 +64,7 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     # The last function registered runs first, before the engine's resources close.
     atexit.unregister(_leave)
     atexit.register(_leave)
+    program_end.close_before_staying(_leave_after_failure)
     return engine
 
 
@@ -323,3 +326,10 @@ def _leave() -> None:
     if not hasattr(sys, "last_value"):
         engine.finish_own(timeout_s=_EXIT_TIMEOUT_S)
     engine.shutdown(timeout_s=_EXIT_TIMEOUT_S)
+
+
+def _leave_after_failure() -> None:
+    """Shuts the engine down where the program has failed and its process stays."""
+    engine = _Session.engine
+    if engine is not None and not engine.why_dead and not _Session.is_forked:
+        engine.shutdown(timeout_s=_FAILED_TIMEOUT_S)

@@ -32,6 +32,7 @@ class _ProgramEnd:
     exit_code: int = 1  # after an uncaught exception.
     has_exited: bool = False  # Whether `sys.excepthook` exited, with that code.
     is_at_exit: bool = False  # Threads and exit handlers have ended in time.
+    closers: list[Callable[[], None]] = []
     # For a thread that exists already: at its end, Python cannot start another.
     tasks: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
 
@@ -90,12 +91,14 @@ def _end_if_failed() -> None:
     error = _find_uncaught()
     if error is None:
         return
-    _wait_for_others()
-    logging.shutdown()
-    user_program.flush()
-    if isinstance(error, KeyboardInterrupt) and not _ProgramEnd.has_exited:
-        _end_by_interrupt()
-    os._exit(_ProgramEnd.exit_code)
+    try:
+        _wait_for_others()
+        logging.shutdown()
+        user_program.flush()
+    finally:  # Also if a handler of a signal raises.
+        if isinstance(error, KeyboardInterrupt) and not _ProgramEnd.has_exited:
+            _end_by_interrupt()
+        os._exit(_ProgramEnd.exit_code)
 
 
 def stay_while_needed(tell_launcher: Callable[[], None]) -> None:
@@ -109,14 +112,25 @@ def stay_while_needed(tell_launcher: Callable[[], None]) -> None:
     if not lifeline.is_needed_by_others(0.0):
         return
     tell_launcher()
-    for signum in (signal.SIGINT, signal.SIGTERM):  # They are for the others.
-        with contextlib.suppress(ValueError):
-            signal.signal(signum, signal.SIG_IGN)
+    for close in _ProgramEnd.closers:
+        with contextlib.suppress(Exception):
+            close()
     _wait_for_others()
+
+
+def close_before_staying(close: Callable[[], None]) -> None:
+    """Registers a function that ends what others wait for, for `stay_while_needed`."""
+    if close not in _ProgramEnd.closers:
+        _ProgramEnd.closers.append(close)
 
 
 def _wait_for_others() -> None:
     since_s = time.monotonic()
+    if not lifeline.is_needed_by_others(0.0):
+        return
+    for signum in (signal.SIGINT, signal.SIGTERM):  # They are for the others.
+        with contextlib.suppress(ValueError):  # This is not the main thread.
+            signal.signal(signum, signal.SIG_IGN)
     while lifeline.is_needed_by_others(time.monotonic() - since_s):
         time.sleep(0.02)
 

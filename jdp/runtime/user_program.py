@@ -331,6 +331,7 @@ def _exit_unless_zero(code: int) -> None:
         flush()
         if (module := sys.modules.get("jdp.runtime.program_end")) is not None:
             module.stay_while_needed(lambda: _write(STAYS))
+            flush()
         os._exit(code)
 
 

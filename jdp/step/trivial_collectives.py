@@ -36,7 +36,10 @@ class _Removal:
         if isinstance(value, tuple | list):
             parts = [self.of_value(x) for x in value]
             same = all(a is b for a, b in zip(parts, value, strict=True))
-            return value if same else type(value)(parts)
+            if same:
+                return value
+            is_named = hasattr(value, "_fields")  # As in `custom_linear_solve`.
+            return type(value)(*parts) if is_named else type(value)(parts)
         if not isinstance(value, ClosedJaxpr | Jaxpr):
             return value
         if id(value) not in self._known:

@@ -1,9 +1,13 @@
 """Programs that end without `eager.shutdown`."""
 
 import re
+import time
 
+import numpy as np
 import pytest
 
+import jdp
+from jdp import eager
 from tests import harness
 from tests.eager import checks_of_ends
 
@@ -36,3 +40,24 @@ def test_one_that_raises_is_named_at_once():
             "rank 2 has shut the engine down|process 2 (has ended|failed or is gone)"
         )
         assert re.search(words, text, re.IGNORECASE)
+
+
+def _fail_in_process_0():
+    world = jdp.init(timeout_s=30.0)
+    eager.init(world)
+    eager.all_reduce(np.ones(3), name="a")
+    if world.process_index == 0:
+        raise KeyError("from the program")
+    start_s = time.monotonic()
+    try:
+        eager.all_reduce(np.ones(3), name="b")
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start_s
+
+
+def test_the_others_hear_at_once_that_process_0_has_failed():
+    """It stays until they have ended, but its engine does not."""
+    outcome = harness.run_processes(_fail_in_process_0, 2, grace_s=20.0)
+    assert outcome.exit_code == 1
+    text, seconds = outcome.values[1]
+    assert "rank 0 has shut the engine down" in text and seconds < 5.0

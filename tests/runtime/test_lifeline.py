@@ -373,7 +373,7 @@ def test_files_left_open_hold_what_was_written_where_a_process_fails(tmp_path):
 
 
 HOST_CODE = """
-import sys, time
+import os, signal, sys, threading, time
 import jdp
 world = jdp.init(timeout_s=100)
 file = open(f"{FOLDER}/{world.process_index}", "w")
@@ -393,6 +393,13 @@ jdp.replicate(world, {"w": 1.0})
         ("raise ValueError('boom')", 0, 1, "process 0 failed (ValueError: boom)"),
         # Process 0 is ended because it waits for process 1 in vain.
         ("sys.exit(3)", 1, 3, "process 1 ended after no step, and process 0 waits"),
+        # A signal for all comes to process 0 while it stays.
+        (
+            "t = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)); "
+            "t.daemon = True; t.start(); raise ValueError('boom')",
+            *(0, 1),
+            "process 0 failed (ValueError: boom)",
+        ),
     ],
 )
 def test_the_end_of_process_0_aborts_none_that_is_in_host_code(

@@ -93,3 +93,18 @@ def test_a_collective_that_keeps_the_shape_is_not_in_the_program(name):
     text = step.lower(PARAMS, X).as_text()
     words = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "permute")
     assert not [word for word in words if f"stablehlo.{word}" in text]
+
+
+def test_a_linear_solve_whose_product_averages_runs_on_one_replica():
+    matrix = np.array([[3.0, 1.0], [1.0, 2.0]], np.float32)
+
+    def solve(b):
+        return jax.scipy.sparse.linalg.cg(lambda v: lax.pmean(matrix @ v, "data"), b)[0]
+
+    step = jdp.data_parallel(
+        lambda state, b: (state, {"x": lax.pmean(solve(b[0]), "data")}),
+        world=harness.local_world(1),
+    )
+    b = np.array([[1.0, 2.0]], np.float32)
+    found = step(0.0, b)[1]["x"]
+    np.testing.assert_allclose(found, np.linalg.solve(matrix, b[0]), rtol=1e-5)
