@@ -111,6 +111,7 @@ def stay_while_needed(tell_launcher: Callable[[], None]) -> None:
     """
     if not lifeline.is_needed_by_others(0.0):
         return
+    _ignore_signals()
     tell_launcher()
     for close in _ProgramEnd.closers:
         with contextlib.suppress(Exception):
@@ -128,11 +129,15 @@ def _wait_for_others() -> None:
     since_s = time.monotonic()
     if not lifeline.is_needed_by_others(0.0):
         return
+    _ignore_signals()
+    while lifeline.is_needed_by_others(time.monotonic() - since_s):
+        time.sleep(0.02)
+
+
+def _ignore_signals() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):  # They are for the others.
         with contextlib.suppress(ValueError):  # This is not the main thread.
             signal.signal(signum, signal.SIG_IGN)
-    while lifeline.is_needed_by_others(time.monotonic() - since_s):
-        time.sleep(0.02)
 
 
 def _end_by_interrupt() -> None:

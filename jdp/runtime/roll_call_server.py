@@ -148,12 +148,9 @@ class RollCallServer:
 
     def _hear(self, guest: _Guest) -> None:
         """Reads on; enters a complete hello, and drops anything else."""
-        try:
-            data = guest.line.recv(roll_call.MOST_HELLO_BYTES)
-        except BlockingIOError:
+        data = _receive(guest.line)
+        if data is None:
             return
-        except OSError:
-            data = b""
         guest.said += data
         is_whole = guest.said.endswith(b"\n")
         if data and not is_whole and len(guest.said) <= roll_call.MOST_HELLO_BYTES:
@@ -173,13 +170,7 @@ class RollCallServer:
 
     def _listen_for_end(self, guest: _Guest) -> None:
         """Forgets a process that hangs up before the verdict; it sends nothing else."""
-        try:
-            data = guest.line.recv(roll_call.MOST_HELLO_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
+        if _receive(guest.line) != b"":
             return
         self._selector.unregister(guest.line)
         guest.line.close()
@@ -276,3 +267,13 @@ def _check_name(host: str, address: str) -> None:
                 f"the name {host!r} has no address here ({error}). Give a name or an "
                 "address of the host of process 0, the same to all processes."
             ) from None
+
+
+def _receive(line: socket.socket) -> bytes | None:
+    """Returns what has come, b"" where the other end is gone, None for nothing yet."""
+    try:
+        return line.recv(roll_call.MOST_HELLO_BYTES)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
