@@ -28,7 +28,7 @@ help:
 demo: $(VENV)/.examples
 	$(BIN)/jdp launch -n 2 examples/digits.py
 
-IN_TURNS := -n 3 --dist loadfile --no-loadscope-reorder
+IN_TURNS := -n 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(IN_TURNS)
 
@@ -111,6 +111,7 @@ gpu-wheels:
 # an MPI), where they are installed.
 bench: $(VENV)/.examples
 	$(BIN)/jdp bench step
+	$(BIN)/jdp bench train
 	$(BIN)/jdp bench overhead
 	$(BIN)/jdp bench join
 	$(BIN)/jdp bench eager

@@ -1,8 +1,11 @@
 """Nine CPU devices for every test; nothing may be left behind."""
 
+import atexit
 import gc
 import os
 import pathlib
+import shutil
+import tempfile
 from unittest import mock
 
 import jax
@@ -26,6 +29,10 @@ if jaxlib.version.__version_info__ < (0, 11):
     with mock.patch.dict(os.environ, {"XLA_FLAGS": flags}):  # Not for new processes.
         xla_client.CompileOptions()
 
+# Nothing is left in the home directory, nor found there.
+os.environ["JDP_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdp-test-cache-")
+atexit.register(shutil.rmtree, os.environ["JDP_CACHE_DIR"], ignore_errors=True)
+
 # For the processes that tests start. Where the environment forbids to keep byte code,
 # each would compile all of jdp anew: a sixth of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -35,7 +42,7 @@ if _START not in _GIVEN:  # A worker has it from the process that started it.
     os.environ["PYTHONPATH"] = os.pathsep.join([_START, *filter(None, _GIVEN)])
 
 # A file is run by one worker; those that take longest come first, lest one of them is
-# begun when the other worker is nearly done (the option `--no-loadscope-reorder`).
+# begun when other workers are nearly done (the option `--no-loadscope-reorder`).
 _LONGEST = (
     "test_lifeline.py",
     "test_launch.py",

@@ -112,6 +112,7 @@ def run_processes(
             num_processes=num_processes,
             devices_per_process=devices_per_process,
             grace_s=grace_s,
+            has_shares=False,  # Tests run beside each other.
         )
         environ = {**compile_fast_environ(), "PYTHONPATH": python_path()}
         if ends_as_usual:

@@ -12,19 +12,19 @@ import zlib
 import msgspec
 import zmq
 
-from jdp.collectives import measurement
+from jdp.collectives import Curve, measurement, measurement_cache
 from jdp.collectives.pallas import gpu_topology
 from jdp.collectives.shared_memory import shared_segment
 from jdp.join import early_exit, lockstep, progress_exchange
 from jdp.launch import endings, launcher_link
-from jdp.replicas import comparison, differences, meeting, progress, wire
+from jdp.replicas import comparison, cores, differences, meeting, progress, wire
 from jdp.runtime import job_key, store
 from jdp.runtime.lifeline import rules, star_codec
 from jdp.runtime.transport import datagram_link, rendezvous, transport
 from tests.replicas import comparison_fuzz
 from tests.runtime.transport_fuzz import mutate
 
-_PEER = shared_segment.Peer(7, "11")
+_PEER = shared_segment.Peer(7, "11", cores.UsableCores((0, 3), 1.5))
 _OPTIONS = transport.LinkOptions()
 _OFFER = rendezvous._LinkOffer(zmq.curve_keypair()[0], _OPTIONS)
 _LANE_OFFER = datagram_link._LaneOffer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
@@ -33,7 +33,7 @@ MESSAGES = {
     "meeting.MeetingRecord": meeting.MeetingRecord("a topic", b"body", "why"),
     "meeting.MeetingOutcome": meeting.MeetingOutcome(b"body", "why"),
     "shared_segment.SegmentOffer": shared_segment.SegmentOffer(
-        _PEER, "/proc/7/fd/3", b"t" * 16
+        _PEER, "/proc/7/fd/3", b"t" * 16, 8192
     ),
     "shared_segment.Peer": _PEER,
     "a list of shared_segment.Peer": [_PEER, _PEER],
@@ -47,6 +47,10 @@ MESSAGES = {
     ),
     "gpu_topology.GpuFacts": gpu_topology.GpuFacts(platform="cpu", host="a"),
     "measurement.Seconds": [measurement.Seconds("ring", 8, [0.5])],
+    "measurement_cache.Machine": measurement_cache.Machine("a", "b", 2, ["cpu"]),
+    "measurement_cache.StoredTimes": measurement_cache.StoredTimes(
+        1e-5, 1e9, 0.0, (Curve("psum", 2, ((1024, 1e-4),)),)
+    ),
     "early_exit.DepartureNotice": early_exit.DepartureNotice(1, 3, "why"),
     "lifeline.Left": rules.Left({"train": 3}, "why", 1),
     "lifeline.AtEnd": rules.AtEnd(may_begin=True),
@@ -179,7 +183,7 @@ def _try(decode, *args, **kwargs):
 
 def _open(offer: shared_segment.SegmentOffer) -> None:
     """No path that is not memory of this user is opened, and none raises."""
-    mapped, error = shared_segment._open(8192, offer, 0)
+    mapped, error = shared_segment._open([8192], offer, 0)
     assert mapped is None and error is not None
 
 
@@ -225,6 +229,9 @@ NEXT = {
     "gpu_topology.GpuFacts": lambda data, found: gpu_topology.combine([found] * 2),
     "a list of gpu_topology.GpuFacts": lambda data, found: _combine(data),
     "measurement.Seconds": lambda data, found: _try(measurement.make_links, found, 4),
+    "measurement_cache.StoredTimes": lambda data, found: measurement_cache._decode(
+        data, ("psum",)
+    ),
     "differences.Details": lambda data, found: _try(differences.unpack, found.program),
     "lifeline.Left": _judge_gone,
     "lifeline.AtEnd": _judge_gone,

@@ -59,7 +59,14 @@ class JsonChannel:
         self._socket.close()
 
 
-def serve(port: int, group: str, rank: int, variants: Mapping[str, RunSteps]) -> None:
+def serve(
+    port: int,
+    group: str,
+    rank: int,
+    variants: Mapping[str, RunSteps],
+    *,
+    losses: Mapping[str, Callable[[], float]] | None = None,
+) -> None:
     """Times variants for the driver at `port` until the driver hangs up.
 
     Args:
@@ -68,6 +75,7 @@ def serve(port: int, group: str, rank: int, variants: Mapping[str, RunSteps]) ->
       rank: the number of this process in the group.
       variants: by name, a function that runs the given number of steps, together with
         the other processes of the group, and returns the seconds of each.
+      losses: by name, a function that returns the loss of a variant after a turn.
     """
     line = JsonChannel(socket.create_connection(("127.0.0.1", port), timeout=30.0))
     line.send({"group": group, "rank": rank, "variants": list(variants)})
@@ -76,7 +84,10 @@ def serve(port: int, group: str, rank: int, variants: Mapping[str, RunSteps]) ->
             request = line.receive(timeout_s=None)
             before = sent_bytes()
             seconds = variants[request["variant"]](request["num_steps"])
-            line.send({"seconds": seconds, "sent_bytes": sent_bytes() - before})
+            reply = {"seconds": seconds, "sent_bytes": sent_bytes() - before}
+            if losses is not None:
+                reply["loss"] = losses[request["variant"]]()
+            line.send(reply)
     except (EOFError, ConnectionError):
         return
     finally:

@@ -21,10 +21,13 @@ import rich.progress
 import typer
 
 from jdp.bench import channel
+from jdp.launch import core_shares
+from jdp.launch.core_shares import CoreShares
 from jdp.runtime.environment import LaunchEnvironment
 
 _START_TIMEOUT_S = 300.0
 _RUN_TIMEOUT_S = 300.0
+_ALL_CORES = CoreShares()
 
 
 class BenchmarkError(RuntimeError):
@@ -53,6 +56,7 @@ class Turn(NamedTuple):
 
     seconds: float  # of the median step.
     sent_bytes: float  # over TCP, per process and step.
+    loss: float | None = None  # after the turn, where the processes tell it.
 
 
 def time_systems(
@@ -112,6 +116,7 @@ def start_jax(
     folder: pathlib.Path,
     *,
     arguments: Sequence[str] = (),
+    shares: CoreShares = _ALL_CORES,
 ) -> Group:
     """Starts processes that run a module with `jdp.init`; `arguments` come last."""
     coordinator = f"127.0.0.1:{free_port()}"
@@ -135,18 +140,23 @@ def start_jax(
             *map(str, sizes),
             *arguments,
         ]
-        processes.append(spawn(command, log, place.to_environ()))
+        processes.append(spawn(command, log, place.to_environ(), shares, rank))
     return Group("jax", processes, log)
 
 
 def spawn(
-    command: list[str], log: pathlib.Path, environ: dict[str, str]
+    command: list[str],
+    log: pathlib.Path,
+    environ: dict[str, str],
+    shares: CoreShares = _ALL_CORES,
+    rank: int = 0,
 ) -> subprocess.Popen[bytes]:
-    """Starts one process; its output goes to `log`."""
-    with log.open("ab") as file:
+    """Starts process `rank` of `shares`; its output goes to `log`."""
+    cores = shares.cores[rank] if shares.cores else None
+    with log.open("ab") as file, core_shares.inherited(cores):
         return subprocess.Popen(
             command,
-            env={**os.environ, **environ},
+            env={**os.environ, **shares.environ, **environ},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -199,7 +209,9 @@ def _run(group: Group, variant: str, steps: int) -> Turn:
             f"a process of {group.name} ended in {variant!r}:\n{_tail(group.log)}"
         ) from None
     sent = [reply["sent_bytes"] / steps for reply in replies]
-    return Turn(statistics.median(replies[0]["seconds"]), statistics.mean(sent))
+    first = replies[0]
+    loss = first.get("loss")
+    return Turn(statistics.median(first["seconds"]), statistics.mean(sent), loss)
 
 
 @contextlib.contextmanager

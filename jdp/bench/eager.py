@@ -14,6 +14,7 @@ from jdp.bench import channel, collectives, driver, step
 # Names of the variants, as the processes make them.
 ALL_REDUCE = "all_reduce"  # and the bytes.
 MANY = "many all_reduces"
+MANY_NEW = "many new all_reduces"
 STEP = "step, by name"
 FLAT = "step, flat shard_map"
 DECORATED = "step, jdp"
@@ -113,6 +114,13 @@ def _make_rows() -> list[_Figure]:
         one._replace(what="1 element / torch gloo", unit="µs", limit=1.2),
         _Figure(
             f"{NUM_NAMES:,} names at once", MANY, "/s", limit=50_000, is_least=True
+        ),
+        _Figure(
+            f"{NUM_NAMES:,} new names at once",
+            MANY_NEW,
+            "/s",
+            limit=60_000,
+            is_least=True,
         ),
         _Figure("step / flat shard_map", STEP, "ms", FLAT, limit=1.5),
         _Figure("step / jdp", STEP, "ms", DECORATED),

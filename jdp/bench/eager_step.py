@@ -1,6 +1,7 @@
 """Processes of `jdp bench eager`: what do they time with the engine?"""
 
 import functools
+import itertools
 import random
 import sys
 import time
@@ -82,7 +83,7 @@ def make_calls() -> dict[str, channel.RunSteps]:
     elements = [np.zeros(1, np.float32) for _ in range(bench.NUM_NAMES)]
     names = [f"element {i}" for i in range(bench.NUM_NAMES)]
 
-    def many() -> None:
+    def reduce_all(names: list[str]) -> None:
         handles = [
             eager.all_reduce_async(x, name=name)
             for x, name in zip(elements, names, strict=True)
@@ -90,11 +91,20 @@ def make_calls() -> dict[str, channel.RunSteps]:
         for handle in handles:
             eager.synchronize(handle)
 
+    calls = itertools.count()
+
+    def reduce_new() -> None:
+        call = next(calls)
+        reduce_all([f"new element {call}.{i}" for i in range(bench.NUM_NAMES)])
+
     variants = {
         f"{bench.ALL_REDUCE} {num_bytes}": _repeating(call_of(num_bytes))
         for num_bytes in bench.NUM_BYTES
     }
-    return variants | {bench.MANY: _repeating(many)}
+    return variants | {
+        bench.MANY: _repeating(lambda: reduce_all(names)),
+        bench.MANY_NEW: _repeating(reduce_new),
+    }
 
 
 def time_coordinator(num_ranks: int, num_names: int) -> float:

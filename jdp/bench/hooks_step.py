@@ -14,7 +14,10 @@ def make_step(world: jdp.World, config: StepConfig, hook: CommHook | None) -> An
 
     def step(state: Any, batch: Any) -> Any:
         params, hook_state = state
-        grad_fn = jdp.value_and_grad(jax_step.loss_fn, hook=hook, hook_state=hook_state)
+        # Over gloo, since hooks save bytes between hosts.
+        grad_fn = jdp.value_and_grad(
+            jax_step.loss_fn, all_reduce=None, hook=hook, hook_state=hook_state
+        )
         out = grad_fn(params, batch)
         (loss, grads), hook_state = out if hook_state is not None else (out, None)
         return (jax_step.sgd(params, grads, config), hook_state), loss

@@ -1,5 +1,6 @@
 """Processes of `jdp bench step` that run JAX: what do they time?"""
 
+import mmap
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,6 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp import collectives
 from jdp.bench import channel
 from jdp.bench.channel import StepConfig
 
@@ -56,7 +56,7 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
     """Returns the compiled steps by name, each `(params, batch) -> (params, loss)`."""
     steps = _make_jdp_steps(world, config) | _make_other_steps(world, config)
     if jax.default_backend() == "cpu":
-        steps["jdp, shared memory"] = _make_shared_memory_step(world, config)
+        steps["two copies alone"] = _make_copies(config)
     return steps
 
 
@@ -70,19 +70,25 @@ def _make_jdp_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:
         (loss, grads), _ = grad_fn(params, batch)
         return sgd(params, grads, config), loss
 
-    steps = {"jdp": plain, "jdp, find_unused": find_unused}
+    def psum(params: Any, batch: Any) -> Any:
+        loss, grads = jdp.value_and_grad(loss_fn, all_reduce=None)(params, batch)
+        return sgd(params, grads, config), loss
+
+    steps = {"jdp": plain, "jdp, find_unused": find_unused, "jdp, psum": psum}
     return {k: jdp.data_parallel(step, world=world) for k, step in steps.items()}
 
 
-def _make_shared_memory_step(world: jdp.World, config: StepConfig) -> Any:
-    def step(params: Any, batch: Any) -> Any:
-        grad_fn = jdp.value_and_grad(
-            loss_fn, all_reduce=collectives.shared_memory_all_reduce
-        )
-        loss, grads = grad_fn(params, batch)
-        return sgd(params, grads, config), loss
+def _make_copies(config: StepConfig) -> Any:
+    """Returns no step, but copies: of the gradients into shared memory, and back."""
+    own = np.concatenate([x.ravel() for x in jax.tree.leaves(init_params(config))])
+    shared = np.frombuffer(mmap.mmap(-1, own.nbytes), own.dtype)
 
-    return jdp.data_parallel(step, world=world)
+    def copy(params: Any, batch: Any) -> Any:
+        np.copyto(shared, own)
+        np.copyto(own, shared)
+        return params, np.float32(0)
+
+    return copy
 
 
 def _make_other_steps(world: jdp.World, config: StepConfig) -> dict[str, Any]:

@@ -26,7 +26,9 @@ def make_plain_step(world: jdp.World, config: StepConfig) -> Any:
     """Returns a step that averages gradients, and its first state."""
 
     def step(params: Any, batch: Any) -> Any:
-        _, grads = jdp.value_and_grad(jax_step.loss_fn)(params, batch)
+        # Over gloo, as in the other variants, so that the bytes can be counted.
+        grad_fn = jdp.value_and_grad(jax_step.loss_fn, all_reduce=None)
+        _, grads = grad_fn(params, batch)
         return jax_step.sgd(params, grads, config), {}
 
     params = jdp.replicate(world, jax_step.init_params(config))

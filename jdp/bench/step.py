@@ -14,8 +14,10 @@ import rich.table
 import typer
 
 from jdp.bench import channel, driver, overlap
+from jdp.launch.core_shares import CoreShares
 
 _REFERENCE = "jdp"
+_ALL_CORES = CoreShares()
 
 
 def bench_step(
@@ -47,7 +49,9 @@ def bench_step(
 
     The model is a stack of blocks `h + tanh(h @ W + b) * s * 0.1` with three leaves
     each. A step is the loss, gradients, their average, and plain gradient descent.
-    Every round times each system in turn; the table has medians over the rounds.
+    Every round times each system in turn; the table has medians over the rounds. "two
+    copies alone" copies as many bytes as the gradients have into shared memory, and
+    back, with numpy: what a reduction through memory takes at least.
 
     With --overlap: the step, the step without communication, and the communication
     alone, for that model and for a model of stacked layers in a loop.
@@ -137,6 +141,8 @@ def start_torch(
     port: int,
     sizes: Sequence[int],
     folder: pathlib.Path,
+    *,
+    shares: CoreShares = _ALL_CORES,
 ) -> driver.Group | None:
     """Starts the processes of a module that runs torch; None if torch is missing."""
     if importlib.util.find_spec("torch") is None:
@@ -149,6 +155,8 @@ def start_torch(
             [*module, str(rank), str(num_processes), rendezvous, *map(str, sizes)],
             log,
             {},
+            shares,
+            rank,
         )
         for rank in range(num_processes)
     ]

@@ -38,8 +38,8 @@ def main(port: int, config: StepConfig) -> None:
     optimizers = {
         "Adam, shared memory": jdp.distributed_optimizer(adam, all_reduce=all_reduce),
         "zero1, shared memory": jdp.zero1(adam, halves=halves, world=world),
-        "Adam": jdp.distributed_optimizer(adam),
-        "zero1": jdp.zero1(adam, world=world),
+        "Adam": jdp.distributed_optimizer(adam, all_reduce=None),
+        "zero1": jdp.zero1(adam, halves=collectives.PSUM, world=world),
     }
     steps = {name: make_step(world, config, tx) for name, tx in optimizers.items()}
     jax_step.serve(port, world, config, steps)

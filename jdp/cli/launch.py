@@ -64,6 +64,7 @@ def launch(
     node_rank: launch_options.NodeRank = 0,
     coordinator: launch_options.Coordinator = None,
     grace_s: launch_options.GraceS = 5.0,
+    is_unpinned: launch_options.IsUnpinned = False,
     num_servers: launch_options.NumServers = None,
     num_workers: launch_options.NumWorkers = None,
     addresses: launch_options.Addresses = None,
@@ -82,6 +83,7 @@ def launch(
     """
     output.open_missing()
     words = _check(context, script, arguments or [])
+    shared: Any = dict(key_file=key_file, grace_s=grace_s, has_shares=not is_unpinned)
     if num_processes is None:
         code = _launch_roles(
             is_module,
@@ -89,24 +91,22 @@ def launch(
             num_servers=num_servers or 0,
             num_workers=num_workers or 0,
             addresses=tuple(addresses or ()),
-            key_file=key_file,
             first=first,
             all_workers=all_workers,
             restarts=restarts,
             report=_choose_report(is_json, is_table),
-            grace_s=grace_s,
+            **shared,
         )
     else:
         code = _launch_processes(
             is_module,
             words,
-            key_file,
             num_processes=num_processes,
             devices_per_process=devices_per_process,
             num_nodes=num_nodes,
             node_rank=node_rank,
             coordinator_address=coordinator,
-            grace_s=grace_s,
+            **shared,
         )
     raise typer.Exit(code)
 
@@ -173,7 +173,7 @@ def _launch_roles(is_module: bool, words: list[str], **options: Any) -> int:
 
 
 def _launch_processes(
-    is_module: bool, words: list[str], key_file: str, **options: Any
+    is_module: bool, words: list[str], *, key_file: str, **options: Any
 ) -> int:
     """Runs processes by `LaunchOptions(**options)`; returns the exit code."""
     try:

@@ -45,6 +45,14 @@ Coordinator = Annotated[
     ),
 ]
 GraceS = Annotated[float, typer.Option(help="Seconds from SIGTERM to SIGKILL.")]
+IsUnpinned = Annotated[
+    bool,
+    typer.Option(
+        "--no-pin",
+        help="Let each process run on all cores. By default, processes that compute on "
+        "the CPU share them out: each gets cores of its own, and as many threads.",
+    ),
+]
 NumServers = Annotated[
     int | None,
     typer.Option(

@@ -11,10 +11,12 @@ from jdp.bench import (
     hooks,
     join,
     kernel,
+    leaves,
     local,
     overhead,
     parameter_server,
     step,
+    train,
     zero1,
 )
 from jdp.cli import doctor, launch, plan, timeline
@@ -35,12 +37,14 @@ bench = typer.Typer(
     rich_markup_mode=None,
 )
 bench.command("step")(step.bench_step)
+bench.command("train")(train.bench_train)
 bench.command("collectives")(collectives.bench_collectives)
 bench.command("kernel")(kernel.bench_kernel)
 bench.command("join")(join.bench_join)
 bench.command("hooks")(hooks.bench_hooks)
 bench.command("local")(local.bench_local)
 bench.command("zero1")(zero1.bench_zero1)
+bench.command("leaves")(leaves.bench_leaves)
 bench.command("eager")(eager.bench_eager)
 bench.command("parameter-server")(parameter_server.bench_parameter_server)
 bench.command("overhead")(overhead.bench_overhead)

@@ -15,7 +15,7 @@ from jdp.backward import loss_queries
 from jdp.backward.loss import LossProgram
 from jdp.bench import hook_option
 from jdp.cli import plan_cluster, plan_options
-from jdp.gradients import hook_reduction, reduce, step_trace
+from jdp.gradients import hook_reduction, step_trace
 from jdp.gradients.step_facts import Synchronization
 from jdp.hooks import CommHook
 from jdp.step import description
@@ -195,7 +195,7 @@ def _synchronize(
         raise typer.BadParameter(str(error), param_hint="--hook") from None
     return Synchronization(
         plan=bucket_plan,
-        packing="flat" if hook else reduce.choose_packing(None, None),
+        packing="flat" if hook else buckets.default_packing(),
         algorithm="psum",
         hook=None if hook is None else hook.name,
         hook_bytes=hook_bytes,

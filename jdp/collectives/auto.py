@@ -7,40 +7,51 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jdp import compat, types
-from jdp.collectives import cost_model, measurement
-from jdp.collectives.base import Op
+from jdp.collectives import cost_model, measurement, measurement_cache, xla
+from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.collectives.cost_model import Links
 from jdp.collectives.pallas import choice, gpu_topology, tuning
 from jdp.collectives.pallas.all_reduce import PallasAllReduce
 from jdp.collectives.pallas.choice import THRESHOLDS, Thresholds, Topology
-from jdp.collectives.shared_memory.all_reduce import shared_memory_all_reduce
-from jdp.collectives.xla import psum_all_reduce
+from jdp.collectives.shared_memory import arithmetic
+from jdp.collectives.shared_memory.all_reduce import (
+    SHARED_MEMORY,
+    shared_memory_all_reduce,
+)
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.types import AllReduce, AxisName
 
 _logger = logging.getLogger("jdp")
-_BUDGET_S = 10.0  # to measure in.
+# Bytes that are measured, rounds, and the longest time. The sizes of most buckets come
+# first, in case time runs out.
+_SIZES = (1 << 18, 1 << 22, 1 << 15, 1 << 24)
+_ROUNDS = 3
+_BUDGET_S = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoAllReduce:
     """Chooses an all-reduce per buffer, while a program is traced.
 
-    Replicas that are CPU processes of one host reduce through shared memory. Sums and
-    means on GPUs of one host take the custom kernel where `should_use_custom` says so.
-    In all other cases, the first program that is traced measures with `fit_links` on
-    all processes, which takes about 10 s at most, once per job, and `choose` decides
-    from these times. Without a world of `jdp.init`, or on other axes than its own,
-    `psum` is used.
+    - CPU processes of one host reduce through shared memory, and the replicas of one
+      process by XLA. Nothing is measured.
+    - Sums and means on GPUs of one host take the custom kernel where
+      `should_use_custom` says so. It is tried once per job before it is used. If it
+      does not compile or gives a wrong sum, it is not used.
+    - Elsewhere the first program that is traced measures with `fit_links` on all
+      processes, for about 3 s at most, and `choose` decides from these times. They are
+      kept on disk for the next job; see `jdp.collectives.measurement_cache`.
+    - Without a world of `jdp.init`, or on other axes than its own, XLA reduces.
 
-    The custom kernel is tried once per job before it is used. If it does not compile or
-    gives a wrong sum, it is not used.
+    Types, derivatives and `vmap` are as with `jax.lax.psum`.
 
     Attributes:
       thresholds: which sizes take the kernel; see `jdp bench collectives --tune`.
@@ -60,22 +71,24 @@ class AutoAllReduce:
     ) -> jax.Array:
         """Reduces one buffer; see the contract in `jdp.collectives.base`."""
         aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return self.choose(aval, axis_name, op=op).reduce(x, axis_name, op=op)
+        reduce = self.choose(aval, axis_name, op=op).reduce
+        if reduce is lax.psum:
+            reduce = xla.psum_all_reduce
+        return reduce(x, axis_name, op=op)
 
     def choose(
         self, buffer: jax.ShapeDtypeStruct, axis_name: AxisName, *, op: Op = "sum"
     ) -> AllReduce:
         """Returns the all-reduce for a buffer of that shape and dtype."""
         world = mesh.find_current_world()
-        reason = "there is no world of `jdp.init` over the axes that are reduced"
-        found = None
-        if world is not None and _is_whole(world, axis_name):
-            found = _find(world)
-            reason = "nothing is known about the devices yet"
-        if found is None:
+        if world is None or not _is_whole(world, axis_name):
+            reason = "there is no world of `jdp.init` over the axes that are reduced"
             self._explain(buffer, reason)
-            return AllReduce(psum_all_reduce, name="psum")
-        assert world is not None
+            return xla.PLAIN
+        found = _find(world)
+        if found is None:
+            self._explain(buffer, "nothing is known about the devices yet")
+            return UNDECIDED
         num_bytes = buffer.size * buffer.dtype.itemsize
         reason = self._why_not_custom(buffer, num_bytes, op, found)
         if reason is None:
@@ -88,10 +101,7 @@ class AutoAllReduce:
             )
             return PallasAllReduce(algorithm, self.thresholds).value
         self._explain(buffer, reason)
-        if found.links is None:
-            return shared_memory_all_reduce.value
-        name = cost_model.choose(num_bytes, world.num_replicas, found.links)
-        return AllReduce(found.candidates[name], name=name)
+        return found.choose(buffer, num_bytes)
 
     def _why_not_custom(
         self, buffer: jax.ShapeDtypeStruct, num_bytes: int, op: Op, found: "_Found"
@@ -112,6 +122,21 @@ class AutoAllReduce:
 
 
 auto_all_reduce = AutoAllReduce()
+UNDECIDED = AllReduce(lax.psum, name="auto")  # while nothing may be measured.
+
+
+def choose_halves(axis_name: AxisName) -> ReduceScatterAllGather:
+    """Chooses a reduce-scatter and an all-gather, as "auto" chooses an all-reduce.
+
+    Between CPU processes of one host with one replica each, both go through shared
+    memory, and elsewhere they are XLA's.
+    """
+    world = mesh.find_current_world()
+    if world is None or world.num_local_replicas > 1 or not _is_whole(world, axis_name):
+        return xla.PSUM
+    found = _find(world)
+    can_share = found is not None and "shared_memory" in found.candidates
+    return SHARED_MEMORY if can_share else xla.PSUM
 
 
 @contextlib.contextmanager
@@ -137,7 +162,19 @@ class _Found:
     topology: Topology
     kernel_fails: str | None  # why the custom kernel failed when it was tried.
     candidates: dict[str, Callable[..., jax.Array]]
-    links: Links | None  # None: shared memory is available and the fastest.
+    links: Links | None  # None: nothing was measured.
+
+    def choose(self, buffer: jax.ShapeDtypeStruct, num_bytes: int) -> AllReduce:
+        """Chooses among the candidates."""
+        if "shared_memory" in self.candidates:
+            can_share = arithmetic.can_reduce(buffer.dtype)
+            return shared_memory_all_reduce.value if can_share else xla.PLAIN
+        if self.links is None or not self.links.measured:
+            return xla.PLAIN
+        name = cost_model.choose(num_bytes, self.world.num_replicas, self.links)
+        if name == "psum":
+            return xla.PLAIN
+        return AllReduce(self.candidates[name], name=name)
 
 
 class _LastSearch:
@@ -150,7 +187,7 @@ class _LastSearch:
 def _find(world: World) -> _Found | None:
     with _LastSearch.lock:
         if _LastSearch.found is None or _LastSearch.found.world is not world:
-            if not _may_measure.get():
+            if not _may_measure.get() and world.process_count > 1:
                 return None
             # In a thread of its own, where no function is being traced.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -161,18 +198,35 @@ def _find(world: World) -> _Found | None:
 def _look(world: World) -> _Found:
     """Finds the facts about a world; every process calls it."""
     topology, kernel_fails = find_kernel(world)
+    if world.process_count == 1 and topology.platform == "cpu":
+        return _Found(world, topology, kernel_fails, {}, None)
     candidates = measurement.candidates(world)
-    links = None
-    if "shared_memory" not in candidates:
-        if world.is_main_process:
-            _logger.info(
-                '`all_reduce="auto"` measures which all-reduce is the fastest on %d '
-                "replicas, once per job, for about %g s at most.",
-                world.num_replicas,
-                _BUDGET_S,
-            )
-        links = measurement.fit_links(world, candidates, budget_s=_BUDGET_S)
-    return _Found(world, topology, kernel_fails, candidates, links)
+    if "shared_memory" in candidates:
+        _log(world, "shared memory, for %d processes of one host", world.process_count)
+        return _Found(world, topology, kernel_fails, candidates, None)
+    links = measurement_cache.find_or_measure(
+        world,
+        candidates,
+        lambda: measurement.fit_links(
+            world, candidates, sizes=_SIZES, rounds=_ROUNDS, budget_s=_BUDGET_S
+        ),
+    )
+    found = _Found(world, topology, kernel_fails, candidates, links)
+    chosen = [
+        found.choose(jax.ShapeDtypeStruct((n // 4,), "float32"), n) for n in _SIZES
+    ]
+    pairs = zip(_SIZES, chosen, strict=True)
+    _log(
+        world,
+        "%s",
+        ", ".join(f"{each.name} for {n >> 10} KiB" for n, each in pairs),
+    )
+    return found
+
+
+def _log(world: World, text: str, *args: Any) -> None:
+    if world.is_main_process:
+        _logger.info(f'`all_reduce="auto"` takes {text}.', *args)
 
 
 def find_kernel(world: World) -> tuple[Topology, str | None]:

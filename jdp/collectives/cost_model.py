@@ -47,6 +47,13 @@ class Curve(NamedTuple):
     num_replicas: int
     points: tuple[tuple[int, float], ...]  # bytes, rising, and seconds.
 
+    def is_possible(self) -> bool:
+        """Whether these are sizes and times, rising from the smallest size."""
+        sizes = [size for size, _ in self.points]
+        are_times = all(0 < seconds < math.inf for _, seconds in self.points)
+        is_rising = sizes == sorted({*sizes}) and sizes[:1] > [0]
+        return are_times and is_rising and self.num_replicas > 0
+
     def at(self, num_bytes: int) -> float:
         """Returns seconds at any size, interpolated linearly on logarithmic axes.
 

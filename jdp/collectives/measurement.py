@@ -328,7 +328,7 @@ def make_links(measured: Sequence[Seconds], num_replicas: int) -> Links:
         points.append((each.num_bytes, each.median))
     return Links(
         latency_s=float(latency_s),
-        bandwidth_bytes_per_s=1 / s_per_byte if s_per_byte else math.inf,
+        bandwidth_bytes_per_s=float(1 / s_per_byte) if s_per_byte else math.inf,
         compute_s_per_byte=float(compute_s),
         measured=tuple(
             Curve(name, num_replicas, tuple(points)) for name, points in curves.items()

@@ -9,7 +9,10 @@ from jdp import types
 from jdp.collectives import base
 from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.compat import annotations
-from jdp.types import AxisName
+from jdp.types import AllReduce, AxisName
+
+# XLA's own all-reduce, for which leaves are packed or not, as the backend prefers.
+PLAIN = AllReduce(lax.psum, name="psum")
 
 
 def psum_in_order(

@@ -48,7 +48,7 @@ OPAQUE = (
     CALLBACKS
     | KERNELS
     | OF_OTHER_PACKAGES
-    | _names("custom_partitioning mosaic_gpu_p tpu_custom_call")
+    | _names("custom_partitioning jdp_host_collective mosaic_gpu_p tpu_custom_call")
 )
 # Draws from state on the device. `lax.empty`, which returns uninitialised memory, is
 # not here: `jnp.empty` consists of it, and programs fill the memory.
@@ -116,6 +116,8 @@ ZERO_WITH_ALL = _names("add add_any complex concatenate max min pad sub")
 
 CONTRACTIONS = _names("conv_general_dilated dot_general")
 PRODUCTS = CONTRACTIONS | {"mul"}
+# Factorizations of matrices, which take a time cubic in the side.
+DECOMPOSITIONS = _names("cholesky eig eigh hessenberg lu qr schur svd triangular_solve")
 # Operations that take most of the time of a backward pass.
 HEAVY = CONTRACTIONS | KERNELS | _names("ragged_dot_general scan while")
 ADDITIONS = _names("add add_any neg sub")

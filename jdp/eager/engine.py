@@ -8,7 +8,6 @@ all processes.
 import contextlib
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -45,7 +44,7 @@ class Engine:
         self.options = options
         self.rank = world.process_index
         self.size = world.process_count
-        self.hosts = startup.agree(world, options)
+        self.hosts, has_cores = startup.agree(world, options)
         number = 0 if world.store is None else world.store.next_round()
         key = f"jdp/eager/{number}"
         self._link = transport.open_link(
@@ -66,7 +65,6 @@ class Engine:
             self._link.close()
             raise
         self.cycle_time_s = options.cycle_time_s
-        has_cores = len(os.sched_getaffinity(0)) >= self.size
         self._spin_s = options.spin_s if has_cores else 0.0
         self._recorder = FlightRecorder(
             rank=self.rank,

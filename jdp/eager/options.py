@@ -25,8 +25,8 @@ class EagerOptions:
         waits for, so that more can be fused with them; up to ten times as long while
         new ones come at least every 50 µs. 0: not at all.
       spin_s: how long, in seconds, the engine polls for news before it sleeps: a thread
-        takes some 50 µs to wake. It never polls with fewer cores than processes. At
-        most 1; 0: never.
+        takes some 50 µs to wake. It never polls where the processes of its host do not
+        have a core each. At most 1; 0: never.
       cache_capacity: number of requests that the response cache holds; 0: no cache.
       hierarchical_all_reduce: whether to reduce within each host first; needs a world
         with a pair of axis names.

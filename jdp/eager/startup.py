@@ -1,16 +1,17 @@
-"""Startup: do all processes have the same options, and which of them share a host?"""
+"""Startup: do the options of all processes agree, and which share a host and cores?"""
 
 import dataclasses
 import pathlib
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jdp.eager import messages
 from jdp.eager.messages import ProtocolError
 from jdp.eager.options import EagerOptions
-from jdp.replicas import agreement
+from jdp.replicas import agreement, cores
+from jdp.replicas.cores import UsableCores
 from jdp.replicas.mesh import World
 
 _TOPIC = "start of the eager engine"
@@ -19,11 +20,19 @@ _SENT = "While the eager engine started, process {} sent a message that no engin
 _OWN = {"timeline", "flight_recorder_capacity", "flight_recorder_dir", "autotune_log"}
 
 
+class Hosts(NamedTuple):
+    """Hosts of the processes of a job."""
+
+    names: tuple[str, ...]  # by process, a text that identifies its host.
+    has_cores: bool  # whether each process of this host can have a core of its own.
+
+
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The options of one process, and its host."""
+    """The options of one process, its host and its cores."""
 
     options: dict[str, bool | int | float | str]
     host: str
+    cores: UsableCores
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -31,25 +40,24 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
     error: str
     hosts: tuple[str, ...]
+    hosts_with_cores: frozenset[str]  # Each process there can have a core of its own.
 
 
 _hello = msgspec.msgpack.Decoder(_Hello)
 _answer = msgspec.msgpack.Decoder(_Answer)
 
 
-def agree(world: World, options: EagerOptions) -> tuple[str, ...]:
+def agree(world: World, options: EagerOptions) -> Hosts:
     """Compares the options of all processes with the options of process 0.
-
-    Returns:
-      By process, a text that identifies its host.
 
     Raises:
       RuntimeError: on every process, if the options differ, or a process does not come.
     """
     own = {k: v for k, v in dataclasses.asdict(options).items() if k not in _OWN}
+    host = _host()
     if world.process_count == 1:
-        return (_host(),)
-    hello = messages.encode(_Hello(own, _host()))
+        return Hosts((host,), has_cores=True)
+    hello = messages.encode(_Hello(own, host, cores.find_usable()))
     said = agreement.meet(world, _TOPIC, hello, _compare)
     answer = _decode(_answer, 0, said)
     if answer.error:
@@ -58,7 +66,7 @@ def agree(world: World, options: EagerOptions) -> tuple[str, ...]:
         raise RuntimeError(answer.error)
     if len(answer.hosts) != world.process_count:
         raise RuntimeError(f"{_SENT.format(0)}: {len(answer.hosts)} hosts.")
-    return answer.hosts
+    return Hosts(answer.hosts, has_cores=host in answer.hosts_with_cores)
 
 
 def _compare(bodies: list[bytes]) -> bytes:
@@ -66,11 +74,17 @@ def _compare(bodies: list[bytes]) -> bytes:
     try:
         hellos = [_decode(_hello, peer, body) for peer, body in enumerate(bodies)]
     except RuntimeError as fault:
-        return messages.encode(_Answer(str(fault), ()))
+        return messages.encode(_Answer(str(fault), (), frozenset()))
     own = hellos[0].options
     found = (_find_difference(own, p, x.options) for p, x in enumerate(hellos))
     error = next(filter(None, found), "")
-    return messages.encode(_Answer(error, tuple(hello.host for hello in hellos)))
+    hosts = tuple(hello.host for hello in hellos)
+    with_cores = frozenset(
+        host
+        for host in set(hosts)
+        if cores.are_enough([hello.cores for hello in hellos if hello.host == host])
+    )
+    return messages.encode(_Answer(error, hosts, with_cores))
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], peer: int, payload: bytes) -> Any:

@@ -64,14 +64,15 @@ class Handle:
         return self._value
 
 
-class _KnownTensor(NamedTuple):
-    """Cached request of a tensor."""
+class _TensorKind(NamedTuple):
+    """Facts that all tensors of one dtype and shape share; cached."""
 
-    request: Request
+    spec: bytes  # see `Request`.
+    local: tuple[int, ...]
     dtype: str
     num_bytes: int
     is_small: bool  # see `small_tensors`.
-    is_cast: bool  # whether it is sent in another dtype.
+    is_cast: bool  # whether they are sent in another dtype.
 
 
 class CallOptions:
@@ -85,8 +86,8 @@ class CallOptions:
         self.wire = (
             None if arguments.wire_dtype is None else jnp.dtype(arguments.wire_dtype)
         )
-        # Cached tensors, by name, dtype, shape and so on.
-        self.known: dict[Any, _KnownTensor] = {}
+        # By dtype, shape, `local`, and platform where it is not numpy's.
+        self.kinds: dict[Any, _TensorKind] = {}
 
 
 class CollectiveArguments(NamedTuple):
@@ -114,17 +115,20 @@ def find_options(engine: Engine, *arguments: Any) -> CallOptions:
         not a power of two.
     """
     known = engine.known_options
+    # With their types, since equal arguments may differ in type, as 1 and True do.
+    key = (arguments, *map(type, arguments))
     try:
-        options = known.get(arguments)
+        options = known.get(key)
     except TypeError:  # An argument such as an array has no hash.
-        options = None
+        key, options = None, None
     if options is None:
         checked = _check_types(CollectiveArguments(*arguments))
-        options = known.get(checked)
-        if options is None:
-            if len(known) == _MAX_KNOWN:
-                known.clear()
-            options = known[checked] = _make_options(engine, checked)
+        options = known.get(checked) or _make_options(engine, checked)
+        if len(known) > _MAX_KNOWN:
+            known.clear()
+        known[checked] = options
+        if key is not None:
+            known[key] = options
     return options
 
 
@@ -236,15 +240,13 @@ def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
             return submit_tree(options, name, tree)
     name = argument_types.check_name(name)
     if type(tree) is np.ndarray and options.wire is None:  # The most common input.
-        found = options.known.get((name, tree.dtype, tree.shape, ()))
-        if found is None:
-            entries = (
-                make_entry(options, name, argument_types.check_array(tree, name)),
-            )
+        kind = options.kinds.get((tree.dtype, tree.shape, ()))
+        if kind is None:
+            entry = make_entry(options, name, argument_types.check_array(tree, name))
         else:
-            entries = (_make_known(options, name, tree, found),)
-        options.engine.submit(entries)
-        return Handle(entries, _take_one)
+            entry = _make_entry(options, name, tree, kind)
+        options.engine.submit((entry,))
+        return Handle((entry,), _take_one)
     if isinstance(tree, np.ndarray | jax.Array):
         array = argument_types.check_array(tree, name)
         kind = results.kind_of(array)
@@ -282,57 +284,52 @@ def make_entry(
     options: CallOptions, name: str, array: Any, local: tuple[int, ...] = ()
 ) -> Entry:
     """Returns the entry of one tensor."""
-    dtype, shape, known = array.dtype, array.shape, options.known
+    dtype, shape, kinds = array.dtype, array.shape, options.kinds
     is_jax = isinstance(array, jax.Array)
     if is_jax:
-        key = (name, dtype, shape, local, _device_of(array))
+        key = (dtype, shape, local, _device_of(array))
     else:
-        key = (name, dtype, shape, local)
-    found = known.get(key)
-    if found is None:
-        if len(known) == _MAX_KNOWN:
-            known.clear()
-        found = known[key] = _find_out(options, name, array, local)
-    if found.is_cast:
+        key = (dtype, shape, local)
+    kind = kinds.get(key)
+    if kind is None:
+        if len(kinds) == _MAX_KNOWN:
+            kinds.clear()
+        kind = kinds[key] = _make_kind(options, name, array, local)
+    if kind.is_cast:
         assert options.wire is not None
         array = results.cast(array, options.wire)
     if is_jax:
         array = _own_part(array)
-    return _make_known(options, name, array, found)
+    return _make_entry(options, name, array, kind)
 
 
-def _make_known(
-    options: CallOptions, name: str, array: Any, found: _KnownTensor
+def _make_entry(
+    options: CallOptions, name: str, array: Any, kind: _TensorKind
 ) -> Entry:
     arguments = options.arguments
     record = Record(
         name,
         arguments.kind,
-        found.dtype,
+        kind.dtype,
         array.shape,
         options.set_id,
         arguments.op,
-        found.num_bytes,
+        kind.num_bytes,
         -1,
         time.perf_counter(),
     )
-    return Entry(
-        found.request, record, array, None, found.is_small, group=options.group
-    )
+    request = Request(name, kind.spec, options.set_id, kind.local)
+    return Entry(request, record, array, None, kind.is_small, options.group)
 
 
-def _find_out(
+def _make_kind(
     options: CallOptions, name: str, array: Any, local: tuple[int, ...]
-) -> _KnownTensor:
-    request, is_small = _make_request(options, name, array, local)
-    wire = options.wire
-    is_cast = wire is not None and _is_wider(array.dtype, wire)
-    return _KnownTensor(request, array.dtype.name, array.nbytes, is_small, is_cast)
+) -> _TensorKind:
+    """Returns the kind of a tensor.
 
-
-def _make_request(
-    options: CallOptions, name: str, array: Any, local: tuple[int, ...]
-) -> tuple[Request, bool]:
+    Raises:
+      TypeError: the operation is not defined for the dtype; the text has the `name`.
+    """
     arguments, dtype, shape = options.arguments, array.dtype, tuple(array.shape)
     if arguments.kind in OPS and dtype.kind == "b":
         raise TypeError(
@@ -346,8 +343,9 @@ def _make_request(
         raise TypeError(
             f"`{name}` must be floating, with a zero, for `op='adasum'`, got {dtype}."
         )
-    if options.wire is not None and _is_wider(dtype, options.wire):
-        dtype = options.wire
+    is_cast, wire = False, options.wire
+    if wire is not None and _is_wider(dtype, wire):
+        is_cast, dtype = True, wire
     if arguments.kind in HAS_LOCAL_FIRST:
         local = local or shape[:1]
         shape = shape[1:] if shape else SCALAR  # The coordinator refuses it.
@@ -363,8 +361,14 @@ def _make_request(
         arguments.group,
         arguments.group_size,
     )
-    request = Request(name, encode_spec(spec), options.set_id, local)
-    return request, small_tensors.is_small(spec, array.size * dtype.itemsize)
+    return _TensorKind(
+        encode_spec(spec),
+        local,
+        array.dtype.name,
+        array.nbytes,
+        small_tensors.is_small(spec, array.size * dtype.itemsize),
+        is_cast,
+    )
 
 
 def _is_wider(dtype: np.dtype, wire: np.dtype) -> bool:

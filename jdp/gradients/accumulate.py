@@ -23,12 +23,11 @@ from jdp.gradients import (
 from jdp.gradients.differentiation import LocalGradients, LossCall
 from jdp.gradients.micro_metrics import MicroMetrics
 from jdp.gradients.micro_weights import SampleWeights
-from jdp.gradients.reduce import Packing
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
 from jdp.trees import tree_paths
-from jdp.trees.buckets import BucketPlan
+from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 
@@ -46,7 +45,7 @@ def accumulate_gradients(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduceOption = None,
+    all_reduce: AllReduceOption = "auto",
     hook: CommHook | None = None,
     hook_state: PyTree = None,
     find_norms: bool = False,

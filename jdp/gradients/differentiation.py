@@ -20,13 +20,13 @@ from jdp.gradients import (
     weighted_mean,
 )
 from jdp.gradients.loss_weighting import Seed
-from jdp.gradients.reduce import Packing, ReduceOptions
+from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.step_facts import LossFacts
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
 from jdp.trees import buckets
-from jdp.trees.buckets import BucketPlan
+from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 
@@ -61,7 +61,7 @@ def value_and_grad(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduceOption = None,
+    all_reduce: AllReduceOption = "auto",
     hook: CommHook | None = None,
     hook_state: PyTree = None,
     find_norms: bool = False,

@@ -11,9 +11,9 @@ from jdp.backward import flow
 from jdp.backward.loss import LossProgram
 from jdp.compat import origins
 from jdp.gradients import reduce, step_trace
-from jdp.gradients.reduce import Packing
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import buckets
+from jdp.trees.buckets import Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 _Leaves = list[jax.Array]
@@ -26,7 +26,7 @@ def sync_in_backward(
     divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     packing: Packing | None = None,
-    all_reduce: AllReduceOption = None,
+    all_reduce: AllReduceOption = "auto",
 ) -> PyTree:
     """The identity; its backward pass averages the gradients over the replicas.
 
@@ -51,7 +51,6 @@ def sync_in_backward(
     """
     options = reduce.make_options(axis_name, None, packing, all_reduce)
     compat.axis_size(axis_name)
-    reduce.choose_packing(packing, options.all_reduce)
     weighting = step_trace.current().resolve(weight, divide_by)
     # A list of leaves: JAX describes the fields of operands by text, which a class of
     # the user's may refuse.

@@ -21,11 +21,11 @@ from jdp.gradients import (
     step_trace,
     weighted_mean,
 )
-from jdp.gradients.reduce import Packing, ReduceOptions
+from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.step_facts import LossFacts
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import buckets, tree_paths
-from jdp.trees.buckets import BucketPlan
+from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 
@@ -38,7 +38,7 @@ def mean_loss(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduceOption = None,
+    all_reduce: AllReduceOption = "auto",
 ) -> Callable[..., jax.Array]:
     """Makes a loss the mean over the replicas, also where it is differentiated.
 
@@ -79,7 +79,7 @@ def mean_loss(
       plan: see `sync_gradients`; by default one in `gradient_order`.
       packing: see `sync_gradients`.
       all_reduce: see `sync_gradients`; second derivatives need an `all_reduce` that
-        JAX can differentiate.
+        JAX can differentiate, as "auto" is.
 
     Returns:
       A function of the same arguments that returns the mean, a scalar of the dtype of

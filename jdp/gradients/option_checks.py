@@ -15,6 +15,7 @@ from jdp.collectives import (
     SharedMemoryAllReduce,
     auto,
     checked_sums,
+    xla,
 )
 from jdp.collectives.checked_sums import CheckedReduce, CheckedReduceGroup
 from jdp.hooks import base
@@ -94,17 +95,29 @@ def check_hook(hook: Any, packing: Any) -> CommHook | None:
     return hook
 
 
-def find_all_reduce(all_reduce: Any) -> AllReduce | None:
+def find_all_reduce(all_reduce: Any, packing: str | None = None) -> AllReduce:
     """Returns the argument `all_reduce=` of a user as one value.
 
     Its functions check their results while they are traced.
 
+    Args:
+      all_reduce: the argument; None: XLA's.
+      packing: the argument `packing=`.
+
     Raises:
       ValueError: it is a function of `jdp.collectives` or of JAX that does not sum, or
-        it is not a function and not "auto".
+        it is not a function and not "auto", or `packing` is "tuple" and it packs.
       TypeError: a field of an `AllReduce` has a wrong type.
     """
-    return None if all_reduce is None else _resolve(all_reduce, "`all_reduce`")
+    if all_reduce is None:
+        return xla.PLAIN
+    value = _resolve(all_reduce, "`all_reduce`")
+    if packing == "tuple" and not isinstance(value.reduce, AutoAllReduce):
+        raise ValueError(
+            "`packing='tuple'` sends leaves as they are, but `all_reduce` takes flat "
+            "buffers. Leave one of the two out."
+        )
+    return value
 
 
 def _resolve(all_reduce: Any, subject: str) -> AllReduce:

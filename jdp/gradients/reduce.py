@@ -1,23 +1,22 @@
 """Reduction: gradients, bucket by bucket, become their mean over the replicas."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jdp import compat
-from jdp.collectives import xla
+from jdp.collectives import auto, xla
 from jdp.gradients import hook_reduction, option_checks, weighted_mean
 from jdp.gradients.weighted_mean import GradientWeighting, Weighting
 from jdp.hooks.base import CommHook, Wire
 from jdp.hooks.state import avals_of
 from jdp.trees import buckets
-from jdp.trees.buckets import BucketPlan
+from jdp.trees.buckets import BucketPlan, LeafSpec, Packing
 from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
 
-Packing = Literal["flat", "tuple"]
+AUTO = auto.auto_all_reduce.value
 
 
 class ReduceOptions(NamedTuple):
@@ -26,7 +25,7 @@ class ReduceOptions(NamedTuple):
     axis_name: AxisName
     plan: BucketPlan | None = None
     packing: Packing | None = None
-    all_reduce: AllReduce | None = None
+    all_reduce: AllReduce = xla.PLAIN
     hook: CommHook | None = None
 
 
@@ -41,7 +40,7 @@ def make_options(
 
     Raises:
       ValueError: `all_reduce` is neither a function nor "auto", or does not sum;
-        `packing` is unknown, or "tuple" with a hook.
+        `packing` is unknown, or "tuple" with a hook or an `all_reduce` that packs.
       TypeError: `plan` is not a plan, or `hook` is not a hook.
     """
     if hook is not None or packing is not None:
@@ -50,21 +49,26 @@ def make_options(
         axis_name,
         plan if plan is None else option_checks.check_plan(plan),
         packing,
-        None if all_reduce is None else option_checks.find_all_reduce(all_reduce),
+        AUTO
+        if isinstance(all_reduce, str) and all_reduce == "auto"
+        else option_checks.find_all_reduce(all_reduce, packing),
         hook,
     )
 
 
-def choose_packing(packing: Packing | None, all_reduce: AllReduce | None) -> Packing:
-    """Returns the packing in use; the default is "flat" on CPU or with `all_reduce`."""
-    if all_reduce is not None:
-        if packing == "tuple":
-            raise ValueError(
-                "`packing='tuple'` sends leaves as they are, but `all_reduce` takes "
-                "flat buffers. Leave one of the two out."
-            )
-        return "flat"
-    return packing or ("flat" if jax.default_backend() == "cpu" else "tuple")
+def choose_route(
+    group: Sequence[jax.Array] | Sequence[LeafSpec], options: ReduceOptions
+) -> tuple[AllReduce, Packing]:
+    """Chooses how gradients of one dtype are summed together."""
+    chosen = options.all_reduce
+    if chosen.choose is not None:
+        size = sum(x.size for x in group)
+        buffer = jax.ShapeDtypeStruct((size,), group[0].dtype)
+        chosen = chosen.choose(buffer, options.axis_name)
+    if options.packing == "tuple" and chosen.reduce_group is None:
+        chosen = xla.PLAIN
+    is_plain = chosen is xla.PLAIN
+    return chosen, options.packing or buckets.default_packing() if is_plain else "flat"
 
 
 class Means(NamedTuple):
@@ -104,8 +108,7 @@ def mean_over_replicas(
       done: leaf indices of gradients that the backward pass has averaged.
 
     Raises:
-      ValueError: `hook_state` does not fit the hook and these buckets, or there is no
-        hook.
+      ValueError: `hook_state` does not fit these buckets, or there is no hook.
     """
     axis_name, plan = options.axis_name, options.plan
     assert plan is not None
@@ -113,8 +116,6 @@ def mean_over_replicas(
         raise ValueError(
             "`hook_state` is given, but no `hook`. Pass the hook that it was made for."
         )
-    packing = choose_packing(options.packing, options.all_reduce)
-    options = options._replace(packing=packing)
     compat.axis_size(axis_name)  # It raises, if the axis is not bound.
     leaves = check_are_local(grads, plan, done, axis_name)
     bucketed = buckets.remaining_buckets(plan, done)
@@ -146,8 +147,6 @@ def _average(
     hook_state: PyTree,
 ) -> tuple[list[list[jax.Array]], list[jax.Array], jax.Array | int, PyTree]:
     """Averages gradients, by bucket, and riders.
-
-    A hook, if there is one, sums the gradients in place of `sum_groups`.
 
     Returns:
       Gradients and riders; the total weight; the next state of the hook.
@@ -357,25 +356,25 @@ def _reduce(
     `find_scale` returns the factor that divides the sums of a group, given the sums of
     the groups before it.
     """
-    if options.packing == "tuple":
-        if has_data is not None:
-            groups = [
-                [weighted_mean.zero_unless(has_data, x) for x in g] for g in groups
-            ]
-        return [GroupSum(g) for g in xla.psum_in_order(groups, options.axis_name)]
+    routes = [choose_route(group, options) for group in groups]
+    if all(packing == "tuple" for _, packing in routes):
+        return _reduce_unpacked(groups, options, has_data)
     reduced: list[GroupSum] = []
-    for group in groups:
-        all_reduce = options.all_reduce or _PSUM
-        if all_reduce.choose is not None:
-            size = sum(x.size for x in group)
-            buffer = jax.ShapeDtypeStruct((size,), group[0].dtype)
-            all_reduce = all_reduce.choose(buffer, options.axis_name)
+    for group, (all_reduce, packing) in zip(groups, routes, strict=True):
+        if packing == "tuple":
+            reduced += _reduce_unpacked([group], options, has_data)
+            continue
         scale = find_scale(reduced) if all_reduce.takes_scale else None
         reduced.append(_reduce_group(group, all_reduce, options, has_data, scale))
     return reduced
 
 
-_PSUM = AllReduce(lax.psum, name="psum")
+def _reduce_unpacked(
+    groups: list[list[jax.Array]], options: ReduceOptions, has_data: jax.Array | None
+) -> list[GroupSum]:
+    if has_data is not None:
+        groups = [[weighted_mean.zero_unless(has_data, x) for x in g] for g in groups]
+    return [GroupSum(g) for g in xla.psum_in_order(groups, options.axis_name)]
 
 
 def _reduce_group(

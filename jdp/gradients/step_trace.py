@@ -16,6 +16,7 @@ import jax
 from jdp import compat, types
 from jdp.backward import exchange
 from jdp.backward.loss import LossProgram, is_of_synced_batch_norm
+from jdp.collectives import xla
 from jdp.compat import trace_reuse
 from jdp.gradients import (
     hook_reduction,
@@ -27,6 +28,7 @@ from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.step_facts import LossFacts, Synchronization
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import buckets
+from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AxisName
 
 
@@ -150,10 +152,11 @@ class StepTrace:
         hook_bytes = 0
         if hook is not None:
             hook_bytes = hook_reduction.hook_bytes(hook, plan, done, num_replicas)
+        packing, algorithm = _describe_routes(options, plan, done)
         made = Synchronization(
             plan=plan,
-            packing=reduce.choose_packing(options.packing, options.all_reduce),
-            algorithm="psum" if options.all_reduce is None else options.all_reduce.name,
+            packing=packing,
+            algorithm=algorithm,
             hook=None if hook is None else hook.name,
             hook_bytes=hook_bytes,
             num_replicas=num_replicas,
@@ -280,3 +283,23 @@ def _as_aval(weighting: Weighting | None) -> Weighting | None:
         return None
     x = weighting.amount
     return weighting._replace(amount=jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+
+def _describe_routes(
+    options: ReduceOptions, plan: BucketPlan, done: Collection[int]
+) -> tuple[Packing, str]:
+    """Returns how buckets are packed, and the names of the all-reduces they take."""
+    label = options.all_reduce.name
+    if options.hook is not None:  # It packs buckets as it likes.
+        return "flat", label
+    if options.all_reduce is xla.PLAIN:
+        return options.packing or buckets.default_packing(), label
+    if options.all_reduce is not reduce.AUTO:
+        return "flat", label
+    routes = [
+        reduce.choose_route([plan.leaves[i] for i in bucket], options)
+        for bucket in buckets.remaining_buckets(plan, done)
+    ]
+    names = dict.fromkeys(all_reduce.name for all_reduce, _ in routes)
+    is_flat = all(packing == "flat" for _, packing in routes)
+    return "flat" if is_flat else "tuple", ", ".join(names) or label

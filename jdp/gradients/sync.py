@@ -15,12 +15,12 @@ from jdp.gradients import (
     used_flags,
 )
 from jdp.gradients.noise import GradientNorms
-from jdp.gradients.reduce import Packing, ReduceOptions
+from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
 from jdp.trees import buckets
-from jdp.trees.buckets import BucketPlan
+from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 
@@ -90,7 +90,7 @@ def sync_gradients(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduceOption = None,
+    all_reduce: AllReduceOption = "auto",
     hook: CommHook | None = None,
     hook_state: PyTree = None,
     find_norms: bool = False,
@@ -125,10 +125,10 @@ def sync_gradients(
       packing: "flat" concatenates a bucket into one buffer; "tuple" sends its leaves
         side by side, for XLA to combine into one all-reduce with many operands and no
         copies. None: "flat" on CPU, where XLA runs such an all-reduce operand by
-        operand, and "tuple" elsewhere; "flat" with an `all_reduce`.
+        operand, and "tuple" elsewhere. Only XLA's all-reduce has the choice.
       all_reduce: sums a buffer of shape (n,) over an axis, such as the functions of
-        `jdp.collectives`; "auto": the fastest for a bucket on this mesh, measured when
-        the first step is traced; None: `lax.psum`.
+        `jdp.collectives`; "auto": the fastest for a bucket on this mesh, see
+        `jdp.collectives.AutoAllReduce`; None: `lax.psum`.
       hook: compresses the messages; see `jdp.hooks`. None: no compression.
       hook_state: the result of `jdp.hooks.init_state`, and then of the last step; None
         for a hook without a state.

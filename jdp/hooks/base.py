@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp import compat
-from jdp.collectives import base, xla
+from jdp.collectives import auto, base, xla
+from jdp.collectives.auto import AutoAllReduce
 from jdp.trees.buckets import BucketAval
 from jdp.types import AllReduce, AxisName, PyTree
 
@@ -113,20 +114,22 @@ class ErrorFeedbackState(NamedTuple):
 class Wire:
     """A `HookAllReduce` over the replicas of an axis."""
 
-    def __init__(self, axis_name: AxisName, all_reduce: AllReduce | None):
+    def __init__(self, axis_name: AxisName, all_reduce: AllReduce | None = None):
         """Communicates over `axis_name`; `all_reduce` sums, None: XLA's collectives."""
         self._axis_name = axis_name
-        self._all_reduce = all_reduce
+        self._all_reduce = all_reduce or xla.PLAIN
+        is_auto = isinstance(self._all_reduce.reduce, AutoAllReduce)
+        self._halves = auto.choose_halves(axis_name) if is_auto else xla.PSUM
         self.num_replicas = compat.axis_size(axis_name)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Implements `HookAllReduce`."""
         x = base.cast_varying(x, self._axis_name)
         all_reduce = self._all_reduce
-        if all_reduce is not None:
-            if all_reduce.choose is not None:
-                buffer = jax.ShapeDtypeStruct(x.shape, x.dtype)
-                all_reduce = all_reduce.choose(buffer, self._axis_name)
+        if all_reduce.choose is not None:
+            buffer = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            all_reduce = all_reduce.choose(buffer, self._axis_name)
+        if all_reduce is not xla.PLAIN:
             return all_reduce.reduce(x, self._axis_name)
         if not _is_narrow(x.dtype) or self.num_replicas == 1:
             return lax.psum(x, self._axis_name)
@@ -145,7 +148,7 @@ class Wire:
     def gather(self, x: jax.Array) -> jax.Array:
         """Implements `HookAllReduce`."""
         x = base.cast_varying(x, self._axis_name)
-        whole = _as_bits(lambda x: xla.psum_all_gather(x, self._axis_name), x)
+        whole = _as_bits(lambda x: self._halves.all_gather(x, self._axis_name), x)
         return whole.reshape(self.num_replicas, -1)
 
     def switch(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,11 +18,13 @@ from jdp.replicas.per_replica import PerReplica
 from jdp.trees import buckets as packing
 from jdp.trees.buckets import BucketAval
 
+_DRAWN = 4096  # random numbers that are drawn at once.
 
-class _Matrix(NamedTuple):
-    """Leaf of a bucket that is sent as a product."""
 
-    place: int  # of the leaf in the bucket.
+class _Group(NamedTuple):
+    """Leaves of a bucket that are sent as products: g matrices of one shape."""
+
+    places: list[int]  # of the g leaves in the bucket.
     num_rows: int
     num_columns: int
     rank: int
@@ -31,9 +34,11 @@ class PowerSGDState(NamedTuple):
     """State that PowerSGD keeps from step to step."""
 
     step: jax.Array  # number of steps taken, int32 ().
-    # Per bucket and matrix the last Q, shape (num_columns, rank), the same on all
-    # replicas; empty without `warm_start`.
-    factors: list[list[jax.Array]]
+    # Per bucket the last Q^T of its matrices, the same on all replicas: packed, shape
+    # (m,), or None for a bucket without matrices. Matrices of one shape are together,
+    # (g, rank, num_columns), in the order of the first of each shape. Empty without
+    # `warm_start`.
+    factors: list[jax.Array | None]
     # Per bucket the part that was not sent, shape (n,), or None if all is sent. None
     # without error feedback.
     residuals: PerReplica | None
@@ -143,16 +148,15 @@ def power_sgd(
 
 
 def _init(avals: Sequence[BucketAval], options: _PowerSGDOptions) -> PowerSGDState:
-    key = jax.random.key(options.seed)
-    matrices = [_matrices(aval.dtype, aval.leaf_shapes, options) for aval in avals]
+    groups = [_groups(aval.dtype, aval.leaf_shapes, options) for aval in avals]
     residuals = [
         # An empty array would not do: orbax does not save it.
         jnp.zeros(aval.shape, aval.dtype) if found else None
-        for aval, found in zip(avals, matrices, strict=True)
+        for aval, found in zip(avals, groups, strict=True)
     ]
     factors = []
     if options.warm_start:
-        factors = [_draw(key, k, found) for k, found in enumerate(matrices)]
+        factors = _draw(jax.random.key(options.seed), groups)
     return PowerSGDState(
         jnp.zeros((), jnp.int32),
         factors,
@@ -161,48 +165,39 @@ def _init(avals: Sequence[BucketAval], options: _PowerSGDOptions) -> PowerSGDSta
     )
 
 
-def _matrices(
+def _groups(
     dtype: Any, leaf_shapes: Sequence[tuple[int, ...]], options: _PowerSGDOptions
-) -> list[_Matrix]:
-    """Returns the leaves of a bucket that are worth compressing."""
-    found = []
+) -> list[_Group]:
+    """Returns the leaves of a bucket that are worth compressing, by shape."""
+    found: dict[tuple[int, int], _Group] = {}
     for place, shape in enumerate(leaf_shapes):
         if len(shape) < 2 or not is_real(dtype) or 0 in shape:
             continue
         rows, columns = math.prod(shape[:-1]), shape[-1]
         rank = min(rows, columns, options.rank)
         if (rows + columns) * rank * options.min_compression_rate < rows * columns:
-            found.append(_Matrix(place, rows, columns, rank))
-    return found
+            group = _Group([], rows, columns, rank)
+            found.setdefault((rows, columns), group).places.append(place)
+    return list(found.values())
 
 
-def _draw(key: jax.Array, bucket: int, matrices: list[_Matrix]) -> list[jax.Array]:
-    """Draws a Q per matrix, shape (num_columns, rank), float32.
+def _draw(key: jax.Array, groups: list[list[_Group]]) -> list[jax.Array | None]:
+    """Draws the Q of all buckets: per bucket float32 (m,), or None without matrices.
 
-    Matrices of one shape are drawn in one loop. XLA on CPU takes 0.1 s to compile each
-    `jax.random.normal`, and under `vmap` it copies the computation into every consumer.
+    All are cut from rows that one loop draws. XLA on CPU takes 0.1 s to compile each
+    `jax.random.normal`, and without a loop it copies the computation to every consumer.
     """
-    key = jax.random.fold_in(key, bucket)
+    sizes = [sum(map(math.prod, _factor_shapes(found))) for found in groups]
 
-    def draw(place: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return jax.random.normal(jax.random.fold_in(key, place), shape)
+    def draw(row: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(key, row), (_DRAWN,), jnp.float32)
 
-    shapes = [(m.num_columns, m.rank) for m in matrices]
-    found: list[Any] = [None] * len(matrices)
-    for members in _by_shape(shapes):
-        places = jnp.array([matrices[i].place for i in members])
-        drawn = lax.map(functools.partial(draw, shape=shapes[members[0]]), places)
-        for i, factor in zip(members, jnp.unstack(drawn), strict=True):
-            found[i] = factor
-    return found
-
-
-def _by_shape(shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Groups indices by shape."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, shape in enumerate(shapes):
-        groups.setdefault(shape, []).append(i)
-    return list(groups.values())
+    drawn = lax.map(draw, jnp.arange(-(-sum(sizes) // _DRAWN))).reshape(-1)
+    ends = itertools.accumulate(sizes)
+    return [
+        drawn[end - size : end] if size else None
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _apply(
@@ -211,33 +206,34 @@ def _apply(
     all_reduce: HookAllReduce,
     options: _PowerSGDOptions,
 ) -> tuple[list[jax.Array], PowerSGDState]:
-    key = jax.random.key(options.seed)
+    groups = [
+        _groups(bucket.dtype, leaf_shapes, options)
+        for bucket, leaf_shapes in zip(buckets, state.leaf_shapes, strict=True)
+    ]
+    before = state.factors
+    if not options.warm_start:
+        key = jax.random.key(options.seed)
+        before = _draw(jax.random.fold_in(key, state.step), groups)
     sums, factors, residuals = [], [], []
     for k, bucket in enumerate(buckets):
-        matrices = _matrices(bucket.dtype, state.leaf_shapes[k], options)
         residual = None if state.residuals is None else state.residuals.value[k]
-        if not matrices:
-            sums.append(all_reduce(bucket))
-            factors.append([])
-            residuals.append(residual)
-            continue
-        if options.warm_start:
-            drawn = state.factors[k]
+        factor = before[k]
+        if factor is None:
+            total = all_reduce(bucket)
         else:
-            drawn = _draw(jax.random.fold_in(key, state.step), k, matrices)
-        total, mine, kept = _send(
-            bucket,
-            residual,
-            drawn,
-            state.step,
-            matrices,
-            state.leaf_shapes[k],
-            all_reduce,
-            options,
-        )
+            total, factor, residual = _send(
+                bucket,
+                residual,
+                factor,
+                state.step,
+                groups[k],
+                state.leaf_shapes[k],
+                all_reduce,
+                options,
+            )
         sums.append(total)
-        factors.append(mine)
-        residuals.append(kept)
+        factors.append(factor)
+        residuals.append(residual)
     return sums, state._replace(
         factors=factors if options.warm_start else [],
         residuals=None if state.residuals is None else PerReplica(residuals),
@@ -247,49 +243,76 @@ def _apply(
 def _send(
     bucket: jax.Array,
     residual: jax.Array | None,
-    factors: list[jax.Array],
+    factor: jax.Array,
     step: jax.Array,
-    matrices: list[_Matrix],
+    groups: list[_Group],
     leaf_shapes: Sequence[tuple[int, ...]],
     all_reduce: HookAllReduce,
     options: _PowerSGDOptions,
-) -> tuple[jax.Array, list[jax.Array], jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Sums one bucket; returns the sum, the new Q and the residual."""
     num_replicas = all_reduce.num_replicas
-    given = bucket if residual is None else bucket + residual
+    given = bucket
+    if residual is not None:
+        # Added in one kernel, in place of the residual. XLA would add each leaf in a
+        # kernel of its own, and copy the residual first.
+        given = lax.optimization_barrier(bucket + residual)
     leaves = packing.unpack(given, leaf_shapes)
-    places = {m.place for m in matrices}
-    exact = [x for i, x in enumerate(leaves) if i not in places]
-    sum_of_exact = all_reduce(packing.pack(exact)) if exact else None
-    ms = [leaves[m.place].reshape(m.num_rows, m.num_columns) for m in matrices]
-    # A column of Q that became zero, in a step of lower rank, would stay zero.
-    qs = _orthogonalize_all(factors, options, step=step)
-    ps = _sum_packed([_dot(m, q) for m, q in zip(ms, qs, strict=True)], all_reduce)
-    ps = _orthogonalize_all(ps, options)
-    qs = _sum_packed([_dot(m.T, p) for m, p in zip(ms, ps, strict=True)], all_reduce)
-    sent = list(leaves)
-    if sum_of_exact is not None:
-        left = iter(packing.unpack(sum_of_exact, [x.shape for x in exact]))
-        sent = [x if i in places else next(left) for i, x in enumerate(sent)]
-    for m, p, q in zip(matrices, ps, qs, strict=True):
-        product = _dot(p, q.T).astype(bucket.dtype)
-        sent[m.place] = product.reshape(leaf_shapes[m.place])
-    total = packing.pack(sent)
-    is_finite = jnp.stack([jnp.isfinite(q).all() for q in qs]).all()
-    qs = [
-        jnp.where(is_finite, q / num_replicas, before)
-        for q, before in zip(qs, factors, strict=True)
+    sent, left = list(leaves), [jnp.zeros_like(x) for x in leaves]
+    matrices = {i for group in groups for i in group.places}
+    exact = [i for i in range(len(leaves)) if i not in matrices]
+    if exact:
+        sums = _sum_packed([leaves[i] for i in exact], all_reduce)
+        for i, total in zip(exact, sums, strict=True):
+            sent[i] = total
+    ms = [
+        jnp.stack([leaves[i].reshape(g.num_rows, g.num_columns) for i in g.places])
+        for g in groups
     ]
+    ps, new_factor = _factorize(ms, factor, step, groups, all_reduce, options)
+    qs = packing.unpack(new_factor, _factor_shapes(groups))
+    is_finite = jnp.isfinite(new_factor).all()
+    for group, m, p, q in zip(groups, ms, ps, qs, strict=True):
+        product = _einsum("gar,grb->gab", p, q).astype(bucket.dtype)
+        missing = m - product / num_replicas
+        # P Q^T may overflow where Q does not.
+        missing = jnp.where(is_finite & jnp.isfinite(missing), missing, 0)
+        for k, i in enumerate(group.places):
+            sent[i] = product[k].reshape(leaf_shapes[i])
+            left[i] = missing[k].reshape(leaf_shapes[i])
+    mean_factor = (new_factor / num_replicas).astype(factor.dtype)
+    new_factor = jnp.where(is_finite, mean_factor, factor)
     if residual is None:
-        return total, qs, None
-    missing = [
-        x - sent[i] / num_replicas if i in places else jnp.zeros_like(x)
-        for i, x in enumerate(leaves)
-    ]
-    kept = packing.pack(missing).astype(bucket.dtype)
-    # P Q^T may overflow where Q does not.
-    is_kept = is_finite & jnp.isfinite(kept)
-    return total, qs, jnp.where(is_kept, kept, jnp.zeros_like(kept))
+        return packing.pack(sent), new_factor, None
+    return packing.pack(sent), new_factor, packing.pack(left).astype(bucket.dtype)
+
+
+def _factorize(
+    ms: list[jax.Array],
+    factor: jax.Array,
+    step: jax.Array,
+    groups: list[_Group],
+    all_reduce: HookAllReduce,
+    options: _PowerSGDOptions,
+) -> tuple[list[jax.Array], jax.Array]:
+    """Takes a step of the power method on the sums of `ms`, (g, a, b) per group.
+
+    Returns:
+      P, shape (g, a, r) per group, orthonormal; and the sum of all P^T M, packed.
+    """
+    qs = packing.unpack(factor, _factor_shapes(groups))
+    qs = [q.swapaxes(1, 2) for q in qs]
+    # A column of Q that became zero, in a step of lower rank, would stay zero.
+    qs = [_orthogonalize_all(_draw_zeros(q, step), options) for q in qs]
+    ps = [_einsum("gab,gbr->gar", m, q) for m, q in zip(ms, qs, strict=True)]
+    ps = [_orthogonalize_all(p, options) for p in _sum_packed(ps, all_reduce)]
+    # P^T M: for M^T P, XLA on CPU would copy M to transpose it.
+    qs = [_einsum("gar,gab->grb", p, m) for m, p in zip(ms, ps, strict=True)]
+    return ps, all_reduce(packing.pack(qs))
+
+
+def _factor_shapes(groups: list[_Group]) -> list[tuple[int, int, int]]:
+    return [(len(g.places), g.rank, g.num_columns) for g in groups]
 
 
 def _sum_packed(arrays: list[jax.Array], all_reduce: HookAllReduce) -> list[jax.Array]:
@@ -297,10 +320,11 @@ def _sum_packed(arrays: list[jax.Array], all_reduce: HookAllReduce) -> list[jax.
     return packing.unpack(total, [x.shape for x in arrays])
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Multiplies in float32 or wider, as rounded factors spoil the power method."""
     dtype = _wide(a.dtype)
-    return jnp.dot(a.astype(dtype), b.astype(dtype), precision=lax.Precision.HIGHEST)
+    a, b = a.astype(dtype), b.astype(dtype)
+    return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST)
 
 
 def _wide(dtype: Any) -> Any:
@@ -308,29 +332,15 @@ def _wide(dtype: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-def _orthogonalize_all(
-    matrices: Sequence[jax.Array],
-    options: _PowerSGDOptions,
-    *,
-    step: jax.Array | None = None,
-) -> list[jax.Array]:
-    """Applies `_orthogonalize`; matrices of one shape share their kernels.
+def _orthogonalize_all(matrices: jax.Array, options: _PowerSGDOptions) -> jax.Array:
+    """Applies `_orthogonalize` to matrices, shape (g, n, r)."""
+    return jax.vmap(lambda x: _orthogonalize(x, options))(matrices)
 
-    Args:
-      matrices: shape (n, r) each.
-      options: options of the hook.
-      step: int32 (); columns of zeros are drawn again first. None: they stay zeros.
-    """
-    found: list[Any] = [None] * len(matrices)
-    for members in _by_shape([matrix.shape for matrix in matrices]):
-        stacked = jnp.stack([matrices[i] for i in members])
-        if step is not None:
-            is_zero = (stacked == 0).all(1, keepdims=True)
-            stacked = jnp.where(is_zero, _scatter(stacked, step), stacked)
-        done = jax.vmap(lambda x: _orthogonalize(x, options))(stacked)
-        for i, matrix in zip(members, done, strict=True):
-            found[i] = matrix
-    return found
+
+def _draw_zeros(matrices: jax.Array, step: jax.Array) -> jax.Array:
+    """Draws the columns again that are zeros; `matrices` has shape (g, n, r)."""
+    is_zero = (matrices == 0).all(1, keepdims=True)
+    return jnp.where(is_zero, _scatter(matrices, step), matrices)
 
 
 def _scatter(like: jax.Array, step: jax.Array) -> jax.Array:
@@ -375,7 +385,8 @@ def _orthogonalize(matrix: jax.Array, options: _PowerSGDOptions) -> jax.Array:
         before = jnp.linalg.norm(column)
         for _ in range(2):
             # Later units are still zeros.
-            column = column - _dot(_dot(units, column), units)
+            shares = _einsum("kn,n->k", units, column)
+            column = column - _einsum("k,kn->n", shares, units)
         norm = jnp.linalg.norm(column)
         is_dependent = norm <= tolerance * before  # False where it is NaN.
         unit = jnp.where(is_dependent, 0, column) / jnp.where(is_dependent, 1, norm)

@@ -249,7 +249,7 @@ class ExitWatch:
             file=sys.stderr,
             flush=True,
         )
-        user_program.report_failure(1, culprit=notice.process)
+        user_program.report(user_program.FAILED, 1, notice.process)
         user_program.flush()
         os._exit(1)
 

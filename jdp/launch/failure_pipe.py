@@ -1,4 +1,8 @@
-"""Failure pipe: how does a launcher hear at once when and how a program failed?"""
+"""Failure pipe: how do a launcher and its processes tell each other of failures?
+
+Processes write records. The launcher only closes a second pipe, and all of them see
+its end: it has begun to end the job, and SIGKILL follows after its grace time.
+"""
 
 import contextlib
 import os
@@ -24,9 +28,10 @@ class Failure(NamedTuple):
 
 
 class FailurePipe:
-    """Pipe on which processes report the ends of their programs to their launcher.
+    """Pipes between the processes of a job and their launcher.
 
     Attributes:
+      fds: descriptors that each process inherits; `environ` has their numbers.
       in_init: processes that are in `jdp.init` now.
       joined: processes that have been in it and have come out.
       ended: when the program of a process ended without a failure; JAX may keep the
@@ -36,9 +41,13 @@ class FailurePipe:
     """
 
     def __init__(self) -> None:
-        self._read_fd, self.write_fd = os.pipe()
+        self._read_fd, write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
-        self.environ = {user_program.FAILURE_FD: str(self.write_fd)}
+        ending_fd, going_on_fd = os.pipe()
+        self._going_on_fd: int | None = going_on_fd
+        self.fds = write_fd, ending_fd
+        names = user_program.FAILURE_FD, user_program.ENDING_FD
+        self.environ = dict(zip(names, map(str, self.fds), strict=True))
         self._failures: dict[int, Failure] = {}
         self.in_init: set[int] = set()
         self.joined: set[int] = set()
@@ -79,11 +88,18 @@ class FailurePipe:
         new, self._taken = self.staying - self._taken, set(self.staying)
         return {process_id: failures[process_id] for process_id in new}
 
+    def tell_ending(self) -> None:
+        """Tells all processes that SIGKILL follows after the grace time."""
+        going_on_fd, self._going_on_fd = self._going_on_fd, None
+        if going_on_fd is not None:
+            os.close(going_on_fd)
+
     def forget(self, process_id: int) -> None:
         """Forgets a process that is started again."""
         self._failures.pop(process_id, None)
 
     def close(self) -> None:
-        """Closes both ends."""
-        os.close(self._read_fd)
-        os.close(self.write_fd)
+        """Closes all ends."""
+        self.tell_ending()
+        for fd in (self._read_fd, *self.fds):
+            os.close(fd)

@@ -14,6 +14,7 @@ from jdp.launch import endings, guard, orphans
 from jdp.runtime import environment
 
 _TIMEOUT_S = 30.0
+_DONE_TIMEOUT_S = 1.0  # For a guard with nothing left to guard.
 _MOST_GUARDS = 5
 _LOOK_PERIOD_S = 0.2
 
@@ -40,6 +41,7 @@ class Kin:
         self._census: guard.Census | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._num_guards = 1
+        self._is_done = False
         self._look_at_s = 0.0
 
     def open(self) -> None:
@@ -89,8 +91,11 @@ class Kin:
         return [] if self._census is None else self._census.find()
 
     def check(self) -> str | None:
-        """Starts the guard again if it was killed; returns a description of that."""
-        if self._guard is None or self._guard.poll() is None:
+        """Starts the guard again if it was killed; returns a description of that.
+
+        If no process of the job is left, there is nothing to guard.
+        """
+        if self._guard is None or self._guard.poll() is None or not self.find():
             return None
         code = endings.describe_exit(endings.Exit(0, self._guard.returncode))
         what = code.removeprefix("process 0 ")
@@ -107,6 +112,7 @@ class Kin:
 
     def say_done(self) -> None:
         """Tells the guard that the job has ended."""
+        self._is_done = True
         if self._guard is not None:
             assert self._guard.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -120,7 +126,7 @@ class Kin:
         assert ended.stdin is not None
         ended.stdin.close()
         try:
-            ended.wait(_TIMEOUT_S)
+            ended.wait(_DONE_TIMEOUT_S if self._is_done else _TIMEOUT_S)
         except subprocess.TimeoutExpired:
             ended.kill()
             ended.wait()
@@ -175,6 +181,14 @@ def start(
     finally:
         process.stdout.close()
     return process
+
+
+def group_of(process: guard.Process) -> int | None:
+    """Returns the process group of a process; None if it has ended."""
+    try:
+        return os.getpgid(process.pid)
+    except OSError:
+        return None
 
 
 def _wait_until_ready(fd: int) -> None:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from jdp.launch import launcher_link, output, supervisor
+from jdp.launch import core_shares, launcher_link, output, supervisor
 from jdp.runtime import addresses, environment, job_key, private_folder, user_program
 
 
@@ -50,6 +50,7 @@ class LaunchOptions:
     node_rank: int = 0
     coordinator_address: str | None = None  # "host:port" on the host of node 0.
     grace_s: float = 5.0  # From SIGTERM to SIGKILL.
+    has_shares: bool = True  # of the cores; see `core_shares.find_shares`.
     # The secret of the job, the same on every host; None: see `find_key`.
     key: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -133,12 +134,12 @@ def _launch(
     if coordinator_address is None:
         coordinator_address = f"127.0.0.1:{_free_port()}"
     key = find_key(options, base)
+    num_shares = options.num_processes if options.has_shares else 1
+    shares = core_shares.find_shares(num_shares, base)
     environs = {}
-    for local_process_id in range(options.num_processes):
-        place = place_of(
-            options, local_process_id, coordinator_address=coordinator_address
-        )
-        environs[place.process_id] = process_environ(
+    for i in range(options.num_processes):
+        place = place_of(options, i, coordinator_address=coordinator_address)
+        environs[place.process_id] = shares.environ | process_environ(
             place,
             launch_id,
             base=base,
@@ -162,6 +163,7 @@ def _launch(
             link=link,
             folder=folder,
             adopts_orphans=adopts_orphans,
+            cores=dict(zip(environs, shares.cores, strict=False)),
         )
         return job.run(process_arguments(command), environs)
     finally:

@@ -133,7 +133,8 @@ class LauncherLink:
         at_s = None if end.failed_at_s is None else time.monotonic()
         self._add(end._replace(node=node, failed_at_s=at_s))
 
-    def _lose(self, node: int) -> None:
+    def _lose(self, node: int, has_died: bool) -> None:
+        del has_died  # Its host may have failed as well.
         note = (
             f"the launcher of node {node} is gone: it was killed, or its host or the "
             "network failed"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from jdp.launch import (
+    core_shares,
     endings,
     failure_pipe,
     guard,
@@ -51,12 +52,15 @@ class Supervisor:
         link: launcher_link.LauncherLink | None = None,
         folder: str = "",
         adopts_orphans: bool = False,
+        cores: Mapping[int, frozenset[int]] | None = None,
     ) -> None:
         """Starts nothing yet; every process carries `launch_id` in its environment.
 
         The guard removes `folder` if this process is killed. `adopts_orphans` is for a
         process that does nothing else: all its children from now on are of the job.
+        `cores` has the cores of each process, unless it gets the cores of this one.
         """
+        self._cores = cores or {}
         self._kin = guarding.Kin(launch_id, folder, adopts_orphans=adopts_orphans)
         self._link = link
         self._ended_well: dict[int, float] = {}  # when, by process.
@@ -119,15 +123,16 @@ class Supervisor:
     def _try_start(self, process_id: int) -> None:
         stdout_fd, stderr_fd = self._forwarder.open_streams(process_id)
         try:
-            process = subprocess.Popen(
-                self._arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout_fd,
-                stderr=stderr_fd,
-                env={**self._environs[process_id], **self._failures.environ},
-                pass_fds=(self._failures.write_fd, *self._pass_fds),
-                start_new_session=True,
-            )
+            with core_shares.inherited(self._cores.get(process_id)):
+                process = subprocess.Popen(
+                    self._arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout_fd,
+                    stderr=stderr_fd,
+                    env={**self._environs[process_id], **self._failures.environ},
+                    pass_fds=(*self._failures.fds, *self._pass_fds),
+                    start_new_session=True,
+                )
         finally:
             os.close(stdout_fd)
             os.close(stderr_fd)
@@ -267,12 +272,8 @@ class Supervisor:
 
     def _find_silent(self) -> dict[int, float]:
         """Returns when processes ended with 0 and without a report, by id."""
-        words = self._failures
-        return {
-            process_id: ended_s
-            for process_id, ended_s in self._ended_well.items()
-            if process_id in words.joined and process_id not in words.ended
-        }
+        silent = self._failures.joined - self._failures.ended.keys()
+        return {i: s for i, s in self._ended_well.items() if i in silent}
 
     def _is_given_up(self) -> bool:
         state, now_s = self._state, time.monotonic()
@@ -283,6 +284,8 @@ class Supervisor:
         if signum == signal.SIGKILL:
             self._kill(self._kin.find())
             return
+        if signum == signal.SIGTERM:
+            self._failures.tell_ending()
         for pid in (groups := {each.pid for each in self._running.values()}):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signum)
@@ -290,7 +293,7 @@ class Supervisor:
         others = [
             process
             for process in self._kin.find()
-            if _group_of(process) not in groups and not process.is_of_inner_job
+            if guarding.group_of(process) not in groups and not process.is_of_inner_job
         ]
         guard.signal_processes(others, signum)
 
@@ -391,10 +394,3 @@ class Supervisor:
             for process in self._running.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_TICK_S)
-
-
-def _group_of(process: guard.Process) -> int | None:
-    try:
-        return os.getpgid(process.pid)
-    except OSError:  # It has ended.
-        return None

@@ -7,13 +7,13 @@ import jax
 import optax
 
 from jdp.gradients import reduce, step_trace, sync, weighted_mean
-from jdp.gradients.reduce import Packing, ReduceOptions
+from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.hooks.base import CommHook
 from jdp.hooks.state import init_state
 from jdp.optimizers import outer_transforms, selection, update_arguments
 from jdp.replicas.mesh import World
-from jdp.trees.buckets import BucketPlan
+from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 
@@ -24,7 +24,7 @@ def distributed_optimizer(
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
-    all_reduce: AllReduceOption = None,
+    all_reduce: AllReduceOption = "auto",
     hook: CommHook | None = None,
     world: World | None = None,
 ) -> optax.GradientTransformationExtraArgs:

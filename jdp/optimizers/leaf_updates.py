@@ -11,13 +11,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jdp import compat
 from jdp.backward import flat_program
-from jdp.backward.flat_program import Equation, FlatProgram, is_literal
+from jdp.backward.sub_program import ProgramCutter
 from jdp.optimizers import update_arguments
 from jdp.types import PyTree
 
@@ -247,7 +244,7 @@ def trace(
     own = [row for row, is_column in pairs if not is_column]
     indices = jax.tree.unflatten(made[-1], range(len(program.outputs)))
     updates, new_parts = jax.tree.leaves(indices[0]), layout.split(indices[1])
-    cutter = _ProgramCutter(program)
+    cutter = ProgramCutter(program)
     found = []
     for i, index in enumerate(updates):
         results = [index, *jax.tree.leaves(layout.of_leaf(new_parts, i))]
@@ -284,88 +281,3 @@ def _owners(
         else:
             found.append(_EACH)
     return found
-
-
-class _SubProgram(NamedTuple):
-    """The part of a program that some of its results need."""
-
-    equations: list[Equation]
-    inputs: list[int]  # keys, of arguments and constants.
-    outputs: list[Any]  # keys, or literals.
-    signature: Hashable  # the same for parts that compute the same.
-
-    def run(self, arguments: Sequence[Any]) -> list[Any]:
-        """Returns the results, given the values of the inputs."""
-        known = dict(zip(self.inputs, arguments, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if is_literal(atom) else known[atom]
-
-        for equation in self.equations:
-            found = compat.bind_equation(
-                equation.eqn, [read(atom) for atom in equation.inputs]
-            )
-            known.update(zip(equation.outputs, found, strict=True))
-        return [
-            jnp.asarray(atom.val) if is_literal(atom) else known[atom]
-            for atom in self.outputs
-        ]
-
-
-class _ProgramCutter:
-    """Cuts a program into the parts that some of its results need."""
-
-    def __init__(self, program: FlatProgram):
-        self._equations = program.equations
-        self._made_by = {
-            key: i for i, x in enumerate(program.equations) for key in x.outputs
-        }
-
-    def cut(self, results: Sequence[Any]) -> _SubProgram:
-        """Returns the part that computes `results`: keys, or literals."""
-        wanted: set[int] = set()
-        waiting = list(results)
-        while waiting:
-            atom = waiting.pop()
-            index = None if is_literal(atom) else self._made_by.get(atom)
-            if index is not None and index not in wanted:
-                wanted.add(index)
-                waiting += self._equations[index].inputs
-        equations = [self._equations[i] for i in sorted(wanted)]
-        inputs: list[int] = []
-        numbers: dict[int, int] = {}
-
-        def describe(atom: Any) -> Hashable:
-            if is_literal(atom):
-                return atom.aval, np.asarray(atom.val).tobytes()
-            if atom not in numbers:  # It is read before any equation has made it.
-                inputs.append(atom)
-                numbers[atom] = len(numbers)
-            return numbers[atom]
-
-        lines = []
-        for equation in equations:
-            operands = tuple(map(describe, equation.inputs))
-            lines.append((_kind(equation.eqn), operands))
-            for key in equation.outputs:
-                numbers[key] = len(numbers)
-        signature = tuple(lines), tuple(map(describe, results))
-        return _SubProgram(equations, inputs, list(results), signature)
-
-
-def _kind(eqn: Any) -> Hashable:
-    """Returns a description of an equation without its operands."""
-    params = tuple((name, _hashable(x)) for name, x in sorted(eqn.params.items()))
-    return eqn.primitive, _hashable(eqn.ctx), params
-
-
-def _hashable(x: Any) -> Hashable:
-    if isinstance(x, tuple):
-        return type(x), tuple(map(_hashable, x))
-    if isinstance(x, float | complex | np.generic):
-        return type(x), repr(x)  # 0.0 and -0.0 are equal.
-    try:
-        hash(x)
-    except TypeError:
-        return id(x)  # The program keeps it from being taken again.
-    return type(x), x

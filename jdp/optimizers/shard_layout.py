@@ -26,6 +26,11 @@ class ArrayShard(NamedTuple):
     data: jax.Array
     shape: tuple[int, ...]  # of the whole array.
 
+    @property
+    def row(self) -> jax.Array:
+        """The data, shape (k,)."""
+        return lax.squeeze(self.data, (0,))  # `data[0]` takes ten times as long.
+
 
 class ShardLayout(NamedTuple):
     """Replicas that have the shards of an array, as seen from one of them."""
@@ -41,7 +46,13 @@ class ShardLayout(NamedTuple):
 
     def cut(self, x: jax.Array) -> ArrayShard:
         """Returns this replica's shard of an array."""
-        return ArrayShard(lax.dynamic_slice_in_dim(self.rows(x), self.rank, 1), x.shape)
+        rows = self.rows(x)
+        # Not `dynamic_slice_in_dim`, which adds equations for a negative index.
+        start = (self.rank, np.int32(0))
+        data = lax.dynamic_slice(
+            rows, start, (1, rows.shape[1]), allow_negative_indices=False
+        )
+        return ArrayShard(data, x.shape)
 
     def as_shard(self, x: "ArrayShard | jax.Array") -> ArrayShard:
         """Returns a shard as it is, and this replica's shard of an array."""
@@ -49,7 +60,10 @@ class ShardLayout(NamedTuple):
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Cuts an array into the shards of all replicas: shape (num_replicas, k)."""
-        return base.pad(jnp.ravel(x), self.num_replicas).reshape(self.num_replicas, -1)
+        n = self.num_replicas
+        if x.size % n:
+            x = base.pad(jnp.ravel(x), n)
+        return lax.reshape(x, (n, x.size // n))
 
     def width(self, shape: Sequence[int]) -> int:
         """Returns the number of elements per shard of an array of this shape."""
@@ -74,6 +88,8 @@ def find_layout(axis_name: AxisName) -> ShardLayout:
 
 def restore(rows: ArrayT, shape: tuple[int, ...]) -> ArrayT:
     """Puts the shards of all replicas, shape (num_replicas, k), together."""
+    if rows.size == math.prod(shape):
+        return rows.reshape(shape)
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
@@ -97,7 +113,7 @@ def scatter(
         packed = jnp.concatenate(rows, axis=1).reshape(-1)
         part = halves.reduce_scatter(packed, axis_name, op="mean")
         parts = _cut_up(part, [row.shape[1] for row in rows])
-    return [part[None] for part in parts]
+    return [lax.reshape(part, (1, part.size)) for part in parts]
 
 
 def gather(
@@ -108,7 +124,7 @@ def gather(
     if shards[0].data.dtype == jnp.bool_:
         as_bytes = [p._replace(data=p.data.astype(jnp.uint8)) for p in shards]
         return [x.astype(jnp.bool_) for x in gather(as_bytes, layout, halves)]
-    parts = [base.cast_varying(shard.data[0], axis_name) for shard in shards]
+    parts = [base.cast_varying(shard.row, axis_name) for shard in shards]
     if halves.gather_rows is not None and layout.num_replicas > 1:
         rows = halves.gather_rows(parts, axis_name)
     else:

@@ -1,7 +1,8 @@
 """Sharded operations: one equation on the shards that a replica has of its operands."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ def run(eqn: Any, values: list[Any], layout: ShardLayout) -> list[Any] | None:
         return _run_linear(eqn, values, layout)
     if not any(isinstance(x, ArrayShard) for x in values):
         return compat.bind_equation(eqn, values)
+    if find_place(eqn, [isinstance(x, ArrayShard) for x in values]) is None:
+        return None
     name = eqn.primitive.name
     if is_elementwise(eqn):
         return _run_elementwise(eqn, values, layout)
@@ -39,7 +42,30 @@ def run(eqn: Any, values: list[Any], layout: ShardLayout) -> list[Any] | None:
         return [ArrayShard(shard.data, eqn.outvars[0].aval.shape)]
     if name in primitives.REDUCTIONS:
         return _run_reduction(eqn, values[0], primitives.REDUCTIONS[name], layout)
-    return _run_dot(eqn, values, layout) if name == "dot_general" else None
+    return _run_dot(eqn, values, layout)
+
+
+def find_place(
+    eqn: Any, are_sharded: Sequence[bool]
+) -> Literal["shards", "partial"] | None:
+    """Returns how an equation leaves its results if some operands are in shards.
+
+    None if it needs data of other replicas.
+    """
+    name, avals = eqn.primitive.name, [atom.aval for atom in eqn.invars]
+    if is_elementwise(eqn):
+        shape = avals[are_sharded.index(True)].shape
+        pairs = zip(avals, are_sharded, strict=True)
+        fits = all(
+            aval.shape == shape or (aval.shape == () and not is_sharded)
+            for aval, is_sharded in pairs
+        )
+        return "shards" if fits else None
+    if name in primitives.RESHAPES:
+        return "shards"
+    if name in primitives.REDUCTIONS:
+        return "partial" if _is_full_reduction(eqn, avals[0]) else None
+    return "partial" if name == "dot_general" and _is_full_dot(eqn) else None
 
 
 def is_elementwise(eqn: Any) -> bool:
@@ -95,15 +121,8 @@ def _is_plain(atom: Any) -> bool:
     return is_literal(atom) and bool(np.isfinite(atom.val)) and atom.val != 0
 
 
-def _run_elementwise(
-    eqn: Any, values: list[Any], layout: ShardLayout
-) -> list[Any] | None:
+def _run_elementwise(eqn: Any, values: list[Any], layout: ShardLayout) -> list[Any]:
     shape = next(x.shape for x in values if isinstance(x, ArrayShard))
-    if any(
-        x.shape != shape and (isinstance(x, ArrayShard) or x.shape != ())
-        for x in values
-    ):
-        return None
     operands = []
     for x in values:
         if isinstance(x, ArrayShard):
@@ -132,31 +151,39 @@ def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x if x.shape == shape else jnp.broadcast_to(x, shape)
 
 
+def _is_full_reduction(eqn: Any, aval: Any) -> bool:
+    """Whether an equation reduces all elements, and parts determine the result."""
+    name, axes = eqn.primitive.name, eqn.params["axes"]
+    if name in ("reduce_and", "reduce_or") and aval.dtype != jnp.bool_:
+        return False
+    left = math.prod(d for i, d in enumerate(aval.shape) if i not in axes)
+    return left == 1 and partials.has_parts(aval.dtype, primitives.REDUCTIONS[name])
+
+
 def _run_reduction(
     eqn: Any, shard: ArrayShard, op: Op, layout: ShardLayout
-) -> list[Any] | None:
+) -> list[Any]:
     """Reduces all elements of a shard; the parts of other replicas are missing."""
-    left = [d for i, d in enumerate(shard.shape) if i not in eqn.params["axes"]]
-    dtype = shard.data.dtype
-    if eqn.primitive.name in ("reduce_and", "reduce_or") and dtype != jnp.bool_:
-        return None
-    if math.prod(left) != 1 or not partials.has_parts(dtype, op):
-        return None
-    data = layout.mask(shard, partials.neutral(dtype, op))
-    return [partials.reduce_elements(data, op, left)]
+    data = layout.mask(shard, partials.neutral(shard.data.dtype, op))
+    return [partials.reduce_elements(data, op, eqn.outvars[0].aval.shape)]
 
 
-def _run_dot(eqn: Any, values: list[Any], layout: ShardLayout) -> list[Any] | None:
-    """Multiplies two arrays element by element and sums over all elements."""
-    a, b = values
+def _is_full_dot(eqn: Any) -> bool:
+    """Whether an equation sums the products of all elements, in the same places."""
+    a, b = (atom.aval for atom in eqn.invars)
     (contracted, others), _ = eqn.params["dimension_numbers"]
-    if not (isinstance(a, ArrayShard) and isinstance(b, ArrayShard)):
-        return None
-    if a.shape != b.shape or len(contracted) != len(a.shape):
-        return None
+    return (
+        a.shape == b.shape
+        and len(contracted) == len(a.shape)
+        and tuple(contracted) == tuple(others)
+        and partials.has_parts(eqn.outvars[0].aval.dtype, "sum")
+    )
+
+
+def _run_dot(eqn: Any, values: list[Any], layout: ShardLayout) -> list[Any]:
+    """Multiplies two arrays element by element and sums over all elements."""
+    a, b = map(layout.as_shard, values)
     dtype = eqn.outvars[0].aval.dtype
-    if tuple(contracted) != tuple(others) or not partials.has_parts(dtype, "sum"):
-        return None
     wide = base.accumulator(dtype, "sum")
     products = a.data.astype(wide) * b.data.astype(wide)
     products = layout.mask(ArrayShard(products, a.shape), 0)

@@ -2,9 +2,10 @@
 
 Each array is flattened and cut into one shard per replica, all of one size; shard i is
 on replica i. Elementwise operations run on the shards. A sum, a maximum or a minimum of
-all elements is first taken over each shard, then over the replicas. For any other
-operation the shards are gathered, and every replica runs it on whole arrays. So the
-results always equal the results of the whole program.
+all elements is first taken over each shard, then over the replicas. Other operations
+need whole arrays. Operations on one leaf run on one replica (`region_owners`). For all
+others the shards are gathered, and every replica runs them. So the results always equal
+the results of the whole program.
 
 Equations are run in waves: first all that need nothing from other replicas, then the
 collectives for the operands of the next wave. Reads and writes of mutable arrays, and
@@ -27,7 +28,14 @@ from jdp.backward import flat_program
 from jdp.backward.flat_program import Equation, is_literal
 from jdp.collectives import xla
 from jdp.compat import annotations, primitives
-from jdp.optimizers import partials, shard_layout, sharded_operations
+from jdp.optimizers import (
+    partials,
+    region_owners,
+    shard_clusters,
+    shard_layout,
+    sharded_operations,
+    whole_regions,
+)
 from jdp.optimizers.partials import Partial
 from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
 from jdp.types import PyTree
@@ -93,19 +101,24 @@ class _ShardedEvaluation:
         )
         waiting = program.equations
         while waiting:
-            waiting = self._run_wave(waiting)
+            waiting = self._run_wave(waiting, program.outputs)
         self._combine([key for key in program.outputs if not is_literal(key)])
         return [self._check_value(key, self._read(key)) for key in program.outputs]
 
     def _read(self, key: Any) -> Any:
         return jnp.asarray(key.val) if is_literal(key) else self._values[key]
 
-    def _run_wave(self, waiting: list[Equation]) -> list[Equation]:
+    def _run_wave(
+        self, waiting: list[Equation], results: Sequence[Any]
+    ) -> list[Equation]:
         """Runs the equations whose operands are here; fetches operands of the others.
 
         Returns:
           The equations that are left.
         """
+        waiting = shard_clusters.run(
+            waiting, self._values, self._captured, results, self._layout
+        )
         left, wanted, whole = [], [], []
         is_held = False  # Whether an ordered effect waits; later ones wait, too.
         for equation in waiting:
@@ -129,10 +142,31 @@ class _ShardedEvaluation:
                 if isinstance(self._values[key], Partial):
                     wanted.append(key)
                 else:
-                    whole.append((key, equation.eqn))
-        self._combine(wanted)
-        self._gather(whole)
+                    whole.append((key, equation))
+        if wanted or not whole:
+            self._combine(wanted)
+            return left
+        done = self._run_regions(left, results)
+        left = [x for x in left if id(x) not in done]
+        self._gather([(key, x.eqn) for key, x in whole if id(x) not in done])
         return left
+
+    def _run_regions(self, waiting: list[Equation], results: Sequence[Any]) -> set[int]:
+        """Runs regions of equations that need whole arrays, each on one replica.
+
+        Returns:
+          The ids of the equations that ran.
+        """
+        if self._layout.num_replicas == 1:
+            return set()
+        regions = whole_regions.find(waiting, self._values, self._captured, results)
+        ownership = region_owners.assign(regions, self._layout.num_replicas)
+        programs = [region.program for region in ownership.regions]
+        if not programs:
+            return set()
+        self._combine([key for program in programs for key in program.inputs])
+        self._values.update(region_owners.run(ownership, self._values, self._layout))
+        return {id(x) for program in programs for x in program.equations}
 
     def _runs_whole(self, equation: Equation, values: list[Any]) -> bool:
         """Whether an equation combines shards with a captured array, not a number.

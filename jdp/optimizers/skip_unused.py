@@ -1,6 +1,7 @@
 """Unused parameters: they and their optimizer state stay as they are."""
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -97,27 +98,34 @@ def skip_unused(
         _check_structures(updates, state, params)
         _check_no_functions(extra_args)
         like = updates if params is None else params
-        leaves, treedef = jax.tree.flatten(like)
-        key = treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        if key not in layouts:
-            _check_separable(inner, updates, params, extra_args)
-            layouts[key] = leaf_updates.find_layout(inner, like)
+        key, leaves, treedef = _key_of(like)
+        is_checked = key in layouts
+        layout = layouts[key] if is_checked else leaf_updates.find_layout(inner, like)
         trees = {"updates": updates, "params": params, **extra_args}
-        names, layout, found = _names(updates), layouts[key], None
+        names, found = _names(updates), None
         states = [state.leaf_states[name] for name in names]
         if layout is not None:
             found = leaf_updates.trace(inner, layout, trees, states)
+        if not is_checked:
+            _check_separable(inner, trees, has_update=found is None)
+            layouts[key] = layout
         if found is not None:
             results = _update_leaves(found, flags, states)
         else:
-            if key not in slots:
-                slots[key] = _find_slots(inner, leaves, treedef)
+            slots[key] = slots.get(key) or _find_slots(inner, leaves, treedef)
             results = _update_alone(inner, slots[key], flags, states, trees)
         new = dict(zip(names, (new for _, new in results), strict=True))
         treedef = jax.tree.structure(updates)
         return treedef.unflatten(x for x, _ in results), SkipUnusedState(new)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _key_of(params: PyTree) -> tuple[Hashable, list[Any], Any]:
+    """Returns the structure, shapes and dtypes as a key; the leaves; the structure."""
+    leaves, treedef = jax.tree.flatten(params)
+    kinds = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    return (treedef, kinds), leaves, treedef
 
 
 def _init_leaves(
@@ -281,18 +289,28 @@ def _check_structures(
 
 def _check_separable(
     inner: optax.GradientTransformationExtraArgs,
-    updates: PyTree,
-    params: PyTree | None,
-    extra_args: dict[str, Any],
+    trees: dict[str, PyTree],
+    *,
+    has_update: bool,
 ) -> None:
-    """Raises ValueError if `inner` lets one parameter's update depend on another."""
-    treedef = jax.tree.structure(updates)
-    num_leaves = treedef.num_leaves
+    """Raises ValueError if `inner` lets one parameter's update depend on another.
+
+    Args:
+      inner: the optimizer.
+      trees: the arguments of its `update`, by name, but for the state.
+      has_update: whether to look at its `update`, not only at its `init`; tracing it
+        takes long, and an update that was cut by leaf mixes nothing.
+    """
+    extra_args = dict(trees)
+    updates, params = extra_args.pop("updates"), extra_args.pop("params")
+    num_leaves = jax.tree.structure(updates).num_leaves
     if num_leaves < 2:
         return
 
-    def first_step(updates: PyTree, params: PyTree | None) -> tuple[PyTree, Any]:
+    def first_step(updates: PyTree, params: PyTree | None) -> Any:
         state = inner.init(updates if params is None else params)
+        if not has_update:
+            return state
         return inner.update(updates, state, params, **extra_args)
 
     jaxpr = jax.make_jaxpr(first_step)(updates, params).jaxpr
@@ -301,7 +319,8 @@ def _check_separable(
     found = FlowAnalysis(by_value=True).propagate(jaxpr, inputs)
     results = [sets.may for sets in found]
     # An update may depend on its own parameter, a part of the state on any one.
-    owners = [*leaf_bits, *[0] * (len(results) - num_leaves)]
+    num_updates = num_leaves if has_update else 0
+    owners = [*leaf_bits[:num_updates], *[0] * (len(results) - num_updates)]
     for bits, owner in zip(results, owners, strict=True):
         if (bits | owner).bit_count() > 1:
             paths = tree_paths.leaf_paths(updates)

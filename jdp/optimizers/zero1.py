@@ -1,14 +1,14 @@
 """ZeRO, stage 1: an optimizer whose state is sharded over the replicas."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jdp import compat
-from jdp.collectives import xla
+from jdp.collectives import auto, xla
 from jdp.collectives.base import ReduceScatterAllGather
 from jdp.gradients import (
     hook_reduction,
@@ -43,7 +43,7 @@ def zero1(
     divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     plan: BucketPlan | None = None,
-    halves: ReduceScatterAllGather = xla.PSUM,
+    halves: ReduceScatterAllGather | Literal["auto"] = "auto",
     hook: CommHook | None = None,
     world: World | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -69,9 +69,10 @@ def zero1(
     and are the same on all replicas: `jdp.optimizers.sharded_program` runs `tx`, and
     finds its sums over whole parameters, as in `optax.clip_by_global_norm`,
     `optax.lars` and `optax.lamb`. Masks and labels see paths and shapes as without it.
-    Other operations, neither elementwise nor sums of whole arrays, such as the matrix
-    products of `optax.contrib.muon`, run on gathered arrays on every replica. That is
-    correct, but saves no memory while it runs.
+    Where other operations need a whole array, such as the matrix products of
+    `optax.contrib.muon`, one replica runs them, its owner, with 1/n of the matrices;
+    see `jdp.optimizers.region_owners`. Operations that mix all arrays run on gathered
+    arrays on every replica. That is correct, but saves no memory while it runs.
 
     Args:
       tx: the optimizer.
@@ -79,7 +80,8 @@ def zero1(
       axis_name: see `sync_gradients`.
       plan: see `sync_gradients`.
       halves: the reduce-scatter for gradients and the all-gather for updates, such as
-        `jdp.collectives.RING` or `SHARED_MEMORY`.
+        `jdp.collectives.PSUM` or `RING`; "auto": `SHARED_MEMORY` between CPU processes
+        of one host with one replica each, and elsewhere `PSUM`.
       hook: see `sync_gradients`; its sums are then cut, and `halves` only gathers.
       world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
@@ -90,15 +92,15 @@ def zero1(
       raises, and ValueError for a state of other parameters.
 
     Raises:
-      TypeError: `tx` is not an optimizer, `hook` is not a hook, or `halves` is not a
-        `ReduceScatterAllGather`.
+      TypeError: `tx` is not an optimizer, `hook` is not a hook, or `halves` is neither
+        a `ReduceScatterAllGather` nor "auto".
       ValueError: `divide_by` is unknown.
     """
     update_arguments.check_optimizer(tx, "zero1")
     step_trace.check_divide_by(divide_by)
     _check_halves(halves)
     inner = optax.with_extra_args_support(tx)
-    options = reduce.make_options(axis_name, plan, None, None, hook)
+    options = reduce.make_options(axis_name, plan, None, "auto", hook)
 
     def update(
         updates: PyTree,
@@ -116,9 +118,8 @@ def zero1(
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         trace.note(weighting)
-        scattered = _scatter(
-            grads, used, state.hook, options, weighting, halves, layout
-        )
+        by = auto.choose_halves(axis_name) if isinstance(halves, str) else halves
+        scattered = _scatter(grads, used, state.hook, options, weighting, by, layout)
         if used is not None:
             extra_args["used"] = scattered.used
         old = zero_state.unpack(state, inner, params, layout)
@@ -128,7 +129,7 @@ def zero1(
             has_data = weighted_mean.has_data(scattered.total)
             step = _choose_step(has_data, step, old)
         return (
-            _gather_updates(step, layout, halves),
+            _gather_updates(step, layout, by),
             zero_state.pack(old.names, step.state, scattered.hook_state),
         )
 
@@ -143,6 +144,9 @@ def _init(
     params: PyTree,
 ) -> Any:
     axis_name = options.axis_name
+    names, repeats = [], {}
+    if not compat.is_bound(axis_name):
+        names, repeats = zero_state.find_repeats(inner, params)
 
     def init_here(params: PyTree) -> ZeroState:
         layout = shard_layout.find_layout(axis_name)
@@ -152,11 +156,12 @@ def _init(
             hook_state = init_state(
                 options.hook, params, plan=options.plan, axis_name=axis_name
             )
-        return zero_state.cut_state(state, params, hook_state, layout)
+        return zero_state.cut_state(state, params, hook_state, layout, repeats)
 
-    return initial_state.init_on_replicas(
+    state = initial_state.init_on_replicas(
         init_here, params, axis_name=axis_name, world=world
     )
+    return zero_state.repeat(state, names, repeats) if repeats else state
 
 
 class _ShardedStep(NamedTuple):
@@ -236,7 +241,7 @@ def _choose_step(
         return ArrayShard(jnp.where(has_data, x.data, zero), x.shape)
 
     updates = list(map(choose, step.updates))
-    before = [x.data[0] if _is_shard(x) else x for x in old.leaves]
+    before = [x.row if _is_shard(x) else x for x in old.leaves]
     pairs = zip(step.state, before, strict=True)
     state = [jnp.where(has_data, new, old) for new, old in pairs]
     return step._replace(updates=updates, state=state)
@@ -268,15 +273,17 @@ def _in_kinds(
     for i, x in zip(stray, wholes, strict=True):
         leaves[i] = x
     return [
-        _finite_padding(layout.as_shard(x), layout)[0] if name.is_cut else x
+        _finite_padding(layout.as_shard(x), layout).row if name.is_cut else x
         for x, name in zip(leaves, names, strict=True)
     ]
 
 
-def _finite_padding(shard: ArrayShard, layout: ShardLayout) -> jax.Array:
+def _finite_padding(shard: ArrayShard, layout: ShardLayout) -> ArrayShard:
     # Padding may have become 0 / 0, which `jax_debug_nans` would find. Nothing else
     # reads it, and to mask it makes XLA copy the moments.
-    return layout.mask(shard, 0) if compat.searches_for_nan() else shard.data
+    if not compat.searches_for_nan():
+        return shard
+    return shard._replace(data=layout.mask(shard, 0))
 
 
 def _is_shard(x: Any) -> bool:
@@ -367,10 +374,12 @@ def _gather(
 
 
 def _check_halves(halves: Any) -> None:
+    if isinstance(halves, str) and halves == "auto":
+        return
     if not isinstance(halves, ReduceScatterAllGather):
         raise TypeError(
             "`halves` must be the halves of an all-reduce, such as "
-            f"`jdp.collectives.RING`, got {halves!r}."
+            f"`jdp.collectives.RING`, or 'auto', got {halves!r}."
         )
 
 

@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
+from jdp.backward import flat_program
+from jdp.backward.sub_program import ProgramCutter
 from jdp.collectives import base
+from jdp.compat import primitives
 from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
 from jdp.replicas import per_replica
 from jdp.replicas.per_replica import PerReplica
@@ -68,19 +72,76 @@ def own_shapes(state: ZeroState) -> list[tuple[int, ...]]:
 
 
 def cut_state(
-    state: PyTree, params: PyTree, hook_state: PyTree, layout: ShardLayout
+    state: PyTree,
+    params: PyTree,
+    hook_state: PyTree,
+    layout: ShardLayout,
+    repeats: dict[int, int],
 ) -> ZeroState:
-    """Returns this replica's part of a new inner state."""
-    names = _names_of(state, params)
-    leaves = []
-    for name, x in zip(names, jax.tree.leaves(state), strict=True):
+    """Returns this replica's part of a new inner state.
+
+    Args:
+      state: the inner state.
+      params: the parameters.
+      hook_state: the state of the hook.
+      layout: the replicas.
+      repeats: leaves of `state` that are left out; see `find_repeats`.
+    """
+    names, leaves = _names_of(state, params), []
+    for i, (name, x) in enumerate(zip(names, jax.tree.leaves(state), strict=True)):
+        if i in repeats:
+            continue
         x = jnp.asarray(x)
         if name.is_cut:
-            data = layout.cut(x).data[0]
-            leaves.append(base.cast_varying(data, layout.axis_name))
+            leaves.append(base.cast_varying(layout.cut(x).row, layout.axis_name))
         else:
             leaves.append(jnp.array(x))
-    return pack(names, leaves, hook_state)
+    kept = [name for i, name in enumerate(names) if i not in repeats]
+    return pack(kept, leaves, hook_state)
+
+
+def find_repeats(
+    inner: optax.GradientTransformation, params: PyTree
+) -> tuple[list[ArrayName], dict[int, int]]:
+    """Finds arrays of a new inner state that are equal, such as all moments of a shape.
+
+    To compile a program with a result for each takes XLA a millisecond per array.
+
+    Returns:
+      The names of all arrays, and for the index of an array that replicas cut, and that
+      an earlier one equals, the index of the first that does.
+    """
+    made: list[ArrayName] = []
+
+    def init(params: PyTree) -> list[Any]:
+        state = inner.init(params)
+        made[:] = _names_of(state, params)
+        return jax.tree.leaves(state)
+
+    program = flat_program.flatten(jax.make_jaxpr(init)(params), primitives.CALLS)
+    cutter = ProgramCutter(program)
+    first: dict[Any, int] = {}
+    repeats = {}
+    for i, (name, key) in enumerate(zip(made, program.outputs, strict=True)):
+        part = cutter.cut([key])
+        found = first.setdefault((part.signature, tuple(part.inputs)), i)
+        if found != i and name.is_cut:
+            repeats[i] = found
+    return made, repeats
+
+
+def repeat(
+    state: ZeroState, names: list[ArrayName], repeats: dict[int, int]
+) -> ZeroState:
+    """Returns a state of `cut_state` with a copy of its own for each array left out."""
+    own, shared = iter(state.own.value), iter(state.shared)
+    leaves: list[Any] = []
+    for i, name in enumerate(names):
+        if i in repeats:
+            leaves.append(jnp.copy(leaves[repeats[i]]))
+        else:
+            leaves.append(next(own if name.is_cut else shared))
+    return pack(names, leaves, state.hook)
 
 
 def pack(
@@ -127,7 +188,7 @@ def unpack(
                 "replicas."
                 + (advice or " Bring a state to other replicas with `jdp.reshard`.")
             )
-        leaves.append(ArrayShard(data[None], name.shape))
+        leaves.append(ArrayShard(lax.reshape(data, (1, width)), name.shape))
     return InnerState(names, leaves, treedef)
 
 

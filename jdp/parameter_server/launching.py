@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
-from jdp.launch import launch, output, supervisor
+from jdp.launch import core_shares, launch, output, supervisor
 from jdp.launch.endings import Exit
 from jdp.parameter_server import keys, metrics, option_checks
 from jdp.parameter_server.keys import Place
@@ -32,6 +32,7 @@ class RoleOptions:
       report: as `ServerOptions.report`. A table is drawn below the output of all
         processes, if stderr is a terminal.
       grace_s: seconds from SIGTERM to SIGKILL.
+      has_shares: whether the workers share out the cores; servers run on all of them.
     """
 
     num_servers: int
@@ -43,6 +44,7 @@ class RoleOptions:
     restarts: int = 3
     report: str = ""
     grace_s: float = 5.0
+    has_shares: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_servers", "num_workers", "first", "restarts"):
@@ -196,6 +198,7 @@ def launch_roles(
             i: {**base, **place.to_environ(), environment.LAUNCH_ID: launch_id}
             for i, place in enumerate(places)
         }
+        cores = _share_cores(options, environs)
         policy = RolePolicy(options.num_servers, options.num_workers, options.restarts)
         job = supervisor.Supervisor(
             launch_id,
@@ -204,8 +207,25 @@ def launch_roles(
             policy=policy,
             pass_fds=pass_fds,
             adopts_orphans=adopts_orphans,
+            cores=cores,
         )
         return job.run(launch.process_arguments(command), environs)
+
+
+def _share_cores(
+    options: RoleOptions, environs: Mapping[int, dict[str, str]]
+) -> dict[int, frozenset[int]]:
+    """Returns the cores of each worker, and adds variables to its environment.
+
+    A server computes while workers wait for it, on any core that is idle.
+    """
+    workers = [i for i in environs if i >= options.num_servers]
+    if not options.has_shares or not workers:
+        return {}
+    shares = core_shares.find_shares(len(workers), environs[workers[0]])
+    for i in workers:
+        environs[i].update(shares.environ)
+    return dict(zip(workers, shares.cores, strict=False))
 
 
 def _make_key_file(stack: contextlib.ExitStack) -> tuple[str, list[int]]:

@@ -5,6 +5,7 @@ nothing is left behind, whichever process is killed. Seals fix its size: a proce
 touches memory which its owner has truncated would be killed.
 """
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -111,8 +112,27 @@ def _check_available(size: int) -> None:
     """Raises OSError if the kernel would run out of memory and kill a process."""
     with open("/proc/meminfo") as file:
         found = re.search(r"MemAvailable: *(\d+) kB", file.read())
-    if found is not None and size > 1024 * int(found[1]):
+    left = [] if found is None else [1024 * int(found[1])]
+    for limit, usage in _CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max".
+            left.append(_read_number(limit) - _read_number(usage))
+    if left and size > min(left):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# The limit of the container of this process, and the bytes in use there.
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # version 2
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def _read_number(path: str) -> int:
+    with open(path) as file:
+        return int(file.read())
 
 
 def _map(fd: int, size: int, *, is_populated: bool) -> mmap.mmap:

@@ -135,7 +135,7 @@ def init(
         _check_same_options(_Initialized.options, options)
         return mesh.current_world()
     _check_options(options)
-    user_program.report_init(has_joined=False)
+    user_program.report(user_program.BEGAN)
     place = _find_place(options, os.environ)
     if place is not None and place.num_processes > 1:
         is_host = place.is_one_launch and place.process_id == 0
@@ -154,7 +154,7 @@ def init(
     if meeting is not None:
         os.environ[environment.JOINED] = str(os.getpid())
         lifeline.start(world, meeting.session_key)
-    user_program.report_init(has_joined=True)
+    user_program.report(user_program.JOINED)
     return world
 
 

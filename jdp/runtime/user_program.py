@@ -29,6 +29,7 @@ import types
 _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
 FAILURE_FD = "JDP_FAILURE_FD"
+ENDING_FD = "JDP_ENDING_FD"  # At its end once the launcher has begun to end the job.
 _FLUSH_TIMEOUT_S = 2.0  # for all pipes and sockets together.
 # In C: `isinstance` with an ABC would inspect every object.
 _FILE: type = io.IOBase.__mro__[1]
@@ -49,7 +50,8 @@ _BROKEN = re.compile(
 def main(argv: list[str]) -> None:
     """Runs the program named by `argv`: its kind, its target, its arguments."""
     kind, target, *arguments = argv
-    _LauncherPipe.failure_fd, _LauncherPipe.pid = _take_failure_fd(), os.getpid()
+    _LauncherPipe.failure_fd, _LauncherPipe.pid = _take_fd(FAILURE_FD), os.getpid()
+    _LauncherPipe.ending_fd = _take_fd(ENDING_FD)
     # `import jdp.runtime.user_program` must return this module, which has the pipe.
     sys.modules["jdp.runtime.user_program"] = sys.modules["__main__"]
     program = types.ModuleType("__main__")
@@ -62,15 +64,15 @@ def main(argv: list[str]) -> None:
         else:
             code = _load_script(program, target, arguments)
         exec(code, program.__dict__)
-        _write(ENDED)
+        report(ENDED)
         _exit_if_child(0)
     except SystemExit as error:
         code = _exit_code(error)
         _exit_if_child(code)
         if code == 0:
-            _write(ENDED)
+            report(ENDED)
         else:
-            report_failure(code)
+            report(FAILED, code)
             _tell_others(f"exit code {code}")
         _exit_unless_zero(code)
     except BaseException as error:
@@ -80,20 +82,20 @@ def main(argv: list[str]) -> None:
         at_s = time.monotonic()
         culprit = find_culprit(error)
         follows = is_consequence(error)
-        _write(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
+        report(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         _tell_others(describe_error(error), culprit)
         if (hook_code := show_error(error)) is not None:
             code = hook_code or code  # The others were told already.
-            _write(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
+            report(FAILED, code, culprit, at_s=at_s, is_consequence=follows)
         if culprit is not None:
             # JAX aborts all when process 0 ends; the culprit gets time to report.
             time.sleep(_CULPRIT_FIRST_S)
         _exit_unless_zero(code)
 
 
-def _take_failure_fd() -> int | None:
-    """Removes the launcher's pipe from the environment, and returns it."""
-    fd = os.environ.pop(FAILURE_FD, None)
+def _take_fd(name: str) -> int | None:
+    """Removes a pipe of the launcher from the environment, and returns it."""
+    fd = os.environ.pop(name, None)
     if fd is None:
         return None
     os.set_inheritable(int(fd), False)
@@ -101,9 +103,10 @@ def _take_failure_fd() -> int | None:
 
 
 class _LauncherPipe:
-    """Pipe of this process to its launcher; unset without a launcher."""
+    """Pipes of this process and its launcher; unset without a launcher."""
 
     failure_fd: int | None = None
+    ending_fd: int | None = None
     pid: int = 0  # Forked children do not report for this process.
 
 
@@ -112,30 +115,12 @@ def has_launcher() -> bool:
     return _LauncherPipe.failure_fd is not None
 
 
-def report_failure(
-    code: int, *, culprit: int | None = None, is_consequence: bool = False
-) -> None:
-    """Reports to the launcher that the program of this process has failed now.
-
-    Args:
-      code: exit code with which the process will end.
-      culprit: the process that is the reason, if it is another one.
-      is_consequence: whether the only reason is the end of another process.
-    """
-    _write(FAILED, code, culprit, is_consequence=is_consequence)
+def find_ending_fd() -> int | None:
+    """Returns the descriptor that is readable once the launcher ends the job."""
+    return _LauncherPipe.ending_fd
 
 
-def report_loss(process: int) -> None:
-    """Reports that `process` is gone: JAX may abort this process because of it."""
-    _write(LOST, culprit=process)
-
-
-def report_init(*, has_joined: bool) -> None:
-    """Reports to the launcher that `jdp.init` begins, or has returned."""
-    _write(JOINED if has_joined else BEGAN)
-
-
-def _write(
+def report(
     kind: bytes,
     code: int = 0,
     culprit: int | None = None,
@@ -143,6 +128,16 @@ def _write(
     at_s: float | None = None,
     is_consequence: bool = False,
 ) -> None:
+    """Reports to the launcher, if there is one.
+
+    Args:
+      kind: FAILED: the program has failed now. LOST: `culprit` is gone, and JAX may
+        abort this process because of that. BEGAN, JOINED: `jdp.init` begins, returns.
+      code: exit code with which the process will end.
+      culprit: the process that is the reason, if it is another one.
+      at_s: when it happened, on the monotonic clock; None: now.
+      is_consequence: whether the only reason is the end of another process.
+    """
     process_id = os.environ.get("JDP_PROCESS_ID", "")
     if _LauncherPipe.failure_fd is None or not process_id.isdigit():
         return
@@ -330,7 +325,7 @@ def _exit_unless_zero(code: int) -> None:
     if code != 0:
         flush()
         if (module := sys.modules.get("jdp.runtime.program_end")) is not None:
-            module.stay_while_needed(lambda: _write(STAYS))
+            module.stay_while_needed(lambda: report(STAYS))
             flush()
         os._exit(code)
 
@@ -342,33 +337,38 @@ def show(text: str) -> None:
 
 
 def flush() -> None:
-    """Flushes standard streams and open files; `os._exit` does not."""
+    """Flushes standard streams and open files; `os._exit` does not.
+
+    From then on, text files write each line at once: other threads may go on.
+    """
+    flush_regular_files(is_last=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
             continue  # None, broken or closed.
-    files = _find_files()
-    _flush_files(files, are_regular=True)
     # A pipe may never be read, so this gets a deadline.
-    thread = threading.Thread(target=_flush_files, args=(files,), daemon=True)
+    thread = threading.Thread(target=_flush_files, args=(False,), daemon=True)
     with contextlib.suppress(RuntimeError):  # At its end, Python cannot start a thread.
         thread.start()
         thread.join(_FLUSH_TIMEOUT_S)
+    flush_regular_files(is_last=True)
 
 
-def _find_files() -> list[io.IOBase]:
+def flush_regular_files(*, is_last: bool = False) -> None:
+    """Flushes open files on disks; `is_last`: text files flush each line then."""
+    _flush_files(True, is_last)
+
+
+def _flush_files(are_regular: bool, is_last: bool = False) -> None:
     # By type: `__class__` may be a property of the user's class.
-    return [each for each in gc.get_objects() if issubclass(type(each), _FILE)]
-
-
-def _flush_files(files: list[io.IOBase], *, are_regular: bool = False) -> None:
-    """Flushes open files: regular files, or all others."""
-    for file in files:
+    for file in [each for each in gc.get_objects() if issubclass(type(each), _FILE)]:
         # A user's class may raise; a file in memory has no descriptor.
         with contextlib.suppress(Exception):
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode) == are_regular:
                 file.flush()
+                if is_last and isinstance(file, io.TextIOWrapper):
+                    file.reconfigure(line_buffering=True)
 
 
 def show_error(error: BaseException) -> int | None:

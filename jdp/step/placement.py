@@ -271,10 +271,12 @@ def state_avals(world: World, state: PyTree) -> PyTree:
       TypeError: a leaf is not an array.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-    avals = []
-    for (path, leaf), is_own in zip(leaves, per_replica.are_own(state), strict=True):
+    for path, leaf in leaves:
         check_is_array(leaf, _name_of(path))
-        aval = jax.eval_shape(lambda x: x, leaf)
+    # Once for all: a call takes a third of a millisecond.
+    types = jax.eval_shape(lambda xs: xs, [leaf for _, leaf in leaves])
+    avals = []
+    for aval, is_own in zip(types, per_replica.are_own(state), strict=True):
         sharding = world.replicated
         if is_own:
             sharding = replication.sharding_of_rows(world, aval.shape)

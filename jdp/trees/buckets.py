@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ import numpy as np
 from jdp import compat, types
 from jdp.trees.tree_paths import first_difference, leaf_paths
 from jdp.types import PyTree
+
+Packing = Literal["flat", "tuple"]
 
 # The defaults of torch's DistributedDataParallel (reducer.hpp): a small first bucket,
 # so that communication starts early, then large ones.
@@ -281,6 +283,11 @@ def unflatten_buckets(plan: BucketPlan, buffers: Sequence[jax.Array]) -> PyTree:
         for i, part in zip(bucket, parts, strict=True):
             leaves[i] = part
     return jax.tree.unflatten(plan.treedef, leaves)
+
+
+def default_packing() -> Packing:
+    """Returns how leaves are packed for XLA's all-reduce if no option tells."""
+    return "flat" if jax.default_backend() == "cpu" else "tuple"
 
 
 def pack(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 JAX_SYSTEMS = {
     "jdp",
     "jdp, find_unused",
-    "jdp, shared memory",
+    "jdp, psum",
+    "two copies alone",
     "partitioned",
     "psum a leaf",
     "flat shard_map",
@@ -112,6 +113,21 @@ def test_bench_overhead_shows_its_figures(tmp_path):
     assert "decorated over bare" in out
     assert set(result["tracing_ms"]) == {"by hand", "without", "with", "both"}
     assert "reading, added" in out
+
+
+def test_bench_leaves_compares_with_adam(tmp_path):
+    path = tmp_path / "leaves.json"
+    options = ("--leaves", "5", "--rounds", "1", "--json", path)
+    process = _jdp("bench", "leaves", *options)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    found = json.loads(path.read_text())
+    assert found["num_leaves"] == 5
+    ways = {"adam", "skip_unused", "zero1", "distributed_optimizer"}
+    assert set(found["cpu_s"]) == ways | {"accumulate_gradients", "hooks.cast"}
+    for name, times in found["cpu_s"].items():
+        assert name in out
+        assert times["lower_s"] > 0
 
 
 def test_bench_join_compares_with_a_plain_loop(tmp_path):

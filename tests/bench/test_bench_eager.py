@@ -23,6 +23,7 @@ def _seconds(*, has_torch):
     seconds = {f"{eager.ALL_REDUCE} {n}": [1.0, 2.0, 3.0] for n in eager.NUM_BYTES}
     seconds |= {
         eager.MANY: [0.01, 0.02, 0.03],
+        eager.MANY_NEW: [0.01, 0.02, 0.03],
         eager.STEP: [0.03, 0.05, 0.04],
         eager.FLAT: [0.02, 0.02, 0.04],
         eager.DECORATED: [0.03, 0.05, 0.04],
@@ -40,6 +41,7 @@ def test_limits_are_of_the_median_of_the_rounds():
     assert {name: (row["must_be"], row["is_met"]) for name, row in judged.items()} == {
         "1 element / torch gloo": ("at most 1.2", True),
         "1,000 names at once": ("at least 50,000", True),
+        "1,000 new names at once": ("at least 60,000", False),
         "step / flat shard_map": ("at most 1.5", True),
         "idle engine": ("at most 0.5", True),
         "coordinator, 256 ranks": ("at most 1", False),
@@ -85,7 +87,7 @@ def test_bench_eager_measures_every_row_and_writes_a_file(tmp_path):
     assert process.returncode == 0, process.stderr
     result = json.loads(path.read_text())
     assert result["config"]["num_blocks"] == 2 and result["config"]["idle_s"] == 0.1
-    assert len(result["rows"]) == 9
+    assert len(result["rows"]) == 10
     has_torch = importlib.util.find_spec("torch") is not None
     for row in result["rows"]:
         assert row["what"] in process.stdout

@@ -23,6 +23,7 @@ MODULES = (
     "jax.experimental.pallas.tpu",
     "jdp.compat.annotations",
     "jdp.compat.cotangents",
+    "jdp.compat.host_collectives",
 )
 TABLES = {
     name: table

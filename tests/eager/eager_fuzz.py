@@ -30,6 +30,7 @@ from jdp.eager.messages import (
     Spec,
     Tunable,
 )
+from jdp.replicas import cores
 from tests.eager import coordinator_simulation
 from tests.runtime.transport_fuzz import mutate
 
@@ -477,7 +478,9 @@ def fuzz_decoders(rng, num_messages):
         frozenset({(1, 2)}),
         {(1, "k"): (np.float32(1), (2, [])), 2: np.str_("x")},
     )
-    hello = startup._Hello({"fusion_bytes": 1, "timeline": ""}, "node")
+    hello = startup._Hello(
+        {"fusion_bytes": 1, "timeline": ""}, "node", cores.UsableCores((0, 1))
+    )
     record = flight_recorder.Record("a", "all_reduce")
     dump = msgspec.json.encode(
         flight_recorder.Dump(
@@ -500,7 +503,7 @@ def fuzz_decoders(rng, num_messages):
         (lambda data: messages.decode_as(startup._hello, data), lambda: hello),
         (
             lambda data: messages.decode_as(startup._answer, data),
-            lambda: startup._Answer("", ("a", "b")),
+            lambda: startup._Answer("", ("a", "b"), frozenset({"a"})),
         ),
         (encoding.decode, None),
         (_decode_dump, None),

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jdp.collectives.shared_memory import shared_buffer
+from jdp.collectives.shared_memory import arithmetic
 from jdp.eager import checks, numerics, submission
 from jdp.eager.execution import fused, host_adasum, small_tensors
 from jdp.eager.execution.base import SetMembers
@@ -116,7 +116,7 @@ class _Here:
     def all_reduce(self, arrays, op):
         for i, array in enumerate(arrays if self._others else []):
             every = [array.copy(), *[other[i] for other in self._others]]
-            shared_buffer.reduce(every, op, out=array)
+            arithmetic.reduce(every, op, out=array)
         return arrays
 
     def adaptive_sum(self, array):
@@ -160,7 +160,7 @@ def test_a_rank_that_has_joined_changes_nothing_in_any_dtype(name, op):
         else:
             options = type("O", (), {"arguments": spec, "wire": None})
             with pytest.raises(TypeError, match=r"is not defined|must be floating"):
-                submission._make_request(options, "x", array, ())
+                submission._make_kind(options, "x", array, ())
         return
     dtype, first = jnp.dtype(name), _values(name, 0)
     found = _run(name, [first, None], op)
@@ -217,7 +217,7 @@ def test_an_average_over_more_ranks_than_the_dtype_counts_to(name):
     arrays = [np.array([0, 0], dtype) for _ in range(300)]
     arrays[7] = np.array([_limits(dtype)[0], _limits(dtype)[1]]).astype(dtype)
     out = np.empty(2, dtype)
-    shared_buffer.reduce(arrays, "mean", out=out)
+    arithmetic.reduce(arrays, "mean", out=out)
     assert [int(x) for x in out] == [0, 0]
 
 

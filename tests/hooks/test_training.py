@@ -462,9 +462,12 @@ def _train_as_torch(world, name):
     kept = hooks.init_state(hook, params)
     if is_power_sgd:
         first = {
-            q.shape: q for q in (case[f"qinit.{name}.draw0.param{i}"] for i in (0, 2))
+            q.size: q for q in (case[f"qinit.{name}.draw0.param{i}"] for i in (0, 2))
         }
-        factors = [[first[q.shape] for q in bucket] for bucket in kept.factors]
+        (shapes,) = kept.leaf_shapes
+        found = [first[s[1]].ravel() for s in shapes if len(s) == 2 and s[1] in first]
+        factors = [np.concatenate(found)]
+        assert factors[0].shape == kept.factors[0].shape
         kept = jdp.replicate(world, kept._replace(factors=factors))
 
     @jdp.data_parallel

@@ -1141,3 +1141,91 @@ def test_files_hold_what_was_written_where_process_0_fails(
     assert "SIGABRT" not in out + err
     for own in range(3):
         assert (tmp_path / f"kept.{own}").read_text() == "last line"
+
+
+DIES = """
+import os, signal, sys, time
+import jdp
+world = jdp.init(timeout_s=60)
+own = world.process_index
+file = open(f"kept.{own}", "w")
+file.write("last line")
+if own == 1:
+    time.sleep(0.5)
+    FAULT
+print("ready")
+time.sleep(60)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fault", "code", "grace_s"),
+    rarely.cases(
+        [
+            ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "1.5"),
+            ("os._exit(3)", 3, "1.5"),
+            ("1 / 0", 1, "0.5"),
+        ],
+        often=[
+            ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "1.5"),
+            ("1 / 0", 1, "0.5"),
+        ],
+    ),
+)
+def test_files_of_processes_in_host_code_outlive_the_launchers_sigkill(
+    cli, tmp_path, fault, code, grace_s
+):
+    """Also the files of process 0, which ends after the others."""
+    program = DIES.replace("FAULT", fault)
+    start = "launch", "-n", "3", "--grace-s", grace_s
+    process = cli(*start, "program.py", program=program)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code, err
+    assert "jdp launch: process 1 " in err
+    assert "SIGABRT" not in out + err
+    for own in (0, 2):
+        assert (tmp_path / f"kept.{own}").read_text() == "last line", out + err
+
+
+@pytest.mark.multiprocess
+def test_files_hold_what_was_written_where_the_launcher_ends_the_job(cli, tmp_path):
+    """Nothing in the job handles SIGTERM, and SIGKILL follows."""
+    program = DIES.replace("FAULT", "pass")
+    start = "launch", "-n", "2", "--grace-s", "1.5"
+    process = cli(*start, "program.py", program=program)
+    read_lines(process, 2)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    for own in range(2):
+        assert (tmp_path / f"kept.{own}").read_text() == "last line", err
+
+
+def open_kin():
+    kin = guarding.Kin(uuid.uuid4().hex, "", adopts_orphans=False)
+    kin.open()
+    found = psutil.Process().children()
+    (own,) = [each for each in found if "guard.py" in " ".join(each.cmdline())]
+    return kin, own
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_waits_little_for_a_guard_that_has_nothing_to_guard():
+    kin, own = open_kin()
+    own.suspend()
+    kin.say_done()
+    start_s = time.monotonic()
+    kin.close()
+    assert time.monotonic() - start_s < 10.0
+    assert not own.is_running()
+
+
+@pytest.mark.multiprocess
+def test_no_guard_is_started_once_no_process_is_left():
+    kin, own = open_kin()
+    own.kill()
+    wait_until(lambda: own.status() == psutil.STATUS_ZOMBIE)
+    assert kin.check() is None
+    assert psutil.Process().children() in ([], [own])
+    kin.close()

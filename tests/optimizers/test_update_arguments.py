@@ -57,7 +57,7 @@ WRONG_ARGUMENTS = {
     "halves": (
         lambda: jdp.zero1(ADAM, halves="ring"),
         TypeError,
-        r"`halves` must be .*`jdp\.collectives\.RING`, got 'ring'",
+        r"`halves` must be .*`jdp\.collectives\.RING`, or 'auto', got 'ring'",
     ),
     "period": (
         lambda: jdp.local_sgd(SGD, period=2.5),

@@ -645,3 +645,49 @@ def test_a_rematerialised_optimizer_works_on_its_part():
     _expect(state[0], expected)
     text = step.lower(tuple(state), BATCHES[0]).as_text()
     assert text.count('"stablehlo.all_gather') == 1  # Of the new parameters.
+
+
+def test_many_leaves_are_traced_as_one():
+    """Leaves of one shape share the program of their shards."""
+    world = harness.local_world(2)
+    params = {f"w{i}": np.full((3, 5), float(i), np.float32) for i in range(40)}
+    params["b"] = np.ones(7, np.float32)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    tx = jdp.zero1(inner, world=world)
+    opt = tx.init(params)
+
+    def step(state, batch):
+        params, opt = state
+        grads = jax.tree.map(lambda x: x * batch.mean(), params)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), {}
+
+    lowered = jdp.data_parallel(step, world=world).lower(
+        (params, opt), np.ones(2, np.float32)
+    )
+    # The square roots of Adam, per kind of leaf, and the root of the norm.
+    assert lowered.as_text().count("stablehlo.sqrt") == 3
+
+
+def test_equal_moments_have_memory_of_their_own():
+    world = harness.local_world(2)
+    params = {f"w{i}": np.full((3, 5), float(i), np.float32) for i in range(3)}
+    state = jdp.zero1(optax.adam(0.1), world=world).init(params)
+    plain = jdp.consolidate(state, like=optax.adam(0.1).init(params))
+    for x in jax.tree.leaves(plain):
+        np.testing.assert_array_equal(x, 0)
+    addresses = {
+        shard.data.unsafe_buffer_pointer()
+        for x in state.own.value
+        for shard in x.addressable_shards
+    }
+    assert len(addresses) == 2 * 6
+
+
+def test_state_that_starts_from_the_parameters():
+    world, tx = harness.local_world(2), optax.contrib.schedule_free_sgd(0.1)
+    params = {f"w{i}": np.full((3, 5), float(i), np.float32) for i in range(3)}
+    state = jdp.zero1(tx, world=world).init(params)
+    expected = tx.init(params)
+    found = jdp.consolidate(state, like=expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

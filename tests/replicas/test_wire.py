@@ -96,6 +96,7 @@ FUZZED = {
         rounds: Announcement, rounds: Decision,
         progress_exchange: ProcessProgress, gpu_topology: GpuFacts,
         gpu_topology: list[GpuFacts], measurement: list[Seconds],
+        measurement_cache: Machine, measurement_cache: StoredTimes,
         early_exit: DepartureNotice, lifeline: Left | AtEnd | Stuck,
         launcher_link: Exit, star_codec: Frame""",
     "comparison_fuzz": """

@@ -50,6 +50,9 @@ WAITS = Snapshot({}, None, 3.0, 3.0)
         # It said that it failed.
         (False, BUSY, [Gone(1, 10.0, {"step": 6}, "ValueError: no")], 13.5, None),
         (False, BUSY, [Gone(1, 10.0, {"step": 6}, "ValueError: no")], 13.6, 1),
+        # It died, and JAX would abort this process soon.
+        (False, BUSY, [Gone(1, 10.0, has_died=True)], 50.0, None),
+        (False, BUSY, [Gone(1, 10.0, has_died=True)], 50.1, 1),
         # At the end of the program, JAX waits for all.
         (True, IN_STEP, [Gone(1, 10.0, {"step": 5})], 1e9, None),
         (True, BUSY, [Gone(1, 10.0)], 12.1, 1),
@@ -62,6 +65,28 @@ def test_only_a_process_that_waits_in_vain_is_ended(
 ):
     verdict = rules.judge(0, has_ended, now, gone, now_s=now_s)
     assert (verdict and verdict.culprit) == culprit
+
+
+@pytest.mark.parametrize(
+    ("gone", "now_s", "culprit"),
+    [
+        (Gone(1, 10.0), 13.0, None),
+        (Gone(1, 10.0), 13.1, 1),
+        (Gone(1, 10.0, {}, "ValueError: no"), 13.1, 1),
+        # Its end is no reason, and the launcher ends the job for another one.
+        (Gone(1, 10.0, {"step": 6}), 1e9, None),
+    ],
+)
+def test_a_process_ends_before_its_launcher_kills_it(gone, now_s, culprit):
+    verdict = rules.judge(0, False, BUSY, [gone], now_s=now_s, ends_by_s=13.0)
+    assert (verdict and verdict.culprit) == culprit
+
+
+@pytest.mark.parametrize(
+    ("launcher_s", "own_s"), [(None, 3.5), (30.0, 29.5), (1.0, 0.5), (0.5, 0.25)]
+)
+def test_a_process_keeps_a_share_of_the_grace_time_for_its_files(launcher_s, own_s):
+    assert rules.failed_grace_s(launcher_s) == own_s
 
 
 @pytest.mark.parametrize(
@@ -403,8 +428,10 @@ jdp.replicate(world, {"w": 1.0})
     ],
 )
 def test_the_end_of_process_0_aborts_none_that_is_in_host_code(
-    tmp_path, fault, process, code, text
+    tmp_path, monkeypatch, fault, process, code, text
 ):
+    monkeypatch.setenv(environment.GRACE_S, "60")  # Of a launcher around all.
+    monkeypatch.setenv(environment.LAUNCH_ID, "x")
     program = HOST_CODE.replace("PROCESS", str(process)).replace("FAULT", fault)
     program = program.replace("{FOLDER}", str(tmp_path))
     took_s, codes, said = run_by_hand(program, process, count=3)
@@ -412,6 +439,43 @@ def test_the_end_of_process_0_aborts_none_that_is_in_host_code(
     assert codes == [code if i == process else 1 for i in range(3)]
     assert f"jdp: {text}" in said, said
     assert [(tmp_path / f"{i}").read_text() for i in range(3)] == ["last line"] * 3
+
+
+DIES = """
+import os, signal, time
+import jdp
+from jdp.runtime.lifeline import rules
+rules.DIED_GRACE_S = 3.0
+world = jdp.init(timeout_s=100)
+file = open(f"{FOLDER}/{world.process_index}", "w")
+file.write("last line")
+if world.process_index == PROCESS:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("process", "text"),
+    [
+        (1, "process 1 ended without a word: it was killed, crashed, or called "),
+        (0, "process 0 ended without a word: it was killed, crashed, or called "),
+    ],
+)
+def test_files_hold_what_was_written_before_another_process_died(
+    tmp_path, process, text
+):
+    program = DIES.replace("PROCESS", str(process))
+    program = program.replace("{FOLDER}", str(tmp_path))
+    took_s, codes, said = run_by_hand(program, process, count=3)
+    assert took_s < 12
+    left = [i for i in range(3) if i != process]
+    # JAX aborts the others where process 0 has died.
+    assert {codes[i] for i in left} == {1 if process else -signal.SIGABRT}
+    assert f"jdp: {text}" in said, said
+    for i in left:
+        assert (tmp_path / f"{i}").read_text() == "last line"
 
 
 SLOW_EXIT = """
@@ -547,7 +611,8 @@ def loss_fn(p, x):
 
 @jdp.data_parallel
 def step(p, x):
-    loss, grads = jdp.value_and_grad(loss_fn)(p, x)
+    # Over gloo, which does not notice that a peer has ended.
+    loss, grads = jdp.value_and_grad(loss_fn, all_reduce=None)(p, x)
     return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
 
 p = jdp.replicate(world, {"w": np.ones((4, 32)), "v": np.ones(32)})

@@ -3,6 +3,7 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 
@@ -39,7 +40,7 @@ class Member:
             key=key,
             purpose="test",
             heard=lambda member, body: self.heard.append((member, body)),
-            lost=self.lost.append,
+            lost=lambda member, has_died: self.lost.append((member, has_died)),
             **options,
         )
 
@@ -103,10 +104,44 @@ def test_a_line_that_breaks_is_a_loss_and_a_goodbye_is_none(members):
     for sock in list(made[1].star._lines):
         sock.shutdown(socket.SHUT_RDWR)  # As the kernel does for a process that dies.
     for i in (0, 2):
-        wait_until(lambda i=i: made[i].lost == [1])
+        wait_until(lambda i=i: made[i].lost == [(1, True)])
     made[0].star.close()
     time.sleep(0.1)
-    assert made[2].lost == [1]
+    assert made[2].lost == [(1, True)]
+
+
+def test_a_line_that_is_reset_is_not_the_end_of_a_process(members):
+    made = make_whole(members, 3)
+    for sock in list(made[1].star._lines):
+        # As after a failure of the network.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+    for i in (0, 2):
+        wait_until(lambda i=i: made[i].lost == [(1, False)])
+
+
+def test_a_descriptor_raises_an_alarm_once():
+    read_fd, write_fd = os.pipe()
+    alarms = []
+    listener = star_line.listen("127.0.0.1", 0)
+    alone = star.Star(
+        *(0, 1),
+        key=KEY,
+        purpose="test",
+        listener=listener,
+        heard=print,
+        lost=print,
+        alarm=(read_fd, lambda: alarms.append(1)),
+    )
+    alone.wake()
+    time.sleep(0.1)
+    assert not alarms
+    os.close(write_fd)
+    wait_until(lambda: alarms)
+    time.sleep(0.1)
+    assert alarms == [1]
+    alone.close()
+    os.close(read_fd)
 
 
 def test_when_the_centre_dies_all_others_know(members):
@@ -114,7 +149,7 @@ def test_when_the_centre_dies_all_others_know(members):
     for sock in list(made[0].star._lines):
         sock.shutdown(socket.SHUT_RDWR)
     for i in (1, 2):
-        wait_until(lambda i=i: 0 in made[i].lost)
+        wait_until(lambda i=i: (0, True) in made[i].lost)
 
 
 def test_who_has_another_key_is_not_heard(members):
@@ -218,7 +253,11 @@ def test_what_has_proved_nothing_at_the_address_is_not_member_zero(speech, monke
         address = stranger.getsockname()
         options = dict(key=KEY, purpose="test")
         second = star.Star(
-            *(1, 2), address=address, heard=print, lost=lost.append, **options
+            *(1, 2),
+            address=address,
+            heard=print,
+            lost=lambda *loss: lost.append(loss),
+            **options,
         )
         second.say(b"before all")
         line, _ = stranger.accept()
@@ -246,13 +285,17 @@ def test_a_member_that_is_never_proved_is_lost_at_the_deadline():
         options = dict(key=KEY, purpose="test", connect_timeout_s=0.5)
         address = stranger.getsockname()
         member = star.Star(
-            *(1, 2), address=address, heard=print, lost=lost.append, **options
+            *(1, 2),
+            address=address,
+            heard=print,
+            lost=lambda *loss: lost.append(loss),
+            **options,
         )
         stranger.settimeout(0.1)
         while not lost:
             with contextlib.suppress(TimeoutError):
                 stranger.accept()[0].close()
-    assert lost == [0]
+    assert lost == [(0, False)]
     member.close()
 
 

@@ -296,3 +296,39 @@ def test_a_script_with_an_absolute_path_runs_where_the_folder_was_deleted(tmp_pa
         [sys.executable, "-c", run], cwd=folder, capture_output=True, text=True
     )
     assert (got.returncode, got.stdout) == (0, "ran\n"), got.stderr
+
+
+WRITES_ON = """
+import os, sys, threading, time
+sys.path.insert(0, FOLDER)
+import user_program
+file = open("lines", "w", buffering=1 << 20)
+count = os.open("count", os.O_CREAT | os.O_WRONLY)
+read_fd, write_fd = os.pipe()
+os.write(write_fd, bytes(1 << 16))  # It is full, and is not read.
+unread = os.fdopen(write_fd, "wb")
+unread.write(b"x")
+
+def end():
+    time.sleep(0.2)
+    user_program.flush()
+    os._exit(0)
+
+user_program._FLUSH_TIMEOUT_S = 0.5
+threading.Thread(target=end).start()
+i = 0
+while True:
+    file.write("line\\n")
+    i += 1
+    os.pwrite(count, b"%12d" % i, 0)
+"""
+
+
+def test_lines_that_another_thread_writes_during_the_last_flush_are_kept(tmp_path):
+    folder = os.path.dirname(user_program.__file__)
+    program = WRITES_ON.replace("FOLDER", repr(folder))
+    assert run(["-c", program], tmp_path).returncode == 0
+    num_written = int((tmp_path / "count").read_text())
+    assert num_written > 1000
+    num_kept = (tmp_path / "lines").read_text().count("line\n")
+    assert num_written <= num_kept <= num_written + 1

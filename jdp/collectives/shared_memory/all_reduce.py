@@ -1,24 +1,25 @@
 """Shared memory: an all-reduce among CPU processes of one host, inside `jit`."""
 
-import contextvars
 import threading
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.buffer_callback import buffer_callback
 
 from jdp import compat, types
-from jdp.collectives import base
+from jdp.collectives import base, xla
 from jdp.collectives.base import Op, ReduceScatterAllGather
-from jdp.collectives.shared_memory import cutting, shared_buffer
-from jdp.collectives.shared_memory.shared_buffer import DEFAULT_NUM_BYTES, SharedBuffer
-from jdp.compat import origins
+from jdp.collectives.shared_memory import cutting, members, ordered
+from jdp.collectives.shared_memory.shared_buffer import (
+    DEFAULT_NUM_BYTES,
+    LEAST_NUM_BYTES,
+    SharedBuffer,
+)
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
+from jdp.trees import buckets
 from jdp.types import AllReduce, AxisName
 
 
@@ -34,9 +35,9 @@ def create_shared_buffer(
     process frees it with its last reference; nothing stays in /dev/shm.
 
     Args:
-      world: the processes, with one CPU replica each.
-      num_bytes: size of the largest buffer that is reduced in one piece, in bytes. The
-        memory takes this size once per process, and once more.
+      world: the processes, with as many CPU replicas each.
+      num_bytes: size of the largest piece that is reduced at once, in bytes. The
+        memory takes this size twice per process, and twice more.
       axis_name: axes to reduce over: all, or the inner axis of a pair; None: all.
 
     Returns:
@@ -44,12 +45,13 @@ def create_shared_buffer(
 
     Raises:
       RuntimeError: see `SharedSegment`.
-      ValueError: a process has several replicas, or `num_bytes` is below 1.
+      ValueError: processes have different numbers of replicas, or several and
+        `axis_name` is not all axes, or `num_bytes` is below 1.
     """
     if num_bytes < 1:
         raise ValueError(f"`num_bytes` must be at least 1, got {num_bytes}.")
     axis_name = world.axis_name if axis_name is None else axis_name
-    processes = shared_buffer.find_processes(world, axis_name)
+    processes = members.find_processes(world, axis_name)
     number = 0 if world.store is None else world.store.next_round()
     return SharedBuffer(
         world,
@@ -63,12 +65,14 @@ def create_shared_buffer(
 class SharedMemoryAllReduce:
     """Reduces over CPU processes of one host.
 
+    Several replicas of a process are reduced before the processes are.
+
     Sums and products of 16-bit floats are computed in float32, as the contract of
     `jdp.collectives.base` requires. A reduction has side effects, so a program keeps
     its reductions in order. Call programs that contain it from one thread: JAX then
     runs them in the order of the calls, the same on all processes.
 
-    Without a `buffer`, it reduces through a default buffer of 64 MiB per process, made
+    Without a `buffer`, it reduces through a default buffer, with pieces of 1 MiB, made
     when a program with it first runs.
     """
 
@@ -115,26 +119,36 @@ class SharedMemoryAllReduce:
         Where `has_data`, bool (), is False, this replica contributes zeros, whatever
         the arrays hold.
         """
-        world, ranks = self._find(axis_name)
+        group = self._find(axis_name)
         sizes, dtype = [x.size for x in arrays], arrays[0].dtype
-        if len(ranks) == 1 or sum(sizes) == 0:
+        if group.num_replicas == 1 or sum(sizes) == 0:
             return [base.replicated(x, axis_name) for x in arrays]
-        rank = ranks.index(world.process_index)
-        pieces = cutting.cut_arrays(
-            sizes, dtype.itemsize, self._num_bytes(), rank, len(ranks)
-        )
+        num_local = group.world.num_local_replicas
+        further = [] if num_local == 1 else [base.find_group(axis_name).rank]
+        further += [] if has_data is None else [has_data]
 
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
             flat = [np.asarray(x).reshape(-1) for x in results]
             if has_data is not None and not np.asarray(operands[-1]):
                 for x in flat:
                     x.fill(0)
-            self._open(world, axis_name).reduce_in_place(flat, op, call, pieces)
+            replica = 0
+            if num_local > 1:
+                replica = int(np.asarray(operands[len(arrays)])) % num_local
+            self._open(group.world, axis_name).reduce_replica(flat, op, call, replica)
 
-        reduced = _bind(
+        def substitute(*operands: jax.Array) -> list[jax.Array]:
+            given = operands[: len(arrays)]
+            if has_data is not None:
+                given = [jnp.where(operands[-1], x, jnp.zeros_like(x)) for x in given]
+            total = xla.psum_all_reduce(buckets.pack(given), axis_name, op=op)
+            return buckets.unpack(total, [x.shape for x in given])
+
+        reduced = ordered.bind(
             run,
+            substitute,
             f"all-reduce {op} {dtype}{sizes}",
-            [*arrays, *([] if has_data is None else [has_data])],
+            [*arrays, *further],
             [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
             _other_axes(arrays[0], axis_name),
             num_in_place=len(arrays),
@@ -187,17 +201,22 @@ class SharedMemoryAllReduce:
     def _scatter_rows(
         self, rows: Sequence[jax.Array], axis_name: AxisName, op: Op, dtype: Any
     ) -> list[jax.Array]:
-        world, ranks = self._find(axis_name)
-        sizes, itemsize = [x.shape[1] for x in rows], rows[0].dtype.itemsize
-        steps = cutting.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
+        group = self._find(axis_name, halves=True)
 
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
             given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
-            buffer = self._open(world, axis_name)
-            buffer.reduce_scatter(given, op, call, outs, steps)
+            buffer = self._open(group.world, axis_name)
+            buffer.reduce_scatter(given, op, call, outs)
 
-        return _bind(
+        def substitute(*rows: jax.Array) -> list[jax.Array]:
+            flat = [x.reshape(-1) for x in rows]
+            return [
+                xla.psum_reduce_scatter(x, axis_name, op=op, dtype=dtype) for x in flat
+            ]
+
+        return ordered.bind(
             run,
+            substitute,
             f"reduce-scatter {op} {rows[0].dtype}{[x.shape for x in rows]}",
             rows,
             [jax.ShapeDtypeStruct(x.shape[1:], dtype) for x in rows],
@@ -232,19 +251,25 @@ class SharedMemoryAllReduce:
         Returns:
           Shape (num_replicas, k) each, the same on all replicas.
         """
-        world, ranks = self._find(axis_name)
-        sizes, itemsize = [x.size for x in parts], parts[0].dtype.itemsize
-        steps = cutting.cut_rows(sizes, itemsize, self._num_bytes(), len(ranks))
+        group = self._find(axis_name, halves=True)
 
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
             given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
-            self._open(world, axis_name).all_gather(given, call, outs, steps)
+            self._open(group.world, axis_name).all_gather(given, call, outs)
 
-        gathered = _bind(
+        def substitute(*parts: jax.Array) -> list[jax.Array]:
+            flat = [xla.psum_all_gather(x, axis_name) for x in parts]
+            return [x.reshape(group.num_replicas, -1) for x in flat]
+
+        gathered = ordered.bind(
             run,
+            substitute,
             f"all-gather {parts[0].dtype}{[x.size for x in parts]}",
             parts,
-            [jax.ShapeDtypeStruct((len(ranks), x.size), x.dtype) for x in parts],
+            [
+                jax.ShapeDtypeStruct((group.num_replicas, x.size), x.dtype)
+                for x in parts
+            ],
             _other_axes(parts[0], axis_name),
         )
         return [base.replicated(x, axis_name) for x in gathered]
@@ -256,11 +281,16 @@ class SharedMemoryAllReduce:
             self.reduce_scatter, self.all_gather, self.scatter_rows, self.gather_rows
         )
 
-    def _find(self, axis_name: AxisName) -> tuple[World, tuple[int, ...]]:
-        """Returns the world, and the processes that reduce, by rank."""
+    def _find(self, axis_name: AxisName, *, halves: bool = False) -> "_Group":
+        """Returns the replicas that reduce.
+
+        Raises:
+          ValueError: shared memory does not reduce over these axes, or, for the
+            `halves` of a reduction, a process has several replicas.
+        """
         size = compat.axis_size(axis_name)
         world = mesh.current_world() if self._buffer is None else self._buffer.world
-        ranks = shared_buffer.find_processes(world, axis_name)
+        ranks = members.find_processes(world, axis_name)
         if self._buffer is not None:
             names = types.as_axis_names(self._buffer.axis_name)
             if types.as_axis_names(axis_name) != names:
@@ -268,15 +298,18 @@ class SharedMemoryAllReduce:
                     f"`axis_name={axis_name!r}`: this buffer was made to reduce over "
                     f"{self._buffer.axis_name!r}."
                 )
-        if size != len(ranks):
+        num_replicas = len(ranks) * world.num_local_replicas
+        if size != num_replicas:
             raise ValueError(
                 f"`axis_name={axis_name!r}` has {size} replicas here, but "
-                f"{len(ranks)} in the world: shared memory reduces over all of it."
+                f"{num_replicas} in the world: shared memory reduces over all of it."
             )
-        return world, ranks
-
-    def _num_bytes(self) -> int:
-        return DEFAULT_NUM_BYTES if self._buffer is None else self._buffer.num_bytes
+        if halves and world.num_local_replicas > 1:
+            raise ValueError(
+                f"{world.num_local_replicas} replicas per process: reduce-scatter and "
+                "all-gather through shared memory are for one CPU replica per process."
+            )
+        return _Group(world, num_replicas)
 
     def _open(self, world: World, axis_name: AxisName) -> SharedBuffer:
         return self._buffer or default_buffer(world, axis_name)
@@ -305,10 +338,15 @@ def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
         if _Default.world is not world:
             _Default.world, _Default.buffers = world, {}
         if names not in _Default.buffers:
-            processes = shared_buffer.find_processes(world, axis_name)
+            processes = members.find_processes(world, axis_name)
             key = f"jdp/shared_memory/default/{len(names)}/{processes[0]}"
             _Default.buffers[names] = SharedBuffer(
-                world, processes, DEFAULT_NUM_BYTES, key=key, axis_name=axis_name
+                world,
+                processes,
+                DEFAULT_NUM_BYTES,
+                key=key,
+                axis_name=axis_name,
+                least_bytes=LEAST_NUM_BYTES,
             )
         return _Default.buffers[names]
 
@@ -317,57 +355,8 @@ def _other_axes(x: jax.Array, axis_name: AxisName) -> list[str]:
     return sorted(compat.varying_axes(x) - set(types.as_axis_names(axis_name)))
 
 
-class _LastReduction(NamedTuple):
-    """Last reduction of the function that is being traced."""
+class _Group(NamedTuple):
+    """Replicas that reduce together."""
 
-    trace: Any
-    token: jax.Array  # uint32 (1,); a reduction that takes it is ordered after.
-    number: int
-
-
-_last: contextvars.ContextVar[_LastReduction | None] = contextvars.ContextVar(
-    "last_shared_memory_reduction", default=None
-)
-
-
-def _bind(
-    run: Callable[[int, Sequence[Any], Sequence[Any]], None],
-    what: str,
-    operands: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
-    varying: Sequence[str],
-    *,
-    num_in_place: int = 0,
-) -> list[jax.Array]:
-    """Calls `run(call, results, operands)` when the program reaches this point.
-
-    Args:
-      run: fills the results; results in place are the first operands.
-      what: label of the operation; must be the same on all processes.
-      operands: arrays of this replica.
-      results: shapes and dtypes of the results.
-      varying: axes over which the results may differ.
-      num_in_place: number of first operands whose memory the first results take.
-    """
-    last = _last.get()
-    if last is None or last.trace is not compat.current_trace():
-        last = _LastReduction(compat.current_trace(), jnp.zeros(1, jnp.uint32), 0)
-    call = zlib.crc32(f"{last.number} {what}".encode())
-
-    def callback(context: Any, filled: Any, *given: Any) -> None:
-        run(call, filled[1:], given[1:])
-
-    # XLA may run independent operations in a different order on each process. The token
-    # makes the order the same.
-    shared = [last.token, *operands]
-    run_in_program = buffer_callback(
-        callback,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (last.token, *results)],
-        has_side_effect=True,
-        input_output_aliases={i: i for i in range(num_in_place + 1)},
-    )
-    with origins.bound_by_collective("shared_memory_all_reduce"):
-        token, *filled = run_in_program(*shared)
-    _last.set(_LastReduction(last.trace, token, last.number + 1))
-    # To JAX's types, the results of a callback are the same on all replicas.
-    return [compat.cast_varying(x, varying) for x in filled]
+    world: World
+    num_replicas: int

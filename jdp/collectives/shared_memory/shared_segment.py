@@ -4,7 +4,6 @@ The first process makes the memory, sealed and without a name; the others open i
 """
 
 import ctypes
-import errno
 import mmap
 import os
 import platform
@@ -13,12 +12,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jdp.replicas import meeting, sealed_memory, wire
+from jdp.replicas import cores, meeting, sealed_memory, wire
+from jdp.replicas.cores import UsableCores
 from jdp.replicas.meeting import MeetingRecord, StoreMeeting
 from jdp.replicas.mesh import World
 
 _TOPIC = "making of a shared segment"
-_FOLDER = "/dev/shm"
 _LABEL = "jdp-shared-segment"
 _HEADER_BYTES = sealed_memory.HEADER_BYTES
 _WORDS_A_LINE = 8  # counters of two processes never share a cache line of 64 bytes.
@@ -28,7 +27,7 @@ _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of Linux on x86-64.
 _ALL_WAITERS = 2**31 - 1
 # A peer that has finished computing arrives within microseconds. A peer that still
 # computes takes longer, and may need the core on which this process spins; it surely
-# does if there are fewer cores than processes.
+# does if the processes do not have a core each.
 _NUM_SPINS = 5000
 _NUM_SPINS_SHARED = 100
 _CHECK_PERIOD_S = 0.05  # how often a wait checks that its peer is alive.
@@ -39,6 +38,7 @@ class Peer(msgspec.Struct, frozen=True):
 
     pid: int
     started: str
+    cores: UsableCores
 
     def is_alive(self) -> bool:
         """Whether the process has not ended."""
@@ -52,6 +52,7 @@ class SegmentOffer(msgspec.Struct, frozen=True):
     peer: Peer
     path: str = ""
     token: bytes = b""
+    num_bytes: int = 0
     error: str | None = None  # why there is no memory.
 
 
@@ -63,13 +64,14 @@ class SharedSegment:
     """
 
     def __init__(
-        self, world: World, num_bytes: int, *, key: str, processes: Sequence[int]
+        self, world: World, sizes: Sequence[int], *, key: str, processes: Sequence[int]
     ):
         """Maps the memory, initially zeros.
 
         Args:
           world: world of the processes.
-          num_bytes: size of the memory.
+          sizes: sizes of the memory in bytes, from the largest to the smallest; the
+            memory has the first of them that the host has room for.
           key: key in the store, used for this segment only.
           processes: indices of the processes that share it, including this one; all
             on one host.
@@ -83,14 +85,14 @@ class SharedSegment:
         self._processes = tuple(processes)
         self._own = self._processes.index(world.process_index)
         self._map, self._peers = _map_together(
-            world, _HEADER_BYTES + num_bytes, key, self._processes
+            world, [_HEADER_BYTES + size for size in sizes], key, self._processes
         )
         whole = memoryview(self._map)
         self.memory = whole[_HEADER_BYTES:]
         self._words = whole[:_HEADER_BYTES].cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._count = 0
-        has_cores = len(os.sched_getaffinity(0)) >= len(self._processes)
+        has_cores = cores.are_enough([peer.cores for peer in self._peers])
         self._num_spins = _NUM_SPINS if has_cores else _NUM_SPINS_SHARED
 
     def arrive_and_wait(self) -> None:
@@ -160,11 +162,12 @@ _WAIT = ctypes.cast(ctypes.pointer(_PERIOD), ctypes.c_void_p)
 
 
 def _map_together(
-    world: World, size: int, key: str, processes: Sequence[int]
+    world: World, sizes: Sequence[int], key: str, processes: Sequence[int]
 ) -> tuple[mmap.mmap, list[Peer]]:
-    own = Peer(os.getpid(), (_read_stat(os.getpid()) or [""] * 20)[19])
+    started = (_read_stat(os.getpid()) or [""] * 20)[19]
+    own = Peer(os.getpid(), started, cores.find_usable())
     if world.store is None:
-        return mmap.mmap(-1, size), [own]
+        return mmap.mmap(-1, sizes[0]), [own]
     first = processes[0]
     store_meeting = StoreMeeting(world.store, key, world.process_index, world.timeout_s)
     mapped, offer = None, SegmentOffer(own, error=_find_obstacle(processes))
@@ -172,13 +175,13 @@ def _map_together(
     try:
         if world.process_index == first:
             if error is None:
-                mapped, offer = _create(size, own)
+                mapped, offer = _create(sizes, own)
                 error = offer.error
             store_meeting.announce(msgspec.msgpack.encode(offer), "offer")
         elif error is None:
             theirs = _hear_offer(store_meeting, first)
             if theirs.error is None:
-                mapped, error = _open(size, theirs, first)
+                mapped, error = _open(sizes, theirs, first)
         record = MeetingRecord(
             _TOPIC,
             msgspec.msgpack.encode(own),
@@ -214,27 +217,32 @@ def _hear_offer(store_meeting: StoreMeeting, first: int) -> SegmentOffer:
     return wire.decode(offer, SegmentOffer, what=f"The offer of process {first}")
 
 
-def _create(size: int, own: Peer) -> tuple[mmap.mmap | None, SegmentOffer]:
-    try:
-        if size > _free_bytes():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        mapped, _, made = sealed_memory.make_memory(
-            size, label=_LABEL, is_populated=True
-        )
-    except OSError as error:
-        return None, SegmentOffer(own, error=_explain(size, error))
-    return mapped, SegmentOffer(own, *made)
+def _create(sizes: Sequence[int], own: Peer) -> tuple[mmap.mmap | None, SegmentOffer]:
+    """Makes the largest memory that there is room for."""
+    error = OSError()
+    for size in sizes:
+        try:
+            mapped, _, made = sealed_memory.make_memory(
+                size, label=_LABEL, is_populated=True
+            )
+        except OSError as found:
+            error = found
+            continue
+        return mapped, SegmentOffer(own, made.path, made.token, size)
+    return None, SegmentOffer(own, error=_explain(sizes[-1], error))
 
 
 def _open(
-    size: int, offer: SegmentOffer, first: int
+    sizes: Sequence[int], offer: SegmentOffer, first: int
 ) -> tuple[mmap.mmap | None, str | None]:
     """Maps the offered memory; returns the map, or why that failed."""
     try:
+        if offer.num_bytes not in sizes:
+            raise OSError(f"it offers {offer.num_bytes:,} bytes")
         # Populated now, since the first access to a page costs a microsecond in a step.
         mapped = sealed_memory.open_memory(
             sealed_memory.MemoryOffer(offer.path, offer.token),
-            size,
+            offer.num_bytes,
             pid=offer.peer.pid,
             is_populated=True,
         )
@@ -262,16 +270,9 @@ def _find_obstacle(processes: Sequence[int]) -> str | None:
 
 def _explain(size: int, error: OSError) -> str:
     return (
-        f"cannot make {size:,} bytes of shared memory: {error.strerror}; {_FOLDER} has "
-        f"{_free_bytes():,} bytes left. Ask for less, or enlarge it "
-        "(`docker run --shm-size`)."
+        f"cannot make {size:,} bytes of shared memory: {error.strerror}. Ask for less, "
+        "or give the host or container more memory."
     )
-
-
-def _free_bytes() -> int:
-    """Returns how much shared memory this host has left, as far as it is limited."""
-    found = os.statvfs(_FOLDER)
-    return found.f_bavail * found.f_frsize
 
 
 def _read_stat(pid: int) -> list[str] | None:

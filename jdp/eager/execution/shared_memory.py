@@ -1,17 +1,13 @@
 """Shared memory: numpy arrays of the processes of one host."""
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 
 from jdp.collectives.base import Op
 from jdp.collectives.shared_memory import cutting
-from jdp.collectives.shared_memory.cutting import ReducePiece
-from jdp.collectives.shared_memory.shared_buffer import SharedBuffer
+from jdp.collectives.shared_memory.shared_buffer import LEAST_NUM_BYTES, SharedBuffer
 from jdp.eager.execution.base import CollectiveTask, SetMembers
-
-_MAX_PLANS = 256  # cached plans for cutting arrays into pieces.
 
 
 class SharedMemory:
@@ -31,7 +27,6 @@ class SharedMemory:
         self._buffer: SharedBuffer | None = None
         self._why_not = ""
         self._calls = itertools.count(1)
-        self._plans: dict[tuple[tuple[int, ...], int], Sequence[ReducePiece]] = {}
         if num_bytes == 0:
             self._why_not = "switched off by `shared_memory_bytes=0`"
         elif members.size == 1:
@@ -43,6 +38,7 @@ class SharedMemory:
                     members.ranks,
                     cutting.round_up(num_bytes),
                     key=key,
+                    least_bytes=LEAST_NUM_BYTES,
                 )
             except RuntimeError as error:  # Raised on all members.
                 self._why_not = str(error)
@@ -61,15 +57,7 @@ class SharedMemory:
 
     def all_reduce(self, arrays: list[np.ndarray], op: Op) -> list[np.ndarray]:
         """See `Implementation`."""
-        sizes = tuple([x.size for x in arrays])
-        itemsize = arrays[0].itemsize
-        pieces = self._plans.get((sizes, itemsize))
-        if pieces is None:
-            if len(self._plans) == _MAX_PLANS:
-                self._plans.clear()
-            pieces = self._open().cut(sizes, itemsize)
-            self._plans[sizes, itemsize] = pieces
-        self._open().reduce_in_place(arrays, op, self._next_call(), pieces)
+        self._open().reduce_in_place(arrays, op, self._next_call())
         return arrays
 
     def adaptive_sum(self, array: np.ndarray) -> np.ndarray:
@@ -79,15 +67,13 @@ class SharedMemory:
     def all_gather(self, part: np.ndarray) -> np.ndarray:
         """See `Implementation`."""
         out = np.empty((self._size, part.size), part.dtype)
-        steps = self._open().cut_rows([part.size], part.itemsize)
-        self._open().all_gather([part], self._next_call(), [out], steps)
+        self._open().all_gather([part], self._next_call(), [out])
         return out
 
     def reduce_scatter(self, parts: np.ndarray, op: Op) -> np.ndarray:
         """See `Implementation`."""
         out = np.empty(parts.shape[1], parts.dtype)
-        steps = self._open().cut_rows([out.size], parts.itemsize)
-        self._open().reduce_scatter([parts], op, self._next_call(), [out], steps)
+        self._open().reduce_scatter([parts], op, self._next_call(), [out])
         return out
 
     def all_to_all(self, parts: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.collectives.base import Op
-from jdp.collectives.shared_memory import shared_buffer
+from jdp.collectives.shared_memory import arithmetic
 from jdp.eager import numerics
 from jdp.eager.entries import Entry
 from jdp.eager.messages import Response, Spec, decode_spec
@@ -55,7 +55,7 @@ def reduce(spec: Spec, given: Sequence[bytes]) -> bytes:
     if len(arrays) == 1:
         return given[0]
     out = np.empty_like(arrays[0])
-    shared_buffer.reduce(arrays, op, out=out)
+    arithmetic.reduce(arrays, op, out=out)
     return out.tobytes()
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import collectives
 from jdp.collectives import xla
 from jdp.collectives.base import Op
-from jdp.collectives.shared_memory import shared_buffer
+from jdp.collectives.shared_memory import arithmetic
 from jdp.eager.execution import host_adasum
 from jdp.eager.execution.base import Array, CollectiveTask, SetMembers
 from jdp.types import AxisName, Device
@@ -344,7 +344,7 @@ def _as_bits(array: np.ndarray) -> np.ndarray:
 def _reduce_rows(rows: np.ndarray, op: Op) -> np.ndarray:
     """Reduces shape (n, m), of which row i came from member i."""
     out = np.empty(rows.shape[1], rows.dtype)
-    shared_buffer.reduce(list(rows), op, out=out)
+    arithmetic.reduce(list(rows), op, out=out)
     return out
 
 

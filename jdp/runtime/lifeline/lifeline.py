@@ -27,21 +27,15 @@ from jdp.replicas.mesh import World
 from jdp.runtime import environment, forks, user_program
 from jdp.runtime.lifeline import by_store, rules, star, star_line
 from jdp.runtime.lifeline.jax_end import JaxEnd
-from jdp.runtime.lifeline.rules import (
-    AfterLoss,
-    AtEnd,
-    Gone,
-    Left,
-    LifelineVerdict,
-    Stuck,
-)
+from jdp.runtime.lifeline.rules import AtEnd, Gone, Left, LifelineVerdict, Stuck
 
 _PURPOSE = "processes"
 _KEY = "jdp/lifeline"  # key in the store: where process 0 listens.
 _CHECK_PERIOD_S = 0.1
 _MEET_TIMEOUT_S = 10.0
-_LINGER_S = 0.7  # Process 0 ends later: its end lets JAX abort the others.
-_STAYS_S = 1.5  # The same, after the others have to end, and for exit handlers.
+# Process 0 ends later: its end lets JAX abort the others. It waits for them so long
+# after they have to end, and for their exit handlers.
+_STAYS_S = 1.5
 _STAYS_FOR_EXITS_S = 30.0
 _STILL_RUNS_S = 60.0
 _WAITS_AT_END_S = 60.0  # until a process names the processes JAX waits for.
@@ -57,16 +51,18 @@ class _Lifeline:
     def __init__(self, world: World, key: bytes):
         self._own, self._count = world.process_index, world.process_count
         self._pid = os.getpid()
-        self._has_launcher = environment.LAUNCH_ID in os.environ
-        launcher_s = environment.find_grace_s(os.environ)
-        self._failed_grace_s = rules.failed_grace_s(launcher_s)
+        self._has_launcher = user_program.has_launcher()
+        environ = os.environ if self._has_launcher else {}
+        self._failed_grace_s = rules.failed_grace_s(environment.find_grace_s(environ))
+        self._ends_by_s: float | None = None  # The launcher's SIGKILL follows.
         self._gone: tuple[Gone, ...] = ()
         self._stuck: LifelineVerdict | None = None
-        self._after_loss: AfterLoss | None = None
+        self._after_loss: rules.AfterLoss | None = None
         self._shown: set[int] = set()
         self._ended_s: float | None = None
         self._has_failed = False
         self._has_noted = False
+        self._num_bad = 0  # of `_gone`, when open files were flushed last.
         self._ends_since_s: float | None = None
         self._jax_end = JaxEnd(self._own, self._count)
         # The thread of the star waits in `_tick` until `_star` is set.
@@ -98,6 +94,7 @@ class _Lifeline:
             if len(port) > 5 or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise OSError("process 0 does not listen")
             address = world.host, int(port)
+        fd = user_program.find_ending_fd()
         return star.Star(
             self._own,
             self._count,
@@ -109,6 +106,7 @@ class _Lifeline:
             heard=self._heard,
             lost=self._lost,
             tick=self._tick,
+            alarm=None if fd is None else (fd, self._hear_launcher),
         )
 
     def leave(self, error: str | None, culprit: int | None) -> None:
@@ -165,7 +163,10 @@ class _Lifeline:
             self._stuck = verdict
         self._shown.add(message.culprit)
 
-    def _lost(self, process: int) -> None:
+    def _hear_launcher(self) -> None:
+        self._ends_by_s = time.monotonic() + self._failed_grace_s
+
+    def _lost(self, process: int, has_died: bool) -> None:
         now_s = time.monotonic()
         for i, gone in enumerate(self._gone):
             if gone.process == process:
@@ -173,8 +174,8 @@ class _Lifeline:
                 self._gone = (*self._gone[:i], broken, *self._gone[i + 1 :])
                 return
         if process != self._own:
-            user_program.report_loss(process)
-            self._add(Gone(process, now_s))
+            user_program.report(user_program.LOST, culprit=process)
+            self._add(Gone(process, now_s, has_died=has_died))
 
     def _add(self, gone: Gone) -> None:
         if gone.process not in (known.process for known in self._gone):
@@ -188,13 +189,14 @@ class _Lifeline:
             return self._end_when_others_have(self._ends_since_s)
         now_s = time.monotonic()
         note_s = self._note_waiting(now_s)
-        if not self._gone and self._stuck is None:
+        if not self._gone and self._stuck is None and self._ends_by_s is None:
             return note_s
         verdict = self._find_verdict(now_s)
         if verdict is not None:
             self._end(verdict)
             return 0.0
         self._tell(now_s)
+        self._flush(now_s)
         if self._ended_s is not None and len(self._gone) == self._count - 1:
             if not jax_distributed.is_connected():
                 return None  # Nothing is left to wait for.
@@ -210,18 +212,22 @@ class _Lifeline:
         if left_s > 0.0:
             return left_s
         self._has_noted = True
-        ended = {gone.process for gone in self._gone}
-        others = [i for i in range(self._count) if i != self._own]
-        awaited = [i for i in others if i not in ended]
-        what = "which still runs"
-        if not awaited:
-            awaited, what = others, "whose exit handlers or threads have not ended"
-        shown = ", ".join(map(str, awaited[:10])) + (", ..." if awaited[10:] else "")
-        user_program.show(
-            f"process {self._own} came to the end of its program {_WAITS_AT_END_S:g} s "
-            f"ago, and JAX waits for process {shown}, {what}."
-        )
+        place = self._own, self._count
+        text = rules.describe_waiting(*place, self._gone, _WAITS_AT_END_S)
+        user_program.show(text)
         return None
+
+    def _flush(self, now_s: float) -> None:
+        """Flushes open files at bad news, and where an end without a flush comes soon.
+
+        After the end of process 0, JAX aborts this process; else the launcher kills it.
+        """
+        num_bad = sum(gone.is_bad for gone in self._gone)
+        is_last = any(gone.has_died and gone.process == 0 for gone in self._gone)
+        is_last |= self._ends_by_s is not None and now_s > self._ends_by_s
+        if is_last or num_bad > self._num_bad:
+            self._num_bad = num_bad
+            user_program.flush_regular_files(is_last=is_last)
 
     def _find_verdict(self, now_s: float) -> LifelineVerdict | None:
         has_ended = self._ended_s is not None
@@ -239,6 +245,7 @@ class _Lifeline:
             now_s=now_s,
             after_loss_s=self._after_loss and self._after_loss.since_s,
             failed_grace_s=self._failed_grace_s,
+            ends_by_s=self._ends_by_s,
         )
         if verdict is None and self._ended_s is not None:
             if jax_distributed.is_connected():
@@ -258,37 +265,31 @@ class _Lifeline:
         """Reports processes that are gone, before this process has to end for it."""
         for gone in self._gone:
             age_s = now_s - gone.arrived_s
-            is_bad = gone.steps is None or gone.error is not None
             # A launcher reports it better; without one, JAX may abort us in a moment.
             wait_s = 1.5 if self._has_launcher else 0.0
-            wait_s = wait_s if is_bad else _STILL_RUNS_S
+            wait_s = wait_s if gone.is_bad else _STILL_RUNS_S
             if gone.process in self._shown or age_s < wait_s:
                 continue
             self._shown.add(gone.process)
-            if is_bad:
-                user_program.show(f"{rules.describe(gone)}.")
+            text = rules.describe(gone)
+            if gone.is_bad:
+                user_program.show(f"{text}.")
             elif self._ended_s is None:
-                _logger.info(
-                    "%s; process %d still runs.",
-                    rules.describe(gone),
-                    self._own,
-                )
+                _logger.info("%s; process %d still runs.", text, self._own)
 
     def _end(self, verdict: LifelineVerdict) -> None:
         """Begins to end this process, and tells the others and its launcher."""
         user_program.show(verdict.text)
-        user_program.report_failure(
-            1,
-            culprit=verdict.culprit,
-            is_consequence=verdict.culprit != self._own,
-        )
+        is_own = verdict.culprit == self._own
+        said = user_program.FAILED, 1, verdict.culprit
+        user_program.report(*said, is_consequence=not is_own)
         self._star.say_now(msgspec.msgpack.encode(Stuck(*verdict)))
+        if self._own == 0:  # It waits, and the launcher's SIGKILL may come.
+            user_program.flush_regular_files(is_last=True)
         self._ends_since_s = time.monotonic()
 
     def _end_when_others_have(self, since_s: float) -> float | None:
-        least_s = _LINGER_S if self._own == 0 else 0.0
-        waited_s = time.monotonic() - since_s
-        if waited_s < least_s or self.is_needed_by_others(waited_s):
+        if self.is_needed_by_others(time.monotonic() - since_s):
             return _CHECK_PERIOD_S
         if self._jax_end.give_up():
             self._has_failed = True

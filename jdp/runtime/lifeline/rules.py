@@ -20,14 +20,23 @@ LOST_GRACE_S = 4.0
 # launcher ends them by SIGKILL, they get a little less than its grace time.
 FAILED_GRACE_S = 3.5
 _BEFORE_KILL_S = 0.5
+# A process that died may have done its part and left by `os._exit(0)`, so work on the
+# host goes on for a while. JAX aborts the others 100 s after the last heartbeat, of
+# which there is one every 50 s: measured 99, 70 and 55 s after a death 1, 30 and 45 s
+# after `jdp.init` (jax 0.10.2).
+DIED_GRACE_S = 40.0
 _MOST_TEXT = 4000  # characters of the reason of another process.
 
 
 def failed_grace_s(launcher_grace_s: float | None) -> float:
-    """Returns how long a process goes on after another one has failed, in seconds."""
+    """Returns how long a process goes on after another one has failed, in seconds.
+
+    Args:
+      launcher_grace_s: grace time of the launcher; None: there is no launcher.
+    """
     if launcher_grace_s is None:
         return FAILED_GRACE_S
-    return max(launcher_grace_s - _BEFORE_KILL_S, _BEFORE_KILL_S)
+    return max(launcher_grace_s - _BEFORE_KILL_S, launcher_grace_s / 2)
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
@@ -79,6 +88,8 @@ class Gone(NamedTuple):
       error: the reason of its failure; None: it did not report a failure.
       culprit: the process that it blames, if another one.
       broke_s: when its line broke after its message; None: the line holds.
+      has_died: whether it has ended without a message. False: that is not known, and
+        the network may have failed.
     """
 
     process: int
@@ -87,6 +98,12 @@ class Gone(NamedTuple):
     error: str | None = None
     culprit: int | None = None
     broke_s: float | None = None
+    has_died: bool = False
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it failed, or is gone without a message."""
+        return self.steps is None or self.error is not None
 
     @property
     def has_ended(self) -> bool:
@@ -144,8 +161,9 @@ def judge(
     now_s: float,
     after_loss_s: float | None = None,
     failed_grace_s: float = FAILED_GRACE_S,
+    ends_by_s: float | None = None,
 ) -> LifelineVerdict | None:
-    """Returns whether process `own` waits in vain; pure.
+    """Returns whether process `own` waits in vain, or has to end soon; pure.
 
     Args:
       own: index of this process.
@@ -155,6 +173,8 @@ def judge(
       now_s: the time of a monotonic clock.
       after_loss_s: since when a step begun after a loss has not ended; see `AfterLoss`.
       failed_grace_s: how long it goes on after another one has failed.
+      ends_by_s: when it has to end, because the launcher ends the job; None: it does
+        not.
     """
     for other in gone:
         gone_s = now_s - other.arrived_s
@@ -162,7 +182,7 @@ def judge(
         who = describe(other)
         if has_ended:
             # JAX waits at its end for all; a dead process does not come.
-            if other.steps is None or other.error is not None:
+            if other.is_bad:
                 is_own = other.culprit == own  # It failed because this one ended.
                 if is_own or gone_s > ENDED_GRACE_S:
                     return LifelineVerdict(
@@ -185,7 +205,12 @@ def judge(
         if other.steps is None and after_loss_s is not None and not is_stuck:
             where = f"process {own} has begun a step since, which cannot end"
             is_stuck = now_s - after_loss_s > LOST_GRACE_S
-        if is_stuck or (other.error is not None and gone_s > failed_grace_s):
+        is_over = (
+            (other.error is not None and gone_s > failed_grace_s)
+            or (other.has_died and gone_s > DIED_GRACE_S)
+            or (other.is_bad and ends_by_s is not None and now_s > ends_by_s)
+        )
+        if is_stuck or is_over:
             return LifelineVerdict(
                 other.process, f"{who}, and {where}. {_advice(other)}"
             )
@@ -228,7 +253,7 @@ def find_first(
       gone: processes in the order in which this process heard of them.
       is_consequence: whether its error only tells that a link broke.
     """
-    bad = [other for other in gone if other.steps is None or other.error is not None]
+    bad = [other for other in gone if other.is_bad]
     for other in bad:
         if other.culprit != own:
             return other.process if other.culprit is None else other.culprit
@@ -249,6 +274,28 @@ def describe(gone: Gone) -> str:
         for name, count in gone.steps.items()
     ]
     return f"process {gone.process} ended after {', '.join(steps) or 'no step'}"
+
+
+def describe_waiting(own: int, count: int, gone: Sequence[Gone], ended_s: float) -> str:
+    """Describes for which processes JAX keeps process `own` at its end.
+
+    Args:
+      own: index of this process, whose program has come to its end.
+      count: number of processes.
+      gone: processes in the order in which this process heard of them.
+      ended_s: how long ago its program came to its end, in seconds.
+    """
+    ended = {other.process for other in gone}
+    others = [i for i in range(count) if i != own]
+    awaited = [i for i in others if i not in ended]
+    what = "which still runs"
+    if not awaited:
+        awaited, what = others, "whose exit handlers or threads have not ended"
+    shown = ", ".join(map(str, awaited[:10])) + (", ..." if awaited[10:] else "")
+    return (
+        f"process {own} came to the end of its program {ended_s:g} s ago, and JAX "
+        f"waits for process {shown}, {what}."
+    )
 
 
 def _advice(gone: Gone) -> str:

@@ -1,10 +1,10 @@
 """Star: how do the members of a job hear at once of each other's messages and ends?
 
 Member 0 listens, the others connect to it, and it forwards each message to all. A line
-that breaks without a goodbye is the end of a member: the kernel closes it when a
-process dies, and keep-alive probes, which the kernel answers, detect a lost host. A
-process that is stopped or busy is never taken for dead. The job key authenticates every
-message; see `star_codec`.
+that breaks without a goodbye is the loss of a member: the kernel closes it when a
+process dies, and keep-alive probes, which the kernel answers, detect a lost host or
+network. A process that is stopped or busy is never taken for dead. The job key
+authenticates every message; see `star_codec`.
 """
 
 import collections
@@ -32,6 +32,7 @@ _GUEST_TIMEOUT_S = 10.0
 _MAX_WARNED = 10  # addresses that are logged, or passed to `refused`.
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.1
+_DIED = b"died"  # Body of a "lost" frame: the kernel of the member closed its line.
 _logger = logging.getLogger("jdp")
 
 
@@ -52,8 +53,9 @@ class Star:
         address: tuple[str, int] | None = None,
         connect_timeout_s: float = 30.0,
         heard: Callable[[int, bytes], None],
-        lost: Callable[[int], None],
+        lost: Callable[[int, bool], None],
         tick: Callable[[], float | None] | None = None,
+        alarm: tuple[int, Callable[[], None]] | None = None,
         refused: Callable[[str, OtherJob], None] | None = None,
     ):
         """Starts the thread.
@@ -68,9 +70,11 @@ class Star:
           connect_timeout_s: how long the others try to reach it.
           heard: called with the index of a member and its message.
           lost: called with the index of a member whose line broke without a goodbye, or
-            with 0 if member 0 was never reached.
+            with 0 if member 0 was never reached; and with whether its process has
+            ended. False: it is not known, and the network may have failed.
           tick: called after each event, and again after the seconds that it returned;
             None: not before the next event.
+          alarm: a descriptor, and a function that is called once when it is readable.
           refused: called once per address with the address and the error, if the other
             end has another key or is of another job. None: the log has it.
         """
@@ -79,6 +83,7 @@ class Star:
         self._listener, self._address = listener, address
         self._connect_timeout_s = connect_timeout_s
         self._heard, self._lost, self._tick = heard, lost, tick
+        self._alarm = alarm
         self._selector = selectors.DefaultSelector()
         self._lines: dict[socket.socket, StarLine] = {}
         self._history: list[Frame] = []  # for members that connect later.
@@ -172,6 +177,9 @@ class Star:
                 self._selector.register(self._listener, selectors.EVENT_READ)
             else:
                 self._connect()
+            if self._alarm is not None:
+                with contextlib.suppress(OSError):  # The program has closed it.
+                    self._selector.register(self._alarm[0], selectors.EVENT_READ)
             self._loop()
         finally:
             for sock in [*self._lines, self._listener, self._wake_fd, self._woken_fd]:
@@ -207,6 +215,9 @@ class Star:
         if sock is self._woken_fd:
             with contextlib.suppress(OSError):
                 self._woken_fd.recv(4096)
+        elif self._alarm is not None and sock == self._alarm[0]:
+            self._selector.unregister(self._alarm[0])
+            self._alarm[1]()
         elif sock is self._listener:
             self._accept()
         else:
@@ -253,7 +264,7 @@ class Star:
             self._flush_lines()
             return
         if not self._is_closing:
-            self._lost(0)
+            self._lost(0, False)
 
     def _add(self, sock: socket.socket, side: Literal["center", "member"]) -> StarLine:
         line = StarLine(sock, Codec(self._key, self._purpose, side))
@@ -266,10 +277,11 @@ class Star:
             data = line.sock.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:
-            data = b""
-        if not data:
+        except OSError:  # After a failure of the network, a reset may come as well.
             self._drop(line)
+            return
+        if not data:
+            self._drop(line, has_died=True)
             return
         try:
             frames, answer = line.codec.feed(data)
@@ -303,7 +315,7 @@ class Star:
             if frame.kind == "say":
                 self._heard(frame.member, frame.body)
             elif frame.kind == "lost":
-                self._lost(frame.member)
+                self._lost(frame.member, frame.body == _DIED)
             elif frame.kind == "bye":
                 line.has_said_bye = True
             elif frame.member != 0:
@@ -361,7 +373,7 @@ class Star:
         with self._sent:
             self._sent.notify_all()
 
-    def _drop(self, line: StarLine) -> None:
+    def _drop(self, line: StarLine, *, has_died: bool = False) -> None:
         if self._lines.pop(line.sock, None) is None:
             return
         self._selector.unregister(line.sock)
@@ -373,6 +385,6 @@ class Star:
         if line.member is None or line.has_said_bye:
             return
         if self._member == 0:
-            self._spread(Frame("lost", line.member))
+            self._spread(Frame("lost", line.member, _DIED if has_died else b""))
         if not self._is_closing:
-            self._lost(line.member)
+            self._lost(line.member, has_died)

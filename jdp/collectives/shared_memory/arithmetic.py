@@ -1,0 +1,69 @@
+"""Arithmetic: reductions of numpy arrays, with the rounding of the contract."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.collectives import base
+from jdp.collectives.base import Op
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "mean": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+}
+
+
+@np.errstate(all="ignore")
+def reduce(operands: Sequence[np.ndarray], op: Op, *, out: np.ndarray) -> None:
+    """Reduces arrays of one process into `out`, which may be the first of them.
+
+    As in JAX, overflow gives infinity and inf - inf gives NaN, without a warning.
+
+    Args:
+      operands: two or more, of one shape and dtype.
+      op: see `SharedMemoryAllReduce`.
+      out: array of the same shape, with their dtype or the dtype of their sum.
+    """
+    ufunc, (first, second, *rest) = _UFUNCS[op], operands
+    dtype = base.accumulator(first.dtype, "sum")
+    total = out if out.dtype == dtype else np.empty(out.shape, dtype)
+    ufunc(_as_type(first, dtype), _as_type(second, dtype), out=total)
+    for operand in rest:
+        ufunc(total, _as_type(operand, dtype), out=total)
+    if op == "mean":
+        divide(total, len(operands))
+    if total is not out:
+        out[...] = total
+
+
+def _as_type(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def divide(x: np.ndarray, count: int) -> None:
+    """Divides in place; integers are rounded towards zero."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        np.divide(x, count, out=x)
+        return
+    if x.dtype.itemsize == 1:  # 8 bits or fewer might not hold `count`.
+        x[...] = np.trunc(x.astype(np.float32) / count).astype(x.dtype)
+        return
+    is_rounded_down = (x < 0) & (x % count != 0)
+    np.floor_divide(x, count, out=x)
+    x += is_rounded_down
+
+
+def can_reduce(dtype: Any) -> bool:
+    """Whether numpy reduces arrays of this dtype as XLA does."""
+    if not jnp.issubdtype(dtype, jnp.number):
+        return False
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return True
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    bits = (jnp.iinfo if is_integer else jnp.finfo)(dtype).bits
+    return bits == 8 * jnp.dtype(dtype).itemsize  # not int4, which XLA packs.

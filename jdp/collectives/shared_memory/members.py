@@ -1,0 +1,42 @@
+"""Members: which processes of a world reduce through shared memory?"""
+
+import collections
+
+from jdp import types
+from jdp.replicas.mesh import World
+from jdp.types import AxisName
+
+
+def find_processes(world: World, axis_name: AxisName) -> tuple[int, ...]:
+    """Returns the processes that reduce with this one, by rank on the axis.
+
+    Raises:
+      ValueError: `axis_name` is neither all axes of the world nor the inner axis of a
+        pair, a process has several replicas, or they are not on CPU.
+    """
+    device = world.local_devices[0]
+    if device.platform != "cpu":
+        raise ValueError(
+            f"The replicas are on {device.platform}; the shared-memory all-reduce is "
+            "for CPUs."
+        )
+    names = types.as_axis_names(axis_name)
+    is_whole = names == world.axis_names
+    counts = collections.Counter(x.process_index for x in world.mesh.devices.flat)
+    fits = is_whole and world.process_count > 1 and len({*counts.values()}) == 1
+    if not fits and world.num_replicas != world.process_count:
+        raise ValueError(
+            f"{world.num_replicas} replicas on {world.process_count} processes: shared "
+            "memory reduces over all axes of several processes with as many replicas "
+            "each, and over the inner axis of a pair where each has one."
+        )
+    if is_whole:
+        return tuple(range(world.process_count))
+    if names == world.axis_names[1:]:
+        size = world.mesh.devices.shape[1]
+        first = world.process_index // size * size
+        return tuple(range(first, first + size))
+    raise ValueError(
+        f"`axis_name={axis_name!r}`: shared memory reduces over all axes of the world, "
+        f"{world.axis_name!r}, or over the inner axis of a pair."
+    )

@@ -1,0 +1,65 @@
+"""Ordered: collectives on the host, in one order on all processes.
+
+XLA may run operations that do not depend on each other in a different order on each
+process. Here each collective of a program depends on the one before.
+"""
+
+import contextvars
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdp import compat
+from jdp.compat import host_collectives, origins
+from jdp.compat.host_collectives import HostCollective
+
+
+class _LastReduction(NamedTuple):
+    """Last reduction of the function that is being traced."""
+
+    trace: Any
+    token: jax.Array  # uint32 (1,); a reduction that takes it is ordered after.
+    number: int
+
+
+_last: contextvars.ContextVar[_LastReduction | None] = contextvars.ContextVar(
+    "last_shared_memory_reduction", default=None
+)
+
+
+def bind(
+    run: Callable[[int, Sequence[Any], Sequence[Any]], None],
+    substitute: Callable[..., list[jax.Array]],
+    what: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    varying: Sequence[str],
+    *,
+    num_in_place: int = 0,
+) -> list[jax.Array]:
+    """Calls `run(call, results, operands)` when the program reaches this point.
+
+    Args:
+      run: fills the results; results in place are the first operands.
+      substitute: the same function of the operands, by XLA's collectives.
+      what: label of the operation; must be the same on all processes.
+      operands: arrays of this replica.
+      results: shapes and dtypes of the results.
+      varying: axes over which the results may differ.
+      num_in_place: number of first operands whose memory the first results take.
+    """
+    last = _last.get()
+    if last is None or last.trace is not compat.current_trace():
+        last = _LastReduction(compat.current_trace(), jnp.zeros(1, jnp.uint32), 0)
+    call = zlib.crc32(f"{last.number} {what}".encode())
+    collective = HostCollective(functools.partial(run, call), substitute, num_in_place)
+    with origins.bound_by_collective("shared_memory_all_reduce"):
+        token, filled = host_collectives.run_on_host(
+            collective, last.token, operands, results, varying
+        )
+    _last.set(_LastReduction(last.trace, token, last.number + 1))
+    return filled

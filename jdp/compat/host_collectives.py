@@ -1,0 +1,138 @@
+"""Host collectives: operations of a program that a function on the host carries out.
+
+A callback of JAX has neither derivatives nor a rule for `vmap`, and its results have no
+types for `shard_map`. A host collective has all three: it is the same function as a
+program of XLA's collectives, its substitute, of which derivatives and batches are made.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+
+class HostCollective(NamedTuple):
+    """A collective on the host, and the same function for XLA."""
+
+    run: Callable[[Sequence[Any], Sequence[Any]], None]  # fills (results, operands).
+    substitute: Callable[..., list[jax.Array]]  # operands -> results
+    num_in_place: int = 0  # first operands whose memory the first results take.
+
+
+def run_on_host(
+    collective: HostCollective,
+    token: jax.Array,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    varying: Sequence[str],
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Runs a collective where the program reaches this point, after `token` is there.
+
+    Args:
+      collective: the functions.
+      token: uint32 (1,); XLA may run independent operations in another order on each
+        process, and tokens make the order the same.
+      operands: arrays of this replica.
+      results: shapes and dtypes of the results.
+      varying: mesh axes over which the results may differ, where JAX tracks them.
+
+    Returns:
+      The next token, and the results.
+    """
+    token, *filled = _host_collective_p.bind(
+        token,
+        *operands,
+        collective=collective,
+        results=tuple((x.shape, jnp.dtype(x.dtype)) for x in results),
+        varying=frozenset(varying),
+    )
+    return token, filled
+
+
+def _type(
+    token: Any, *operands: Any, collective: Any, results: Any, varying: frozenset[str]
+) -> list[Any]:
+    if not varying:
+        return [token, *[ShapedArray(shape, dtype) for shape, dtype in results]]
+    like = operands[0]  # for its mesh, none of whose axes splits an array here.
+    typed = [
+        like.update(
+            shape=shape,
+            dtype=dtype,
+            weak_type=False,
+            sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
+            manual_axis_type=like.mat.update(varying=varying),
+        )
+        for shape, dtype in results
+    ]
+    return [token, *typed]
+
+
+def _lower(
+    ctx: Any,
+    *operands: Any,
+    collective: HostCollective,
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    varying: frozenset[str],
+) -> Any:
+    del varying
+
+    def callback(context: Any, filled: Any, *given: Any) -> None:
+        del context
+        collective.run(filled[1:], given[1:])
+
+    shapes = [jax.ShapeDtypeStruct(*x) for x in [((1,), jnp.uint32), *results]]
+    run = buffer_callback(
+        callback,
+        shapes,
+        has_side_effect=True,
+        input_output_aliases={i: i for i in range(collective.num_in_place + 1)},
+    )
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _differentiate(
+    primals: Sequence[Any], tangents: Sequence[Any], *, collective: Any, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    token, *operands = primals
+    is_moving = [type(t) is not ad.Zero for t in tangents[1:]]
+    moving = [x for x, moves in zip(operands, is_moving, strict=True) if moves]
+    speeds = [t for t in tangents[1:] if type(t) is not ad.Zero]
+
+    def substitute(*moving: Any) -> list[jax.Array]:
+        left = iter(moving)
+        pairs = zip(operands, is_moving, strict=True)
+        return collective.substitute(
+            *[next(left) if moves else x for x, moves in pairs]
+        )
+
+    results, slopes = jax.jvp(substitute, moving, speeds)
+    at_rest = ad.Zero(jax.typeof(token).to_tangent_aval())
+    return [token, *results], [at_rest, *slopes]
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[Any], *, collective: Any, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    token, *operands = operands
+    batched = jax.vmap(collective.substitute, in_axes=tuple(dims[1:]))(*operands)
+    return [token, *batched], [dims[0], *[0] * len(batched)]
+
+
+_host_collective_p = Primitive("jdp_host_collective")
+_host_collective_p.multiple_results = True
+_host_collective_p.def_impl(
+    lambda *xs, **params: jax.jit(lambda *xs: _host_collective_p.bind(*xs, **params))(
+        *xs
+    )
+)
+_host_collective_p.def_abstract_eval(_type)
+mlir.register_lowering(_host_collective_p, _lower)
+ad.primitive_jvps[_host_collective_p] = _differentiate
+batching.primitive_batchers[_host_collective_p] = _batch

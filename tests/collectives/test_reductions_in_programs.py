@@ -1,0 +1,223 @@
+"""What the default all-reduce of processes on one host is to a program: a `psum`."""
+
+import functools
+import logging
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp import collectives
+from jdp.collectives import auto
+from jdp.collectives.shared_memory.all_reduce import default_buffer
+from tests import harness
+from tests.collectives import contract
+
+AXIS = "data"
+
+
+def _square(x, reduce):
+    return reduce(x * x, AXIS)
+
+
+# Functions of x, shape (5,), in which an all-reduce is transformed.
+TRANSFORMED = {
+    "called": lambda x, r: _square(x, r) + 0 * x,
+    "grad": lambda x, r: jax.grad(lambda x: (_square(x, r) ** 2).sum())(x),
+    "grad of grad": lambda x, r: jax.grad(
+        lambda x: jax.grad(lambda x: (_square(x, r) ** 3).sum())(x).sum()
+    )(x),
+    "jvp": lambda x, r: jax.jvp(lambda x: _square(x, r), (x,), (2 * x,))[1] + 0 * x,
+    "vmap": lambda x, r: (
+        jax.vmap(lambda a: _square(a * x, r))(jnp.arange(3.0)).sum(0) + 0 * x
+    ),
+    "vmap of grad": lambda x, r: (
+        jax.vmap(jax.grad(lambda a: _square(a * x, r).sum()))(jnp.arange(3.0)).sum()
+        + 0 * x
+    ),
+    "checkpoint": lambda x, r: jax.grad(
+        jax.checkpoint(lambda x: (_square(x, r) ** 2).sum())
+    )(x),
+    "scan": lambda x, r: (
+        jax.lax.scan(lambda c, a: (c, _square(c * a, r)), x, jnp.arange(3.0))[1].sum(0)
+        + 0 * x
+    ),
+    "grad of scan": lambda x, r: jax.grad(
+        lambda x: jax.lax.scan(lambda c, a: (c, _square(c * a, r)), x, jnp.arange(3.0))[
+            1
+        ].sum()
+    )(x),
+    "cond": lambda x, r: jax.lax.cond(
+        True, lambda x: _square(x, r) + 0 * x, lambda x: x, x
+    ),
+    "linearize": lambda x, r: jax.linearize(lambda x: _square(x, r), x)[1](x) + 0 * x,
+}
+
+
+def _run(world, fn, x, check_vma=True):
+    mapped = jax.shard_map(
+        fn, mesh=world.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma
+    )
+    shape = (x.size * world.process_count,)
+    split = jax.make_array_from_process_local_data(world.split, x, shape)
+    found = jax.jit(mapped)(split)
+    return np.stack([np.asarray(s.data) for s in found.addressable_shards])
+
+
+def _differences(world):
+    """Names of the transformations that give other numbers than those of `psum`."""
+    own = np.arange(5 * world.num_local_replicas, dtype=np.float32) + 1
+    own += 10 * world.process_index
+    different = []
+    for check_vma in (True, False):
+        for op in ("sum", "mean"):
+            for name, transformed in TRANSFORMED.items():
+                found = [
+                    _run(
+                        world,
+                        functools.partial(
+                            transformed, r=functools.partial(reduce, op=op)
+                        ),
+                        own,
+                        check_vma,
+                    )
+                    for reduce in (
+                        collectives.auto_all_reduce,
+                        collectives.psum_all_reduce,
+                    )
+                ]
+                if not np.allclose(*found, rtol=1e-6):
+                    different.append((name, op, check_vma))
+    return different
+
+
+def _wrong(world):
+    """Cases of the contract that the default breaks."""
+    jax.config.update("jax_enable_x64", True)
+    wrong, n = [], world.num_replicas
+    local = world.num_local_replicas
+    first = world.process_index * local
+    for case in [*contract.SIZES, *contract.EACH_KIND]:
+        values = case.values(n)
+        own = np.concatenate(values[first : first + local])
+        found = _run(
+            world,
+            lambda x, op=case.op: collectives.auto_all_reduce(x, AXIS, op=op),
+            own,
+            check_vma=False,
+        )
+        text, _ = harness.error_text(
+            lambda case=case, values=values, found=found: contract.check(
+                case, values, found
+            )
+        )
+        wrong += [(case, text)] if text else []
+    return wrong
+
+
+def _train(world):
+    """Parameters after training with nothing said, and what `describe` says."""
+
+    @jdp.data_parallel
+    def step(params, batch):
+        loss, grads = jdp.value_and_grad(harness.oracle_loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = jdp.replicate(world, harness.oracle_params())
+    before = jdp.describe(step, params, harness.oracle_batches(1)[0])
+    for batch in harness.oracle_batches(4):
+        mine = jax.tree.map(
+            lambda x: np.array_split(x, world.process_count)[world.process_index], batch
+        )
+        params, _ = step(params, mine)
+    jdp.check_replicas(params, world=world)
+    after = jdp.describe(step, params, batch)
+    said = [x.synchronizations[0].algorithm for x in (before, after)]
+    return said, jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
+
+
+def _everything(num_devices):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("jdp").addHandler(handler)
+    logging.getLogger("jdp").setLevel(logging.INFO)
+    world = jdp.init(num_cpu_devices=num_devices)
+    return {
+        "trained": _train(world),
+        "different": _differences(world),
+        "wrong": _wrong(world),
+        "lines": [line for line in lines if "all_reduce" in line],
+        "candidates": sorted(auto._LastSearch.found.candidates),
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def found(request):
+    """All that two processes find, of 1 and of 4 replicas each."""
+    return harness.run_checked(_everything, 2, request.param)
+
+
+@pytest.mark.multiprocess
+def test_the_default_trains_as_one_device_does(found):
+    expected, _ = harness.train_alone(
+        harness.oracle_params(), harness.oracle_batches(4), optax.sgd(0.1)
+    )
+    for each in found:
+        said, params = each["trained"]
+        assert said == ["auto", "shared_memory_all_reduce"]
+        for name, x in expected.items():
+            np.testing.assert_allclose(params[name], x, atol=2e-6)
+
+
+@pytest.mark.multiprocess
+def test_the_choice_is_one_line_of_the_log(found):
+    text = '`all_reduce="auto"` takes shared memory, for 2 processes of one host.'
+    assert [each["lines"] for each in found] == [[text], []]
+    assert all("shared_memory" in each["candidates"] for each in found)
+
+
+@pytest.mark.multiprocess
+def test_transformations_are_those_of_psum(found):
+    assert [each["different"] for each in found] == [[], []]
+
+
+@pytest.mark.multiprocess
+def test_the_default_keeps_the_contract(found):
+    assert [each["wrong"] for each in found] == [[], []]
+
+
+def _train_in_little_room(num_bytes):
+    """As in a container that has less room than the default buffer takes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("jdp").addHandler(handler)
+    logging.getLogger("jdp").setLevel(logging.INFO)
+    world = jdp.init()
+    x = np.arange(3_000_000, dtype=np.float32)
+    found = _run(world, lambda x: collectives.auto_all_reduce(x, AXIS), x)
+    room = default_buffer(world, AXIS).num_bytes
+    return bool((found == 2 * x).all()), room, [x for x in lines if "room" in x]
+
+
+@pytest.mark.multiprocess
+def test_where_there_is_little_room_it_is_taken_in_pieces():
+    first, other = harness.run_checked(_train_in_little_room, 2, 1 << 20)
+    assert first[:2] == other[:2] == (True, 128 << 10)
+    (line,) = first[2]
+    assert "room for 128 KiB of shared memory per process, not 1024" in line
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
+def test_what_numpy_stores_otherwise_is_left_to_xla(dtype):
+    assert not auto.arithmetic.can_reduce(jnp.dtype(dtype))
+    assert auto.arithmetic.can_reduce(jnp.bfloat16)
+    assert auto.arithmetic.can_reduce(jnp.complex64)
+    assert not auto.arithmetic.can_reduce(jnp.bool_)
