@@ -1081,8 +1081,8 @@ def save(*_):
     if _:
         sys.exit(143)
 signal.signal(signal.SIGTERM, save)
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     save()
@@ -1106,13 +1106,16 @@ def test_a_save_takes_its_time_though_process_0_has_ended(cli, tmp_path, signum)
 
 
 FAILS = """
-import sys, time
+import os, pathlib, sys, time
 import jdp
 world = jdp.init(timeout_s=60)
 own = world.process_index
 file = open(f"kept.{own}", "w")
 file.write("last line")
+pathlib.Path(f"wrote.{own}").touch()
 if own == 0:
+    while not all(os.path.exists(f"wrote.{i}") for i in range(world.process_count)):
+        time.sleep(0.01)
     time.sleep(1.0)
     FAULT
 WAIT

@@ -376,12 +376,28 @@ def test_without_a_launcher_all_end_soon_and_the_others_name_it(
     assert f"jdp: {text}" in said, said
 
 
+# A process that fails does so once all have written.
+WRITE = """
+file = open(f"{FOLDER}/{world.process_index}", "w")
+file.write("last line")
+open(f"{FOLDER}/wrote.{world.process_index}", "w").close()
+if world.process_index == PROCESS:
+    while len(os.listdir("{FOLDER}")) < 2 * world.process_count:
+        time.sleep(0.01)
+"""
+
+
+def writing(program, folder, process):
+    """`program` with its placeholders filled in."""
+    program = program.replace("{WRITE}", WRITE).replace("{FOLDER}", str(folder))
+    return program.replace("PROCESS", str(process))
+
+
 OPEN_FILES = """
 import atexit, os, sys, time
 import jdp
 world = jdp.init(timeout_s=100)
-file = open(f"{FOLDER}/{world.process_index}", "w")
-file.write("last line")
+{WRITE}
 atexit.register(time.sleep, 100 * (world.process_index == 0))
 if world.process_index == 1:
     raise ValueError("boom")
@@ -391,8 +407,7 @@ if world.process_index == 1:
 @pytest.mark.multiprocess
 def test_files_left_open_hold_what_was_written_where_a_process_fails(tmp_path):
     """Also those of a process that had come to its end."""
-    program = OPEN_FILES.replace("{FOLDER}", str(tmp_path))
-    _, codes, _ = run_by_hand(program, 1)
+    _, codes, _ = run_by_hand(writing(OPEN_FILES, tmp_path, 1), 1)
     assert codes == [1, 1]
     assert [(tmp_path / f"{i}").read_text() for i in range(2)] == ["last line"] * 2
 
@@ -401,8 +416,7 @@ HOST_CODE = """
 import os, signal, sys, threading, time
 import jdp
 world = jdp.init(timeout_s=100)
-file = open(f"{FOLDER}/{world.process_index}", "w")
-file.write("last line")
+{WRITE}
 if world.process_index == PROCESS:
     FAULT
 if world.process_index:
@@ -432,8 +446,7 @@ def test_the_end_of_process_0_aborts_none_that_is_in_host_code(
 ):
     monkeypatch.setenv(environment.GRACE_S, "60")  # Of a launcher around all.
     monkeypatch.setenv(environment.LAUNCH_ID, "x")
-    program = HOST_CODE.replace("PROCESS", str(process)).replace("FAULT", fault)
-    program = program.replace("{FOLDER}", str(tmp_path))
+    program = writing(HOST_CODE, tmp_path, process).replace("FAULT", fault)
     took_s, codes, said = run_by_hand(program, process, count=3)
     assert took_s < 12
     assert codes == [code if i == process else 1 for i in range(3)]
@@ -447,8 +460,7 @@ import jdp
 from jdp.runtime.lifeline import rules
 rules.DIED_GRACE_S = 3.0
 world = jdp.init(timeout_s=100)
-file = open(f"{FOLDER}/{world.process_index}", "w")
-file.write("last line")
+{WRITE}
 if world.process_index == PROCESS:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
@@ -466,8 +478,7 @@ time.sleep(60)
 def test_files_hold_what_was_written_before_another_process_died(
     tmp_path, process, text
 ):
-    program = DIES.replace("PROCESS", str(process))
-    program = program.replace("{FOLDER}", str(tmp_path))
+    program = writing(DIES, tmp_path, process)
     took_s, codes, said = run_by_hand(program, process, count=3)
     assert took_s < 12
     left = [i for i in range(3) if i != process]
