@@ -42,7 +42,7 @@ class AutoAllReduce:
     """Chooses an all-reduce per buffer, while a program is traced.
 
     - CPU processes of one host reduce through shared memory, and the replicas of one
-      process by XLA. Nothing is measured.
+      process by XLA. Nothing is measured: `jdp.init` finds this out.
     - Sums and means on GPUs of one host take the custom kernel where
       `should_use_custom` says so. It is tried once per job before it is used. If it
       does not compile or gives a wrong sum, it is not used.
@@ -139,6 +139,18 @@ def choose_halves(axis_name: AxisName) -> ReduceScatterAllGather:
     return SHARED_MEMORY if can_share else xla.PSUM
 
 
+def prepare(world: World, *, is_one_host: bool) -> None:
+    """Finds out whether the CPU processes of one host can share memory.
+
+    Every process calls it when it joins the job. Programs can then be traced by any
+    process alone. Nothing is measured.
+    """
+    devices = world.mesh.devices.flat
+    if is_one_host and world.process_count > 1 and devices[0].platform == "cpu":
+        with without_measuring(), _LastSearch.lock:
+            _LastSearch.found = _look(world)
+
+
 @contextlib.contextmanager
 def without_measuring() -> Iterator[None]:
     """Keeps "auto" from measuring in this context; until it has, it is `psum`."""
@@ -181,7 +193,7 @@ class _LastSearch:
     """Result of the last search; there is one per process, like the world."""
 
     lock = threading.Lock()
-    found: _Found | None = None
+    found: _Found | None = None  # None: the first program has to measure.
 
 
 def _find(world: World) -> _Found | None:
@@ -195,8 +207,11 @@ def _find(world: World) -> _Found | None:
         return _LastSearch.found
 
 
-def _look(world: World) -> _Found:
-    """Finds the facts about a world; every process calls it."""
+def _look(world: World) -> _Found | None:
+    """Finds the facts about a world; every process calls it.
+
+    Returns None where it would have to measure, and must not.
+    """
     topology, kernel_fails = find_kernel(world)
     if world.process_count == 1 and topology.platform == "cpu":
         return _Found(world, topology, kernel_fails, {}, None)
@@ -204,6 +219,8 @@ def _look(world: World) -> _Found:
     if "shared_memory" in candidates:
         _log(world, "shared memory, for %d processes of one host", world.process_count)
         return _Found(world, topology, kernel_fails, candidates, None)
+    if not _may_measure.get():
+        return None
     links = measurement_cache.find_or_measure(
         world,
         candidates,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jdp import compat, types
+from jdp.collectives import auto
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.runtime import (
@@ -154,6 +155,7 @@ def init(
     if meeting is not None:
         os.environ[environment.JOINED] = str(os.getpid())
         lifeline.start(world, meeting.session_key)
+        auto.prepare(world, is_one_host=len(set(meeting.nodes)) == 1)
     user_program.report(user_program.JOINED)
     return world
 

@@ -379,6 +379,7 @@ def _run_in_two():
     """All that two processes of one host find."""
     world = jdp.init()
     return {
+        "alone": _trace_in_process_1(world),
         "picked": _pick_shared_memory(world),
         "trained": _train(world),
         "failure": _fail_in_process_1(world),
@@ -468,6 +469,18 @@ def _train_on_separate_nodes():
     )
     world = jdp.init(axis_name=("node", "data"), num_nodes=2)
     return _train(world, ["psum", "hierarchical"])
+
+
+def _trace_in_process_1(world):
+    """The first trace of the job, in one process while the other does not trace."""
+    picked = _pick_shared_memory(world) if world.process_index == 1 else ""
+    jdp.check_replicas(jdp.replicate(world, {"w": 1.0}), world=world)
+    return picked
+
+
+@pytest.mark.multiprocess
+def test_a_process_traces_alone(in_two):
+    assert "jdp_host_collective" in in_two[1]["alone"]
 
 
 def _pick_shared_memory(world):
