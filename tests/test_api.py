@@ -27,7 +27,8 @@ SIGNATURES = {
     "data_parallel": "(step, /, *, world, static_argnames, replicated_argnames, "
     "donate_state, check_vma, static_graph, compiler_options)",
     "describe": "(step, state, /, *batches, **named)",
-    "diloco": "(tx, *, period, outer, num_fragments, delay, mixing, axis_name, world)",
+    "diloco": "(tx, *, period, outer, num_fragments, delay, mixing, axis_name, "
+    "all_reduce, world)",
     "distributed_optimizer": "(tx, *, divide_by, axis_name, plan, packing, all_reduce, "
     "hook, world)",
     "flatten_buckets": "(plan, tree)",
@@ -38,7 +39,7 @@ SIGNATURES = {
     "join_batches": "(batches, *, world, prefetch, like)",
     "local_gradients": "(loss_fn, argnums, *, has_aux, find_unused, allow_int, "
     "axis_name)",
-    "local_sgd": "(tx, *, period, warmup_steps, axis_name, world)",
+    "local_sgd": "(tx, *, period, warmup_steps, axis_name, all_reduce, world)",
     "mean_loss": "(loss_fn, argnums, *, weight, divide_by, axis_name, plan, packing, "
     "all_reduce)",
     "noise_scale": "(*, decay)",

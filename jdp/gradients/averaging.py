@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jdp import compat
+from jdp.collectives import xla
 from jdp.gradients import reduce, step_trace, weighted_mean
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import tree_paths
-from jdp.types import AxisName, PyTree
+from jdp.types import AllReduce, AxisName, PyTree
 
 
 def average(
@@ -51,7 +52,10 @@ def average(
 
 
 def average_weighted(
-    tree: PyTree, axis_name: AxisName, find_weighting: Callable[[], Weighting | None]
+    tree: PyTree,
+    axis_name: AxisName,
+    find_weighting: Callable[[], Weighting | None],
+    all_reduce: AllReduce = xla.PLAIN,
 ) -> PyTree:
     """`average`; calls `find_weighting` only if there is something to average."""
     compat.axis_size(axis_name)  # It raises if the axis is not bound.
@@ -80,7 +84,7 @@ def average_weighted(
     if weighting is not None:
         weighting = weighted_mean.cast_amount(weighting, axis_name)
         parts = [[weighted_mean.weigh(x, weighting) for x in part] for part in parts]
-    options = ReduceOptions(axis_name, packing="flat")
+    options = ReduceOptions(axis_name, packing="flat", all_reduce=all_reduce)
     sums, total = reduce.sum_groups(parts, options, weighting)
     dtypes = [[leaves[i].dtype for i in members] for members in groups.values()]
     means = reduce.divide_sums(sums, total, dtypes)

@@ -13,13 +13,14 @@ import optax
 from jax import lax
 
 from jdp import compat, types
+from jdp.gradients import option_checks
 from jdp.optimizers import local_training, update_arguments
 from jdp.optimizers.local_training import LocalTraining
 from jdp.replicas import initial_state
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.trees import buckets
-from jdp.types import AxisName, PyTree
+from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
 
 
 class DiLoCoState(NamedTuple):
@@ -42,6 +43,7 @@ class _DiLoCoOptions(NamedTuple):
     delay: int
     mixing: float
     names: tuple[str, ...]
+    all_reduce: AllReduce
 
 
 def diloco(
@@ -53,6 +55,7 @@ def diloco(
     delay: int = 0,
     mixing: float | None = None,
     axis_name: AxisName = "data",
+    all_reduce: AllReduceOption = "auto",
     world: World | None = None,
 ) -> LocalTraining:
     """Takes `period` inner steps on each replica, then one outer step for all.
@@ -90,19 +93,22 @@ def diloco(
         step; None: 0.5 with a delay, since it has stepped on meanwhile, else 0, so that
         all replicas go on with the same.
       axis_name: the axis, or axes, over which replicas lie.
+      all_reduce: sums the displacements; see `jdp.sync_gradients`.
       world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
     Returns:
       The pair; its state is a `DiLoCoState`, whose `outer_params` are what to evaluate.
 
     Raises:
-      ValueError: a number is out of range, or `num_fragments` does not divide `period`;
-        from `init`: there are fewer leaves than fragments.
+      ValueError: a number is out of range, `num_fragments` does not divide `period`, or
+        `all_reduce` does not sum; from `init`: there are fewer leaves than fragments.
       TypeError: `tx` or `outer` is not an optimizer, or an argument is not a number, or
         not an integer.
     """
     update_arguments.check_optimizer(tx, "diloco")
-    options = _make_options(period, outer, num_fragments, delay, mixing, axis_name)
+    options = _make_options(
+        period, outer, num_fragments, delay, mixing, axis_name, all_reduce
+    )
 
     def update(
         grads: PyTree,
@@ -143,6 +149,7 @@ def _make_options(
     delay: int,
     mixing: float | None,
     axis_name: AxisName,
+    all_reduce: AllReduceOption,
 ) -> _DiLoCoOptions:
     """Validates the public arguments and resolves them into `_DiLoCoOptions`."""
     if outer is None:
@@ -161,6 +168,7 @@ def _make_options(
         delay,
         (0.5 if delay else 0.0) if mixing is None else mixing,
         types.as_axis_names(axis_name),
+        option_checks.find_all_reduce(all_reduce),
     )
 
 
@@ -235,7 +243,9 @@ def _send(
             exact = [i for i in fragments[k] if local_training.is_exact(outer[i])]
             moved = {i: outer[i] - leaves[i] for i in fragments[k] if i not in exact}
             moved |= {i: leaves[i] for i in exact}
-            mean = local_training.mean_by_amount(moved, options.names, seen[k])
+            mean = local_training.mean_by_amount(
+                moved, options.names, seen[k], options.all_reduce
+            )
             if exact:  # Without any data, zeros are not the mean.
                 anyone = lax.psum(seen[k], options.names) > 0
                 mean |= {i: jnp.where(anyone, mean[i], outer[i]) for i in exact}

@@ -10,13 +10,13 @@ import optax
 from jax import lax
 
 from jdp import compat, types
-from jdp.gradients import used_flags, weighted_mean
+from jdp.gradients import option_checks, used_flags, weighted_mean
 from jdp.optimizers import local_training, update_arguments
 from jdp.optimizers.local_training import LocalTraining
 from jdp.replicas import initial_state
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
-from jdp.types import AxisName, PyTree
+from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
 
 
 class LocalSGDState(NamedTuple):
@@ -36,6 +36,7 @@ def local_sgd(
     period: int | tuple[int, int],
     warmup_steps: int = 0,
     axis_name: AxisName = "data",
+    all_reduce: AllReduceOption = "auto",
     world: World | None = None,
 ) -> LocalTraining:
     """Averages parameters every `period` steps, instead of gradients in every step.
@@ -64,6 +65,7 @@ def local_sgd(
         within a node, and between averages over all, a multiple of the first.
       warmup_steps: number of plain data-parallel steps at the start.
       axis_name: the axis, or a pair of axes (across nodes, within a node).
+      all_reduce: sums the parameters, or gradients; see `jdp.sync_gradients`.
       world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
     Returns:
@@ -71,7 +73,8 @@ def local_sgd(
 
     Raises:
       ValueError: a period is below 1, a pair goes without a pair of axes, or its second
-        is not a multiple of its first; `warmup_steps` is negative.
+        is not a multiple of its first; `warmup_steps` is negative; `all_reduce` does
+        not sum.
       TypeError: `tx` is not an optimizer, or a number of steps is not an integer.
     """
     update_arguments.check_optimizer(tx, "local_sgd")
@@ -80,8 +83,9 @@ def local_sgd(
     periods = tuple(local_training.as_integer("period", each) for each in given)
     warmup_steps = local_training.as_integer("warmup_steps", warmup_steps)
     _check_periods(periods, names, warmup_steps)
-    # Axes to average over, per period: the widest last.
-    reaches = [names[-1:], names] if len(periods) == 2 else [names]
+    reach = _Reach(names, option_checks.find_all_reduce(all_reduce))
+    # Replicas to average over, per period: the widest last.
+    reaches = [reach._replace(names=names[-1:])] * (len(periods) == 2) + [reach]
 
     def update(
         grads: PyTree,
@@ -96,7 +100,7 @@ def local_sgd(
         later = step - warmup_steps
         counts = amount
         if warmup_steps:
-            grads, counts = _average_in_warmup(grads, amount, later, names)
+            grads, counts = _average_in_warmup(grads, amount, later, reach)
             extra_args = _unite_used(extra_args, later <= 0, names)
         params, inner = local_training.step_apart(
             tx, grads, state.params, state.inner, counts, extra_args
@@ -131,7 +135,7 @@ def _keep(tree: PyTree) -> PyTree:
 
 
 def _average_in_warmup(
-    grads: PyTree, amount: jax.Array, later: jax.Array, names: tuple[str, ...]
+    grads: PyTree, amount: jax.Array, later: jax.Array, reach: "_Reach"
 ) -> tuple[PyTree, jax.Array]:
     """Averages gradients until `later`, the steps since the warm-up, is above 0.
 
@@ -141,11 +145,11 @@ def _average_in_warmup(
     """
 
     def average(grads: PyTree) -> PyTree:
-        return _mean_or_keep(grads, names, amount)
+        return _mean_or_keep(grads, reach, amount)
 
     grads = lax.cond(later > 0, _keep, average, grads)
     # A replica without data takes the step of the mean, too.
-    anywhere = lax.psum(amount, names) > 0
+    anywhere = lax.psum(amount, reach.names) > 0
     return grads, jnp.where(later > 0, amount, anywhere.astype(jnp.float32))
 
 
@@ -154,7 +158,7 @@ def _average_if_due(
     seen: jax.Array,
     later: jax.Array,
     periods: Sequence[int],
-    reaches: Sequence[tuple[str, ...]],
+    reaches: Sequence["_Reach"],
 ) -> tuple[PyTree, jax.Array]:
     """Averages parameters over the widest axes whose period is over.
 
@@ -163,7 +167,7 @@ def _average_if_due(
       seen: samples since the last average of each kind, float32 (k,).
       later: steps since the warm-up, int32 ().
       periods: steps between averages, by kind.
-      reaches: mesh axes to average over, by kind.
+      reaches: replicas to average over, by kind.
 
     Returns:
       Parameters, and `seen` after the averages.
@@ -206,9 +210,17 @@ def _unite_used(
     return {**extra_args, "used": jax.tree.unflatten(treedef, leaves)}
 
 
-def _mean_or_keep(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
+class _Reach(NamedTuple):
+    """Replicas whose mean is taken, and how."""
+
+    names: tuple[str, ...]  # the axes along which they lie.
+    all_reduce: AllReduce
+
+
+def _mean_or_keep(tree: PyTree, reach: _Reach, amount: jax.Array) -> PyTree:
     """Returns the mean, typed as varying; the tree itself where no replica counts."""
-    mean = local_training.mean_by_amount(tree, names, amount)
+    names = reach.names
+    mean = local_training.mean_by_amount(tree, names, amount, reach.all_reduce)
     anyone = weighted_mean.has_data(lax.psum(amount, names))
 
     def choose(mean: jax.Array, own: jax.Array) -> jax.Array:

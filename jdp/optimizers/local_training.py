@@ -20,7 +20,7 @@ from jdp.gradients.weighted_mean import Weighting
 from jdp.optimizers import partials
 from jdp.optimizers.partials import Op, Partial
 from jdp.replicas.per_replica import PerReplica
-from jdp.types import AxisName, PyTree
+from jdp.types import AllReduce, AxisName, PyTree
 
 
 class LocalUpdate(Protocol):
@@ -121,7 +121,9 @@ def _apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     return jax.tree.map(keep, optax.apply_updates(params, updates), params, updates)
 
 
-def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> PyTree:
+def mean_by_amount(
+    tree: PyTree, names: tuple[str, ...], amount: jax.Array, all_reduce: AllReduce
+) -> PyTree:
     """Averages over replicas, one collective per dtype; zeros where no replica counts.
 
     Integers and booleans get the rounded mean, between the least and the greatest, so
@@ -131,11 +133,12 @@ def mean_by_amount(tree: PyTree, names: tuple[str, ...], amount: jax.Array) -> P
       tree: arrays of this replica.
       names: the axes to average over.
       amount: weight of this replica, float32 ().
+      all_reduce: the sum.
     """
     weighting = Weighting(amount, "weight")
     real = jax.dtypes.canonicalize_dtype(float)
     wide = jax.tree.map(lambda x: x.astype(real) if is_exact(x) else x, tree)
-    means = averaging.average_weighted(wide, names, lambda: weighting)
+    means = averaging.average_weighted(wide, names, lambda: weighting, all_reduce)
     exact = [x for x in jax.tree.leaves(tree) if is_exact(x)]
     limits = iter(_find_limits(exact, names, amount))
 

@@ -489,24 +489,47 @@ def test_parameters_keep_their_dtypes():
             assert state.params.value[k].shape == (2, *x.shape)
 
 
-def _train_apart():
+def _make_local(method, **more):
+    if method == "diloco":
+        outer = optax.sgd(0.7, momentum=0.5)
+        return jdp.diloco(
+            optax.sgd(0.1), period=2, num_fragments=2, outer=outer, **more
+        )
+    return jdp.local_sgd(optax.sgd(0.1), period=2, warmup_steps=1, **more)
+
+
+def _train_apart(method, all_reduce):
     world = jdp.init()
-    local = jdp.diloco(optax.sgd(0.1), period=2, outer=optax.sgd(1.0))
-    state = local.init(PARAMS)
+    local = _make_local(method, all_reduce=all_reduce)
 
-    @jdp.data_parallel
-    def step(state, batch):
+    @jdp.data_parallel(donate_state=False)
+    def step(state, batch, weight):
         _, grads = jdp.local_gradients(harness.oracle_loss)(state.params.value, batch)
-        return local.update(grads, state), {}
+        return local.update(grads, state, weight=weight[0]), {}
 
-    for batch in BATCHES[:4]:
-        state, _ = step(state, _parts(batch, 2)[world.process_index])
-    jdp.check_replicas(state, world=world)
-    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.outer_params)
+    state = local.init(PARAMS)
+    for batch in BATCHES[:5]:
+        mine = _parts(batch, 2)[world.process_index]
+        state, _ = step(state, mine, np.float32([1 + world.process_index]))
+    jdp.check_replicas(state, world=world)  # `outer_params` are the same.
+    text = step.fingerprint(state, mine, np.float32([1]))
+    params = {k: x.addressable_data(0) for k, x in state.params.value.items()}
+    return {k: np.asarray(x)[0] for k, x in params.items()}, text
+
+
+def _train_apart_by(*options):
+    return [_train_apart(*each) for each in options]
 
 
 @pytest.mark.multiprocess
-def test_processes_agree_on_the_outer_parameters():
-    first, second = harness.run_checked(_train_apart, 2)
-    jax.tree.map(np.testing.assert_array_equal, first, second)
-    assert any((first[k] != PARAMS[k]).any() for k in PARAMS)
+def test_processes_average_through_shared_memory_as_by_psum():
+    options = [(m, by) for m in ("local_sgd", "diloco") for by in ("auto", None)]
+    found = harness.run_checked(_train_apart_by, 2, *options)
+    for process in (0, 1):
+        for k in (0, 2):
+            (params, text), (expected, plain) = found[process][k : k + 2]
+            assert text.count("jdp_host_collective") >= 1
+            assert "jdp_host_collective" not in plain
+            for name, x in expected.items():
+                np.testing.assert_allclose(params[name], x, rtol=0, atol=1e-6)
+            assert any((params[name] != PARAMS[name]).any() for name in PARAMS)
