@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
+
+from jdp.compat import host_functions
+from jdp.compat.host_functions import HostFunction
 
 
 class HostCollective(NamedTuple):
@@ -82,19 +84,19 @@ def _lower(
     varying: frozenset[str],
 ) -> Any:
     del varying
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_in]
+    filled = [jax.ShapeDtypeStruct((1,), jnp.uint32)]
+    filled += [jax.ShapeDtypeStruct(*x) for x in results]
 
-    def callback(context: Any, filled: Any, *given: Any) -> None:
-        del context
-        collective.run(filled[1:], given[1:])
+    def run(results: Sequence[Any], operands: Sequence[Any]) -> None:
+        collective.run(results[1:], operands[1:])
 
-    shapes = [jax.ShapeDtypeStruct(*x) for x in [((1,), jnp.uint32), *results]]
-    run = buffer_callback(
-        callback,
-        shapes,
-        has_side_effect=True,
-        input_output_aliases={i: i for i in range(collective.num_in_place + 1)},
+    return host_functions.lower(
+        ctx,
+        operands,
+        HostFunction(run, filled, given),
+        aliases={i: i for i in range(collective.num_in_place + 1)},
     )
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
 def _differentiate(
