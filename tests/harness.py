@@ -21,6 +21,7 @@ from jax import lax
 from jax._src import source_info_util
 
 import jdp
+from jdp.collectives.shared_memory import ordered
 from jdp.compat import origins
 from jdp.launch import launch
 from jdp.replicas import mesh
@@ -34,6 +35,17 @@ def python_path():
     """Returns a PYTHONPATH for a process: jdp before what this one was given."""
     given = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(ROOT), *([given] if given else [])])
+
+
+def as_body(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function for `shard_map` that is all that its program consists of."""
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        with ordered.tracing_body():
+            return fn(*args)
+
+    return run
 
 
 class Outcome(NamedTuple):

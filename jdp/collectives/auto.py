@@ -25,7 +25,7 @@ from jdp.collectives.shared_memory.all_reduce import (
     SHARED_MEMORY,
     shared_memory_all_reduce,
 )
-from jdp.replicas import mesh
+from jdp.replicas import mesh, progress
 from jdp.replicas.mesh import World
 from jdp.types import AllReduce, AxisName
 
@@ -202,7 +202,8 @@ def _find(world: World) -> _Found | None:
             if not _may_measure.get() and world.process_count > 1:
                 return None
             # In a thread of its own, where no function is being traced.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool = concurrent.futures.ThreadPoolExecutor(1)
+            with pool, progress.waiting():
                 _LastSearch.found = pool.submit(_look, world).result()
         return _LastSearch.found
 

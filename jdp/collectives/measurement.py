@@ -1,6 +1,7 @@
 """Measurement: times of all-reduces on the running mesh, and the links they imply."""
 
 import functools
+import logging
 import math
 import statistics
 import time
@@ -20,6 +21,7 @@ from jdp.collectives.cost_model import ALGORITHMS, Curve, Links
 from jdp.collectives.halving_doubling import halving_doubling_all_reduce
 from jdp.collectives.hierarchical import hierarchical_all_reduce
 from jdp.collectives.ring import ring_all_reduce
+from jdp.collectives.shared_memory import ordered
 from jdp.collectives.shared_memory.all_reduce import (
     SHARED_MEMORY,
     default_buffer,
@@ -30,6 +32,7 @@ from jdp.replicas import agreement, wire
 from jdp.replicas.mesh import World
 from jdp.types import AllReduceFn
 
+_logger = logging.getLogger("jdp")
 # Sizes in bytes that `fit_links` measures by default. The sizes of most buckets come
 # first, in case time runs out.
 SIZES = (1 << 22, 1 << 20, 1 << 24, 1 << 26, 1 << 15, 1 << 10)
@@ -356,7 +359,8 @@ def make_program(
     """
 
     def once(x: jax.Array) -> jax.Array:
-        return all_reduce(x * jnp.float32(0.5), world.axis_name)
+        with ordered.tracing_body():
+            return all_reduce(x * jnp.float32(0.5), world.axis_name)
 
     def run(x: jax.Array) -> jax.Array:
         # No loop around large buffers: XLA on CPU copies the carry.
@@ -376,8 +380,10 @@ def _shares_memory(world: World, names: tuple[str, ...]) -> bool:
     try:
         default_buffer(world, names)
         is_made = True
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError) as error:
         is_made = False
+        if world.is_main_process:
+            _logger.info("The processes do not share memory: %s", error)
     verdict = agreement.meet(
         world,
         "making of shared memory",

@@ -109,8 +109,9 @@ def _folder() -> pathlib.Path:
 def _read(path: pathlib.Path, algorithms: Collection[str]) -> bytes:
     """Returns the content of a file, or nothing unless it is valid."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # It may be a named pipe.
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(_MAX_BYTES) or b""
     except OSError:
         return b""
     return b"" if _decode(data, algorithms) is None else data

@@ -113,19 +113,42 @@ def _check_available(size: int) -> None:
     with open("/proc/meminfo") as file:
         found = re.search(r"MemAvailable: *(\d+) kB", file.read())
     left = [] if found is None else [1024 * int(found[1])]
-    for limit, usage in _CGROUP_FILES:
+    for group in _CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # ValueError: "max".
-            left.append(_read_number(limit) - _read_number(usage))
+            left.append(group.find_left())
     if left and size > min(left):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-# The limit of the container of this process, and the bytes in use there.
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # version 2
-    (
+class _ControlGroup(NamedTuple):
+    """Files of the control group of the container of this process."""
+
+    limit: str
+    usage: str
+    statistics: str
+
+    def find_left(self) -> int:
+        """Returns the bytes that the group may still use.
+
+        Files that the kernel keeps in memory count as used, but give way.
+        """
+        used = _read_number(self.usage)
+        with contextlib.suppress(OSError), open(self.statistics) as file:
+            found = re.search(r"^(?:total_)?inactive_file (\d+)$", file.read(), re.M)
+            used -= 0 if found is None else int(found[1])
+        return _read_number(self.limit) - used
+
+
+_CONTROL_GROUPS = (
+    _ControlGroup(  # version 2
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory.current",
+        "/sys/fs/cgroup/memory.stat",
+    ),
+    _ControlGroup(
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
     ),
 )
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jdp import compat
 from jdp.backward import flow
+from jdp.collectives.shared_memory import ordered
 from jdp.gradients import averaging, step_trace
 from jdp.gradients.step_trace import StepTrace, StepWeighting
 from jdp.gradients.weighted_mean import DivideBy, Weighting
@@ -197,7 +198,7 @@ def _run_on_replica(
         ambient = Weighting(batches[0][0], options.divide_by)
         batches = batches[1:]
     try:
-        with step_trace.running(trace, ambient):
+        with step_trace.running(trace, ambient), ordered.tracing_body():
             out = step(state, *batches)
     except NameError as error:
         if "axis name" in str(error):

@@ -154,8 +154,10 @@ def world(monkeypatch):
 
 def _sync(world, grads, **options):
     run = jax.shard_map(
-        lambda g: jdp.sync_gradients(
-            jax.tree.map(lambda x: x[0], g), all_reduce="auto", **options
+        harness.as_body(
+            lambda g: jdp.sync_gradients(
+                jax.tree.map(lambda x: x[0], g), all_reduce="auto", **options
+            )
         ),
         mesh=world.mesh,
         in_specs=P(world.axis_names),

@@ -233,8 +233,9 @@ def _keep_the_contract():
             return found
 
         for fn in (all_reduce, both_halves):
+            body = harness.as_body(fn)
             mapped = jax.shard_map(
-                fn, mesh=world.mesh, in_specs=P("data"), out_specs=P()
+                body, mesh=world.mesh, in_specs=P("data"), out_specs=P()
             )
             own = [case.values(n)[world.process_index] for case in cases]
             split = [
@@ -378,7 +379,7 @@ def test_a_replica_without_data_does_not_count(in_two):
 
 def _jitted(world, size):
     fn = jax.shard_map(
-        lambda x: shared_memory_all_reduce(x, "data"),
+        harness.as_body(lambda x: shared_memory_all_reduce(x, "data")),
         mesh=world.mesh,
         in_specs=P("data"),
         out_specs=P("data"),
@@ -446,8 +447,9 @@ def _call_two_programs(world, num_rounds):
             zero = (work.sum() - work.shape[0]).astype(x.dtype)
             return shared_memory_all_reduce(x * value + zero, "data")
 
+        body = harness.as_body(reduce)
         return jax.jit(
-            jax.shard_map(reduce, mesh=world.mesh, in_specs=P("data"), out_specs=P())
+            jax.shard_map(body, mesh=world.mesh, in_specs=P("data"), out_specs=P())
         )
 
     x = jdp.global_batch(world, np.ones(1000, np.float32))
@@ -469,8 +471,9 @@ def test_programs_of_one_thread_run_in_the_order_of_their_calls(in_two):
 
 def _traced(world, fn, **options):
     names = world.axis_names
+    body = harness.as_body(fn)
     mapped = jax.shard_map(
-        fn, mesh=world.mesh, in_specs=P(names), out_specs=P(names), check_vma=False
+        body, mesh=world.mesh, in_specs=P(names), out_specs=P(names), check_vma=False
     )
     return jax.make_jaxpr(mapped)(np.ones(8, options.get("dtype", np.float32)))
 

@@ -52,3 +52,23 @@ def test_more_memory_than_is_free_is_refused_before_it_is_taken():
     with pytest.raises(OSError, match="No space left"):
         sealed_memory.make_memory(1 << 60, label="test")
     assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+@pytest.mark.parametrize(("cached", "is_enough"), [(900_000, True), (100_000, False)])
+def test_files_in_the_memory_of_a_container_give_way(
+    tmp_path, monkeypatch, cached, is_enough
+):
+    group = sealed_memory._ControlGroup(
+        *(str(tmp_path / name) for name in ("limit", "usage", "stat"))
+    )
+    monkeypatch.setattr(sealed_memory, "_CONTROL_GROUPS", (group,))
+    (tmp_path / "limit").write_text("1000000\n")
+    (tmp_path / "usage").write_text("950000\n")
+    (tmp_path / "stat").write_text(f"anon 50000\ninactive_file {cached}\n")
+    if is_enough:
+        sealed_memory._check_available(500_000)
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            sealed_memory._check_available(500_000)
+    (tmp_path / "limit").write_text("max\n")
+    sealed_memory._check_available(500_000)

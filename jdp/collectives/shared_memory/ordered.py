@@ -1,13 +1,17 @@
 """Ordered: collectives on the host, in one order on all processes.
 
 XLA may run operations that do not depend on each other in a different order on each
-process. Here each collective of a program depends on the one before.
+process. Here each collective of a program depends on the one before. That needs a body
+which is traced once and of which the program consists: in a function that JAX traces on
+its own, such as the body of a loop or a jitted function, XLA's collectives take over,
+which XLA keeps in order itself.
 """
 
+import contextlib
 import contextvars
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,16 +23,30 @@ from jdp.compat.host_collectives import HostCollective
 
 
 class _LastReduction(NamedTuple):
-    """Last reduction of the function that is being traced."""
+    """Last reduction of the body that is being traced."""
 
     trace: Any
-    token: jax.Array  # uint32 (1,); a reduction that takes it is ordered after.
-    number: int
+    token: jax.Array | None = None  # uint32 (1,); who takes it is ordered after.
+    number: int = 0
 
 
 _last: contextvars.ContextVar[_LastReduction | None] = contextvars.ContextVar(
     "last_shared_memory_reduction", default=None
 )
+
+
+@contextlib.contextmanager
+def tracing_body() -> Iterator[None]:
+    """Marks the body of a program: all that each replica runs.
+
+    Enter it in the function that `shard_map` traces, where the program has no other
+    `shard_map`, or in the body of its only loop.
+    """
+    before = _last.set(_LastReduction(compat.current_trace()))
+    try:
+        yield
+    finally:
+        _last.reset(before)
 
 
 def bind(
@@ -43,6 +61,8 @@ def bind(
 ) -> list[jax.Array]:
     """Calls `run(call, results, operands)` when the program reaches this point.
 
+    In other functions than the body of `tracing_body`, it is `substitute`.
+
     Args:
       run: fills the results; results in place are the first operands.
       substitute: the same function of the operands, by XLA's collectives.
@@ -54,12 +74,13 @@ def bind(
     """
     last = _last.get()
     if last is None or last.trace is not compat.current_trace():
-        last = _LastReduction(compat.current_trace(), jnp.zeros(1, jnp.uint32), 0)
+        return substitute(*operands)
+    token = jnp.zeros(1, jnp.uint32) if last.token is None else last.token
     call = zlib.crc32(f"{last.number} {what}".encode())
     collective = HostCollective(functools.partial(run, call), substitute, num_in_place)
     with origins.bound_by_collective("shared_memory_all_reduce"):
         token, filled = host_collectives.run_on_host(
-            collective, last.token, operands, results, varying
+            collective, token, operands, results, varying
         )
     _last.set(_LastReduction(last.trace, token, last.number + 1))
     return filled
