@@ -528,9 +528,7 @@ def _train_apart_by_each():
 
 @pytest.mark.multiprocess
 def test_processes_average_by_the_all_reduce_that_is_given():
-    for found, *others in zip(
-        *harness.run_checked(_train_apart_by_each, 2), strict=True
-    ):
+    for found, *others in harness.run_checked(_train_apart_by_each, 2):
         for other in others:
             chex.assert_trees_all_close(found, other, rtol=0, atol=1e-6)
         for params in found:

@@ -489,6 +489,22 @@ def test_files_hold_what_was_written_before_another_process_died(
         assert (tmp_path / f"{i}").read_text() == "last line"
 
 
+LEAVES = """
+import atexit, os, time
+atexit.register(lambda: world.process_index or os._exit(0))
+import jdp
+world = jdp.init(timeout_s=100)
+{WRITE}
+"""
+
+
+@pytest.mark.multiprocess
+def test_files_hold_what_was_written_before_process_0_left_its_exit_handlers(tmp_path):
+    _, codes, _ = run_by_hand(writing(LEAVES, tmp_path, 0), 0)
+    assert codes == [0, -signal.SIGABRT]
+    assert (tmp_path / "1").read_text() == "last line"
+
+
 SLOW_EXIT = """
 import atexit, sys, time
 atexit.register(time.sleep, 7)

@@ -223,9 +223,7 @@ class _Lifeline:
         After the end of process 0, JAX aborts this process; else the launcher kills it.
         """
         num_bad = sum(gone.is_bad for gone in self._gone)
-        is_last = any(gone.has_died and gone.process == 0 for gone in self._gone)
-        if jax_distributed.is_connected():  # It left before its exit handlers had run.
-            is_last |= any(x.broke_s and x.process == 0 for x in self._gone)
+        is_last = any(gone.process == 0 and gone.aborts_others for gone in self._gone)
         is_last |= self._ends_by_s is not None and now_s > self._ends_by_s
         if is_last or num_bad > self._num_bad:
             self._num_bad = num_bad

@@ -110,6 +110,11 @@ class Gone(NamedTuple):
         """Whether the process itself has ended, not only its program."""
         return self.steps is None or self.broke_s is not None
 
+    @property
+    def aborts_others(self) -> bool:
+        """Whether JAX aborts the others soon, if this is process 0."""
+        return self.has_died or self.broke_s is not None
+
 
 class LifelineVerdict(NamedTuple):
     """The reason to end this process."""
