@@ -489,20 +489,12 @@ def test_files_hold_what_was_written_before_another_process_died(
         assert (tmp_path / f"{i}").read_text() == "last line"
 
 
-LEAVES = """
-import atexit, os, time
-atexit.register(lambda: world.process_index or os._exit(0))
-import jdp
-world = jdp.init(timeout_s=100)
-{WRITE}
-"""
-
-
-@pytest.mark.multiprocess
-def test_files_hold_what_was_written_before_process_0_left_its_exit_handlers(tmp_path):
-    _, codes, _ = run_by_hand(writing(LEAVES, tmp_path, 0), 0)
-    assert codes == [0, -signal.SIGABRT]
-    assert (tmp_path / "1").read_text() == "last line"
+def test_process_0_aborts_the_others_where_it_leaves_its_exit_handlers():
+    """Its line breaks after its message; files are flushed then."""
+    left = rules.Gone(0, 1.0, {})
+    assert not left.aborts_others
+    assert left._replace(broke_s=2.0).aborts_others
+    assert rules.Gone(0, 1.0, has_died=True).aborts_others
 
 
 SLOW_EXIT = """
