@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.core
@@ -29,17 +29,18 @@ from jdp.eager.process_set import ProcessSet
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
+R = TypeVar("R")
 _finishing = threading.Lock()  # several threads may ask for one result.
 _MAX_KNOWN = 1 << 12  # cached options, and cached tensors for each of them.
 
 
-class Handle:
+class Handle(Generic[R]):
     """An operation under way; functions whose names end in `_async` return it."""
 
     __slots__ = ("_entries", "_finish", "_value", "_is_read")
 
     def __init__(
-        self, entries: Sequence[Entry], finish: Callable[[list[Any]], Any]
+        self, entries: Sequence[Entry], finish: Callable[[list[Any]], R]
     ) -> None:
         self._entries = entries
         self._finish = finish
@@ -50,7 +51,7 @@ class Handle:
         """Whether `result` returns, or raises, at once."""
         return all([entry.is_done for entry in self._entries]) or session.is_forked()
 
-    def result(self, timeout_s: float | None = None) -> Any:
+    def result(self, timeout_s: float | None = None) -> R:
         """Returns the result; all threads get the same object. See `synchronize`."""
         if timeout_s is not None:
             timeout_s = argument_types.check_timeout(timeout_s)
@@ -233,7 +234,7 @@ def gradient_factor(
     return factor * (len(process_set.ranks) if op == "sum" else 1)
 
 
-def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
+def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle[Any]:
     """Submits all leaves of a tree at once."""
     if name is None:
         with session.numbered(options.arguments.kind, options.set_id) as name:

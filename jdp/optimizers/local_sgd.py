@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,13 @@ from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
+T = TypeVar("T")
 
-class LocalSGDState(NamedTuple):
+
+class LocalSGDState(NamedTuple, Generic[T]):
     """State of `local_sgd`."""
 
-    params: PerReplica  # parameters of this replica.
+    params: PerReplica[T]  # parameters of this replica.
     inner: PerReplica  # state of its optimizer.
     # Samples, or steps, of this replica since the last average of each kind: float32
     # (k,) for k periods.
@@ -37,7 +39,7 @@ def local_sgd(
     warmup_steps: int = 0,
     axis_name: AxisName = "data",
     world: World | None = None,
-) -> LocalTraining:
+) -> LocalTraining[LocalSGDState[Any]]:
     """Averages parameters every `period` steps, instead of gradients in every step.
 
     In the first `warmup_steps` gradients are averaged: plain data-parallel training.

@@ -7,7 +7,7 @@ are one function. So local training is a pair of `init(params) -> state` and
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,21 @@ from jdp.optimizers.partials import Op, Partial
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
+State = TypeVar("State")
 
-class LocalUpdate(Protocol):
+
+class LocalUpdate(Protocol[State]):
     """Takes the step of one replica, and averages when an average is due."""
 
     def __call__(
         self,
         grads: PyTree,
-        state: Any,
+        state: State,
         /,
         *,
         weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
-    ) -> Any:
+    ) -> State:
         """Returns the next state.
 
         Args:
@@ -50,11 +52,11 @@ class LocalUpdate(Protocol):
         ...
 
 
-class LocalTraining(NamedTuple):
+class LocalTraining(NamedTuple, Generic[State]):
     """A pair of pure functions with which replicas train apart."""
 
-    init: Callable[[PyTree], Any]  # (params) -> state; also outside of a step.
-    update: LocalUpdate
+    init: Callable[[PyTree], State]  # (params) -> state; also outside of a step.
+    update: LocalUpdate[State]
 
 
 def begin_apart(

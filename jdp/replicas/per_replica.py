@@ -1,7 +1,7 @@
 """Per replica: which parts of a train state does every replica have for itself?"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
+T = TypeVar("T")
 
-class PerReplica(NamedTuple):
+
+class PerReplica(NamedTuple, Generic[T]):
     """A part of a train state that differs between the replicas.
 
     For example a shard of the optimizer state, or error-feedback residuals. Inside a
@@ -23,7 +25,7 @@ class PerReplica(NamedTuple):
       value: pytree of arrays.
     """
 
-    value: PyTree
+    value: T
 
 
 def specs(tree: PyTree, axis_names: tuple[str, ...]) -> list[PartitionSpec]:

@@ -3,7 +3,15 @@
 import contextlib
 import functools
 import logging
-from typing import Any
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    TypeVar,
+    overload,
+)
 
 import jax
 
@@ -34,9 +42,17 @@ from jdp.types import PyTree
 _logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
 
+P = ParamSpec("P")  # the arguments of a step.
+Rest = ParamSpec("Rest")  # those of a method without `self`.
+S = TypeVar("S")  # the new state.
+M = TypeVar("M")  # the metrics.
 
-class DataParallelStep(Joinable):
+
+class DataParallelStep(Joinable, Generic[P, S, M]):
     """Step of all replicas, as `jdp.data_parallel` returns it; a `jdp.Joinable`.
+
+    To type checkers it is a function of the arguments of the step that returns what the
+    step returns.
 
     Inside a `jdp.Join`, processes may call it different numbers of times, with batches
     of one shape. A process that has joined runs it on zeros. Its replicas have weight
@@ -70,7 +86,7 @@ class DataParallelStep(Joinable):
         self._placer = StatePlacer(self.name, donates=options.donate_state)
         self._jitted: dict[DivideBy | None, Any] = {}
         self._join_hook: StepJoinHook | None = None  # for the surrounding `jdp.Join`.
-        self.last_state: PyTree | None = None
+        self.last_state: S | None = None
         self._owners: tuple[type, ...] = (type,)
         self._core = self  # a bound step has here the step without the object.
         self._bound = methods.PerObject(
@@ -84,16 +100,26 @@ class DataParallelStep(Joinable):
         if not (self._is_static or self._is_of_class):
             self._owners = (type, owner)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
+    @overload
+    def __get__(
+        self, instance: None, owner: type | None = None
+    ) -> "DataParallelStep[P, S, M]": ...
+    @overload
+    def __get__(
+        self: "DataParallelStep[Concatenate[Any, Rest], S, M]",
+        instance: object,
+        owner: type | None = None,
+    ) -> "DataParallelStep[Rest, S, M]": ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Returns the step of an object, for a step that is a method."""
         of = owner if self._is_of_class else instance
         return self if of is None or self._is_static else self._bound.of(of)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep[P, S, M]":
         """Returns the step itself, as a copy of a function does."""
         return self
 
-    def __call__(
+    def _call(
         self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
@@ -101,8 +127,8 @@ class DataParallelStep(Joinable):
         # and later pass the class here. An object that is a pytree node is a state.
         if isinstance(state, self._owners) and jax.tree_util.all_leaves((state,)):
             if state is NotGiven:
-                return self(self._binder.take_state(named), **named)
-            return self.__get__(state)(*batches, **named)
+                return self._call(self._binder.take_state(named), **named)
+            return self.__get__(state)._call(*batches, **named)
         if named or self._binder.has_names:
             batches = self._binder.bind(batches, named)
         context = self.join_context
@@ -114,6 +140,14 @@ class DataParallelStep(Joinable):
         if context is not None:
             self.last_state = out[0]
         return out
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]:
+            """Runs one step; see `data_parallel`."""
+            ...
+    else:
+        __call__ = _call
 
     @placement.from_python
     @mesh.without_ambient
@@ -348,14 +382,14 @@ class DataParallelStep(Joinable):
         return replica_program.trace_step(step, options, state, batches, trace)
 
 
-class _BoundStep(DataParallelStep):
+class _BoundStep(DataParallelStep[P, S, M]):
     """Step of one object: shares the attributes of its core and holds the object."""
 
     __slots__ = ("__self__",)
 
-    def __init__(self, core: DataParallelStep, owner: Any):
+    def __init__(self, core: DataParallelStep[..., S, M], owner: Any):
         object.__setattr__(self, "__dict__", core.__dict__)
         self.__self__ = owner
 
-    def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self

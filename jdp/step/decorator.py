@@ -1,20 +1,34 @@
 """Decorator: how does the train step of one replica become the step of all?"""
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from jdp.replicas.mesh import World
 from jdp.step.call_arguments import Names
 from jdp.step.data_parallel import DataParallelStep
 from jdp.step.options import StepOptions
-from jdp.step.replica_program import Step
+
+P = ParamSpec("P")
+S = TypeVar("S")
+M = TypeVar("M")
+# A text, since these classes take no parameters when the module runs.
+_OfClass: TypeAlias = "staticmethod[P, tuple[S, M]] | classmethod[Any, P, tuple[S, M]]"
 
 
-@overload
-def data_parallel(step: Step, /) -> DataParallelStep: ...
+class StepDecorator(Protocol):
+    """`jdp.data_parallel` with options and without a step."""
+
+    @overload
+    def __call__(self, step: "_OfClass[P, S, M]", /) -> DataParallelStep[..., S, M]: ...
+    @overload
+    def __call__(
+        self, step: Callable[P, tuple[S, M]], /
+    ) -> DataParallelStep[P, S, M]: ...
+
+
 @overload
 def data_parallel(
-    step: Step,
+    step: "_OfClass[P, S, M]",
     /,
     *,
     world: World | None = ...,
@@ -24,7 +38,20 @@ def data_parallel(
     check_vma: bool = ...,
     static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
-) -> DataParallelStep: ...
+) -> DataParallelStep[..., S, M]: ...
+@overload
+def data_parallel(
+    step: Callable[P, tuple[S, M]],
+    /,
+    *,
+    world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
+    donate_state: bool = ...,
+    check_vma: bool = ...,
+    static_graph: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> DataParallelStep[P, S, M]: ...
 @overload
 def data_parallel(
     step: None = None,
@@ -37,9 +64,9 @@ def data_parallel(
     check_vma: bool = ...,
     static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
-) -> Callable[[Step], DataParallelStep]: ...
+) -> StepDecorator: ...
 def data_parallel(
-    step: Step | None = None,
+    step: Any = None,
     /,
     *,
     world: World | None = None,
