@@ -4,12 +4,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import TypeVar
 
 from jdp.eager import argument_types, numerics, results, session
 from jdp.eager.diagnosis.flight_recorder import Record
@@ -29,7 +30,7 @@ from jdp.eager.process_set import ProcessSet
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
-R = TypeVar("R")
+R = TypeVar("R", default=Any)
 _finishing = threading.Lock()  # several threads may ask for one result.
 _MAX_KNOWN = 1 << 12  # cached options, and cached tensors for each of them.
 
@@ -84,9 +85,8 @@ class CallOptions:
         self.arguments = arguments
         self.set_id = set_id
         self.group = (set_id, arguments.group) if arguments.group else None
-        self.wire = (
-            None if arguments.wire_dtype is None else jnp.dtype(arguments.wire_dtype)
-        )
+        wire = arguments.wire_dtype
+        self.wire = None if wire is None else jnp.dtype(wire)
         # By dtype, shape, `local`, and platform where it is not numpy's.
         self.kinds: dict[Any, _TensorKind] = {}
 

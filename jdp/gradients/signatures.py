@@ -28,7 +28,7 @@ from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisOption, PyTree
 
 P = ParamSpec("P")  # all arguments of a loss.
-Rest = ParamSpec("Rest")  # those after the parameters.
+Rest = ParamSpec("Rest")  # all but the parameters.
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 Aux = TypeVar("Aux")
@@ -113,7 +113,7 @@ class GradFnWith(Protocol[P, V_co, X_co]):
 
 
 class GradFnWithTwo(Protocol[P, V_co, X_co, Y_co]):
-    """Gradient function with two more results, each around those before it."""
+    """Gradient function with two more results: pairs of pairs."""
 
     def _loss_fn(self, *args: P.args, **kwargs: P.kwargs) -> V_co: ...
 
@@ -129,7 +129,7 @@ class GradFnWithTwo(Protocol[P, V_co, X_co, Y_co]):
 
 
 class GradFnWithThree(Protocol[P, V_co, X_co, Y_co, Z_co]):
-    """Gradient function with three more results, each around those before it."""
+    """Gradient function with three more results: pairs of pairs."""
 
     def _loss_fn(self, *args: P.args, **kwargs: P.kwargs) -> V_co: ...
 

@@ -14,11 +14,12 @@ A hook is a pair of pure functions that sum the buckets of all replicas:
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from typing_extensions import TypeVar
 
 from jdp import compat
 from jdp.collectives import auto, base, xla
@@ -27,7 +28,7 @@ from jdp.trees.buckets import BucketAval
 from jdp.types import AllReduce, AxisName
 
 T = TypeVar("T")
-State = TypeVar("State")
+State = TypeVar("State", default=Any)
 State_co = TypeVar("State_co", covariant=True)
 
 _MOST_UNROLLED = 64  # rows; each is an operation of the program.

@@ -4,11 +4,12 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from jdp.join import batch_spec
 from jdp.join.early_exit import ExitWatch
@@ -19,7 +20,7 @@ from jdp.replicas.mesh import World
 from jdp.runtime import forks
 from jdp.types import PyTree
 
-B = TypeVar("B")
+B = TypeVar("B", default=Any)
 
 
 def join_batches(

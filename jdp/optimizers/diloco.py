@@ -4,13 +4,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from typing_extensions import TypeVar
 
 from jdp import compat, types
 from jdp.optimizers import local_training, update_arguments
@@ -21,7 +22,7 @@ from jdp.replicas.per_replica import PerReplica
 from jdp.trees import buckets
 from jdp.types import AxisName, PyTree
 
-T = TypeVar("T")
+T = TypeVar("T", default=Any)
 
 
 class DiLoCoState(NamedTuple, Generic[T]):

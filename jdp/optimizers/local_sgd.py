@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from typing_extensions import TypeVar
 
 from jdp import compat, types
 from jdp.gradients import used_flags, weighted_mean
@@ -18,7 +19,7 @@ from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
-T = TypeVar("T")
+T = TypeVar("T", default=Any)
 
 
 class LocalSGDState(NamedTuple, Generic[T]):

@@ -7,12 +7,13 @@ are one function. So local training is a pair of `init(params) -> state` and
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from typing_extensions import TypeVar
 
 from jdp import compat
 from jdp.gradients import averaging, step_trace, weighted_mean
@@ -22,7 +23,7 @@ from jdp.optimizers.partials import Op, Partial
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
-State = TypeVar("State")
+State = TypeVar("State", default=Any)
 
 
 class LocalUpdate(Protocol[State]):

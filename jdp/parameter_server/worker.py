@@ -4,11 +4,12 @@ import dataclasses
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, SupportsFloat, TypeVar
+from typing import Any, Generic, SupportsFloat
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import TypeVar
 
 from jdp.hooks import CommHook
 from jdp.parameter_server import (
@@ -25,7 +26,7 @@ from jdp.parameter_server.messages import Outcome, Version, WorkerHello
 from jdp.parameter_server.shared_memory_lane import SharedMemoryFile, SharedMemoryLane
 from jdp.types import Device
 
-T = TypeVar("T")
+T = TypeVar("T", default=Any)
 B = TypeVar("B")
 V = TypeVar("V")
 

@@ -1,16 +1,17 @@
 """Per replica: which parts of a train state does every replica have for itself?"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from typing_extensions import TypeVar
 
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
-T = TypeVar("T")
+T = TypeVar("T", default=Any)
 
 
 class PerReplica(NamedTuple, Generic[T]):

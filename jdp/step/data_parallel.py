@@ -6,10 +6,7 @@ import logging
 from typing import (
     TYPE_CHECKING,
     Any,
-    Concatenate,
     Generic,
-    ParamSpec,
-    TypeVar,
     overload,
 )
 
@@ -37,15 +34,11 @@ from jdp.step.join_hook import StepJoinHook
 from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Program, ProgramOptions, Step
+from jdp.step.signature import M, OfMethod, Owner, P, Rest, S
 from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
-
-P = ParamSpec("P")  # the arguments of a step.
-Rest = ParamSpec("Rest")  # those of a method without `self`.
-S = TypeVar("S")  # the new state.
-M = TypeVar("M")  # the metrics.
 
 
 class DataParallelStep(Joinable, Generic[P, S, M]):
@@ -102,15 +95,21 @@ class DataParallelStep(Joinable, Generic[P, S, M]):
 
     @overload
     def __get__(
+        self: OfMethod[Owner, Rest, S, M], instance: object, owner: Owner
+    ) -> "DataParallelStep[Rest, S, M]": ...
+    @overload
+    def __get__(
         self, instance: None, owner: type | None = None
     ) -> "DataParallelStep[P, S, M]": ...
     @overload
     def __get__(
-        self: "DataParallelStep[Concatenate[Any, Rest], S, M]",
-        instance: object,
-        owner: type | None = None,
+        self: OfMethod[Owner, Rest, S, M], instance: Owner, owner: type | None = None
     ) -> "DataParallelStep[Rest, S, M]": ...
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    @overload
+    def __get__(
+        self, instance: object, owner: type | None = None
+    ) -> "DataParallelStep[P, S, M]": ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Returns the step of an object, for a step that is a method."""
         of = owner if self._is_of_class else instance
         return self if of is None or self._is_static else self._bound.of(of)
@@ -146,6 +145,8 @@ class DataParallelStep(Joinable, Generic[P, S, M]):
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]:
             """Runs one step; see `data_parallel`."""
             ...
+
+        def _step_fn(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]: ...
     else:
         __call__ = _call
 

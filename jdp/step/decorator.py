@@ -1,44 +1,23 @@
 """Decorator: how does the train step of one replica become the step of all?"""
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Protocol, overload
 
 from jdp.replicas.mesh import World
 from jdp.step.call_arguments import Names
 from jdp.step.data_parallel import DataParallelStep
 from jdp.step.options import StepOptions
-
-P = ParamSpec("P")
-S = TypeVar("S")
-M = TypeVar("M")
-# A text, since these classes take no parameters when the module runs.
-_OfClass: TypeAlias = "staticmethod[P, tuple[S, M]] | classmethod[Any, P, tuple[S, M]]"
+from jdp.step.signature import M, P, S
 
 
 class StepDecorator(Protocol):
     """`jdp.data_parallel` with options and without a step."""
 
-    @overload
-    def __call__(self, step: "_OfClass[P, S, M]", /) -> DataParallelStep[..., S, M]: ...
-    @overload
-    def __call__(
-        self, step: Callable[P, tuple[S, M]], /
-    ) -> DataParallelStep[P, S, M]: ...
+    def __call__(self, step: Callable[P, tuple[S, M]], /) -> DataParallelStep[P, S, M]:
+        """Returns the compiled step of all replicas."""
+        ...
 
 
-@overload
-def data_parallel(
-    step: "_OfClass[P, S, M]",
-    /,
-    *,
-    world: World | None = ...,
-    static_argnames: Names = ...,
-    replicated_argnames: Names = ...,
-    donate_state: bool = ...,
-    check_vma: bool = ...,
-    static_graph: bool = ...,
-    compiler_options: dict[str, Any] | None = ...,
-) -> DataParallelStep[..., S, M]: ...
 @overload
 def data_parallel(
     step: Callable[P, tuple[S, M]],
