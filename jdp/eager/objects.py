@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -17,13 +17,29 @@ from jdp.types import PyTree
 T = TypeVar("T")
 
 
+@overload
 def broadcast_object(
-    value: T,
+    value: None,
+    *,
+    root: int = ...,
+    name: str | None = ...,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+@overload
+def broadcast_object(
+    value: T | None,
+    *,
+    root: int = ...,
+    name: str | None = ...,
+    process_set: ProcessSet = ...,
+) -> T: ...
+def broadcast_object(
+    value: Any,
     *,
     root: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> T:
+) -> Any:
     """Copies a Python value of one process to all of them.
 
     Args:

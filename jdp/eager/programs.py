@@ -4,7 +4,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -19,11 +19,10 @@ from jdp.types import PyTree
 
 _MAX_KNOWN = 256
 
-Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
 
-def submit(step: Callable[[*Args], R], *args: *Args, name: str | None = None) -> R:
+def submit(step: Callable[..., R], *args: PyTree, name: str | None = None) -> R:
     """Runs a compiled step once all processes have submitted it.
 
     Every process calls it, in any order relative to other operations. The engine
@@ -49,7 +48,7 @@ def submit(step: Callable[[*Args], R], *args: *Args, name: str | None = None) ->
 
 
 def submit_async(
-    step: Callable[[*Args], R], *args: *Args, name: str | None = None
+    step: Callable[..., R], *args: PyTree, name: str | None = None
 ) -> Handle[R]:
     """Begins `submit`."""
     engine = session.current_engine()

@@ -6,7 +6,6 @@ import logging
 from typing import (
     TYPE_CHECKING,
     Any,
-    Generic,
     overload,
 )
 
@@ -34,14 +33,14 @@ from jdp.step.join_hook import StepJoinHook
 from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Program, ProgramOptions, Step
-from jdp.step.signature import M, OfMethod, Owner, P, Rest, S
+from jdp.step.signature import A, M, P, Rest, S, StepCall, TakesOne
 from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
 
 
-class DataParallelStep(Joinable, Generic[P, S, M]):
+class DataParallelStep(Joinable, StepCall[P, S, M]):
     """Step of all replicas, as `jdp.data_parallel` returns it; a `jdp.Joinable`.
 
     To type checkers it is a function of the arguments of the step that returns what the
@@ -95,7 +94,7 @@ class DataParallelStep(Joinable, Generic[P, S, M]):
 
     @overload
     def __get__(
-        self: OfMethod[Owner, Rest, S, M], instance: object, owner: Owner
+        self: TakesOne[A, Rest, S, M], instance: object, owner: A
     ) -> "DataParallelStep[Rest, S, M]": ...
     @overload
     def __get__(
@@ -103,7 +102,7 @@ class DataParallelStep(Joinable, Generic[P, S, M]):
     ) -> "DataParallelStep[P, S, M]": ...
     @overload
     def __get__(
-        self: OfMethod[Owner, Rest, S, M], instance: Owner, owner: type | None = None
+        self: TakesOne[A, Rest, S, M], instance: A, owner: type | None = None
     ) -> "DataParallelStep[Rest, S, M]": ...
     @overload
     def __get__(
@@ -140,14 +139,7 @@ class DataParallelStep(Joinable, Generic[P, S, M]):
             self.last_state = out[0]
         return out
 
-    if TYPE_CHECKING:
-
-        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]:
-            """Runs one step; see `data_parallel`."""
-            ...
-
-        def _step_fn(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]: ...
-    else:
+    if not TYPE_CHECKING:  # For checkers, `StepCall` has it.
         __call__ = _call
 
     @placement.from_python

@@ -165,6 +165,27 @@ def step_with_options(
     return state, {"loss": loss_fn(state.params, batch) * rate * train}
 
 
+@jdp.data_parallel
+def step_of_arrays(
+    state: State, images: jax.Array, labels: jax.Array, *, rate: float = 1.0
+) -> tuple[State, Metrics]:
+    return state, {"loss": jnp.mean(images @ labels) * rate}
+
+
+@jdp.data_parallel
+def step_of_dict(
+    state: State, batch: dict[str, jax.Array], weight: jax.Array
+) -> tuple[State, Metrics]:
+    return state, {"loss": jnp.mean(batch["x"] * weight)}
+
+
+@jdp.data_parallel
+def step_with_weight(
+    state: State, batch: Batch, weight: jax.Array
+) -> tuple[State, Metrics]:
+    return state, {"loss": jnp.mean(batch.x * weight)}
+
+
 class Trainer:
     @jdp.data_parallel
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -205,6 +226,23 @@ def steps(world: jdp.World, state: State, batch: Batch, trainer: Trainer) -> Non
     for found, weight in jdp.join_batches([batch], world=world):
         assert_type(found, Batch)
         assert_type(weight, NDArray[np.float32])
+
+
+def steps_of_host_arrays(
+    world: jdp.World, state: State, host: NDArray[np.float32], batch: Batch
+) -> None:
+    """A step is written with `jax.Array`s and called with numpy's."""
+    assert_type(step_of_arrays(state, host, host, rate=2.0), Result)
+    assert_type(step_of_arrays(state, host, batch.x), Result)
+    assert_type(step_of_arrays(state, batch.x, batch.x), Result)
+    assert_type(step_of_dict(state, {"x": host}, host), Result)
+    mixed = {"x": host, "y": host}
+    assert_type(step_of_dict(state, mixed, host), Result)
+    assert_type(step_of_dict(state, {"x": batch.x}, host), Result)
+    for found, weight in jdp.join_batches([batch], world=world):
+        assert_type(step_with_weight(state, found, weight), Result)
+    for data, weight in jdp.join_batches([mixed], world=world):
+        assert_type(step_of_dict(state, data, weight), Result)
 
 
 def optimizers(params: Params, state: optax.OptState) -> None:
@@ -259,6 +297,9 @@ def named(params: Params, host: NDArray[np.float32], x: jax.Array) -> None:
     assert_type(eager.all_to_all(x, [1, 2]), tuple[jax.Array, NDArray[np.int32]])
     assert_type(eager.all_to_all_async(x).result(), jax.Array)
     assert_type(eager.broadcast_object({"epoch": 3}), dict[str, int])
+    from_root = {"epoch": 3} if eager.rank() == 0 else None
+    assert_type(eager.broadcast_object(from_root), dict[str, int])
+    assert_type(eager.broadcast_object(None), Any)
     assert_type(eager.all_gather_object("host"), list[str])
     assert_type(eager.broadcast_parameters(params), Params)
     assert_type(eager.broadcast_optimizer_state(params), Params)
