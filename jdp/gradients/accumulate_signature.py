@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 
 from jdp.gradients.noise import GradientNorms
 from jdp.gradients.signatures import (
-    Aux,
     GradFn,
     GradFnWith,
     GradFnWithThree,
@@ -19,6 +18,7 @@ from jdp.gradients.signatures import (
     GradOptions,
     No,
     P,
+    Pair,
     State,
     V,
     Yes,
@@ -51,7 +51,7 @@ class AccumulateGradients(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         num_micro_batches: int,
         *,
         argnums: Literal[0] = ...,
@@ -60,7 +60,7 @@ class AccumulateGradients(Protocol):
         find_norms: No = ...,
         hook_state: None = ...,
         **options: Unpack[AccumulateOptions],
-    ) -> GradFn[P, tuple[jax.Array, Aux]]: ...
+    ) -> GradFn[P, Pair]: ...
     @overload
     def __call__(
         self,
@@ -77,7 +77,7 @@ class AccumulateGradients(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         num_micro_batches: int,
         *,
         argnums: Literal[0] = ...,
@@ -86,7 +86,7 @@ class AccumulateGradients(Protocol):
         find_norms: No = ...,
         hook_state: None = ...,
         **options: Unpack[AccumulateOptions],
-    ) -> GradFnWith[P, tuple[jax.Array, Aux], PyTree]: ...
+    ) -> GradFnWith[P, Pair, PyTree]: ...
     @overload
     def __call__(
         self,
@@ -103,7 +103,7 @@ class AccumulateGradients(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         num_micro_batches: int,
         *,
         argnums: Literal[0] = ...,
@@ -112,7 +112,7 @@ class AccumulateGradients(Protocol):
         find_norms: Yes,
         hook_state: None = ...,
         **options: Unpack[AccumulateOptions],
-    ) -> GradFnWith[P, tuple[jax.Array, Aux], GradientNorms]: ...
+    ) -> GradFnWith[P, Pair, GradientNorms]: ...
     @overload
     def __call__(
         self,
@@ -129,7 +129,7 @@ class AccumulateGradients(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         num_micro_batches: int,
         *,
         argnums: Literal[0] = ...,
@@ -138,7 +138,7 @@ class AccumulateGradients(Protocol):
         find_norms: No = ...,
         hook_state: State,
         **options: Unpack[AccumulateOptions],
-    ) -> GradFnWith[P, tuple[jax.Array, Aux], State]: ...
+    ) -> GradFnWith[P, Pair, State]: ...
     @overload
     def __call__(
         self,
@@ -207,7 +207,7 @@ class AccumulateGradients(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         num_micro_batches: int,
         *,
         argnums: int | Sequence[int],
@@ -216,7 +216,7 @@ class AccumulateGradients(Protocol):
         find_norms: No = ...,
         hook_state: None = ...,
         **options: Unpack[AccumulateOptions],
-    ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+    ) -> Callable[P, tuple[Pair, Any]]: ...
     @overload
     def __call__(
         self,

@@ -31,7 +31,7 @@ P = ParamSpec("P")  # all arguments of a loss.
 Rest = ParamSpec("Rest")  # all but the parameters.
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
-Aux = TypeVar("Aux")
+Pair = TypeVar("Pair", bound=tuple[Any, Any])  # the result of a loss with `has_aux`.
 State = TypeVar("State")
 Used = TypeVar("Used")
 V = TypeVar("V")
@@ -162,7 +162,7 @@ class ValueAndGrad(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         argnums: Literal[0] = ...,
         *,
         has_aux: Yes,
@@ -170,7 +170,7 @@ class ValueAndGrad(Protocol):
         find_norms: No = ...,
         hook_state: None = ...,
         **options: Unpack[GradOptions],
-    ) -> GradFn[P, tuple[jax.Array, Aux]]: ...
+    ) -> GradFn[P, Pair]: ...
     @overload
     def __call__(
         self,
@@ -186,7 +186,7 @@ class ValueAndGrad(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         argnums: Literal[0] = ...,
         *,
         has_aux: Yes,
@@ -194,7 +194,7 @@ class ValueAndGrad(Protocol):
         find_norms: No = ...,
         hook_state: None = ...,
         **options: Unpack[GradOptions],
-    ) -> GradFnWith[P, tuple[jax.Array, Aux], PyTree]: ...
+    ) -> GradFnWith[P, Pair, PyTree]: ...
     @overload
     def __call__(
         self,
@@ -210,7 +210,7 @@ class ValueAndGrad(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         argnums: Literal[0] = ...,
         *,
         has_aux: Yes,
@@ -218,7 +218,7 @@ class ValueAndGrad(Protocol):
         find_norms: Yes,
         hook_state: None = ...,
         **options: Unpack[GradOptions],
-    ) -> GradFnWith[P, tuple[jax.Array, Aux], GradientNorms]: ...
+    ) -> GradFnWith[P, Pair, GradientNorms]: ...
     @overload
     def __call__(
         self,
@@ -234,7 +234,7 @@ class ValueAndGrad(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         argnums: Literal[0] = ...,
         *,
         has_aux: Yes,
@@ -242,7 +242,7 @@ class ValueAndGrad(Protocol):
         find_norms: No = ...,
         hook_state: State,
         **options: Unpack[GradOptions],
-    ) -> GradFnWith[P, tuple[jax.Array, Aux], State]: ...
+    ) -> GradFnWith[P, Pair, State]: ...
     @overload
     def __call__(
         self,
@@ -306,7 +306,7 @@ class ValueAndGrad(Protocol):
     @overload
     def __call__(
         self,
-        loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+        loss_fn: Callable[P, Pair],
         argnums: int | Sequence[int],
         *,
         has_aux: Yes,
@@ -314,7 +314,7 @@ class ValueAndGrad(Protocol):
         find_norms: No = ...,
         hook_state: None = ...,
         **options: Unpack[GradOptions],
-    ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+    ) -> Callable[P, tuple[Pair, Any]]: ...
     @overload
     def __call__(
         self,

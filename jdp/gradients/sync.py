@@ -18,12 +18,12 @@ from jdp.gradients import (
 from jdp.gradients.noise import GradientNorms
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.signatures import (
-    Aux,
     GradFn,
     GradFnWith,
     LocalOptions,
     No,
     P,
+    Pair,
     State,
     SyncOptions,
     T,
@@ -49,13 +49,13 @@ def local_gradients(
 ) -> GradFn[P, jax.Array]: ...
 @overload
 def local_gradients(
-    loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+    loss_fn: Callable[P, Pair],
     argnums: Literal[0] = ...,
     *,
     has_aux: Yes,
     find_unused: No = ...,
     **options: Unpack[LocalOptions],
-) -> GradFn[P, tuple[jax.Array, Aux]]: ...
+) -> GradFn[P, Pair]: ...
 @overload
 def local_gradients(
     loss_fn: Callable[P, ArrayLike],
@@ -67,13 +67,13 @@ def local_gradients(
 ) -> GradFnWith[P, jax.Array, PyTree]: ...
 @overload
 def local_gradients(
-    loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+    loss_fn: Callable[P, Pair],
     argnums: Literal[0] = ...,
     *,
     has_aux: Yes,
     find_unused: Yes,
     **options: Unpack[LocalOptions],
-) -> GradFnWith[P, tuple[jax.Array, Aux], PyTree]: ...
+) -> GradFnWith[P, Pair, PyTree]: ...
 @overload
 def local_gradients(
     loss_fn: Callable[P, ArrayLike],
@@ -85,13 +85,13 @@ def local_gradients(
 ) -> Callable[P, tuple[jax.Array, Any]]: ...
 @overload
 def local_gradients(
-    loss_fn: Callable[P, tuple[ArrayLike, Aux]],
+    loss_fn: Callable[P, Pair],
     argnums: int | Sequence[int],
     *,
     has_aux: Yes,
     find_unused: No = ...,
     **options: Unpack[LocalOptions],
-) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+) -> Callable[P, tuple[Pair, Any]]: ...
 @overload
 def local_gradients(
     loss_fn: Callable[P, Any],

@@ -42,6 +42,10 @@ def loss_and_metrics(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
     return loss_fn(params, batch), {}
 
 
+def loosely_typed(params: Params, batch: Batch) -> tuple[Any, ...]:
+    return loss_fn(params, batch), {}
+
+
 def of_two(a: Params, b: Batch) -> jax.Array:
     return loss_fn(a, b)
 
@@ -120,6 +124,8 @@ def gradients_of_other_functions(params: Params, batch: Batch) -> None:
     loss, _ = jdp.value_and_grad(wrapped)(params, batch, scale=2.0)
     assert_type(loss, jax.Array)
     jax.jit(jdp.value_and_grad(loss_fn))(params, batch)
+    with_aux = jdp.value_and_grad(loosely_typed, has_aux=True)
+    assert_type(with_aux(params, batch)[1], Params)
 
 
 def further_gradients(params: Params, batch: Batch, used: Params) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from jdp.replicas import mesh
-from tests import harness
+from tests import harness, page_blocks
 from tests.types import training_script
 
 _HERE = harness.ROOT / "tests/types"
@@ -121,6 +121,7 @@ def _name_of(mistake):
 def _scripts():
     scripts = {path.stem: path.read_text() for path in _HERE.glob("*_*.py")}
     scripts = {k: v for k, v in scripts.items() if not k.startswith("test_")}
+    scripts["page"] = page_blocks.python("docs/types.md", 0)
     scripts["six"] = _plant(*SIX)[0]
     for mistake in FURTHER:
         scripts[_name_of(mistake)] = _plant(mistake)[0]
@@ -160,7 +161,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("checker", _COMMANDS)
-@pytest.mark.parametrize("script", ["training_script", "kept_types"])
+@pytest.mark.parametrize("script", ["training_script", "kept_types", "page"])
 def test_correct_programs_have_no_error(found, checker, script):
     assert found.get((checker, script)) is None
 
