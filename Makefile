@@ -180,4 +180,4 @@ $(PTX)-latest/.ptx: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LATEST) $(PTX) $(PTX)-latest .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(PTX) $(PTX)-latest .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,8 @@ Import `jdp.batch_norm`, `jdp.eager`, `jdp.flax_linen`, `jdp.flax_nnx` and
 `jdp.parameter_server` where you use them: `import jdp` does not import these.
 """
 
-from jdp import collectives, hooks
+from jdp import collectives as collectives
+from jdp import hooks as hooks
 from jdp.backward.loss_queries import gradient_order, used_parameters
 from jdp.gradients.accumulate import accumulate_gradients
 from jdp.gradients.averaging import average

@@ -8,8 +8,12 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
+# A leaf on the host, which becomes a `jax.Array`; integers and booleans are `complex`
+# to type checkers.
+HostLeaf = np.ndarray | np.generic | complex
 AxisName = str | tuple[str, ...]
 Device = Any  # jax.Device, which type checkers do not take for a type.
 
@@ -59,6 +63,7 @@ class AllReduce:
     name: str = "custom"
 
 
+AxisOption = AxisName  # the values of an option `axis_name`.
 AllReduceOption = AllReduce | AllReduceFn | Literal["auto"] | None
 
 

@@ -172,6 +172,7 @@ PYTHON: dict[str, list[Fragment | str]] = {
     ],
     "docs/hooks.md": [SCRIPT],
     "docs/local_training.md": [SCRIPT],
+    "docs/types.md": [SCRIPT],
     "docs/parameter_server.md": [SCRIPT, SCRIPT],
     "docs/zero1.md": [
         SCRIPT,

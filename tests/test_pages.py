@@ -69,6 +69,16 @@ def test_the_example_of_a_page_runs(tmp_path, page, most):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+def test_the_example_of_the_page_on_types_runs(tmp_path):
+    name = _write(tmp_path / "page.py", page_blocks.python("docs/types.md", 0))
+    code, out, err = commands.launch(2, name, cwd=tmp_path)
+    assert code == 0, err
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 5 and losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_the_example_of_the_page_on_parameter_servers_runs(tmp_path):
     name = _write(
         tmp_path / "page.py", page_blocks.python("docs/parameter_server.md", 0)

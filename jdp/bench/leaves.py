@@ -82,13 +82,17 @@ def _loss_fn(params: Any, batch: jax.Array) -> jax.Array:
 _Way = Callable[[], tuple[Any, Callable[[Any, Any], tuple[Any, dict[str, Any]]]]]
 
 
+def _new_loss() -> Callable[..., jax.Array]:
+    return lambda *args: _loss_fn(*args)
+
+
 def _adam() -> Any:
-    grad_fn = jdp.value_and_grad(lambda *args: _loss_fn(*args))
+    grad_fn = jdp.value_and_grad(_new_loss())
     return optax.adam(1e-3), lambda *args: (grad_fn(*args)[1], {})
 
 
 def _skip_unused() -> Any:
-    grad_fn = jdp.value_and_grad(lambda *args: _loss_fn(*args), find_unused=True)
+    grad_fn = jdp.value_and_grad(_new_loss(), find_unused=True)
 
     def differentiate(*args: Any) -> tuple[Any, dict[str, Any]]:
         (_, grads), used = grad_fn(*args)
@@ -107,17 +111,17 @@ def _distributed_optimizer() -> Any:
 
 def _hook() -> Any:
     hook = hooks.cast(jnp.bfloat16)
-    grad_fn = jdp.value_and_grad(lambda *args: _loss_fn(*args), hook=hook)
+    grad_fn = jdp.value_and_grad(_new_loss(), hook=hook)
     return optax.adam(1e-3), lambda *args: (grad_fn(*args)[1], {})
 
 
 def _accumulate_gradients() -> Any:
-    grad_fn = jdp.accumulate_gradients(lambda *args: _loss_fn(*args), 2)
+    grad_fn = jdp.accumulate_gradients(_new_loss(), 2)
     return optax.adam(1e-3), lambda *args: (grad_fn(*args)[1], {})
 
 
 def _local() -> Any:
-    grad_fn = jdp.local_gradients(lambda *args: _loss_fn(*args))
+    grad_fn = jdp.local_gradients(_new_loss())
     return lambda *args: (grad_fn(*args)[1], {})
 
 

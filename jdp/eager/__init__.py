@@ -5,16 +5,13 @@ from jdp.eager.api import (
     all_gather_async,
     all_reduce,
     all_reduce_async,
-    all_to_all,
-    all_to_all_async,
     broadcast,
     broadcast_async,
-    poll,
     reduce_scatter,
     reduce_scatter_async,
-    synchronize,
 )
 from jdp.eager.barriers import barrier, join, join_async
+from jdp.eager.exchange import all_to_all, all_to_all_async
 from jdp.eager.grouped import (
     grouped_all_gather,
     grouped_all_gather_async,
@@ -23,6 +20,7 @@ from jdp.eager.grouped import (
     grouped_reduce_scatter,
     grouped_reduce_scatter_async,
 )
+from jdp.eager.handles import poll, synchronize
 from jdp.eager.initialization import init
 from jdp.eager.objects import (
     all_gather_object,

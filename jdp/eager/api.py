@@ -3,67 +3,44 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import numpy as np
 
-from jdp.eager import argument_types, gradients, results, session, submission
+from jdp.eager import argument_types, gradients, session, submission
 from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.submission import Handle
 from jdp.types import PyTree
 
+T = TypeVar("T")
+Number = complex | np.generic  # its result is a numpy array; others keep their type.
+
 Op = Literal["average", "sum", "min", "max", "product", "adasum"]
 
 
-def poll(handle: Handle) -> bool:
-    """Whether an operation is done, so that `synchronize` does not wait.
-
-    Args:
-      handle: returned by a function whose name ends in `_async`.
-
-    Returns:
-      False while the operation is under way. True also if `synchronize` would raise.
-
-    Raises:
-      TypeError: `handle` is not a `Handle`.
-    """
-    _check_handle(handle)
-    return handle.is_done()
-
-
-def synchronize(handle: Handle, *, timeout_s: float | None = None) -> Any:
-    """Waits for an operation and returns its result.
-
-    Args:
-      handle: returned by a function whose name ends in `_async`.
-      timeout_s: longest wait, in seconds; None or infinite: until the operation is
-        done or the engine ends.
-
-    Returns:
-      The result of the function without `_async`; later calls return the same object.
-
-    Raises:
-      TimeoutError: the operation is not done in time. The message names the ranks that
-        are missing; the operation is still under way.
-      ValueError: `timeout_s` is negative or NaN.
-      TypeError: `timeout_s` is not a number, or `handle` is not a `Handle`.
-      RuntimeError: on all ranks, if they asked for different things under this name,
-        or a process is gone or late.
-    """
-    _check_handle(handle)
-    return handle.result(timeout_s)
-
-
-def _check_handle(handle: Any) -> None:
-    if not isinstance(handle, Handle):
-        raise TypeError(
-            "`handle` must come from a function whose name ends in `_async`, "
-            f"got {type(handle).__name__}. Pass several handles one at a time, as "
-            "in `jax.tree.map(eager.synchronize, handles)`."
-        )
-
-
+@overload
+def all_reduce(
+    tree: Number,
+    *,
+    name: str | None = ...,
+    op: Op = ...,
+    prescale: float = ...,
+    postscale: float = ...,
+    wire_dtype: jax.typing.DTypeLike | None = ...,
+    process_set: ProcessSet = ...,
+) -> np.ndarray: ...
+@overload
+def all_reduce(
+    tree: T,
+    *,
+    name: str | None = ...,
+    op: Op = ...,
+    prescale: float = ...,
+    postscale: float = ...,
+    wire_dtype: jax.typing.DTypeLike | None = ...,
+    process_set: ProcessSet = ...,
+) -> T: ...
 def all_reduce(
     tree: PyTree,
     *,
@@ -122,6 +99,28 @@ def all_reduce(
     return begin(tree, name=name).result()
 
 
+@overload
+def all_reduce_async(
+    tree: Number,
+    *,
+    name: str | None = ...,
+    op: Op = ...,
+    prescale: float = ...,
+    postscale: float = ...,
+    wire_dtype: jax.typing.DTypeLike | None = ...,
+    process_set: ProcessSet = ...,
+) -> Handle[np.ndarray]: ...
+@overload
+def all_reduce_async(
+    tree: T,
+    *,
+    name: str | None = ...,
+    op: Op = ...,
+    prescale: float = ...,
+    postscale: float = ...,
+    wire_dtype: jax.typing.DTypeLike | None = ...,
+    process_set: ProcessSet = ...,
+) -> Handle[T]: ...
 def all_reduce_async(
     tree: PyTree,
     *,
@@ -131,7 +130,7 @@ def all_reduce_async(
     postscale: float = 1.0,
     wire_dtype: jax.typing.DTypeLike | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Any]:
     """Begins `all_reduce`; the arrays must not change until it is done."""
     options = submission.find_options(
         session.current_engine(),
@@ -146,11 +145,11 @@ def all_reduce_async(
 
 
 def all_gather(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> PyTree:
+) -> T:
     """Concatenates the arrays of the processes along dimension 0, in rank order.
 
     Args:
@@ -175,11 +174,11 @@ def all_gather(
 
 
 def all_gather_async(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[T]:
     """Begins `all_gather`; the arrays must not change until it is done."""
     options = submission.find_options(
         session.current_engine(), "all_gather", process_set
@@ -187,6 +186,22 @@ def all_gather_async(
     return submission.submit_tree(options, name, tree)
 
 
+@overload
+def broadcast(
+    tree: Number,
+    *,
+    root: int = ...,
+    name: str | None = ...,
+    process_set: ProcessSet = ...,
+) -> np.ndarray: ...
+@overload
+def broadcast(
+    tree: T,
+    *,
+    root: int = ...,
+    name: str | None = ...,
+    process_set: ProcessSet = ...,
+) -> T: ...
 def broadcast(
     tree: PyTree,
     *,
@@ -219,13 +234,29 @@ def broadcast(
     return begin(tree, name=name).result()
 
 
+@overload
+def broadcast_async(
+    tree: Number,
+    *,
+    root: int = ...,
+    name: str | None = ...,
+    process_set: ProcessSet = ...,
+) -> Handle[np.ndarray]: ...
+@overload
+def broadcast_async(
+    tree: T,
+    *,
+    root: int = ...,
+    name: str | None = ...,
+    process_set: ProcessSet = ...,
+) -> Handle[T]: ...
 def broadcast_async(
     tree: PyTree,
     *,
     root: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Any]:
     """Begins `broadcast`; the arrays must not change until it is done."""
     nothing = ("", 1.0, 1.0, None)
     root = argument_types.check_integer(root, "root")  # `True` would be found as 1.
@@ -236,14 +267,14 @@ def broadcast_async(
 
 
 def reduce_scatter(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     op: Op = "average",
     prescale: float = 1.0,
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> PyTree:
+) -> T:
     """Reduces arrays and gives each process some rows of the result.
 
     With n rows on k processes, the first n % k processes get one row more.
@@ -280,14 +311,14 @@ def reduce_scatter(
 
 
 def reduce_scatter_async(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     op: Op = "average",
     prescale: float = 1.0,
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[T]:
     """Begins `reduce_scatter`; the arrays must not change until it is done."""
     options = submission.find_options(
         session.current_engine(),
@@ -300,78 +331,7 @@ def reduce_scatter_async(
     return submission.submit_tree(options, name, tree)
 
 
-def all_to_all(
-    x: Any,
-    splits: Any = None,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Sends rows of an array to each process, and receives rows from each.
-
-    Args:
-      x: shape (n, ...), where n may differ between processes.
-      splits: integers, shape (k,) for k processes: number of rows sent to each, from
-        the first row on; the remaining rows are not sent. None: an equal number.
-      name: see `all_reduce`.
-      process_set: the processes that take part.
-
-    Returns:
-      The received rows in rank order, shape (m, ...). With `splits` also the number of
-      rows from each process, int32 (k,).
-
-    Raises:
-      ValueError: `splits` does not fit the array or the number of processes, or it is
-        None and the rows do not divide evenly; see also `all_reduce`.
-      RuntimeError: see `synchronize`; also if an array is a scalar, or a process has
-        called `join`.
-    """
-    begin = functools.partial(all_to_all_async, process_set=process_set)
-    if not argument_types.is_traced(x):
-        return begin(x, splits, name=name).result()
-    submission.check_set(process_set)
-    count = len(process_set.ranks)
-    given = argument_types.check_splits(x, splits, count) or [0] * count
-    with named(name, "all_to_all", process_set) as name:
-        result = gradients.all_to_all(waiting(begin), x, given, name)
-    return result[0] if splits is None else result
-
-
-def all_to_all_async(
-    x: Any,
-    splits: Any = None,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begins `all_to_all`; the arrays must not change until it is done."""
-    engine = session.current_engine()
-    options = submission.find_options(engine, "all_to_all", process_set)
-    if name is None:
-        with session.numbered("all_to_all", options.set_id) as name:
-            return all_to_all_async(x, splits, name=name, process_set=process_set)
-    name = argument_types.check_name(name)
-    array = argument_types.check_array(x, name)
-    kind = results.kind_of(array)
-    entry = submission.make_entry(
-        options,
-        name,
-        array,
-        argument_types.check_splits(array, splits, len(process_set.ranks)),
-    )
-    engine.submit([entry])
-
-    def finish(values: list[Any]) -> Any:
-        ((received, counts),) = values
-        received = results.restore(received, kind)
-        if splits is None:
-            return received
-        return received, np.array(counts, np.int32)
-
-    return Handle([entry], finish)
-
-
-def waiting(begin: Callable[..., Handle]) -> Callable[..., Any]:
+def waiting(begin: Callable[..., Handle[Any]]) -> Callable[..., Any]:
     """Returns a function that begins a collective with `begin` and waits for it."""
     return lambda *args, **kwargs: begin(*args, **kwargs).result()
 

@@ -54,7 +54,7 @@ def join() -> int:
     return join_async().result()
 
 
-def join_async() -> Handle:
+def join_async() -> Handle[int]:
     """Begins `join`; this process cannot begin anything else until it is done."""
     engine = session.current_engine()
     entry = Entry(Request("join", b""), submission.started(Record("join", "join")))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -15,9 +15,11 @@ from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.eager.submission import Handle
 from jdp.types import PyTree
 
+T = TypeVar("T")
+
 
 def grouped_all_reduce(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     op: Op = "average",
@@ -25,7 +27,7 @@ def grouped_all_reduce(
     postscale: float = 1.0,
     wire_dtype: jax.typing.DTypeLike | None = None,
     process_set: ProcessSet = global_process_set,
-) -> PyTree:
+) -> T:
     """Reduces arrays like `all_reduce`, all of them or none.
 
     Args:
@@ -58,7 +60,7 @@ def grouped_all_reduce(
 
 
 def grouped_all_reduce_async(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     op: Op = "average",
@@ -66,7 +68,7 @@ def grouped_all_reduce_async(
     postscale: float = 1.0,
     wire_dtype: jax.typing.DTypeLike | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[T]:
     """Begins `grouped_all_reduce`; the arrays must not change until it is done."""
     return _submit(
         "all_reduce",
@@ -81,11 +83,11 @@ def grouped_all_reduce_async(
 
 
 def grouped_all_gather(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> PyTree:
+) -> T:
     """Gathers arrays like `all_gather`, all of them or none.
 
     Args:
@@ -109,24 +111,24 @@ def grouped_all_gather(
 
 
 def grouped_all_gather_async(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[T]:
     """Begins `grouped_all_gather`; the arrays must not change until it is done."""
     return _submit("all_gather", tree, name, process_set, "", 1.0, 1.0, None)
 
 
 def grouped_reduce_scatter(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     op: Op = "average",
     prescale: float = 1.0,
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> PyTree:
+) -> T:
     """Reduces arrays like `reduce_scatter`, all of them or none.
 
     Args:
@@ -159,14 +161,14 @@ def grouped_reduce_scatter(
 
 
 def grouped_reduce_scatter_async(
-    tree: PyTree,
+    tree: T,
     *,
     name: str | None = None,
     op: Op = "average",
     prescale: float = 1.0,
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[T]:
     """Begins `grouped_reduce_scatter`; the arrays must not change until it is done."""
     return _submit(
         "reduce_scatter", tree, name, process_set, op, prescale, postscale, None
@@ -179,7 +181,7 @@ def _submit(
     name: str | None,
     process_set: ProcessSet,
     *factors: Any,
-) -> Handle:
+) -> Handle[Any]:
     """Submits a group; `factors` are `CollectiveArguments` up to `root`."""
     submission.check_set(process_set)
     if name is None or name == "":  # No group has the name "".
@@ -196,7 +198,7 @@ def _submit(
 
 def _submit_none(
     options: submission.CallOptions, finish: Callable[[list[Any]], Any]
-) -> Handle:
+) -> Handle[Any]:
     """Submits a group without leaves, for ranks whose group has leaves to see."""
     group, set_id = options.arguments.group, options.set_id
     name = f"{group} without leaves"

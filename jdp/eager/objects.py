@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -14,7 +14,25 @@ from jdp.eager.process_set import ProcessSet, global_process_set
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
+T = TypeVar("T")
 
+
+@overload
+def broadcast_object(
+    value: None,
+    *,
+    root: int = ...,
+    name: str | None = ...,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+@overload
+def broadcast_object(
+    value: T | None,
+    *,
+    root: int = ...,
+    name: str | None = ...,
+    process_set: ProcessSet = ...,
+) -> T: ...
 def broadcast_object(
     value: Any,
     *,
@@ -90,11 +108,11 @@ def _try_encode(value: Any) -> tuple[bytes, TypeError | None]:
 
 
 def all_gather_object(
-    value: Any,
+    value: T,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> list[Any]:
+) -> list[T]:
     """Gathers a Python value from each process to all of them.
 
     Args:
@@ -133,12 +151,12 @@ def _gather(value: Any, name: str, process_set: ProcessSet) -> list[Any]:
 
 
 def broadcast_parameters(
-    params: PyTree,
+    params: T,
     *,
     root: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> PyTree:
+) -> T:
     """Copies the parameters of one process to all of them.
 
     Args:
@@ -212,12 +230,12 @@ def _broadcast_tree(
 
 
 def broadcast_optimizer_state(
-    state: PyTree,
+    state: T,
     *,
     root: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> PyTree:
+) -> T:
     """Copies the optimizer state of one process to all of them.
 
     Args:

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -19,8 +19,10 @@ from jdp.types import PyTree
 
 _MAX_KNOWN = 256
 
+R = TypeVar("R")
 
-def submit(step: Callable[..., Any], *args: PyTree, name: str | None = None) -> Any:
+
+def submit(step: Callable[..., R], *args: PyTree, name: str | None = None) -> R:
     """Runs a compiled step once all processes have submitted it.
 
     Every process calls it, in any order relative to other operations. The engine
@@ -46,8 +48,8 @@ def submit(step: Callable[..., Any], *args: PyTree, name: str | None = None) -> 
 
 
 def submit_async(
-    step: Callable[..., Any], *args: PyTree, name: str | None = None
-) -> Handle:
+    step: Callable[..., R], *args: PyTree, name: str | None = None
+) -> Handle[R]:
     """Begins `submit`."""
     engine = session.current_engine()
     default = f"submit.{_name_of(step)}"

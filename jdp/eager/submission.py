@@ -4,12 +4,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import TypeVar
 
 from jdp.eager import argument_types, numerics, results, session
 from jdp.eager.diagnosis.flight_recorder import Record
@@ -29,17 +30,18 @@ from jdp.eager.process_set import ProcessSet
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
+R = TypeVar("R", default=Any)
 _finishing = threading.Lock()  # several threads may ask for one result.
 _MAX_KNOWN = 1 << 12  # cached options, and cached tensors for each of them.
 
 
-class Handle:
+class Handle(Generic[R]):
     """An operation under way; functions whose names end in `_async` return it."""
 
     __slots__ = ("_entries", "_finish", "_value", "_is_read")
 
     def __init__(
-        self, entries: Sequence[Entry], finish: Callable[[list[Any]], Any]
+        self, entries: Sequence[Entry], finish: Callable[[list[Any]], R]
     ) -> None:
         self._entries = entries
         self._finish = finish
@@ -50,7 +52,7 @@ class Handle:
         """Whether `result` returns, or raises, at once."""
         return all([entry.is_done for entry in self._entries]) or session.is_forked()
 
-    def result(self, timeout_s: float | None = None) -> Any:
+    def result(self, timeout_s: float | None = None) -> R:
         """Returns the result; all threads get the same object. See `synchronize`."""
         if timeout_s is not None:
             timeout_s = argument_types.check_timeout(timeout_s)
@@ -83,9 +85,8 @@ class CallOptions:
         self.arguments = arguments
         self.set_id = set_id
         self.group = (set_id, arguments.group) if arguments.group else None
-        self.wire = (
-            None if arguments.wire_dtype is None else jnp.dtype(arguments.wire_dtype)
-        )
+        wire = arguments.wire_dtype
+        self.wire = None if wire is None else jnp.dtype(wire)
         # By dtype, shape, `local`, and platform where it is not numpy's.
         self.kinds: dict[Any, _TensorKind] = {}
 
@@ -233,7 +234,7 @@ def gradient_factor(
     return factor * (len(process_set.ranks) if op == "sum" else 1)
 
 
-def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle:
+def submit_tree(options: CallOptions, name: str | None, tree: PyTree) -> Handle[Any]:
     """Submits all leaves of a tree at once."""
     if name is None:
         with session.numbered(options.arguments.kind, options.set_id) as name:

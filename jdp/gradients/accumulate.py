@@ -12,6 +12,7 @@ from jax import lax
 
 from jdp import compat, types
 from jdp.gradients import (
+    accumulate_signature,
     differentiation,
     micro_weights,
     noise,
@@ -31,6 +32,7 @@ from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 
+@accumulate_signature.of_accumulate_gradients
 def accumulate_gradients(
     loss_fn: Callable[..., Any],
     num_micro_batches: int,

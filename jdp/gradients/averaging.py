@@ -1,7 +1,7 @@
 """Averaging: the mean of small values, such as metrics, over the replicas."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,37 @@ from jdp.gradients import reduce, step_trace, weighted_mean
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import tree_paths
-from jdp.types import AllReduce, AxisName, PyTree
+from jdp.types import AllReduce, AxisName, HostLeaf, PyTree
+
+K = TypeVar("K")
+T = TypeVar("T")
+Leaf = TypeVar("Leaf", bound=HostLeaf)
 
 
+@overload
+def average(
+    tree: HostLeaf,
+    *,
+    weight: jax.typing.ArrayLike | None = ...,
+    divide_by: DivideBy = ...,
+    axis_name: AxisName = ...,
+) -> jax.Array: ...
+@overload
+def average(
+    tree: dict[K, Leaf],
+    *,
+    weight: jax.typing.ArrayLike | None = ...,
+    divide_by: DivideBy = ...,
+    axis_name: AxisName = ...,
+) -> dict[K, jax.Array]: ...
+@overload
+def average(
+    tree: T,
+    *,
+    weight: jax.typing.ArrayLike | None = ...,
+    divide_by: DivideBy = ...,
+    axis_name: AxisName = ...,
+) -> T: ...
 def average(
     tree: PyTree,
     *,

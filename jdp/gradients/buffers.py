@@ -3,7 +3,7 @@
 Each replica updates it from its own samples, so it differs between them after a step.
 """
 
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,25 @@ from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
 BufferPolicy = Literal["broadcast", "mean", "local"]
+T = TypeVar("T")
 
 
+@overload
+def sync_buffers(
+    buffers: T,
+    *,
+    policy: Literal["broadcast", "mean"] = ...,
+    source: int = ...,
+    axis_name: AxisName = ...,
+) -> T: ...
+@overload
+def sync_buffers(
+    buffers: T,
+    *,
+    policy: Literal["local"],
+    source: int = ...,
+    axis_name: AxisName = ...,
+) -> PerReplica[T]: ...
 def sync_buffers(
     buffers: PyTree,
     *,
@@ -68,9 +85,7 @@ def sync_buffers(
     return jax.tree.unflatten(treedef, [synced[i] for i in range(len(leaves))])
 
 
-def broadcast_from(
-    tree: PyTree, source: int, *, axis_name: AxisName = "data"
-) -> PyTree:
+def broadcast_from(tree: T, source: int, *, axis_name: AxisName = "data") -> T:
     """Copies the values of one replica to all, bit for bit, in one collective.
 
     Called inside a traced function by every replica.

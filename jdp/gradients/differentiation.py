@@ -15,6 +15,7 @@ from jdp.gradients import (
     loss_weighting,
     noise,
     reduce,
+    signatures,
     step_trace,
     used_flags,
     weighted_mean,
@@ -49,6 +50,7 @@ class LocalGradients(NamedTuple):
     seed: Seed | None = None  # None: the loss was not weighted.
 
 
+@signatures.of_value_and_grad
 def value_and_grad(
     loss_fn: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

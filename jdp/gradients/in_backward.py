@@ -1,7 +1,7 @@
 """Sync in the backward pass: gradients of a layer, averaged once they are complete."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,18 @@ from jdp.trees.buckets import Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 _Leaves = list[jax.Array]
+T = TypeVar("T")
 
 
 def sync_in_backward(
-    params: PyTree,
+    params: T,
     *,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
     axis_name: AxisName = "data",
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
-) -> PyTree:
+) -> T:
     """The identity; its backward pass averages the gradients over the replicas.
 
     For layers that are stacked and run by `lax.scan`: applied to the slice of one

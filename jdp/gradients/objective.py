@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.core
@@ -28,9 +28,11 @@ from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
+P = ParamSpec("P")
+
 
 def mean_loss(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[P, jax.typing.ArrayLike],
     argnums: int | Sequence[int] = 0,
     *,
     weight: jax.typing.ArrayLike | None = None,
@@ -39,7 +41,7 @@ def mean_loss(
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
-) -> Callable[..., jax.Array]:
+) -> Callable[P, jax.Array]:
     """Makes a loss the mean over the replicas, also where it is differentiated.
 
     For optimizers that call and differentiate a loss themselves: the `value_fn` of a

@@ -1,10 +1,11 @@
 """Gradient synchronisation in two calls: local gradients, and their mean."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jdp import types
 from jdp.gradients import (
@@ -16,6 +17,19 @@ from jdp.gradients import (
 )
 from jdp.gradients.noise import GradientNorms
 from jdp.gradients.reduce import ReduceOptions
+from jdp.gradients.signatures import (
+    GradFn,
+    GradFnWith,
+    LocalOptions,
+    No,
+    P,
+    Pair,
+    State,
+    SyncOptions,
+    T,
+    Used,
+    Yes,
+)
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
@@ -24,6 +38,69 @@ from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 
+@overload
+def local_gradients(
+    loss_fn: Callable[P, ArrayLike],
+    argnums: Literal[0] = ...,
+    *,
+    has_aux: No = ...,
+    find_unused: No = ...,
+    **options: Unpack[LocalOptions],
+) -> GradFn[P, jax.Array]: ...
+@overload
+def local_gradients(
+    loss_fn: Callable[P, Pair],
+    argnums: Literal[0] = ...,
+    *,
+    has_aux: Yes,
+    find_unused: No = ...,
+    **options: Unpack[LocalOptions],
+) -> GradFn[P, Pair]: ...
+@overload
+def local_gradients(
+    loss_fn: Callable[P, ArrayLike],
+    argnums: Literal[0] = ...,
+    *,
+    has_aux: No = ...,
+    find_unused: Yes,
+    **options: Unpack[LocalOptions],
+) -> GradFnWith[P, jax.Array, PyTree]: ...
+@overload
+def local_gradients(
+    loss_fn: Callable[P, Pair],
+    argnums: Literal[0] = ...,
+    *,
+    has_aux: Yes,
+    find_unused: Yes,
+    **options: Unpack[LocalOptions],
+) -> GradFnWith[P, Pair, PyTree]: ...
+@overload
+def local_gradients(
+    loss_fn: Callable[P, ArrayLike],
+    argnums: int | Sequence[int],
+    *,
+    has_aux: No = ...,
+    find_unused: No = ...,
+    **options: Unpack[LocalOptions],
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+@overload
+def local_gradients(
+    loss_fn: Callable[P, Pair],
+    argnums: int | Sequence[int],
+    *,
+    has_aux: Yes,
+    find_unused: No = ...,
+    **options: Unpack[LocalOptions],
+) -> Callable[P, tuple[Pair, Any]]: ...
+@overload
+def local_gradients(
+    loss_fn: Callable[P, Any],
+    argnums: int | Sequence[int],
+    *,
+    has_aux: bool = ...,
+    find_unused: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> Callable[P, Any]: ...
 def local_gradients(
     loss_fn: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -32,7 +109,7 @@ def local_gradients(
     find_unused: bool = False,
     allow_int: bool = False,
     axis_name: AxisName = "data",
-) -> Callable[..., Any]:
+) -> Any:
     """`jax.value_and_grad` over this replica's own samples.
 
     In a `shard_map` with `check_vma=True`, `jax.grad` of parameters that are the same
@@ -81,6 +158,78 @@ def local_gradients(
     return wrapped
 
 
+@overload
+def sync_gradients(
+    grads: T,
+    *,
+    used: None = ...,
+    find_norms: No = ...,
+    hook_state: None = ...,
+    **options: Unpack[SyncOptions],
+) -> T: ...
+@overload
+def sync_gradients(
+    grads: T,
+    *,
+    used: None = ...,
+    find_norms: No = ...,
+    hook_state: State,
+    **options: Unpack[SyncOptions],
+) -> tuple[T, State]: ...
+@overload
+def sync_gradients(
+    grads: T,
+    *,
+    used: None = ...,
+    find_norms: Yes,
+    hook_state: None = ...,
+    **options: Unpack[SyncOptions],
+) -> tuple[T, GradientNorms]: ...
+@overload
+def sync_gradients(
+    grads: T,
+    *,
+    used: None = ...,
+    find_norms: Yes,
+    hook_state: State,
+    **options: Unpack[SyncOptions],
+) -> tuple[tuple[T, GradientNorms], State]: ...
+@overload
+def sync_gradients(
+    grads: T,
+    *,
+    used: Used,
+    find_norms: No = ...,
+    hook_state: None = ...,
+    **options: Unpack[SyncOptions],
+) -> tuple[T, Used]: ...
+@overload
+def sync_gradients(
+    grads: T,
+    *,
+    used: Used,
+    find_norms: No = ...,
+    hook_state: State,
+    **options: Unpack[SyncOptions],
+) -> tuple[tuple[T, Used], State]: ...
+@overload
+def sync_gradients(
+    grads: T,
+    *,
+    used: Used,
+    find_norms: Yes,
+    hook_state: None = ...,
+    **options: Unpack[SyncOptions],
+) -> tuple[tuple[T, Used], GradientNorms]: ...
+@overload
+def sync_gradients(
+    grads: T,
+    *,
+    used: Used,
+    find_norms: Yes,
+    hook_state: State,
+    **options: Unpack[SyncOptions],
+) -> tuple[tuple[tuple[T, Used], GradientNorms], State]: ...
 def sync_gradients(
     grads: PyTree,
     *,

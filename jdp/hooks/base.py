@@ -14,19 +14,22 @@ A hook is a pair of pure functions that sum the buckets of all replicas:
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from typing_extensions import TypeVar
 
 from jdp import compat
 from jdp.collectives import auto, base, xla
 from jdp.collectives.auto import AutoAllReduce
 from jdp.trees.buckets import BucketAval
-from jdp.types import AllReduce, AxisName, PyTree
+from jdp.types import AllReduce, AxisName
 
 T = TypeVar("T")
+State = TypeVar("State", default=Any)
+State_co = TypeVar("State_co", covariant=True)
 
 _MOST_UNROLLED = 64  # rows; each is an operation of the program.
 
@@ -66,29 +69,29 @@ class HookAllReduce(Protocol):
         ...
 
 
-class HookInit(Protocol):
+class HookInit(Protocol[State_co]):
     """Makes the state of a hook."""
 
-    def __call__(self, avals: Sequence[BucketAval], /) -> PyTree:
+    def __call__(self, avals: Sequence[BucketAval], /) -> State_co:
         """Returns the state of one replica before the first step."""
         ...
 
 
-class HookApply(Protocol):
+class HookApply(Protocol[State]):
     """Sums buckets over the replicas."""
 
     def __call__(
-        self, buckets: list[jax.Array], state: PyTree, all_reduce: HookAllReduce, /
-    ) -> tuple[list[jax.Array], PyTree]:
+        self, buckets: list[jax.Array], state: State, all_reduce: HookAllReduce, /
+    ) -> tuple[list[jax.Array], State]:
         """Returns the sums, in the shapes and dtypes of `buckets`, and the state."""
         ...
 
 
-class CommHook(NamedTuple):
+class CommHook(NamedTuple, Generic[State]):
     """A pair of pure functions around the all-reduce of the buckets."""
 
-    init: HookInit
-    apply: HookApply
+    init: HookInit[State]
+    apply: HookApply[State]
     name: str = "custom"  # label in tables.
     # Whether it communicates by sums only, so that `chain` can put a hook after it.
     only_sums: bool = True

@@ -10,7 +10,7 @@ from jdp.hooks.base import CommHook, HookAllReduce, is_real
 from jdp.trees.buckets import BucketAval
 
 
-def none() -> CommHook:
+def none() -> CommHook[tuple[()]]:
     """Returns the hook that changes nothing: buckets are summed exactly."""
 
     def apply(
@@ -21,7 +21,7 @@ def none() -> CommHook:
     return CommHook(_no_state, apply, "none")
 
 
-def cast(dtype: jax.typing.DTypeLike) -> CommHook:
+def cast(dtype: jax.typing.DTypeLike) -> CommHook[tuple[()]]:
     """Returns the hook that sends wider floats in a narrower dtype.
 
     Each replica's gradient is rounded to `dtype` once, and so is the sum, which is

@@ -1,7 +1,7 @@
 """Chaining: hooks that compress the messages of other hooks."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 
@@ -13,7 +13,13 @@ from jdp.types import PyTree
 T = TypeVar("T")
 
 
-def chain(*hooks: CommHook) -> CommHook:
+@overload
+def chain(hook: CommHook[T], /) -> CommHook[T]: ...
+@overload
+def chain(
+    first: CommHook[Any], second: CommHook[Any], /, *rest: CommHook[Any]
+) -> CommHook[list[Any]]: ...
+def chain(*hooks: CommHook[Any]) -> CommHook[Any]:
     """Returns a hook in which each hook compresses the messages of the hook before it.
 
     `chain(power_sgd(4), cast(jnp.bfloat16))` sends the thin factors in bfloat16;

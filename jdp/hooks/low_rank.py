@@ -73,7 +73,7 @@ def power_sgd(
     error_feedback: bool = True,
     orthogonalization_epsilon: float = 0.0,
     seed: int = 0,
-) -> CommHook:
+) -> CommHook[PowerSGDState]:
     """Returns the hook of PowerSGD (Vogels et al., 2019), like torch's.
 
     A matrix M, (a, b), is sent as P, (a, r), and Q, (b, r): one step of the power

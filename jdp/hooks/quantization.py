@@ -15,7 +15,7 @@ _LARGEST = 127
 _PEAK_BYTES = 4  # float32.
 
 
-def int8(*, chunk_size: int = 256) -> CommHook:
+def int8(*, chunk_size: int = 256) -> CommHook[tuple[()]]:
     """Returns the hook that sends 8 bits per element, a quarter of float32.
 
     Each chunk of a bucket is rounded to multiples of its own scale, max |x| / 127, at

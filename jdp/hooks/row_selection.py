@@ -27,7 +27,7 @@ class RowsState:
     )
 
 
-def rows(max_rows: int) -> CommHook:
+def rows(max_rows: int) -> CommHook[RowsState]:
     """Returns the hook that sends the nonzero rows of tables, exactly.
 
     It is meant for embeddings: the gradient of a table, (r, c), has one nonzero row per

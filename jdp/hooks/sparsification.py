@@ -19,7 +19,7 @@ from jdp.trees.buckets import BucketAval
 _LEAST = 0.75
 
 
-def top_k(fraction: float) -> CommHook:
+def top_k(fraction: float) -> CommHook[ErrorFeedbackState]:
     """Returns the hook that sends the elements of the largest magnitude.
 
     A replica has `fraction` of n places for elements of a bucket, rounded up, and fills

@@ -1,7 +1,7 @@
 """State: the state of a hook before the first step, on all replicas."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,17 @@ from jdp.trees import buckets
 from jdp.trees.buckets import BucketAval, BucketPlan
 from jdp.types import AxisName, PyTree
 
+State = TypeVar("State")
+
 
 def init_state(
-    hook: CommHook,
+    hook: CommHook[State],
     grads: PyTree,
     *,
     plan: BucketPlan | None = None,
     axis_name: AxisName = "data",
     world: World | None = None,
-) -> PyTree:
+) -> State:
     """Makes the state of a hook, to be kept in the train state.
 
     The state identifies leaves by position and shape, not by name. Make a new one when

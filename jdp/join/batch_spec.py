@@ -263,8 +263,10 @@ def _encode_treedef(treedef: Any) -> bytes | None:
         nodes = msgspec.json.encode(_encode_node(treedef))
     except _UnknownNodeError:
         return None
-    # Decoded here first: whatever would come back otherwise is not sent.
-    return nodes if _decode_treedef(nodes) == treedef else None
+    # Decoded here first: whatever would come back otherwise is not sent. A treedef
+    # cannot be compared with None.
+    found = _decode_treedef(nodes)
+    return nodes if found is not None and found == treedef else None
 
 
 def _decode_treedef(nodes: bytes) -> Any | None:

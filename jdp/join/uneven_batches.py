@@ -4,10 +4,12 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from jdp.join import batch_spec
 from jdp.join.early_exit import ExitWatch
@@ -18,14 +20,16 @@ from jdp.replicas.mesh import World
 from jdp.runtime import forks
 from jdp.types import PyTree
 
+B = TypeVar("B", default=Any)
+
 
 def join_batches(
-    batches: Iterable[PyTree],
+    batches: Iterable[B],
     *,
     world: World,
     prefetch: int = 8,
     like: PyTree | None = None,
-) -> "UnevenBatches":
+) -> "UnevenBatches[B]":
     """Iterates over `batches` for as long as any process has one left.
 
     Every process must call it, in the same order relative to other calls that all
@@ -86,12 +90,12 @@ def join_batches(
     return UnevenBatches(batches, world, prefetch, like)
 
 
-class UnevenBatches:
+class UnevenBatches(Generic[B]):
     """The iterator that `join_batches` returns."""
 
     def __init__(
         self,
-        batches: Iterable[PyTree],
+        batches: Iterable[B],
         world: World,
         prefetch: int,
         like: PyTree | None,
@@ -118,10 +122,10 @@ class UnevenBatches:
         self._close.atexit = False
         closer.register(self._close)
 
-    def __iter__(self) -> "UnevenBatches":
+    def __iter__(self) -> "UnevenBatches[B]":
         return self
 
-    def __next__(self) -> tuple[PyTree, np.ndarray]:
+    def __next__(self) -> tuple[B, NDArray[np.float32]]:
         try:
             if not self._close.alive:
                 raise StopIteration

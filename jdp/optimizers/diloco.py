@@ -4,13 +4,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from typing_extensions import TypeVar
 
 from jdp import compat, types
 from jdp.gradients import option_checks
@@ -22,14 +23,16 @@ from jdp.replicas.per_replica import PerReplica
 from jdp.trees import buckets
 from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
 
+T = TypeVar("T", default=Any)
 
-class DiLoCoState(NamedTuple):
+
+class DiLoCoState(NamedTuple, Generic[T]):
     """State of `diloco`."""
 
-    params: PerReplica  # parameters of this replica.
+    params: PerReplica[T]  # parameters of this replica.
     inner: PerReplica  # state of its optimizer.
     seen: PerReplica  # per fragment, samples since it was sent, float32 (f,).
-    outer_params: PyTree  # parameters that all replicas have agreed on.
+    outer_params: T  # parameters that all replicas have agreed on.
     outer: list[Any]  # per fragment, state of the outer optimizer.
     # Flat averages of the fragment under way, by dtype; empty if nothing waits.
     under_way: dict[str, jax.Array]
@@ -57,7 +60,7 @@ def diloco(
     axis_name: AxisName = "data",
     all_reduce: AllReduceOption = "auto",
     world: World | None = None,
-) -> LocalTraining:
+) -> LocalTraining[DiLoCoState[Any]]:
     """Takes `period` inner steps on each replica, then one outer step for all.
 
     The outer optimizer gets theta - mean(theta_i) as a gradient, where theta are the

@@ -12,6 +12,7 @@ from jdp.gradients.weighted_mean import DivideBy
 from jdp.hooks.base import CommHook
 from jdp.hooks.state import init_state
 from jdp.optimizers import outer_transforms, selection, update_arguments
+from jdp.optimizers.transformation import SyncedTransformation
 from jdp.replicas.mesh import World
 from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
@@ -27,7 +28,7 @@ def distributed_optimizer(
     all_reduce: AllReduceOption = "auto",
     hook: CommHook | None = None,
     world: World | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SyncedTransformation[optax.OptState]:
     """Wraps an optimizer so that it steps on the average of all replicas' gradients.
 
     The state is the state of the inner optimizer, or a `HookedState` for a hook with a
@@ -100,7 +101,7 @@ def distributed_optimizer(
         return out, kept
 
     init = functools.partial(_init, inner, options, world)
-    return optax.GradientTransformationExtraArgs(init, update)
+    return SyncedTransformation(init, update)
 
 
 class HookedState(NamedTuple):

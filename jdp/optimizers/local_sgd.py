@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from typing_extensions import TypeVar
 
 from jdp import compat, types
 from jdp.gradients import option_checks, used_flags, weighted_mean
@@ -18,11 +19,13 @@ from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
 
+T = TypeVar("T", default=Any)
 
-class LocalSGDState(NamedTuple):
+
+class LocalSGDState(NamedTuple, Generic[T]):
     """State of `local_sgd`."""
 
-    params: PerReplica  # parameters of this replica.
+    params: PerReplica[T]  # parameters of this replica.
     inner: PerReplica  # state of its optimizer.
     # Samples, or steps, of this replica since the last average of each kind: float32
     # (k,) for k periods.
@@ -38,7 +41,7 @@ def local_sgd(
     axis_name: AxisName = "data",
     all_reduce: AllReduceOption = "auto",
     world: World | None = None,
-) -> LocalTraining:
+) -> LocalTraining[LocalSGDState[Any]]:
     """Averages parameters every `period` steps, instead of gradients in every step.
 
     In the first `warmup_steps` gradients are averaged: plain data-parallel training.

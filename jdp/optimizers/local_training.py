@@ -7,12 +7,13 @@ are one function. So local training is a pair of `init(params) -> state` and
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from typing_extensions import TypeVar
 
 from jdp import compat
 from jdp.gradients import averaging, step_trace, weighted_mean
@@ -22,19 +23,21 @@ from jdp.optimizers.partials import Op, Partial
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AllReduce, AxisName, PyTree
 
+State = TypeVar("State", default=Any)
 
-class LocalUpdate(Protocol):
+
+class LocalUpdate(Protocol[State]):
     """Takes the step of one replica, and averages when an average is due."""
 
     def __call__(
         self,
         grads: PyTree,
-        state: Any,
+        state: State,
         /,
         *,
         weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
-    ) -> Any:
+    ) -> State:
         """Returns the next state.
 
         Args:
@@ -50,11 +53,11 @@ class LocalUpdate(Protocol):
         ...
 
 
-class LocalTraining(NamedTuple):
+class LocalTraining(NamedTuple, Generic[State]):
     """A pair of pure functions with which replicas train apart."""
 
-    init: Callable[[PyTree], Any]  # (params) -> state; also outside of a step.
-    update: LocalUpdate
+    init: Callable[[PyTree], State]  # (params) -> state; also outside of a step.
+    update: LocalUpdate[State]
 
 
 def begin_apart(

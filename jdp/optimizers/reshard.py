@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,10 @@ from jdp.replicas.per_replica import PerReplica
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
+T = TypeVar("T")
 
-def checkpoint_template(state: PyTree, *, num_replicas: int) -> PyTree:
+
+def checkpoint_template(state: T, *, num_replicas: int) -> T:
     """Returns a template of a state saved on another number of replicas.
 
     The template is the target of a checkpoint's `restore`; `jdp.reshard` then brings
@@ -64,7 +66,7 @@ def checkpoint_template(state: PyTree, *, num_replicas: int) -> PyTree:
     return _map(state, shared, shard, row)
 
 
-def reshard(saved: PyTree, *, like: PyTree) -> PyTree:
+def reshard(saved: PyTree, *, like: T) -> T:
     """Brings a state to another number of replicas.
 
     Every process calls it with the whole saved state; the processes compare the values,
@@ -154,7 +156,7 @@ def _with_rows(path: str, value: Any, num_replicas: int) -> Any:
     return np.broadcast_to(mean, shape)
 
 
-def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
+def consolidate(state: PyTree, *, like: T) -> T:
     """Gathers the shards of `jdp.zero1` into the state of plain optax.
 
     Every process calls it, with states of the same paths and shapes. All devices get
@@ -200,7 +202,7 @@ def consolidate(state: PyTree, *, like: PyTree) -> PyTree:
     return jax.tree.map(visit, state, like, is_leaf=_is_zero)
 
 
-def spread(whole: PyTree, *, like: PyTree) -> PyTree:
+def spread(whole: PyTree, *, like: T) -> T:
     """Cuts a state of plain optax into the shards of `jdp.zero1`.
 
     The inverse of `consolidate`, on any number of replicas. Every process calls it with

@@ -13,6 +13,7 @@ from jdp.backward.flow import FlowAnalysis, Sets
 from jdp.gradients import used_flags
 from jdp.optimizers import leaf_updates, selection, update_arguments
 from jdp.optimizers.leaf_updates import LeafPlace, LeafUpdate, StateLayout
+from jdp.optimizers.transformation import Transformation
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
@@ -28,7 +29,7 @@ class SkipUnusedState(NamedTuple):
 
 def skip_unused(
     tx: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[SkipUnusedState]:
     """Wraps an optimizer so that unused parameters stay as they are.
 
     `update` takes `used`, a tree of booleans with the structure of the gradients, as
@@ -118,7 +119,7 @@ def skip_unused(
         treedef = jax.tree.structure(updates)
         return treedef.unflatten(x for x, _ in results), SkipUnusedState(new)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transformation(init, update)
 
 
 def _key_of(params: PyTree) -> tuple[Hashable, list[Any], Any]:

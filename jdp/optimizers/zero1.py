@@ -29,6 +29,7 @@ from jdp.optimizers import (
     zero_state,
 )
 from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
+from jdp.optimizers.transformation import SyncedTransformation
 from jdp.optimizers.zero_state import ArrayName, InnerState, ZeroState
 from jdp.replicas import initial_state
 from jdp.replicas.mesh import World
@@ -46,7 +47,7 @@ def zero1(
     halves: ReduceScatterAllGather | Literal["auto"] = "auto",
     hook: CommHook | None = None,
     world: World | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SyncedTransformation[ZeroState]:
     """Wraps an optimizer so that each replica holds only a shard of its state.
 
     With n replicas the moments of Adam take 1/n of the memory on each (Rajbhandari et
@@ -134,7 +135,7 @@ def zero1(
         )
 
     init = functools.partial(_init, inner, options, world)
-    return optax.GradientTransformationExtraArgs(init, update)
+    return SyncedTransformation(init, update)
 
 
 def _init(

@@ -4,11 +4,12 @@ import dataclasses
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, SupportsFloat
+from typing import Any, Generic, SupportsFloat
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import TypeVar
 
 from jdp.hooks import CommHook
 from jdp.parameter_server import (
@@ -23,7 +24,11 @@ from jdp.parameter_server.client import Client
 from jdp.parameter_server.keys import Place
 from jdp.parameter_server.messages import Outcome, Version, WorkerHello
 from jdp.parameter_server.shared_memory_lane import SharedMemoryFile, SharedMemoryLane
-from jdp.types import Device, PyTree
+from jdp.types import Device
+
+T = TypeVar("T", default=Any)
+B = TypeVar("B")
+V = TypeVar("V")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,7 @@ class WorkerOptions:
         option_checks.check_flag("shared_memory", self.shared_memory)
 
 
-class Worker:
+class Worker(Generic[T]):
     """One worker of a job; a context manager that says goodbye on exit.
 
     Use it from one thread. A push runs in the background; the next push waits for it.
@@ -64,7 +69,7 @@ class Worker:
 
     def __init__(
         self,
-        params: PyTree,
+        params: T,
         *,
         place: Place | None = None,
         options: WorkerOptions | None = None,
@@ -121,7 +126,7 @@ class Worker:
             self.close()
             raise
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> "Worker[T]":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -150,7 +155,7 @@ class Worker:
         """Counts of settled pushes by outcome: "applied", "late", "rejected"."""
         return self._connection.counts
 
-    def pull(self) -> PyTree:
+    def pull(self) -> T:
         """Waits for the parameters; all servers send the same version.
 
         They are the parameters that `prefetch` asked for, or else the newest. They
@@ -173,7 +178,7 @@ class Worker:
         """
         self._connection.pull(after=self._last_push)
 
-    def push(self, grads: PyTree, *, num_samples: float = 1.0) -> None:
+    def push(self, grads: T, *, num_samples: float = 1.0) -> None:
         """Begins to push gradients at the parameters that were pulled last.
 
         Waits for the previous push and for `grads`, but not for the servers.
@@ -228,9 +233,9 @@ class Worker:
 
     def steps(
         self,
-        grad_fn: Callable[[PyTree, Any], tuple[Any, PyTree]],
-        batches: Iterable[Any],
-    ) -> Iterator[Any]:
+        grad_fn: Callable[[T, B], tuple[V, T]],
+        batches: Iterable[B],
+    ) -> Iterator[V]:
         """Trains over batches: pulls, computes gradients and pushes, overlapped.
 
         In asynchronous and bounded mode, the next parameters are pulled while gradients

@@ -5,7 +5,7 @@ JAX does not, and treats different values as the same.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,11 @@ from jdp import compat, types
 from jdp.replicas import agreement, comparison, mesh, per_replica, replication
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
-from jdp.types import AxisName, PyTree
+from jdp.types import AxisName, HostLeaf, PyTree
+
+K = TypeVar("K")
+T = TypeVar("T")
+Leaf = TypeVar("Leaf", bound=HostLeaf)
 
 _ADVICE = (
     "\nA state is made by the same program on all processes, with the same "
@@ -26,11 +30,11 @@ _ADVICE = (
 
 
 def init_on_replicas(
-    init: Callable[..., PyTree],
+    init: Callable[..., T],
     *args: PyTree,
     axis_name: AxisName,
     world: World | None = None,
-) -> PyTree:
+) -> T:
     """Makes a state of which each replica has its own parts.
 
     Inside a step this is `init(*args)`. Outside, every replica runs `init(*args)`, and
@@ -101,9 +105,21 @@ def init_on_replicas(
     return jax.tree.unflatten(treedef, leaves)
 
 
+@overload
+def copy_per_replica(
+    tree: HostLeaf, *, axis_name: AxisName = ..., world: World | None = ...
+) -> PerReplica[jax.Array]: ...
+@overload
+def copy_per_replica(
+    tree: dict[K, Leaf], *, axis_name: AxisName = ..., world: World | None = ...
+) -> PerReplica[dict[K, jax.Array]]: ...
+@overload
+def copy_per_replica(
+    tree: T, *, axis_name: AxisName = ..., world: World | None = ...
+) -> PerReplica[T]: ...
 def copy_per_replica(
     tree: PyTree, *, axis_name: AxisName = "data", world: World | None = None
-) -> PerReplica:
+) -> PerReplica[Any]:
     """Gives every replica its own copy, which may diverge afterwards.
 
     Args:

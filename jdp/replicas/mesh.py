@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.core
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import compat, types
-from jdp.types import AxisName, Device, PyTree, Store
+from jdp.types import AxisName, Device, HostLeaf, PyTree, Store
 
 SCALAR_ADVICE = (
     "a batch is split on its first dimension. Put values that are not per sample into "
@@ -20,6 +20,8 @@ SCALAR_ADVICE = (
 
 P = ParamSpec("P")
 T = TypeVar("T")
+K = TypeVar("K")
+Leaf = TypeVar("Leaf", bound=HostLeaf)
 _ALIGNMENT = 64  # bytes; JAX uses memory with this alignment on CPU without a copy.
 _LARGE_BYTES = 1 << 16  # below this, JAX's own copy costs less than aligned memory.
 
@@ -174,6 +176,12 @@ def make_mesh(
     return Mesh(grid, names, axis_types=auto)
 
 
+@overload
+def global_batch(world: World, local_batch: HostLeaf) -> jax.Array: ...
+@overload
+def global_batch(world: World, local_batch: dict[K, Leaf]) -> dict[K, jax.Array]: ...
+@overload
+def global_batch(world: World, local_batch: T) -> T: ...
 def global_batch(world: World, local_batch: PyTree) -> PyTree:
     """Makes global arrays for a step from the samples that each process has loaded.
 

@@ -1,17 +1,20 @@
 """Per replica: which parts of a train state does every replica have for itself?"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from typing_extensions import TypeVar
 
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
+T = TypeVar("T", default=Any)
 
-class PerReplica(NamedTuple):
+
+class PerReplica(NamedTuple, Generic[T]):
     """A part of a train state that differs between the replicas.
 
     For example a shard of the optimizer state, or error-feedback residuals. Inside a
@@ -23,7 +26,7 @@ class PerReplica(NamedTuple):
       value: pytree of arrays.
     """
 
-    value: PyTree
+    value: T
 
 
 def specs(tree: PyTree, axis_names: tuple[str, ...]) -> list[PartitionSpec]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdp.replicas import agreement, comparison, differences, mesh, per_replica
 from jdp.replicas.mesh import World
 from jdp.trees import tree_paths
-from jdp.types import PyTree
+from jdp.types import HostLeaf, PyTree
+
+K = TypeVar("K")
+T = TypeVar("T")
+Leaf = TypeVar("Leaf", bound=HostLeaf)
 
 _BROADCAST_WORDS = 1 << 24  # 64 MiB of 32-bit words at a time.
 
@@ -62,6 +66,14 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
     comparison.compare_values(world, tree, name="tree", topic="comparison of replicas")
 
 
+@overload
+def replicate(world: World, tree: HostLeaf, *, process: int = ...) -> jax.Array: ...
+@overload
+def replicate(
+    world: World, tree: dict[K, Leaf], *, process: int = ...
+) -> dict[K, jax.Array]: ...
+@overload
+def replicate(world: World, tree: T, *, process: int = ...) -> T: ...
 def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
     """Puts a tree on all replicas, with the values of one process.
 

@@ -3,7 +3,11 @@
 import contextlib
 import functools
 import logging
-from typing import Any
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    overload,
+)
 
 import jax
 
@@ -29,14 +33,18 @@ from jdp.step.join_hook import StepJoinHook
 from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Program, ProgramOptions, Step
+from jdp.step.signature import A, M, P, Rest, S, StepCall, TakesOne
 from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
 
 
-class DataParallelStep(Joinable):
+class DataParallelStep(Joinable, StepCall[P, S, M]):
     """Step of all replicas, as `jdp.data_parallel` returns it; a `jdp.Joinable`.
+
+    To type checkers it is a function of the arguments of the step that returns what the
+    step returns.
 
     Inside a `jdp.Join`, processes may call it different numbers of times, with batches
     of one shape. A process that has joined runs it on zeros. Its replicas have weight
@@ -70,7 +78,7 @@ class DataParallelStep(Joinable):
         self._placer = StatePlacer(self.name, donates=options.donate_state)
         self._jitted: dict[DivideBy | None, Any] = {}
         self._join_hook: StepJoinHook | None = None  # for the surrounding `jdp.Join`.
-        self.last_state: PyTree | None = None
+        self.last_state: S | None = None
         self._owners: tuple[type, ...] = (type,)
         self._core = self  # a bound step has here the step without the object.
         self._bound = methods.PerObject(
@@ -84,16 +92,32 @@ class DataParallelStep(Joinable):
         if not (self._is_static or self._is_of_class):
             self._owners = (type, owner)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
+    @overload
+    def __get__(
+        self: TakesOne[A, Rest, S, M], instance: object, owner: A
+    ) -> "DataParallelStep[Rest, S, M]": ...
+    @overload
+    def __get__(
+        self, instance: None, owner: type | None = None
+    ) -> "DataParallelStep[P, S, M]": ...
+    @overload
+    def __get__(
+        self: TakesOne[A, Rest, S, M], instance: A, owner: type | None = None
+    ) -> "DataParallelStep[Rest, S, M]": ...
+    @overload
+    def __get__(
+        self, instance: object, owner: type | None = None
+    ) -> "DataParallelStep[P, S, M]": ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Returns the step of an object, for a step that is a method."""
         of = owner if self._is_of_class else instance
         return self if of is None or self._is_static else self._bound.of(of)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep[P, S, M]":
         """Returns the step itself, as a copy of a function does."""
         return self
 
-    def __call__(
+    def _call(
         self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; see `data_parallel`."""
@@ -101,8 +125,8 @@ class DataParallelStep(Joinable):
         # and later pass the class here. An object that is a pytree node is a state.
         if isinstance(state, self._owners) and jax.tree_util.all_leaves((state,)):
             if state is NotGiven:
-                return self(self._binder.take_state(named), **named)
-            return self.__get__(state)(*batches, **named)
+                return self._call(self._binder.take_state(named), **named)
+            return self.__get__(state)._call(*batches, **named)
         if named or self._binder.has_names:
             batches = self._binder.bind(batches, named)
         context = self.join_context
@@ -114,6 +138,9 @@ class DataParallelStep(Joinable):
         if context is not None:
             self.last_state = out[0]
         return out
+
+    if not TYPE_CHECKING:  # For checkers, `StepCall` has it.
+        __call__ = _call
 
     @placement.from_python
     @mesh.without_ambient
@@ -348,14 +375,14 @@ class DataParallelStep(Joinable):
         return replica_program.trace_step(step, options, state, batches, trace)
 
 
-class _BoundStep(DataParallelStep):
+class _BoundStep(DataParallelStep[P, S, M]):
     """Step of one object: shares the attributes of its core and holds the object."""
 
     __slots__ = ("__self__",)
 
-    def __init__(self, core: DataParallelStep, owner: Any):
+    def __init__(self, core: DataParallelStep[..., S, M], owner: Any):
         object.__setattr__(self, "__dict__", core.__dict__)
         self.__self__ = owner
 
-    def __get__(self, instance: Any, owner: type | None = None) -> "DataParallelStep":
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self

@@ -1,20 +1,26 @@
 """Decorator: how does the train step of one replica become the step of all?"""
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 from jdp.replicas.mesh import World
 from jdp.step.call_arguments import Names
 from jdp.step.data_parallel import DataParallelStep
 from jdp.step.options import StepOptions
-from jdp.step.replica_program import Step
+from jdp.step.signature import M, P, S
 
 
-@overload
-def data_parallel(step: Step, /) -> DataParallelStep: ...
+class StepDecorator(Protocol):
+    """`jdp.data_parallel` with options and without a step."""
+
+    def __call__(self, step: Callable[P, tuple[S, M]], /) -> DataParallelStep[P, S, M]:
+        """Returns the compiled step of all replicas."""
+        ...
+
+
 @overload
 def data_parallel(
-    step: Step,
+    step: Callable[P, tuple[S, M]],
     /,
     *,
     world: World | None = ...,
@@ -24,7 +30,7 @@ def data_parallel(
     check_vma: bool = ...,
     static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
-) -> DataParallelStep: ...
+) -> DataParallelStep[P, S, M]: ...
 @overload
 def data_parallel(
     step: None = None,
@@ -37,9 +43,9 @@ def data_parallel(
     check_vma: bool = ...,
     static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
-) -> Callable[[Step], DataParallelStep]: ...
+) -> StepDecorator: ...
 def data_parallel(
-    step: Step | None = None,
+    step: Any = None,
     /,
     *,
     world: World | None = None,

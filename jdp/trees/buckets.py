@@ -6,17 +6,19 @@ import itertools
 import math
 import operator
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import TypeVar
 
 from jdp import compat, types
 from jdp.trees.tree_paths import first_difference, leaf_paths
 from jdp.types import PyTree
 
 Packing = Literal["flat", "tuple"]
+T = TypeVar("T", default=Any)
 
 # The defaults of torch's DistributedDataParallel (reducer.hpp): a small first bucket,
 # so that communication starts early, then large ones.
@@ -59,7 +61,7 @@ class BucketAval(jax.ShapeDtypeStruct):
 
 
 @dataclasses.dataclass(frozen=True)
-class BucketPlan:
+class BucketPlan(Generic[T]):
     """A static assignment of the leaves of a tree to buckets.
 
     Hashable, and equal for equal structures, shapes, dtypes and assignments, so that
@@ -128,12 +130,12 @@ class BucketPlan:
 
 
 def plan_buckets(
-    tree: PyTree,
+    tree: T,
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
     order: Sequence[int] | None = None,
-) -> BucketPlan:
+) -> BucketPlan[T]:
     """Assigns the leaves of `tree`, taken in `order`, to buckets.
 
     Leaves of different dtypes never share a bucket. Neither do leaves that vary over
@@ -240,7 +242,7 @@ def remaining_buckets(plan: BucketPlan, done: Collection[int]) -> list[tuple[int
     return [bucket for bucket in kept if bucket]
 
 
-def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:
+def flatten_buckets(plan: BucketPlan[T], tree: T) -> list[jax.Array]:
     """Packs the leaves of `tree` into one buffer per bucket.
 
     Args:
@@ -257,7 +259,7 @@ def flatten_buckets(plan: BucketPlan, tree: PyTree) -> list[jax.Array]:
     return [pack([leaves[i] for i in bucket]) for bucket in plan.buckets]
 
 
-def unflatten_buckets(plan: BucketPlan, buffers: Sequence[jax.Array]) -> PyTree:
+def unflatten_buckets(plan: BucketPlan[T], buffers: Sequence[jax.Array]) -> T:
     """The inverse of `flatten_buckets`.
 
     Args:

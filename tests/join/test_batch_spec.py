@@ -43,7 +43,15 @@ def test_known_structures_travel_as_data(tree):
 
 
 @pytest.mark.parametrize(
-    "tree", [Node(X), collections.OrderedDict(a=X), {(1, 2): X}, {True: X}]
+    "tree",
+    [
+        Node(X),
+        collections.OrderedDict(a=X),
+        {(1, 2): X},
+        {True: X},
+        # Of no module, as in a script that `runpy.run_path` runs.
+        collections.namedtuple("Lost", "x", module="__gone__")(X),
+    ],
 )
 def test_other_structures_do_not_travel(tree):
     spec = _spec(tree)

@@ -1,0 +1,119 @@
+"""Signature: which types does a step of all replicas take and return?
+
+A step is written with `jax.Array`s, and is called with arrays of the host as well. So
+its call takes numpy arrays where the step declares `jax.Array`: for the first batches,
+passed by position. For others, declare `jax.Array | np.ndarray`.
+"""
+
+from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
+
+import jax
+import numpy as np
+from typing_extensions import ParamSpec, TypeVar
+
+P = ParamSpec("P", default=...)  # the arguments of a step.
+Rest = ParamSpec("Rest")  # the arguments after the first ones.
+S = TypeVar("S", default=Any)  # the new state.
+M = TypeVar("M", default=Any)  # the metrics.
+K = TypeVar("K")
+A = TypeVar("A")
+B = TypeVar("B")
+A_contra = TypeVar("A_contra", contravariant=True)
+B_contra = TypeVar("B_contra", contravariant=True)
+C_contra = TypeVar("C_contra", contravariant=True)
+D_contra = TypeVar("D_contra", contravariant=True)
+S_co = TypeVar("S_co", covariant=True)
+M_co = TypeVar("M_co", covariant=True)
+HostArray = np.ndarray | jax.Array
+
+
+class TakesOne(Protocol[A_contra, Rest, S_co, M_co]):
+    """Step, by its first argument: the state, or the object of a method."""
+
+    def _step_fn(
+        self, a: A_contra, /, *args: Rest.args, **kwargs: Rest.kwargs
+    ) -> tuple[S_co, M_co]: ...
+
+
+class TakesTwo(Protocol[A_contra, B_contra, Rest, S_co, M_co]):
+    """Step, by its first two arguments."""
+
+    def _step_fn(
+        self, a: A_contra, b: B_contra, /, *args: Rest.args, **kwargs: Rest.kwargs
+    ) -> tuple[S_co, M_co]: ...
+
+
+class TakesThree(Protocol[A_contra, B_contra, C_contra, Rest, S_co, M_co]):
+    """Step, by its first three arguments."""
+
+    def _step_fn(
+        self,
+        a: A_contra,
+        b: B_contra,
+        c: C_contra,
+        /,
+        *args: Rest.args,
+        **kwargs: Rest.kwargs,
+    ) -> tuple[S_co, M_co]: ...
+
+
+class StepCall(Generic[P, S, M]):
+    """The call of a step, for type checkers."""
+
+    if TYPE_CHECKING:
+
+        def _step_fn(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]: ...
+
+        @overload
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]: ...
+        @overload
+        def __call__(
+            self: TakesTwo[A, jax.Array, Rest, S, M],
+            state: A,
+            batch: HostArray,
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> tuple[S, M]: ...
+        @overload
+        def __call__(
+            self: TakesTwo[A, dict[K, jax.Array], Rest, S, M],
+            state: A,
+            batch: dict[K, HostArray] | dict[K, np.ndarray],
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> tuple[S, M]: ...
+        @overload
+        def __call__(
+            self: TakesThree[A, B, jax.Array, Rest, S, M],
+            state: A,
+            batch: B,
+            weight: HostArray,
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> tuple[S, M]: ...
+        @overload
+        def __call__(
+            self: TakesThree[A, jax.Array, jax.Array, Rest, S, M],
+            state: A,
+            inputs: HostArray,
+            labels: HostArray,
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> tuple[S, M]: ...
+        @overload
+        def __call__(
+            self: TakesThree[A, dict[K, jax.Array], jax.Array, Rest, S, M],
+            state: A,
+            batch: dict[K, HostArray] | dict[K, np.ndarray],
+            weight: HostArray,
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> tuple[S, M]: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Runs one step; see `jdp.data_parallel`."""
+            ...
