@@ -13,6 +13,7 @@ from jdp.flax_nnx import metric_updates, nodes
 from jdp.gradients import differentiation
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.hooks.base import CommHook
+from jdp.trees import nnx_objects
 from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
@@ -170,8 +171,9 @@ class _Call:
 
             def take(tree: PyTree, chosen: Any) -> PyTree:
                 def visit(x: Any) -> Any:
-                    if not nodes.is_node(x):
+                    if not nnx_objects.is_object(x):
                         return x
+                    nodes.check_can_change(x)
                     is_whole = isinstance(x, nnx.Variable)
                     state = None
                     if chosen is None:
@@ -183,7 +185,7 @@ class _Call:
                     self._graphs.append((graph, rest))
                     return _Slot(len(self._graphs) - 1, state)
 
-                return jax.tree.map(visit, tree, is_leaf=nodes.is_node)
+                return jax.tree.map(visit, tree, is_leaf=nnx_objects.is_object)
 
             taken = [
                 take(x, filters[places[i]] if i in places else None)
@@ -223,7 +225,7 @@ class _Call:
         )
         out = self._loss_fn(*args, **kwargs)
         loss, aux = split_loss(self._loss_fn, out, self._has_aux)
-        for path, x in nodes.find(aux):
+        for path, x in nnx_objects.find(aux):
             raise TypeError(
                 f"The loss returns an nnx object, `{path or '(root)'}` "
                 f"({type(x).__name__}), beside its value. Return arrays; what the loss "

@@ -17,6 +17,7 @@ from jdp.step import methods
 from jdp.step.call_arguments import Names
 from jdp.step.data_parallel import DataParallelStep
 from jdp.step.options import StepOptions, check_step
+from jdp.trees import nnx_objects
 from jdp.types import PyTree
 
 _TAG = "jdp.flax_nnx.data_parallel"
@@ -66,7 +67,7 @@ class ModuleStep:
         """Returns the step of an object, for a step that is a method."""
         if instance is None:
             return self
-        if nodes.is_node(instance):  # Its variables are part of the state.
+        if nnx_objects.is_object(instance):  # Its variables are part of the state.
             return functools.partial(self, instance)
         return self._bound.of(instance)
 
@@ -143,7 +144,7 @@ class ModuleStep:
             given = self._splitter.merge(arguments, arrays, is_inner=True)
             rest = dict(given)
             first = [rest.pop(name) for name in leading if name in rest]
-            with metric_updates.synced(nodes.find(given), self.world.axis_name):
+            with metric_updates.synced(nnx_objects.find(given), self.world.axis_name):
                 try:
                     out = self._step(*first, **rest)
                 except errors.TraceContextError as error:
@@ -157,7 +158,7 @@ class ModuleStep:
 
     def _check_results(self, out: PyTree) -> None:
         """Raises TypeError if the step returns an object."""
-        for path, x in nodes.find(out):
+        for path, x in nnx_objects.find(out):
             raise TypeError(
                 f"The step `{self.name}` returns an nnx object, `{path or '(root)'}` "
                 f"({type(x).__name__}). Change the objects that are arguments in "
@@ -219,7 +220,7 @@ def _captured_names(step: Callable[..., Any]) -> list[str]:
     except TypeError:  # Not a Python function.
         return []
     captured = {**found.globals, **found.nonlocals}
-    return [f"`{k}`" for k, v in captured.items() if nodes.has_nodes(v)]
+    return [f"`{k}`" for k, v in captured.items() if nnx_objects.find(v)]
 
 
 @overload

@@ -14,29 +14,8 @@ from flax import nnx
 
 from jdp import compat
 from jdp.replicas.per_replica import PerReplica
+from jdp.trees import nnx_objects
 from jdp.types import PyTree
-
-
-def is_node(x: Any) -> bool:
-    """Returns whether `x` is an object of nnx that holds variables."""
-    if isinstance(x, nnx.Variable | nnx.Module | nnx.metrics.Metric):
-        return True
-    # Other classes of nnx may be containers of plain arrays, such as a batch.
-    return isinstance(x, nnx.Pytree) and any(
-        isinstance(leaf, nnx.Variable)
-        for leaf in jax.tree.leaves(x, is_leaf=lambda y: isinstance(y, nnx.Variable))
-    )
-
-
-def has_nodes(tree: PyTree) -> bool:
-    """Returns whether there are objects of nnx in a tree."""
-    return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
-
-
-def find(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns the objects of nnx in a tree, with their paths."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
-    return [(jax.tree_util.keystr(p), x) for p, x in found if is_node(x)]
 
 
 @jax.tree_util.register_static
@@ -79,7 +58,7 @@ class Splitter:
         with nnx.split_context(self.tag) as context:
 
             def visit(path: Any, x: Any) -> Any:
-                if not is_node(x):
+                if not nnx_objects.is_object(x):
                     return x
                 root = jax.tree_util.keystr(path, simple=True, separator=".")
                 graph, flat = context.flatten(x)
@@ -96,7 +75,7 @@ class Splitter:
                 return holes[-1]
 
             made = jax.tree_util.tree_map_with_path(
-                visit, dict(arguments), is_leaf=is_node
+                visit, dict(arguments), is_leaf=nnx_objects.is_object
             )
         # As JAX returns a dict.
         return Split(made, holes, {name: leaves[name] for name in sorted(leaves)})
@@ -119,6 +98,19 @@ class Splitter:
                 for hole in holes
             ]
         return map_holes(lambda hole: made[hole.number], arguments)
+
+
+def check_can_change(node: Any) -> None:
+    """Checks that the variables of an object can change where this is traced.
+
+    Flax finds out when it has already emptied the object.
+
+    Raises:
+      flax.errors.TraceContextError: a variable was made outside of this trace.
+    """
+    for _, x in nnx.iter_graph(node):
+        if isinstance(x, nnx.Variable):
+            x.set_raw_value(x.get_raw_value())
 
 
 def find_holes(tree: PyTree) -> list[Hole]:
