@@ -25,12 +25,12 @@ class Part(NamedTuple):
 
     shape: tuple[int, ...]  # of the part.
     dim: int  # the dimension along which the parts lie beside each other.
-    count: int  # number of parts.
+    num_parts: int
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of the draw of all replicas."""
-        size = self.shape[self.dim] * self.count
+        size = self.shape[self.dim] * self.num_parts
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
@@ -129,7 +129,7 @@ def _has_positions(keys: jax.Array, part: Part) -> bool:
         keys.dtype._impl is extended_random.threefry_prng_impl  # pyright: ignore
         and config.threefry_partitionable.value
         and 0 < inner < _MAX_POSITIONS
-        and outer * part.count < _MAX_POSITIONS
+        and outer * part.num_parts < _MAX_POSITIONS
     )
 
 
@@ -153,7 +153,7 @@ def _positions(part: Part, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the positions in the flattened whole, as upper and lower 32 bits."""
     outer = math.prod(part.shape[: part.dim])
     inner = math.prod(part.shape[part.dim :])
-    blocks = lax.iota(jnp.uint32, outer) * jnp.uint32(part.count)
+    blocks = lax.iota(jnp.uint32, outer) * jnp.uint32(part.num_parts)
     high, low = _multiply(blocks + index.astype(jnp.uint32), inner)
     within = lax.broadcasted_iota(jnp.uint32, (outer, inner), 1)
     low = low[:, None] + within

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ from jdp.flax_linen import batch_norm_layer
 from jdp.flax_linen.loss_scaling import DynamicScale
 from jdp.optimizers.local_training import LocalTraining
 from jdp.types import PyTree
-
-_State = TypeVar("_State", bound="TrainState")
 
 
 class TrainState(train_state.TrainState):
@@ -56,14 +54,14 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(
-        cls: type[_State],
+        cls,
         *,
         apply_fn: Callable[..., Any] | None,
         params: PyTree,
         tx: optax.GradientTransformation,
         sync_batch_norm: bool = True,
         **kwargs: Any,
-    ) -> _State:
+    ) -> Self:
         """Makes a state with step 0 and the initial state of the optimizer.
 
         Args:
@@ -123,13 +121,13 @@ class TrainState(train_state.TrainState):
         return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
 
     def apply_gradients(
-        self: _State,
+        self,
         *,
         grads: PyTree,
         is_finite: jax.Array | None = None,
         update_args: Mapping[str, Any] = MappingProxyType({}),
         **kwargs: Any,
-    ) -> _State:
+    ) -> Self:
         """Updates the parameters with gradients, and counts the step.
 
         Args:
@@ -152,7 +150,7 @@ class TrainState(train_state.TrainState):
         if "collections" in kwargs:
             kwargs["collections"] = {**self.collections, **kwargs["collections"]}
         # Of Flax, also for parameters whose gradient is their new value.
-        after = train_state.TrainState.apply_gradients(state, grads=grads, **kwargs)
+        after = super(TrainState, state).apply_gradients(grads=grads, **kwargs)
         after = after.replace(tx=self.tx)
         if is_finite is None:
             return after

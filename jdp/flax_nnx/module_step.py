@@ -49,7 +49,7 @@ class ModuleStep:
         self._inner = DataParallelStep(self._as_function_of_arrays(), options)
         self._bound = methods.PerObject(
             lambda owner: ModuleStep(methods.bind_weakly(step, owner), options),
-            lambda core, owner: functools.wraps(core)(_Bound(core, owner)),
+            _BoundStep,
             what=f"The step `{self.name}`",
         )
 
@@ -120,7 +120,7 @@ class ModuleStep:
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 named |= named.pop(name, {})
-        split = self._splitter.split(named)
+        split = self._splitter.split(self._in_order(named))
         if not split.holes:
             raise TypeError(
                 f"No argument of the step `{self.name}{self._signature}` is an nnx "
@@ -130,6 +130,12 @@ class ModuleStep:
                 "`jdp.data_parallel`."
             )
         return split
+
+    def _in_order(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns arguments in the order of the signature, as Flax's cache has them."""
+        places = {name: i for i, name in enumerate(self._signature.parameters)}
+        names = sorted(arguments, key=lambda k: (places.get(k, len(places)), k))
+        return {name: arguments[name] for name in names}
 
     def _as_function_of_arrays(self) -> Callable[..., Any]:
         """Returns the step as `jdp.data_parallel` takes it."""
@@ -142,6 +148,7 @@ class ModuleStep:
         @functools.wraps(self._step)
         def step(arrays: dict[str, Any], /, **arguments: PyTree) -> tuple[Any, Any]:
             given = self._splitter.merge(arguments, arrays, is_inner=True)
+            given = self._in_order(given)
             rest = dict(given)
             first = [rest.pop(name) for name in leading if name in rest]
             with metric_updates.synced(nnx_objects.find(given), self.world.axis_name):
@@ -184,15 +191,17 @@ class ModuleStep:
         return ValueError(f"The step `{self.name}` {text} Flax says: {error}")
 
 
-class _Bound:
-    """Step of one object; holds the object."""
+class _BoundStep(ModuleStep):
+    """Step of one object: shares the attributes of its core and holds the object."""
+
+    __slots__ = ("__self__",)
 
     def __init__(self, core: ModuleStep, owner: Any):
-        self._core = core
+        object.__setattr__(self, "__dict__", core.__dict__)
         self.__self__ = owner
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._core(*args, **kwargs)
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+        return self
 
 
 def _signature_of_arrays(signature: inspect.Signature) -> inspect.Signature:

@@ -57,10 +57,7 @@ class Splitter:
         leaves: dict[str, Any] = {}
         with nnx.split_context(self.tag) as context:
 
-            def visit(path: Any, x: Any) -> Any:
-                if not nnx_objects.is_object(x):
-                    return x
-                root = jax.tree_util.keystr(path, simple=True, separator=".")
+            def take(root: str, x: Any) -> Hole:
                 graph, flat = context.flatten(x)
                 layout = self._layouts.get(root)
                 if layout is None or layout.paths != flat.paths:
@@ -74,9 +71,16 @@ class Splitter:
                 holes.append(Hole(len(holes), graph, layout.names))
                 return holes[-1]
 
-            made = jax.tree_util.tree_map_with_path(
-                visit, dict(arguments), is_leaf=nnx_objects.is_object
-            )
+            def visit(path: Any, x: Any) -> Any:
+                if not nnx_objects.is_object(x):
+                    return x
+                return take(jax.tree_util.keystr(path, simple=True, separator="."), x)
+
+            made = {}
+            for name, tree in arguments.items():  # JAX would sort the names.
+                made |= jax.tree_util.tree_map_with_path(
+                    visit, {name: tree}, is_leaf=nnx_objects.is_object
+                )
         # As JAX returns a dict.
         return Split(made, holes, {name: leaves[name] for name in sorted(leaves)})
 

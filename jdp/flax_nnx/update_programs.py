@@ -20,7 +20,7 @@ def constants(closed: Any) -> list[str]:
     """Returns what the outputs of a jaxpr depend on besides the inputs."""
     jaxpr, _ = flow.open_jaxpr(closed)
     used = _used_variables(jaxpr)
-    found = [_literals(jaxpr.outvars)]
+    found = [str(_literals(jaxpr.outvars))]
     for eqn in jaxpr.eqns:
         if used.intersection(eqn.outvars):
             params = sorted(f"{k}={v}" for k, v in eqn.params.items())

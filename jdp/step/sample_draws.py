@@ -51,11 +51,11 @@ def take_parts(
     Raises:
       ValueError: it is unclear which part of a draw belongs to a replica.
     """
-    body, _ = compat.sharded_program(flow.open_jaxpr(traced)[0])
-    if not _DrawFinder().has_any(body):
+    if not _DrawFinder().has_any(traced):
         return traced
-    parts = _Parts(world, _find_operands_that_differ(traced, world))
-    first = next(parts.finder.find(body), None)
+    single = _Copies().of_value(traced)
+    parts = _Parts(world, _find_operands_that_differ(single, world))
+    first = next(filter(_may_grow, parts.finder.find(single)), None)
     if first is None:
         return traced
     try:
@@ -64,12 +64,12 @@ def take_parts(
             wide = trace(_widen(world, batches))
     except Exception as error:
         raise _refusal(
-            first,
+            first.eqn,
             world,
             "must be compared with the draw for the samples of all replicas, and the "
             f"step fails with so many ({type(error).__name__}: {error})",
         ) from error
-    return parts.of_program(traced, wide)
+    return parts.of_program(single, wide)
 
 
 def _widen(world: World, batches: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -121,13 +121,62 @@ class _DrawFinder:
             return False
         return any(map(self.has_any, jaxprs_in_params(eqn.params)))
 
-    def find(self, jaxpr: Any) -> Iterator[Any]:
+    def find(self, jaxpr: Any, *, in_loop: bool = False) -> Iterator["_Found"]:
         """Yields the draws in a jaxpr, in order."""
         for eqn in filter(self.concerns, flow.open_jaxpr(jaxpr)[0].eqns):
             if eqn.primitive.name in primitives.DRAWS:
-                yield eqn
+                yield _Found(eqn, in_loop)
+            is_loop = in_loop or eqn.primitive.name == "scan"
             for inner in filter(self.has_any, jaxprs_in_params(eqn.params)):
-                yield from self.find(inner)
+                yield from self.find(inner, in_loop=is_loop)
+
+
+class _Found(NamedTuple):
+    """A draw in a jaxpr, or in a jaxpr inside it."""
+
+    eqn: Any
+    in_loop: bool
+
+
+def _may_grow(found: _Found) -> bool:
+    """Returns whether a draw may be larger for more samples, or be made more often."""
+    shape = _Place.find(found.eqn, found.eqn).shape
+    return bool(shape) or found.in_loop
+
+
+class _Copies:
+    """Copies jaxprs with draws, so that no two equations share one.
+
+    The same jaxpr, such as the `jit` in `jax.random.normal`, may be called with keys
+    that differ between replicas and with keys that do not.
+    """
+
+    def __init__(self) -> None:
+        self._finder = _DrawFinder()
+
+    def of_value(self, value: Any) -> Any:
+        """Returns a parameter of an equation, with its jaxprs copied."""
+        if isinstance(value, tuple | list):
+            return _like(value, [self.of_value(x) for x in value])
+        is_jaxpr = isinstance(value, ClosedJaxpr | Jaxpr)
+        if not is_jaxpr or not self._finder.has_any(value):
+            return value
+        body, _ = flow.open_jaxpr(value)
+        if body is not value:
+            return value.replace(jaxpr=self.of_value(body))
+        return value.replace(eqns=list(map(self._of_equation, value.eqns)))
+
+    def _of_equation(self, eqn: Any) -> Any:
+        if not self._finder.concerns(eqn):
+            return eqn
+        params = {k: self.of_value(v) for k, v in eqn.params.items()}
+        return eqn.replace(params=params)
+
+
+def _like(values: Any, parts: list[Any]) -> Any:
+    """Returns a tuple or a list with other values."""
+    is_named = hasattr(values, "_fields")  # As in `custom_linear_solve`.
+    return type(values)(*parts) if is_named else type(values)(parts)
 
 
 class _Parts:
@@ -145,8 +194,6 @@ class _Parts:
         own = frozenset(i for i, operands in differ.items() if operands[0])
         self.finder = _DrawFinder(own)
         self._any_finder = _DrawFinder()
-        # By the ids of two jaxprs, which it holds, and whether in a loop over samples.
-        self._known: dict[tuple[int, int, bool], tuple[Any, Any, Any]] = {}
         self._in_sample_loops: list[Any] = []
 
     def of_program(self, traced: Any, wide: Any) -> Any:
@@ -176,20 +223,13 @@ class _Parts:
             if len(value) != len(wide):
                 return value
             pairs = zip(value, wide, strict=True)
-            parts = [self._of_value(x, w, in_loop) for x, w in pairs]
-            is_named = hasattr(value, "_fields")  # As in `custom_linear_solve`.
-            return type(value)(*parts) if is_named else type(value)(parts)
+            return _like(value, [self._of_value(x, w, in_loop) for x, w in pairs])
         if not isinstance(value, ClosedJaxpr | Jaxpr) or not self.finder.has_any(value):
             return value
-        key = id(value), id(wide), in_loop
-        if key not in self._known:
-            body, wide_body = (flow.open_jaxpr(x)[0] for x in (value, wide))
-            if body is value:  # Open, or either in JAX 0.12.
-                made = self._of_jaxpr(value, wide_body, in_loop)
-            else:
-                made = value.replace(jaxpr=self._of_value(body, wide_body, in_loop))
-            self._known[key] = value, wide, made
-        return self._known[key][2]
+        body, wide_body = (flow.open_jaxpr(x)[0] for x in (value, wide))
+        if body is value:  # Open, or either in JAX 0.12.
+            return self._of_jaxpr(value, wide_body, in_loop)
+        return value.replace(jaxpr=self._of_value(body, wide_body, in_loop))
 
     def _of_jaxpr(self, jaxpr: Any, wide: Any, in_loop: bool) -> Any:
         concerned = [
@@ -198,7 +238,7 @@ class _Parts:
         names = [[eqn.primitive.name for eqn in eqns] for eqns in concerned]
         if names[0] != names[1]:
             raise _refusal(
-                next(self.finder.find(jaxpr)),
+                next(self.finder.find(jaxpr)).eqn,
                 self._world,
                 "is one of other draws for the samples of a replica than for the "
                 "samples of all replicas",
