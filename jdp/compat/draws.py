@@ -1,7 +1,7 @@
 """Draws: how is one replica's part of a larger draw of random numbers computed?
 
 With threefry, `jax.random` computes each number from the key and the number's position,
-so that a part costs no more than a draw of its size. The formulas are those of
+so that a part costs no more than a draw of its size. The formulas come from
 `jax._src.random.threefry2x32`, with `jax_threefry_partitionable`, JAX's default. With
 another implementation of keys, the whole is drawn and the part taken out of it.
 """

@@ -71,17 +71,13 @@ class DynamicScale(dynamic_scale.DynamicScale):
             @functools.wraps(fun)
             def scaled(*wide: Any, **kwargs: Any) -> Any:
                 pairs = zip(wide, args, strict=True)
-                own = [
+                own = (
                     _with_dtypes_of(x, like) if i in places else x
                     for i, (x, like) in enumerate(pairs)
-                ]
-                out = fun(*own, **kwargs)
-                loss, *aux = out if has_aux else (out,)
-                return (
-                    (self.scale * loss * share, *aux)
-                    if has_aux
-                    else (self.scale * loss * share)
                 )
+                loss, *aux = _as_tuple(fun(*own, **kwargs), has_aux)
+                loss = self.scale * loss * share
+                return (loss, *aux) if has_aux else loss
 
             grad_fn = differentiation.value_and_grad(
                 scaled,
@@ -93,7 +89,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
             )
             out, grads = grad_fn(*wide, **kwargs)
             factor = share * self.scale
-            out = (out[0] / factor, *out[1:]) if has_aux else out / factor
+            loss, *aux = _as_tuple(out, has_aux)
+            out = (loss / factor, *aux) if has_aux else loss / factor
             return self._judge(out, jax.tree.map(lambda g: g / factor, grads))
 
         return wrapped
@@ -115,6 +112,10 @@ class DynamicScale(dynamic_scale.DynamicScale):
             fin_steps=fin_steps, scale=jnp.where(is_finite, kept, shrunk)
         )
         return DynamicScaleResult(after, is_finite, out, grads)
+
+
+def _as_tuple(out: Any, has_aux: bool) -> tuple[Any, ...]:
+    return out if has_aux else (out,)
 
 
 def _widen(tree: PyTree) -> PyTree:

@@ -149,7 +149,7 @@ class TrainState(train_state.TrainState):
             state = self.replace(tx=optax.GradientTransformation(tx.init, update))
         if "collections" in kwargs:
             kwargs["collections"] = {**self.collections, **kwargs["collections"]}
-        # Of Flax, also for parameters whose gradient is their new value.
+        # Flax also knows parameters whose gradient is their new value.
         after = super(TrainState, state).apply_gradients(grads=grads, **kwargs)
         after = after.replace(tx=self.tx)
         if is_finite is None:

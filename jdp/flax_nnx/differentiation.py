@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jdp.backward.loss import split_loss
-from jdp.flax_nnx import metric_updates, nodes
+from jdp.flax_nnx import graph_states, metric_updates
 from jdp.gradients import differentiation
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.hooks.base import CommHook
@@ -71,61 +71,58 @@ def value_and_grad(
     Raises:
       TypeError: `loss_fn` is not a function, or an option has the wrong type.
     """
+    options: dict[str, Any] = {
+        "find_unused": find_unused,
+        "allow_int": allow_int,
+        "weight": weight,
+        "divide_by": divide_by,
+        "axis_name": axis_name,
+        "plan": plan,
+        "packing": packing,
+        "all_reduce": all_reduce,
+        "hook": hook,
+        "hook_state": hook_state,
+        "find_norms": find_norms,
+    }
     if loss_fn is None:
         return functools.partial(
-            value_and_grad,
-            argnums=argnums,
-            has_aux=has_aux,
-            find_unused=find_unused,
-            allow_int=allow_int,
-            weight=weight,
-            divide_by=divide_by,
-            axis_name=axis_name,
-            plan=plan,
-            packing=packing,
-            all_reduce=all_reduce,
-            hook=hook,
-            hook_state=hook_state,
-            find_norms=find_norms,
+            value_and_grad, argnums=argnums, has_aux=has_aux, **options
         )
     differentiation.check_loss(loss_fn)
     filters = _find_filters(argnums)
-    is_one = not isinstance(argnums, Sequence)
-    num_extras = find_unused + find_norms + (hook_state is not None)
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
             call = _Call(loss_fn, filters, args, kwargs, has_aux=has_aux)
-            grad_fn = differentiation.value_and_grad(
-                functools.partial(call.loss, is_one=is_one),
-                has_aux=True,
-                find_unused=find_unused,
-                allow_int=allow_int,
-                weight=weight,
-                divide_by=divide_by,
-                axis_name=axis_name,
-                plan=plan,
-                packing=packing,
-                all_reduce=all_reduce,
-                hook=hook,
-                hook_state=hook_state,
-                find_norms=find_norms,
-            )
-            params = call.params[0] if is_one else tuple(call.params)
-            out, extras = grad_fn(params), []
-            for _ in range(num_extras):
-                out, extra = out
-                extras.append(extra)
-            (loss, (aux, changed)), grads = out
-            call.update(changed)
-        metric_updates.note_same(loss)
-        out = ((loss, aux) if has_aux else loss), _without_slots(grads)
-        for extra in reversed(extras):
-            out = out, _without_slots(extra)
-        return out
+            return _run(call, options, is_one=not isinstance(argnums, Sequence))
 
     return wrapped
+
+
+def _run(call: "_Call", options: dict[str, Any], *, is_one: bool) -> Any:
+    """Returns loss and gradients, in the form of `jdp.value_and_grad`.
+
+    Args:
+      call: the loss and its arguments.
+      options: options of `jdp.value_and_grad`.
+      is_one: whether the parameters are one argument, not a tuple of arguments.
+    """
+    loss = functools.partial(call.loss, is_one=is_one)
+    grad_fn = differentiation.value_and_grad(loss, has_aux=True, **options)
+    out = grad_fn(call.params[0] if is_one else tuple(call.params))
+    extras = []
+    has_state = options["hook_state"] is not None
+    for _ in range(options["find_unused"] + options["find_norms"] + has_state):
+        out, extra = out
+        extras.append(extra)
+    (value, (aux, changed)), grads = out
+    call.update(changed)
+    metric_updates.note_same(value)
+    out = ((value, aux) if call.has_aux else value), _without_slots(grads)
+    for extra in reversed(extras):
+        out = out, _without_slots(extra)
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +160,7 @@ class _Call:
         has_aux: bool,
     ):
         self._loss_fn = loss_fn
-        self._has_aux = has_aux
+        self.has_aux = has_aux
         # Per object: the graph definition, and the variables without gradients.
         self._graphs: list[tuple[Any, Any]] = []
         places = {_resolve(i, len(args)): i for i in filters}
@@ -173,7 +170,7 @@ class _Call:
                 def visit(x: Any) -> Any:
                     if not nnx_objects.is_object(x):
                         return x
-                    nodes.check_can_change(x)
+                    graph_states.check_can_change(x)
                     is_whole = isinstance(x, nnx.Variable)
                     state = None
                     if chosen is None:
@@ -224,7 +221,7 @@ class _Call:
             is_leaf=_is_slot,
         )
         out = self._loss_fn(*args, **kwargs)
-        loss, aux = split_loss(self._loss_fn, out, self._has_aux)
+        loss, aux = split_loss(self._loss_fn, out, self.has_aux)
         for path, x in nnx_objects.find(aux):
             raise TypeError(
                 f"The loss returns an nnx object, `{path or '(root)'}` "

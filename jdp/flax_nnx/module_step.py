@@ -9,8 +9,8 @@ from typing import Any, overload
 import jax
 from flax import errors, nnx
 
-from jdp.flax_nnx import metric_updates, nodes
-from jdp.flax_nnx.nodes import Hole, Splitter
+from jdp.flax_nnx import metric_updates
+from jdp.flax_nnx.graph_states import Hole, Split, Splitter
 from jdp.gradients.step_trace import StepTrace
 from jdp.replicas.mesh import World
 from jdp.step import methods
@@ -106,7 +106,7 @@ class ModuleStep:
             split = self._split(args, kwargs)
             return self._inner.lower(split.state, **split.arguments)
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nodes.Split:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
         """Binds the arguments of a call to names, and takes the objects out.
 
         Raises:
@@ -288,9 +288,9 @@ def data_parallel(
     After a call, the objects of the caller have the new values, and new attributes,
     as after `nnx.jit`. Every process calls the step the same number of times.
 
-    The results are those of one device with the samples of all replicas, up to the
-    order of summation. Dropout masks, and other random numbers for samples, are each
-    replica's part of the numbers that one device would draw. The `update` of an
+    The results equal the results on one device with the samples of all replicas, up to
+    the order of summation. Dropout masks, and other random numbers for samples, are
+    each replica's part of the numbers that one device would draw. The `update` of an
     `nnx.metrics.Metric` counts the samples of all replicas; numbers without a
     dimension, such as a loss, are averaged. `nnx.BatchNorm` needs
     `convert_batch_norm`.

@@ -22,6 +22,12 @@ _REMEDIES = {
         "replicas: `tx.update(..., value=jdp.average(loss))`."
     ),
 }
+_AVERAGE = (
+    "Average the gradients, with `jdp.value_and_grad` in place of "
+    "`jax.value_and_grad`, `jdp.flax_nnx.value_and_grad` in place of "
+    "`nnx.value_and_grad`, `jdp.sync_gradients`, or `lax.pmean(grads, {axis!r})`. If an optimizer "
+    "differentiates the loss, pass it `jdp.mean_loss(loss_fn)`."
+)
 
 
 def explain(
@@ -69,13 +75,7 @@ def explain(
             f"`lax.all_gather(x, {world.axis_name!r}, tiled=True)`. For running "
             "statistics, use `jdp.sync_buffers(stats)`. Otherwise:"
         )
-    return (
-        f"{text}{line}.{hint} Average the gradients, with `jdp.value_and_grad` in "
-        "place of `jax.value_and_grad`, `jdp.flax_nnx.value_and_grad` in place of "
-        "`nnx.value_and_grad`, `jdp.sync_gradients`, or "
-        f"`lax.pmean(grads, {world.axis_name!r})`. If an "
-        "optimizer differentiates the loss, pass it `jdp.mean_loss(loss_fn)`."
-    )
+    return f"{text}{line}.{hint} {_AVERAGE.format(axis=world.axis_name)}"
 
 
 def _line_of_output(jaxpr: Any, index: int) -> str:

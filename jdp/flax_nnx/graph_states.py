@@ -1,4 +1,4 @@
-"""Nodes: how do modules become arrays for a function of JAX, and take its results?
+"""Graph states: how do modules become arrays for JAX, and take its results?
 
 Flax's contexts for updates do the work, as in `nnx.jit`: modules are taken apart into a
 graph definition and arrays, put together anew inside the function, taken apart again
