@@ -25,8 +25,8 @@ _REMEDIES = {
 _AVERAGE = (
     "Average the gradients, with `jdp.value_and_grad` in place of "
     "`jax.value_and_grad`, `jdp.flax_nnx.value_and_grad` in place of "
-    "`nnx.value_and_grad`, `jdp.sync_gradients`, or `lax.pmean(grads, {axis!r})`. If an optimizer "
-    "differentiates the loss, pass it `jdp.mean_loss(loss_fn)`."
+    "`nnx.value_and_grad`, `jdp.sync_gradients`, or `lax.pmean(grads, {axis!r})`. If "
+    "an optimizer differentiates the loss, pass it `jdp.mean_loss(loss_fn)`."
 )
 
 
