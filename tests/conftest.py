@@ -62,7 +62,7 @@ _LONGEST = (
     "test_zero1.py",
     "test_uneven_batches.py",
     "test_weighted_mean.py",
-    "test_flax_linen.py",
+    "test_sync_batch_norm.py",
     "test_weight_ranges.py",
     "test_refusals.py",
     "test_local_sgd.py",

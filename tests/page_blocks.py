@@ -42,26 +42,22 @@ PYTHON: dict[str, list[Fragment | str]] = {
         SCRIPT,
         Fragment(
             before="""
-                import warnings
                 from flax import nnx
                 import jdp.flax_nnx
-
-                # The model holds the running statistics too.
-                warnings.filterwarnings("ignore", "2 of 6 parameters can never")
 
                 class Net(nnx.Module):
                     def __init__(self, rngs):
                         self.dense = nnx.Linear(4, 3, rngs=rngs)
                         self.norm = nnx.BatchNorm(3, rngs=rngs)
+                        self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
                     def __call__(self, x):
-                        return self.norm(self.dense(x))
-
-                model = jdp.flax_nnx.convert_batch_norm(Net(nnx.Rngs(0)))
-                optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+                        return self.dropout(self.norm(self.dense(x)))
                 """,
-            after="assert model.norm.mean.shape == (3,)",
-            is_traced=True,
+            after="""
+                assert model.norm.mean.shape == (3,) and model.norm.mean.sum() != 0
+                assert model.dropout.rngs.count[...] == 1 and metrics["loss"] > 0
+                """,
         ),
         Fragment(
             before="""
@@ -124,6 +120,41 @@ PYTHON: dict[str, list[Fragment | str]] = {
                 """,
         ),
         SCRIPT,
+    ],
+    "docs/flax.md": [
+        Fragment(
+            before="""
+                from flax import nnx
+
+                class Net(nnx.Module):
+                    def __init__(self, rngs):
+                        self.dense = nnx.Linear(4, 1, rngs=rngs)
+                        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+                    def __call__(self, x):
+                        return self.dense(self.dropout(x))
+
+                model = Net(nnx.Rngs(0))
+                """,
+            after="assert model.dropout.rngs.count[...] == 1",
+        ),
+        Fragment(
+            before="""
+                import flax.linen as nn
+                import jdp.flax_linen
+
+                class Net(nn.Module):
+                    @nn.compact
+                    def __call__(self, x):
+                        x = nn.BatchNorm(use_running_average=False)(x)
+                        return nn.Dense(1)(nn.Dropout(0.5, deterministic=False)(x))
+
+                net = Net()
+                variables = net.init({"params": jax.random.key(0)} | dict(
+                    dropout=jax.random.key(1)), x)
+                """,
+            after="assert metrics['scale'] == 65536 and np.isfinite(metrics['loss'])",
+        ),
     ],
     "docs/getting_started.md": [
         Fragment(

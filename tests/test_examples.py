@@ -35,6 +35,17 @@ def test_digits_names_a_batch_size_that_does_not_divide():
     assert "must be a multiple of the 2 replicas, from 1 to 1500; got 63" in err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, at_least", [("nnx", 95), ("linen", 95)])
+def test_flax_scripts_learn_on_two_processes(name, at_least):
+    code, out, err = commands.launch(2, f"examples/flax_{name}_digits.py")
+    assert code == 0, err
+    found = re.findall(r"\[(\d)\] epoch 9: .* test loss [\d.]+, accuracy (.*)%", out)
+    assert {process for process, _ in found} == {"0", "1"}
+    assert len({accuracy for _, accuracy in found}) == 1
+    assert float(found[0][1]) > at_least
+
+
 def test_digits_names_a_typo():
     code, _, err = commands.launch(1, "examples/digits.py", "--epoch", "x")
     assert code == 2

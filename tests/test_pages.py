@@ -178,7 +178,7 @@ def test_fragments_of_the_pages_run(tmp_path):
 
 def test_every_block_has_a_language_and_every_python_block_is_run():
     languages = {block.language for block in page_blocks.find()}
-    assert languages == {"python", "sh", "console", "text", "yaml"}
+    assert languages == {"python", "sh", "console", "text", "yaml", "diff"}
     for page in page_blocks.PAGES:
         blocks = [block for block in page_blocks.find("python") if block.page == page]
         assert len(blocks) == len(page_blocks.PYTHON.get(page, [])), page

@@ -22,7 +22,7 @@ from jdp.backward.order import Timeline
 from jdp.backward.perturbation import find_perturbed
 from jdp.backward.usage import MarkedEvaluation, Marks
 from jdp.compat import origins, primitives
-from jdp.trees import tree_paths
+from jdp.trees import nnx_objects, tree_paths
 from jdp.trees.tree_paths import KeyPath
 from jdp.types import PyTree
 
@@ -283,6 +283,7 @@ def trace_loss(
         does not return a pair although `has_aux` is True.
       ValueError: the loss is not a scalar.
     """
+    nnx_objects.check_parameters(params)
     if not allow_int:
         check_are_parameters(params)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)

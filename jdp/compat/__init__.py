@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -186,6 +186,12 @@ def side_effects(jaxpr: Any) -> list[str]:
     """Returns the names of a jaxpr's effects on the outside, such as printing."""
     inner = (core.NamedAxisEffect, core.InternalMutableArrayEffect)
     return sorted(str(e) for e in jaxpr.effects if not isinstance(e, inner))
+
+
+def axis_effects(jaxprs: Iterable[Any]) -> frozenset[Any]:
+    """Returns the effects of jaxprs that name a mesh axis, such as `lax.axis_index`."""
+    found = (e for jaxpr in jaxprs for e in jaxpr.effects)
+    return frozenset(e for e in found if isinstance(e, core.NamedAxisEffect))
 
 
 def scan_operands(params: dict[str, Any]) -> tuple[int, int]:

@@ -53,6 +53,8 @@ OPAQUE = (
 # Draws from state on the device. `lax.empty`, which returns uninitialised memory, is
 # not here: `jnp.empty` consists of it, and programs fill the memory.
 STATEFUL = _names("rng_uniform")
+# Random numbers or keys that are computed from a key, their first operand.
+DRAWS = _names("random_bits random_fold_in random_gamma random_split")
 # Classes of effects on axes and references, of printing, and of assertions.
 INSIDE_EFFECTS = _names(
     "AccumEffect DebugEffect InternalMutableArrayEffect NamedAxisEffect NoDCEEffect "

@@ -70,9 +70,8 @@ def explain_rows(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
         return ""
     return (
         f" It has {found[0]} rows, one per replica: its `jdp.PerReplica` was taken "
-        "apart, for example by `nnx.split` of an `nnx.Optimizer`. Let the modules be "
-        "the state of the step, `(model, optimizer)`, and split only the model, inside "
-        "the step."
+        "apart, for example by `nnx.split` of an `nnx.Optimizer`. Let a step of "
+        "`jdp.flax_nnx.data_parallel` take the optimizer as an argument."
     )
 
 

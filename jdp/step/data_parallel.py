@@ -34,6 +34,7 @@ from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Program, ProgramOptions, Step
 from jdp.step.signature import A, M, P, Rest, S, StepCall, TakesOne
+from jdp.trees import nnx_objects
 from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
@@ -277,6 +278,7 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         if state is NotGiven:
             state = self._binder.take_state(named)
         arguments = self._binder.bind(batches, named)
+        self._check_is_copied(state, arguments)
         return (
             placement.state_avals(self.world, state),
             *call_avals.global_avals(self.world, arguments),
@@ -307,9 +309,15 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         is_awaited = not self._is_compared or placer.needs_others(world, state)
         reporting = agreement.reporting(world, self._topic, is_local=True)
         with reporting if is_awaited else _NOTHING:
+            self._check_is_copied(state, batches)
             placer.check(state)
             batches = self._binder.place(world, batches)
         return placer.place(world, state), batches
+
+    def _check_is_copied(self, state: PyTree, batches: tuple[PyTree, ...]) -> None:
+        """Raises TypeError for objects that should change in place."""
+        arguments = {"state": state, **call_arguments.by_name(batches)}
+        nnx_objects.check_arguments(self.name, arguments)
 
     def _jit(self, divide_by: DivideBy | None) -> Any:
         """Returns the compiled step of flat states; see `_step_of`."""
@@ -372,7 +380,13 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
     ) -> Program:
         options = ProgramOptions(self.world, divide_by, self._options.check_vma)
         step = functools.partial(call_arguments.run, self._step, self.world)
-        return replica_program.trace_step(step, options, state, batches, trace)
+        try:
+            return replica_program.trace_step(step, options, state, batches, trace)
+        except Exception as error:
+            explained = nnx_objects.explain_trace_error(self.name, error)
+            if explained is None:
+                raise
+            raise explained from error
 
 
 class _BoundStep(DataParallelStep[P, S, M]):

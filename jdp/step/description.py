@@ -3,17 +3,35 @@
 import dataclasses
 import io
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from jdp.gradients.step_facts import LossFacts, Synchronization
+from jdp.gradients.step_trace import StepTrace
+from jdp.replicas.mesh import World
 from jdp.step.call_arguments import NotGiven
-from jdp.step.data_parallel import DataParallelStep
 from jdp.trees.buckets import remaining_buckets
 from jdp.types import PyTree
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+
+
+@runtime_checkable
+class TraceableStep(Protocol):
+    """Step of `jdp.data_parallel`, or of `jdp.flax_nnx.data_parallel`."""
+
+    name: str
+
+    @property
+    def world(self) -> World:
+        """Replicas that the step runs on."""
+        ...
+
+    def trace(self, /, *arguments: PyTree, **named: PyTree) -> StepTrace:
+        """Traces the step, to see what it synchronises."""
+        ...
+
 
 _DIVISORS = {
     "weight": "the total weight, which is sent in a bucket",
@@ -104,7 +122,7 @@ class Description:
 
 
 def describe(
-    step: DataParallelStep,
+    step: TraceableStep,
     state: PyTree = NotGiven,
     /,
     *batches: PyTree,
@@ -115,8 +133,9 @@ def describe(
     The step is traced, not run, and nothing is sent. One process may call it alone.
 
     Args:
-      step: the result of `jdp.data_parallel`.
-      state: a state as the step takes it, or `jax.ShapeDtypeStruct`s.
+      step: the result of `jdp.data_parallel` or `jdp.flax_nnx.data_parallel`.
+      state: a state as the step takes it, or `jax.ShapeDtypeStruct`s; for a step of nnx
+        objects, its first argument.
       *batches: batches as the step takes them, or `jax.ShapeDtypeStruct`s with the
         shapes of this process' samples.
       **named: arguments by name.
@@ -130,12 +149,13 @@ def describe(
     Raises:
       TypeError: `step` is not a step of `jdp.data_parallel`, or a leaf is not an array.
     """
-    if not isinstance(step, DataParallelStep):
+    if not isinstance(step, TraceableStep):
         raise TypeError(
             "`step` must be what `jdp.data_parallel` returned, got "
             f"{type(step).__name__}. For a loss function, use `jdp plan`."
         )
-    found = step.trace(state, *batches, **named)
+    given = () if state is NotGiven else (state,)
+    found = step.trace(*given, *batches, **named)
     return make_description(step.name, step.world.num_replicas, found.synchronizations)
 
 

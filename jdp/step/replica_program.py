@@ -24,7 +24,13 @@ from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import per_replica
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import Outline
-from jdp.step import call_arguments, sameness, spread_reasons, trivial_collectives
+from jdp.step import (
+    call_arguments,
+    sameness,
+    sample_draws,
+    spread_reasons,
+    trivial_collectives,
+)
 from jdp.step.sameness import Spread
 from jdp.types import PyTree
 
@@ -116,8 +122,33 @@ def trace_step(
     Raises:
       TypeError: the step does not return a pair, or a metric is not a number.
       ValueError: the new state differs between replicas, a metric has one row per
-        sample, or a collective is in control flow that replicas decide differently.
+        sample, a collective is in control flow that replicas decide differently, or it
+        is unclear which numbers of a draw belong to a replica.
     """
+    world = options.world
+    traced, outlines = _trace(step, options, state, batches, trace)
+    if world.num_replicas == 1:
+        traced = trivial_collectives.remove(traced, world.axis_names)
+        return _make_program(traced, outlines, _find_weighed(outlines), world)
+
+    def trace_other(batches: tuple[PyTree, ...]) -> Any:
+        return _trace(step, options, state, batches, StepTrace())[0]
+
+    traced = sample_draws.take_parts(traced, world, batches, trace_other)
+    spreads = _find_spreads(traced, outlines, world)
+    _check_state(traced, outlines, spreads, options, trace)
+    differing = _check_metrics(outlines, spreads.metrics, world)
+    return _make_program(traced, outlines, differing, world)
+
+
+def _trace(
+    step: Step,
+    options: ProgramOptions,
+    state: PyTree,
+    batches: tuple[PyTree, ...],
+    trace: StepTrace,
+) -> tuple[Any, "_StepOutlines"]:
+    """Returns the closed jaxpr of the step on all replicas, and its results."""
     world = options.world
     split = PartitionSpec(world.axis_names)
     traces: list[_StepOutlines] = []
@@ -148,14 +179,7 @@ def trace_step(
         check_vma=False,
     )
     traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
-    outlines = traces[-1]
-    if world.num_replicas == 1:
-        traced = trivial_collectives.remove(traced, world.axis_names)
-        return _make_program(traced, outlines, _find_weighed(outlines), world)
-    spreads = _find_spreads(traced, outlines, world)
-    _check_state(traced, outlines, spreads, options, trace)
-    differing = _check_metrics(outlines, spreads.metrics, world)
-    return _make_program(traced, outlines, differing, world)
+    return traced, traces[-1]
 
 
 class _StepOutlines(NamedTuple):
@@ -172,11 +196,6 @@ class _ResultSpreads(NamedTuple):
 
     state: list[Spread]  # per leaf that is not in a `jdp.PerReplica`.
     metrics: list[Spread]  # per leaf.
-
-
-def _with_paths(tree: PyTree) -> list[tuple[str, Any]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path) or "(root)", leaf) for path, leaf in flat]
 
 
 def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
@@ -215,8 +234,8 @@ def _run_on_replica(
             "`(state, {})` if there are no metrics."
         )
     state, metrics = out
-    for path, leaf in _with_paths(metrics):
-        _check_is_array(path, leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
+        _check_is_array(jax.tree_util.keystr(path) or "(root)", leaf)
     counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
     return state, metrics, counts
 

@@ -58,7 +58,7 @@ def find_spreads(
     Raises:
       ValueError: a collective is in control flow that replicas decide differently.
     """
-    analysis = _Analysis(
+    analysis = SamenessAnalysis(
         axis_names, refuse_divided=refuse_divided, with_index=with_index
     )
     entering = tuple(analysis.mask(names) for names in inputs)
@@ -72,12 +72,23 @@ class _Followed(NamedTuple):
     inputs: tuple[int, ...]  # as they entered; a reference has the values written.
 
 
-class _Analysis:
-    """Follows values through jaxprs, each once per combination of input spreads."""
+class SamenessAnalysis:
+    """Follows values through jaxprs, each once per combination of input spreads.
+
+    Attributes:
+      observed: by the id of an equation of an observed primitive: per operand, whether
+        it may differ between the replicas wherever the equation was followed.
+    """
 
     def __init__(
-        self, axis_names: Sequence[str], *, refuse_divided: bool, with_index: bool
+        self,
+        axis_names: Sequence[str],
+        *,
+        refuse_divided: bool,
+        with_index: bool = True,
+        observed: Collection[str] = (),
     ):
+        """See `find_spreads`; `observed` are names of primitives."""
         self._names = tuple(axis_names)
         self._bits = {name: 1 << i for i, name in enumerate(self._names)}
         self._all = (1 << len(self._names)) - 1
@@ -90,6 +101,8 @@ class _Analysis:
         self._collectives = divided_control.CollectiveFinder(self._bits)
         self._sources: dict[int, tuple[Any, int]] = {}
         self._marked: dict[int, str | None] = {}
+        self._observed_names = observed
+        self.observed: dict[int, list[bool]] = {}
         self._rules = _make_rules(self)
 
     def mask(self, axis_names: Iterable[Any]) -> int:
@@ -122,6 +135,10 @@ class _Analysis:
 
     def _follow_equation(self, eqn: Any, known: dict[Any, int]) -> None:
         entering = [_read(known, var) for var in eqn.invars]
+        if eqn.primitive.name in self._observed_names:
+            differ = [bool(x & self._all) for x in entering]
+            pairs = zip(self.observed.get(id(eqn), differ), differ, strict=True)
+            self.observed[id(eqn)] = [a and b for a, b in pairs]
         rule = self._rules.get(eqn.primitive.name, self.plain)
         leaving, after = rule(eqn, entering)
         for var, x in zip(eqn.outvars, leaving, strict=True):
@@ -326,7 +343,9 @@ class _Analysis:
             raise ValueError(divided_control.explain(eqn, found.eqn, names))
 
 
-def _make_rules(analysis: _Analysis) -> dict[str, Callable[[Any, list[int]], Any]]:
+def _make_rules(
+    analysis: SamenessAnalysis,
+) -> dict[str, Callable[[Any, list[int]], Any]]:
     """Returns rules by primitive name: (equation, entering) -> (leaving, after)."""
     rules: dict[str, Callable[[Any, list[int]], Any]] = {
         "cond": analysis.cond,
@@ -368,5 +387,4 @@ def _changed_carries(body: Any, num_consts: int, num_carries: int) -> list[int]:
 
 
 def _has_groups(eqn: Any) -> bool:
-    groups = eqn.params.get("axis_index_groups")
-    return groups is not None and len(groups) > 1
+    return len(eqn.params.get("axis_index_groups") or ()) > 1

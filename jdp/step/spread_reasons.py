@@ -14,13 +14,20 @@ _REMEDIES = {
     "normalization.py": (
         "It is a statistic of a layer. `jdp.sync_buffers(stats)` gives all replicas "
         "the same statistics; `SyncBatchNorm` of `jdp.flax_linen` or `jdp.flax_nnx`, "
-        "or `axis_name={axis!r}`, computes them over all samples."
+        "or `axis_name={axis!r}`, computes them over all samples; `convert_batch_norm` "
+        "of these modules puts it into a model."
     ),
     "reduce_on_plateau.py": (
         "`reduce_on_plateau` compares losses, which must be averaged over all "
         "replicas: `tx.update(..., value=jdp.average(loss))`."
     ),
 }
+_AVERAGE = (
+    "Average the gradients, with `jdp.value_and_grad` in place of "
+    "`jax.value_and_grad`, `jdp.flax_nnx.value_and_grad` in place of "
+    "`nnx.value_and_grad`, `jdp.sync_gradients`, or `lax.pmean(grads, {axis!r})`. If "
+    "an optimizer differentiates the loss, pass it `jdp.mean_loss(loss_fn)`."
+)
 
 
 def explain(
@@ -68,12 +75,7 @@ def explain(
             f"`lax.all_gather(x, {world.axis_name!r}, tiled=True)`. For running "
             "statistics, use `jdp.sync_buffers(stats)`. Otherwise:"
         )
-    return (
-        f"{text}{line}.{hint} Average the gradients, with `jdp.value_and_grad` in "
-        "place of `jax.value_and_grad` or `nnx.value_and_grad`, "
-        f"`jdp.sync_gradients`, or `lax.pmean(grads, {world.axis_name!r})`. If an "
-        "optimizer differentiates the loss, pass it `jdp.mean_loss(loss_fn)`."
-    )
+    return f"{text}{line}.{hint} {_AVERAGE.format(axis=world.axis_name)}"
 
 
 def _line_of_output(jaxpr: Any, index: int) -> str:

@@ -9,6 +9,7 @@ from flax import nnx
 from jax._src.lib import _jax  # Only this switches tracebacks off.
 
 import jdp
+from jdp import flax_nnx
 from tests import harness
 
 PARAMS = {"w": np.ones((3, 2), np.float32), "b": np.ones(2, np.float32)}
@@ -185,16 +186,13 @@ def test_it_is_found_in_a_loop_and_in_an_optimizer_of_nnx():
         loop.trace((PARAMS, tx.init(PARAMS)), BATCH)
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
 
-    @jdp.data_parallel(world=world)
-    def step(state, x):
-        model, optimizer = state
-        graph, params = nnx.split(model)
-        grad_fn = jdp.local_gradients(lambda p, x: (nnx.merge(graph, p)(x) ** 2).mean())
-        optimizer.update(model, grad_fn(params, x)[1])
-        return state, {}
+    @flax_nnx.data_parallel(world=world)
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model, x: (model(x) ** 2).mean())(model, x)
+        optimizer.update(model, grads)
 
     with pytest.raises(ValueError, match="`optax.clip` stands before"):
-        step.trace((model, nnx.Optimizer(model, tx, wrt=nnx.Param)), BATCH)
+        step.trace(model, nnx.Optimizer(model, tx, wrt=nnx.Param), BATCH)
 
 
 def _own_clip():

@@ -1,4 +1,4 @@
-"""Flax linen: batch norm over the samples of all replicas."""
+"""Batch norm layer of linen: statistics over the samples of all replicas."""
 
 import contextlib
 import inspect

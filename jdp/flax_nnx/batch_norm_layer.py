@@ -1,4 +1,4 @@
-"""Flax nnx: batch norm over the samples of all replicas."""
+"""Batch norm layer of nnx: statistics over the samples of all replicas."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

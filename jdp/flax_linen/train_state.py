@@ -1,0 +1,175 @@
+"""Train state of linen: what does a step carry from one batch to the next?"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from flax.training import train_state
+
+from jdp.flax_linen import batch_norm_layer
+from jdp.flax_linen.loss_scaling import DynamicScale
+from jdp.optimizers.local_training import LocalTraining
+from jdp.types import PyTree
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState`, as the state of a step of `jdp.data_parallel`.
+
+    It has Flax's fields, and classes derive from it as from Flax's, with further
+    fields. The fields below can be left out. `tx` is any optax transformation, or one
+    that `jdp.distributed_optimizer`, `jdp.zero1` or `jdp.skip_unused` returned.
+
+        @jdp.data_parallel
+        def step(state, batch):
+            def loss_fn(params):
+                logits, updates = state.apply_fn(
+                    state.variables(params), batch["image"], mutable=["batch_stats"],
+                    rngs=state.rngs("dropout"),
+                )
+                return cross_entropy(logits, batch["label"]), updates
+
+            (loss, updates), grads = jdp.value_and_grad(loss_fn, has_aux=True)(
+                state.params
+            )
+            return state.apply_gradients(grads=grads, collections=updates), {
+                "loss": loss
+            }
+
+    Attributes:
+      collections: collections of variables that are not trained, such as
+        `{"batch_stats": ...}`.
+      key: PRNG key, (), from which `rngs` makes the keys of each step.
+      dynamic_scale: see `DynamicScale`.
+    """
+
+    collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
+    key: jax.Array | None = struct.field(default=None, kw_only=True)
+    dynamic_scale: DynamicScale | None = struct.field(default=None, kw_only=True)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None,
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        sync_batch_norm: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """Makes a state with step 0 and the initial state of the optimizer.
+
+        Args:
+          apply_fn: usually `model.apply`.
+          params: the parameters.
+          tx: the optimizer.
+          sync_batch_norm: whether each `flax.linen.BatchNorm` that `apply_fn` calls in
+            a step uses the statistics of the samples of all replicas, as in
+            `sync_batch_norms`.
+          **kwargs: further fields.
+
+        Raises:
+          TypeError: `tx` is not an optax transformation, such as the result of
+            `jdp.local_sgd`, which keeps a state of its own.
+        """
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(
+                "`tx` must be an optax transformation, such as `optax.adam(1e-3)` or "
+                f"`jdp.zero1(optax.adam(1e-3))`, got {type(tx).__name__}."
+            )
+        if isinstance(tx, LocalTraining):
+            raise TypeError(
+                "`tx` is a `jdp.LocalTraining`, whose parameters differ between the "
+                "replicas. Let its own state, `training.init(params)`, be the state "
+                "of the step."
+            )
+        if sync_batch_norm and apply_fn is not None:
+            apply_fn = _SyncedApply(apply_fn)
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        # Flax's 0 is a Python number, with which the first step is another program.
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+    def variables(self, params: PyTree | None = None) -> dict[str, PyTree]:
+        """Returns the variables for `apply_fn`: parameters and `collections`.
+
+        Args:
+          params: the parameters, as the loss gets them; None: the state's own.
+        """
+        params = self.params if params is None else params
+        return {"params": params, **self.collections}
+
+    def rngs(self, *names: str) -> dict[str, jax.Array]:
+        """Returns keys for this step, one per name, such as "dropout".
+
+        In a step of `jdp.data_parallel` they are the same on all replicas; each
+        replica draws its part of the numbers that one device would draw.
+
+        Raises:
+          ValueError: the state has no `key`.
+        """
+        if self.key is None:
+            raise ValueError(
+                "The state has no key. Pass `key=jax.random.key(0)` to "
+                "`TrainState.create`."
+            )
+        key = jax.random.fold_in(self.key, self.step)
+        return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
+
+    def apply_gradients(
+        self,
+        *,
+        grads: PyTree,
+        is_finite: jax.Array | None = None,
+        update_args: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> Self:
+        """Updates the parameters with gradients, and counts the step.
+
+        Args:
+          grads: pytree like `params`.
+          is_finite: bool (), from a `DynamicScale`; where it is False, parameters and
+            optimizer state stay as they are. None: True.
+          update_args: further arguments of `tx.update`, such as `{"used": used}` of
+            `jdp.skip_unused`, or `{"value": loss}`.
+          **kwargs: fields with new values. `collections` may leave out collections
+            that have not changed.
+
+        Returns:
+          The next state.
+        """
+        state = self
+        if update_args:
+            tx = optax.with_extra_args_support(self.tx)
+            update = functools.partial(tx.update, **update_args)
+            state = self.replace(tx=optax.GradientTransformation(tx.init, update))
+        if "collections" in kwargs:
+            kwargs["collections"] = {**self.collections, **kwargs["collections"]}
+        # Flax also knows parameters whose gradient is their new value.
+        after = super(TrainState, state).apply_gradients(grads=grads, **kwargs)
+        after = after.replace(tx=self.tx)
+        if is_finite is None:
+            return after
+
+        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(is_finite, new, old)
+
+        return after.replace(
+            params=jax.tree.map(choose, after.params, self.params),
+            opt_state=jax.tree.map(choose, after.opt_state, self.opt_state),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _SyncedApply:
+    """A function whose batch norms are synced; equal for equal functions."""
+
+    apply_fn: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with batch_norm_layer.sync_batch_norms():
+            return self.apply_fn(*args, **kwargs)

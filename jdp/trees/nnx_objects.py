@@ -1,0 +1,106 @@
+"""Objects of nnx: which values in a tree change in place, and are lost in a copy?
+
+JAX takes an `nnx.Module` for a tree, and a function that it transforms gets a copy.
+What the function changes in the copy, such as running statistics or the counts of rng
+streams, is lost. Flax is not imported here: without it, there are no such objects.
+"""
+
+import sys
+from typing import Any
+
+import jax
+
+from jdp.types import PyTree
+
+
+def is_object(x: Any) -> bool:
+    """Returns whether `x` is an object of nnx that holds variables, or one variable."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+    if isinstance(x, nnx.Variable | nnx.Module | nnx.metrics.Metric):
+        return True
+    # Other classes of nnx may be containers of plain arrays, such as a batch.
+    return isinstance(x, nnx.Pytree) and any(
+        isinstance(leaf, nnx.Variable)
+        for leaf in jax.tree.leaves(x, is_leaf=lambda y: isinstance(y, nnx.Variable))
+    )
+
+
+def find(tree: PyTree) -> list[tuple[str, Any]]:
+    """Returns the objects of nnx in a tree, with their paths."""
+    if "flax.nnx" not in sys.modules:
+        return []
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object)
+    return [(jax.tree_util.keystr(path), x) for path, x in found if is_object(x)]
+
+
+def describe_first(tree: PyTree) -> str | None:
+    """Names the first object in a tree that is more than a variable; None without.
+
+    Variables alone are the leaves of an `nnx.State`, which JAX may copy.
+    """
+    for path, x in find(tree):
+        if not isinstance(x, sys.modules["flax.nnx"].Variable):
+            return f"`{path or '(root)'}` ({type(x).__name__})"
+    return None
+
+
+def check_parameters(params: PyTree) -> None:
+    """Raises TypeError for parameters that are modules.
+
+    Args:
+      params: the parameters of a loss.
+    """
+    found = describe_first(params)
+    if found is not None:
+        raise TypeError(
+            f"The parameters have an nnx object, {found}. The loss would get a copy, "
+            "and what it changes there, such as running statistics or the counts of "
+            "rng streams, would be lost. Use `jdp.flax_nnx.value_and_grad` in a step "
+            "of `jdp.flax_nnx.data_parallel`, or pass arrays: `graph, params, rest = "
+            "nnx.split(model, nnx.Param, ...)`, and in the loss `model = "
+            "nnx.merge(graph, params, rest, copy=True)`."
+        )
+
+
+def check_arguments(step: str, arguments: dict[str, PyTree]) -> None:
+    """Raises TypeError for an object among the arguments of a step.
+
+    Args:
+      step: the name of the step.
+      arguments: state and batches, by the names for messages.
+    """
+    for name, tree in arguments.items():
+        found = describe_first(tree)
+        if found is not None:
+            raise TypeError(
+                f"The {name} of the step `{step}` has an nnx object, {found}. A step "
+                "of `jdp.data_parallel` gets a copy, and the object itself would not "
+                "change. Decorate the step with `@jdp.flax_nnx.data_parallel`: it "
+                "takes models, optimizers and metrics as arguments and changes them in "
+                "place. Or let arrays be the state: `graph, state = nnx.split(model)`, "
+                "and in the step `model = nnx.merge(graph, state, copy=True)`."
+            )
+
+
+def explain_trace_error(step: str, error: Exception) -> ValueError | None:
+    """Explains Flax's error for an object that is changed out of reach.
+
+    Args:
+      step: the name of the step.
+      error: the error.
+
+    Returns:
+      The error to raise in its place, or None for any other error.
+    """
+    if type(error).__name__ != "TraceContextError":
+        return None
+    return ValueError(
+        f"The step `{step}` changes an nnx object that was made outside of the "
+        "function that JAX traces, such as a model that the step or its loss captures. "
+        "The object cannot get the new values. Decorate the step with "
+        "`@jdp.flax_nnx.data_parallel`, pass the object as an argument, and use "
+        "`jdp.flax_nnx.value_and_grad`; or merge a copy where it is changed: "
+        f"`nnx.merge(graph, state, copy=True)`. Flax says: {error}"
+    )
