@@ -29,6 +29,8 @@ from jdp.replicas.joinable import Joinable, JoinHook
 from jdp.replicas.mesh import World, global_batch
 from jdp.replicas.per_replica import PerReplica
 from jdp.replicas.replication import check_replicas, check_same_program, replicate
+from jdp.replicas.sharding import StreamShard
+from jdp.replicas.shards import Shard
 from jdp.runtime.cluster import init
 from jdp.step.decorator import data_parallel
 from jdp.step.description import describe
@@ -52,6 +54,8 @@ __all__ = [
     "LocalTraining",
     "NoiseScaleState",
     "PerReplica",
+    "Shard",
+    "StreamShard",
     "World",
     "ZeroState",
     "accumulate_gradients",

@@ -42,7 +42,7 @@ def accumulate_gradients(
     dtype: Any = None,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -111,18 +111,19 @@ def accumulate_gradients(
     options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
-        compat.axis_size(axis_name)  # It raises if the axis is not bound.
+        here = options.here()
+        compat.axis_size(here.axis_name)  # It raises if the axis is not bound.
         trace = step_trace.current()
         call = differentiation.pick_params(loss_fn, argnums, args)
         num_samples = _count_samples(call.rest, num_micro_batches)
         weights = micro_weights.find_weights(weight, divide_by, num_samples, trace)
-        loss = _MicroLoss(call, kwargs, flags, axis_name, trace)
+        loss = _MicroLoss(call, kwargs, flags, here.axis_name, trace)
         local = _accumulate(loss, weights, num_samples, num_micro_batches, dtype)
         weighting, samples = weights.weighting, None
         if find_norms:
             samples = noise.count_samples(weights.total, weighting)
         return differentiation.sync_local(
-            local, options, weighting, trace, has_aux, hook_state, samples
+            local, here, weighting, trace, has_aux, hook_state, samples
         )
 
     return wrapped

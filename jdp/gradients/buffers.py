@@ -12,6 +12,7 @@ from jax import lax
 from jdp import compat, types
 from jdp.collectives import base
 from jdp.gradients import averaging, step_trace
+from jdp.replicas import axes
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
@@ -23,7 +24,7 @@ def sync_buffers(
     *,
     policy: BufferPolicy = "broadcast",
     source: int = 0,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
 ) -> PyTree:
     """Prepares state that each replica updated from its own samples for the next step.
 
@@ -37,7 +38,7 @@ def sync_buffers(
         "local": each replica keeps its own.
       source: the replica whose buffers are broadcast. In a `jdp.Join`, if that has no
         data, the next replica that has.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
 
     Returns:
       The same tree, the same on all replicas; for "local" a `jdp.PerReplica` of it, as
@@ -51,6 +52,7 @@ def sync_buffers(
         raise ValueError(
             f"`policy` must be 'broadcast', 'mean' or 'local', got {policy!r}."
         )
+    axis_name = axes.find(axis_name)
     if policy == "local":
         return PerReplica(compat.cast_tree_varying(buffers, axis_name))
     rank = _find_source(source, axis_name)
@@ -69,7 +71,7 @@ def sync_buffers(
 
 
 def broadcast_from(
-    tree: PyTree, source: int, *, axis_name: AxisName = "data"
+    tree: PyTree, source: int, *, axis_name: AxisName | None = None
 ) -> PyTree:
     """Copies the values of one replica to all, bit for bit, in one collective.
 
@@ -78,7 +80,7 @@ def broadcast_from(
     Args:
       tree: pytree of arrays of this replica, of any dtypes, PRNG keys too.
       source: rank of the replica to copy from.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
 
     Returns:
       The same tree, with the values of `source`, the same on all replicas.
@@ -87,6 +89,7 @@ def broadcast_from(
       TypeError: `source` is not an integer.
       ValueError: there is no such replica.
     """
+    axis_name = axes.find(axis_name)
     _check_source(source, axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]

@@ -58,7 +58,7 @@ def value_and_grad(
     allow_int: bool = False,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -102,7 +102,7 @@ def value_and_grad(
         nothing overflow.
       divide_by: see `sync_gradients`. It concerns the gradients; the loss is always the
         mean over the replicas with data, and 0 without any data.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
       plan: see `sync_gradients`; by default a plan in `gradient_order`, but with a
         `hook_state` the plan of `jdp.hooks.init_state`.
       packing: see `sync_gradients`.
@@ -135,10 +135,11 @@ def value_and_grad(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
+        here = options.here()
         local = differentiate(
             pick_params(loss_fn, argnums, args),
             kwargs,
-            axis_name,
+            here.axis_name,
             trace,
             has_aux=has_aux,
             find_unused=find_unused,
@@ -146,9 +147,7 @@ def value_and_grad(
             weighting=weighting,
         )
         samples = noise.count_samples(weight, weighting) if find_norms else None
-        return sync_local(
-            local, options, weighting, trace, has_aux, hook_state, samples
-        )
+        return sync_local(local, here, weighting, trace, has_aux, hook_state, samples)
 
     return wrapped
 

@@ -24,7 +24,7 @@ def sync_in_backward(
     *,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
 ) -> PyTree:
@@ -49,7 +49,8 @@ def sync_in_backward(
     Returns:
       `params`. It raises what `sync_gradients` raises.
     """
-    options = reduce.make_options(axis_name, None, packing, all_reduce)
+    options = reduce.make_options(axis_name, None, packing, all_reduce).here()
+    axis_name = options.axis_name
     compat.axis_size(axis_name)
     weighting = step_trace.current().resolve(weight, divide_by)
     # A list of leaves: JAX describes the fields of operands by text, which a class of

@@ -250,7 +250,7 @@ def running(trace: StepTrace, ambient: Weighting | None = None) -> Iterator[None
 
 
 def facts_of(
-    program: LossProgram, axis_name: AxisName = "data", *, finds_unused: bool = False
+    program: LossProgram, axis_name: AxisName, *, finds_unused: bool = False
 ) -> LossFacts:
     """Returns the facts about a loss, read from its program."""
     exchanges = program.exchanges(types.as_axis_names(axis_name))

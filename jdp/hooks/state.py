@@ -21,7 +21,7 @@ def init_state(
     grads: PyTree,
     *,
     plan: BucketPlan | None = None,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     world: World | None = None,
 ) -> PyTree:
     """Makes the state of a hook, to be kept in the train state.
@@ -39,7 +39,7 @@ def init_state(
         dtype float0.
       plan: the bucket plan of the step; None: `jdp.plan_buckets(grads)`, which is also
         the default of the step.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
       world: the replicas; None: the world of `jdp.init`.
 
     Returns:

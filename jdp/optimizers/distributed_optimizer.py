@@ -21,7 +21,7 @@ def distributed_optimizer(
     tx: optax.GradientTransformation,
     *,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -78,13 +78,14 @@ def distributed_optimizer(
     ) -> tuple[PyTree, Any]:
         update_arguments.check_shapes(updates, params)
         updates = outer_transforms.mark(updates, "distributed_optimizer")
+        here = options.here()
         extra_args = update_arguments.check_extra(
-            extra_args, tx, distributed_optimizer, axis_name
+            extra_args, tx, distributed_optimizer, here.axis_name
         )
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         old = state if isinstance(state, HookedState) else HookedState(state, None)
-        synced = sync.sync_weighted(updates, used, weighting, options, trace, old.hook)
+        synced = sync.sync_weighted(updates, used, weighting, here, trace, old.hook)
         if used is not None:
             extra_args["used"] = synced.used
 
@@ -121,6 +122,10 @@ def _init(
     if hook is None:
         return state
     hook_state = init_state(
-        hook, params, plan=options.plan, axis_name=options.axis_name, world=world
+        hook,
+        params,
+        plan=options.plan,
+        axis_name=options.axis_name or None,
+        world=world,
     )
     return HookedState(state, hook_state) if jax.tree.leaves(hook_state) else state

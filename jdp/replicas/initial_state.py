@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import PartitionSpec
 
 from jdp import compat, types
-from jdp.replicas import agreement, comparison, mesh, per_replica, replication
+from jdp.replicas import agreement, axes, comparison, mesh, per_replica, replication
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
@@ -28,7 +28,7 @@ _ADVICE = (
 def init_on_replicas(
     init: Callable[..., PyTree],
     *args: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     world: World | None = None,
 ) -> PyTree:
     """Makes a state of which each replica has its own parts.
@@ -40,7 +40,8 @@ def init_on_replicas(
     Args:
       init: makes the state of one replica; it may use `axis_name`.
       *args: pytrees of host arrays, or of `jax.Array`s that are local or replicated.
-      axis_name: the axis, or axes, along which the replicas lie.
+      axis_name: the axis, or axes, along which the replicas lie; None: those of the
+        world.
       world: the replicas; None: the world that `jdp.init` returned. Not used inside a
         step.
 
@@ -55,6 +56,7 @@ def init_on_replicas(
       ValueError: the world has other axes.
       TypeError: `world` is not a world.
     """
+    axis_name = axes.find_outside(axis_name, world)
     if compat.is_bound(axis_name):
         names = sorted(compat.tracked_axes(axis_name))
         return per_replica.map_parts(
@@ -102,13 +104,14 @@ def init_on_replicas(
 
 
 def copy_per_replica(
-    tree: PyTree, *, axis_name: AxisName = "data", world: World | None = None
+    tree: PyTree, *, axis_name: AxisName | None = None, world: World | None = None
 ) -> PerReplica:
     """Gives every replica its own copy, which may diverge afterwards.
 
     Args:
       tree: pytree of arrays, the same on all replicas.
-      axis_name: the axis, or axes, along which the replicas lie.
+      axis_name: the axis, or axes, along which the replicas lie; None: those of the
+        world.
       world: the replicas; None: the world that `jdp.init` returned. Not used inside a
         step.
 

@@ -20,7 +20,7 @@ from jdp.backward import flow
 from jdp.gradients import averaging, step_trace
 from jdp.gradients.step_trace import StepTrace, StepWeighting
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import per_replica
+from jdp.replicas import axes, per_replica
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import Outline
 from jdp.step import call_arguments, sameness, spread_reasons, trivial_collectives
@@ -197,7 +197,8 @@ def _run_on_replica(
         ambient = Weighting(batches[0][0], options.divide_by)
         batches = batches[1:]
     try:
-        with step_trace.running(trace, ambient):
+        axis_name = options.world.axis_name
+        with step_trace.running(trace, ambient), axes.inside_step(axis_name):
             out = step(state, *batches)
     except NameError as error:
         if "axis name" in str(error):
