@@ -31,8 +31,8 @@ def adasum(tree: PyTree, axis_name: AxisName | None = None) -> PyTree:
 
     Args:
       tree: pytree of floating arrays, any shapes; each leaf is a tensor.
-      axis_name: the axis, or axes, over which replicas lie, 2^k of them; None: those of
-        the world.
+      axis_name: the axis, or axes, over which replicas lie, 2^k of them; None: the axes
+        of the world.
 
     Returns:
       A pytree of the same shapes and dtypes, bitwise the same on all replicas.

@@ -15,7 +15,7 @@ from jdp.gradients import (
     differentiation,
     micro_weights,
     noise,
-    reduce,
+    reduce_options,
     step_trace,
     used_flags,
     weighted_mean,
@@ -108,7 +108,7 @@ def accumulate_gradients(
     num_micro_batches = types.as_count(num_micro_batches, "num_micro_batches", least=1)
     if dtype is not None:
         dtype = types.as_floating(dtype, "dtype")
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+    options = reduce_options.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
         here = options.here()

@@ -38,7 +38,7 @@ def average(
         zero it is NaN. A negative constant is refused.
       divide_by: "weight" averages by weight; with "active" and "world" each replica
         with data counts the same.
-      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
 
     Returns:
       A pytree of the same shapes, the same on all replicas; averaged leaves are

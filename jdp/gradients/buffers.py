@@ -38,7 +38,7 @@ def sync_buffers(
         "local": each replica keeps its own.
       source: the replica whose buffers are broadcast. In a `jdp.Join`, if that has no
         data, the next replica that has.
-      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
 
     Returns:
       The same tree, the same on all replicas; for "local" a `jdp.PerReplica` of it, as
@@ -80,7 +80,7 @@ def broadcast_from(
     Args:
       tree: pytree of arrays of this replica, of any dtypes, PRNG keys too.
       source: rank of the replica to copy from.
-      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
 
     Returns:
       The same tree, with the values of `source`, the same on all replicas.

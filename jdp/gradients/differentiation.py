@@ -15,6 +15,7 @@ from jdp.gradients import (
     loss_weighting,
     noise,
     reduce,
+    reduce_options,
     step_trace,
     used_flags,
     weighted_mean,
@@ -102,7 +103,7 @@ def value_and_grad(
         nothing overflow.
       divide_by: see `sync_gradients`. It concerns the gradients; the loss is always the
         mean over the replicas with data, and 0 without any data.
-      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
       plan: see `sync_gradients`; by default a plan in `gradient_order`, but with a
         `hook_state` the plan of `jdp.hooks.init_state`.
       packing: see `sync_gradients`.
@@ -130,7 +131,7 @@ def value_and_grad(
         allow_int=allow_int,
         find_norms=find_norms,
     )
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+    options = reduce_options.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         trace = step_trace.current()

@@ -18,6 +18,7 @@ from jdp.gradients import (
     averaging,
     differentiation,
     reduce,
+    reduce_options,
     step_trace,
     weighted_mean,
 )
@@ -87,7 +88,7 @@ def mean_loss(
       ValueError where a parameter may differ between the replicas.
     """
     differentiation.check_loss(loss_fn)
-    options = reduce.make_options(axis_name, plan, packing, all_reduce)
+    options = reduce_options.make_options(axis_name, plan, packing, all_reduce)
 
     @functools.wraps(loss_fn)
     def mean(*args: Any, **kwargs: Any) -> jax.Array:

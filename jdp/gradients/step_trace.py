@@ -21,6 +21,7 @@ from jdp.compat import trace_reuse
 from jdp.gradients import (
     hook_reduction,
     reduce,
+    reduce_options,
     step_warnings,
     weighted_mean,
 )
@@ -294,7 +295,7 @@ def _describe_routes(
         return "flat", label
     if options.all_reduce is xla.PLAIN:
         return options.packing or buckets.default_packing(), label
-    if options.all_reduce is not reduce.AUTO:
+    if options.all_reduce is not reduce_options.AUTO:
         return "flat", label
     routes = [
         reduce.choose_route([plan.leaves[i] for i in bucket], options)

@@ -11,6 +11,7 @@ from jdp.gradients import (
     differentiation,
     noise,
     reduce,
+    reduce_options,
     step_trace,
     used_flags,
 )
@@ -50,7 +51,7 @@ def local_gradients(
       has_aux: whether `loss_fn` returns a pair.
       find_unused: whether to return which parameters this replica used.
       allow_int: see `value_and_grad`.
-      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or with `has_aux`
@@ -120,7 +121,7 @@ def sync_gradients(
         that each sample counts the same. "active": the number of replicas with data,
         each of which counts the same. "world": the number of all replicas; replicas
         without data make the step smaller.
-      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
       plan: which leaves travel together. None: `plan_buckets(grads)`, on CPU without
         the small first bucket.
       packing: "flat" concatenates a bucket into one buffer; "tuple" sends its leaves
@@ -153,7 +154,9 @@ def sync_gradients(
         `find_norms` is not a bool.
     """
     types.check_flags(find_norms=find_norms)
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook).here()
+    options = reduce_options.make_options(
+        axis_name, plan, packing, all_reduce, hook
+    ).here()
     trace = step_trace.current()
     weighting = trace.resolve(weight, divide_by)
     samples = noise.count_samples(weight, weighting) if find_norms else None

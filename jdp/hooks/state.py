@@ -39,7 +39,7 @@ def init_state(
         dtype float0.
       plan: the bucket plan of the step; None: `jdp.plan_buckets(grads)`, which is also
         the default of the step.
-      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
       world: the replicas; None: the world of `jdp.init`.
 
     Returns:

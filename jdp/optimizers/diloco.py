@@ -89,7 +89,7 @@ def diloco(
       mixing: share of a replica's own parameters in its parameters after an outer
         step; None: 0.5 with a delay, since it has stepped on meanwhile, else 0, so that
         all replicas go on with the same.
-      axis_name: the axis, or axes, over which replicas lie; None: those of the world.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
       world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
     Returns:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jdp.gradients import reduce, step_trace, sync, weighted_mean
+from jdp.gradients import reduce_options, step_trace, sync, weighted_mean
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.hooks.base import CommHook
@@ -65,7 +65,7 @@ def distributed_optimizer(
     update_arguments.check_optimizer(tx, "distributed_optimizer")
     step_trace.check_divide_by(divide_by)
     inner = optax.with_extra_args_support(tx)
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+    options = reduce_options.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def update(
         updates: PyTree,
@@ -78,14 +78,15 @@ def distributed_optimizer(
     ) -> tuple[PyTree, Any]:
         update_arguments.check_shapes(updates, params)
         updates = outer_transforms.mark(updates, "distributed_optimizer")
-        here = options.here()
         extra_args = update_arguments.check_extra(
-            extra_args, tx, distributed_optimizer, here.axis_name
+            extra_args, tx, distributed_optimizer, options.here().axis_name
         )
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         old = state if isinstance(state, HookedState) else HookedState(state, None)
-        synced = sync.sync_weighted(updates, used, weighting, here, trace, old.hook)
+        synced = sync.sync_weighted(
+            updates, used, weighting, options.here(), trace, old.hook
+        )
         if used is not None:
             extra_args["used"] = synced.used
 

@@ -63,8 +63,8 @@ def local_sgd(
       period: steps between averages. For a pair of axes also a pair: between averages
         within a node, and between averages over all, a multiple of the first.
       warmup_steps: number of plain data-parallel steps at the start.
-      axis_name: the axis, or a pair of axes (across nodes, within a node); None: those
-        of the world.
+      axis_name: the axis, or a pair of axes (across nodes, within a node); None: the
+        axes of the world.
       world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
     Returns:

@@ -13,6 +13,7 @@ from jdp.collectives.base import ReduceScatterAllGather
 from jdp.gradients import (
     hook_reduction,
     reduce,
+    reduce_options,
     step_trace,
     used_flags,
     weighted_mean,
@@ -100,7 +101,7 @@ def zero1(
     step_trace.check_divide_by(divide_by)
     _check_halves(halves)
     inner = optax.with_extra_args_support(tx)
-    options = reduce.make_options(axis_name, plan, None, "auto", hook)
+    options = reduce_options.make_options(axis_name, plan, None, "auto", hook)
 
     def update(
         updates: PyTree,
@@ -114,13 +115,12 @@ def zero1(
         _check_arguments(updates, state, params)
         grads = outer_transforms.mark(updates, "zero1")
         here = options.here()
-        axis_name = here.axis_name
-        layout = shard_layout.find_layout(axis_name)
-        extra_args = update_arguments.check_extra(extra_args, tx, zero1, axis_name)
+        layout = shard_layout.find_layout(here.axis_name)
+        extra_args = update_arguments.check_extra(extra_args, tx, zero1, here.axis_name)
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         trace.note(weighting)
-        by = auto.choose_halves(axis_name) if isinstance(halves, str) else halves
+        by = auto.choose_halves(here.axis_name) if isinstance(halves, str) else halves
         scattered = _scatter(grads, used, state.hook, here, weighting, by, layout)
         if used is not None:
             extra_args["used"] = scattered.used

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
-from jdp import compat
+from jdp import compat, types
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.types import AxisName
@@ -45,17 +45,31 @@ def find(axis_name: AxisName | None) -> AxisName:
     return DEFAULT_AXIS
 
 
+def as_option(axis_name: AxisName | None) -> AxisName:
+    """Returns the axis that a caller named, or () for None.
+
+    Raises:
+      ValueError: it is not a name, or names.
+    """
+    return () if axis_name is None else types.as_axis_names(axis_name) and axis_name
+
+
 def find_outside(axis_name: AxisName | None, world: World | None) -> AxisName:
     """Returns the axis, or axes, for a call that may be inside or outside of a step.
 
     Args:
       axis_name: the axis that the caller named, or None.
       world: the replicas that the caller named; None: the world of `jdp.init`.
+
+    Raises:
+      TypeError: outside of a step, `world` is not a world.
     """
     found = find(axis_name)
-    if axis_name is not None or compat.is_bound(found):
+    if compat.is_bound(found):
         return found
     if world is not None:
         mesh.check_world(world)
+    if axis_name is not None:
+        return axis_name
     world = mesh.find_current_world() if world is None else world
     return found if world is None else world.axis_name

@@ -40,8 +40,8 @@ def init_on_replicas(
     Args:
       init: makes the state of one replica; it may use `axis_name`.
       *args: pytrees of host arrays, or of `jax.Array`s that are local or replicated.
-      axis_name: the axis, or axes, along which the replicas lie; None: those of the
-        world.
+      axis_name: the axis, or axes, along which the replicas lie; None: the axes of
+        the world.
       world: the replicas; None: the world that `jdp.init` returned. Not used inside a
         step.
 
@@ -62,8 +62,6 @@ def init_on_replicas(
         return per_replica.map_parts(
             init(*args), lambda x: x, lambda x: compat.cast_varying(x, names)
         )
-    if world is not None:
-        mesh.check_world(world)
     world = mesh.current_world() if world is None else world
     if types.as_axis_names(axis_name) != world.axis_names:
         raise ValueError(
@@ -110,8 +108,8 @@ def copy_per_replica(
 
     Args:
       tree: pytree of arrays, the same on all replicas.
-      axis_name: the axis, or axes, along which the replicas lie; None: those of the
-        world.
+      axis_name: the axis, or axes, along which the replicas lie; None: the axes of
+        the world.
       world: the replicas; None: the world that `jdp.init` returned. Not used inside a
         step.
 

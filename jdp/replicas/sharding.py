@@ -146,7 +146,7 @@ def shard(
       yields elements. Both have `batches` and `set_epoch`.
 
     Raises:
-      TypeError: `data` is none of these, or an option has the wrong type.
+      TypeError: `data` is something else, or an option has the wrong type.
       ValueError: arrays have different lengths, `seed` is negative, or `shuffle` is
         True for an iterable.
     """
