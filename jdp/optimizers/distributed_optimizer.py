@@ -78,15 +78,13 @@ def distributed_optimizer(
     ) -> tuple[PyTree, Any]:
         update_arguments.check_shapes(updates, params)
         updates = outer_transforms.mark(updates, "distributed_optimizer")
+        here, trace = options.here(), step_trace.current()
         extra_args = update_arguments.check_extra(
-            extra_args, tx, distributed_optimizer, options.here().axis_name
+            extra_args, tx, distributed_optimizer, here.axis_name
         )
-        trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         old = state if isinstance(state, HookedState) else HookedState(state, None)
-        synced = sync.sync_weighted(
-            updates, used, weighting, options.here(), trace, old.hook
-        )
+        synced = sync.sync_weighted(updates, used, weighting, here, trace, old.hook)
         if used is not None:
             extra_args["used"] = synced.used
 
