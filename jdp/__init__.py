@@ -6,13 +6,16 @@ Import `jdp.batch_norm`, `jdp.eager`, `jdp.flax_linen`, `jdp.flax_nnx` and
 
 from jdp import collectives, hooks
 from jdp.backward.loss_queries import gradient_order, used_parameters
+from jdp.evaluation.decorator import replicated
 from jdp.gradients.accumulate import accumulate_gradients
 from jdp.gradients.averaging import average
 from jdp.gradients.buffers import broadcast_from, sync_buffers
 from jdp.gradients.differentiation import value_and_grad
 from jdp.gradients.in_backward import sync_in_backward
+from jdp.gradients.metric_objects import merge_metrics
 from jdp.gradients.noise import GradientNorms, NoiseScaleState, noise_scale
 from jdp.gradients.objective import mean_loss
+from jdp.gradients.sums import sum_over_replicas
 from jdp.gradients.sync import local_gradients, sync_gradients
 from jdp.join.context import Join
 from jdp.join.uneven_batches import join_batches
@@ -78,12 +81,15 @@ __all__ = [
     "local_gradients",
     "local_sgd",
     "mean_loss",
+    "merge_metrics",
     "noise_scale",
     "plan_buckets",
     "replicate",
+    "replicated",
     "reshard",
     "skip_unused",
     "spread",
+    "sum_over_replicas",
     "sync_buffers",
     "sync_gradients",
     "sync_in_backward",

@@ -23,7 +23,7 @@ LAYERS = (
     {"step", "flax_linen", "flax_nnx"},
     {"runtime"},
     {"launch", "join", "eager"},
-    {"parameter_server"},
+    {"parameter_server", "evaluation"},
     {"bench"},
     {"cli"},
 )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp import compat
-from jdp.gradients import reduce, step_trace, weighted_mean
+from jdp.gradients import reduce, reduced_values, step_trace, weighted_mean
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import axes
@@ -48,7 +48,9 @@ def average(
       TypeError: a leaf is neither an array of numbers nor a number.
     """
     weighting = step_trace.current().resolve(weight, divide_by)
-    return average_weighted(tree, axes.find(axis_name), lambda: weighting)
+    means = average_weighted(tree, axes.find(axis_name), lambda: weighting)
+    reduced_values.note(jax.tree.leaves(means), "mean")
+    return means
 
 
 def average_weighted(

@@ -124,7 +124,7 @@ def _copy_from(
     """Sums bits to which all replicas but `source` contribute zeros."""
     if not leaves:
         return []
-    packed = [_as_bytes(x) for x in leaves]
+    packed = [as_bytes(x) for x in leaves]
     # XLA sums words on all platforms, but not bytes.
     flat = base.pad(jnp.concatenate(packed), 4)
     words = lax.bitcast_convert_type(flat.reshape(-1, 4), jnp.uint32)
@@ -134,12 +134,13 @@ def _copy_from(
     flat = lax.bitcast_convert_type(total, jnp.uint8).reshape(-1)
     found, start = [], 0
     for x, part in zip(leaves, packed, strict=True):
-        found.append(_from_bytes(flat[start : start + part.size], x))
+        found.append(from_bytes(flat[start : start + part.size], x))
         start += part.size
     return found
 
 
-def _as_bytes(x: jax.Array) -> jax.Array:
+def as_bytes(x: jax.Array) -> jax.Array:
+    """Returns the bits of an array of any dtype, uint8 (bytes,)."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -149,12 +150,13 @@ def _as_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(-1)
 
 
-def _from_bytes(flat: jax.Array, like: jax.Array) -> jax.Array:
+def from_bytes(flat: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the array that `as_bytes` was given, in the shape and dtype of `like`."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        data = _from_bytes(flat, jax.random.key_data(like))
+        data = from_bytes(flat, jax.random.key_data(like))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        parts = _from_bytes(flat, jnp.stack([like.real, like.imag]))
+        parts = from_bytes(flat, jnp.stack([like.real, like.imag]))
         return lax.complex(parts[0], parts[1])
     if like.dtype == jnp.bool_:
         return flat.reshape(like.shape).astype(jnp.bool_)

@@ -90,6 +90,10 @@ class StepTrace:
     synchronizations: list[Synchronization] = dataclasses.field(default_factory=list)
     weighting: StepWeighting = dataclasses.field(default_factory=StepWeighting)
     warns_at_once: bool = False  # whether nothing reads the facts after the trace.
+    # Whether to find which metrics may differ between replicas, also where there is one
+    # replica; and by leaf whether they do.
+    needs_differing: bool = False
+    differing: list[bool] | None = None
 
     def add_loss(self, facts: LossFacts) -> None:
         """Notes a loss that was traced."""

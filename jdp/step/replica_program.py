@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.gradients import averaging, step_trace
+from jdp.gradients import averaging, metric_objects, step_trace
 from jdp.gradients.step_trace import StepTrace, StepWeighting
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import axes, per_replica
@@ -113,7 +113,7 @@ def trace_step(
       trace: collects the facts about the step.
 
     Raises:
-      TypeError: the step does not return a pair, or a metric is not a number.
+      TypeError: a metric is not a number.
       ValueError: the new state differs between replicas, a metric has one row per
         sample, or a collective is in control flow that replicas decide differently.
     """
@@ -149,11 +149,14 @@ def trace_step(
     traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
     outlines = traces[-1]
     if world.num_replicas == 1:
+        if trace.needs_differing:
+            spreads = _find_spreads(traced, outlines, world)
+            trace.differing = [bool(spread.axes) for spread in spreads.metrics]
         traced = trivial_collectives.remove(traced, world.axis_names)
         return _make_program(traced, outlines, _find_weighed(outlines), world)
     spreads = _find_spreads(traced, outlines, world)
     _check_state(traced, outlines, spreads, options, trace)
-    differing = _check_metrics(outlines, spreads.metrics, world)
+    trace.differing = differing = _check_metrics(outlines, spreads.metrics, world)
     return _make_program(traced, outlines, differing, world)
 
 
@@ -199,7 +202,11 @@ def _run_on_replica(
     try:
         axis_name = options.world.axis_name
         with step_trace.running(trace, ambient), axes.inside_step(axis_name):
-            out = step(state, *batches)
+            state, metrics = step(state, *batches)
+            if metric_objects.has_metric_objects(metrics):
+                metrics = metric_objects.merge_over_replicas(
+                    metrics, axis_name, trace.weighting.of_metrics()
+                )
     except NameError as error:
         if "axis name" in str(error):
             error.add_note(
@@ -208,13 +215,6 @@ def _run_on_replica(
                 "collectives, or choose another one with `jdp.init(axis_name=...)`."
             )
         raise
-    if not isinstance(out, tuple) or len(out) != 2:
-        got = f"{len(out)} values" if type(out) is tuple else type(out).__name__
-        raise TypeError(
-            f"The step must return a pair `(state, metrics)`, got {got}. Return "
-            "`(state, {})` if there are no metrics."
-        )
-    state, metrics = out
     for path, leaf in _with_paths(metrics):
         _check_is_array(path, leaf)
     counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
