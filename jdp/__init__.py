@@ -7,13 +7,16 @@ Import `jdp.batch_norm`, `jdp.eager`, `jdp.flax_linen`, `jdp.flax_nnx` and
 from jdp import collectives as collectives
 from jdp import hooks as hooks
 from jdp.backward.loss_queries import gradient_order, used_parameters
+from jdp.evaluation.decorator import replicated
 from jdp.gradients.accumulate import accumulate_gradients
 from jdp.gradients.averaging import average
 from jdp.gradients.buffers import broadcast_from, sync_buffers
 from jdp.gradients.differentiation import value_and_grad
 from jdp.gradients.in_backward import sync_in_backward
+from jdp.gradients.metric_objects import merge_metrics
 from jdp.gradients.noise import GradientNorms, NoiseScaleState, noise_scale
 from jdp.gradients.objective import mean_loss
+from jdp.gradients.sums import sum_over_replicas
 from jdp.gradients.sync import local_gradients, sync_gradients
 from jdp.join.context import Join
 from jdp.join.uneven_batches import join_batches
@@ -30,6 +33,8 @@ from jdp.replicas.joinable import Joinable, JoinHook
 from jdp.replicas.mesh import World, global_batch
 from jdp.replicas.per_replica import PerReplica
 from jdp.replicas.replication import check_replicas, check_same_program, replicate
+from jdp.replicas.sharding import StreamShard
+from jdp.replicas.shards import Shard
 from jdp.runtime.cluster import init
 from jdp.step.decorator import data_parallel
 from jdp.step.description import describe
@@ -53,6 +58,8 @@ __all__ = [
     "LocalTraining",
     "NoiseScaleState",
     "PerReplica",
+    "Shard",
+    "StreamShard",
     "World",
     "ZeroState",
     "accumulate_gradients",
@@ -75,12 +82,15 @@ __all__ = [
     "local_gradients",
     "local_sgd",
     "mean_loss",
+    "merge_metrics",
     "noise_scale",
     "plan_buckets",
     "replicate",
+    "replicated",
     "reshard",
     "skip_unused",
     "spread",
+    "sum_over_replicas",
     "sync_buffers",
     "sync_gradients",
     "sync_in_backward",

@@ -127,10 +127,13 @@ def test_docstrings_say_what_goes_in_and_what_comes_out(name):
     assert "Returns:" in doc or "Raises:" in doc
 
 
-def test_axis_name_is_data_by_default():
-    for name in ("sync_gradients", "value_and_grad", "distributed_optimizer", "init"):
-        parameter = inspect.signature(getattr(jdp, name)).parameters["axis_name"]
-        assert parameter.default == "data"
+def test_the_axis_is_data_by_default_and_other_functions_follow_it():
+    assert inspect.signature(jdp.init).parameters["axis_name"].default == "data"
+    others = [getattr(jdp, name) for name in SIGNATURES if name != "init"]
+    others += [jdp.collectives.adasum, jdp.hooks.init_state]
+    parameters = [inspect.signature(fn).parameters.get("axis_name") for fn in others]
+    defaults = [p.default for p in parameters if p is not None]
+    assert len(defaults) > 12 and set(defaults) == {None}
 
 
 def test_a_world_says_who_is_who():

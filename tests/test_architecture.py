@@ -24,7 +24,7 @@ LAYERS = (
     {"flax_linen", "flax_nnx"},
     {"runtime"},
     {"launch", "join", "eager"},
-    {"parameter_server"},
+    {"parameter_server", "evaluation"},
     {"bench"},
     {"cli"},
 )

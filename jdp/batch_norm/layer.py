@@ -17,9 +17,10 @@ from jdp.batch_norm import global_moments
 from jdp.batch_norm.global_moments import Moments
 from jdp.compat import trace_reuse
 from jdp.gradients import step_trace, weighted_mean
+from jdp.replicas import axes
 from jdp.types import AxisName
 
-DEFAULT_AXIS = "data"
+DEFAULT_AXIS = "auto"  # the axis of the world, where it is bound.
 
 
 class Inputs(NamedTuple):
@@ -94,16 +95,18 @@ def make_options(
 def find_axis(axis_name: AxisName | None) -> AxisName | None:
     """Returns the axes to reduce over, or None if nothing needs to be sent.
 
-    Nothing is sent with None, with the default name if it is not bound, and with one
-    replica.
+    Nothing is sent with None, with "auto" if the axis of the world is not bound, and
+    with one replica.
 
     Raises:
-      ValueError: a name other than the default is not bound.
+      ValueError: a name other than "auto" is not bound.
     """
     if axis_name is None:
         return None
-    if axis_name == DEFAULT_AXIS and DEFAULT_AXIS not in compat.bound_axis_names():
-        return None
+    if axis_name == DEFAULT_AXIS:
+        axis_name = axes.find(None)
+        if not compat.is_bound(axis_name):
+            return None
     types.check_axis_name(axis_name)
     compat.axis_size(axis_name)
     return None if compat.is_alone(axis_name) else axis_name

@@ -67,8 +67,8 @@ def make_steps(world: jdp.World, params: Params) -> dict[str, tuple[Step, Any]]:
     """Returns the compiled steps by name, each with its first state."""
     tx = optax.adam(train_setup.LEARNING_RATE)
 
-    def make_step(value_and_grad: Any) -> Any:
-        def step(state: Any, tokens: jax.Array) -> Any:
+    def make_step(value_and_grad: Any) -> Step:
+        def step(state: Any, tokens: Any) -> Any:
             params, opt_state = state
             loss, grads = value_and_grad(loss_fn)(params, tokens)
             updates, opt_state = tx.update(grads, opt_state, params)

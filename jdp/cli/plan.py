@@ -18,6 +18,7 @@ from jdp.cli import plan_cluster, plan_options
 from jdp.gradients import hook_reduction, step_trace
 from jdp.gradients.step_facts import Synchronization
 from jdp.hooks import CommHook
+from jdp.replicas import axes
 from jdp.step import description
 from jdp.trees import buckets
 
@@ -178,7 +179,7 @@ def _synchronize(
     num_replicas: int,
 ) -> Synchronization:
     """Returns the synchronisation that `jdp.value_and_grad` would make of a loss."""
-    facts = step_trace.facts_of(program)
+    facts = step_trace.facts_of(program, axes.DEFAULT_AXIS)
     order = facts.timeline.order()
     bucket_plan = (
         buckets.plan_buckets(params, order=order, **sizes)

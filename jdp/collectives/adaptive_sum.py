@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jdp.collectives import base, folding
+from jdp.replicas import axes
 from jdp.trees import buckets, tree_paths
 from jdp.types import AxisName, PyTree
 
 
-def adasum(tree: PyTree, axis_name: AxisName = "data") -> PyTree:
+def adasum(tree: PyTree, axis_name: AxisName | None = None) -> PyTree:
     """Combines gradients as Horovod's `op=Adasum` does, tensor by tensor.
 
     Two gradients become
@@ -30,7 +31,8 @@ def adasum(tree: PyTree, axis_name: AxisName = "data") -> PyTree:
 
     Args:
       tree: pytree of floating arrays, any shapes; each leaf is a tensor.
-      axis_name: the axis, or axes, over which replicas lie, 2^k of them.
+      axis_name: the axis, or axes, over which replicas lie, 2^k of them; None: the axes
+        of the world.
 
     Returns:
       A pytree of the same shapes and dtypes, bitwise the same on all replicas.
@@ -39,6 +41,7 @@ def adasum(tree: PyTree, axis_name: AxisName = "data") -> PyTree:
       ValueError: the number of replicas is not a power of two.
       TypeError: a leaf is not floating; the message names it.
     """
+    axis_name = axes.find(axis_name)
     group = base.find_group(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]

@@ -20,6 +20,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
+from jax._src.interpreters import batching
 from jax._src.interpreters import partial_eval as partial_eval_internal
 from jax._src.lax import lax as lax_internal
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -122,6 +123,11 @@ def is_differentiable(var: Any) -> bool:
 @functools.cache
 def _is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_mapped(x: Any) -> bool:
+    """Whether a value differs along an axis of a `vmap` that is being run."""
+    return isinstance(x, batching.BatchTracer)
 
 
 def is_staged(x: Any) -> bool:

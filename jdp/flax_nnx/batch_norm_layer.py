@@ -66,8 +66,8 @@ class SyncBatchNorm(nnx.BatchNorm):
           bias_init: see there.
           scale_init: see there.
           axis_name: the axis, or pair of axes, over which replicas lie; None for the
-            samples of one replica alone. The default, "data", acts like None where no
-            such axis is bound: on one device, in evaluation.
+            samples of one replica alone. The default, "auto", is the axis of the world,
+            and acts like None where it is not bound: on one device, in evaluation.
           axis_index_groups: must be None.
           use_fast_variance: whether to read the input once for both statistics, around
             one sample, not once per statistic. Both are accurate for large means.

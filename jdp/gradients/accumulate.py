@@ -16,7 +16,7 @@ from jdp.gradients import (
     differentiation,
     micro_weights,
     noise,
-    reduce,
+    reduce_options,
     step_trace,
     used_flags,
     weighted_mean,
@@ -44,7 +44,7 @@ def accumulate_gradients(
     dtype: Any = None,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -110,21 +110,22 @@ def accumulate_gradients(
     num_micro_batches = types.as_count(num_micro_batches, "num_micro_batches", least=1)
     if dtype is not None:
         dtype = types.as_floating(dtype, "dtype")
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+    options = reduce_options.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: PyTree, **kwargs: Any) -> Any:
-        compat.axis_size(axis_name)  # It raises if the axis is not bound.
+        here = options.here()
+        compat.axis_size(here.axis_name)  # It raises if the axis is not bound.
         trace = step_trace.current()
         call = differentiation.pick_params(loss_fn, argnums, args)
         num_samples = _count_samples(call.rest, num_micro_batches)
         weights = micro_weights.find_weights(weight, divide_by, num_samples, trace)
-        loss = _MicroLoss(call, kwargs, flags, axis_name, trace)
+        loss = _MicroLoss(call, kwargs, flags, here.axis_name, trace)
         local = _accumulate(loss, weights, num_samples, num_micro_batches, dtype)
         weighting, samples = weights.weighting, None
         if find_norms:
             samples = noise.count_samples(weights.total, weighting)
         return differentiation.sync_local(
-            local, options, weighting, trace, has_aux, hook_state, samples
+            local, here, weighting, trace, has_aux, hook_state, samples
         )
 
     return wrapped

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from jdp import compat
 from jdp.collectives import xla
-from jdp.gradients import reduce, step_trace, weighted_mean
+from jdp.gradients import reduce, reduced_values, step_trace, weighted_mean
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy, Weighting
+from jdp.replicas import axes
 from jdp.trees import tree_paths
 from jdp.types import AllReduce, AxisName, HostLeaf, PyTree
 
@@ -48,7 +49,7 @@ def average(
     *,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
 ) -> PyTree:
     """Averages small values, such as metrics, over the replicas in one collective.
 
@@ -66,7 +67,7 @@ def average(
         zero it is NaN. A negative constant is refused.
       divide_by: "weight" averages by weight; with "active" and "world" each replica
         with data counts the same.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
 
     Returns:
       A pytree of the same shapes, the same on all replicas; averaged leaves are
@@ -76,7 +77,9 @@ def average(
       TypeError: a leaf is neither an array of numbers nor a number.
     """
     weighting = step_trace.current().resolve(weight, divide_by)
-    return average_weighted(tree, axis_name, lambda: weighting)
+    means = average_weighted(tree, axes.find(axis_name), lambda: weighting)
+    reduced_values.note(jax.tree.leaves(means), "mean")
+    return means
 
 
 def average_weighted(

@@ -12,6 +12,7 @@ from jax import lax
 from jdp import compat, types
 from jdp.collectives import base
 from jdp.gradients import averaging, step_trace
+from jdp.replicas import axes
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
 
@@ -40,7 +41,7 @@ def sync_buffers(
     *,
     policy: BufferPolicy = "broadcast",
     source: int = 0,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
 ) -> PyTree:
     """Prepares state that each replica updated from its own samples for the next step.
 
@@ -54,7 +55,7 @@ def sync_buffers(
         "local": each replica keeps its own.
       source: the replica whose buffers are broadcast. In a `jdp.Join`, if that has no
         data, the next replica that has.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
 
     Returns:
       The same tree, the same on all replicas; for "local" a `jdp.PerReplica` of it, as
@@ -68,6 +69,7 @@ def sync_buffers(
         raise ValueError(
             f"`policy` must be 'broadcast', 'mean' or 'local', got {policy!r}."
         )
+    axis_name = axes.find(axis_name)
     if policy == "local":
         return PerReplica(compat.cast_tree_varying(buffers, axis_name))
     rank = _find_source(source, axis_name)
@@ -85,7 +87,7 @@ def sync_buffers(
     return jax.tree.unflatten(treedef, [synced[i] for i in range(len(leaves))])
 
 
-def broadcast_from(tree: T, source: int, *, axis_name: AxisName = "data") -> T:
+def broadcast_from(tree: T, source: int, *, axis_name: AxisName | None = None) -> T:
     """Copies the values of one replica to all, bit for bit, in one collective.
 
     Called inside a traced function by every replica.
@@ -93,7 +95,7 @@ def broadcast_from(tree: T, source: int, *, axis_name: AxisName = "data") -> T:
     Args:
       tree: pytree of arrays of this replica, of any dtypes, PRNG keys too.
       source: rank of the replica to copy from.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
 
     Returns:
       The same tree, with the values of `source`, the same on all replicas.
@@ -102,6 +104,7 @@ def broadcast_from(tree: T, source: int, *, axis_name: AxisName = "data") -> T:
       TypeError: `source` is not an integer.
       ValueError: there is no such replica.
     """
+    axis_name = axes.find(axis_name)
     _check_source(source, axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
@@ -136,7 +139,7 @@ def _copy_from(
     """Sums bits to which all replicas but `source` contribute zeros."""
     if not leaves:
         return []
-    packed = [_as_bytes(x) for x in leaves]
+    packed = [as_bytes(x) for x in leaves]
     # XLA sums words on all platforms, but not bytes.
     flat = base.pad(jnp.concatenate(packed), 4)
     words = lax.bitcast_convert_type(flat.reshape(-1, 4), jnp.uint32)
@@ -146,12 +149,13 @@ def _copy_from(
     flat = lax.bitcast_convert_type(total, jnp.uint8).reshape(-1)
     found, start = [], 0
     for x, part in zip(leaves, packed, strict=True):
-        found.append(_from_bytes(flat[start : start + part.size], x))
+        found.append(from_bytes(flat[start : start + part.size], x))
         start += part.size
     return found
 
 
-def _as_bytes(x: jax.Array) -> jax.Array:
+def as_bytes(x: jax.Array) -> jax.Array:
+    """Returns the bits of an array of any dtype, uint8 (bytes,)."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -161,12 +165,13 @@ def _as_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(-1)
 
 
-def _from_bytes(flat: jax.Array, like: jax.Array) -> jax.Array:
+def from_bytes(flat: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the array that `as_bytes` was given, in the shape and dtype of `like`."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        data = _from_bytes(flat, jax.random.key_data(like))
+        data = from_bytes(flat, jax.random.key_data(like))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        parts = _from_bytes(flat, jnp.stack([like.real, like.imag]))
+        parts = from_bytes(flat, jnp.stack([like.real, like.imag]))
         return lax.complex(parts[0], parts[1])
     if like.dtype == jnp.bool_:
         return flat.reshape(like.shape).astype(jnp.bool_)

@@ -15,6 +15,7 @@ from jdp.gradients import (
     loss_weighting,
     noise,
     reduce,
+    reduce_options,
     signatures,
     step_trace,
     used_flags,
@@ -60,7 +61,7 @@ def value_and_grad(
     allow_int: bool = False,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -104,7 +105,7 @@ def value_and_grad(
         nothing overflow.
       divide_by: see `sync_gradients`. It concerns the gradients; the loss is always the
         mean over the replicas with data, and 0 without any data.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
       plan: see `sync_gradients`; by default a plan in `gradient_order`, but with a
         `hook_state` the plan of `jdp.hooks.init_state`.
       packing: see `sync_gradients`.
@@ -132,15 +133,16 @@ def value_and_grad(
         allow_int=allow_int,
         find_norms=find_norms,
     )
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+    options = reduce_options.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
+        here = options.here()
         local = differentiate(
             pick_params(loss_fn, argnums, args),
             kwargs,
-            axis_name,
+            here.axis_name,
             trace,
             has_aux=has_aux,
             find_unused=find_unused,
@@ -148,9 +150,7 @@ def value_and_grad(
             weighting=weighting,
         )
         samples = noise.count_samples(weight, weighting) if find_norms else None
-        return sync_local(
-            local, options, weighting, trace, has_aux, hook_state, samples
-        )
+        return sync_local(local, here, weighting, trace, has_aux, hook_state, samples)
 
     return wrapped
 

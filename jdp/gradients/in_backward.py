@@ -10,7 +10,7 @@ from jdp import compat, types
 from jdp.backward import flow
 from jdp.backward.loss import LossProgram
 from jdp.compat import origins
-from jdp.gradients import reduce, step_trace
+from jdp.gradients import reduce, reduce_options, step_trace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import buckets
 from jdp.trees.buckets import Packing
@@ -25,7 +25,7 @@ def sync_in_backward(
     *,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
 ) -> T:
@@ -50,7 +50,8 @@ def sync_in_backward(
     Returns:
       `params`. It raises what `sync_gradients` raises.
     """
-    options = reduce.make_options(axis_name, None, packing, all_reduce)
+    options = reduce_options.make_options(axis_name, None, packing, all_reduce).here()
+    axis_name = options.axis_name
     compat.axis_size(axis_name)
     weighting = step_trace.current().resolve(weight, divide_by)
     # A list of leaves: JAX describes the fields of operands by text, which a class of

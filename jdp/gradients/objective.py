@@ -18,6 +18,7 @@ from jdp.gradients import (
     averaging,
     differentiation,
     reduce,
+    reduce_options,
     step_trace,
     weighted_mean,
 )
@@ -37,7 +38,7 @@ def mean_loss(
     *,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -89,10 +90,12 @@ def mean_loss(
       ValueError where a parameter may differ between the replicas.
     """
     differentiation.check_loss(loss_fn)
-    options = reduce.make_options(axis_name, plan, packing, all_reduce)
+    options = reduce_options.make_options(axis_name, plan, packing, all_reduce)
 
     @functools.wraps(loss_fn)
     def mean(*args: Any, **kwargs: Any) -> jax.Array:
+        here = options.here()
+        axis_name = here.axis_name
         compat.axis_size(axis_name)
         of_params, params, rest = differentiation.pick_params(loss_fn, argnums, args)
         weighting = step_trace.current().resolve(weight, divide_by)
@@ -109,7 +112,7 @@ def mean_loss(
             peak = None
             if weighting is not None and program.has_narrow_range:
                 peak = _find_peak(params, weighting, axis_name)
-            own = _averaged_in_backward(params, own, facts, options, weighting, peak)
+            own = _averaged_in_backward(params, own, facts, here, weighting, peak)
             loss = compat.cast_tree_varying(program.evaluate(own)[0], axis_name)
             wide = loss if peak is None else _divided_in_backward(loss, peak)
             mean = averaging.average_weighted(wide, axis_name, lambda: weighting)

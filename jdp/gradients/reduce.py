@@ -7,53 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from jdp import compat
-from jdp.collectives import auto, xla
-from jdp.gradients import hook_reduction, option_checks, weighted_mean
+from jdp.collectives import xla
+from jdp.gradients import hook_reduction, weighted_mean
+from jdp.gradients.reduce_options import ReduceOptions
 from jdp.gradients.weighted_mean import GradientWeighting, Weighting
-from jdp.hooks.base import CommHook, Wire
+from jdp.hooks.base import Wire
 from jdp.hooks.state import avals_of
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan, LeafSpec, Packing
-from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
-
-AUTO = auto.auto_all_reduce.value
-
-
-class ReduceOptions(NamedTuple):
-    """How gradients are averaged; see `jdp.sync_gradients`."""
-
-    axis_name: AxisName
-    plan: BucketPlan | None = None
-    packing: Packing | None = None
-    all_reduce: AllReduce = xla.PLAIN
-    hook: CommHook | None = None
-
-
-def make_options(
-    axis_name: AxisName,
-    plan: BucketPlan | None,
-    packing: Packing | None,
-    all_reduce: AllReduceOption,
-    hook: CommHook | None = None,
-) -> ReduceOptions:
-    """Validates the public arguments and resolves them into `ReduceOptions`.
-
-    Raises:
-      ValueError: `all_reduce` is neither a function nor "auto", or does not sum;
-        `packing` is unknown, or "tuple" with a hook or an `all_reduce` that packs.
-      TypeError: `plan` is not a plan, or `hook` is not a hook.
-    """
-    if hook is not None or packing is not None:
-        option_checks.check_hook(hook, packing)
-    return ReduceOptions(
-        axis_name,
-        plan if plan is None else option_checks.check_plan(plan),
-        packing,
-        AUTO
-        if isinstance(all_reduce, str) and all_reduce == "auto"
-        else option_checks.find_all_reduce(all_reduce, packing),
-        hook,
-    )
+from jdp.types import AllReduce, AxisName, PyTree
 
 
 def choose_route(

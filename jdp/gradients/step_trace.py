@@ -21,6 +21,7 @@ from jdp.compat import trace_reuse
 from jdp.gradients import (
     hook_reduction,
     reduce,
+    reduce_options,
     step_warnings,
     weighted_mean,
 )
@@ -89,6 +90,10 @@ class StepTrace:
     synchronizations: list[Synchronization] = dataclasses.field(default_factory=list)
     weighting: StepWeighting = dataclasses.field(default_factory=StepWeighting)
     warns_at_once: bool = False  # whether nothing reads the facts after the trace.
+    # Whether to find which metrics may differ between replicas, also where there is one
+    # replica; and by leaf whether they do.
+    needs_differing: bool = False
+    differing: list[bool] | None = None
 
     def add_loss(self, facts: LossFacts) -> None:
         """Notes a loss that was traced."""
@@ -250,7 +255,7 @@ def running(trace: StepTrace, ambient: Weighting | None = None) -> Iterator[None
 
 
 def facts_of(
-    program: LossProgram, axis_name: AxisName = "data", *, finds_unused: bool = False
+    program: LossProgram, axis_name: AxisName, *, finds_unused: bool = False
 ) -> LossFacts:
     """Returns the facts about a loss, read from its program."""
     exchanges = program.exchanges(types.as_axis_names(axis_name))
@@ -294,7 +299,7 @@ def _describe_routes(
         return "flat", label
     if options.all_reduce is xla.PLAIN:
         return options.packing or buckets.default_packing(), label
-    if options.all_reduce is not reduce.AUTO:
+    if options.all_reduce is not reduce_options.AUTO:
         return "flat", label
     routes = [
         reduce.choose_route([plan.leaves[i] for i in bucket], options)

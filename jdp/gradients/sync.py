@@ -12,6 +12,7 @@ from jdp.gradients import (
     differentiation,
     noise,
     reduce,
+    reduce_options,
     step_trace,
     used_flags,
 )
@@ -33,6 +34,7 @@ from jdp.gradients.signatures import (
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
+from jdp.replicas import axes
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
@@ -108,7 +110,7 @@ def local_gradients(
     has_aux: bool = False,
     find_unused: bool = False,
     allow_int: bool = False,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
 ) -> Any:
     """`jax.value_and_grad` over this replica's own samples.
 
@@ -126,7 +128,7 @@ def local_gradients(
       has_aux: whether `loss_fn` returns a pair.
       find_unused: whether to return which parameters this replica used.
       allow_int: see `value_and_grad`.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or with `has_aux`
@@ -144,7 +146,7 @@ def local_gradients(
         local = differentiation.differentiate(
             differentiation.pick_params(loss_fn, argnums, args),
             kwargs,
-            axis_name,
+            axes.find(axis_name),
             step_trace.current(),
             has_aux=has_aux,
             find_unused=find_unused,
@@ -236,7 +238,7 @@ def sync_gradients(
     used: PyTree | None = None,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -268,7 +270,7 @@ def sync_gradients(
         that each sample counts the same. "active": the number of replicas with data,
         each of which counts the same. "world": the number of all replicas; replicas
         without data make the step smaller.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
       plan: which leaves travel together. None: `plan_buckets(grads)`, on CPU without
         the small first bucket.
       packing: "flat" concatenates a bucket into one buffer; "tuple" sends its leaves
@@ -301,7 +303,9 @@ def sync_gradients(
         `find_norms` is not a bool.
     """
     types.check_flags(find_norms=find_norms)
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+    options = reduce_options.make_options(
+        axis_name, plan, packing, all_reduce, hook
+    ).here()
     trace = step_trace.current()
     weighting = trace.resolve(weight, divide_by)
     samples = noise.count_samples(weight, weighting) if find_norms else None

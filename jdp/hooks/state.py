@@ -23,7 +23,7 @@ def init_state(
     grads: PyTree,
     *,
     plan: BucketPlan | None = None,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     world: World | None = None,
 ) -> State:
     """Makes the state of a hook, to be kept in the train state.
@@ -41,7 +41,7 @@ def init_state(
         dtype float0.
       plan: the bucket plan of the step; None: `jdp.plan_buckets(grads)`, which is also
         the default of the step.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
       world: the replicas; None: the world of `jdp.init`.
 
     Returns:

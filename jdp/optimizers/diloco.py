@@ -17,7 +17,7 @@ from jdp import compat, types
 from jdp.gradients import option_checks
 from jdp.optimizers import local_training, update_arguments
 from jdp.optimizers.local_training import LocalTraining
-from jdp.replicas import initial_state
+from jdp.replicas import axes, initial_state
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.trees import buckets
@@ -45,7 +45,7 @@ class _DiLoCoOptions(NamedTuple):
     num_fragments: int
     delay: int
     mixing: float
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the axes; (): not given.
     all_reduce: AllReduce
 
 
@@ -57,7 +57,7 @@ def diloco(
     num_fragments: int = 1,
     delay: int = 0,
     mixing: float | None = None,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     all_reduce: AllReduceOption = "auto",
     world: World | None = None,
 ) -> LocalTraining[DiLoCoState[Any]]:
@@ -95,7 +95,7 @@ def diloco(
       mixing: share of a replica's own parameters in its parameters after an outer
         step; None: 0.5 with a delay, since it has stepped on meanwhile, else 0, so that
         all replicas go on with the same.
-      axis_name: the axis, or axes, over which replicas lie.
+      axis_name: the axis, or axes, over which replicas lie; None: the world's.
       all_reduce: sums the displacements; see `jdp.sync_gradients`.
       world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
@@ -121,13 +121,14 @@ def diloco(
         weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> DiLoCoState:
-        amount = local_training.find_amount(weight, axis_name)
+        here = options._replace(names=types.as_axis_names(axes.find(axis_name)))
+        amount = local_training.find_amount(weight, here.names)
         fragments = cut_fragments(
             jax.tree.leaves(state.outer_params), options.num_fragments
         )
         averages: dict[str, jax.Array] = {}
         if options.delay:
-            state, averages = _send(state, fragments, options)
+            state, averages = _send(state, fragments, here)
         params, inner = local_training.step_apart(
             tx, grads, state.params, state.inner, amount, extra_args
         )
@@ -138,8 +139,8 @@ def diloco(
             step=state.step + 1,
         )
         if not options.delay:
-            state, averages = _send(state, fragments, options)
-        return _apply(state, averages, fragments, options)
+            state, averages = _send(state, fragments, here)
+        return _apply(state, averages, fragments, here)
 
     init = functools.partial(_init, tx, options, axis_name, world)
     return LocalTraining(init, update)
@@ -151,7 +152,7 @@ def _make_options(
     num_fragments: int,
     delay: int,
     mixing: float | None,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     all_reduce: AllReduceOption,
 ) -> _DiLoCoOptions:
     """Validates the public arguments and resolves them into `_DiLoCoOptions`."""
@@ -170,7 +171,7 @@ def _make_options(
         num_fragments,
         delay,
         (0.5 if delay else 0.0) if mixing is None else mixing,
-        types.as_axis_names(axis_name),
+        () if axis_name is None else types.as_axis_names(axis_name),
         option_checks.find_all_reduce(all_reduce),
     )
 
@@ -178,19 +179,21 @@ def _make_options(
 def _init(
     tx: optax.GradientTransformation,
     options: _DiLoCoOptions,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     world: World | None,
     params: PyTree,
 ) -> Any:
+    names = types.as_axis_names(axes.find_outside(axis_name, world))
+
     def init_here(params: PyTree) -> DiLoCoState:
         params = jax.tree.map(jnp.asarray, params)
         leaves = jax.tree.leaves(params)
         fragments = cut_fragments(leaves, options.num_fragments)
-        own, inner = local_training.begin_apart(tx, params, axis_name)
+        own, inner = local_training.begin_apart(tx, params, names)
         return DiLoCoState(
             own,
             inner,
-            PerReplica(local_training.no_samples(options.num_fragments, axis_name)),
+            PerReplica(local_training.no_samples(options.num_fragments, names)),
             params,
             [options.outer_tx.init(_stepped(f, leaves)) for f in fragments],
             _nothing(leaves, fragments) if options.delay > 1 else {},
@@ -198,7 +201,7 @@ def _init(
         )
 
     return initial_state.init_on_replicas(
-        init_here, params, axis_name=axis_name, world=world
+        init_here, params, axis_name=names, world=world
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jdp.gradients import reduce, step_trace, sync, weighted_mean
+from jdp.gradients import reduce_options, step_trace, sync, weighted_mean
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.hooks.base import CommHook
@@ -22,7 +22,7 @@ def distributed_optimizer(
     tx: optax.GradientTransformation,
     *,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -66,7 +66,7 @@ def distributed_optimizer(
     update_arguments.check_optimizer(tx, "distributed_optimizer")
     step_trace.check_divide_by(divide_by)
     inner = optax.with_extra_args_support(tx)
-    options = reduce.make_options(axis_name, plan, packing, all_reduce, hook)
+    options = reduce_options.make_options(axis_name, plan, packing, all_reduce, hook)
 
     def update(
         updates: PyTree,
@@ -79,13 +79,13 @@ def distributed_optimizer(
     ) -> tuple[PyTree, Any]:
         update_arguments.check_shapes(updates, params)
         updates = outer_transforms.mark(updates, "distributed_optimizer")
+        here, trace = options.here(), step_trace.current()
         extra_args = update_arguments.check_extra(
-            extra_args, tx, distributed_optimizer, axis_name
+            extra_args, tx, distributed_optimizer, here.axis_name
         )
-        trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         old = state if isinstance(state, HookedState) else HookedState(state, None)
-        synced = sync.sync_weighted(updates, used, weighting, options, trace, old.hook)
+        synced = sync.sync_weighted(updates, used, weighting, here, trace, old.hook)
         if used is not None:
             extra_args["used"] = synced.used
 
@@ -122,6 +122,10 @@ def _init(
     if hook is None:
         return state
     hook_state = init_state(
-        hook, params, plan=options.plan, axis_name=options.axis_name, world=world
+        hook,
+        params,
+        plan=options.plan,
+        axis_name=options.axis_name or None,
+        world=world,
     )
     return HookedState(state, hook_state) if jax.tree.leaves(hook_state) else state

@@ -14,7 +14,7 @@ from jdp import compat, types
 from jdp.gradients import option_checks, used_flags, weighted_mean
 from jdp.optimizers import local_training, update_arguments
 from jdp.optimizers.local_training import LocalTraining
-from jdp.replicas import initial_state
+from jdp.replicas import axes, initial_state
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AllReduce, AllReduceOption, AxisName, PyTree
@@ -38,7 +38,7 @@ def local_sgd(
     *,
     period: int | tuple[int, int],
     warmup_steps: int = 0,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     all_reduce: AllReduceOption = "auto",
     world: World | None = None,
 ) -> LocalTraining[LocalSGDState[Any]]:
@@ -67,7 +67,8 @@ def local_sgd(
       period: steps between averages. For a pair of axes also a pair: between averages
         within a node, and between averages over all, a multiple of the first.
       warmup_steps: number of plain data-parallel steps at the start.
-      axis_name: the axis, or a pair of axes (across nodes, within a node).
+      axis_name: the axis, or a pair of axes (across nodes, within a node); None: the
+        axes of the world.
       all_reduce: sums the parameters, or gradients; see `jdp.sync_gradients`.
       world: the replicas, for `init` outside of a step; None: the world of `jdp.init`.
 
@@ -77,18 +78,17 @@ def local_sgd(
     Raises:
       ValueError: a period is below 1, a pair goes without a pair of axes, or its second
         is not a multiple of its first; `warmup_steps` is negative; `all_reduce` does
-        not sum.
+        not sum. Without `axis_name`, `init` and `update` raise for a pair.
       TypeError: `tx` is not an optimizer, or a number of steps is not an integer.
     """
     update_arguments.check_optimizer(tx, "local_sgd")
-    names = types.as_axis_names(axis_name)
     given = period if isinstance(period, Sequence) else (period,)
     periods = tuple(local_training.as_integer("period", each) for each in given)
     warmup_steps = local_training.as_integer("warmup_steps", warmup_steps)
-    _check_periods(periods, names, warmup_steps)
-    reach = _Reach(names, option_checks.find_all_reduce(all_reduce))
-    # Replicas to average over, per period: the widest last.
-    reaches = [reach._replace(names=names[-1:])] * (len(periods) == 2) + [reach]
+    _check_periods(periods, warmup_steps)
+    if axis_name is not None:
+        _check_axes(periods, axis_name)
+    by = option_checks.find_all_reduce(all_reduce)
 
     def update(
         grads: PyTree,
@@ -98,7 +98,11 @@ def local_sgd(
         weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> LocalSGDState:
-        amount = local_training.find_amount(weight, axis_name)
+        names = _check_axes(periods, axes.find(axis_name))
+        reach = _Reach(names, by)
+        # Replicas to average over, per period: the widest last.
+        reaches = [reach._replace(names=names[-1:])] * (len(periods) == 2) + [reach]
+        amount = local_training.find_amount(weight, names)
         step = state.step + 1
         later = step - warmup_steps
         counts = amount
@@ -112,24 +116,26 @@ def local_sgd(
         params, seen = _average_if_due(params, seen, later, periods, reaches)
         return LocalSGDState(PerReplica(params), inner, PerReplica(seen), step)
 
-    init = functools.partial(_init, tx, len(periods), axis_name, world)
+    init = functools.partial(_init, tx, periods, axis_name, world)
     return LocalTraining(init, update)
 
 
 def _init(
     tx: optax.GradientTransformation,
-    num_periods: int,
-    axis_name: AxisName,
+    periods: Sequence[int],
+    axis_name: AxisName | None,
     world: World | None,
     params: PyTree,
 ) -> Any:
+    names = _check_axes(periods, axes.find_outside(axis_name, world))
+
     def init_here(params: PyTree) -> LocalSGDState:
-        own, inner = local_training.begin_apart(tx, params, axis_name)
-        seen = PerReplica(local_training.no_samples(num_periods, axis_name))
+        own, inner = local_training.begin_apart(tx, params, names)
+        seen = PerReplica(local_training.no_samples(len(periods), names))
         return LocalSGDState(own, inner, seen, jnp.zeros((), jnp.int32))
 
     return initial_state.init_on_replicas(
-        init_here, params, axis_name=axis_name, world=world
+        init_here, params, axis_name=names, world=world
     )
 
 
@@ -233,18 +239,22 @@ def _mean_or_keep(tree: PyTree, reach: _Reach, amount: jax.Array) -> PyTree:
     return jax.tree.map(choose, mean, tree)
 
 
-def _check_periods(
-    periods: Sequence[int], names: tuple[str, ...], warmup_steps: int
-) -> None:
+def _check_axes(periods: Sequence[int], axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the names of the axes; a pair of periods needs a pair of them."""
+    names = types.as_axis_names(axis_name)
+    if len(periods) == 2 and len(names) != 2:
+        raise ValueError(
+            f"`period={tuple(periods)}` is for a pair of axes, across nodes and within "
+            f"a node, got `axis_name={names[0]!r}`. Make the mesh with "
+            "`jdp.init(axis_name=('node', 'data'))`."
+        )
+    return names
+
+
+def _check_periods(periods: Sequence[int], warmup_steps: int) -> None:
     if not 1 <= len(periods) <= 2 or min(periods) < 1:
         raise ValueError(
             f"`period` must be at least 1, or a pair of such, got {periods}."
-        )
-    if len(periods) == 2 and len(names) != 2:
-        raise ValueError(
-            f"`period={periods}` is for a pair of axes, across nodes and within a "
-            f"node, got `axis_name={names[0]!r}`. Make the mesh with "
-            "`jdp.init(axis_name=('node', 'data'))`."
         )
     if periods[-1] % periods[0]:
         raise ValueError(

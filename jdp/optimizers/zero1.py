@@ -13,6 +13,7 @@ from jdp.collectives.base import ReduceScatterAllGather
 from jdp.gradients import (
     hook_reduction,
     reduce,
+    reduce_options,
     step_trace,
     used_flags,
     weighted_mean,
@@ -31,7 +32,7 @@ from jdp.optimizers import (
 from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
 from jdp.optimizers.transformation import SyncedTransformation
 from jdp.optimizers.zero_state import ArrayName, InnerState, ZeroState
-from jdp.replicas import initial_state
+from jdp.replicas import axes, initial_state
 from jdp.replicas.mesh import World
 from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketPlan
@@ -42,7 +43,7 @@ def zero1(
     tx: optax.GradientTransformation,
     *,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     halves: ReduceScatterAllGather | Literal["auto"] = "auto",
     hook: CommHook | None = None,
@@ -101,7 +102,7 @@ def zero1(
     step_trace.check_divide_by(divide_by)
     _check_halves(halves)
     inner = optax.with_extra_args_support(tx)
-    options = reduce.make_options(axis_name, plan, None, "auto", hook)
+    options = reduce_options.make_options(axis_name, plan, None, "auto", hook)
 
     def update(
         updates: PyTree,
@@ -114,13 +115,14 @@ def zero1(
     ) -> tuple[PyTree, Any]:
         _check_arguments(updates, state, params)
         grads = outer_transforms.mark(updates, "zero1")
-        layout = shard_layout.find_layout(axis_name)
-        extra_args = update_arguments.check_extra(extra_args, tx, zero1, axis_name)
+        here = options.here()
+        layout = shard_layout.find_layout(here.axis_name)
+        extra_args = update_arguments.check_extra(extra_args, tx, zero1, here.axis_name)
         trace = step_trace.current()
         weighting = trace.resolve(weight, divide_by)
         trace.note(weighting)
-        by = auto.choose_halves(axis_name) if isinstance(halves, str) else halves
-        scattered = _scatter(grads, used, state.hook, options, weighting, by, layout)
+        by = auto.choose_halves(here.axis_name) if isinstance(halves, str) else halves
+        scattered = _scatter(grads, used, state.hook, here, weighting, by, layout)
         if used is not None:
             extra_args["used"] = scattered.used
         old = zero_state.unpack(state, inner, params, layout)
@@ -144,7 +146,7 @@ def _init(
     world: World | None,
     params: PyTree,
 ) -> Any:
-    axis_name = options.axis_name
+    axis_name = axes.find_outside(options.axis_name or None, world)
     names, repeats = [], {}
     if not compat.is_bound(axis_name):
         names, repeats = zero_state.find_repeats(inner, params)

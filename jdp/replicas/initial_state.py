@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import PartitionSpec
 
 from jdp import compat, types
-from jdp.replicas import agreement, comparison, mesh, per_replica, replication
+from jdp.replicas import agreement, axes, comparison, mesh, per_replica, replication
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, HostLeaf, PyTree
@@ -32,7 +32,7 @@ _ADVICE = (
 def init_on_replicas(
     init: Callable[..., T],
     *args: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     world: World | None = None,
 ) -> T:
     """Makes a state of which each replica has its own parts.
@@ -44,7 +44,8 @@ def init_on_replicas(
     Args:
       init: makes the state of one replica; it may use `axis_name`.
       *args: pytrees of host arrays, or of `jax.Array`s that are local or replicated.
-      axis_name: the axis, or axes, along which the replicas lie.
+      axis_name: the axis, or axes, along which the replicas lie; None: the axes of
+        the world.
       world: the replicas; None: the world that `jdp.init` returned. Not used inside a
         step.
 
@@ -59,13 +60,12 @@ def init_on_replicas(
       ValueError: the world has other axes.
       TypeError: `world` is not a world.
     """
+    axis_name = axes.find_outside(axis_name, world)
     if compat.is_bound(axis_name):
         names = sorted(compat.tracked_axes(axis_name))
         return per_replica.map_parts(
             init(*args), lambda x: x, lambda x: compat.cast_varying(x, names)
         )
-    if world is not None:
-        mesh.check_world(world)
     world = mesh.current_world() if world is None else world
     if types.as_axis_names(axis_name) != world.axis_names:
         raise ValueError(
@@ -118,13 +118,14 @@ def copy_per_replica(
     tree: T, *, axis_name: AxisName = ..., world: World | None = ...
 ) -> PerReplica[T]: ...
 def copy_per_replica(
-    tree: PyTree, *, axis_name: AxisName = "data", world: World | None = None
+    tree: PyTree, *, axis_name: AxisName | None = None, world: World | None = None
 ) -> PerReplica[Any]:
     """Gives every replica its own copy, which may diverge afterwards.
 
     Args:
       tree: pytree of arrays, the same on all replicas.
-      axis_name: the axis, or axes, along which the replicas lie.
+      axis_name: the axis, or axes, along which the replicas lie; None: the axes of
+        the world.
       world: the replicas; None: the world that `jdp.init` returned. Not used inside a
         step.
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import compat, types
+from jdp.replicas import sharding
 from jdp.types import AxisName, Device, HostLeaf, PyTree, Store
 
 SCALAR_ADVICE = (
@@ -50,6 +51,8 @@ class World:
     timeout_s: float
     store: Store | None
     host: str = "127.0.0.1"
+
+    shard = sharding.shard
 
     @property
     def axis_names(self) -> tuple[str, ...]:

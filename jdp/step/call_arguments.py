@@ -67,8 +67,8 @@ class CallBinder:
         """
         self._step = step
         self._name = name
-        self._static = _as_names("static_argnames", static_argnames)
-        self._replicated = _as_names("replicated_argnames", replicated_argnames)
+        self._static = as_names("static_argnames", static_argnames)
+        self._replicated = as_names("replicated_argnames", replicated_argnames)
         self.has_names = bool(self._static or self._replicated)
         # By name: the Python number of the last call, whether 64 bits were enabled, and
         # the array that it became.
@@ -323,7 +323,12 @@ def run(
     return step(state, *positional, **values)
 
 
-def _as_names(option: str, names: Names) -> tuple[str, ...]:
+def as_names(option: str, names: Names) -> tuple[str, ...]:
+    """Returns the names that an option holds.
+
+    Raises:
+      TypeError: one is not a string.
+    """
     found = (names,) if isinstance(names, str) else names
     if found is None:
         return ()

@@ -26,6 +26,7 @@ from jdp.step import (
     nan_search,
     placement,
     replica_program,
+    whole_batches,
 )
 from jdp.step.call_arguments import CallBinder, NotGiven
 from jdp.step.flat_state import FlatState
@@ -34,6 +35,7 @@ from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Program, ProgramOptions, Step
 from jdp.step.signature import A, M, P, Rest, S, StepCall, TakesOne
+from jdp.step.step_form import StepForm
 from jdp.trees import nnx_objects
 from jdp.types import PyTree
 
@@ -64,12 +66,13 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         if isinstance(step, staticmethod | classmethod):
             step = step.__func__
         functools.update_wrapper(self, step)
-        self._step = step
         self._options = options
         self.name = getattr(step, "__name__", "step")
         self._topic = f"first call of the step `{self.name}`"
+        self._form = StepForm(step, self.name, options.num_states)
+        self._step = self._form.packed
         self._binder = CallBinder(
-            step,
+            self._step,
             self.name,
             static_argnames=options.static_argnames,
             replicated_argnames=options.replicated_argnames,
@@ -120,25 +123,37 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
 
     def _call(
         self, state: PyTree = NotGiven, /, *batches: PyTree, **named: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    ) -> Any:
         """Runs one step; see `data_parallel`."""
         # `Trainer.step(trainer, state, batch)`. For `classmethod(step)`, Python 3.13
         # and later pass the class here. An object that is a pytree node is a state.
         if isinstance(state, self._owners) and jax.tree_util.all_leaves((state,)):
-            if state is NotGiven:
-                return self._call(self._binder.take_state(named), **named)
-            return self.__get__(state)._call(*batches, **named)
-        if named or self._binder.has_names:
-            batches = self._binder.bind(batches, named)
+            if state is not NotGiven:
+                return self.__get__(state)._call(*batches, **named)
+        state, batches = self._bind(state, batches, named)
         context = self.join_context
         if context is not None and context.is_enabled:
             context.notify(self)
             assert self._join_hook is not None
-            return self._join_hook.run(state, batches, has_data=True)
-        out = self.run(None, state, batches)
-        if context is not None:
-            self.last_state = out[0]
-        return out
+            out = self._join_hook.run(state, batches, has_data=True)
+        else:
+            out = self.run(None, state, batches)
+            if context is not None:
+                self.last_state = out[0]
+        return self._form.ungroup(*out)
+
+    def _bind(
+        self, state: PyTree, batches: tuple[PyTree, ...], named: dict[str, PyTree]
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """Returns the state of a call, and its other arguments; see `CallBinder`."""
+        state, batches = self._form.group(state, batches, named)
+        if state is NotGiven:
+            state = self._binder.take_state(named)
+        if named or self._binder.has_names:
+            batches = self._binder.bind(batches, named)
+        if self._options.split_batches:
+            batches = whole_batches.take_part(self.world, batches)
+        return state, batches
 
     if not TYPE_CHECKING:  # For checkers, `StepCall` has it.
         __call__ = _call
@@ -198,7 +213,8 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
                     "`example` must be the arguments of a call, `(state, *batches)`, "
                     f"got {example!r}."
                 )
-            example = example[0], *self._binder.bind(example[1:], {})
+            state, batches = self._bind(example[0], tuple(example[1:]), {})
+            example = state, *batches
             self.last_state = example[0]
         elif any(
             isinstance(x, jax.Array) and x.is_deleted()
@@ -275,9 +291,7 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         self, state: PyTree, batches: tuple[PyTree, ...], named: dict[str, PyTree]
     ) -> tuple[PyTree, ...]:
         """Returns the avals of the arguments of all processes together."""
-        if state is NotGiven:
-            state = self._binder.take_state(named)
-        arguments = self._binder.bind(batches, named)
+        state, arguments = self._bind(state, batches, named)
         self._check_is_copied(state, arguments)
         return (
             placement.state_avals(self.world, state),

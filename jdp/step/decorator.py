@@ -27,6 +27,8 @@ def data_parallel(
     static_argnames: Names = ...,
     replicated_argnames: Names = ...,
     donate_state: bool = ...,
+    split_batches: bool = ...,
+    num_states: int = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
@@ -40,6 +42,8 @@ def data_parallel(
     static_argnames: Names = ...,
     replicated_argnames: Names = ...,
     donate_state: bool = ...,
+    split_batches: bool = ...,
+    num_states: int = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
@@ -52,6 +56,8 @@ def data_parallel(
     static_argnames: Names = None,
     replicated_argnames: Names = None,
     donate_state: bool = True,
+    split_batches: bool = False,
+    num_states: int = 1,
     check_vma: bool = True,
     static_graph: bool = False,
     compiler_options: dict[str, Any] | None = None,
@@ -73,6 +79,14 @@ def data_parallel(
 
         state, metrics = step(state, x, rate=schedule(i), key=jax.random.key(i))
 
+    A step whose state has several parts takes `num_states`, and one without metrics may
+    return the state alone:
+
+        @jdp.data_parallel(num_states=2)
+        def step(params, opt_state, batch):
+            ...
+            return params, opt_state, loss
+
     Every process must call the returned step the same number of times. Before a program
     runs for the first time, the processes compare its text, the arrays that it
     captures, and the paths, shapes and dtypes of its arguments. Arguments with other
@@ -84,7 +98,8 @@ def data_parallel(
         replica, except for its `jdp.PerReplica` parts. A metric that is the same on
         all replicas is returned unchanged. Metrics that differ are averaged (integers
         and booleans in JAX's default float dtype), unless they are in a
-        `jdp.PerReplica`, which is returned with one row per replica.
+        `jdp.PerReplica`, which is returned with one row per replica. Metric objects of
+        clu and nnx are merged, see `jdp.merge_metrics`.
       world: the replicas; by default the world that `jdp.init` returned, read at the
         first call.
       static_argnames: names of arguments that are part of the program, as in `jax.jit`:
@@ -98,6 +113,10 @@ def data_parallel(
         data.
       donate_state: whether the new state reuses the memory of the state passed in. A
         donated state cannot be used again.
+      split_batches: whether every process passes the same whole batch, of which its
+        replicas take their part. False: each process passes its own samples.
+      num_states: number of arguments, at the front, that are the state. The step
+        returns as many new states, and then its metrics.
       check_vma: whether the program must prove that the new state is the same on all
         replicas. jdp follows each value from the batches to the new state, through
         control flow; a reduction over the axis makes a value the same everywhere. Pass
@@ -112,13 +131,14 @@ def data_parallel(
         defaults.
 
     Returns:
-      A callable `(state, *batches, **more) -> (state, metrics)`. The state is any tree
-      that `jdp.replicate` takes. Each batch is a pytree of host arrays with the samples
-      of this process, or a result of `jdp.global_batch`. Arguments are passed by
-      position or by the names of the parameters of `step`.
+      A callable with the arguments and results of `step`. The state is any tree that
+      `jdp.replicate` takes. Each batch is a pytree of host arrays with the samples of
+      this process, or a result of `jdp.global_batch`. Arguments are passed by position
+      or by the names of the parameters of `step`.
 
     Raises:
-      ValueError: a name in an option is not a parameter of the step.
+      ValueError: a name in an option is not a parameter of the step, or the step has
+        fewer than `num_states` parameters.
       TypeError: `step` is not a function, or an option has the wrong type.
       TypeError: from a call: the step does not take such an argument; a leaf is not an
         array; or a metric is not a number, or differs and has no mean.
@@ -136,6 +156,8 @@ def data_parallel(
         static_argnames=static_argnames,
         replicated_argnames=replicated_argnames,
         donate_state=donate_state,
+        split_batches=split_batches,
+        num_states=num_states,
         check_vma=check_vma,
         static_graph=static_graph,
         compiler_options=compiler_options,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jdp import types
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.step.call_arguments import Names
@@ -19,6 +20,8 @@ class StepOptions:
     static_argnames: Names
     replicated_argnames: Names
     donate_state: bool
+    split_batches: bool
+    num_states: int
     check_vma: bool
     static_graph: bool
     compiler_options: dict[str, Any] | None
@@ -26,19 +29,22 @@ class StepOptions:
     def __post_init__(self) -> None:
         """Checks all options but the names, which `CallBinder` checks.
 
-        Raises:
-          TypeError: an option has the wrong type.
+          Raises:
+            TypeError: an option has the wrong type.
+        ValueError: `num_states` is below 1.
         """
         if self.world is not None:
             mesh.check_world(self.world)
         flags = {
             "donate_state": self.donate_state,
+            "split_batches": self.split_batches,
             "check_vma": self.check_vma,
             "static_graph": self.static_graph,
         }
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+        types.as_count(self.num_states, "num_states", least=1)
         options = self.compiler_options
         if not (options is None or isinstance(options, dict)):
             raise TypeError(

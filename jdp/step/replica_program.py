@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec
 from jdp import compat
 from jdp.backward import flow
 from jdp.collectives.shared_memory import ordered
-from jdp.gradients import averaging, step_trace
+from jdp.gradients import averaging, metric_objects, step_trace
 from jdp.gradients.step_trace import StepTrace, StepWeighting
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import per_replica
+from jdp.replicas import axes, per_replica
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import Outline
 from jdp.step import (
@@ -120,7 +120,7 @@ def trace_step(
       trace: collects the facts about the step.
 
     Raises:
-      TypeError: the step does not return a pair, or a metric is not a number.
+      TypeError: a metric is not a number.
       ValueError: the new state differs between replicas, a metric has one row per
         sample, a collective is in control flow that replicas decide differently, or it
         is unclear which numbers of a draw belong to a replica.
@@ -128,6 +128,9 @@ def trace_step(
     world = options.world
     traced, outlines = _trace(step, options, state, batches, trace)
     if world.num_replicas == 1:
+        if trace.needs_differing:
+            spreads = _find_spreads(traced, outlines, world)
+            trace.differing = [bool(spread.axes) for spread in spreads.metrics]
         traced = trivial_collectives.remove(traced, world.axis_names)
         return _make_program(traced, outlines, _find_weighed(outlines), world)
 
@@ -137,7 +140,7 @@ def trace_step(
     traced = sample_draws.take_parts(traced, world, batches, trace_other)
     spreads = _find_spreads(traced, outlines, world)
     _check_state(traced, outlines, spreads, options, trace)
-    differing = _check_metrics(outlines, spreads.metrics, world)
+    trace.differing = differing = _check_metrics(outlines, spreads.metrics, world)
     return _make_program(traced, outlines, differing, world)
 
 
@@ -217,8 +220,17 @@ def _run_on_replica(
         ambient = Weighting(batches[0][0], options.divide_by)
         batches = batches[1:]
     try:
-        with step_trace.running(trace, ambient), ordered.tracing_body():
-            out = step(state, *batches)
+        axis_name = options.world.axis_name
+        with (
+            step_trace.running(trace, ambient),
+            axes.inside_step(axis_name),
+            ordered.tracing_body(),
+        ):
+            state, metrics = step(state, *batches)
+            if metric_objects.has_metric_objects(metrics):
+                metrics = metric_objects.merge_over_replicas(
+                    metrics, axis_name, trace.weighting.of_metrics()
+                )
     except NameError as error:
         if "axis name" in str(error):
             error.add_note(
@@ -227,13 +239,6 @@ def _run_on_replica(
                 "collectives, or choose another one with `jdp.init(axis_name=...)`."
             )
         raise
-    if not isinstance(out, tuple) or len(out) != 2:
-        got = f"{len(out)} values" if type(out) is tuple else type(out).__name__
-        raise TypeError(
-            f"The step must return a pair `(state, metrics)`, got {got}. Return "
-            "`(state, {})` if there are no metrics."
-        )
-    state, metrics = out
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
         _check_is_array(jax.tree_util.keystr(path) or "(root)", leaf)
     counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))

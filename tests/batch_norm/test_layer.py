@@ -36,7 +36,7 @@ def _uneven(n, features=3, mean=1.0, size=6):
     return x, weight
 
 
-def _options(x, axis_name=AXIS, *, axis=-1, one_pass=True):
+def _options(x, axis_name=layer.DEFAULT_AXIS, *, axis=-1, one_pass=True):
     return layer.make_options(
         x,
         axis=axis,
@@ -48,7 +48,9 @@ def _options(x, axis_name=AXIS, *, axis=-1, one_pass=True):
     )
 
 
-def _layer(affine, x, *, weight=None, mask=None, axis_name=AXIS, one_pass=True):
+def _layer(
+    affine, x, *, weight=None, mask=None, axis_name=layer.DEFAULT_AXIS, one_pass=True
+):
     options = _options(x, axis_name, one_pass=one_pass)
     inputs = layer.count_samples(x, options, weight=weight, mask=mask)
     running = jax.tree.map(jnp.asarray, RUNNING)

@@ -325,7 +325,10 @@ def test_fragments_have_about_the_same_bytes_and_keep_their_order():
     ("make", "message"),
     [
         (lambda: jdp.local_sgd(optax.sgd(1), period=0), "`period` must be at least 1"),
-        (lambda: jdp.local_sgd(optax.sgd(1), period=(2, 4)), "pair of axes"),
+        (
+            lambda: jdp.local_sgd(optax.sgd(1), period=(2, 4), axis_name="data"),
+            "pair of axes",
+        ),
         (
             lambda: jdp.local_sgd(
                 optax.sgd(1), period=(2, 5), axis_name=("node", "data")

@@ -1,0 +1,1 @@
+"""Evaluation: the metrics of a model, without a train state."""

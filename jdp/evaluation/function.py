@@ -1,0 +1,175 @@
+"""Replicated function: what happens at a call of an evaluation on all replicas?"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp.evaluation import sample_by_sample
+from jdp.evaluation.call_batches import CallBatches
+from jdp.evaluation.results import Evaluated, ResultFacts, Totals, take_local
+from jdp.gradients import reduced_values, step_trace, weighted_mean
+from jdp.gradients.weighted_mean import Weighting
+from jdp.join import uneven_batches
+from jdp.replicas.mesh import World
+from jdp.step import methods
+from jdp.step.data_parallel import DataParallelStep
+from jdp.step.options import StepOptions
+from jdp.types import PyTree
+
+T = TypeVar("T")
+
+
+class ReplicatedFunction(Generic[T]):
+    """Function on all replicas, as `jdp.replicated` returns it."""
+
+    def __init__(self, fn: Callable[..., T], options: StepOptions):
+        """Use `jdp.replicated`."""
+        if not callable(fn):
+            raise TypeError(
+                "`fn` must be a function `(params, *batches) -> metrics`, got "
+                f"{type(fn).__name__}. Pass options by name: "
+                "`jdp.replicated(fn, world=world)`."
+            )
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._options = options
+        self._name = getattr(fn, "__name__", "function")
+        self._calls = CallBatches(fn, self._name, options)
+        own = dataclasses.replace(options, split_batches=False)  # `CallBatches` does.
+        self._step = DataParallelStep(self._make_step(), own)
+        self._bound = methods.PerObject(
+            lambda owner: ReplicatedFunction(methods.bind_weakly(fn, owner), options),
+            _Method,
+            what=f"The function `{self._name}`",
+        )
+
+    def __get__(
+        self, instance: Any, owner: type | None = None
+    ) -> "ReplicatedFunction[T]":
+        """Returns the function of an object, for a function that is a method."""
+        return self if instance is None else self._bound.of(instance)
+
+    @property
+    def world(self) -> World:
+        """The replicas that the function runs on."""
+        return self._step.world
+
+    def __call__(
+        self,
+        params: PyTree,
+        /,
+        *batches: PyTree,
+        weight: jax.typing.ArrayLike | None = None,
+        **named: PyTree,
+    ) -> T:
+        """Runs the function on one batch; see `jdp.replicated`."""
+        return take_local(self._run(params, batches, weight, named).values)
+
+    def over(self, params: PyTree, batches: Iterable[PyTree], /, **named: PyTree) -> T:
+        """Runs the function on many batches, and returns the results on all of them.
+
+        Every process calls it, with its own batches: any number of any sizes, read
+        through `jdp.join_batches`. Each sample counts the same. Numbers are averaged
+        over all samples, results of `jdp.sum_over_replicas` are added up, and metric
+        objects of clu and nnx are merged.
+
+        Args:
+          params: see `jdp.replicated`.
+          batches: an iterable of batches; tuples if the function takes several.
+          **named: further arguments, the same in each call.
+
+        Returns:
+          The results, as the function returns them for one batch.
+
+        Raises:
+          ValueError: there is no batch on any process; or the function reduces a number
+            over the replicas of one batch itself, so that it is not known how batches
+            add up.
+        """
+        totals = Totals(self._name)
+        loop = uneven_batches.join_batches(batches, world=self.world)
+        for batch, weight in loop:
+            arguments = self._calls.as_arguments(batch, named)
+            totals.add(self._run(params, arguments, weight, dict(named)))
+        return totals.finish()
+
+    def _run(
+        self,
+        params: PyTree,
+        batches: tuple[PyTree, ...],
+        weight: jax.typing.ArrayLike | None,
+        named: dict[str, PyTree],
+    ) -> Evaluated:
+        call = self._calls.prepare(self.world, params, batches, weight, named)
+        _, evaluated = self._step(params, call.weight, *call.batches, **call.named)
+        return evaluated
+
+    def _make_step(self) -> Callable[..., Any]:
+        """Returns the step of one replica, whose new state is empty."""
+
+        @functools.wraps(self._fn)
+        def step(
+            params: PyTree, weight: jax.Array | None, *batches: PyTree, **named: PyTree
+        ) -> tuple[tuple[()], Evaluated]:
+            trace = step_trace.current()
+            trace.needs_differing = True
+            bound = self._calls.signature.bind(params, *batches, **named)
+            if weight is None or self._calls.takes_weight:
+                values, kinds = self._run_on_batch(bound, weight)
+            else:
+                values, kinds = self._run_on_samples(bound, weight)
+            total = None
+            if weight is not None:
+                amount = weighted_mean.nan_if_negative(weight).sum()
+                trace.note(Weighting(amount, "weight"))
+                total = lax.psum(amount, self.world.axis_names)
+            return (), Evaluated(values, total, ResultFacts(kinds, trace))
+
+        step.__signature__ = self._calls.step_signature  # pyright: ignore
+        return step
+
+    def _run_on_batch(
+        self, bound: inspect.BoundArguments, weight: jax.Array | None
+    ) -> tuple[PyTree, list[Any]]:
+        if weight is not None:
+            bound = self._calls.with_weight(bound, weight)
+        with reduced_values.collected() as noted:
+            values = self._fn(*bound.args, **bound.kwargs)
+        leaves = jax.tree.leaves(values)
+        return values, [reduced_values.kind_of(x, noted) for x in leaves]
+
+    def _run_on_samples(
+        self, bound: inspect.BoundArguments, weight: jax.Array
+    ) -> tuple[PyTree, list[Any]]:
+        batch = self._calls.batches_of(bound)
+
+        def on_sample(sample: dict[str, PyTree]) -> PyTree:
+            given = self._calls.with_batches(bound, sample)
+            return self._fn(*given.args, **given.kwargs)
+
+        amounts = weighted_mean.nan_if_negative(jnp.asarray(weight))
+        found = sample_by_sample.run(
+            on_sample, batch, amounts, self.world.axis_names, self._name
+        )
+        return found.values, list(found.kinds)
+
+
+class _Method(ReplicatedFunction[T]):
+    """Function of one object: shares its core's attributes and holds the object."""
+
+    __slots__ = ("__self__",)
+
+    def __init__(self, core: ReplicatedFunction[T], owner: Any):
+        object.__setattr__(self, "__dict__", core.__dict__)
+        self.__self__ = owner
+
+    def __get__(
+        self, instance: Any, owner: type | None = None
+    ) -> "ReplicatedFunction[T]":
+        return self
