@@ -329,6 +329,8 @@ def data_parallel(
         static_argnames=static_argnames,
         replicated_argnames=replicated_argnames,
         donate_state=donate_state,
+        split_batches=False,
+        num_states=1,
         check_vma=check_vma,
         static_graph=static_graph,
         compiler_options=compiler_options,

@@ -29,9 +29,9 @@ class StepOptions:
     def __post_init__(self) -> None:
         """Checks all options but the names, which `CallBinder` checks.
 
-          Raises:
-            TypeError: an option has the wrong type.
-        ValueError: `num_states` is below 1.
+        Raises:
+          TypeError: an option has the wrong type.
+          ValueError: `num_states` is below 1.
         """
         if self.world is not None:
             mesh.check_world(self.world)

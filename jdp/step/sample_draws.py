@@ -164,6 +164,7 @@ class _Copies:
         body, _ = flow.open_jaxpr(value)
         if body is not value:
             return value.replace(jaxpr=self.of_value(body))
+        assert isinstance(value, Jaxpr)
         return value.replace(eqns=list(map(self._of_equation, value.eqns)))
 
     def _of_equation(self, eqn: Any) -> Any:
