@@ -171,6 +171,35 @@ def sharded_program(jaxpr: Any) -> tuple[Any, list[frozenset[str]]]:
     return eqn.params["jaxpr"], split
 
 
+def put_together(closed: Any, out_specs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Returns a function that runs a jaxpr whose `shard_map` gets other results.
+
+    Args:
+      closed: closed jaxpr whose results are the results of its only `shard_map`, in
+        their order, each of a type that varies over no axis.
+      out_specs: a `PartitionSpec` for each result.
+    """
+    params = {"out_specs": tuple(out_specs)}
+
+    def run(*operands: Any) -> list[Any]:
+        jaxpr = closed.jaxpr
+        known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        known.update(zip(jaxpr.invars, operands, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, core.Literal) else known[var]
+
+        results: list[Any] = []
+        for eqn in jaxpr.eqns:
+            is_mapped = eqn.primitive.name == "shard_map"
+            changed = eqn.replace(params=eqn.params | params) if is_mapped else eqn
+            results = bind_equation(changed, [read(v) for v in eqn.invars])
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    return run
+
+
 def touches_reference(eqn: Any) -> bool:
     """Returns whether an equation reads or writes a mutable array."""
     return any(isinstance(effect, state_types.RefEffect) for effect in eqn.effects)

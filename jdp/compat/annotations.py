@@ -89,6 +89,26 @@ ad.deflinear2(_replicated_p, _replicated_transpose)
 batching.primitive_batchers[_replicated_p] = _replicated_batch
 
 
+def forget_axes(x: jax.Array) -> jax.Array:
+    """Returns `x` with a type that varies over no mesh axis, though its values may.
+
+    For the results of a program of one device, until it is known how they are put
+    together. It is not differentiated.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(x)
+        return jax.random.wrap_key_data(forget_axes(jax.random.key_data(x)), impl=impl)
+    return _forgetful_p.bind(x) if varying_axes(x) else x
+
+
+_forgetful_p = Primitive("jdp_forget_axes")
+_forgetful_p.def_impl(lambda x: x)
+_forgetful_p.def_abstract_eval(
+    lambda aval: aval.update(manual_axis_type=aval.mat.update(varying=frozenset()))
+)
+mlir.register_lowering(_forgetful_p, lambda ctx, x: [x])
+
+
 def expect_same(x: jax.Array, axis_names: Sequence[str], message: str) -> jax.Array:
     """Returns `x`, which must be the same over `axis_names`; no data moves.
 

@@ -311,6 +311,8 @@ def run(
     replicated = call.replicated
     if world.process_count > 1:
         replicated = buffers.sync_buffers(replicated, axis_name=world.axis_name)
+    if world.manual_axes:
+        replicated = compat.cast_tree_varying(replicated, world.axis_name)
     leaves, treedef = jax.tree.flatten(replicated)
     leaves = [
         compat.as_weak(x) if is_weak else x

@@ -22,6 +22,7 @@ from jdp.step import (
     nan_search,
     placement,
     replica_program,
+    state_layouts,
 )
 from jdp.step.call_arguments import CallBinder, NotGiven
 from jdp.step.flat_state import FlatState
@@ -29,6 +30,7 @@ from jdp.step.join_hook import StepJoinHook
 from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Program, ProgramOptions, Step
+from jdp.step.state_layouts import Layouts
 from jdp.types import PyTree
 
 _logger = logging.getLogger("jdp")
@@ -136,7 +138,7 @@ class DataParallelStep(Joinable):
     def _call_limit(self) -> progress.CallLimit:
         world = self.world
         is_cpu = world.mesh.devices.flat[0].platform == "cpu"
-        counts = world.process_count, world.num_local_replicas
+        counts = world.process_count, len(world.local_devices)
         return progress.CallLimit(is_needed=is_cpu and min(counts) > 1)
 
     def join_hook(
@@ -199,8 +201,12 @@ class DataParallelStep(Joinable):
           **named: see `trace`.
         """
         avals = self._avals(state, batches, named)
-        compiled = self._options.compile(self._step_of(None), self.name)
-        return compiled.lower(*avals)
+        layouts = state_layouts.of_state(self.world, avals[0])
+
+        def run(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
+            return self._core._trace(None, layouts, state, *batches)[:2]
+
+        return self._options.compile(run, self.name).lower(*avals)
 
     @mesh.without_ambient
     def fingerprint(
@@ -220,7 +226,8 @@ class DataParallelStep(Joinable):
         with auto.without_measuring():
             state, *arguments = self._avals(state, batches, named)
             unread = StepTrace(warns_at_once=True)
-            program = self._shard(None, state, tuple(arguments), unread)
+            layouts = state_layouts.of_state(self.world, state)
+            program = self._shard(None, layouts, state, tuple(arguments), unread)
         constants = captured.find(program.jaxprs)
         return f"{program}\ncaptured arrays: {constants.digest.hex()}"
 
@@ -240,7 +247,8 @@ class DataParallelStep(Joinable):
         trace = StepTrace()
         with auto.without_measuring():
             state, *arguments = self._avals(state, batches, named)
-            self._shard(None, state, tuple(arguments), trace)
+            layouts = state_layouts.of_state(self.world, state)
+            self._shard(None, layouts, state, tuple(arguments), trace)
         return trace
 
     def _avals(
@@ -285,28 +293,32 @@ class DataParallelStep(Joinable):
         return placer.place(world, state), batches
 
     def _jit(self, divide_by: DivideBy | None) -> Any:
-        """Returns the compiled step of flat states; see `_step_of`."""
+        """Returns the compiled step of flat states; see `_trace`."""
         if divide_by not in self._jitted:
-            step = self._placer.structures.take_flat(self._step_of(divide_by))
+            # The core's method: compiled code must not keep an object alive.
+            trace = functools.partial(self._core._trace, divide_by)
+            step = self._placer.structures.take_flat(trace)
             self._jitted[divide_by] = self._options.compile(step, self.name)
         return self._jitted[divide_by]
 
-    def _step_of(self, divide_by: DivideBy | None) -> Step:
-        """Returns the step of all replicas; a divisor puts weights before batches."""
-        # The core's method: compiled code must not keep an object alive.
-        return functools.partial(self._core._trace, divide_by)
-
     def _trace(
-        self, divide_by: DivideBy | None, state: PyTree, *batches: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """Traces the step, and compares the program before it can be compiled."""
+        self,
+        divide_by: DivideBy | None,
+        layouts: Layouts,
+        state: PyTree,
+        *batches: PyTree,
+    ) -> tuple[PyTree, PyTree, Layouts]:
+        """Traces the step, and compares the program before it can be compiled.
+
+        A divisor puts weights before the batches.
+        """
         self._placer.note_other_program()
         world = self.world
         arguments = {"state": state, **call_arguments.by_name(batches)}
         nan_search.check_is_tracing(self.name, arguments)
         with agreement.reporting(world, self._topic, is_local=True):
             trace = StepTrace()
-            program = self._shard(divide_by, state, batches, trace)
+            program = self._shard(divide_by, layouts, state, batches, trace)
             if self._last_trace is None and world.is_main_process:
                 skipped = 0 if divide_by is None else 1  # the marks of `run`.
                 call_arguments.warn_of_unequal_lengths(world, batches[skipped:])
@@ -315,7 +327,7 @@ class DataParallelStep(Joinable):
             world, program, arguments, topic=self._topic, jaxprs=program.jaxprs
         )
         self._is_compared = True
-        return program.run(state, batches)
+        return *program.run(state, batches), program.layouts
 
     def _check_graph(self, trace: StepTrace) -> None:
         """Compares a trace with the last one; warns about the first."""
@@ -339,11 +351,13 @@ class DataParallelStep(Joinable):
     def _shard(
         self,
         divide_by: DivideBy | None,
+        layouts: Layouts,
         state: PyTree,
         batches: tuple[PyTree, ...],
         trace: StepTrace,
     ) -> Program:
-        options = ProgramOptions(self.world, divide_by, self._options.check_vma)
+        is_proven = self._options.check_vma
+        options = ProgramOptions(self.world, divide_by, is_proven, layouts)
         step = functools.partial(call_arguments.run, self._step, self.world)
         return replica_program.trace_step(step, options, state, batches, trace)
 

@@ -18,13 +18,19 @@ from jax.sharding import PartitionSpec
 from jdp import compat
 from jdp.backward import flow
 from jdp.gradients import averaging, step_trace
-from jdp.gradients.step_trace import StepTrace, StepWeighting
+from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import per_replica
+from jdp.replicas import device_program, layouts, per_replica
 from jdp.replicas.mesh import World
-from jdp.replicas.per_replica import Outline
-from jdp.step import call_arguments, sameness, spread_reasons, trivial_collectives
-from jdp.step.sameness import Spread
+from jdp.step import (
+    call_arguments,
+    manual_results,
+    result_checks,
+    state_layouts,
+    trivial_collectives,
+)
+from jdp.step.result_checks import StepOutlines
+from jdp.step.state_layouts import Layouts
 from jdp.types import PyTree
 
 Step = Callable[..., tuple[PyTree, PyTree]]
@@ -37,25 +43,35 @@ class ProgramOptions(NamedTuple):
     # Inside a `jdp.Join`; then the first batch marks the replicas with data.
     divide_by: DivideBy | None
     is_proven: bool  # whether the program must prove that the new state is the same.
+    layouts: Layouts = None  # of the state.
 
 
 class Program:
     """Traced step of all replicas; the processes compare its text."""
 
-    def __init__(self, step: Any, averaging: Any | None, outlines: "_StepOutlines"):
+    def __init__(
+        self,
+        world: World,
+        step: Any,
+        averaging: Any | None,
+        outlines: "StepOutlines",
+    ):
         """Use `trace_step`.
 
         Args:
+          world: the replicas.
           step: closed jaxpr: leaves of state and batches -> leaves of the new state,
             and the metrics of each replica.
           averaging: closed jaxpr: shared metrics of each replica -> their means; None
             if every metric is in a `jdp.PerReplica`.
           outlines: the results of the step.
         """
+        self._world = world
         self._step = step
         self._averaging = averaging
         self._state = outlines.state
         self._metrics = outlines.metrics
+        self.layouts = outlines.layouts  # of the new state.
 
     def __str__(self) -> str:
         """Returns the text of both jaxprs."""
@@ -70,6 +86,7 @@ class Program:
         """Returns the new state and the metrics of the step."""
         results = _run(self._step, jax.tree.leaves((state, batches)))
         leaves, (shared, own), amount = self.split(results)
+        leaves = state_layouts.pin(self._world, leaves, self.layouts)
         if self._averaging is not None:
             shared = _run(self._averaging, [*shared, *amount])
         metrics = per_replica.merge_leaves(self._metrics.are_own, shared, own)
@@ -119,58 +136,67 @@ def trace_step(
     """
     world = options.world
     split = PartitionSpec(world.axis_names)
-    traces: list[_StepOutlines] = []
+    traces: list[StepOutlines] = []
     treedef = jax.tree.structure(state)
 
     def run(leaves: list[Any], *batches: PyTree) -> Any:
+        if world.manual_axes:  # Derivatives are of one replica, as elsewhere.
+            leaves = compat.cast_tree_varying(leaves, world.axis_name)
         state = per_replica.enter(jax.tree.unflatten(treedef, leaves))
+        before = per_replica.outline(state)
         new_state, metrics, counts = _run_on_replica(
             step, options, state, batches, trace
         )
         trees = per_replica.outline(new_state), per_replica.outline(metrics)
         weighting = trace.weighting.noted
         trace.weighting = trace.weighting.without_arrays()
-        traces.append(_StepOutlines(*trees, trace.weighting, counts))
+        found = state_layouts.after(world, before, options.layouts, trees[0])
+        traces.append(StepOutlines(*trees, trace.weighting, counts, found))
         shared, own = per_replica.split_leaves(per_replica.leave(new_state))
         amounts = [] if weighting is None else [weighting.amount]
         raw = [*jax.tree.leaves(metrics), *amounts]
         return shared, own, [jnp.asarray(x)[None] for x in raw]
 
-    mapped = jax.shard_map(
-        run,
-        mesh=world.mesh,
-        in_specs=(
-            per_replica.specs(state, world.axis_names),
-            *call_arguments.specs(batches, world.axis_names),
-        ),
-        out_specs=(PartitionSpec(), split, split),
-        check_vma=False,
-    )
-    traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
-    outlines = traces[-1]
+    if world.manual_axes:
+        program = device_program.trace(
+            world,
+            lambda *args: jax.tree.leaves(run(*args)),
+            _in_specs(world, options.layouts, state, batches),
+            (jax.tree.leaves(state), *batches),
+        )
+        traced, outlines = manual_results.put_together(program, traces[-1], world)
+    else:
+        mapped = jax.shard_map(
+            run,
+            mesh=world.mesh,
+            in_specs=_in_specs(world, options.layouts, state, batches),
+            out_specs=(PartitionSpec(), split, split),
+            axis_names=world.program_axes,
+            check_vma=False,
+        )
+        traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
+        outlines = traces[-1]
     if world.num_replicas == 1:
+        differing = result_checks.find_weighed(outlines)
         traced = trivial_collectives.remove(traced, world.axis_names)
-        return _make_program(traced, outlines, _find_weighed(outlines), world)
-    spreads = _find_spreads(traced, outlines, world)
-    _check_state(traced, outlines, spreads, options, trace)
-    differing = _check_metrics(outlines, spreads.metrics, world)
+        return _make_program(traced, outlines, differing, world)
+    spreads = result_checks.find_spreads(traced, outlines, world)
+    result_checks.check_state(
+        traced, outlines, spreads, world, trace, is_proven=options.is_proven
+    )
+    differing = result_checks.check_metrics(outlines, spreads.metrics, world)
     return _make_program(traced, outlines, differing, world)
 
 
-class _StepOutlines(NamedTuple):
-    """Results of the step of one replica, without the arrays of its trace."""
-
-    state: Outline
-    metrics: Outline
-    weighting: StepWeighting
-    sample_counts: frozenset[int]  # the lengths of this replica's batches.
-
-
-class _ResultSpreads(NamedTuple):
-    """Possible differences of the results between replicas."""
-
-    state: list[Spread]  # per leaf that is not in a `jdp.PerReplica`.
-    metrics: list[Spread]  # per leaf.
+def _in_specs(
+    world: World, found: Layouts, state: PyTree, batches: tuple[PyTree, ...]
+) -> tuple[PyTree, ...]:
+    """Returns how the arguments of the step of one device are cut."""
+    if found is None:
+        specs = per_replica.specs(state, world.axis_names)
+    else:
+        specs = [layouts.keep(spec, world.program_axes) for spec in found]
+    return specs, *call_arguments.specs(batches, world.axis_names)
 
 
 def _with_paths(tree: PyTree) -> list[tuple[str, Any]]:
@@ -234,93 +260,6 @@ def _check_is_array(path: str, leaf: Any) -> None:
     )
 
 
-def _find_spreads(traced: Any, outlines: _StepOutlines, world: World) -> _ResultSpreads:
-    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
-    spreads = sameness.find_spreads(body, inputs, world.axis_names)
-    first = len(outlines.state.leaves)
-    end = first + len(outlines.metrics.leaves)
-    return _ResultSpreads(spreads[: outlines.state.num_shared], spreads[first:end])
-
-
-def _check_state(
-    traced: Any,
-    outlines: _StepOutlines,
-    spreads: _ResultSpreads,
-    options: ProgramOptions,
-    trace: StepTrace,
-) -> None:
-    """Raises ValueError if a shared leaf of the new state may differ."""
-    flags = zip(outlines.state.paths, outlines.state.are_own, strict=True)
-    paths = [path for path, is_own in flags if not is_own]
-    refused = [
-        i
-        for i, spread in enumerate(spreads.state)
-        if (spread.axes if options.is_proven else spread.is_local)
-    ]
-    if not refused:
-        return
-    first, others = refused[0], len(refused) - 1
-    also = f", and so may {others} more" if others else ""
-    spread = spreads.state[first]
-    hint = ""
-    if options.is_proven and not spread.is_local:
-        hint = (
-            " If it is equal for a reason that the program does not show, such as your "
-            "own all-reduce, pass `check_vma=False`."
-        )
-    if ".acc_grads" in paths[first]:
-        reason = (
-            "`optax.MultiSteps` adds up gradients that are not averaged yet. Average "
-            "them before it, with `jdp.value_and_grad`, or wrap it in the function "
-            "that averages: `jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, or "
-            "likewise `jdp.zero1`."
-        )
-    else:
-        has_synchronized = bool(trace.synchronizations)
-        reason = spread_reasons.explain(
-            spread, traced, first, options.world, has_synchronized=has_synchronized
-        )
-    raise ValueError(
-        f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
-        f"{reason} If it is meant to differ, hold it in a `jdp.PerReplica`.{hint}"
-    )
-
-
-def _check_metrics(
-    outlines: _StepOutlines, spreads: Sequence[Spread], world: World
-) -> list[bool]:
-    """Returns whether to average the metric, per leaf.
-
-    Raises:
-      TypeError: a leaf that differs has no mean.
-      ValueError: a leaf that differs has one row per sample.
-    """
-    differing = []
-    tree = outlines.metrics
-    for path, leaf, spread, is_own in zip(
-        tree.paths, tree.leaves, spreads, tree.are_own, strict=True
-    ):
-        differing.append(bool(spread.axes) and not is_own)
-        if not differing[-1]:
-            continue
-        shape, dtype = jnp.shape(leaf), _dtype_of(leaf)
-        if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
-            raise TypeError(
-                f"The metric `{path}` differs between the replicas and is {dtype}, "
-                "which has no mean. Return a value that is the same on all replicas, "
-                "or return one value per replica, in a `jdp.PerReplica`."
-            )
-        if shape and shape[0] in outlines.sample_counts:
-            raise ValueError(
-                f"The metric `{path}`, {dtype}{list(shape)}, seems to have a row per "
-                "sample of a replica. The mean over replicas would mix rows of "
-                "different samples. Return `jdp.PerReplica(x)` to get the rows of "
-                "each replica, return a mean over the samples, or, if the mix is "
-                f"intended, return `jdp.average(x, axis_name={world.axis_name!r})`."
-            )
-    return differing
-
-
 def _widen(x: jax.Array) -> jax.Array:
     """Returns numbers too narrow for JAX to average in float32; others as they are."""
     dtype = x.dtype
@@ -331,25 +270,11 @@ def _widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if is_narrow else x
 
 
-def _dtype_of(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
-
-
-def _find_weighed(outlines: _StepOutlines) -> list[bool]:
-    """Returns whether weight 0 of the only replica sets a metric to 0, per leaf."""
-    is_weighed = outlines.weighting.noted is not None
-    pairs = zip(outlines.metrics.leaves, outlines.metrics.are_own, strict=True)
-    return [
-        is_weighed and not own and jnp.issubdtype(_dtype_of(x), jnp.inexact)
-        for x, own in pairs
-    ]
-
-
 def _make_program(
-    traced: Any, outlines: _StepOutlines, differing: list[bool], world: World
+    traced: Any, outlines: StepOutlines, differing: list[bool], world: World
 ) -> Program:
     """Adds a jaxpr that averages the metrics whose leaves are `differing`."""
-    program = Program(traced, None, outlines)
+    program = Program(world, traced, None, outlines)
     own = outlines.metrics.are_own
     if all(own):
         return program
@@ -377,4 +302,4 @@ def _make_program(
     average_program = jax.make_jaxpr(mapped)(shared, amount)
     if world.num_replicas == 1:
         average_program = trivial_collectives.remove(average_program, world.axis_names)
-    return Program(traced, average_program, outlines)
+    return Program(world, traced, average_program, outlines)

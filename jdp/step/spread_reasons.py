@@ -37,7 +37,7 @@ def explain(
             "(`replicated_argnames`), or give all replicas the value of one: "
             f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
         )
-    text, line = "it depends on a replica's own samples", _line_of_output(body, output)
+    text, line = "it depends on a replica's own samples", line_of_output(body, output)
     over = [name for name in world.axis_names if name in spread.axes]
     if len(over) < len(world.axis_names):
         axes = " and ".join(f"`{name}`" for name in over)
@@ -76,7 +76,7 @@ def explain(
     )
 
 
-def _line_of_output(jaxpr: Any, index: int) -> str:
+def line_of_output(jaxpr: Any, index: int) -> str:
     """Returns the user's line that makes an output, as " (file.py:12)", or ""."""
     eqn = _maker_of(jaxpr, index)
     return "" if eqn is None else exchange.line_of(eqn)
