@@ -30,7 +30,7 @@ from jdp.optimizers import (
 )
 from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
 from jdp.optimizers.zero_state import ArrayName, InnerState, ZeroState
-from jdp.replicas import initial_state
+from jdp.replicas import initial_state, mesh
 from jdp.replicas.mesh import World
 from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketPlan
@@ -145,7 +145,9 @@ def _init(
 ) -> Any:
     axis_name = options.axis_name
     names, repeats = [], {}
-    if not compat.is_bound(axis_name):
+    is_bound = compat.is_bound(axis_name)
+    here = mesh.find_current_world() if world is None else world
+    if not is_bound and here is not None and not here.manual_axes:
         names, repeats = zero_state.find_repeats(inner, params)
 
     def init_here(params: PyTree) -> ZeroState:
@@ -159,7 +161,7 @@ def _init(
         return zero_state.cut_state(state, params, hook_state, layout, repeats)
 
     state = initial_state.init_on_replicas(
-        init_here, params, axis_name=axis_name, world=world
+        init_here, params, axis_name=axis_name, world=world, cuts_rows=True
     )
     return zero_state.repeat(state, names, repeats) if repeats else state
 

@@ -63,7 +63,7 @@ def trace(
     def run(*args: PyTree) -> list[jax.Array]:
         results = fn(*args)
         found.append([compat.varying_axes(x) for x in results])
-        return [annotations.forget_axes(x) for x in results]
+        return [annotations.forget_axes(x, world.program_axes) for x in results]
 
     mapped = jax.shard_map(
         run,

@@ -4,17 +4,27 @@ All processes make it with one program and the same values. They compare both fi
 JAX does not, and treats different values as the same.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import compat, types
-from jdp.replicas import agreement, comparison, mesh, per_replica, replication
+from jdp.replicas import (
+    agreement,
+    comparison,
+    device_program,
+    layouts,
+    mesh,
+    per_replica,
+    replication,
+)
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, PyTree
@@ -30,6 +40,7 @@ def init_on_replicas(
     *args: PyTree,
     axis_name: AxisName,
     world: World | None = None,
+    cuts_rows: bool = False,
 ) -> PyTree:
     """Makes a state of which each replica has its own parts.
 
@@ -43,10 +54,12 @@ def init_on_replicas(
       axis_name: the axis, or axes, along which the replicas lie.
       world: the replicas; None: the world that `jdp.init` returned. Not used inside a
         step.
+      cuts_rows: whether the devices of a replica share its row of an array, where JAX
+        partitions the step along model axes.
 
     Returns:
       The result of `init`, with its `PerReplica` parts split over the replicas, and all
-      other parts replicated.
+      other parts replicated. Along the model axes, arrays are cut like `args`.
 
     Raises:
       RuntimeError: outside of a step, there is no world; or the processes have
@@ -86,19 +99,91 @@ def init_on_replicas(
         return per_replica.split_leaves(per_replica.leave(tree))
 
     names = world.axis_names
-    mapped = jax.shard_map(
-        run,
-        mesh=world.mesh,
-        in_specs=PartitionSpec(),
-        out_specs=(PartitionSpec(), PartitionSpec(names)),
-        check_vma=False,
-    )
+    if world.manual_axes:
+        mapped = _on_devices(world, run, made, args)
+    else:
+        mapped = jax.shard_map(
+            run,
+            mesh=world.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=(PartitionSpec(), PartitionSpec(names)),
+            axis_names=world.program_axes,
+            check_vma=False,
+        )
     if world.store is not None:
         _compare(world, mapped, args, topic)
     shared, own = jax.jit(mapped)(*args)
     treedef, are_own = made[-1]
+    if cuts_rows:
+        own = _cut_rows(world, own)
     leaves = per_replica.merge_leaves(are_own, shared, own)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _on_devices(
+    world: World,
+    run: Callable[..., tuple[list[jax.Array], list[jax.Array]]],
+    made: list[tuple[Any, list[bool]]],
+    args: PyTree,
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    """Returns the program of all devices, each with its parts of the arguments."""
+    leaves = jax.tree.leaves(args)
+    aims = [layouts.target_of(world, x) for x in leaves]
+    own_axes = [layouts.keep(spec, world.program_axes) for spec in aims]
+    in_specs = jax.tree.unflatten(jax.tree.structure(args), own_axes)
+    # Layouts by the shape of a device's part, and the axes along which it is cut.
+    known: dict[Any, set[PartitionSpec]] = {}
+
+    def flat(*args: PyTree) -> list[jax.Array]:
+        for x, spec in zip(jax.tree.leaves(args), aims, strict=True):
+            known.setdefault((x.shape, compat.varying_axes(x)), set()).add(spec)
+        return jax.tree.leaves(run(*args))
+
+    program = device_program.trace(world, flat, in_specs, args)
+    _, are_own = made[-1]
+    num_shared = are_own.count(False)
+    specs = []
+    for i, (aval, axes) in enumerate(
+        zip(program.closed.out_avals, program.varying, strict=True)
+    ):
+        axes = axes.difference(world.axis_names)
+        if i >= num_shared:
+            specs.append(layouts.rows(world, axes))
+            continue
+        found = known.get((aval.shape, axes), set())
+        first = layouts.keep(layouts.rows(world, axes), world.model_axes)
+        specs.append(next(iter(found)) if len(found) == 1 else first)
+        if len(specs[-1]) > len(aval.shape):
+            raise ValueError(
+                f"A number in the new state differs along the model axes {sorted(axes)}"
+                ", and every replica is to have one. Hold it in a `jdp.PerReplica`."
+            )
+    closed = program.put_together(specs)
+
+    def mapped(*args: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+        results = jax.core.eval_jaxpr(
+            closed.jaxpr, closed.consts, *jax.tree.leaves(args)
+        )
+        return results[:num_shared], results[num_shared:]
+
+    return mapped
+
+
+def _cut_rows(world: World, own: list[jax.Array]) -> list[jax.Array]:
+    """Cuts rows among the devices of their replicas, where they divide."""
+    names = tuple(n for n in world.model_axes if n not in world.manual_axes)
+    size = math.prod(world.mesh.shape[name] for name in names)
+    if size == 1:
+        return own
+
+    def sharding_of(x: jax.Array) -> NamedSharding:
+        spec = layouts.find(world, x, is_own=True) or layouts.rows(world)
+        if x.ndim == 2 and x.size and x.shape[1] % size == 0:
+            spec = PartitionSpec(spec[0], names)
+        return NamedSharding(world.mesh, spec)
+
+    places = [sharding_of(x) for x in own]
+    return jax.jit(lambda own: own, out_shardings=places)(own)
 
 
 def copy_per_replica(
