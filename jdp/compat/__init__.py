@@ -87,6 +87,41 @@ def cast_alike(xs: Sequence[jax.Array], axis_names: Sequence[str]) -> list[jax.A
     return [cast_varying(x, names) for x in xs]
 
 
+def cast_branches(
+    branches: Sequence[Callable[..., Any]],
+    operands: Sequence[Any],
+    axis_name: AxisName,
+) -> list[Callable[..., Any]]:
+    """Returns branches of control flow whose results have equal types.
+
+    Beside other manual axes than `axis_name`, JAX's types of the results may differ in
+    the axes over which they vary.
+
+    Args:
+      branches: functions of `operands` with results of one structure.
+      operands: pytrees of arrays.
+      axis_name: the axes over which replicas lie.
+    """
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual <= set(types.as_axis_names(axis_name)) or not tracked_axes(axis_name):
+        return list(branches)
+    made = [jax.make_jaxpr(branch)(*operands).out_avals for branch in branches]
+    axes = [
+        sorted(frozenset[str]().union(*map(varying_axes_of_type, each)))
+        for each in zip(*made, strict=True)
+    ]
+
+    def cast(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*operands: Any) -> Any:
+            leaves, treedef = jax.tree.flatten(branch(*operands))
+            leaves = map(cast_varying, leaves, axes)
+            return jax.tree.unflatten(treedef, leaves)
+
+        return run
+
+    return [cast(branch) for branch in branches]
+
+
 @contextlib.contextmanager
 def inside_equation(eqn: Any) -> Iterator[None]:
     """While tracing: gives new equations the name scope and source line of `eqn`."""

@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -112,10 +113,9 @@ def init_on_replicas(
         )
     if world.store is not None:
         _compare(world, mapped, args, topic)
+    mapped = _laid_out(world, mapped, args, cuts_rows=cuts_rows)
     shared, own = jax.jit(mapped)(*args)
     treedef, are_own = made[-1]
-    if cuts_rows:
-        own = _cut_rows(world, own)
     leaves = per_replica.merge_leaves(are_own, shared, own)
     return jax.tree.unflatten(treedef, leaves)
 
@@ -169,21 +169,59 @@ def _on_devices(
     return mapped
 
 
-def _cut_rows(world: World, own: list[jax.Array]) -> list[jax.Array]:
-    """Cuts rows among the devices of their replicas, where they divide."""
+def _laid_out(
+    world: World, run: Callable[..., Any], args: PyTree, *, cuts_rows: bool
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    """Cuts the results of a program along the axes along which JAX partitions it.
+
+    JAX would make zeros whole on each device. An array in the shape of an argument is
+    cut like it, and rows of shards are cut where they divide.
+    """
     names = tuple(n for n in world.model_axes if n not in world.manual_axes)
     size = math.prod(world.mesh.shape[name] for name in names)
-    if size == 1:
-        return own
+    if world.manual_axes or size == 1:
+        return run
+    known: dict[tuple[int, ...], set[PartitionSpec]] = {}
+    for x in jax.tree.leaves(args):
+        known.setdefault(np.shape(x), set()).add(layouts.target_of(world, x))
 
-    def sharding_of(x: jax.Array) -> NamedSharding:
-        spec = layouts.find(world, x, is_own=True) or layouts.rows(world)
-        if x.ndim == 2 and x.size and x.shape[1] % size == 0:
-            spec = PartitionSpec(spec[0], names)
-        return NamedSharding(world.mesh, spec)
+    def pin(x: jax.Array, is_own: bool) -> jax.Array:
+        found = known.get(x.shape[1:] if is_own else x.shape, set())
+        if is_own and cuts_rows:
+            divides = x.ndim == 2 and x.size and x.shape[1] % size == 0
+            found = {PartitionSpec(names)} if divides else set()
+        if len(found) != 1:
+            return x
+        (spec,) = found
+        spec = PartitionSpec(*layouts.rows(world), *spec) if is_own else spec
+        return lax.with_sharding_constraint(x, layouts.over_devices(world, spec))
 
-    places = [sharding_of(x) for x in own]
-    return jax.jit(lambda own: own, out_shardings=places)(own)
+    def pinned(*args: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+        shared, own = run(*args)
+        return [pin(x, False) for x in shared], [pin(x, True) for x in own]
+
+    return pinned
+
+
+def parts_of_device(world: World, tree: PyTree) -> PyTree:
+    """Returns zeros like the parts that a device has of arrays, in a traced function.
+
+    Their types vary along the model axes as the parts do.
+
+    Args:
+      world: the replicas.
+      tree: arrays and numbers; values are not read.
+    """
+
+    def part(x: Any) -> Any:
+        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+            return x
+        spec = layouts.keep(layouts.target_of(world, x), world.program_axes)
+        shape = NamedSharding(world.mesh, spec).shard_shape(x.shape)
+        zeros = jnp.zeros(shape, x.dtype)
+        return compat.cast_varying(zeros, sorted(layouts.axes_of(spec)))
+
+    return jax.tree.map(part, tree)
 
 
 def copy_per_replica(

@@ -100,6 +100,12 @@ class World:
         """Number of replicas of which this process has a device."""
         return len(self.local_replicas)
 
+    @functools.cached_property
+    def has_whole_replicas(self) -> bool:
+        """Whether the devices of each replica belong to one process."""
+        owners = [{x.process_index for x in devices} for devices in self.grid]
+        return all(len(each) == 1 for each in owners)
+
     def replica_of(self, process: int) -> int:
         """Returns the index of the first replica of which a process has a device."""
         for index, devices in enumerate(self.grid):

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.replicas import comparison, layouts, mesh
+from jdp.replicas import host_copies, layouts, mesh
 from jdp.replicas.mesh import World
 
 _BROADCAST_WORDS = 1 << 24  # 64 MiB of 32-bit words at a time.
@@ -99,8 +99,8 @@ def send(
     process: int,
 ) -> None:
     """Replaces the leaves `todo` by the values that `process` has."""
-    copies = [comparison.host_copy(leaves[i]) for i in todo]
-    sent = _broadcast(world, b"".join(comparison.as_bytes(x) for x in copies), process)
+    copies = [host_copies.host_copy(leaves[i]) for i in todo]
+    sent = _broadcast(world, b"".join(host_copies.as_bytes(x) for x in copies), process)
     start = 0
     for i, like in zip(todo, copies, strict=True):
         value = np.frombuffer(sent, like.dtype, like.size, offset=start)
@@ -128,7 +128,7 @@ def _broadcast(world: World, data: bytes, process: int) -> bytes:
         shape = (world.grid.size, chunk.size)
         x = jax.make_array_from_single_device_arrays(shape, every, shards)
         received.append(np.asarray(total(x).addressable_data(0)))
-    return b"".join(map(comparison.as_bytes, received))[: len(data)]
+    return b"".join(map(host_copies.as_bytes, received))[: len(data)]
 
 
 def copy_over_replicas(
@@ -150,7 +150,9 @@ def copy_over_replicas(
     """
     if not arrays:
         return []
-    stacked = [_stack(world, x, t) for x, t in zip(arrays, targets, strict=True)]
+    stacked = [
+        host_copies.stack(world, x, t) for x, t in zip(arrays, targets, strict=True)
+    ]
     places = [layouts.over_devices(world, spec) for spec in targets]
     pick = jax.jit(
         lambda xs: [_from_bits(_to_bits(x)[index], x.dtype) for x in xs],
@@ -158,17 +160,6 @@ def copy_over_replicas(
     )
     pairs = zip(pick(stacked), arrays, strict=True)
     return [as_keys(x, like=like) for x, like in pairs]
-
-
-def _stack(world: World, x: jax.Array, target: PartitionSpec) -> jax.Array:
-    """Returns what each replica has as rows of one array; no data moves."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    spec = PartitionSpec(*layouts.rows(world), *target)
-    shards = [shard.data[None] for shard in x.addressable_shards]
-    shape = (world.num_replicas, *x.shape)
-    sharding = NamedSharding(world.mesh, spec)
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _to_bits(x: jax.Array) -> jax.Array:

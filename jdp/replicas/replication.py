@@ -12,6 +12,7 @@ from jdp.replicas import (
     agreement,
     comparison,
     differences,
+    host_copies,
     layouts,
     mesh,
     per_replica,
@@ -52,7 +53,8 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
     """Checks that every replica holds the same bits of `tree`.
 
     Every process must call it. It costs a copy to the host and a hash of every leaf,
-    and no collective on the devices. A `jdp.PerReplica` is not compared.
+    and no collective on the devices, except for arrays that are cut among the devices
+    of a replica in several processes. A `jdp.PerReplica` is not compared.
 
     Args:
       tree: pytree of host arrays, or `jax.Array`s that are replicated or local.
@@ -307,7 +309,7 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
             f"({leaf.sharding}). Pass host arrays, or arrays that a step or "
             "`jdp.replicate` returned."
         )
-    rows = comparison.host_copy(leaf)
+    rows = host_copies.host_copy(leaf)
     if not isinstance(leaf, jax.Array):
         rows = mesh.own_copy(rows)
     sharding = layouts.sharding_of_rows(world, rows.shape, axes)
