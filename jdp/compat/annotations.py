@@ -95,7 +95,8 @@ def forget_axes(x: jax.Array, axis_names: Collection[str]) -> jax.Array:
     Unlike `declare_replicated` it claims nothing: the analysis of a step looks at the
     values. It has no derivative.
     """
-    names = tuple(n for n in axis_names if n in varying_axes(x))
+    # In one order: processes compare the text of the program.
+    names = tuple(sorted(varying_axes(x).intersection(axis_names)))
     if not names:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -89,6 +89,7 @@ class StepTrace:
     synchronizations: list[Synchronization] = dataclasses.field(default_factory=list)
     weighting: StepWeighting = dataclasses.field(default_factory=StepWeighting)
     warns_at_once: bool = False  # whether nothing reads the facts after the trace.
+    model_axes: tuple[str, ...] = ()  # along which the step communicates itself.
 
     def add_loss(self, facts: LossFacts) -> None:
         """Notes a loss that was traced."""

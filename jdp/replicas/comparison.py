@@ -1,6 +1,5 @@
 """Comparison: do the processes have the same program, and the same values?"""
 
-import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,7 +95,7 @@ def compare_values(
             for i, x in enumerate(jax.tree.leaves(tree))
         ]
     difference = _first_difference(
-        world, topic, [_digest(host_copies.as_bytes(x)) for x in arrays]
+        world, topic, [host_copies.digest(host_copies.as_bytes(x)) for x in arrays]
     )
     if difference.process < 0:
         return
@@ -122,7 +121,10 @@ def compare_described(
     Raises:
       RuntimeError: something differs. Every process raises, and names the difference.
     """
-    digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
+    digests = [
+        host_copies.digest(msgspec.msgpack.encode(leaves)),
+        host_copies.digest(text.encode()),
+    ]
     if arrays is not None:
         digests.append(arrays.digest)
     difference = _first_difference(world, topic, digests)
@@ -239,7 +241,7 @@ def _name_element(
             array, block * _BLOCK_BYTES, bodies[0], bodies[process], process
         ).encode()
 
-    mine = msgspec.msgpack.encode([_digest(b) for b in blocks])
+    mine = msgspec.msgpack.encode([host_copies.digest(b) for b in blocks])
     found = agreement.meet(world, topic, mine, find_block)
     block = wire.decode(found, int, what="The block that process 0 found")
     if is_asked and not 0 <= block < len(blocks):
@@ -318,7 +320,3 @@ def describe_leaves(
                 spec += differences.WEAK_TYPE
             described.append((path_text, spec))
     return described
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,5 +1,6 @@
 """Host copies: which values has this process on its replicas?"""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,11 @@ def host_copy(leaf: Any) -> np.ndarray:
 def as_bytes(x: np.ndarray) -> bytes:
     """Returns the elements of an array in C order."""
     return np.ascontiguousarray(x).tobytes()
+
+
+def digest(data: bytes) -> bytes:
+    """Returns a digest of 16 bytes."""
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def of_replicas(world: World, leaf: Any, path: str) -> np.ndarray:

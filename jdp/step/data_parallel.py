@@ -12,7 +12,7 @@ from jdp.collectives import auto
 from jdp.gradients import step_trace, step_warnings
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy
-from jdp.replicas import agreement, comparison, mesh, progress
+from jdp.replicas import agreement, comparison, mesh, progress, shared_replicas
 from jdp.replicas.joinable import Joinable, JoinHook
 from jdp.replicas.mesh import World
 from jdp.step import (
@@ -290,6 +290,9 @@ class DataParallelStep(Joinable):
         with reporting if is_awaited else _NOTHING:
             placer.check(state)
             batches = self._binder.place(world, batches)
+        if not (self._is_compared or world.has_whole_replicas):
+            split = call_arguments.split_trees(batches)
+            shared_replicas.compare_samples(world, split, name=self.name)
         return placer.place(world, state), batches
 
     def _jit(self, divide_by: DivideBy | None) -> Any:

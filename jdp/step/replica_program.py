@@ -6,6 +6,7 @@ which results are the same on all replicas. The new state must be the same; metr
 that differ are averaged.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -138,6 +139,7 @@ def trace_step(
     split = PartitionSpec(world.axis_names)
     traces: list[StepOutlines] = []
     treedef = jax.tree.structure(state)
+    trace.model_axes = world.manual_axes
 
     def run(leaves: list[Any], *batches: PyTree) -> Any:
         if world.manual_axes:  # Derivatives are of one replica, as elsewhere.
@@ -225,13 +227,8 @@ def _run_on_replica(
     try:
         with step_trace.running(trace, ambient):
             out = step(state, *batches)
-    except NameError as error:
-        if "axis name" in str(error):
-            error.add_note(
-                "The replicas of this step lie along the axis "
-                f"{options.world.axis_name!r}. Pass this name to `lax.pmean` and other "
-                "collectives, or choose another one with `jdp.init(axis_name=...)`."
-            )
+    except (NameError, ValueError) as error:
+        _explain_axes(error, options.world)
         raise
     if not isinstance(out, tuple) or len(out) != 2:
         got = f"{len(out)} values" if type(out) is tuple else type(out).__name__
@@ -244,6 +241,29 @@ def _run_on_replica(
         _check_is_array(path, leaf)
     counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
     return state, metrics, counts
+
+
+def _explain_axes(error: Exception, world: World) -> None:
+    """Adds to an error about the name of an axis which names there are."""
+    text = str(error)
+    if "axis name" not in text and "is not bound here" not in text:
+        return
+    free = [name for name in world.model_axes if name not in world.manual_axes]
+    for name in free:
+        if re.search(rf"\b{re.escape(name)}\b", text.split(";")[0]):
+            error.add_note(
+                f"{name!r} is a model axis, along which JAX partitions the step, as "
+                "`jax.jit` does: write the step for whole arrays, without collectives "
+                "along it. A step that communicates along it needs "
+                f"`jdp.init(mesh=..., manual_axes={name!r})`."
+            )
+            return
+    if isinstance(error, NameError):
+        error.add_note(
+            f"The replicas of this step lie along the axis {world.axis_name!r}. Pass "
+            "this name to `lax.pmean` and other collectives, or choose another one "
+            "with `jdp.init(axis_name=...)`."
+        )
 
 
 def _check_is_array(path: str, leaf: Any) -> None:

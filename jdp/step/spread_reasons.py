@@ -9,6 +9,7 @@ from jdp.replicas.mesh import World
 from jdp.step import sameness
 from jdp.step.sameness import Spread
 
+_FINISHING = {"jdp_forget_axes", "broadcast_in_dim"}
 # Advice for leaves that a file of another package computes.
 _REMEDIES = {
     "normalization.py": (
@@ -89,6 +90,12 @@ def _makers_of_output(jaxpr: Any, index: int) -> list[str]:
 
 
 def _maker_of(jaxpr: Any, index: int) -> Any | None:
-    var = jaxpr.outvars[index]
-    found = (e for e in jaxpr.eqns if any(out is var for out in e.outvars))
-    return next(found, None)
+    makers = {id(out): eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    eqn = makers.get(id(jaxpr.outvars[index]))
+    # Results of a step are given another type, and metrics a row, after it has ended.
+    while eqn is not None and eqn.primitive.name in _FINISHING:
+        before = makers.get(id(eqn.invars[0]))
+        if before is None or exchange.line_of(eqn):
+            break
+        eqn = before
+    return eqn
