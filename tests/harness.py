@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import os
 import pathlib
 import pickle
@@ -177,6 +178,27 @@ def local_world(num_replicas: int, axis_name: Any = "data", num_nodes: int = 1):
         process_count=1,
         timeout_s=10.0,
         store=None,
+    )
+
+
+def mesh_world(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...] = ("data", "model"),
+    *,
+    axis_name: Any = "data",
+    manual: tuple[str, ...] = (),
+):
+    """A world with a mesh of the user's, of some of this process' devices."""
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return mesh.World(
+        mesh=jax.sharding.Mesh(devices, axes),
+        axis_name=axis_name,
+        process_index=0,
+        process_count=1,
+        timeout_s=10.0,
+        store=None,
+        manual_axes=manual,
+        is_plain=False,
     )
 
 

@@ -26,7 +26,8 @@ SIGNATURES = {
     "consolidate": "(state, *, like)",
     "copy_per_replica": "(tree, *, axis_name, world)",
     "data_parallel": "(step, /, *, world, static_argnames, replicated_argnames, "
-    "donate_state, check_vma, static_graph, compiler_options)",
+    "donate_state, split_batches, num_states, check_vma, static_graph, "
+    "compiler_options)",
     "describe": "(step, state, /, *batches, **named)",
     "diloco": "(tx, *, period, outer, num_fragments, delay, mixing, axis_name, "
     "all_reduce, world)",
@@ -36,7 +37,7 @@ SIGNATURES = {
     "global_batch": "(world, local_batch)",
     "gradient_order": "(loss_fn, params, *args)",
     "init": "(*, coordinator_address, num_processes, process_id, local_device_ids, "
-    "num_cpu_devices, axis_name, num_nodes, timeout_s)",
+    "num_cpu_devices, axis_name, num_nodes, timeout_s, mesh, manual_axes)",
     "join_batches": "(batches, *, world, prefetch, like)",
     "local_gradients": "(loss_fn, argnums, *, has_aux, find_unused, allow_int, "
     "axis_name)",
@@ -45,11 +46,15 @@ SIGNATURES = {
     "all_reduce)",
     "noise_scale": "(*, decay)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
-    "replicate": "(world, tree, *, process)",
+    "merge_metrics": "(metrics, *, since, weight, axis_name)",
+    "replicate": "(world, tree, *, process, specs)",
+    "replicated": "(fn, /, *, world, static_argnames, replicated_argnames, "
+    "split_batches, compiler_options)",
     "reshard": "(saved, *, like)",
     "checkpoint_template": "(state, *, num_replicas)",
     "skip_unused": "(tx)",
     "spread": "(whole, *, like)",
+    "sum_over_replicas": "(tree, *, axis_name)",
     "sync_buffers": "(buffers, *, policy, source, axis_name)",
     "sync_gradients": "(grads, *, used, weight, divide_by, axis_name, plan, packing, "
     "all_reduce, hook, hook_state, find_norms)",
@@ -72,6 +77,8 @@ TYPES = {
     "LocalTraining",
     "NoiseScaleState",
     "PerReplica",
+    "Shard",
+    "StreamShard",
     "World",
     "ZeroState",
 }

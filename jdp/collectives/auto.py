@@ -269,6 +269,7 @@ def _is_whole(world: World, axis_name: AxisName) -> bool:
     manual = jax.sharding.get_abstract_mesh()
     return (
         world.num_replicas > 1
+        and world.is_plain
         and names == world.axis_names
         and set(names) <= set(manual.manual_axes)
         and compat.axis_size(axis_name) == world.num_replicas

@@ -88,6 +88,41 @@ def cast_alike(xs: Sequence[jax.Array], axis_names: Sequence[str]) -> list[jax.A
     return [cast_varying(x, names) for x in xs]
 
 
+def cast_branches(
+    branches: Sequence[Callable[..., Any]],
+    operands: Sequence[Any],
+    axis_name: AxisName,
+) -> list[Callable[..., Any]]:
+    """Returns branches of control flow whose results have equal types.
+
+    Beside other manual axes than `axis_name`, JAX's types of the results may differ in
+    the axes over which they vary.
+
+    Args:
+      branches: functions of `operands` with results of one structure.
+      operands: pytrees of arrays.
+      axis_name: the axes over which replicas lie.
+    """
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual <= set(types.as_axis_names(axis_name)) or not tracked_axes(axis_name):
+        return list(branches)
+    made = [jax.make_jaxpr(branch)(*operands).out_avals for branch in branches]
+    axes = [
+        sorted(frozenset[str]().union(*map(varying_axes_of_type, each)))
+        for each in zip(*made, strict=True)
+    ]
+
+    def cast(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*operands: Any) -> Any:
+            leaves, treedef = jax.tree.flatten(branch(*operands))
+            leaves = map(cast_varying, leaves, axes)
+            return jax.tree.unflatten(treedef, leaves)
+
+        return run
+
+    return [cast(branch) for branch in branches]
+
+
 @contextlib.contextmanager
 def inside_equation(eqn: Any) -> Iterator[None]:
     """While tracing: gives new equations the name scope and source line of `eqn`."""
@@ -175,6 +210,35 @@ def sharded_program(jaxpr: Any) -> tuple[Any, list[frozenset[str]]]:
         parts = [p if isinstance(p, tuple) else (p,) for p in spec]
         split.append(frozenset(n for part in parts for n in part if n is not None))
     return eqn.params["jaxpr"], split
+
+
+def put_together(closed: Any, out_specs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Returns a function that runs a jaxpr whose `shard_map` gets other results.
+
+    Args:
+      closed: closed jaxpr whose results are the results of its only `shard_map`, in
+        their order, each of a type that varies over no axis.
+      out_specs: a `PartitionSpec` for each result.
+    """
+    params = {"out_specs": tuple(out_specs)}
+
+    def run(*operands: Any) -> list[Any]:
+        jaxpr = closed.jaxpr
+        known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        known.update(zip(jaxpr.invars, operands, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, core.Literal) else known[var]
+
+        results: list[Any] = []
+        for eqn in jaxpr.eqns:
+            is_mapped = eqn.primitive.name == "shard_map"
+            changed = eqn.replace(params=eqn.params | params) if is_mapped else eqn
+            results = bind_equation(changed, [read(v) for v in eqn.invars])
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    return run
 
 
 def touches_reference(eqn: Any) -> bool:

@@ -1,6 +1,6 @@
 """Annotations: identities that tell XLA or an analysis more than types do."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +87,33 @@ _replicated_p.def_abstract_eval(_replicated_type)
 mlir.register_lowering(_replicated_p, lambda ctx, x, **_: [x])
 ad.deflinear2(_replicated_p, _replicated_transpose)
 batching.primitive_batchers[_replicated_p] = _replicated_batch
+
+
+def forget_axes(x: jax.Array, axis_names: Collection[str]) -> jax.Array:
+    """Returns `x` with a type that does not vary over axes, though its values may.
+
+    Unlike `declare_replicated` it claims nothing: the analysis of a step looks at the
+    values. It has no derivative.
+    """
+    # In one order: processes compare the text of the program.
+    names = tuple(sorted(varying_axes(x).intersection(axis_names)))
+    if not names:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = forget_axes(jax.random.key_data(x), names)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return _forgetful_p.bind(x, axes=names)
+
+
+def _forgetful_type(aval: Any, *, axes: tuple[str, ...]) -> Any:
+    varying = aval.mat.varying - frozenset(axes)
+    return aval.update(manual_axis_type=aval.mat.update(varying=varying))
+
+
+_forgetful_p = Primitive("jdp_forget_axes")
+_forgetful_p.def_impl(lambda x, *, axes: x)
+_forgetful_p.def_abstract_eval(_forgetful_type)
+mlir.register_lowering(_forgetful_p, lambda ctx, x, *, axes: [x])
 
 
 def expect_same(x: jax.Array, axis_names: Sequence[str], message: str) -> jax.Array:

@@ -99,7 +99,7 @@ class Totals:
         self._kinds: list[Any] = []
         self._paths: list[str] = []
         self._weight: Any = 0.0
-        self._fixed: dict[int, list[Any]] = {}  # by node: the value in each batch.
+        self._fixed: dict[int, list[Any]] = {}  # by part: the value in each batch.
 
     def add(self, result: Evaluated) -> None:
         """Adds the results of a batch, whose `total` is set."""
@@ -170,7 +170,7 @@ def _is_node(node: Any) -> bool:
 
 
 def _kinds_of_nodes(nodes: Iterable[Any], kinds: list[Kind | None]) -> list[Any]:
-    """Returns the kind of each node, given the kinds of all leaves in order."""
+    """Returns the kind of each part, given the kinds of all leaves in order."""
     found, start = [], 0
     for node in nodes:
         num_leaves = jax.tree.structure(node).num_leaves

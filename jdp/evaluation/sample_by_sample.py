@@ -43,9 +43,9 @@ class _Traced(NamedTuple):
 
     jaxpr: Any  # closed: leaves of the sample -> leaves of the results.
     nodes: list[Any]  # metric objects, `jdp.PerReplica`s and other leaves, as avals.
-    treedef: Any  # of the nodes.
-    paths: list[str]  # by node.
-    noted: list[Kind | None]  # by leaf of all nodes: how it was reduced.
+    treedef: Any  # of the results.
+    paths: list[str]  # by part.
+    noted: list[Kind | None]  # by leaf of all parts: how it was reduced.
 
 
 def run(

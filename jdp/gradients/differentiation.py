@@ -323,6 +323,7 @@ def differentiate(
     loss, aux, used, grads = _run(
         program, own, factor, axis_name, find_unused, allow_int
     )
+    _check_is_of_replica(loss, trace.model_axes)
     trace.add_loss(facts)
     return LocalGradients(loss, aux, grads, used, facts, seed)
 
@@ -354,6 +355,20 @@ def _run(
     grad_fn = jax.value_and_grad(run, has_aux=True, allow_int=allow_int)
     (_, (loss, aux, used)), grads = grad_fn(own)
     return loss, aux, used, grads
+
+
+def _check_is_of_replica(loss: jax.Array, model_axes: Sequence[str]) -> None:
+    """Raises ValueError for a loss in which the devices of a replica may differ."""
+    over = sorted(compat.varying_axes(loss).intersection(model_axes))
+    if over:
+        raise ValueError(
+            f"The loss may differ along the model axis {over[0]!r}: each device of a "
+            "replica would train on a loss of its own. Return a loss that is the same "
+            f"on all of them: sum what devices compute in parts, `lax.psum(x, "
+            f"{over[0]!r})`, or average what is equal, `lax.pmean(x, {over[0]!r})`. "
+            "If the loss is written for whole arrays, leave `manual_axes` out of "
+            "`jdp.init`."
+        )
 
 
 def _places(argnums: int | Sequence[int], count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Metric objects: how do the objects of `clu.metrics` and Flax nnx merge over replicas?
 
 An object holds what a metric needs to go on, such as a total and a count. Each class
-says how two of its objects become one: those of clu in `reduce`; of nnx, `Average` adds
+says how two of its objects become one: in clu, `reduce` does it; in nnx, `Average` adds
 totals and counts, and `Welford` combines moments.
 """
 
@@ -79,7 +79,7 @@ def merge_metrics(
 
 
 def is_metric_object(node: Any) -> bool:
-    """Returns whether a node of a tree is a metric of clu or nnx."""
+    """Returns whether a part of a tree is a metric of clu or nnx."""
     return _is_of_clu(node) or _is_of_nnx(node)
 
 

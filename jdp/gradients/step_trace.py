@@ -94,6 +94,7 @@ class StepTrace:
     # replica; and by leaf whether they do.
     needs_differing: bool = False
     differing: list[bool] | None = None
+    model_axes: tuple[str, ...] = ()  # along which the step communicates itself.
 
     def add_loss(self, facts: LossFacts) -> None:
         """Notes a loss that was traced."""
@@ -181,6 +182,28 @@ class StepTrace:
             step_warnings.warn_of_loss(facts)
         if any(made.divide_by for made in self.synchronizations):
             step_warnings.warn_of_weights(self.synchronizations, self.losses)
+
+    def follow(
+        self, before: "StepTrace | None", name: str, *, is_main: bool, is_fixed: bool
+    ) -> None:
+        """Warns of mistakes in a first trace, and of a later one that differs.
+
+        Args:
+          before: the last trace of the step; None: this is the first.
+          name: name of the step.
+          is_main: whether this process warns.
+          is_fixed: whether a difference is an error.
+
+        Raises:
+          ValueError: the losses differ, and `is_fixed`.
+        """
+        if before is not None:
+            old, new = before.distinct_losses(), self.distinct_losses()
+            step_warnings.compare_graphs(
+                name, old, new, is_main=is_main, is_fixed=is_fixed
+            )
+        elif is_main:
+            self.warn()
 
     def distinct_losses(self) -> list[LossFacts]:
         """Returns each loss once; micro-batches of two sizes trace one loss twice."""

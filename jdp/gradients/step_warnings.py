@@ -1,9 +1,12 @@
 """Step warnings: facts of a step that point to a mistake of the user."""
 
+import logging
 import warnings
 from collections.abc import Sequence
 
 from jdp.gradients.step_facts import LossFacts, Synchronization
+
+_logger = logging.getLogger("jdp")
 
 
 def warn_of_loss(facts: LossFacts) -> None:
@@ -91,6 +94,39 @@ def _warn_of_late_weights(
         "`jdp.sync_in_backward`.",
         stacklevel=2,
     )
+
+
+def compare_graphs(
+    name: str,
+    old: Sequence[LossFacts],
+    new: Sequence[LossFacts],
+    *,
+    is_main: bool,
+    is_fixed: bool,
+) -> None:
+    """Warns if the losses of two traces of a step differ.
+
+    Args:
+      name: name of the step.
+      old: the distinct losses of the earlier trace.
+      new: the distinct losses of this trace.
+      is_main: whether this process warns.
+      is_fixed: whether a difference is an error.
+
+    Raises:
+      ValueError: they differ, and `is_fixed`.
+    """
+    difference = graph_difference(old, new)
+    if difference is None:
+        return
+    text = f"The step `{name}` was traced again, and {difference}."
+    if is_fixed:
+        raise ValueError(
+            f"{text} With `static_graph=True` every trace must find the same; leave it "
+            "out if the difference is intended."
+        )
+    if is_main:
+        _logger.warning(text)
 
 
 def graph_difference(old: Sequence[LossFacts], new: Sequence[LossFacts]) -> str | None:

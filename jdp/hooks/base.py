@@ -158,7 +158,8 @@ class Wire:
         self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
     ) -> T:
         """Implements `HookAllReduce`."""
-        return lax.cond(is_late, late, early)
+        branches = [late, early]
+        return lax.cond(is_late, *compat.cast_branches(branches, (), self._axis_name))
 
 
 class Meter:

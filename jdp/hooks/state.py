@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import compat, types
 from jdp.hooks import base
 from jdp.hooks.base import CommHook
-from jdp.replicas import initial_state
+from jdp.replicas import axes, initial_state, mesh
 from jdp.replicas.mesh import World
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketAval, BucketPlan
@@ -54,11 +55,64 @@ def init_state(
     """
     base.check_hook(hook)
     buckets.check_plan(plan)
-    plan = buckets.fit_plan(plan, jax.tree.map(_gradient_of, grads))
+    axis_name = axes.find_outside(axis_name, world)
+    is_bound = compat.is_bound(axis_name)
+    here = mesh.find_current_world() if world is None else world
+    # Outside of a step `grads` are whole, and beside manual axes a device has parts.
+    has_parts = not is_bound and isinstance(here, World) and bool(here.manual_axes)
+    given = jax.tree.map(_gradient_of, grads)
+    avals = [] if has_parts else avals_of(buckets.fit_plan(plan, given))
+
+    def make() -> PyTree:
+        if not is_bound and not has_parts:
+            return hook.init(avals)
+        parts = given
+        if has_parts and isinstance(here, World):
+            parts = initial_state.parts_of_device(here, given)
+        return _make_on_device(hook, plan, parts, axis_name)
+
+    return initial_state.init_on_replicas(make, axis_name=axis_name, world=world)
+
+
+def _make_on_device(
+    hook: CommHook, plan: BucketPlan | None, grads: PyTree, axis_name: AxisName
+) -> PyTree:
+    """Makes the state of a hook, in a traced function, for gradients like `grads`.
+
+    Along model axes, by JAX's types, the state varies as it will after a step.
+    """
+    plan = buckets.fit_plan(plan, grads)
     avals = avals_of(plan)
-    return initial_state.init_on_replicas(
-        lambda: hook.init(avals), axis_name=axis_name, world=world
-    )
+    state = hook.init(avals)
+    own = types.as_axis_names(axis_name)
+    free = [_model_axes(grads, bucket, own) for bucket in plan.buckets]
+    if not any(free):
+        return state
+    zeros = [
+        compat.cast_varying(jnp.zeros(aval.shape, aval.dtype), [*own, *sorted(names)])
+        for aval, names in zip(avals, free, strict=True)
+    ]
+    while True:  # A part of the state may depend on another part.
+        given = compat.cast_tree_varying(state, axis_name)
+        _, after = hook.apply(zeros, given, base.Wire(axis_name))
+        wanted = [
+            compat.varying_axes(x).difference(own) for x in jax.tree.leaves(after)
+        ]
+        leaves, treedef = jax.tree.flatten(state)
+        pairs = list(zip(leaves, wanted, strict=True))
+        if all(names <= compat.varying_axes(x) for x, names in pairs):
+            return state
+        cast = [compat.cast_varying(x, sorted(names)) for x, names in pairs]
+        state = jax.tree.unflatten(treedef, cast)
+
+
+def _model_axes(
+    grads: PyTree, bucket: Sequence[int], own: Sequence[str]
+) -> frozenset[str]:
+    """Returns the axes beside `own` over which the leaves of a bucket vary."""
+    leaves = jax.tree.leaves(grads)
+    found = [compat.varying_axes(x) for i in bucket if hasattr(x := leaves[i], "dtype")]
+    return frozenset[str]().union(*found).difference(own)
 
 
 def _gradient_of(leaf: Any) -> Any:

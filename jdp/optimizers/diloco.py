@@ -196,7 +196,7 @@ def _init(
             PerReplica(local_training.no_samples(options.num_fragments, names)),
             params,
             [options.outer_tx.init(_stepped(f, leaves)) for f in fragments],
-            _nothing(leaves, fragments) if options.delay > 1 else {},
+            _nothing(leaves, fragments, options.names) if options.delay > 1 else {},
             jnp.zeros((), jnp.int32),
         )
 
@@ -242,7 +242,7 @@ def _send(
     leaves = jax.tree.leaves(state.params.value)
     outer = jax.tree.leaves(state.outer_params)
     seen = state.seen.value
-    waiting = state.under_way or _nothing(outer, fragments)
+    waiting = state.under_way or _nothing(outer, fragments, options.names)
 
     def send(k: int) -> Callable[[], dict[str, jax.Array]]:
         def displacement() -> dict[str, jax.Array]:
@@ -255,13 +255,14 @@ def _send(
             if exact:  # Without any data, zeros are not the mean.
                 anyone = lax.psum(seen[k], options.names) > 0
                 mean |= {i: jnp.where(anyone, mean[i], outer[i]) for i in exact}
-            return _pack([mean[i] for i in fragments[k]], waiting)
+            sent = [mean[i] for i in fragments[k]]
+            return _pack(sent, waiting, options.names)
 
         return displacement
 
     due = _due(state.step, options)
     ways = [lambda: waiting, *map(send, range(options.num_fragments))]
-    averages = lax.switch(due, ways)
+    averages = lax.switch(due, compat.cast_branches(ways, (), options.names))
     kept = jnp.where(jnp.arange(options.num_fragments) == due - 1, 0.0, seen)
     under_way = averages if state.under_way else {}
     return state._replace(seen=PerReplica(kept), under_way=under_way), averages
@@ -282,7 +283,8 @@ def _apply(
     def step(k: int) -> Callable[..., tuple[Any, Any, Any]]:
         def run(params: Any, outer_params: Any, outer: Any) -> tuple[Any, Any, Any]:
             params, outer_params = list(params), list(outer_params)
-            sent = _unpack(averages, [outer_params[i] for i in fragments[k]])
+            like = [outer_params[i] for i in fragments[k]]
+            sent = _unpack(averages, like, options.names)
             before = _stepped(fragments[k], outer_params)
             moved = _stepped(range(len(sent)), sent)
             updates, inner = options.outer_tx.update(moved, outer[k], before)
@@ -301,13 +303,11 @@ def _apply(
         return run
 
     due = _due(state.step - options.delay, options)
-    params, outer_params, outer = lax.switch(
-        due,
-        [keep, *map(step, range(options.num_fragments))],
-        jax.tree.leaves(state.params.value),
-        jax.tree.leaves(state.outer_params),
-        state.outer,
-    )
+    leaves = jax.tree.leaves(state.params.value)
+    operands = leaves, jax.tree.leaves(state.outer_params), state.outer
+    ways = [keep, *map(step, range(options.num_fragments))]
+    ways = compat.cast_branches(ways, operands, options.names)
+    params, outer_params, outer = lax.switch(due, ways, *operands)
     return state._replace(
         params=PerReplica(jax.tree.unflatten(treedef, params)),
         outer_params=jax.tree.unflatten(treedef, outer_params),
@@ -327,33 +327,53 @@ def _due(step: jax.Array, options: _DiLoCoOptions) -> jax.Array:
     return jnp.where(is_due, (turn - 1) % options.num_fragments + 1, 0)
 
 
-def _nothing(leaves: Sequence[Any], fragments: list[list[int]]) -> dict[str, jax.Array]:
+def _nothing(
+    leaves: Sequence[Any], fragments: list[list[int]], names: tuple[str, ...]
+) -> dict[str, jax.Array]:
     """Returns zeros in place of averages, as large as the averages of any fragment."""
     sizes: dict[str, int] = {}
+    likes: dict[str, Any] = {}
     for part in fragments:
         here: dict[str, int] = {}
         for i in part:
-            name = np.dtype(leaves[i].dtype).name
-            here[name] = here.get(name, 0) + math.prod(leaves[i].shape)
+            kind = _kind_of(leaves[i], names)
+            here[kind] = here.get(kind, 0) + math.prod(leaves[i].shape)
+            likes[kind] = leaves[i]
         sizes = {k: max(sizes.get(k, 0), here.get(k, 0)) for k in {**sizes, **here}}
-    return {k: jnp.zeros(n, jnp.dtype(k)) for k, n in sorted(sizes.items())}
+    return {
+        k: compat.cast_varying(
+            jnp.zeros(n, likes[k].dtype), sorted(_model_axes(likes[k], names))
+        )
+        for k, n in sorted(sizes.items())
+    }
+
+
+def _model_axes(x: Any, names: tuple[str, ...]) -> frozenset[str]:
+    return compat.varying_axes(x).difference(names)
+
+
+def _kind_of(x: Any, names: tuple[str, ...]) -> str:
+    """Returns the name of the buffer of an array: its dtype, and its model axes."""
+    return " ".join([np.dtype(x.dtype).name, *sorted(_model_axes(x, names))])
 
 
 def _pack(
-    arrays: Sequence[jax.Array], like: dict[str, jax.Array]
+    arrays: Sequence[jax.Array], like: dict[str, jax.Array], names: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     packed = {}
-    for name, room in like.items():
-        mine = [x for x in arrays if np.dtype(x.dtype).name == name]
+    for kind, room in like.items():
+        mine = [x for x in arrays if _kind_of(x, names) == kind]
         flat = buckets.pack(mine) if mine else room[:0]
-        packed[name] = jnp.pad(flat, (0, room.size - flat.size))
+        packed[kind] = jnp.pad(flat, (0, room.size - flat.size))
     return packed
 
 
-def _unpack(packed: dict[str, jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
+def _unpack(
+    packed: dict[str, jax.Array], like: Sequence[jax.Array], names: tuple[str, ...]
+) -> list[jax.Array]:
     found: list[Any] = [None] * len(like)
-    for name, flat in packed.items():
-        mine = [i for i, x in enumerate(like) if np.dtype(x.dtype).name == name]
+    for kind, flat in packed.items():
+        mine = [i for i, x in enumerate(like) if _kind_of(x, names) == kind]
         size = sum(like[i].size for i in mine)
         parts = buckets.unpack(flat[:size], [like[i].shape for i in mine])
         for i, part in zip(mine, parts, strict=True):

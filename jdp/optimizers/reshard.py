@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from jdp.optimizers import shard_layout, zero_state
+from jdp.optimizers import device_rows, saved_values, zero_state
+from jdp.optimizers.device_rows import Cut
 from jdp.optimizers.zero_state import ZeroState
 from jdp.replicas import comparison, mesh
 from jdp.replicas.per_replica import PerReplica
@@ -50,15 +51,17 @@ def checkpoint_template(state: T, *, num_replicas: int) -> T:
             raise TypeError(f"`state{path}` must be an array, got {leaf!r}.")
 
     def like(x: Any, shape: tuple[int, ...]) -> Any:
-        if _is_key(x):
+        if saved_values.is_key(x):
             return jnp.empty(shape, x.dtype)
         return np.broadcast_to(np.zeros((), x.dtype), shape)
 
     def shard(x: Any, size: int) -> Any:
-        return like(x, (num_replicas, -(-size // num_replicas)))
+        num_rows = num_replicas * device_rows.count_devices(x)
+        return like(x, (num_rows, -(-size // num_replicas)))
 
     def row(x: Any) -> Any:
-        return like(x, (num_replicas, *x.shape[1:]))
+        num_rows = num_replicas * device_rows.count_devices(x)
+        return like(x, (num_rows, *x.shape[1:]))
 
     def shared(x: Any) -> Any:
         return like(x, x.shape)
@@ -102,9 +105,13 @@ def reshard(saved: PyTree, *, like: T) -> T:
 
     def take(x: Any) -> tuple[str, Any]:
         path, value = next(found)
-        value = _as_array(value)
-        if not _is_of_kind(value, x):
-            advice = " Wrap it with `jax.random.wrap_key_data`." if _is_key(x) else ""
+        value = saved_values.as_array(value)
+        if not saved_values.is_of_kind(value, x):
+            advice = (
+                " Wrap it with `jax.random.wrap_key_data`."
+                if saved_values.is_key(x)
+                else ""
+            )
             raise ValueError(
                 f"`{path}` was saved as {value.dtype}, but is {x.dtype} here.{advice}"
             )
@@ -113,47 +120,33 @@ def reshard(saved: PyTree, *, like: T) -> T:
     def shared(x: Any) -> jax.Array:
         path, value = take(x)
         if value.shape != x.shape:
-            raise _misfit(path, value.shape, x.shape)
-        return _place(value, x)
+            raise saved_values.misfit(path, value.shape, x.shape)
+        return saved_values.place(value, x)
 
     def shard(x: Any, size: int) -> jax.Array:
         path, value = take(x)
-        if value.ndim != 2 or value.shape[1] != -(-size // value.shape[0]):
-            raise _misfit(path, value.shape, x.shape)
-        flat = np.zeros(x.shape, value.dtype).reshape(-1)
-        flat[:size] = value.reshape(-1)[:size]
-        return _place(flat.reshape(x.shape), x)
+        count = device_rows.count_devices(x)
+        num_before, rest = divmod(value.shape[0] if value.ndim == 2 else 0, count)
+        if not num_before or rest or value.shape[1] != -(-size // num_before):
+            raise saved_values.misfit(path, value.shape, x.shape)
+        flat = np.zeros((count, x.size // count), value.dtype)
+        before = device_rows.by_device(value, count).reshape(count, -1)
+        flat[:, :size] = before[:, :size]
+        shards = flat.reshape(count, x.shape[0] // count, x.shape[1])
+        return saved_values.place(device_rows.by_replica(shards), x)
 
     def row(x: Any) -> jax.Array:
         path, value = take(x)
-        if value.ndim == 0 or value.shape[1:] != x.shape[1:]:
-            raise _misfit(path, value.shape, x.shape)
-        return _place(_with_rows(path, value, x.shape[0]), x)
+        count = device_rows.count_devices(x)
+        if value.ndim == 0 or value.shape[1:] != x.shape[1:] or len(value) % count:
+            raise saved_values.misfit(path, value.shape, x.shape)
+        rows = saved_values.with_rows(path, value, x.shape[0], count)
+        return saved_values.place(rows, x)
 
     new = _map(like, shared, shard, row)
     # Shapes of another model may have shards of the same sizes.
     tree_paths.check_same_structure(saved, "The saved state", like, "`like`")
     return new
-
-
-def _with_rows(path: str, value: Any, num_replicas: int) -> Any:
-    """Returns saved rows of replicas as the rows of another number of replicas."""
-    shape = (num_replicas, *value.shape[1:])
-    if value.shape == shape:
-        return value
-    if _has_equal_rows(value):
-        rows = jnp if _is_key(value) else np
-        return rows.broadcast_to(value[0], shape)
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        raise TypeError(
-            f"`{path}`, {value.dtype}, differs between the {value.shape[0]} replicas "
-            f"that saved it; it cannot be averaged for {num_replicas} others. Make "
-            "this part anew, and put it in the place of the saved values, with one row "
-            "per replica that is here."
-        )
-    wide = np.promote_types(value.dtype, np.float32)
-    mean = value.astype(wide).mean(0).astype(value.dtype)
-    return np.broadcast_to(mean, shape)
 
 
 def consolidate(state: PyTree, *, like: T) -> T:
@@ -173,8 +166,9 @@ def consolidate(state: PyTree, *, like: T) -> T:
         read.
 
     Returns:
-      A tree like `like`; each `jax.Array` in it is replicated over the mesh of `state`,
-      or local if the array of `state` is.
+      A tree like `like`; each `jax.Array` in it is on all replicas of `state`, or local
+      if the array of `state` is. Along model axes it is cut as its array in `like`,
+      such as a result of `tx.init(params)`, if that is a `jax.Array`.
 
     Raises:
       ValueError: `like` belongs to other parameters or another optimizer; the array is
@@ -190,14 +184,15 @@ def consolidate(state: PyTree, *, like: T) -> T:
     def visit(node: Any, plain: Any) -> Any:
         if not isinstance(node, ZeroState):
             return node
-        names, leaves = _names_in(plain, node), jax.tree.leaves(plain)
-        pairs = zip(node.own_names, node.own.value, strict=True)
-        shapes = {k: x.shape for k, x in zip(names, leaves, strict=True)}
-        found = dict(zip(node.shared_names, node.shared, strict=True))
-        found |= {name: _join(rows, shapes[name]) for name, rows in pairs}
-        return jax.tree.unflatten(
-            jax.tree.structure(plain), [found[name] for name in names]
-        )
+        own = dict(zip(node.own_names, node.own.value, strict=True))
+        parts = dict(zip(node.own_names, zero_state.own_shapes(node), strict=True))
+        shared = dict(zip(node.shared_names, node.shared, strict=True))
+        leaves, treedef = jax.tree.flatten(plain)
+        found = [
+            shared[name] if name in shared else _join(own[name], parts[name], x, name)
+            for name, x in zip(_names_in(plain, node), leaves, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, found)
 
     return jax.tree.map(visit, state, like, is_leaf=_is_zero)
 
@@ -231,15 +226,17 @@ def spread(whole: PyTree, *, like: T) -> T:
             return plain
         values = dict(zip(_names_in(plain, node), jax.tree.leaves(plain), strict=True))
         shared = [
-            _place(_host(values[name], name, x), x)
+            saved_values.place(saved_values.host(values[name], name, x), x)
             for name, x in zip(node.shared_names, node.shared, strict=True)
         ]
         own = []
-        for name, x in zip(node.own_names, node.own.value, strict=True):
-            value = _host(values[name], name, x).reshape(-1)
-            flat = np.zeros(math.prod(x.shape), value.dtype)
-            flat[: value.size] = value
-            own.append(_place(flat.reshape(x.shape), x))
+        parts = zero_state.own_shapes(node)
+        for name, part, x in zip(node.own_names, parts, node.own.value, strict=True):
+            value = saved_values.host(values[name], name, x)
+            cut = _find_cut(x, part, values[name], name)
+            num_replicas = x.shape[0] // math.prod(cut.sizes)
+            rows = device_rows.cut_up(value, part, cut, num_replicas)
+            own.append(saved_values.place(rows, x))
         return node._replace(shared=shared, own=PerReplica(own))
 
     return jax.tree.map(visit, like, whole, is_leaf=_is_zero)
@@ -279,6 +276,11 @@ def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
     known = {*state.shared_names, *state.own_names}
     if set(names) == known:
         return names
+    if device_rows.are_possible():  # A state has the shapes of the parts of a device.
+        by_path = {zero_state.path_of(name): name for name in known}
+        found = [by_path.get(zero_state.path_of(name), name) for name in names]
+        if set(found) == known and not {*state.shared_names} - {*names}:
+            return found
     missing, extra = sorted(known - {*names}), sorted({*names} - known)
     raise ValueError(
         "The state of plain optax does not match the `ZeroState`, by path and shape: "
@@ -288,32 +290,27 @@ def _names_in(plain: PyTree, state: ZeroState) -> list[str]:
     )
 
 
-def _join(rows: Any, shape: tuple[int, ...]) -> Any:
+def _join(rows: Any, part: tuple[int, ...], like: Any, name: str) -> Any:
+    cut = _find_cut(rows, part, like, name)
     if not isinstance(rows, jax.Array):
-        return shard_layout.restore(np.asarray(rows), shape)
-    if not isinstance(rows.sharding, NamedSharding):
-        return shard_layout.restore(
-            rows, shape
-        )  # on one device, as `pickle` returns it.
-    sharding = NamedSharding(rows.sharding.mesh, PartitionSpec())
-    join = jax.jit(shard_layout.restore, static_argnums=1, out_shardings=sharding)
-    return join(rows, shape)
+        return device_rows.join(np.asarray(rows), part, like.shape, cut)
+    if not isinstance(rows.sharding, NamedSharding):  # As `pickle` returns it.
+        return device_rows.join(rows, part, like.shape, cut)
+    sharding = device_rows.sharding_of_whole(rows, cut, like)
+    join = jax.jit(device_rows.join, static_argnums=(1, 2, 3), out_shardings=sharding)
+    return join(rows, part, like.shape, cut)
 
 
-def _host(value: Any, name: str, like: Any) -> Any:
-    if not _is_key(value) and not isinstance(value, jax.Array):
-        # Python numbers and arrays of 64 bits get the dtypes of JAX.
-        given = np.asarray(value)
-        value = given.astype(jax.dtypes.canonicalize_dtype(given.dtype))
-        if given.dtype.kind in "iu" and (value != given).any():
-            raise ValueError(
-                f"`{name}` is {given.dtype} and does not fit into {value.dtype}, which "
-                "JAX makes of it. Set `jax_enable_x64`, or pass smaller numbers."
-            )
-    value = _as_array(value)
-    if not _is_of_kind(value, like):
-        raise ValueError(f"`{name}` is {value.dtype}, but {like.dtype} here.")
-    return value
+def _find_cut(rows: Any, part: tuple[int, ...], like: Any, name: str) -> Cut:
+    cut = device_rows.find_cut(rows, part, np.shape(like), like)
+    if cut is None:
+        raise ValueError(
+            f"`{name}` holds shards of parts of shape {list(part)}, and their shapes "
+            f"do not tell how an array of shape {list(np.shape(like))} was cut into "
+            "them along the model axes. Pass arrays that are cut as the parameters "
+            "are, such as `tx.init(params)`."
+        )
+    return cut
 
 
 def _map(
@@ -339,54 +336,3 @@ def _map(
         return isinstance(node, PerReplica | ZeroState)
 
     return jax.tree.map(visit, tree, is_leaf=is_special)
-
-
-def _is_key(x: Any) -> bool:
-    is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-    return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _is_of_kind(value: Any, like: Any) -> bool:
-    """Whether a step can go on with `value`: the same dtype, or another float of JAX.
-
-    The state of some optimizers has other floats after its first update than before.
-    """
-    are_floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (value, like))
-    is_of_jax = are_floats and value.dtype == jax.dtypes.canonicalize_dtype(value.dtype)
-    return value.dtype == like.dtype or is_of_jax
-
-
-def _has_equal_rows(value: Any) -> bool:
-    """Whether all rows, one per replica, are the same bit for bit."""
-    data = np.asarray(jax.random.key_data(value)) if _is_key(value) else value
-    if not data.size:
-        return True
-    rows = np.ascontiguousarray(data).reshape(len(data), -1).view(np.uint8)
-    return bool((rows == rows[0]).all())
-
-
-def _as_array(x: Any) -> Any:
-    """Returns an array of PRNG keys as it is, any other array on the host."""
-    return x if _is_key(x) else np.asarray(x)
-
-
-def _place(value: Any, like: Any) -> jax.Array:
-    if _is_key(value):
-        data = np.asarray(jax.random.key_data(value))
-        sharded = jax.random.key_data(like) if isinstance(like, jax.Array) else None
-        impl = jax.random.key_impl(value)
-        return jax.random.wrap_key_data(_place(data, sharded), impl=impl)
-    sharding = like.sharding if isinstance(like, jax.Array) else None
-    # Copies: the caller may go on writing to the array.
-    if sharding is None:
-        return jnp.array(value)
-    return jax.make_array_from_callback(
-        value.shape, sharding, lambda i: np.array(value[i])
-    )
-
-
-def _misfit(path: str, saved: Any, here: Any) -> ValueError:
-    return ValueError(
-        f"`{path}` was saved with shape {list(saved)}, which does not become "
-        f"{list(here)}: the checkpoint belongs to a model with other shapes."
-    )

@@ -32,7 +32,7 @@ from jdp.optimizers import (
 from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
 from jdp.optimizers.transformation import SyncedTransformation
 from jdp.optimizers.zero_state import ArrayName, InnerState, ZeroState
-from jdp.replicas import axes, initial_state
+from jdp.replicas import axes, initial_state, mesh
 from jdp.replicas.mesh import World
 from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketPlan
@@ -148,7 +148,8 @@ def _init(
 ) -> Any:
     axis_name = axes.find_outside(options.axis_name or None, world)
     names, repeats = [], {}
-    if not compat.is_bound(axis_name):
+    here = mesh.find_current_world() if world is None else world
+    if not compat.is_bound(axis_name) and here is not None and not here.manual_axes:
         names, repeats = zero_state.find_repeats(inner, params)
 
     def init_here(params: PyTree) -> ZeroState:
@@ -162,7 +163,7 @@ def _init(
         return zero_state.cut_state(state, params, hook_state, layout, repeats)
 
     state = initial_state.init_on_replicas(
-        init_here, params, axis_name=axis_name, world=world
+        init_here, params, axis_name=axis_name, world=world, cuts_rows=True
     )
     return zero_state.repeat(state, names, repeats) if repeats else state
 
@@ -377,9 +378,8 @@ def _gather(
 
 
 def _check_halves(halves: Any) -> None:
-    if isinstance(halves, str) and halves == "auto":
-        return
-    if not isinstance(halves, ReduceScatterAllGather):
+    is_auto = isinstance(halves, str) and halves == "auto"
+    if not is_auto and not isinstance(halves, ReduceScatterAllGather):
         raise TypeError(
             "`halves` must be the halves of an all-reduce, such as "
             f"`jdp.collectives.RING`, or 'auto', got {halves!r}."

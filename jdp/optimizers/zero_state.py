@@ -11,7 +11,7 @@ from jax import lax
 from jdp.backward import flat_program
 from jdp.backward.sub_program import ProgramCutter
 from jdp.collectives import base
-from jdp.compat import primitives
+from jdp.compat import annotations, primitives
 from jdp.optimizers.shard_layout import ArrayShard, ShardLayout
 from jdp.replicas import per_replica
 from jdp.replicas.per_replica import PerReplica
@@ -64,6 +64,11 @@ class InnerState(NamedTuple):
 def array_names(state: PyTree) -> list[str]:
     """Returns the names that a `ZeroState` has for the arrays of an inner state."""
     return [name.key for name in _names_of(state, ())]
+
+
+def path_of(key: str) -> str:
+    """Returns the path in a name that a `ZeroState` has for an array."""
+    return key[: key.rindex(" [")]
 
 
 def own_shapes(state: ZeroState) -> list[tuple[int, ...]]:
@@ -176,7 +181,9 @@ def unpack(
     leaves = []
     for name in names:
         if not name.is_cut:
-            leaves.append(jnp.asarray(shared[name.key]))
+            # Beside manual model axes, a step takes all of its state as varying.
+            x = jnp.asarray(shared[name.key])
+            leaves.append(annotations.forget_axes(x, layout.tracked_axes))
             continue
         data = own[name.key]
         width = layout.width(name.shape)

@@ -1,18 +1,16 @@
 """Comparison: do the processes have the same program, and the same values?"""
 
-import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 
 from jdp.backward import captured
 from jdp.backward.captured import Found
-from jdp.replicas import agreement, differences, per_replica, wire
+from jdp.replicas import agreement, differences, host_copies, per_replica, wire
 from jdp.replicas.mesh import World
 from jdp.trees import tree_paths
 from jdp.types import PyTree
@@ -21,11 +19,6 @@ _MAX_ARRAYS = 10_000
 _BLOCK_BYTES = 1 << 16  # a difference is narrowed down to one block.
 _MAX_DETAIL_BYTES = 1 << 21  # largest record in the key-value store.
 _SAME_JDP = "Install the same jdp in every process."
-_SAME_VALUES = (
-    " Give all processes the same values, for example with `jdp.replicate(world, "
-    "tree)`, or look for a value that each computes from its own data, clock or random "
-    "numbers."
-)
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -76,7 +69,12 @@ def compare_programs(
 
 
 def compare_values(
-    world: World, tree: PyTree, *, name: str, topic: str, advice: str = _SAME_VALUES
+    world: World,
+    tree: PyTree,
+    *,
+    name: str,
+    topic: str,
+    advice: str = host_copies.SAME_VALUES,
 ) -> None:
     """Compares a tree bit by bit between the replicas; see `check_replicas`.
 
@@ -91,12 +89,14 @@ def compare_values(
         leaves = describe_leaves({name: tree})
         compare_described(world, topic, leaves, "", differences.explain_programs)
     with agreement.reporting(world, topic):
-        are_own = per_replica.are_own(tree)
+        are_own, paths = per_replica.are_own(tree), tree_paths.leaf_paths(tree)
         arrays = [
-            np.empty(0) if are_own[i] else _local_copy(world, tree, i, x)
+            np.empty(0) if are_own[i] else host_copies.of_replicas(world, x, paths[i])
             for i, x in enumerate(jax.tree.leaves(tree))
         ]
-    difference = _first_difference(world, topic, [_digest(as_bytes(x)) for x in arrays])
+    difference = _first_difference(
+        world, topic, [host_copies.digest(host_copies.as_bytes(x)) for x in arrays]
+    )
     if difference.process < 0:
         return
     process, leaf = difference.process, difference.index
@@ -121,7 +121,10 @@ def compare_described(
     Raises:
       RuntimeError: something differs. Every process raises, and names the difference.
     """
-    digests = [_digest(msgspec.msgpack.encode(leaves)), _digest(text.encode())]
+    digests = [
+        host_copies.digest(msgspec.msgpack.encode(leaves)),
+        host_copies.digest(text.encode()),
+    ]
     if arrays is not None:
         digests.append(arrays.digest)
     difference = _first_difference(world, topic, digests)
@@ -213,7 +216,7 @@ def _name_element(
       process: the process whose array differs in its bits from process 0's.
     """
     is_asked = world.process_index in (0, process) and array is not None
-    data = b"" if array is None or not is_asked else as_bytes(array)
+    data = b"" if array is None or not is_asked else host_copies.as_bytes(array)
     blocks = [data[i : i + _BLOCK_BYTES] for i in range(0, len(data), _BLOCK_BYTES)]
 
     def find_block(bodies: list[bytes]) -> bytes:
@@ -238,7 +241,7 @@ def _name_element(
             array, block * _BLOCK_BYTES, bodies[0], bodies[process], process
         ).encode()
 
-    mine = msgspec.msgpack.encode([_digest(b) for b in blocks])
+    mine = msgspec.msgpack.encode([host_copies.digest(b) for b in blocks])
     found = agreement.meet(world, topic, mine, find_block)
     block = wire.decode(found, int, what="The block that process 0 found")
     if is_asked and not 0 <= block < len(blocks):
@@ -317,48 +320,3 @@ def describe_leaves(
                 spec += differences.WEAK_TYPE
             described.append((path_text, spec))
     return described
-
-
-def _local_copy(world: World, tree: PyTree, index: int, leaf: Any) -> np.ndarray:
-    """Copies a leaf to the host; the copies on local devices must be equal."""
-    if not isinstance(leaf, jax.Array):
-        # A Python number has the dtype that JAX gives it, as in `describe_leaves`.
-        return np.asarray(leaf) if hasattr(leaf, "dtype") else host_copy(leaf)
-    path = tree_paths.leaf_paths(tree)[index]
-    if not leaf.is_fully_replicated:
-        raise ValueError(
-            f"`{path}` is split over the replicas ({leaf.sharding}); only arrays that "
-            "every replica holds whole can be compared. Leave it out, or wrap values "
-            "that belong to one replica in a `jdp.PerReplica`, which is not compared."
-        )
-    first, *others = (shard.data for shard in leaf.addressable_shards)
-    value = host_copy(first)
-    for other in others:
-        copy = host_copy(other)
-        if as_bytes(copy) != as_bytes(value):
-            where = f"{first.device} and {other.device}"
-            raise RuntimeError(
-                f"`{path}` differs between replicas of one process, on devices {where} "
-                f"of process {world.process_index}.{_SAME_VALUES}"
-            )
-    return value
-
-
-def host_copy(leaf: Any) -> np.ndarray:
-    """Returns an array, number, or the data of PRNG keys, in the dtype JAX gives it."""
-    if isinstance(leaf, jax.Array):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        return np.asarray(leaf)
-    value = np.asarray(leaf)
-    dtype = value.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return value.astype(jax.dtypes.canonicalize_dtype(dtype), copy=False)
-
-
-def as_bytes(x: np.ndarray) -> bytes:
-    """Returns the elements of an array in C order."""
-    return np.ascontiguousarray(x).tobytes()
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()

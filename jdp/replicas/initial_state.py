@@ -4,17 +4,29 @@ All processes make it with one program and the same values. They compare both fi
 JAX does not, and treats different values as the same.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import compat, types
-from jdp.replicas import agreement, axes, comparison, mesh, per_replica, replication
+from jdp.replicas import (
+    agreement,
+    axes,
+    comparison,
+    device_program,
+    layouts,
+    mesh,
+    per_replica,
+    replication,
+)
 from jdp.replicas.mesh import World
 from jdp.replicas.per_replica import PerReplica
 from jdp.types import AxisName, HostLeaf, PyTree
@@ -34,6 +46,7 @@ def init_on_replicas(
     *args: PyTree,
     axis_name: AxisName | None,
     world: World | None = None,
+    cuts_rows: bool = False,
 ) -> T:
     """Makes a state of which each replica has its own parts.
 
@@ -48,10 +61,12 @@ def init_on_replicas(
         the world.
       world: the replicas; None: the world that `jdp.init` returned. Not used inside a
         step.
+      cuts_rows: whether the devices of a replica share its row of an array, where JAX
+        partitions the step along model axes.
 
     Returns:
       The result of `init`, with its `PerReplica` parts split over the replicas, and all
-      other parts replicated.
+      other parts replicated. Along the model axes, arrays are cut like `args`.
 
     Raises:
       RuntimeError: outside of a step, there is no world; or the processes have
@@ -90,19 +105,128 @@ def init_on_replicas(
         return per_replica.split_leaves(per_replica.leave(tree))
 
     names = world.axis_names
-    mapped = jax.shard_map(
-        run,
-        mesh=world.mesh,
-        in_specs=PartitionSpec(),
-        out_specs=(PartitionSpec(), PartitionSpec(names)),
-        check_vma=False,
-    )
+    if world.manual_axes:
+        mapped = _on_devices(world, run, made, args)
+    else:
+        mapped = jax.shard_map(
+            run,
+            mesh=world.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=(PartitionSpec(), PartitionSpec(names)),
+            axis_names=world.program_axes,
+            check_vma=False,
+        )
     if world.store is not None:
         _compare(world, mapped, args, topic)
+    mapped = _laid_out(world, mapped, args, cuts_rows=cuts_rows)
     shared, own = jax.jit(mapped)(*args)
     treedef, are_own = made[-1]
     leaves = per_replica.merge_leaves(are_own, shared, own)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _on_devices(
+    world: World,
+    run: Callable[..., tuple[list[jax.Array], list[jax.Array]]],
+    made: list[tuple[Any, list[bool]]],
+    args: PyTree,
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    """Returns the program of all devices, each with its parts of the arguments."""
+    leaves = jax.tree.leaves(args)
+    aims = [layouts.target_of(world, x) for x in leaves]
+    own_axes = [layouts.keep(spec, world.program_axes) for spec in aims]
+    in_specs = jax.tree.unflatten(jax.tree.structure(args), own_axes)
+    # Layouts by the shape of a device's part, and the axes along which it is cut.
+    known: dict[Any, set[PartitionSpec]] = {}
+
+    def flat(*args: PyTree) -> list[jax.Array]:
+        for x, spec in zip(jax.tree.leaves(args), aims, strict=True):
+            known.setdefault((x.shape, compat.varying_axes(x)), set()).add(spec)
+        return jax.tree.leaves(run(*args))
+
+    program = device_program.trace(world, flat, in_specs, args)
+    _, are_own = made[-1]
+    num_shared = are_own.count(False)
+    specs = []
+    for i, (aval, varying) in enumerate(
+        zip(program.closed.out_avals, program.varying, strict=True)
+    ):
+        free = varying.difference(world.axis_names)
+        if i >= num_shared:
+            specs.append(layouts.rows(world, free))
+            continue
+        found = known.get((aval.shape, free), set())
+        first = layouts.keep(layouts.rows(world, free), world.model_axes)
+        specs.append(next(iter(found)) if len(found) == 1 else first)
+        if len(specs[-1]) > len(aval.shape):
+            raise ValueError(
+                f"A number in the new state differs along the model axes {sorted(free)}"
+                ", and every replica is to have one. Hold it in a `jdp.PerReplica`."
+            )
+    closed = program.put_together(specs)
+
+    def mapped(*args: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+        results = jax.core.eval_jaxpr(
+            closed.jaxpr, closed.consts, *jax.tree.leaves(args)
+        )
+        return results[:num_shared], results[num_shared:]
+
+    return mapped
+
+
+def _laid_out(
+    world: World, run: Callable[..., Any], args: PyTree, *, cuts_rows: bool
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    """Cuts the results of a program along the axes along which JAX partitions it.
+
+    JAX would make zeros whole on each device. An array in the shape of an argument is
+    cut like it, and rows of shards are cut where they divide.
+    """
+    names = tuple(n for n in world.model_axes if n not in world.manual_axes)
+    size = math.prod(world.mesh.shape[name] for name in names)
+    if world.manual_axes or size == 1:
+        return run
+    known: dict[tuple[int, ...], set[PartitionSpec]] = {}
+    for x in jax.tree.leaves(args):
+        known.setdefault(np.shape(x), set()).add(layouts.target_of(world, x))
+
+    def pin(x: jax.Array, is_own: bool) -> jax.Array:
+        found = known.get(x.shape[1:] if is_own else x.shape, set())
+        if is_own and cuts_rows:
+            divides = x.ndim == 2 and x.size and x.shape[1] % size == 0
+            found = {PartitionSpec(names)} if divides else set()
+        if len(found) != 1:
+            return x
+        (spec,) = found
+        spec = PartitionSpec(*layouts.rows(world), *spec) if is_own else spec
+        return lax.with_sharding_constraint(x, layouts.over_devices(world, spec))
+
+    def pinned(*args: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+        shared, own = run(*args)
+        return [pin(x, False) for x in shared], [pin(x, True) for x in own]
+
+    return pinned
+
+
+def parts_of_device(world: World, tree: PyTree) -> PyTree:
+    """Returns zeros like the parts that a device has of arrays, in a traced function.
+
+    Their types vary along the model axes as the parts do.
+
+    Args:
+      world: the replicas.
+      tree: arrays and numbers; values are not read.
+    """
+
+    def part(x: Any) -> Any:
+        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+            return x
+        spec = layouts.keep(layouts.target_of(world, x), world.program_axes)
+        shape = NamedSharding(world.mesh, spec).shard_shape(x.shape)
+        zeros = jnp.zeros(shape, x.dtype)
+        return compat.cast_varying(zeros, sorted(layouts.axes_of(spec)))
+
+    return jax.tree.map(part, tree)
 
 
 @overload

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -31,17 +32,23 @@ _LARGE_BYTES = 1 << 16  # below this, JAX's own copy costs less than aligned mem
 class World:
     """Replicas that train together; `jdp.init` makes it.
 
-    A replica is one device. Replicas are numbered in the order of `mesh.devices.flat`;
-    the replicas of a process are consecutive.
+    A replica is one device, or, beside model axes, the devices at one index of the data
+    axis. Model axes are the axes of a user's mesh that are not in `axis_name`. Replicas
+    are numbered along `axis_name`, and so in the order of `mesh.devices.flat` where the
+    mesh is jdp's own; the replicas of a process are consecutive there.
 
     Attributes:
-      mesh: mesh of all devices; it has no other axes than `axis_name`.
+      mesh: mesh of all devices.
       axis_name: the axis, or axes, that collectives in a step reduce over.
       process_index: number of this process, counted from 0.
       process_count: number of processes.
       timeout_s: longest wait for another process on the host, in seconds.
       store: key-value store that the processes share; None with one process.
       host: address at which other processes reach process 0.
+      manual_axes: model axes along which a step communicates itself, in the order of
+        the mesh; JAX partitions the step along the others.
+      is_plain: whether the mesh is jdp's own: without model axes, its devices in the
+        order of hosts and processes.
     """
 
     mesh: Mesh
@@ -51,23 +58,65 @@ class World:
     timeout_s: float
     store: Store | None
     host: str = "127.0.0.1"
+    manual_axes: tuple[str, ...] = ()
+    is_plain: bool = True
 
     shard = sharding.shard
 
-    @property
+    @functools.cached_property
     def axis_names(self) -> tuple[str, ...]:
-        """Names of the axes of the mesh."""
+        """Names of the axes along which the replicas lie."""
         return types.as_axis_names(self.axis_name)
 
-    @property
+    @functools.cached_property
+    def model_axes(self) -> tuple[str, ...]:
+        """Names of the other axes of the mesh, in its order."""
+        return tuple(n for n in self.mesh.axis_names if n not in self.axis_names)
+
+    @functools.cached_property
+    def program_axes(self) -> frozenset[str]:
+        """Names of the axes along which a step is the program of one device."""
+        return frozenset(self.axis_names + self.manual_axes)
+
+    @functools.cached_property
+    def grid(self) -> np.ndarray:
+        """Devices by replica, shape (num_replicas, devices per replica)."""
+        mesh, names = self.mesh, (*self.axis_names, *self.model_axes)
+        order = [mesh.axis_names.index(name) for name in names]
+        sizes = [mesh.shape[name] for name in self.axis_names]
+        return mesh.devices.transpose(order).reshape(math.prod(sizes), -1)
+
+    @functools.cached_property
     def num_replicas(self) -> int:
         """Number of replicas of all processes together."""
-        return self.mesh.devices.size
+        return len(self.grid)
+
+    @functools.cached_property
+    def local_replicas(self) -> tuple[int, ...]:
+        """Indices of the replicas of which this process has a device, ascending."""
+        return tuple(
+            index
+            for index, devices in enumerate(self.grid)
+            if any(x.process_index == self.process_index for x in devices)
+        )
 
     @property
     def num_local_replicas(self) -> int:
-        """Number of replicas of this process."""
-        return len(self.local_devices)
+        """Number of replicas of which this process has a device."""
+        return len(self.local_replicas)
+
+    @functools.cached_property
+    def has_whole_replicas(self) -> bool:
+        """Whether the devices of each replica belong to one process."""
+        owners = [{x.process_index for x in devices} for devices in self.grid]
+        return all(len(each) == 1 for each in owners)
+
+    def replica_of(self, process: int) -> int:
+        """Returns the index of the first replica of which a process has a device."""
+        for index, devices in enumerate(self.grid):
+            if any(x.process_index == process for x in devices):
+                return index
+        raise ValueError(f"Process {process} has no device of the mesh.")
 
     @property
     def is_main_process(self) -> bool:
@@ -79,7 +128,7 @@ class World:
         """Devices of this process, in the order of their replicas."""
         return tuple(
             device
-            for device in self.mesh.devices.flat
+            for device in self.grid.flat
             if device.process_index == self.process_index
         )
 
@@ -263,7 +312,13 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
     if world.process_count == 1:
         return jax.device_put(leaf, world.split)
     part = num_samples // num_parts
-    parts = [leaf[k * part : (k + 1) * part] for k in range(num_parts)]
+    # A replica's samples are on each of its devices here.
+    parts = [
+        leaf[k * part : (k + 1) * part]
+        for k, replica in enumerate(world.local_replicas)
+        for device in world.grid[replica]
+        if device.process_index == world.process_index
+    ]
     shards = jax.device_put(parts, list(world.local_devices))
     shape = (part * world.num_replicas, *leaf.shape[1:])
     return jax.make_array_from_single_device_arrays(shape, world.split, shards)

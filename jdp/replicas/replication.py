@@ -1,15 +1,23 @@
 """Replication: how does a tree get onto all replicas, with the same values?"""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jdp.replicas import agreement, comparison, differences, mesh, per_replica
+from jdp.replicas import (
+    agreement,
+    comparison,
+    differences,
+    host_copies,
+    layouts,
+    mesh,
+    per_replica,
+    placing,
+)
 from jdp.replicas.mesh import World
 from jdp.trees import tree_paths
 from jdp.types import HostLeaf, PyTree
@@ -17,8 +25,6 @@ from jdp.types import HostLeaf, PyTree
 K = TypeVar("K")
 T = TypeVar("T")
 Leaf = TypeVar("Leaf", bound=HostLeaf)
-
-_BROADCAST_WORDS = 1 << 24  # 64 MiB of 32-bit words at a time.
 
 
 def check_same_program(fn: Callable[..., Any], *args: PyTree, world: World) -> None:
@@ -51,7 +57,8 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
     """Checks that every replica holds the same bits of `tree`.
 
     Every process must call it. It costs a copy to the host and a hash of every leaf,
-    and no collective on the devices. A `jdp.PerReplica` is not compared.
+    and no collective on the devices, except for arrays that are cut among the devices
+    of a replica in several processes. A `jdp.PerReplica` is not compared.
 
     Args:
       tree: pytree of host arrays, or `jax.Array`s that are replicated or local.
@@ -67,14 +74,20 @@ def check_replicas(tree: PyTree, *, world: World) -> None:
 
 
 @overload
-def replicate(world: World, tree: HostLeaf, *, process: int = ...) -> jax.Array: ...
+def replicate(
+    world: World, tree: HostLeaf, *, process: int = ..., specs: PyTree = ...
+) -> jax.Array: ...
 @overload
 def replicate(
-    world: World, tree: dict[K, Leaf], *, process: int = ...
+    world: World, tree: dict[K, Leaf], *, process: int = ..., specs: PyTree = ...
 ) -> dict[K, jax.Array]: ...
 @overload
-def replicate(world: World, tree: T, *, process: int = ...) -> T: ...
-def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
+def replicate(
+    world: World, tree: T, *, process: int = ..., specs: PyTree = ...
+) -> T: ...
+def replicate(
+    world: World, tree: PyTree, *, process: int = 0, specs: PyTree = None
+) -> PyTree:
     """Puts a tree on all replicas, with the values of one process.
 
     Every process must call it with a tree of the same structure, shapes and dtypes.
@@ -83,25 +96,35 @@ def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
     in a `jdp.PerReplica`, shape (num_replicas, ...), are split over the replicas: each
     replica gets its own row of the array in its process.
 
+    Beside model axes, `specs` says how the devices of a replica share an array:
+
+        specs = {"w": P(None, "model"), "v": P("model"), "b": None}
+        params = jdp.replicate(world, params, specs=specs)
+
     Args:
       world: the replicas.
       tree: pytree of host arrays, local `jax.Array`s, numbers and PRNG keys; or arrays
         that are spread over the replicas, which are gathered.
       process: index of the process whose values all replicas get; the same on every
         process.
+      specs: partitions over the model axes, of type `jax.sharding.PartitionSpec`: a
+        tree like `tree`, or a prefix of it. None, for the whole or a part: an array
+        stays cut along the model axes as it is, and anything else gets whole onto each
+        device.
 
     Returns:
-      The same tree of `jax.Array`s, with the bits of `process`, replicated over
-      `world.mesh`.
+      The same tree of `jax.Array`s, with the bits of `process`, the same on all
+      replicas of `world.mesh`.
 
     Raises:
       RuntimeError: the structure, a shape or a dtype differs between the processes, or
         a leaf is on all replicas in one process and not in another. Every process
         raises, and names the path and both values.
-      TypeError: `world` or `process` has the wrong type.
+      TypeError: `world` or `process` has the wrong type, or one of `specs` has.
       ValueError: an array in a `jdp.PerReplica` does not have one row per replica, or
         lies on devices of several processes in another way; an array lies on devices
-        other than the devices of the replicas; or there is no process `process`.
+        other than the devices of the replicas; there is no process `process`; or one of
+        `specs` does not fit its array or names another axis than a model axis.
     """
     mesh.check_world(world)
     if isinstance(process, bool) or not isinstance(process, int | np.integer):
@@ -112,12 +135,18 @@ def replicate(world: World, tree: PyTree, *, process: int = 0) -> PyTree:
             f"{world.process_count - 1}, got {process}."
         )
     topic = "replication of a tree"
-    return place(world, tree, name="tree", topic=topic, process=process)
+    return place(world, tree, name="tree", topic=topic, process=process, specs=specs)
 
 
 @mesh.without_ambient
 def place(
-    world: World, tree: PyTree, *, name: str, topic: str, process: int = 0
+    world: World,
+    tree: PyTree,
+    *,
+    name: str,
+    topic: str,
+    process: int = 0,
+    specs: PyTree = None,
 ) -> PyTree:
     """Puts a tree on all replicas; see `replicate`.
 
@@ -127,6 +156,7 @@ def place(
       name: the name of the tree, for errors.
       topic: the activity of the processes, for errors.
       process: see `replicate`.
+      specs: see `replicate`.
     """
     are_own = per_replica.are_own(tree)
     with agreement.reporting(world, topic):
@@ -134,35 +164,52 @@ def place(
             where = f"`{name}{jax.tree_util.keystr(path)}`"
             mesh.check_has_no_mask(leaf, where)
             mesh.check_has_known_dtype(leaf, where)
+        given = layouts.check_specs(world, tree, specs, name)
         leaves, treedef = jax.tree.flatten(place_own_rows(world, tree))
+        targets = [
+            layouts.target_of(world, leaf) if spec is None else spec
+            for leaf, spec in zip(leaves, given, strict=True)
+        ]
         places = [
-            "is of one replica" if is_own else _find_place(world, tree, i, leaf)
-            for i, (leaf, is_own) in enumerate(zip(leaves, are_own, strict=True))
+            "is of one replica" if is_own else _find_place(world, tree, i, leaf, target)
+            for i, (leaf, is_own, target) in enumerate(
+                zip(leaves, are_own, targets, strict=True)
+            )
         ]
     if world.store is not None:
-        # The processes must also agree on which leaves to send.
-        described = comparison.describe_leaves({name: tree})
-        lines = [
-            f"`{path}` {place}"
-            for (path, _), place in zip(described, places, strict=True)
-        ]
-        # Without 64-bit types a host array is narrowed, and no program fits both.
-        is_wide = jax.dtypes.canonicalize_dtype(float) == np.float64
-        settings = [f"`process` is {process}", f"`jax_enable_x64` is {is_wide}"]
-        text = "\n".join([*settings, *lines])
-        comparison.compare_described(
-            world, topic, described, text, differences.explain_places
-        )
-    spread = [i for i, place in enumerate(places) if place == _SPREAD]
-    todo = [i for i, place in enumerate(places) if place == _ELSEWHERE]
-    for i in spread:
-        leaves[i] = _gather(world, leaves[i])
+        _compare_places(world, tree, name, topic, process, places)
+    todo = [i for i, place in enumerate(places) if place.startswith(_ELSEWHERE)]
+    for i, place in enumerate(places):
+        if place.startswith(_SPREAD):
+            leaves[i] = placing.gather(world, leaves[i], targets[i])
     if world.store is not None:
-        _send(world, leaves, todo, process=process)
+        placing.send(world, leaves, todo, targets, process=process)
     else:
         for i in todo:
-            leaves[i] = _copy_out(world, leaves[i])
+            leaves[i] = placing.copy_out(world, leaves[i], targets[i])
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _compare_places(
+    world: World,
+    tree: PyTree,
+    name: str,
+    topic: str,
+    process: int,
+    places: Sequence[str],
+) -> None:
+    """Compares the leaves, and which of them are to be sent, between the processes."""
+    described = comparison.describe_leaves({name: tree})
+    lines = [
+        f"`{path}` {place}" for (path, _), place in zip(described, places, strict=True)
+    ]
+    # Without 64-bit types a host array is narrowed, and no program fits both.
+    is_wide = jax.dtypes.canonicalize_dtype(float) == np.float64
+    settings = [f"`process` is {process}", f"`jax_enable_x64` is {is_wide}"]
+    text = "\n".join([*settings, *lines])
+    comparison.compare_described(
+        world, topic, described, text, differences.explain_places
+    )
 
 
 def place_own_rows(world: World, tree: PyTree) -> PyTree:
@@ -202,7 +249,7 @@ def place_own_value(world: World, leaf: Any, name: str) -> jax.Array:
         value = mesh.own_copy(np.asarray(leaf))
     elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(leaf)
-    return _place(world, value, like=leaf)
+    return placing.place(world, value, like=leaf)
 
 
 @mesh.without_ambient
@@ -215,28 +262,25 @@ def copy_from(world: World, tree: PyTree, *, process: int) -> PyTree:
     if world.store is None:
         return tree
     leaves, treedef = jax.tree.flatten(tree)
-    todo = [i for i, x in enumerate(leaves) if is_replicated(world, x)]
-    _send(world, leaves, todo, process=process)
+    are_own = per_replica.are_own(tree)
+    found = [
+        None if is_own else layouts.find(world, x, is_own=False)
+        for x, is_own in zip(leaves, are_own, strict=True)
+    ]
+    whole = [i for i, spec in enumerate(found) if spec == layouts.WHOLE]
+    targets = [spec or layouts.WHOLE for spec in found]
+    placing.send(world, leaves, whole, targets, process=process)
+    cut = [i for i, spec in enumerate(found) if spec]
+    parts = [leaves[i] for i in cut], [targets[i] for i in cut]
+    copies = placing.copy_over_replicas(world, *parts, world.replica_of(process))
+    for i, x in zip(cut, copies, strict=True):
+        leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
 
 
 def is_replicated(world: World, x: Any) -> bool:
-    """Returns whether every replica of `world` holds the whole of the array `x`."""
-    return _has_sharding(x, world.replicated)
-
-
-def is_split(world: World, x: Any) -> bool:
-    """Returns whether every replica has its row of the array `x`, on dimension 0."""
-    places = world.split, sharding_of_rows(world, jnp.shape(x))
-    is_placed = any(_has_sharding(x, sharding) for sharding in places)
-    return is_placed and x.shape[0] == world.num_replicas
-
-
-def sharding_of_rows(world: World, shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding of an array that has one row per replica."""
-    # JAX programs return most arrays without elements as replicated, whatever their
-    # sharding was; since JAX 0.12 not all. Another sharding recompiles the step.
-    return world.split if math.prod(shape) else world.replicated
+    """Returns whether each device of `world` holds the whole of the array `x`."""
+    return layouts.find(world, x, is_own=False) == layouts.WHOLE
 
 
 _IN_PLACE = "is on all replicas"
@@ -244,13 +288,17 @@ _ELSEWHERE = "is not yet on the replicas"
 _SPREAD = "is spread over devices of several processes"
 
 
-def _find_place(world: World, tree: PyTree, index: int, leaf: Any) -> str:
-    if is_replicated(world, leaf):
-        return _IN_PLACE
+def _find_place(
+    world: World, tree: PyTree, index: int, leaf: Any, target: PartitionSpec
+) -> str:
+    """Returns where a leaf lies, and how it is to be cut, in the words of errors."""
+    suffix = f", cut as {target}" if target else ""
+    if layouts.find(world, leaf, is_own=False) == target:
+        return _IN_PLACE + suffix
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return _ELSEWHERE
+        return _ELSEWHERE + suffix
     if leaf.sharding.device_set == set(world.mesh.devices.flat):
-        return _SPREAD
+        return _SPREAD + suffix
     raise ValueError(
         f"`{tree_paths.leaf_paths(tree)[index]}` lies on devices of several processes "
         f"other than the devices of the replicas ({leaf.sharding}). Pass host arrays, "
@@ -258,113 +306,30 @@ def _find_place(world: World, tree: PyTree, index: int, leaf: Any) -> str:
     )
 
 
-def _has_sharding(x: Any, sharding: NamedSharding) -> bool:
-    return isinstance(x, jax.Array) and (
-        x.sharding == sharding
-        or (
-            isinstance(x.sharding, NamedSharding)
-            and x.ndim >= len(sharding.spec)
-            and x.sharding.is_equivalent_to(sharding, x.ndim)
-        )
-    )
-
-
 def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
-    if is_split(world, leaf):
+    if layouts.find(world, leaf, is_own=True) is not None:
         return leaf
-    if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != world.num_replicas:
+    path = tree_paths.leaf_paths(tree)[index]
+    num_rows = jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0
+    axes = layouts.axes_with_rows(world, num_rows)
+    if axes is None:
         raise ValueError(
-            f"`{tree_paths.leaf_paths(tree)[index]}` is in a `jdp.PerReplica`, so "
-            f"outside of a step its first dimension must be {world.num_replicas}, one "
-            f"row per replica, got shape {jnp.shape(leaf)}."
+            f"`{path}` is in a `jdp.PerReplica`, so outside of a step its first "
+            f"dimension must be {world.num_replicas}, one row per replica, got shape "
+            f"{jnp.shape(leaf)}."
         )
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
-            f"`{tree_paths.leaf_paths(tree)[index]}` is in a `jdp.PerReplica` and lies "
-            "on devices of several processes in another way than one row on each "
-            f"replica, in their order ({leaf.sharding}). Pass host arrays, or arrays "
-            "that a step or `jdp.replicate` returned."
+            f"`{path}` is in a `jdp.PerReplica` and lies on devices of several "
+            "processes in another way than one row on each replica, in their order "
+            f"({leaf.sharding}). Pass host arrays, or arrays that a step or "
+            "`jdp.replicate` returned."
         )
-    rows = comparison.host_copy(leaf)
+    rows = host_copies.host_copy(leaf)
     if not isinstance(leaf, jax.Array):
         rows = mesh.own_copy(rows)
+    sharding = layouts.sharding_of_rows(world, rows.shape, axes)
     placed = jax.make_array_from_callback(
-        rows.shape, sharding_of_rows(world, rows.shape), lambda where: rows[where]
+        rows.shape, sharding, lambda where: rows[where]
     )
-    return _as_keys(placed, like=leaf)
-
-
-def _gather(world: World, x: jax.Array) -> jax.Array:
-    """Gathers an array that is spread over the replicas' devices, on all of them."""
-    found = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
-    mesh_of_x = found if isinstance(found, jax.sharding.Mesh) else world.mesh
-    if [*mesh_of_x.devices.flat] == [*world.mesh.devices.flat]:
-        return jax.jit(lambda x: x, out_shardings=world.replicated)(x)
-    # An XLA program has one order of devices, so `x` is gathered in its own order.
-    data = x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = jax.random.key_data(x)
-    everywhere = NamedSharding(mesh_of_x, PartitionSpec())
-    whole = jax.jit(lambda x: x, out_shardings=everywhere)(data)
-    shards = [shard.data.copy() for shard in whole.addressable_shards]
-    placed = jax.make_array_from_single_device_arrays(
-        whole.shape, world.replicated, shards
-    )
-    return _as_keys(placed, like=x)
-
-
-def _copy_out(world: World, leaf: Any) -> jax.Array:
-    # If a device has the array already, `device_put` may use it as one of the copies; a
-    # step that donates its state would then delete the caller's array.
-    if isinstance(leaf, jax.Array):
-        return jax.device_put(leaf.copy(), world.replicated)
-    value = mesh.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
-    return jax.device_put(value, world.replicated)
-
-
-def _place(world: World, value: np.ndarray | jax.Array, *, like: Any) -> jax.Array:
-    shards = jax.device_put(
-        [value] * world.num_local_replicas, list(world.local_devices)
-    )
-    placed = jax.make_array_from_single_device_arrays(
-        value.shape, world.replicated, shards
-    )
-    return _as_keys(placed, like=like)
-
-
-def _as_keys(placed: jax.Array, *, like: Any) -> jax.Array:
-    dtype = getattr(like, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like))
-    return placed
-
-
-def _send(world: World, leaves: list[Any], todo: Sequence[int], process: int) -> None:
-    """Replaces the leaves `todo` by the values that `process` has."""
-    copies = [comparison.host_copy(leaves[i]) for i in todo]
-    sent = _broadcast(world, b"".join(comparison.as_bytes(x) for x in copies), process)
-    start = 0
-    for i, like in zip(todo, copies, strict=True):
-        value = np.frombuffer(sent, like.dtype, like.size, offset=start)
-        start += like.nbytes
-        leaves[i] = _place(world, value.reshape(like.shape), like=leaves[i])
-
-
-def _broadcast(world: World, data: bytes, process: int) -> bytes:
-    """Sends the `data` of `process` to all: a sum to which the others add zeros."""
-    num_words = -(-len(data) // 4)
-    words = np.frombuffer(data.ljust(4 * num_words, b"\0"), np.uint32)
-    total = jax.jit(
-        lambda x: x.sum(axis=0, dtype=jnp.uint32), out_shardings=world.replicated
-    )
-    received = []
-    for start in range(0, num_words, _BROADCAST_WORDS):
-        chunk = words[start : start + _BROADCAST_WORDS][None]
-        parts = [np.zeros_like(chunk)] * world.num_local_replicas
-        if world.process_index == process:
-            parts[0] = chunk
-        shards = jax.device_put(parts, list(world.local_devices))
-        shape = (world.num_replicas, chunk.size)
-        x = jax.make_array_from_single_device_arrays(shape, world.split, shards)
-        received.append(np.asarray(total(x).addressable_data(0)))
-    return b"".join(map(comparison.as_bytes, received))[: len(data)]
+    return placing.as_keys(placed, like=leaf)

@@ -9,7 +9,7 @@ import jax
 
 from jdp import compat, types
 from jdp.collectives import auto
-from jdp.replicas import mesh
+from jdp.replicas import mesh as worlds
 from jdp.replicas.mesh import World
 from jdp.runtime import (
     addresses,
@@ -21,11 +21,13 @@ from jdp.runtime import (
     roll_call,
     roll_call_sockets,
     sigterm,
+    user_mesh,
     user_program,
 )
 from jdp.runtime.environment import LaunchEnvironment
 from jdp.runtime.lifeline import lifeline
 from jdp.runtime.store import DistributedStore
+from jdp.runtime.user_mesh import MeshOption
 from jdp.types import AxisName, Device
 
 _logger = logging.getLogger("jdp")
@@ -72,6 +74,8 @@ class _InitOptions:
     axis_name: AxisName
     num_nodes: int | None
     timeout_s: float
+    mesh: MeshOption
+    manual_axes: tuple[str, ...]
 
 
 class _Initialized:
@@ -90,6 +94,8 @@ def init(
     axis_name: AxisName = "data",
     num_nodes: int | None = None,
     timeout_s: float = 300.0,
+    mesh: MeshOption = None,
+    manual_axes: str | Sequence[str] = (),
 ) -> World:
     """Joins the job and returns its replicas; every process calls it once, first.
 
@@ -106,11 +112,19 @@ def init(
       process_id: index of this process, from 0.
       local_device_ids: ids of the GPUs that this process uses; None: all it sees.
       num_cpu_devices: number of devices into which the CPU is divided; None: 1.
-      axis_name: name of the mesh axis, or a pair of names: across nodes (hosts) and
-        within a node.
+      axis_name: name of the mesh axis along which the replicas lie, or a pair of names:
+        across nodes (hosts) and within a node.
       num_nodes: with a pair of names, the number of nodes; None: the number of hosts.
       timeout_s: longest wait for other processes, here and later on the host, in
         seconds.
+      mesh: a mesh with the axis `axis_name`, and maybe model axes beside it; or a
+        function without arguments that makes it, which several processes need, since
+        they have each other's devices only once they have met. None: a mesh of all
+        devices, without model axes. The axes of `World.mesh` are of type Auto.
+      manual_axes: the model axes along which steps communicate themselves, as under
+        `jax.shard_map`, so that they see the part of an array that a device has. Along
+        the others JAX partitions the step, as under `jax.jit`, and it sees whole
+        arrays.
 
     Returns:
       The world; functions that take `world=None` use it.
@@ -131,14 +145,17 @@ def init(
         axis_name=axis_name if isinstance(axis_name, str) else tuple(axis_name),
         num_nodes=num_nodes,
         timeout_s=timeout_s,
+        mesh=mesh,
+        manual_axes=(manual_axes,) if isinstance(manual_axes, str) else (*manual_axes,),
     )
     if _Initialized.options is not None:
         _check_same_options(_Initialized.options, options)
-        return mesh.current_world()
+        return worlds.current_world()
     _check_options(options)
     user_program.report(user_program.BEGAN)
     place = _find_place(options, os.environ)
     if place is not None and place.num_processes > 1:
+        user_mesh.check_comes_in_time(options.mesh, place.num_processes)
         is_host = place.is_one_launch and place.process_id == 0
         with coordination.make_path(is_one_launch=is_host) as path:
             meeting = _join(place, options, path)
@@ -150,7 +167,9 @@ def init(
         meeting = None
         _choose_devices(place, options)
         world = _make_world(options, meeting)
-    mesh.set_current_world(world)
+    if options.mesh is not None:
+        user_mesh.compare(world)
+    worlds.set_current_world(world)
     _Initialized.options = options
     if meeting is not None:
         os.environ[environment.JOINED] = str(os.getpid())
@@ -163,6 +182,8 @@ def init(
 def _check_same_options(before: _InitOptions, now: _InitOptions) -> None:
     for field in dataclasses.fields(now):
         old, new = getattr(before, field.name), getattr(now, field.name)
+        if field.name == "mesh" and user_mesh.is_made_by(new, worlds.current_world()):
+            continue
         if old != new:
             raise RuntimeError(
                 f"`jdp.init` was called before with `{field.name}={old!r}`, now with "
@@ -172,6 +193,9 @@ def _check_same_options(before: _InitOptions, now: _InitOptions) -> None:
 
 def _check_options(options: _InitOptions) -> None:
     types.check_axis_name(options.axis_name)
+    user_mesh.check_options(
+        options.mesh, options.axis_name, options.manual_axes, options.num_nodes
+    )
     if options.timeout_s <= 0:
         raise ValueError(f"`timeout_s` must be positive, got {options.timeout_s}.")
     for name in ("num_cpu_devices", "num_nodes"):
@@ -311,18 +335,24 @@ def _make_world(options: _InitOptions, meeting: roll_call.Meeting | None) -> Wor
         return node, process, device.id
 
     devices = sorted(jax.devices(), key=position)
+    num_nodes = options.num_nodes or len(rank_of_node)
+    if options.mesh is None:
+        found = worlds.make_mesh(devices, options.axis_name, num_nodes=num_nodes)
+        is_plain = True
+    else:
+        given = options.mesh, options.axis_name, options.manual_axes
+        found = user_mesh.make(*given)
+        is_plain = user_mesh.is_plain(found, devices, options.axis_name, num_nodes)
     return World(
-        mesh=mesh.make_mesh(
-            devices,
-            options.axis_name,
-            num_nodes=options.num_nodes or len(rank_of_node),
-        ),
+        mesh=found,
         axis_name=options.axis_name,
         process_index=jax.process_index(),
         process_count=process_count,
         timeout_s=options.timeout_s,
         store=store,
         host=meeting.host if meeting else "127.0.0.1",
+        manual_axes=tuple(n for n in found.axis_names if n in options.manual_axes),
+        is_plain=is_plain,
     )
 
 

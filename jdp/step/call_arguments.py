@@ -247,11 +247,16 @@ def specs(batches: tuple[PyTree, ...], axis_names: tuple[str, ...]) -> list[PyTr
     return found
 
 
+def split_trees(batches: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """Returns the arguments of a call that are split over the replicas."""
+    if is_call(batches):
+        return *batches[:-1], batches[-1].batches
+    return batches
+
+
 def split_leaves(batches: tuple[PyTree, ...]) -> list[Any]:
     """Returns the leaves that are split over the replicas."""
-    if is_call(batches):
-        batches = (*batches[:-1], batches[-1].batches)
-    return jax.tree.leaves(batches)
+    return jax.tree.leaves(split_trees(batches))
 
 
 def warn_of_unequal_lengths(world: World, batches: tuple[PyTree, ...]) -> None:
@@ -311,6 +316,8 @@ def run(
     replicated = call.replicated
     if world.process_count > 1:
         replicated = buffers.sync_buffers(replicated, axis_name=world.axis_name)
+    if world.manual_axes:
+        replicated = compat.cast_tree_varying(replicated, world.axis_name)
     leaves, treedef = jax.tree.flatten(replicated)
     leaves = [
         compat.as_weak(x) if is_weak else x

@@ -2,30 +2,27 @@
 
 import contextlib
 import functools
-import logging
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 
 from jdp.backward import captured
 from jdp.collectives import auto
-from jdp.gradients import step_trace, step_warnings
+from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy
-from jdp.replicas import agreement, comparison, mesh, progress
+from jdp.replicas import agreement, comparison, mesh, progress, shared_replicas
 from jdp.replicas.joinable import Joinable, JoinHook
 from jdp.replicas.mesh import World
 from jdp.step import (
     call_arguments,
     call_avals,
+    join_hook,
     methods,
     nan_search,
     placement,
     replica_program,
+    state_layouts,
     whole_batches,
 )
 from jdp.step.call_arguments import CallBinder, NotGiven
@@ -35,11 +32,11 @@ from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Program, ProgramOptions, Step
 from jdp.step.signature import A, M, P, Rest, S, StepCall, TakesOne
+from jdp.step.state_layouts import Layouts
 from jdp.step.step_form import StepForm
 from jdp.trees import nnx_objects
 from jdp.types import PyTree
 
-_logger = logging.getLogger("jdp")
 _NOTHING = contextlib.nullcontext()
 
 
@@ -179,7 +176,7 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
     def _call_limit(self) -> progress.CallLimit:
         world = self.world
         is_cpu = world.mesh.devices.flat[0].platform == "cpu"
-        counts = world.process_count, world.num_local_replicas
+        counts = world.process_count, len(world.local_devices)
         return progress.CallLimit(is_needed=is_cpu and min(counts) > 1)
 
     def join_hook(
@@ -208,18 +205,11 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         """
         step_trace.check_divide_by(divide_by)
         if example is not None:
-            if not isinstance(example, tuple | list) or not example:
-                raise TypeError(
-                    "`example` must be the arguments of a call, `(state, *batches)`, "
-                    f"got {example!r}."
-                )
+            join_hook.check_example(example)
             state, batches = self._bind(example[0], tuple(example[1:]), {})
             example = state, *batches
             self.last_state = example[0]
-        elif any(
-            isinstance(x, jax.Array) and x.is_deleted()
-            for x in jax.tree.leaves(self.last_state)
-        ):
+        elif join_hook.has_deleted(self.last_state):
             self.last_state = None
         self._join_hook = StepJoinHook(self._core, divide_by, example)
         return self._join_hook
@@ -243,8 +233,12 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
           **named: see `trace`.
         """
         avals = self._avals(state, batches, named)
-        compiled = self._options.compile(self._step_of(None), self.name)
-        return compiled.lower(*avals)
+        layouts = state_layouts.of_state(self.world, avals[0])
+
+        def run(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
+            return self._core._trace(None, layouts, state, *batches)[:2]
+
+        return self._options.compile(run, self.name).lower(*avals)
 
     @mesh.without_ambient
     def fingerprint(
@@ -264,7 +258,8 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         with auto.without_measuring():
             state, *arguments = self._avals(state, batches, named)
             unread = StepTrace(warns_at_once=True)
-            program = self._shard(None, state, tuple(arguments), unread)
+            layouts = state_layouts.of_state(self.world, state)
+            program = self._shard(None, layouts, state, tuple(arguments), unread)
         constants = captured.find(program.jaxprs)
         return f"{program}\ncaptured arrays: {constants.digest.hex()}"
 
@@ -284,7 +279,8 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         trace = StepTrace()
         with auto.without_measuring():
             state, *arguments = self._avals(state, batches, named)
-            self._shard(None, state, tuple(arguments), trace)
+            layouts = state_layouts.of_state(self.world, state)
+            self._shard(None, layouts, state, tuple(arguments), trace)
         return trace
 
     def _avals(
@@ -326,6 +322,9 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
             self._check_is_copied(state, batches)
             placer.check(state)
             batches = self._binder.place(world, batches)
+        if not (self._is_compared or world.has_whole_replicas):
+            split = call_arguments.split_trees(batches)
+            shared_replicas.compare_samples(world, split, name=self.name)
         return placer.place(world, state), batches
 
     def _check_is_copied(self, state: PyTree, batches: tuple[PyTree, ...]) -> None:
@@ -334,73 +333,57 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         nnx_objects.check_arguments(self.name, arguments)
 
     def _jit(self, divide_by: DivideBy | None) -> Any:
-        """Returns the compiled step of flat states; see `_step_of`."""
+        """Returns the compiled step of flat states; see `_trace`."""
         if divide_by not in self._jitted:
-            step = self._placer.structures.take_flat(self._step_of(divide_by))
+            # The core's method: compiled code must not keep an object alive.
+            trace = functools.partial(self._core._trace, divide_by)
+            step = self._placer.structures.take_flat(trace)
             self._jitted[divide_by] = self._options.compile(step, self.name)
         return self._jitted[divide_by]
 
-    def _step_of(self, divide_by: DivideBy | None) -> Step:
-        """Returns the step of all replicas; a divisor puts weights before batches."""
-        # The core's method: compiled code must not keep an object alive.
-        return functools.partial(self._core._trace, divide_by)
-
     def _trace(
-        self, divide_by: DivideBy | None, state: PyTree, *batches: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """Traces the step, and compares the program before it can be compiled."""
+        self,
+        divide_by: DivideBy | None,
+        layouts: Layouts,
+        state: PyTree,
+        *batches: PyTree,
+    ) -> tuple[PyTree, PyTree, Layouts]:
+        """Traces the step, and compares the program before it can be compiled.
+
+        A divisor puts weights before the batches.
+        """
         self._placer.note_other_program()
-        world = self.world
+        world, is_main = self.world, self.world.is_main_process
         arguments = {"state": state, **call_arguments.by_name(batches)}
         nan_search.check_is_tracing(self.name, arguments)
         with agreement.reporting(world, self._topic, is_local=True):
             trace = StepTrace()
-            program = self._shard(divide_by, state, batches, trace)
-            if self._last_trace is None and world.is_main_process:
+            program = self._shard(divide_by, layouts, state, batches, trace)
+            if self._last_trace is None and is_main:
                 skipped = 0 if divide_by is None else 1  # the marks of `run`.
                 call_arguments.warn_of_unequal_lengths(world, batches[skipped:])
-            self._check_graph(trace)
+            fixed = self._options.static_graph
+            trace.follow(self._last_trace, self.name, is_main=is_main, is_fixed=fixed)
+            self._last_trace = trace
         comparison.compare_programs(
             world, program, arguments, topic=self._topic, jaxprs=program.jaxprs
         )
         self._is_compared = True
-        return program.run(state, batches)
-
-    def _check_graph(self, trace: StepTrace) -> None:
-        """Compares a trace with the last one; warns about the first."""
-        before, is_main = self._last_trace, self.world.is_main_process
-        if before is None and is_main:
-            trace.warn()
-        difference = before and step_warnings.graph_difference(
-            before.distinct_losses(), trace.distinct_losses()
-        )
-        if difference:
-            text = f"The step `{self.name}` was traced again, and {difference}."
-            if self._options.static_graph:
-                raise ValueError(
-                    f"{text} With `static_graph=True` every trace must find the same; "
-                    "leave it out if the difference is intended."
-                )
-            if is_main:
-                _logger.warning(text)
-        self._last_trace = trace
+        return *program.run(state, batches), program.layouts
 
     def _shard(
         self,
         divide_by: DivideBy | None,
+        layouts: Layouts,
         state: PyTree,
         batches: tuple[PyTree, ...],
         trace: StepTrace,
     ) -> Program:
-        options = ProgramOptions(self.world, divide_by, self._options.check_vma)
+        is_proven = self._options.check_vma
+        options = ProgramOptions(self.world, divide_by, is_proven, layouts)
         step = functools.partial(call_arguments.run, self._step, self.world)
-        try:
+        with nnx_objects.explaining(self.name):
             return replica_program.trace_step(step, options, state, batches, trace)
-        except Exception as error:
-            explained = nnx_objects.explain_trace_error(self.name, error)
-            if explained is None:
-                raise
-            raise explained from error
 
 
 class _BoundStep(DataParallelStep[P, S, M]):

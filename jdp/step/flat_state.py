@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp import compat
+from jdp.step.state_layouts import Layouts
 from jdp.types import PyTree
 
 # JAX finds the leaves of a tree with more containers faster. Measured with 145 leaves:
@@ -23,15 +24,17 @@ _MOST_CONTAINERS = 8
 class Structure:
     """Structure of states; one object per structure, compared by identity."""
 
-    def __init__(self, treedef: Any, paths: list[str]):
+    def __init__(self, treedef: Any, paths: list[str], layouts: Layouts):
         """Use `Structures.flatten`.
 
         Args:
           treedef: the structure in JAX.
           paths: the paths of the leaves, such as "['params']['w']".
+          layouts: how the leaves lie over the model axes.
         """
         self.treedef = treedef
         self.paths = paths
+        self.layouts = layouts
 
 
 class Structures:
@@ -40,22 +43,31 @@ class Structures:
     def __init__(self) -> None:
         self._known: dict[Any, Structure] = {}
 
-    def flatten(self, tree: PyTree) -> "FlatState":
+    def flatten(self, tree: PyTree, layouts: Layouts = None) -> "FlatState":
         """Converts a state into its leaves; also works while JAX traces."""
         leaves, treedef = jax.tree.flatten(tree)
-        found = self._known.get(treedef)
+        found = self._known.get((treedef, layouts))
         if found is None:
             with_paths, _ = jax.tree_util.tree_flatten_with_path(tree)
             paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
-            found = self._known[treedef] = Structure(treedef, paths)
+            found = Structure(treedef, paths, layouts)
+            self._known[treedef, layouts] = found
         return FlatState(leaves, found)
 
-    def take_flat(self, step: Callable[..., tuple[PyTree, Any]]) -> Callable[..., Any]:
-        """Returns `step` with flat states as its first argument and first result."""
+    def take_flat(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of flat states.
+
+        Args:
+          step: (layouts, state, *batches) -> (state, metrics, layouts).
+
+        Returns:
+          (flat state, *batches) -> (flat state, metrics).
+        """
 
         def run(state: "FlatState", *batches: PyTree) -> tuple["FlatState", Any]:
-            new_state, metrics = step(state.to_tree(), *batches)
-            return self.flatten(new_state), metrics
+            layouts = state.structure.layouts
+            new_state, metrics, layouts = step(layouts, state.to_tree(), *batches)
+            return self.flatten(new_state, layouts), metrics
 
         return run
 

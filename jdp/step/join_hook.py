@@ -84,6 +84,22 @@ class StepJoinHook(JoinHook):
             )
 
 
+def check_example(example: Any) -> None:
+    """Raises TypeError unless an example is the arguments of a call."""
+    if not isinstance(example, tuple | list) or not example:
+        raise TypeError(
+            "`example` must be the arguments of a call, `(state, *batches)`, got "
+            f"{example!r}."
+        )
+
+
+def has_deleted(state: PyTree) -> bool:
+    """Returns whether a leaf of a state was deleted, or donated to a function."""
+    return any(
+        isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)
+    )
+
+
 def _zeros_of(world: World, leaf: Any) -> np.ndarray:
     """Returns zeros in the shape of this process' part of a batch."""
     aval = jax.eval_shape(lambda x: x, leaf)

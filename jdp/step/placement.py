@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import compat
-from jdp.replicas import mesh, per_replica, replication
+from jdp.replicas import layouts, mesh, per_replica, replication
 from jdp.replicas.mesh import World
+from jdp.step import state_layouts
 from jdp.step.flat_state import FlatState, LeafFinder, Structure, Structures
 from jdp.trees import tree_paths
 from jdp.types import PyTree
@@ -138,7 +139,7 @@ class StatePlacer:
         self._returned = HeldLeaves()
         self._passed = HeldLeaves()  # only filled if states are not donated.
         self.structures = Structures()
-        self._placed: set[Structure] = set()
+        self._placed: set[Any] = set()  # treedefs.
         # Sizes in bytes of arguments that may share memory with a leaf: the size of the
         # leaf, or of a part or a multiple of it where one of the two is split. Not
         # shapes: a PRNG key and its data differ in shape.
@@ -208,8 +209,8 @@ class StatePlacer:
             state = replication.place(world, state, name="state", topic=topic)
         elif own:
             state = replication.place_own_rows(world, state)
-        flat = self.structures.flatten(state)
-        self._placed.add(flat.structure)
+        flat = self.structures.flatten(state, state_layouts.of_state(world, state))
+        self._placed.add(flat.structure.treedef)
         if self._donates:
             flat = FlatState(_copy_aliases(flat.leaves), flat.structure)
         else:
@@ -250,7 +251,7 @@ class StatePlacer:
         return {num_bytes, num_bytes // n, num_bytes * n}
 
     def _is_new_structure(self, state: PyTree) -> bool:
-        return self.structures.flatten(state).structure not in self._placed
+        return jax.tree.structure(state) not in self._placed
 
     def _topic(self, state: PyTree, shared: list[int]) -> str:
         """Returns a topic that differs from the topics of other meetings."""
@@ -276,10 +277,15 @@ def state_avals(world: World, state: PyTree) -> PyTree:
     # Once for all: a call takes a third of a millisecond.
     types = jax.eval_shape(lambda xs: xs, [leaf for _, leaf in leaves])
     avals = []
-    for aval, is_own in zip(types, per_replica.are_own(state), strict=True):
+    found = state_layouts.of_state(world, state)
+    for i, (aval, is_own) in enumerate(
+        zip(types, per_replica.are_own(state), strict=True)
+    ):
         sharding = world.replicated
-        if is_own:
-            sharding = replication.sharding_of_rows(world, aval.shape)
+        if found is not None:
+            sharding = layouts.over_devices(world, found[i])
+        elif is_own:
+            sharding = layouts.sharding_of_rows(world, aval.shape)
         avals.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
     return jax.tree.unflatten(treedef, avals)
 
@@ -349,8 +355,7 @@ def _not_placed(world: World, state: PyTree) -> tuple[list[int], list[int]]:
     found: tuple[list[int], list[int]] = ([], [])
     leaves = jax.tree.leaves(state)
     for i, is_own in enumerate(per_replica.are_own(state)):
-        is_placed = replication.is_split if is_own else replication.is_replicated
-        if not is_placed(world, leaves[i]):
+        if layouts.find(world, leaves[i], is_own=is_own) is None:
             found[is_own].append(i)
     return found
 

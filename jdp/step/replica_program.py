@@ -6,6 +6,7 @@ which results are the same on all replicas. The new state must be the same; metr
 that differ are averaged.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,19 +20,20 @@ from jdp import compat
 from jdp.backward import flow
 from jdp.collectives.shared_memory import ordered
 from jdp.gradients import averaging, metric_objects, step_trace
-from jdp.gradients.step_trace import StepTrace, StepWeighting
+from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
-from jdp.replicas import axes, per_replica
+from jdp.replicas import axes, device_program, layouts, per_replica
 from jdp.replicas.mesh import World
-from jdp.replicas.per_replica import Outline
 from jdp.step import (
     call_arguments,
-    sameness,
+    manual_results,
+    result_checks,
     sample_draws,
-    spread_reasons,
+    state_layouts,
     trivial_collectives,
 )
-from jdp.step.sameness import Spread
+from jdp.step.result_checks import StepOutlines
+from jdp.step.state_layouts import Layouts
 from jdp.types import PyTree
 
 Step = Callable[..., tuple[PyTree, PyTree]]
@@ -44,25 +46,35 @@ class ProgramOptions(NamedTuple):
     # Inside a `jdp.Join`; then the first batch marks the replicas with data.
     divide_by: DivideBy | None
     is_proven: bool  # whether the program must prove that the new state is the same.
+    layouts: Layouts = None  # of the state.
 
 
 class Program:
     """Traced step of all replicas; the processes compare its text."""
 
-    def __init__(self, step: Any, averaging: Any | None, outlines: "_StepOutlines"):
+    def __init__(
+        self,
+        world: World,
+        step: Any,
+        averaging: Any | None,
+        outlines: "StepOutlines",
+    ):
         """Use `trace_step`.
 
         Args:
+          world: the replicas.
           step: closed jaxpr: leaves of state and batches -> leaves of the new state,
             and the metrics of each replica.
           averaging: closed jaxpr: shared metrics of each replica -> their means; None
             if every metric is in a `jdp.PerReplica`.
           outlines: the results of the step.
         """
+        self._world = world
         self._step = step
         self._averaging = averaging
         self._state = outlines.state
         self._metrics = outlines.metrics
+        self.layouts = outlines.layouts  # of the new state.
 
     def __str__(self) -> str:
         """Returns the text of both jaxprs."""
@@ -77,6 +89,7 @@ class Program:
         """Returns the new state and the metrics of the step."""
         results = _run(self._step, jax.tree.leaves((state, batches)))
         leaves, (shared, own), amount = self.split(results)
+        leaves = state_layouts.pin(self._world, leaves, self.layouts)
         if self._averaging is not None:
             shared = _run(self._averaging, [*shared, *amount])
         metrics = per_replica.merge_leaves(self._metrics.are_own, shared, own)
@@ -129,18 +142,22 @@ def trace_step(
     traced, outlines = _trace(step, options, state, batches, trace)
     if world.num_replicas == 1:
         if trace.needs_differing:
-            spreads = _find_spreads(traced, outlines, world)
+            spreads = result_checks.find_spreads(traced, outlines, world)
             trace.differing = [bool(spread.axes) for spread in spreads.metrics]
+        differing = result_checks.find_weighed(outlines)
         traced = trivial_collectives.remove(traced, world.axis_names)
-        return _make_program(traced, outlines, _find_weighed(outlines), world)
+        return _make_program(traced, outlines, differing, world)
 
     def trace_other(batches: tuple[PyTree, ...]) -> Any:
         return _trace(step, options, state, batches, StepTrace())[0]
 
     traced = sample_draws.take_parts(traced, world, batches, trace_other)
-    spreads = _find_spreads(traced, outlines, world)
-    _check_state(traced, outlines, spreads, options, trace)
-    trace.differing = differing = _check_metrics(outlines, spreads.metrics, world)
+    spreads = result_checks.find_spreads(traced, outlines, world)
+    result_checks.check_state(
+        traced, outlines, spreads, world, trace, is_proven=options.is_proven
+    )
+    differing = result_checks.check_metrics(outlines, spreads.metrics, world)
+    trace.differing = differing
     return _make_program(traced, outlines, differing, world)
 
 
@@ -150,55 +167,59 @@ def _trace(
     state: PyTree,
     batches: tuple[PyTree, ...],
     trace: StepTrace,
-) -> tuple[Any, "_StepOutlines"]:
+) -> tuple[Any, StepOutlines]:
     """Returns the closed jaxpr of the step on all replicas, and its results."""
     world = options.world
-    split = PartitionSpec(world.axis_names)
-    traces: list[_StepOutlines] = []
+    traces: list[StepOutlines] = []
     treedef = jax.tree.structure(state)
+    trace.model_axes = world.manual_axes
 
     def run(leaves: list[Any], *batches: PyTree) -> Any:
+        if world.manual_axes:  # Derivatives are of one replica, as elsewhere.
+            leaves = compat.cast_tree_varying(leaves, world.axis_name)
         state = per_replica.enter(jax.tree.unflatten(treedef, leaves))
+        before = per_replica.outline(state)
         new_state, metrics, counts = _run_on_replica(
             step, options, state, batches, trace
         )
         trees = per_replica.outline(new_state), per_replica.outline(metrics)
         weighting = trace.weighting.noted
         trace.weighting = trace.weighting.without_arrays()
-        traces.append(_StepOutlines(*trees, trace.weighting, counts))
+        found = state_layouts.after(world, before, options.layouts, trees[0])
+        traces.append(StepOutlines(*trees, trace.weighting, counts, found))
         shared, own = per_replica.split_leaves(per_replica.leave(new_state))
         amounts = [] if weighting is None else [weighting.amount]
         raw = [*jax.tree.leaves(metrics), *amounts]
         return shared, own, [jnp.asarray(x)[None] for x in raw]
 
+    in_specs = _in_specs(world, options.layouts, state, batches)
+    arguments = jax.tree.leaves(state), *batches
+    if world.manual_axes:
+        program = device_program.trace(
+            world, lambda *args: jax.tree.leaves(run(*args)), in_specs, arguments
+        )
+        return manual_results.put_together(program, traces[-1], world)
+    split = PartitionSpec(world.axis_names)
     mapped = jax.shard_map(
         run,
         mesh=world.mesh,
-        in_specs=(
-            per_replica.specs(state, world.axis_names),
-            *call_arguments.specs(batches, world.axis_names),
-        ),
+        in_specs=in_specs,
         out_specs=(PartitionSpec(), split, split),
+        axis_names=world.program_axes,
         check_vma=False,
     )
-    traced = jax.make_jaxpr(mapped)(jax.tree.leaves(state), *batches)
-    return traced, traces[-1]
+    return jax.make_jaxpr(mapped)(*arguments), traces[-1]
 
 
-class _StepOutlines(NamedTuple):
-    """Results of the step of one replica, without the arrays of its trace."""
-
-    state: Outline
-    metrics: Outline
-    weighting: StepWeighting
-    sample_counts: frozenset[int]  # the lengths of this replica's batches.
-
-
-class _ResultSpreads(NamedTuple):
-    """Possible differences of the results between replicas."""
-
-    state: list[Spread]  # per leaf that is not in a `jdp.PerReplica`.
-    metrics: list[Spread]  # per leaf.
+def _in_specs(
+    world: World, found: Layouts, state: PyTree, batches: tuple[PyTree, ...]
+) -> tuple[PyTree, ...]:
+    """Returns how the arguments of the step of one device are cut."""
+    if found is None:
+        specs = per_replica.specs(state, world.axis_names)
+    else:
+        specs = [layouts.keep(spec, world.program_axes) for spec in found]
+    return specs, *call_arguments.specs(batches, world.axis_names)
 
 
 def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
@@ -231,18 +252,36 @@ def _run_on_replica(
                 metrics = metric_objects.merge_over_replicas(
                     metrics, axis_name, trace.weighting.of_metrics()
                 )
-    except NameError as error:
-        if "axis name" in str(error):
-            error.add_note(
-                "The replicas of this step lie along the axis "
-                f"{options.world.axis_name!r}. Pass this name to `lax.pmean` and other "
-                "collectives, or choose another one with `jdp.init(axis_name=...)`."
-            )
+    except (NameError, ValueError) as error:
+        _explain_axes(error, options.world)
         raise
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
         _check_is_array(jax.tree_util.keystr(path) or "(root)", leaf)
     counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
     return state, metrics, counts
+
+
+def _explain_axes(error: Exception, world: World) -> None:
+    """Adds to an error about the name of an axis which names there are."""
+    text = str(error)
+    if "axis name" not in text and "is not bound here" not in text:
+        return
+    free = [name for name in world.model_axes if name not in world.manual_axes]
+    for name in free:
+        if re.search(rf"\b{re.escape(name)}\b", text.split(";")[0]):
+            error.add_note(
+                f"{name!r} is a model axis, along which JAX partitions the step, as "
+                "`jax.jit` does: write the step for whole arrays, without collectives "
+                "along it. A step that communicates along it needs "
+                f"`jdp.init(mesh=..., manual_axes={name!r})`."
+            )
+            return
+    if isinstance(error, NameError):
+        error.add_note(
+            f"The replicas of this step lie along the axis {world.axis_name!r}. Pass "
+            "this name to `lax.pmean` and other collectives, or choose another one "
+            "with `jdp.init(axis_name=...)`."
+        )
 
 
 def _check_is_array(path: str, leaf: Any) -> None:
@@ -259,93 +298,6 @@ def _check_is_array(path: str, leaf: Any) -> None:
     )
 
 
-def _find_spreads(traced: Any, outlines: _StepOutlines, world: World) -> _ResultSpreads:
-    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
-    spreads = sameness.find_spreads(body, inputs, world.axis_names)
-    first = len(outlines.state.leaves)
-    end = first + len(outlines.metrics.leaves)
-    return _ResultSpreads(spreads[: outlines.state.num_shared], spreads[first:end])
-
-
-def _check_state(
-    traced: Any,
-    outlines: _StepOutlines,
-    spreads: _ResultSpreads,
-    options: ProgramOptions,
-    trace: StepTrace,
-) -> None:
-    """Raises ValueError if a shared leaf of the new state may differ."""
-    flags = zip(outlines.state.paths, outlines.state.are_own, strict=True)
-    paths = [path for path, is_own in flags if not is_own]
-    refused = [
-        i
-        for i, spread in enumerate(spreads.state)
-        if (spread.axes if options.is_proven else spread.is_local)
-    ]
-    if not refused:
-        return
-    first, others = refused[0], len(refused) - 1
-    also = f", and so may {others} more" if others else ""
-    spread = spreads.state[first]
-    hint = ""
-    if options.is_proven and not spread.is_local:
-        hint = (
-            " If it is equal for a reason that the program does not show, such as your "
-            "own all-reduce, pass `check_vma=False`."
-        )
-    if ".acc_grads" in paths[first]:
-        reason = (
-            "`optax.MultiSteps` adds up gradients that are not averaged yet. Average "
-            "them before it, with `jdp.value_and_grad`, or wrap it in the function "
-            "that averages: `jdp.distributed_optimizer(optax.MultiSteps(tx, k))`, or "
-            "likewise `jdp.zero1`."
-        )
-    else:
-        has_synchronized = bool(trace.synchronizations)
-        reason = spread_reasons.explain(
-            spread, traced, first, options.world, has_synchronized=has_synchronized
-        )
-    raise ValueError(
-        f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
-        f"{reason} If it is meant to differ, hold it in a `jdp.PerReplica`.{hint}"
-    )
-
-
-def _check_metrics(
-    outlines: _StepOutlines, spreads: Sequence[Spread], world: World
-) -> list[bool]:
-    """Returns whether to average the metric, per leaf.
-
-    Raises:
-      TypeError: a leaf that differs has no mean.
-      ValueError: a leaf that differs has one row per sample.
-    """
-    differing = []
-    tree = outlines.metrics
-    for path, leaf, spread, is_own in zip(
-        tree.paths, tree.leaves, spreads, tree.are_own, strict=True
-    ):
-        differing.append(bool(spread.axes) and not is_own)
-        if not differing[-1]:
-            continue
-        shape, dtype = jnp.shape(leaf), _dtype_of(leaf)
-        if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
-            raise TypeError(
-                f"The metric `{path}` differs between the replicas and is {dtype}, "
-                "which has no mean. Return a value that is the same on all replicas, "
-                "or return one value per replica, in a `jdp.PerReplica`."
-            )
-        if shape and shape[0] in outlines.sample_counts:
-            raise ValueError(
-                f"The metric `{path}`, {dtype}{list(shape)}, seems to have a row per "
-                "sample of a replica. The mean over replicas would mix rows of "
-                "different samples. Return `jdp.PerReplica(x)` to get the rows of "
-                "each replica, return a mean over the samples, or, if the mix is "
-                f"intended, return `jdp.average(x, axis_name={world.axis_name!r})`."
-            )
-    return differing
-
-
 def _widen(x: jax.Array) -> jax.Array:
     """Returns numbers too narrow for JAX to average in float32; others as they are."""
     dtype = x.dtype
@@ -356,25 +308,11 @@ def _widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if is_narrow else x
 
 
-def _dtype_of(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
-
-
-def _find_weighed(outlines: _StepOutlines) -> list[bool]:
-    """Returns whether weight 0 of the only replica sets a metric to 0, per leaf."""
-    is_weighed = outlines.weighting.noted is not None
-    pairs = zip(outlines.metrics.leaves, outlines.metrics.are_own, strict=True)
-    return [
-        is_weighed and not own and jnp.issubdtype(_dtype_of(x), jnp.inexact)
-        for x, own in pairs
-    ]
-
-
 def _make_program(
-    traced: Any, outlines: _StepOutlines, differing: list[bool], world: World
+    traced: Any, outlines: StepOutlines, differing: list[bool], world: World
 ) -> Program:
     """Adds a jaxpr that averages the metrics whose leaves are `differing`."""
-    program = Program(traced, None, outlines)
+    program = Program(world, traced, None, outlines)
     own = outlines.metrics.are_own
     if all(own):
         return program
@@ -402,4 +340,4 @@ def _make_program(
     average_program = jax.make_jaxpr(mapped)(shared, amount)
     if world.num_replicas == 1:
         average_program = trivial_collectives.remove(average_program, world.axis_names)
-    return Program(traced, average_program, outlines)
+    return Program(world, traced, average_program, outlines)

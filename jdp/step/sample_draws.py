@@ -313,6 +313,7 @@ class _Parts:
             mesh=self._world.mesh,
             in_specs=whole,
             out_specs=whole,
+            axis_names=self._world.program_axes,
             check_vma=False,
         )
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]

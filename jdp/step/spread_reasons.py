@@ -9,6 +9,7 @@ from jdp.replicas.mesh import World
 from jdp.step import sameness
 from jdp.step.sameness import Spread
 
+_FINISHING = {"jdp_forget_axes", "broadcast_in_dim"}
 # Advice for leaves that a file of another package computes.
 _REMEDIES = {
     "normalization.py": (
@@ -44,7 +45,7 @@ def explain(
             "(`replicated_argnames`), or give all replicas the value of one: "
             f"`jdp.broadcast_from(x, 0, axis_name={world.axis_name!r})`."
         )
-    text, line = "it depends on a replica's own samples", _line_of_output(body, output)
+    text, line = "it depends on a replica's own samples", line_of_output(body, output)
     over = [name for name in world.axis_names if name in spread.axes]
     if len(over) < len(world.axis_names):
         axes = " and ".join(f"`{name}`" for name in over)
@@ -78,7 +79,7 @@ def explain(
     return f"{text}{line}.{hint} {_AVERAGE.format(axis=world.axis_name)}"
 
 
-def _line_of_output(jaxpr: Any, index: int) -> str:
+def line_of_output(jaxpr: Any, index: int) -> str:
     """Returns the user's line that makes an output, as " (file.py:12)", or ""."""
     eqn = _maker_of(jaxpr, index)
     return "" if eqn is None else exchange.line_of(eqn)
@@ -91,6 +92,12 @@ def _makers_of_output(jaxpr: Any, index: int) -> list[str]:
 
 
 def _maker_of(jaxpr: Any, index: int) -> Any | None:
-    var = jaxpr.outvars[index]
-    found = (e for e in jaxpr.eqns if any(out is var for out in e.outvars))
-    return next(found, None)
+    makers = {id(out): eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    eqn = makers.get(id(jaxpr.outvars[index]))
+    # Results of a step are given another type, and metrics a row, after it has ended.
+    while eqn is not None and eqn.primitive.name in _FINISHING:
+        before = makers.get(id(eqn.invars[0]))
+        if before is None or exchange.line_of(eqn):
+            break
+        eqn = before
+    return eqn

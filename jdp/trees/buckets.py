@@ -288,7 +288,14 @@ def unflatten_buckets(plan: BucketPlan[T], buffers: Sequence[jax.Array]) -> T:
 
 
 def default_packing() -> Packing:
-    """Returns how leaves are packed for XLA's all-reduce if no option tells."""
+    """Returns how leaves are packed for XLA's all-reduce if no option tells.
+
+    Where JAX partitions the program along another axis of the mesh, leaves are not
+    packed: their parts are on different devices.
+    """
+    found = jax.sharding.get_abstract_mesh()
+    if any(found.shape[n] > 1 for n in found.axis_names if n not in found.manual_axes):
+        return "tuple"
     return "flat" if jax.default_backend() == "cpu" else "tuple"
 
 

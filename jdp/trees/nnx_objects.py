@@ -5,7 +5,9 @@ What the function changes in the copy, such as running statistics or the counts 
 streams, is lost. Flax is not imported here: without it, there are no such objects.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -84,23 +86,26 @@ def check_arguments(step: str, arguments: dict[str, PyTree]) -> None:
             )
 
 
-def explain_trace_error(step: str, error: Exception) -> ValueError | None:
+@contextlib.contextmanager
+def explaining(step: str) -> Iterator[None]:
     """Explains Flax's error for an object that is changed out of reach.
 
     Args:
-      step: the name of the step.
-      error: the error.
+      step: name of the step that is traced meanwhile.
 
-    Returns:
-      The error to raise in its place, or None for any other error.
+    Raises:
+      ValueError: in place of Flax's error; any other error stays.
     """
-    if type(error).__name__ != "TraceContextError":
-        return None
-    return ValueError(
-        f"The step `{step}` changes an nnx object that was made outside of the "
-        "function that JAX traces, such as a model that the step or its loss captures. "
-        "The object cannot get the new values. Decorate the step with "
-        "`@jdp.flax_nnx.data_parallel`, pass the object as an argument, and use "
-        "`jdp.flax_nnx.value_and_grad`; or merge a copy where it is changed: "
-        f"`nnx.merge(graph, state, copy=True)`. Flax says: {error}"
-    )
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":
+            raise
+        raise ValueError(
+            f"The step `{step}` changes an nnx object that was made outside of the "
+            "function that JAX traces, such as a model that the step or its loss "
+            "captures. The object cannot get the new values. Decorate the step with "
+            "`@jdp.flax_nnx.data_parallel`, pass the object as an argument, and use "
+            "`jdp.flax_nnx.value_and_grad`; or merge a copy where it is changed: "
+            f"`nnx.merge(graph, state, copy=True)`. Flax says: {error}"
+        ) from error

@@ -537,9 +537,7 @@ def test_a_process_alone_with_a_new_leaf_names_it_in_time():
     def run(world):
         placer = placement.StatePlacer("step", donates=True)
         state = {"head": np.ones(3, np.float32)}
-        placer._placed.add(
-            placer.structures.flatten(state).structure
-        )  # Both have run it before.
+        placer._placed.add(jax.tree.structure(state))  # Both have run it before.
         if world.process_index == 1:
             placer.place(world, state)
 

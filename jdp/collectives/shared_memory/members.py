@@ -20,6 +20,12 @@ def find_processes(world: World, axis_name: AxisName) -> tuple[int, ...]:
             f"The replicas are on {device.platform}; the shared-memory all-reduce is "
             "for CPUs."
         )
+    if not world.is_plain:
+        raise ValueError(
+            "The world has the user's mesh, "
+            f"{dict(world.mesh.shape)}; the shared-memory all-reduce is for a mesh "
+            "that `jdp.init` makes. Leave `all_reduce` out: XLA then reduces."
+        )
     names = types.as_axis_names(axis_name)
     is_whole = names == world.axis_names
     counts = collections.Counter(x.process_index for x in world.mesh.devices.flat)

@@ -21,7 +21,9 @@ class _ChosenKinds:
         self._mesh = world.mesh
         self._kinds: set[str] = set()
         self.why_not = ""
-        if len(world.axis_names) != 2:
+        if not world.is_plain:
+            self.why_not = "the mesh is the user's"
+        elif len(world.axis_names) != 2:
             self.why_not = "the world does not have a pair of axes"
         elif world.num_replicas != world.process_count:
             self.why_not = "a process has several replicas"

@@ -21,6 +21,8 @@ class _WhereFaster:
         self.why_not = ""
         if platform_of(members) != "gpu":
             self.why_not = "for GPUs"
+        elif not world.is_plain:
+            self.why_not = "the mesh is the user's"
         elif world.num_replicas != world.process_count:
             self.why_not = "a process has several replicas"
         elif members.set_id != 0 or members.size == 1:
