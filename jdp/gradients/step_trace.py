@@ -186,7 +186,7 @@ class StepTrace:
     def follow(
         self, before: "StepTrace | None", name: str, *, is_main: bool, is_fixed: bool
     ) -> None:
-        """Warns of mistakes in a first trace, and of a later one that differs.
+        """Warns of mistakes in a first trace, and of differences in a later trace.
 
         Args:
           before: the last trace of the step; None: this is the first.

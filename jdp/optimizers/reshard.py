@@ -107,11 +107,8 @@ def reshard(saved: PyTree, *, like: T) -> T:
         path, value = next(found)
         value = saved_values.as_array(value)
         if not saved_values.is_of_kind(value, x):
-            advice = (
-                " Wrap it with `jax.random.wrap_key_data`."
-                if saved_values.is_key(x)
-                else ""
-            )
+            is_key = bool(saved_values.is_key(x))
+            advice = " Wrap it with `jax.random.wrap_key_data`." * is_key
             raise ValueError(
                 f"`{path}` was saved as {value.dtype}, but is {x.dtype} here.{advice}"
             )

@@ -88,15 +88,7 @@ def init_on_replicas(
             f"{world.axis_name!r}."
         )
     topic = "making of a state on all replicas"
-    if world.store is None:
-        args = jax.tree_util.tree_map_with_path(
-            lambda path, x: _on_all(
-                world, x, f"`argument{jax.tree_util.keystr(path)}`"
-            ),
-            args,
-        )
-    else:
-        args = replication.place(world, args, name="argument", topic=topic)
+    args = _place_arguments(world, args, topic)
     made = []
 
     def run(*args: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -267,6 +259,16 @@ def copy_per_replica(
         tree,
         axis_name=axis_name,
         world=world,
+    )
+
+
+def _place_arguments(world: World, args: PyTree, topic: str) -> PyTree:
+    """Returns arguments that a program of all replicas takes as replicated."""
+    if world.store is not None:
+        return replication.place(world, args, name="argument", topic=topic)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: _on_all(world, x, f"`argument{jax.tree_util.keystr(path)}`"),
+        args,
     )
 
 

@@ -167,6 +167,13 @@ def init(
         meeting = None
         _choose_devices(place, options)
         world = _make_world(options, meeting)
+    _begin(world, options, meeting)
+    return world
+
+
+def _begin(
+    world: World, options: _InitOptions, meeting: roll_call.Meeting | None
+) -> None:
     if options.mesh is not None:
         user_mesh.compare(world)
     worlds.set_current_world(world)
@@ -176,7 +183,6 @@ def init(
         lifeline.start(world, meeting.session_key)
         auto.prepare(world, is_one_host=len(set(meeting.nodes)) == 1)
     user_program.report(user_program.JOINED)
-    return world
 
 
 def _check_same_options(before: _InitOptions, now: _InitOptions) -> None:
