@@ -216,12 +216,12 @@ def _run_on_replica(
             )
         raise
     for path, leaf in _with_paths(metrics):
-        _check_is_array(path, leaf)
+        check_is_array(path, leaf)
     counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
     return state, metrics, counts
 
 
-def _check_is_array(path: str, leaf: Any) -> None:
+def check_is_array(path: str, leaf: Any) -> None:
     """Raises TypeError for a metric that no program can return."""
     if isinstance(leaf, bool | int | float | complex | jax.Array):
         return
