@@ -1,8 +1,8 @@
 """Metric objects: how do the objects of `clu.metrics` and Flax nnx merge over replicas?
 
-An object holds what a metric needs to go on, such as a total and a count. Each class
-says how two of its objects become one: those of clu in `reduce`; of nnx, `Average` adds
-totals and counts, and `Welford` combines moments.
+An object holds what a metric needs to go on, such as a total and a count. A class of
+clu says in `reduce` how its objects become one. In nnx, the totals and counts of
+`Average` are added up, and the moments of `Welford` are combined.
 """
 
 import sys
