@@ -44,7 +44,7 @@ SIGNATURES = {
     "local_sgd": "(tx, *, period, warmup_steps, axis_name, world)",
     "mean_loss": "(loss_fn, argnums, *, weight, divide_by, axis_name, plan, packing, "
     "all_reduce)",
-    "merge_metrics": "(metrics, *, since, weight, axis_name)",
+    "merge_metrics": "(metrics, *, weight, axis_name)",
     "noise_scale": "(*, decay)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
     "replicate": "(world, tree, *, process)",

@@ -57,9 +57,8 @@ def _per_replica():
     return jdp.copy_per_replica(PARAMS, world=harness.local_world(N)), step
 
 
-def _hooked_gradients():
+def _hooked_gradients(hook):
     """The state of a hook that a step holds itself."""
-    hook = hooks.chain(hooks.cast(jnp.bfloat16), hooks.top_k(0.2))
 
     def step(state, batch):
         params, hook_state = state
@@ -109,7 +108,10 @@ def _states():
         "top_k": lambda: _optimizer(hooked(hook=hooks.top_k(0.1))),
         "int8": lambda: _optimizer(hooked(hook=hooks.int8())),
         "rows": lambda: _optimizer(hooked(hook=hooks.rows(3))),
-        "a chain of hooks": _hooked_gradients,
+        "a chain of hooks": lambda: _hooked_gradients(
+            hooks.chain(hooks.cast(jnp.bfloat16), hooks.top_k(0.2))
+        ),
+        "the state of rows": lambda: _hooked_gradients(hooks.rows(3)),
         "power_sgd in zero1": lambda: _optimizer(zero1(adam, hook=hooks.power_sgd(1))),
         "dynamic_loss_scale": lambda: _optimizer(
             jdp.distributed_optimizer(jdp.dynamic_loss_scale(adam, growth_interval=2))

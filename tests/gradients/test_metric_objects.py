@@ -155,29 +155,6 @@ def test_metrics_in_the_state_of_clu_are_merged_by_the_step():
     check_alike(state, expected)
 
 
-def test_metrics_in_the_state_of_nnx_are_merged_by_the_step():
-    def step(metrics, batch):
-        old = nnx.clone(metrics)
-        metrics.update(**batch)
-        return jdp.merge_metrics(metrics, since=old), {}
-
-    metrics = of_nnx(jax.tree.map(lambda x: jnp.asarray(x[:6]), BATCH))
-    for begin in (6, 9):
-        part = jax.tree.map(lambda x, b=begin: x[b : b + 3], BATCH)
-        metrics, _ = _step(step)(metrics, part)
-    expected = _on_one(of_nnx)
-    chex.assert_trees_all_close(jax.device_get(metrics.compute()), expected, rtol=2e-6)
-
-
-def test_metrics_without_new_samples_stay_what_they_were():
-    def step(metrics, batch):
-        return jdp.merge_metrics(metrics, since=nnx.clone(metrics)), {}
-
-    metrics = of_nnx(jax.tree.map(jnp.asarray, BATCH))
-    new, _ = _step(step)(metrics, BATCH)
-    chex.assert_trees_all_equal(jax.device_get(new.compute()), _on_one(of_nnx))
-
-
 class Extended(nnx.metrics.Average):
     def __init__(self):
         super().__init__("loss")
@@ -195,20 +172,6 @@ def test_what_is_no_metric_is_refused_by_path():
 
     with pytest.raises(TypeError, match=r"but `\['b'\]` is a .*jdp.sum_over_replicas"):
         jax.vmap(merge, axis_name="data")(jax.tree.map(lambda x: x[:, None], BATCH))
-
-
-def test_since_is_refused_for_values_and_for_other_metrics():
-    def merge(since):
-        def run(batch):
-            return jdp.merge_metrics(of_clu(batch), since=since(batch))
-
-        batch = jax.tree.map(lambda x: x[:, None], BATCH)
-        return jax.vmap(run, axis_name="data")(batch)
-
-    with pytest.raises(ValueError, match="`since` is for metrics of nnx"):
-        merge(of_clu)
-    with pytest.raises(ValueError, match="as they were before the update"):
-        merge(lambda batch: {"m": of_clu(batch)})
 
 
 # Sums.
