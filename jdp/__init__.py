@@ -24,6 +24,7 @@ from jdp.optimizers.diloco import diloco
 from jdp.optimizers.distributed_optimizer import distributed_optimizer
 from jdp.optimizers.local_sgd import local_sgd
 from jdp.optimizers.local_training import LocalTraining
+from jdp.optimizers.loss_scale import LossScaleState, dynamic_loss_scale
 from jdp.optimizers.reshard import checkpoint_template, consolidate, reshard, spread
 from jdp.optimizers.skip_unused import skip_unused
 from jdp.optimizers.zero1 import zero1
@@ -56,6 +57,7 @@ __all__ = [
     "JoinHook",
     "Joinable",
     "LocalTraining",
+    "LossScaleState",
     "NoiseScaleState",
     "PerReplica",
     "Shard",
@@ -74,6 +76,7 @@ __all__ = [
     "describe",
     "diloco",
     "distributed_optimizer",
+    "dynamic_loss_scale",
     "flatten_buckets",
     "global_batch",
     "gradient_order",

@@ -26,12 +26,15 @@ SIGNATURES = {
     "consolidate": "(state, *, like)",
     "copy_per_replica": "(tree, *, axis_name, world)",
     "data_parallel": "(step, /, *, world, static_argnames, replicated_argnames, "
-    "donate_state, check_vma, static_graph, compiler_options)",
+    "donate_state, split_batches, num_states, check_vma, static_graph, "
+    "compiler_options)",
     "describe": "(step, state, /, *batches, **named)",
     "diloco": "(tx, *, period, outer, num_fragments, delay, mixing, axis_name, "
     "all_reduce, world)",
     "distributed_optimizer": "(tx, *, divide_by, axis_name, plan, packing, all_reduce, "
     "hook, world)",
+    "dynamic_loss_scale": "(tx, *, init_scale, growth_interval, growth_factor, "
+    "backoff_factor)",
     "flatten_buckets": "(plan, tree)",
     "global_batch": "(world, local_batch)",
     "gradient_order": "(loss_fn, params, *args)",
@@ -43,13 +46,17 @@ SIGNATURES = {
     "local_sgd": "(tx, *, period, warmup_steps, axis_name, all_reduce, world)",
     "mean_loss": "(loss_fn, argnums, *, weight, divide_by, axis_name, plan, packing, "
     "all_reduce)",
+    "merge_metrics": "(metrics, *, weight, axis_name)",
     "noise_scale": "(*, decay)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
     "replicate": "(world, tree, *, process)",
+    "replicated": "(fn, /, *, world, static_argnames, replicated_argnames, "
+    "split_batches, compiler_options)",
     "reshard": "(saved, *, like)",
     "checkpoint_template": "(state, *, num_replicas)",
     "skip_unused": "(tx)",
     "spread": "(whole, *, like)",
+    "sum_over_replicas": "(tree, *, axis_name)",
     "sync_buffers": "(buffers, *, policy, source, axis_name)",
     "sync_gradients": "(grads, *, used, weight, divide_by, axis_name, plan, packing, "
     "all_reduce, hook, hook_state, find_norms)",
@@ -70,8 +77,11 @@ TYPES = {
     "JoinHook",
     "Joinable",
     "LocalTraining",
+    "LossScaleState",
     "NoiseScaleState",
     "PerReplica",
+    "Shard",
+    "StreamShard",
     "World",
     "ZeroState",
 }
@@ -99,6 +109,21 @@ def test_the_docstring_of_a_join_names_its_options():
     for name in options | {"last_joiner"}:
         assert f"{name}:" in doc, name
     assert all(f"`{name}`:" in doc for name in ("divide_by", "example"))
+
+
+@pytest.mark.parametrize("shard", [jdp.Shard, jdp.StreamShard])
+def test_shards_say_what_they_take(shard):
+    names = {"data", "epoch", "position"}
+    assert all(f"{name}:" in inspect.getdoc(shard) for name in names)
+    assert [*inspect.signature(shard.set_epoch).parameters] == [
+        "self",
+        "epoch",
+        "position",
+    ]
+    assert [*inspect.signature(shard.batches).parameters] == ["self", "batch_size"]
+    parameters = inspect.signature(jdp.World.shard).parameters
+    assert [*parameters] == ["world", "data", "shuffle", "seed", "drop_last"]
+    assert all(f"{name}:" in inspect.getdoc(jdp.World.shard) for name in parameters)
 
 
 def test_the_docstring_of_a_world_names_its_fields():
