@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +15,11 @@ from jdp.launch import guarding, output
 from jdp.launch import launch as launching
 from jdp.runtime import job_key
 
-# Words after the script belong to the script, even if they look like our options.
+# Options that come after the script, to which they then belong.
 _COUNTS = re.compile(r"-n\d*$|--(num-processes|servers|workers)(=|$)")
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
+# The first word of a program, where other launchers want the interpreter.
+_PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 
 # By parameter of `launch`. An option without effect is refused, because it may have
 # been confused with another one, such as --address with --coordinator.
@@ -43,6 +46,7 @@ _BY_FIELD = {
     "node_rank": "--node-rank",
     "coordinator": "--coordinator",
     "grace_s": "--grace-s",
+    "log_dir": "--log-dir",
     "num_servers": "--servers",
     "num_workers": "--workers",
     "addresses": "--address",
@@ -65,6 +69,7 @@ def launch(
     coordinator: launch_options.Coordinator = None,
     grace_s: launch_options.GraceS = 5.0,
     is_unpinned: launch_options.IsUnpinned = False,
+    log_dir: launch_options.LogDir = "",
     num_servers: launch_options.NumServers = None,
     num_workers: launch_options.NumWorkers = None,
     addresses: launch_options.Addresses = None,
@@ -83,21 +88,9 @@ def launch(
     """
     output.open_missing()
     words = _check(context, script, arguments or [])
-    shared: Any = dict(key_file=key_file, grace_s=grace_s, has_shares=not is_unpinned)
-    if num_processes is None:
-        code = _launch_roles(
-            is_module,
-            words,
-            num_servers=num_servers or 0,
-            num_workers=num_workers or 0,
-            addresses=tuple(addresses or ()),
-            first=first,
-            all_workers=all_workers,
-            restarts=restarts,
-            report=_choose_report(is_json, is_table),
-            **shared,
-        )
-    else:
+    shared: Any = dict(key_file=key_file, grace_s=grace_s, log_dir=log_dir)
+    shared["has_shares"] = not is_unpinned
+    if num_processes is not None:
         code = _launch_processes(
             is_module,
             words,
@@ -108,6 +101,19 @@ def launch(
             coordinator_address=coordinator,
             **shared,
         )
+        raise typer.Exit(code)
+    code = _launch_roles(
+        is_module,
+        words,
+        num_servers=num_servers or 0,
+        num_workers=num_workers or 0,
+        addresses=tuple(addresses or ()),
+        first=first,
+        all_workers=all_workers,
+        restarts=restarts,
+        report=_choose_report(is_json, is_table),
+        **shared,
+    )
     raise typer.Exit(code)
 
 
@@ -169,7 +175,7 @@ def _launch_roles(is_module: bool, words: list[str], **options: Any) -> int:
             lambda: role_launching.launch_roles(program, roles, adopts_orphans=True)
         )
     except ValueError as error:
-        raise typer.BadParameter(_name_options(error)) from None
+        raise typer.BadParameter(_name_options(str(error))) from None
 
 
 def _launch_processes(
@@ -188,15 +194,13 @@ def _launch_processes(
             typer.echo(f"jdp launch: {error}", err=True)
             program = _command(is_module, words, is_checked=False)
     except ValueError as error:
-        raise typer.BadParameter(_name_options(error)) from None
+        raise typer.BadParameter(_name_options(str(error))) from None
     return _run(lambda: launching.launch(program, checked, adopts_orphans=True))
 
 
-def _name_options(error: ValueError) -> str:
+def _name_options(text: str) -> str:
     """Returns the message of an error with options in place of fields."""
-    return re.sub(
-        r"`(\w+)`", lambda match: _BY_FIELD.get(match[1], match[0]), str(error)
-    )
+    return re.sub(r"`(\w+)`", lambda match: _BY_FIELD.get(match[1], match[0]), text)
 
 
 def _run(job: Callable[[], int]) -> int:
@@ -204,7 +208,7 @@ def _run(job: Callable[[], int]) -> int:
     try:
         return job()
     except OSError as error:
-        text = error.strerror or str(error)
+        text = _name_options(error.strerror or str(error))
         if error.errno in (errno.EMFILE, errno.ENFILE):
             text += ". Raise `ulimit -n`: each process takes three to six descriptors"
         elif error.errno == errno.EAGAIN:
@@ -219,9 +223,30 @@ def _run(job: Callable[[], int]) -> int:
 def _command(
     is_module: bool, words: list[str], *, is_checked: bool = True
 ) -> launching.Command:
-    return launching.Command(
-        kind="module" if is_module else "script",
-        target=words[0],
-        arguments=tuple(words[1:]),
-        is_checked=is_checked,
+    is_python = not is_module and _PYTHON.fullmatch(words[0]) is not None
+    if is_python and os.path.isfile(words[0]) and os.access(words[0], os.X_OK):
+        raise ValueError(_explain_python(words))
+    try:
+        return launching.Command(
+            kind="module" if is_module else "script",
+            target=words[0],
+            arguments=tuple(words[1:]),
+            is_checked=is_checked,
+        )
+    except ValueError:
+        if not is_python:
+            raise
+        raise ValueError(_explain_python(words)) from None
+
+
+def _explain_python(words: list[str]) -> str:
+    """Explains that `jdp launch` starts Python, as other launchers do not."""
+    rest = words[1:]
+    while rest and re.fullmatch("-[uBEIOsSv]+", rest[0]):
+        rest = rest[1:]
+    options = "Set its options by variables, such as PYTHONOPTIMIZE. "
+    return (
+        f"{words[0]!r} is not a script: `jdp launch` starts Python, this one: "
+        f"{sys.executable}. {options if len(rest) < len(words) - 1 else ''}Leave it "
+        f"out: `jdp launch ... {shlex.join(rest or ['train.py'])}`."
     )
