@@ -30,7 +30,13 @@ def completion(
 
     fish: jdp completion fish > ~/.config/fish/completions/jdp.fish
     """
-    script = of_typer.get_completion_script(
-        prog_name="jdp", complete_var=VARIABLE, shell=shell.value
-    )
-    typer.echo(script)
+    typer.echo(_make_script(prog_name="jdp", complete_var=VARIABLE, shell=shell.value))
+
+
+def init() -> None:
+    """Makes typer answer a shell that asks for completions."""
+    of_typer.completion_init()  # pyright: ignore[reportPrivateImportUsage]
+
+
+# typer has public options for the same, which help would show beside `completion`.
+_make_script = of_typer.get_completion_script  # pyright: ignore[reportPrivateImportUsage]

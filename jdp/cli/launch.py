@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -91,7 +91,7 @@ def launch(
     shared: Any = dict(key_file=key_file, grace_s=grace_s, log_dir=log_dir)
     shared["has_shares"] = not is_unpinned
     if num_processes is not None:
-        code = _launch_processes(
+        _launch_processes(
             is_module,
             words,
             num_processes=num_processes,
@@ -101,8 +101,7 @@ def launch(
             coordinator_address=coordinator,
             **shared,
         )
-        raise typer.Exit(code)
-    code = _launch_roles(
+    _launch_roles(
         is_module,
         words,
         num_servers=num_servers or 0,
@@ -114,7 +113,6 @@ def launch(
         report=_choose_report(is_json, is_table),
         **shared,
     )
-    raise typer.Exit(code)
 
 
 def _check(
@@ -163,25 +161,23 @@ def _choose_report(is_json: bool, is_table: bool | None) -> str:
     return "table" if is_table or (is_table is None and os.isatty(2)) else ""
 
 
-def _launch_roles(is_module: bool, words: list[str], **options: Any) -> int:
-    """Runs servers and workers by `RoleOptions(**options)`; returns the exit code."""
+def _launch_roles(is_module: bool, words: list[str], **options: Any) -> NoReturn:
+    """Runs servers and workers by `RoleOptions(**options)`, and exits."""
     try:
         program = _command(is_module, words)
         # Imported late: it takes a while.
         from jdp.parameter_server import launching as role_launching
 
         roles = role_launching.RoleOptions(**options)
-        return _run(
-            lambda: role_launching.launch_roles(program, roles, adopts_orphans=True)
-        )
+        _run(lambda: role_launching.launch_roles(program, roles, adopts_orphans=True))
     except ValueError as error:
         raise typer.BadParameter(_name_options(str(error))) from None
 
 
 def _launch_processes(
     is_module: bool, words: list[str], *, key_file: str, **options: Any
-) -> int:
-    """Runs processes by `LaunchOptions(**options)`; returns the exit code."""
+) -> NoReturn:
+    """Runs processes by `LaunchOptions(**options)`, and exits."""
     try:
         key = job_key.read_file(key_file) if key_file else None
         checked = launching.LaunchOptions(**options, key=key)
@@ -195,7 +191,7 @@ def _launch_processes(
             program = _command(is_module, words, is_checked=False)
     except ValueError as error:
         raise typer.BadParameter(_name_options(str(error))) from None
-    return _run(lambda: launching.launch(program, checked, adopts_orphans=True))
+    _run(lambda: launching.launch(program, checked, adopts_orphans=True))
 
 
 def _name_options(text: str) -> str:
@@ -203,10 +199,10 @@ def _name_options(text: str) -> str:
     return re.sub(r"`(\w+)`", lambda match: _BY_FIELD.get(match[1], match[0]), text)
 
 
-def _run(job: Callable[[], int]) -> int:
-    """Runs a job. An error of the operating system is one line, not a traceback."""
+def _run(job: Callable[[], int]) -> NoReturn:
+    """Exits as a job does. An error of the operating system is one line of text."""
     try:
-        return job()
+        raise typer.Exit(job())
     except OSError as error:
         text = _name_options(error.strerror or str(error))
         if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -217,14 +213,19 @@ def _run(job: Callable[[], int]) -> int:
     except guarding.GuardError as error:
         text = str(error)
     typer.echo(f"jdp launch: {text.rstrip().removesuffix('.')}.", err=True)
-    return 1
+    raise typer.Exit(1)
 
 
 def _command(
     is_module: bool, words: list[str], *, is_checked: bool = True
 ) -> launching.Command:
     is_python = not is_module and _PYTHON.fullmatch(words[0]) is not None
-    if is_python and os.path.isfile(words[0]) and os.access(words[0], os.X_OK):
+    if (
+        is_checked
+        and is_python
+        and os.path.isfile(words[0])
+        and os.access(words[0], os.X_OK)
+    ):
         raise ValueError(_explain_python(words))
     try:
         return launching.Command(

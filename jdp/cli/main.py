@@ -4,7 +4,6 @@ import os
 from typing import Annotated
 
 import typer
-import typer.completion
 
 import jdp
 from jdp.cli import completion, lazy_group
@@ -87,7 +86,7 @@ app = typer.Typer(
 def main() -> None:
     """Runs the command line `jdp`."""
     if completion.VARIABLE in os.environ:
-        typer.completion.completion_init()
+        completion.init()
     app(prog_name="jdp")
 
 
