@@ -90,9 +90,11 @@ TYPES = {
 def test_all_is_the_contract():
     assert set(jdp.__all__) == SIGNATURES.keys() | TYPES
     assert jdp.__all__ == sorted(jdp.__all__)
+    for name in jdp.__all__:  # A name is imported when it is first used.
+        assert getattr(jdp, name) is vars(jdp)[name]
     public = {name for name, value in vars(jdp).items() if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(jdp, name))}
-    assert public - modules == set(jdp.__all__)
+    assert public - modules == set(jdp.__all__) | {"Any", "TYPE_CHECKING"}
 
 
 def test_the_version_is_a_constant_that_the_package_is_built_with():
