@@ -22,7 +22,7 @@ class RowsState(NamedTuple):
     leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...]
 
 
-# Its numbers are no leaves, but `flax.serialization` writes any namedtuple.
+# `flax.serialization` writes any namedtuple; its numbers are not leaves.
 jax.tree_util.register_static(RowsState)
 
 
