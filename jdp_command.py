@@ -16,6 +16,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from jdp.cli import main as cli
 
+    cli.preload(sys.argv[1:])
     # `jdp launch` listens to signals itself, as soon as there is something to end.
     if is_usual and sys.argv[1:2] != ["launch"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,7 +29,7 @@ def jdp(*arguments, cwd=harness.ROOT):
 
 
 def launch(num_processes, script, *arguments, cwd=harness.ROOT, compiled_as="fast"):
-    """Does what `jdp launch -n` does, without the 1.5 s that the command takes."""
+    """Does what `jdp launch -n` does, in this process."""
     command = launching.Command(
         kind="script",
         target=str(cwd / script),

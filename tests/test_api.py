@@ -33,6 +33,8 @@ SIGNATURES = {
     "all_reduce, world)",
     "distributed_optimizer": "(tx, *, divide_by, axis_name, plan, packing, all_reduce, "
     "hook, world)",
+    "dynamic_loss_scale": "(tx, *, init_scale, growth_interval, growth_factor, "
+    "backoff_factor)",
     "flatten_buckets": "(plan, tree)",
     "global_batch": "(world, local_batch)",
     "gradient_order": "(loss_fn, params, *args)",
@@ -44,9 +46,9 @@ SIGNATURES = {
     "local_sgd": "(tx, *, period, warmup_steps, axis_name, all_reduce, world)",
     "mean_loss": "(loss_fn, argnums, *, weight, divide_by, axis_name, plan, packing, "
     "all_reduce)",
+    "merge_metrics": "(metrics, *, weight, axis_name)",
     "noise_scale": "(*, decay)",
     "plan_buckets": "(tree, *, bucket_bytes, first_bucket_bytes, order)",
-    "merge_metrics": "(metrics, *, since, weight, axis_name)",
     "replicate": "(world, tree, *, process, specs)",
     "replicated": "(fn, /, *, world, static_argnames, replicated_argnames, "
     "split_batches, compiler_options)",
@@ -75,6 +77,7 @@ TYPES = {
     "JoinHook",
     "Joinable",
     "LocalTraining",
+    "LossScaleState",
     "NoiseScaleState",
     "PerReplica",
     "Shard",
@@ -87,9 +90,11 @@ TYPES = {
 def test_all_is_the_contract():
     assert set(jdp.__all__) == SIGNATURES.keys() | TYPES
     assert jdp.__all__ == sorted(jdp.__all__)
+    for name in jdp.__all__:  # A name is imported when it is first used.
+        assert getattr(jdp, name) is vars(jdp)[name]
     public = {name for name, value in vars(jdp).items() if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(jdp, name))}
-    assert public - modules == set(jdp.__all__)
+    assert public - modules == set(jdp.__all__) | {"Any", "TYPE_CHECKING"}
 
 
 def test_the_version_is_a_constant_that_the_package_is_built_with():
@@ -106,6 +111,21 @@ def test_the_docstring_of_a_join_names_its_options():
     for name in options | {"last_joiner"}:
         assert f"{name}:" in doc, name
     assert all(f"`{name}`:" in doc for name in ("divide_by", "example"))
+
+
+@pytest.mark.parametrize("shard", [jdp.Shard, jdp.StreamShard])
+def test_shards_say_what_they_take(shard):
+    names = {"data", "epoch", "position"}
+    assert all(f"{name}:" in inspect.getdoc(shard) for name in names)
+    assert [*inspect.signature(shard.set_epoch).parameters] == [
+        "self",
+        "epoch",
+        "position",
+    ]
+    assert [*inspect.signature(shard.batches).parameters] == ["self", "batch_size"]
+    parameters = inspect.signature(jdp.World.shard).parameters
+    assert [*parameters] == ["world", "data", "shuffle", "seed", "drop_last"]
+    assert all(f"{name}:" in inspect.getdoc(jdp.World.shard) for name in parameters)
 
 
 def test_the_docstring_of_a_world_names_its_fields():

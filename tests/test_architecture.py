@@ -118,8 +118,9 @@ FOREIGN_ATTRIBUTES = {
     *("memfd_create", "F_SEAL_SHRINK", "F_SEAL_GROW"),
 }
 # Modules that look up attributes by computed names: fields of an options class in their
-# checks, flags of JAX, options of a socket, an object that a user names.
+# checks, flags of JAX, options of a socket, an object that a user names, commands.
 COMPUTED_ATTRIBUTES = {
+    "cli/lazy_group.py",
     "cli/plan.py",
     "eager/coordinator/autotune.py",
     "eager/coordinator/autotune_search.py",
@@ -194,6 +195,8 @@ os.environ["JDP_NUM_PROCESSES"] = "not a number"
 import threading, sys
 before = threading.active_count()
 import jdp
+for name in (*jdp.__all__, "collectives", "hooks"):  # Each imports its module.
+    getattr(jdp, name)
 from jax._src import xla_bridge, distributed
 assert not xla_bridge.backends_are_initialized()
 assert distributed.global_state.client is None
@@ -212,7 +215,14 @@ from jdp import parameter_server
 heavy |= {"orbax", "orbax.checkpoint"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert threading.active_count() == before, threading.enumerate()
-from jdp.cli import main
+from jdp.cli import lazy_group, main
+def load(entries):
+    for name, entry in entries.items():
+        entry.load(name)
+        if isinstance(entry, lazy_group.Group):
+            load(entry.entries)
+load(main.ENTRIES)
+assert "jdp.bench.kernel" in sys.modules
 heavy = {"jax.experimental.pallas", "pynvml", "scipy.optimize", "matplotlib", "zmq"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """

@@ -57,6 +57,29 @@ def _per_replica():
     return jdp.copy_per_replica(PARAMS, world=harness.local_world(N)), step
 
 
+def _hooked_gradients(hook):
+    """The state of a hook that a step holds itself."""
+
+    def step(state, batch):
+        params, hook_state = state
+        grad_fn = jdp.value_and_grad(
+            harness.oracle_loss, hook=hook, hook_state=hook_state
+        )
+        (_, grads), hook_state = grad_fn(params, batch)
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), hook_state), {}
+
+    world = harness.local_world(N)
+    return (PARAMS, hooks.init_state(hook, PARAMS, world=world)), step
+
+
+def _buffers():
+    def step(state, batch):
+        mine = jax.tree.map(lambda x: x + batch["x"].sum(), state.value)
+        return jdp.sync_buffers(mine, policy="local"), {}
+
+    return jdp.copy_per_replica(PARAMS, world=harness.local_world(N)), step
+
+
 def _accumulated():
     tx = optax.MultiSteps(optax.adam(0.01), 2)
     return _optimizer(jdp.distributed_optimizer(tx))
@@ -84,6 +107,18 @@ def _states():
         "MultiSteps": _accumulated,
         "top_k": lambda: _optimizer(hooked(hook=hooks.top_k(0.1))),
         "int8": lambda: _optimizer(hooked(hook=hooks.int8())),
+        "rows": lambda: _optimizer(hooked(hook=hooks.rows(3))),
+        "a chain of hooks": lambda: _hooked_gradients(
+            hooks.chain(hooks.cast(jnp.bfloat16), hooks.top_k(0.2))
+        ),
+        "the state of rows": lambda: _hooked_gradients(hooks.rows(3)),
+        "power_sgd in zero1": lambda: _optimizer(zero1(adam, hook=hooks.power_sgd(1))),
+        "dynamic_loss_scale": lambda: _optimizer(
+            jdp.distributed_optimizer(jdp.dynamic_loss_scale(adam, growth_interval=2))
+        ),
+        "dynamic_loss_scale in zero1": lambda: _optimizer(
+            zero1(jdp.dynamic_loss_scale(adam, init_scale=4.0))
+        ),
         "power_sgd": lambda: _optimizer(hooked(hook=hooks.power_sgd(1))),
         "power_sgd without a warm start": lambda: _optimizer(
             hooked(hook=hooks.power_sgd(1, warm_start=False, start_step=1))
@@ -93,7 +128,9 @@ def _states():
             jdp.diloco(adam, period=4, num_fragments=2, delay=2, world=world)
         ),
         "noise_scale": _noise_scale,
+        "diloco at once": lambda: _local(jdp.diloco(adam, period=2, world=world)),
         "PerReplica": _per_replica,
+        "sync_buffers": _buffers,
     }
 
 
@@ -121,6 +158,32 @@ def test_training_goes_on_from_bytes_bit_for_bit(name):
         for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(state), strict=True)
     ]
     assert any(changed)
+
+
+STATES = {
+    jdp.LossScaleState,
+    jdp.NoiseScaleState,
+    jdp.PerReplica,
+    jdp.ZeroState,
+    hooks.ErrorFeedbackState,
+    hooks.PowerSGDState,
+    hooks.RowsState,
+}
+
+
+def test_every_public_state_is_written_by_a_test():
+    public = {
+        value
+        for module in (jdp, hooks)
+        for name, value in vars(module).items()
+        if name.endswith("State") or name == "PerReplica"
+    }
+    assert public == STATES
+    found = set()
+    for make in _states().values():
+        start, _ = make()
+        jax.tree.map(lambda _: None, start, is_leaf=lambda x: bool(found.add(type(x))))
+    assert STATES <= found
 
 
 def test_a_state_of_other_parameters_is_refused_by_the_step():

@@ -102,6 +102,8 @@ EXCEPTIONS = {
         "jdp/eager/execution/hierarchical.py": "the axis is named 'node'",
         "jdp/join/batch_spec.py": "the nodes of a tree of JAX",
         "jdp/step/": "the nodes of a tree of JAX",
+        "jdp/evaluation/": "the nodes of a tree of JAX",
+        "jdp/gradients/metric_objects.py": "the nodes of a tree of JAX",
         "docs/": "options and messages, each page for its own",
         "README.md": "the axis is named 'node'",
     },

@@ -18,7 +18,10 @@ from jdp.launch import launch
 from jdp.runtime import addresses, environment, job_key
 
 # Packages that are required besides jax, and optional ones, as in pyproject.toml.
-REQUIRED = ("numpy", "optax", "msgspec", "psutil", "pyzmq", "rich", "scipy", "typer")
+REQUIRED = (
+    *("numpy", "optax", "msgspec", "psutil", "pyzmq", "rich", "scipy", "typer"),
+    "typing_extensions",
+)
 EXTRAS = {
     "autotune": ("bayesian-optimization",),
     "examples": ("flax", "grain", "scikit-learn"),

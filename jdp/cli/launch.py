@@ -3,8 +3,10 @@
 import errno
 import os
 import re
+import shlex
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -13,10 +15,11 @@ from jdp.launch import guarding, output
 from jdp.launch import launch as launching
 from jdp.runtime import job_key
 
-# Words after the script belong to the script, even if they look like our options.
+# Options that come after the script, to which they then belong.
 _COUNTS = re.compile(r"-n\d*$|--(num-processes|servers|workers)(=|$)")
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
+# The first word of a program, where other launchers want the interpreter.
+_PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 
 # By parameter of `launch`. An option without effect is refused, because it may have
 # been confused with another one, such as --address with --coordinator.
@@ -43,6 +46,7 @@ _BY_FIELD = {
     "node_rank": "--node-rank",
     "coordinator": "--coordinator",
     "grace_s": "--grace-s",
+    "log_dir": "--log-dir",
     "num_servers": "--servers",
     "num_workers": "--workers",
     "addresses": "--address",
@@ -65,6 +69,7 @@ def launch(
     coordinator: launch_options.Coordinator = None,
     grace_s: launch_options.GraceS = 5.0,
     is_unpinned: launch_options.IsUnpinned = False,
+    log_dir: launch_options.LogDir = "",
     num_servers: launch_options.NumServers = None,
     num_workers: launch_options.NumWorkers = None,
     addresses: launch_options.Addresses = None,
@@ -83,22 +88,10 @@ def launch(
     """
     output.open_missing()
     words = _check(context, script, arguments or [])
-    shared: Any = dict(key_file=key_file, grace_s=grace_s, has_shares=not is_unpinned)
-    if num_processes is None:
-        code = _launch_roles(
-            is_module,
-            words,
-            num_servers=num_servers or 0,
-            num_workers=num_workers or 0,
-            addresses=tuple(addresses or ()),
-            first=first,
-            all_workers=all_workers,
-            restarts=restarts,
-            report=_choose_report(is_json, is_table),
-            **shared,
-        )
-    else:
-        code = _launch_processes(
+    shared: Any = dict(key_file=key_file, grace_s=grace_s, log_dir=log_dir)
+    shared["has_shares"] = not is_unpinned
+    if num_processes is not None:
+        _launch_processes(
             is_module,
             words,
             num_processes=num_processes,
@@ -108,7 +101,18 @@ def launch(
             coordinator_address=coordinator,
             **shared,
         )
-    raise typer.Exit(code)
+    _launch_roles(
+        is_module,
+        words,
+        num_servers=num_servers or 0,
+        num_workers=num_workers or 0,
+        addresses=tuple(addresses or ()),
+        first=first,
+        all_workers=all_workers,
+        restarts=restarts,
+        report=_choose_report(is_json, is_table),
+        **shared,
+    )
 
 
 def _check(
@@ -157,25 +161,23 @@ def _choose_report(is_json: bool, is_table: bool | None) -> str:
     return "table" if is_table or (is_table is None and os.isatty(2)) else ""
 
 
-def _launch_roles(is_module: bool, words: list[str], **options: Any) -> int:
-    """Runs servers and workers by `RoleOptions(**options)`; returns the exit code."""
+def _launch_roles(is_module: bool, words: list[str], **options: Any) -> NoReturn:
+    """Runs servers and workers by `RoleOptions(**options)`, and exits."""
     try:
         program = _command(is_module, words)
         # Imported late: it takes a while.
         from jdp.parameter_server import launching as role_launching
 
         roles = role_launching.RoleOptions(**options)
-        return _run(
-            lambda: role_launching.launch_roles(program, roles, adopts_orphans=True)
-        )
+        _run(lambda: role_launching.launch_roles(program, roles, adopts_orphans=True))
     except ValueError as error:
-        raise typer.BadParameter(_name_options(error)) from None
+        raise typer.BadParameter(_name_options(str(error))) from None
 
 
 def _launch_processes(
     is_module: bool, words: list[str], *, key_file: str, **options: Any
-) -> int:
-    """Runs processes by `LaunchOptions(**options)`; returns the exit code."""
+) -> NoReturn:
+    """Runs processes by `LaunchOptions(**options)`, and exits."""
     try:
         key = job_key.read_file(key_file) if key_file else None
         checked = launching.LaunchOptions(**options, key=key)
@@ -188,23 +190,21 @@ def _launch_processes(
             typer.echo(f"jdp launch: {error}", err=True)
             program = _command(is_module, words, is_checked=False)
     except ValueError as error:
-        raise typer.BadParameter(_name_options(error)) from None
-    return _run(lambda: launching.launch(program, checked, adopts_orphans=True))
+        raise typer.BadParameter(_name_options(str(error))) from None
+    _run(lambda: launching.launch(program, checked, adopts_orphans=True))
 
 
-def _name_options(error: ValueError) -> str:
+def _name_options(text: str) -> str:
     """Returns the message of an error with options in place of fields."""
-    return re.sub(
-        r"`(\w+)`", lambda match: _BY_FIELD.get(match[1], match[0]), str(error)
-    )
+    return re.sub(r"`(\w+)`", lambda match: _BY_FIELD.get(match[1], match[0]), text)
 
 
-def _run(job: Callable[[], int]) -> int:
-    """Runs a job. An error of the operating system is one line, not a traceback."""
+def _run(job: Callable[[], int]) -> NoReturn:
+    """Exits as a job does. An error of the operating system is one line of text."""
     try:
-        return job()
+        raise typer.Exit(job())
     except OSError as error:
-        text = error.strerror or str(error)
+        text = _name_options(error.strerror or str(error))
         if error.errno in (errno.EMFILE, errno.ENFILE):
             text += ". Raise `ulimit -n`: each process takes three to six descriptors"
         elif error.errno == errno.EAGAIN:
@@ -213,15 +213,41 @@ def _run(job: Callable[[], int]) -> int:
     except guarding.GuardError as error:
         text = str(error)
     typer.echo(f"jdp launch: {text.rstrip().removesuffix('.')}.", err=True)
-    return 1
+    raise typer.Exit(1)
 
 
 def _command(
     is_module: bool, words: list[str], *, is_checked: bool = True
 ) -> launching.Command:
-    return launching.Command(
-        kind="module" if is_module else "script",
-        target=words[0],
-        arguments=tuple(words[1:]),
-        is_checked=is_checked,
+    is_python = not is_module and _PYTHON.fullmatch(words[0]) is not None
+    if (
+        is_checked
+        and is_python
+        and os.path.isfile(words[0])
+        and os.access(words[0], os.X_OK)
+    ):
+        raise ValueError(_explain_python(words))
+    try:
+        return launching.Command(
+            kind="module" if is_module else "script",
+            target=words[0],
+            arguments=tuple(words[1:]),
+            is_checked=is_checked,
+        )
+    except ValueError:
+        if not is_python:
+            raise
+        raise ValueError(_explain_python(words)) from None
+
+
+def _explain_python(words: list[str]) -> str:
+    """Explains that `jdp launch` starts Python, as other launchers do not."""
+    rest = words[1:]
+    while rest and re.fullmatch("-[uBEIOsSv]+", rest[0]):
+        rest = rest[1:]
+    options = "Set its options by variables, such as PYTHONOPTIMIZE. "
+    return (
+        f"{words[0]!r} is not a script: `jdp launch` starts Python, this one: "
+        f"{sys.executable}. {options if len(rest) < len(words) - 1 else ''}Leave it "
+        f"out: `jdp launch ... {shlex.join(rest or ['train.py'])}`."
     )

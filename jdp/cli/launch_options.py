@@ -53,6 +53,15 @@ IsUnpinned = Annotated[
         "the CPU share them out: each gets cores of its own, and as many threads.",
     ),
 ]
+LogDir = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR",
+        help="Also write the output of each process to a file in this folder, such as "
+        "process_0.log. Files of an earlier run are replaced.",
+        show_default=False,
+    ),
+]
 NumServers = Annotated[
     int | None,
     typer.Option(

@@ -1,67 +1,98 @@
 """Command line: which commands has `jdp`?"""
 
+import os
 from typing import Annotated
 
 import typer
 
 import jdp
-from jdp.bench import (
-    collectives,
-    eager,
-    hooks,
-    join,
-    kernel,
-    leaves,
-    local,
-    overhead,
-    parameter_server,
-    step,
-    train,
-    zero1,
-)
-from jdp.cli import doctor, launch, plan, timeline
+from jdp.cli import completion, lazy_group
+from jdp.cli.lazy_group import Command, Group
+
+_BENCH = {
+    "step": "Time a data-parallel step beside other systems.",
+    "train": "Train a GPT in turns beside other systems, on the CPU.",
+    "collectives": "Time every all-reduce, and test the cost model.",
+    "kernel": "Time the kernels of the custom all-reduce.",
+    "join": "Time loops with `jdp.join_batches` and `jdp.Join`.",
+    "hooks": "Time a step with each communication hook.",
+    "local": "Time steps of DiLoCo with and without communication.",
+    "zero1": "Time a step of Adam with and without `jdp.zero1`.",
+    "leaves": "Measure the CPU time to trace a step of many parameters.",
+    "eager": "Time the eager engine beside torch and compiled steps.",
+    "parameter-server": "Time one parameter server with two workers.",
+    "overhead": "Measure Python's time per call, and tracing and memory.",
+}
+
+
+def _bench(name: str, text: str) -> Command:
+    return Command(f"jdp.bench.{name}:bench_{name}", text)
+
+
+ENTRIES = {
+    "launch": Command(
+        "jdp.cli.launch:launch",
+        "Run a program in several processes on this host.",
+        # Words after the script belong to the script, even if they look like options.
+        {"allow_interspersed_args": False},
+    ),
+    "plan": Command(
+        "jdp.cli.plan:plan",
+        "Show the buckets that the gradients of a loss send, in order.",
+    ),
+    "doctor": Command(
+        "jdp.cli.doctor:doctor",
+        "Show what this machine has for jdp, and run a test job.",
+    ),
+    "bench": Group(
+        "Time jdp in turns with other systems.",
+        {
+            name: Command(
+                "jdp.bench.{0}:bench_{0}".format(name.replace("-", "_")), text
+            )
+            for name, text in _BENCH.items()
+        },
+    ),
+    "timeline": Group(
+        "Look at what ranks of the eager engine did.",
+        {
+            "diff": Command(
+                "jdp.cli.timeline:diff",
+                "Show where two ranks of the eager engine diverged.",
+            ),
+            "merge": Command(
+                "jdp.cli.timeline:merge",
+                "Merge the timelines of ranks into one file.",
+            ),
+        },
+    ),
+    "completion": Command(
+        "jdp.cli.completion:completion",
+        "Print what makes a shell complete commands of `jdp`.",
+    ),
+}
 
 # Plain messages: boxes break them in the middle of paths and commands.
 app = typer.Typer(
+    cls=lazy_group.make_class(ENTRIES),
     help="Data-parallel training for JAX.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
-app.command("plan")(plan.plan)
-app.command("doctor")(doctor.doctor)
-bench = typer.Typer(
-    help="Time jdp in turns with other systems.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-bench.command("step")(step.bench_step)
-bench.command("train")(train.bench_train)
-bench.command("collectives")(collectives.bench_collectives)
-bench.command("kernel")(kernel.bench_kernel)
-bench.command("join")(join.bench_join)
-bench.command("hooks")(hooks.bench_hooks)
-bench.command("local")(local.bench_local)
-bench.command("zero1")(zero1.bench_zero1)
-bench.command("leaves")(leaves.bench_leaves)
-bench.command("eager")(eager.bench_eager)
-bench.command("parameter-server")(parameter_server.bench_parameter_server)
-bench.command("overhead")(overhead.bench_overhead)
-app.add_typer(bench, name="bench")
-timelines = typer.Typer(
-    help="Look at what ranks of the eager engine did.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-timelines.command("diff")(timeline.diff)
-timelines.command("merge")(timeline.merge)
-app.add_typer(timelines, name="timeline")
 
 
 def main() -> None:
     """Runs the command line `jdp`."""
+    if completion.VARIABLE in os.environ:
+        completion.init()
     app(prog_name="jdp")
+
+
+def preload(words: list[str]) -> None:
+    """Imports what the command that `words` begin with needs."""
+    lazy_group.preload(ENTRIES, words)
 
 
 def _print_version(is_wanted: bool) -> None:

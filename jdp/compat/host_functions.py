@@ -6,8 +6,8 @@ callback, and what they raise, such as KeyboardInterrupt, is lost in the error o
 program. A program with host functions is dispatched like any other, and calls them from
 a thread of XLA.
 
-The structures are laid out as in XLA's `xla/ffi/api/c_api.h`, which only ever
-appends fields.
+The structures are laid out as in XLA's `xla/ffi/api/c_api.h`, which only ever appends
+fields.
 """
 
 import atexit

@@ -99,6 +99,7 @@ class CallBatches:
             size = max(1, -(-count // parts)) * parts
             if size != count:
                 weight = np.ones(count, np.float32) if weight is None else weight
+                self._check_lengths(samples)
                 samples, weight = _pad((samples, weight), size)
         if self._splits:
             samples, weight = whole_batches.take_part(world, (samples, weight))
@@ -185,6 +186,21 @@ class CallBatches:
         if self.takes_weight:
             weight = bound.arguments.pop(_WEIGHT)
         return inspect.BoundArguments(self.signature, bound.arguments), weight  # pyright: ignore
+
+    def _check_lengths(self, samples: dict[str, PyTree]) -> None:
+        lengths: dict[Any, str] = {}
+        for name, tree in samples.items():
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                shape = np.shape(leaf)
+                where = f"`{name}{jax.tree_util.keystr(path)}`"
+                lengths.setdefault(shape[0] if shape else "is a scalar", where)
+        if len(lengths) > 1:
+            found = ", ".join(f"{where} {n}" for n, where in lengths.items())
+            raise ValueError(
+                f"The arguments of `{self._name}` have different first dimensions: "
+                f"{found}. Each is split over the replicas. If all samples share an "
+                "argument, name it in `replicated_argnames`."
+            )
 
     def _check_weight(self, weight: Any, count: int | None) -> np.ndarray | jax.Array:
         if not isinstance(weight, jax.Array):

@@ -48,7 +48,7 @@ def replicated(
     """Turns a function of a model, such as an evaluation, into one on all replicas.
 
     `fn(params, *batches, **more) -> metrics` is written for one device. Each replica
-    runs it on its samples, and the results become the results of all samples:
+    runs it on its samples, and a call returns the results on all samples:
 
         @jdp.replicated
         def evaluate(params, batch):

@@ -21,6 +21,7 @@ from jdp.gradients.reduced_values import Kind
 from jdp.gradients.step_trace import StepTrace
 from jdp.replicas import axes
 from jdp.replicas.per_replica import PerReplica
+from jdp.step import replica_program
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
@@ -101,6 +102,8 @@ def _trace(
             out = fn(jax.tree.map(lambda x: x[None], sample))
         flat, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=_is_node)
         leaves = jax.tree.leaves([node for _, node in flat])
+        for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]:
+            replica_program.check_is_array(jax.tree_util.keystr(path) or "(root)", leaf)
         kinds: list[Kind | None] = [reduced_values.kind_of(x, noted) for x in leaves]
         arrays = [jnp.asarray(x) for x in leaves]
         nodes = jax.tree.map(jax.typeof, [node for _, node in flat])

@@ -1,12 +1,12 @@
 """Metric objects: how do the objects of `clu.metrics` and Flax nnx merge over replicas?
 
-An object holds what a metric needs to go on, such as a total and a count. Each class
-says how two of its objects become one: in clu, `reduce` does it; in nnx, `Average` adds
-totals and counts, and `Welford` combines moments.
+An object holds what a metric needs to go on, such as a total and a count. A class of
+clu says in `reduce` how its objects become one. In nnx, the totals and counts of
+`Average` are added up, and the moments of `Welford` are combined.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from jdp.types import AxisName, PyTree
 def merge_metrics(
     metrics: PyTree,
     *,
-    since: PyTree = None,
     weight: jax.typing.ArrayLike | None = None,
     axis_name: AxisName | None = None,
 ) -> PyTree:
@@ -35,19 +34,13 @@ def merge_metrics(
     `jdp.data_parallel` and `jdp.replicated` do so with the metrics that a function
     returns. In a step, this function is for metric objects in the state:
 
-        update = Metrics.single_from_model_output(logits=logits, labels=labels)  # clu
+        update = Metrics.single_from_model_output(logits=logits, labels=labels)
         metrics = metrics.merge(jdp.merge_metrics(update))
-
-        old = nnx.clone(metrics)  # nnx: what replicas have added since
-        metrics.update(logits=logits, labels=labels)
-        metrics = jdp.merge_metrics(metrics, since=old)
 
     Args:
       metrics: pytree of `Metric`s and `Collection`s of `clu.metrics`, or of
         `nnx.MultiMetric`s, `nnx.metrics.Average`s and `nnx.metrics.Welford`s and
         classes derived from them, of this replica.
-      since: the same, as all replicas had them before they were updated; only for nnx.
-        None: `metrics` are new.
       weight: number of samples of this replica, which does not count if it is 0. None:
         all count, except for replicas without data in a `jdp.Join`.
       axis_name: the axis, or axes, over which replicas lie; None: the world's.
@@ -57,7 +50,7 @@ def merge_metrics(
 
     Raises:
       TypeError: a leaf is in no such object, or a class of nnx is not known to merge.
-      ValueError: `since` has another structure, or is given for metrics of clu.
+      ValueError: the axis is not bound.
     """
     leaves = jax.tree.leaves(metrics, is_leaf=is_metric_object)
     for i, leaf in enumerate(leaves):
@@ -71,11 +64,7 @@ def merge_metrics(
     axis_name = axes.find(axis_name)
     compat.axis_size(axis_name)  # It raises if the axis is not bound.
     weighting = step_trace.current().resolve(weight, "weight")
-    if since is None:
-        return merge_over_replicas(metrics, axis_name, weighting)
-    _check_alike(metrics, since)
-    added = _map_two(_subtract, metrics, since)
-    return _map_two(merge_two, since, merge_over_replicas(added, axis_name, weighting))
+    return merge_over_replicas(metrics, axis_name, weighting)
 
 
 def is_metric_object(node: Any) -> bool:
@@ -191,10 +180,6 @@ def _stack(first: Any, second: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second)
 
 
-def _map_two(fn: Callable[[Any, Any], Any], first: PyTree, second: PyTree) -> PyTree:
-    return jax.tree.map(fn, first, second, is_leaf=is_metric_object)
-
-
 def _gather(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Gathers a tree of every replica, shape (...) -> (replicas, ...)."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -266,30 +251,6 @@ def _merge_rows_of_nnx(rows: Any, are_counted: jax.Array | None) -> Any:
     return out
 
 
-def _subtract(metric: Any, since: Any) -> Any:
-    """Returns the metric of what was added to `since` since."""
-    if not _is_of_nnx(metric):
-        raise ValueError(
-            "`since` is for metrics of nnx, which are updated in place. A metric of "
-            "clu is a value: merge what is new, and then "
-            "`metrics.merge(jdp.merge_metrics(update))`."
-        )
-    _check_merges(metric)
-    out = jax.tree.map(lambda x: x, metric)
-    for part, old in zip(_parts(out), _parts(since), strict=True):
-        count = part.count[...] - old.count[...]
-        part.count[...] = count
-        if _is_average(part):
-            part.total[...] = part.total[...] - old.total[...]
-            continue
-        # With n samples of mean m more, the mean moved by (m - old) * n / all.
-        moved = part.mean[...] - old.mean[...]
-        apart = moved * (count + old.count[...]) / jnp.where(count == 0, 1, count)
-        part.mean[...] = old.mean[...] + apart
-        part.m2[...] = part.m2[...] - old.m2[...] - moved * apart * old.count[...]
-    return out
-
-
 def _is_average(part: Any) -> bool:
     return isinstance(part, sys.modules["flax.nnx"].metrics.Average)
 
@@ -299,12 +260,3 @@ def _sum(x: jax.Array, are_counted: jax.Array | None) -> jax.Array:
         shape = (len(x),) + (1,) * (x.ndim - 1)
         x = jnp.where(are_counted.reshape(shape), x, jnp.zeros((), x.dtype))
     return x.sum(axis=0, dtype=x.dtype)
-
-
-def _check_alike(metrics: PyTree, since: PyTree) -> None:
-    found, expected = jax.tree.structure(since), jax.tree.structure(metrics)
-    if found != expected:
-        raise ValueError(
-            "`since` must be the metrics as they were before the update.\n"
-            f"  since: {found}\n  metrics: {expected}"
-        )

@@ -1,8 +1,7 @@
 """Row selection: gradients of tables of which only the nonzero rows travel."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +12,18 @@ from jdp.trees import buckets as packing
 from jdp.trees.buckets import BucketAval
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowsState:
+class RowsState(NamedTuple):
     """State of `rows`: shapes, and no arrays.
 
     Attributes:
       leaf_shapes: per bucket, the shapes of its leaves.
     """
 
-    leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...] = dataclasses.field(
-        metadata={"static": True}
-    )
+    leaf_shapes: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+# `flax.serialization` writes any namedtuple; its numbers are not leaves.
+jax.tree_util.register_static(RowsState)
 
 
 def rows(max_rows: int) -> CommHook[RowsState]:

@@ -6,10 +6,10 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from jdp.launch import core_shares, launcher_link, output, supervisor
+from jdp.launch import core_shares, launcher_link, logs, output, supervisor
 from jdp.runtime import addresses, environment, job_key, private_folder, user_program
 
 
@@ -51,6 +51,7 @@ class LaunchOptions:
     coordinator_address: str | None = None  # "host:port" on the host of node 0.
     grace_s: float = 5.0  # From SIGTERM to SIGKILL.
     has_shares: bool = True  # of the cores; see `core_shares.find_shares`.
+    log_dir: str = ""  # A folder for the output of each process; see `logs`.
     # The secret of the job, the same on every host; None: see `find_key`.
     key: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -147,11 +148,7 @@ def _launch(
             folder=folder,
             grace_s=options.grace_s,
         )
-    forwarder = output.Forwarder(
-        num_processes=options.num_nodes * options.num_processes,
-        stdout_fd=fds[0],
-        stderr_fd=fds[1],
-    )
+    forwarder = _make_forwarder(options, environs, fds)
     link = None
     if options.num_nodes > 1:
         link = _open_link(options, coordinator_address, key, forwarder, base)
@@ -169,6 +166,19 @@ def _launch(
     finally:
         if link is not None:
             link.close()
+
+
+def _make_forwarder(
+    options: LaunchOptions, process_ids: Iterable[int], fds: tuple[int, int]
+) -> output.Forwarder:
+    num_processes = options.num_nodes * options.num_processes
+    names = logs.name_processes(process_ids, num_processes)
+    return output.Forwarder(
+        num_processes=num_processes,
+        stdout_fd=fds[0],
+        stderr_fd=fds[1],
+        logs=logs.LogFiles(options.log_dir, names) if options.log_dir else None,
+    )
 
 
 def _open_link(

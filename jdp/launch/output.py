@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from jdp.launch import screen as screens
+from jdp.launch.logs import LogFiles
 from jdp.launch.screen import Screen
 
 TAIL_LINES = 20
@@ -91,18 +92,27 @@ class _Stream:
 class Forwarder:
     """Brings the output of processes to our own stdout and stderr, line by line."""
 
-    def __init__(self, *, num_processes: int, stdout_fd: int, stderr_fd: int) -> None:
-        """The width of the prefix follows from `num_processes`."""
+    def __init__(
+        self,
+        *,
+        num_processes: int,
+        stdout_fd: int,
+        stderr_fd: int,
+        logs: LogFiles | None = None,
+    ) -> None:
+        """The width of the prefix follows from `num_processes`; closes `logs`."""
         out, err = os.fstat(stdout_fd), os.fstat(stderr_fd)
         self.stdout = self.stderr = Screen(stdout_fd)
         if (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino):
             self.stderr = Screen(stderr_fd)
         self._num_processes = num_processes
+        self._logs = logs
         self._selector = selectors.DefaultSelector()
         self._streams: list[_Stream] = []
         self._tails: dict[int, collections.deque[bytes]] = {}
         self._partial_due_s: float | None = None
-        self._told: set[Screen] = set()  # screens whose disk errors were reported.
+        # Screens, and logs, whose disk errors were reported.
+        self._told: set[Screen | LogFiles] = set()
 
     @property
     def is_open(self) -> bool:
@@ -216,6 +226,8 @@ class Forwarder:
             self._end(stream)
         for screen in {self.stdout, self.stderr}:
             screen.close()
+        if self._logs is not None:
+            self._logs.close()
         self._selector.close()
 
     def _open_stream(self, owner: int, process_id: int, screen: Screen) -> int:
@@ -248,6 +260,8 @@ class Forwarder:
         if not chunk:
             self._end(stream)
             return False
+        if self._logs is not None:
+            self._logs.take(stream.process_id, stream.fd, chunk)
         self._show(stream, stream.take(chunk))
         if stream.num_held >= _HOLD_BYTES:
             if stream.screen.is_terminal:
@@ -264,6 +278,13 @@ class Forwarder:
 
     def _tell_disk_errors(self) -> None:
         """Reports each disk error once, on a screen that still works."""
+        logs = self._logs
+        if logs is not None and logs.error is not None and logs not in self._told:
+            self._told.add(logs)
+            self.print_line(
+                f"jdp launch: the logs cannot be written ({logs.error.strerror}); the "
+                "job goes on, and they lack lines."
+            )
         for screen in {self.stdout, self.stderr} - self._told:
             if screen.disk_error is not None:
                 self._told.add(screen)
@@ -311,6 +332,8 @@ class Forwarder:
         """Shows the unfinished line, and drops the stream."""
         self._streams.remove(stream)
         self._selector.unregister(stream.fd)
+        if self._logs is not None:
+            self._logs.end(stream.process_id, stream.fd)
         os.close(stream.fd)
         is_terminal = stream.screen.is_terminal
         if is_terminal and not _ESCAPE.sub(b"", b"".join(stream.pieces)):

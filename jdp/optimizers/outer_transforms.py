@@ -6,6 +6,7 @@ of the program then checks the operations of the same call of optax in front of 
 mark: only linear operations commute with the mean over the replicas.
 """
 
+import importlib.util
 import inspect
 import os
 import sys
@@ -14,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.core
-import optax
 from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
@@ -221,13 +221,16 @@ def _files_of_callers() -> Iterator[str]:
         frame = frame.f_back
 
 
-def _folder(module: Any) -> str:
-    return os.path.dirname(module.__file__) + os.sep
+def _folder(name: str) -> str:
+    """Returns the folder of a module, which need not be imported for that."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None
+    return os.path.dirname(spec.origin) + os.sep
 
 
-_OPTAX, _PYTHON = _folder(optax), _folder(os)
+_OPTAX, _PYTHON = _folder("optax"), os.path.dirname(os.__file__) + os.sep
 _CONTRIB = os.path.join(_OPTAX, "contrib", "")
-_LIBRARIES = (_OPTAX, _folder(jax), "<")
+_LIBRARIES = (_OPTAX, _folder("jax"), "<")
 _JAX_API = inspect.unwrap(jax.vjp).__code__.co_filename
 
 _marked_p = Primitive("jdp_before_mean")

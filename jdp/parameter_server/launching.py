@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
-from jdp.launch import core_shares, launch, output, supervisor
+from jdp.launch import core_shares, launch, logs, output, supervisor
 from jdp.launch.endings import Exit
 from jdp.parameter_server import keys, metrics, option_checks
 from jdp.parameter_server.keys import Place
@@ -33,6 +33,7 @@ class RoleOptions:
         processes, if stderr is a terminal.
       grace_s: seconds from SIGTERM to SIGKILL.
       has_shares: whether the workers share out the cores; servers run on all of them.
+      log_dir: folder for the output of each process; "": none is kept.
     """
 
     num_servers: int
@@ -45,6 +46,7 @@ class RoleOptions:
     report: str = ""
     grace_s: float = 5.0
     has_shares: bool = True
+    log_dir: str = ""
 
     def __post_init__(self) -> None:
         for name in ("num_servers", "num_workers", "first", "restarts"):
@@ -188,8 +190,12 @@ def launch_roles(
             key_file, pass_fds = _make_key_file(stack)
         addresses = options.addresses or _free_addresses(options.num_servers)
         places = options.find_places(addresses, os.path.abspath(key_file))
+        names = {i: f"{place.role}_{place.index}" for i, place in enumerate(places)}
         forwarder = output.Forwarder(
-            num_processes=len(places), stdout_fd=stdout_fd, stderr_fd=stderr_fd
+            num_processes=len(places),
+            stdout_fd=stdout_fd,
+            stderr_fd=stderr_fd,
+            logs=logs.LogFiles(options.log_dir, names) if options.log_dir else None,
         )
         if forwarder.stderr.is_terminal:
             pass_fds.append(stack.enter_context(_display(forwarder)))

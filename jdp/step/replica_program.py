@@ -256,7 +256,7 @@ def _run_on_replica(
         _explain_axes(error, options.world)
         raise
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
-        _check_is_array(jax.tree_util.keystr(path) or "(root)", leaf)
+        check_is_array(jax.tree_util.keystr(path) or "(root)", leaf)
     counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
     return state, metrics, counts
 
@@ -284,7 +284,7 @@ def _explain_axes(error: Exception, world: World) -> None:
         )
 
 
-def _check_is_array(path: str, leaf: Any) -> None:
+def check_is_array(path: str, leaf: Any) -> None:
     """Raises TypeError for a metric that no program can return."""
     if isinstance(leaf, bool | int | float | complex | jax.Array):
         return

@@ -1,9 +1,13 @@
 """Options of `jdp launch` that are of no use are refused."""
 
+import dataclasses
+
 import pytest
 import typer.testing
 
-from jdp.cli import main
+from jdp.cli import launch, main
+from jdp.launch import launch as launching
+from jdp.parameter_server import launching as role_launching
 
 
 def _refusal(*arguments):
@@ -83,3 +87,12 @@ def test_options_of_the_other_kind_of_job_are_refused(arguments, option, text):
     found = runner.invoke(main.app, ["launch", *arguments, "x.py"])
     assert found.exit_code == 2
     assert f"{option}: {text}" in " ".join(found.stderr.replace("│", " ").split())
+
+
+def test_every_field_that_a_message_names_has_an_option():
+    classes = launching.LaunchOptions, role_launching.RoleOptions
+    fields = {field.name for each in classes for field in dataclasses.fields(each)}
+    without = {"coordinator_address", "has_shares", "key", "report"}  # Never named.
+    assert fields - without <= launch._BY_FIELD.keys()
+    help_text = typer.testing.CliRunner().invoke(main.app, ["launch", "--help"]).stdout
+    assert all(option in help_text for option in launch._BY_FIELD.values())

@@ -149,8 +149,9 @@ def test_state_of_a_hook_is_made_without_them():
         (loss, grads), _ = fn(params, x)
         return params, {"loss": loss, "w": grads["w"]}
 
-    metrics = step(INTEGERS, np.concatenate([X, X]))[1]
-    expected = jax.grad(_with_integers, allow_int=True)(INTEGERS, X)
+    whole = np.concatenate([X, X])  # Random numbers are those of one device.
+    metrics = step(INTEGERS, whole)[1]
+    expected = jax.grad(_with_integers, allow_int=True)(INTEGERS, whole)
     np.testing.assert_allclose(metrics["w"], expected["w"], rtol=1e-5)
 
 

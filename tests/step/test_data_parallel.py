@@ -180,7 +180,7 @@ def test_a_batch_that_does_not_divide_is_named_at_the_call():
 def test_a_step_must_return_a_pair():
     @jdp.data_parallel(world=harness.local_world(2))
     def step(state, batch):
-        return state
+        return {"loss": batch.sum()}
 
     with pytest.raises(TypeError, match=r"pair `\(state, metrics\)`, got dict"):
         step({"w": np.ones(2)}, np.ones(4))

@@ -243,7 +243,7 @@ def test_an_axis_of_the_world_that_was_left_out_is_named():
 
 
 def _second_of_pair(params, x):
-    return jdp.value_and_grad(_loss)(params, x)[1]
+    return jdp.value_and_grad(_loss, axis_name="data")(params, x)[1]
 
 
 @either

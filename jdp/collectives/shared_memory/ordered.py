@@ -26,7 +26,7 @@ class _LastReduction(NamedTuple):
     """Last reduction of the body that is being traced."""
 
     trace: Any
-    token: jax.Array | None = None  # uint32 (1,); what takes it is ordered after.
+    token: jax.Array | None = None  # uint32 (1,); what takes it comes after.
     number: int = 0
 
 

@@ -1,0 +1,440 @@
+"""Results of a replicated function are those of one device on all samples."""
+
+import chex
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jdp
+from tests import harness
+from tests.gradients.test_metric_objects import Labels, check_alike, of_clu, of_nnx
+
+N = 2
+_RNG = np.random.default_rng(0)
+PARAMS = {"w": _RNG.normal(size=(4, 3)).astype(np.float32)}
+X = _RNG.normal(size=(21, 4)).astype(np.float32)
+Y = _RNG.integers(0, 3, 21).astype(np.int32)
+DATA = {"x": X, "y": Y}
+
+
+def _outputs(params, batch):
+    logits = batch["x"] @ params["w"]
+    losses = -jax.nn.log_softmax(logits)[jnp.arange(len(batch["y"])), batch["y"]]
+    return {"logits": logits, "labels": batch["y"], "loss": losses}
+
+
+def measure(params, batch):
+    found = _outputs(params, batch)
+    right = found["logits"].argmax(-1) == found["labels"]
+    return {
+        "loss": found["loss"].mean(),
+        "vector": found["logits"].mean(axis=0),
+        "accuracy": right.mean(),
+        "right": jdp.sum_over_replicas(right.sum()),
+        "average": jdp.average(found["loss"].mean()),
+        "norm": jnp.sum(params["w"] ** 2),
+        "constant": 3,
+        "clu": of_clu(found),
+        "nnx": of_nnx(found),
+    }
+
+
+def measure_by_weight(params, batch, weight):
+    found = _outputs(params, batch)
+    right = found["logits"].argmax(-1) == found["labels"]
+    mean = weight / jnp.where(weight.sum() == 0, 1, weight.sum())
+    return {
+        "loss": (found["loss"] * mean).sum(),
+        "vector": mean @ found["logits"],
+        "accuracy": (right * mean).sum(),
+        "right": jdp.sum_over_replicas((right * weight).sum()),
+        "average": jdp.average((found["loss"] * mean).sum(), weight=weight.sum()),
+        "norm": jnp.sum(params["w"] ** 2),
+        "constant": 3,
+    }
+
+
+def _expected(samples=slice(None), weight=None):
+    found = jax.device_get(_outputs(PARAMS, jax.tree.map(lambda x: x[samples], DATA)))
+    weight = np.ones(len(found["loss"])) if weight is None else weight
+    right = found["logits"].argmax(-1) == found["labels"]
+    loss = np.average(found["loss"], weights=weight)
+    return {
+        "loss": loss,
+        "vector": np.average(found["logits"], axis=0, weights=weight),
+        "accuracy": np.average(right, weights=weight),
+        "right": int(right[weight > 0].sum()),
+        "average": loss,
+        "norm": (PARAMS["w"] ** 2).sum(),
+        "constant": 3,
+    }
+
+
+def _check(result, samples=slice(None), weight=None):
+    expected = _expected(samples, weight)
+    numbers = {k: v for k, v in result.items() if k in expected}
+    chex.assert_trees_all_close(jax.device_get(numbers), expected, rtol=2e-6, atol=1e-7)
+    kept = np.arange(len(Y))[samples]
+    kept = kept if weight is None else kept[weight > 0]
+    found = jax.tree.map(lambda x: jnp.asarray(x[kept]), DATA)
+    for name, make in {"clu": of_clu, "nnx": of_nnx}.items():
+        if name in result:
+            exact = jax.device_get(make(_outputs(PARAMS, found)).compute())
+            check_alike(result[name], exact)
+
+
+def _replicated(fn, num_replicas=N, **options):
+    world = options.pop("world", None) or harness.local_world(num_replicas)
+    return jdp.replicated(
+        fn, world=world, compiler_options=harness.fast_options(), **options
+    )
+
+
+def _cut(samples):
+    return jax.tree.map(lambda x: x[samples], DATA)
+
+
+BOTH = pytest.mark.parametrize("fn", [measure, measure_by_weight])
+
+
+@BOTH
+@pytest.mark.parametrize("num_replicas", [1, N])
+@pytest.mark.parametrize("count", [20, 21, 1])
+def test_results_are_those_of_all_samples(fn, count, num_replicas):
+    _check(_replicated(fn, num_replicas)(PARAMS, _cut(slice(count))), slice(count))
+
+
+@BOTH
+def test_samples_count_by_their_weight(fn):
+    """In numbers; metric objects and sums count samples whose weight is not 0."""
+    weight = np.float32([0, 3, 1, 0.5, 2] * 4)
+    result = _replicated(fn)(PARAMS, _cut(slice(20)), weight=weight)
+    expected = _expected(slice(20), weight)
+    if fn is measure_by_weight:
+        result.pop("right")  # The function itself has multiplied.
+    else:
+        assert int(result["right"]) == expected["right"]
+        assert int(result["clu"].loss.count) == 16
+    for name in ("loss", "vector", "accuracy", "average"):
+        np.testing.assert_allclose(result[name], expected[name], rtol=2e-6, atol=1e-7)
+
+
+@BOTH
+def test_padding_does_not_count_whatever_it_gives(fn):
+    batch = jax.tree.map(np.array, _cut(slice(20)))
+    weight = np.ones(20, np.float32)
+    # All of the second replica, and some of the first.
+    weight[[2, *range(10, 20)]] = 0
+    if fn is measure:
+        batch["x"][weight == 0] = np.nan
+    _check(_replicated(fn)(PARAMS, batch, weight=weight), slice(20), weight)
+
+
+@BOTH
+def test_results_over_batches_of_any_sizes_are_those_of_all_samples(fn):
+    evaluate = _replicated(fn)
+    cuts = [slice(0, 8), slice(8, 9), slice(9, 16), slice(16, 21)]
+    result = evaluate.over(PARAMS, map(_cut, cuts))
+    if fn is measure:  # A metric of clu that keeps the last batch.
+        assert float(result["clu"].last.compute()) == pytest.approx(
+            _expected(slice(16, 21))["loss"], rel=1e-6
+        )
+        result["clu"] = result["clu"].replace(last=of_clu(_outputs(PARAMS, DATA)).last)
+    _check(result)
+
+
+def test_one_program_serves_all_batches_of_a_loop():
+    num_traces = 0
+
+    def count(params, batch):
+        nonlocal num_traces
+        num_traces += 1
+        return batch["x"].mean()
+
+    evaluate = _replicated(count)
+    evaluate.over(PARAMS, map(_cut, [slice(0, 8), slice(8, 9), slice(9, 16)]))
+    assert num_traces == 1
+    evaluate(PARAMS, _cut(slice(20)))
+    evaluate(PARAMS, _cut(slice(20)))
+    assert num_traces == 2
+
+
+def test_a_function_is_run_with_the_samples_that_it_was_given():
+    """Not sample by sample where they divide: it may mix them."""
+    evaluate = _replicated(lambda p, x: jnp.float32(x.shape[0]))
+    assert float(evaluate(PARAMS, X[:20])) == 10
+    assert float(evaluate(PARAMS, X)) == 1
+
+
+def test_arguments_are_passed_in_every_way():
+    @_replicated
+    def evaluate(params, x, /, y, *rest, scale=1.0, **more):
+        total = (x * y).mean() + sum(r.mean() for r in rest)
+        return {"all": total * scale + sum(m.mean() for m in more.values())}
+
+    x = np.arange(5, dtype=np.float32)
+    for batches, named, expected in (
+        ((x, x), {}, 6.0),
+        ((x,), {"y": x}, 6.0),
+        ((x, x, x, x), {}, 10.0),
+        ((x, x), {"z": x}, 8.0),
+    ):
+        assert float(evaluate(PARAMS, *batches, **named)["all"]) == expected
+
+
+def test_arguments_that_are_not_samples_go_whole_to_all():
+    def evaluate(params, x, *, table, kind, weight):
+        return {"n": x.mean() * table.sum() + len(kind), "w": weight.sum()}
+
+    evaluate = _replicated(
+        evaluate,
+        replicated_argnames=("table", "weight"),
+        static_argnames="kind",
+    )
+    table = np.ones((7, 3))
+    # Here `weight` is an argument like others, since an option names it.
+    with pytest.raises(TypeError, match="missing a required argument: 'weight'"):
+        evaluate(PARAMS, np.ones(5), table=table, kind="ab")
+    evaluate = _replicated(
+        lambda p, x, *, table, kind: {"n": x.mean() * table.sum() + len(kind)},
+        replicated_argnames="table",
+        static_argnames="kind",
+    )
+    for count in (4, 5):
+        result = evaluate(PARAMS, np.ones(count), table=table, kind="ab")
+        assert float(result["n"]) == 23
+    over = evaluate.over(PARAMS, [np.ones(3), np.ones(2)], table=table, kind="abc")
+    assert float(over["n"]) == 24
+
+
+def test_several_batches_are_tuples_in_a_loop():
+    evaluate = _replicated(lambda p, x, y: (x * y).mean())
+    x = np.arange(5, dtype=np.float32)
+    assert float(evaluate.over(PARAMS, [(x, x), [x, x]])) == 6
+    with pytest.raises(TypeError, match="takes 2 batches.*got tuple of 1"):
+        evaluate.over(PARAMS, [(x,)])
+    with pytest.raises(TypeError, match="takes 2 batches.*got dict"):
+        evaluate.over(PARAMS, [{"x": x}])
+
+
+def test_a_method_is_replicated_for_each_object():
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        @jdp.replicated(world=harness.local_world(N))
+        def measure(self, params, batch):
+            return batch["x"].mean() * self.scale
+
+    one, two = Model(1.0), Model(2.0)
+    found = [float(m.measure(PARAMS, DATA)) for m in (one, two, one)]
+    np.testing.assert_allclose(found, X.mean() * np.float32([1, 2, 1]), rtol=1e-5)
+    assert float(two.measure.over(PARAMS, [DATA])) == pytest.approx(found[1], rel=1e-6)
+
+
+def test_modules_are_parameters():
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    evaluate = _replicated(lambda model, batch: model(batch["x"]).mean())
+    expected = float(model(X).mean())
+    assert float(evaluate(model, DATA)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_parameters_are_not_donated():
+    placed = jdp.replicate(harness.local_world(N), PARAMS)
+    evaluate = _replicated(measure)
+    evaluate(placed, _cut(slice(20)))
+    _check(evaluate(placed, _cut(slice(20))), slice(20))
+
+
+def test_results_are_arrays_of_this_process():
+    result = _replicated(measure)(PARAMS, DATA)
+    for x in jax.tree.leaves(result):
+        assert len(x.sharding.device_set) == 1
+
+
+def test_rows_of_every_replica_are_returned_on_request():
+    evaluate = _replicated(lambda p, x: {"x": jdp.PerReplica(x)})
+    np.testing.assert_array_equal(
+        evaluate(PARAMS, X[:20])["x"].value, X[:20].reshape(2, 10, 4)
+    )
+
+
+def test_a_batch_that_is_on_the_replicas_is_taken_as_it_is():
+    world = harness.local_world(N)
+    batch = jdp.global_batch(world, _cut(slice(20)))
+    for fn in (measure, measure_by_weight):
+        _check(_replicated(fn, world=world)(PARAMS, batch), slice(20))
+
+
+@flax.struct.dataclass
+class Node:
+    x: jax.Array
+
+
+def test_samples_may_be_in_any_tree_and_be_keys():
+    keys = jax.random.split(jax.random.key(0), 5)
+
+    def draw(params, node):
+        values = jax.vmap(jax.random.uniform)(node.x["keys"])
+        return values.mean()
+
+    expected = float(jax.vmap(jax.random.uniform)(keys).mean())
+    found = _replicated(draw)(PARAMS, Node({"keys": keys, "y": np.ones(5)}))
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+REDUCTIONS = {
+    "pmean": lambda x: lax.pmean(x.mean(), "data"),
+    "psum": lambda x: lax.psum(x.sum(), "data"),
+    "in a cond": lambda x: lax.cond(
+        True, lambda y: lax.psum(y, "data"), lambda y: y, x.sum()
+    ),
+    "of jdp": lambda x: jdp.average(x.mean(), axis_name="data"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_that_would_mix_padding_in_is_refused(name):
+    def total(params, x):
+        return REDUCTIONS[name](x)
+
+    evaluate = _replicated(total)
+    evaluate(PARAMS, X[:20])
+    message = r"`total` has no parameter `weight`.*it reduces over \('data',\) itself"
+    with pytest.raises(ValueError, match=message):
+        evaluate(PARAMS, X)
+
+
+def test_a_number_of_one_batch_that_does_not_add_up_is_refused():
+    def total(params, x, weight):
+        return {
+            "n": lax.psum((x[:, 0] * weight).sum(), "data"),
+            "c": lax.pmax(3, "data"),
+        }
+
+    for num_replicas in (1, N):
+        evaluate = _replicated(total, num_replicas)
+        with pytest.raises(ValueError, match=r"`\['n'\]` of `total`.*not in all batch"):
+            evaluate.over(PARAMS, [X[:8], X[8:16]])
+    same = _replicated(lambda params, x, weight: lax.pmax(3, "data"))
+    assert int(same.over(PARAMS, [X[:8], X[8:16]])) == 3
+
+
+def test_no_batch_at_all_is_refused():
+    with pytest.raises(ValueError, match="`measure.over` got no batch"):
+        _replicated(measure).over(PARAMS, [])
+
+
+def _rows(params, x):
+    return x[:, 0]
+
+
+BAD = {
+    "rows": (_rows, X, {}, ValueError, "`_rows` seems to have a row per sample"),
+    "rows alone": (_rows, X[:20], {}, ValueError, "seems to have a row per sample"),
+    "per replica": (
+        lambda p, x: jdp.PerReplica(x),
+        X,
+        {},
+        ValueError,
+        "is a `jdp.PerReplica`, with rows of padding",
+    ),
+    "collected": (
+        lambda p, batch: Labels.single_from_model_output(labels=batch["y"]),
+        DATA,
+        {},
+        TypeError,
+        "which collects the outputs of samples, padding too",
+    ),
+    "weight": (
+        measure,
+        DATA,
+        {"weight": np.ones(20)},
+        ValueError,
+        r"one number per sample of this process, shape \(21,\), got shape \(20,\)",
+    ),
+    "lengths": (
+        lambda p, batch: 0.0,
+        {"x": X, "y": Y[:20]},
+        {},
+        ValueError,
+        r"of `<lambda>`.* `batch\['x'\]` 21, `batch\['y'\]` 20",
+    ),
+    "arguments": (
+        measure,
+        DATA,
+        {"other": 1},
+        TypeError,
+        r"`measure\(params, batch\)` cannot be called .*unexpected keyword",
+    ),
+    "text": (lambda p, batch: "a", DATA, {}, TypeError, "not a valid JAX type|is 'a'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_call_is_named(name):
+    fn, batch, named, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        _replicated(fn)(PARAMS, batch, **named)
+
+
+def test_a_wrong_function_or_option_is_named():
+    with pytest.raises(TypeError, match="`fn` must be a function .*got dict"):
+        jdp.replicated({})
+    with pytest.raises(TypeError, match="must take the parameters of a model"):
+        jdp.replicated(lambda: 0)
+    with pytest.raises(ValueError, match="'y', which is not a parameter"):
+        jdp.replicated(measure, static_argnames="y")
+    with pytest.raises(TypeError, match="`world` must be what `jdp.init` returned"):
+        jdp.replicated(measure, world=3)
+
+
+def _evaluate_in_processes():
+    world = jdp.init()
+    shard = world.shard(DATA, shuffle=False)
+    evaluate = jdp.replicated(measure)
+    over = evaluate.over(PARAMS, shard.batches(4 * world.process_count))
+    whole = jdp.replicated(measure, split_batches=True)(PARAMS, DATA)
+    by_weight = jdp.replicated(measure_by_weight, split_batches=True)(PARAMS, DATA)
+    own = jax.tree.map(lambda x: x[world.process_index :: 2][:9], DATA)
+    uneven = evaluate(PARAMS, own)  # 9 samples of each process, on 2 replicas.
+    none = DATA if world.is_main_process else None
+    lonely = evaluate.over(PARAMS, [] if none is None else [none])
+    computed = [
+        {
+            name: x.compute() if hasattr(x, "compute") else np.asarray(x)
+            for name, x in result.items()
+        }
+        for result in (over, whole, by_weight, uneven, lonely)
+    ]
+    return jax.device_get(computed)
+
+
+@pytest.mark.multiprocess
+def test_processes_evaluate_what_one_device_does():
+    (first, second) = harness.run_checked(
+        _evaluate_in_processes, 2, devices_per_process=2
+    )
+    chex.assert_trees_all_equal(first, second)
+    over, whole, by_weight, uneven, lonely = first
+    for result, samples in (
+        (over, slice(None)),
+        (whole, slice(None)),
+        (by_weight, slice(None)),
+        (uneven, slice(18)),
+        (lonely, slice(None)),
+    ):
+        expected = _expected(samples)
+        for name in expected:
+            np.testing.assert_allclose(
+                result[name], expected[name], rtol=2e-6, atol=1e-7, err_msg=name
+            )
+    found = _outputs(PARAMS, jax.tree.map(jnp.asarray, DATA))
+    for name, make in {"clu": of_clu, "nnx": of_nnx}.items():
+        exact = jax.device_get(make(found).compute())
+        for result in (whole, lonely):
+            chex.assert_trees_all_close(result[name], exact, rtol=2e-6)
