@@ -30,6 +30,7 @@ from jdp.replicas.mesh import World, global_batch
 from jdp.replicas.per_replica import PerReplica
 from jdp.replicas.replication import check_replicas, check_same_program, replicate
 from jdp.runtime.cluster import init
+from jdp.runtime.leaving import shutdown
 from jdp.step.decorator import data_parallel
 from jdp.step.description import describe
 from jdp.trees.buckets import (
@@ -78,6 +79,7 @@ __all__ = [
     "plan_buckets",
     "replicate",
     "reshard",
+    "shutdown",
     "skip_unused",
     "spread",
     "sync_buffers",
