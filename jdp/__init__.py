@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from jdp.replicas.sharding import StreamShard
     from jdp.replicas.shards import Shard
     from jdp.runtime.cluster import init
+    from jdp.runtime.leaving import shutdown
     from jdp.step.decorator import data_parallel
     from jdp.step.description import describe
     from jdp.trees.buckets import (
@@ -97,6 +98,7 @@ __all__ = [
     "replicate",
     "replicated",
     "reshard",
+    "shutdown",
     "skip_unused",
     "spread",
     "sum_over_replicas",
@@ -142,6 +144,7 @@ _NAMES = {
     "jdp.replicas.sharding": "StreamShard",
     "jdp.replicas.shards": "Shard",
     "jdp.runtime.cluster": "init",
+    "jdp.runtime.leaving": "shutdown",
     "jdp.step.decorator": "data_parallel",
     "jdp.step.description": "describe",
     "jdp.trees.buckets": "BucketPlan flatten_buckets plan_buckets unflatten_buckets",

@@ -1,6 +1,5 @@
 """Session: the engine of this process, from `init` to `shutdown`."""
 
-import atexit
 import collections
 import contextlib
 import os
@@ -13,7 +12,7 @@ from jdp.eager.engine import Engine
 from jdp.eager.entries import Entry
 from jdp.eager.messages import UNNAMED
 from jdp.eager.options import EagerOptions
-from jdp.replicas import mesh, progress
+from jdp.replicas import mesh, progress, world_end
 from jdp.replicas.mesh import World
 from jdp.runtime import program_end
 
@@ -62,8 +61,8 @@ def start(world: World | None, options: EagerOptions | None) -> Engine:
     _reset_names(num_joins=0)
     engine = _Session.engine = Engine(world, options)
     # The last function registered runs first, before the engine's resources close.
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    world_end.unregister(_leave)
+    world_end.register(_leave)
     program_end.close_before_staying(_leave_after_failure)
     return engine
 
@@ -317,15 +316,18 @@ def stop_timeline() -> None:
 
 
 def _leave() -> None:
-    """Shuts the engine down at the end of a program that has not done so."""
+    """Shuts the engine down at the end of a program, or of its world."""
     engine = _Session.engine
-    if engine is None or engine.why_dead or _Session.is_forked:
+    if engine is None or _Session.is_forked:
         return
-    # The others may be a moment late with operations that this process has submitted.
-    # After an exception this process does not wait for them.
-    if not hasattr(sys, "last_value"):
-        engine.finish_own(timeout_s=_EXIT_TIMEOUT_S)
-    engine.shutdown(timeout_s=_EXIT_TIMEOUT_S)
+    if not engine.why_dead:
+        # The others may be a moment late with operations that this process has
+        # submitted. After an exception this process does not wait for them.
+        if not hasattr(sys, "last_value"):
+            engine.finish_own(timeout_s=_EXIT_TIMEOUT_S)
+        engine.shutdown(timeout_s=_EXIT_TIMEOUT_S)
+    _Session.why_ended = engine.why_dead or "its world has ended"
+    _Session.engine = None
 
 
 def _leave_after_failure() -> None:

@@ -5,7 +5,6 @@ it never begins. A process that already hangs in a device collective with it can
 interrupted. A thread ends such a process after a while, with a message.
 """
 
-import atexit
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ from typing import Literal, NamedTuple
 import jax
 import msgspec
 
-from jdp.replicas import progress, wire
+from jdp.replicas import progress, wire, world_end
 from jdp.replicas.mesh import World
 from jdp.runtime import forks, user_program
 from jdp.types import Store
@@ -279,7 +278,7 @@ class _NoticeKeeper:
             target=self._keep, name="jdp-departures-keeper", daemon=True
         )
         if threading.main_thread().is_alive():  # Otherwise the program is ending.
-            atexit.register(self._stop)  # It runs before JAX leaves the store.
+            world_end.register(self._stop)  # It runs before JAX leaves the store.
             self._thread.start()
 
     @classmethod
@@ -288,14 +287,14 @@ class _NoticeKeeper:
         before = cls._of_store.pop(store, None)
         if before is not None:
             before._end()
-            atexit.unregister(before._stop)
+            world_end.unregister(before._stop)
         cls._of_store[store] = cls(store, posts, timeout_s)
 
     def _keep(self) -> None:
         try:
             while not self._stopped.wait(self._period_s):
                 if time.monotonic() > self._until_s:
-                    atexit.unregister(self._stop)
+                    world_end.unregister(self._stop)
                     break
                 for key, value in self._posts.items():
                     if self._store.try_get(key) is None:

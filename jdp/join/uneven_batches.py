@@ -1,6 +1,5 @@
 """Uneven batches: how does a loop go on while any process has data?"""
 
-import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,7 @@ from jdp.join import batch_spec
 from jdp.join.early_exit import ExitWatch
 from jdp.join.read_ahead import ReadAhead
 from jdp.join.rounds import Rounds
-from jdp.replicas import mesh
+from jdp.replicas import mesh, world_end
 from jdp.replicas.mesh import World
 from jdp.runtime import forks
 from jdp.types import PyTree
@@ -176,10 +175,10 @@ class _Closer:
 
     def register(self, close: Callable[[], Any]) -> None:
         self._close = close
-        atexit.register(self._run)
+        world_end.register(self._run)
 
     def unregister(self) -> None:
-        atexit.unregister(self._run)
+        world_end.unregister(self._run)
 
     def _run(self) -> None:
         assert self._close is not None

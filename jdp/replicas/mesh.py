@@ -45,6 +45,7 @@ class World:
       timeout_s: longest wait for another process on the host, in seconds.
       store: key-value store that the processes share; None with one process.
       host: address at which other processes reach process 0.
+      num_nodes: number of hosts of the job.
       manual_axes: model axes along which a step communicates itself, in the order of
         the mesh; JAX partitions the step along the others.
       is_plain: whether the mesh is jdp's own: without model axes, its devices in the
@@ -58,6 +59,7 @@ class World:
     timeout_s: float
     store: Store | None
     host: str = "127.0.0.1"
+    num_nodes: int = 1
     manual_axes: tuple[str, ...] = ()
     is_plain: bool = True
 

@@ -3,12 +3,15 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.extend.backend
 
 from jdp import compat, types
 from jdp.collectives import auto
+from jdp.replicas import agreement, world_end
 from jdp.replicas import mesh as worlds
 from jdp.replicas.mesh import World
 from jdp.runtime import (
@@ -17,6 +20,7 @@ from jdp.runtime import (
     descriptors,
     environment,
     job_key,
+    places,
     program_end,
     roll_call,
     roll_call_sockets,
@@ -24,8 +28,8 @@ from jdp.runtime import (
     user_mesh,
     user_program,
 )
-from jdp.runtime.environment import LaunchEnvironment
 from jdp.runtime.lifeline import lifeline
+from jdp.runtime.places import PlaceOptions, ProcessPlace
 from jdp.runtime.store import DistributedStore
 from jdp.runtime.user_mesh import MeshOption
 from jdp.types import AxisName, Device
@@ -34,54 +38,22 @@ _logger = logging.getLogger("jdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessPlace:
-    """The place of this process in a job of several processes."""
-
-    coordinator_address: str
-    num_processes: int
-    process_id: int
-    local_device_ids: Sequence[int] | None = None
-    num_cpu_devices: int | None = None
-    node: str | None = None  # equal on one machine; None: found automatically.
-    is_one_launch: bool = False  # whether one launcher has started all processes.
-
-    def __post_init__(self) -> None:
-        try:
-            addresses.split(self.coordinator_address)
-        except ValueError:
-            raise ValueError(
-                "`coordinator_address` must be 'host:port' of process 0, or "
-                f"'[IPv6]:port', got {self.coordinator_address!r}."
-            ) from None
-        if self.num_processes < 1:
-            raise ValueError(
-                f"`num_processes` must be at least 1, got {self.num_processes}."
-            )
-        if not 0 <= self.process_id < self.num_processes:
-            raise ValueError(
-                f"`process_id` must be from 0 to {self.num_processes - 1} "
-                f"(`num_processes={self.num_processes}`), got {self.process_id}."
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _InitOptions:
-    coordinator_address: str | None
-    num_processes: int | None
-    process_id: int | None
-    local_device_ids: tuple[int, ...] | None
+class _InitOptions(PlaceOptions):
     num_cpu_devices: int | None
     axis_name: AxisName
     num_nodes: int | None
-    timeout_s: float
     mesh: MeshOption
     manual_axes: tuple[str, ...]
 
 
 class _Initialized:
-    """Arguments of the last call of `init`; a process joins one job."""
+    """Arguments of the last call of `init`; a process is in one job at a time."""
 
     options: _InitOptions | None = None
+    has_left: bool = False  # whether `jdp.shutdown` has ended an earlier world.
+    # GPUs and number of CPU devices that this process was configured for.
+    devices: tuple[str | None, int | None] | None = None
+    config_before: dict[str, Any] = {}  # options of JAX, by name.
 
 
 def init(
@@ -153,36 +125,25 @@ def init(
         return worlds.current_world()
     _check_options(options)
     user_program.report(user_program.BEGAN)
-    place = _find_place(options, os.environ)
+    place = places.find(options, os.environ)
     if place is not None and place.num_processes > 1:
-        user_mesh.check_comes_in_time(options.mesh, place.num_processes)
-        is_host = place.is_one_launch and place.process_id == 0
-        with coordination.make_path(is_one_launch=is_host) as path:
-            meeting = _join(place, options, path)
-            # A collective of all processes: after it, all are connected.
-            world = _make_world(options, meeting)
-        # Process 0 has removed it, unless it was killed meanwhile.
-        coordination.remove(meeting.path)
+        world, is_one_host = _join_job(place, options)
     else:
-        meeting = None
         _choose_devices(place, options)
-        world = _make_world(options, meeting)
-    _begin(world, options, meeting)
+        world, is_one_host = _make_world(options, None), True
+    if options.mesh is not None:
+        world = _with_mesh(world, options)
+    worlds.set_current_world(world)
+    _Initialized.options = options
+    auto.prepare(world, is_one_host=is_one_host)
+    user_program.report(user_program.JOINED)
     return world
 
 
-def _begin(
-    world: World, options: _InitOptions, meeting: roll_call.Meeting | None
-) -> None:
-    if options.mesh is not None:
-        user_mesh.compare(world)
-    worlds.set_current_world(world)
-    _Initialized.options = options
-    if meeting is not None:
-        os.environ[environment.JOINED] = str(os.getpid())
-        lifeline.start(world, meeting.session_key)
-        auto.prepare(world, is_one_host=len(set(meeting.nodes)) == 1)
-    user_program.report(user_program.JOINED)
+def forget() -> None:
+    """Allows the next call of `init`, also with other arguments."""
+    _Initialized.options, _Initialized.has_left = None, True
+    world_end.end()
 
 
 def _check_same_options(before: _InitOptions, now: _InitOptions) -> None:
@@ -193,7 +154,8 @@ def _check_same_options(before: _InitOptions, now: _InitOptions) -> None:
         if old != new:
             raise RuntimeError(
                 f"`jdp.init` was called before with `{field.name}={old!r}`, now with "
-                f"{new!r}. A process joins one job, once; keep the world it returned."
+                f"{new!r}. A process is in one job at a time: keep the world it "
+                "returned, or call `jdp.shutdown()` first, on all processes."
             )
 
 
@@ -216,79 +178,24 @@ def _check_options(options: _InitOptions) -> None:
         )
 
 
-def _find_place(
-    options: _InitOptions, environ: Mapping[str, str]
-) -> ProcessPlace | None:
-    """Finds the place of this process; None if it is alone."""
-    explicit = {
-        "coordinator_address": options.coordinator_address,
-        "num_processes": options.num_processes,
-        "process_id": options.process_id,
-    }
-    given = [name for name, value in explicit.items() if value is not None]
-    if given == ["num_processes"] and options.num_processes == 1:
-        return None
-    if given:
-        missing = [name for name, value in explicit.items() if value is None]
-        if missing:
-            raise ValueError(
-                f"{', '.join(f'`{m}`' for m in missing)} must be given too: "
-                "`coordinator_address`, `num_processes` and `process_id` go together."
-            )
-        return ProcessPlace(**explicit, local_device_ids=options.local_device_ids)
-    launched = LaunchEnvironment.from_environ(environ)
-    if launched is not None:
-        environment.check_place_is_free(environ, os.getpid())
-        return _launched_place(launched, options)
-    is_alone = environment.is_in_shell_of_slurm(environ)
-    place = None if is_alone else _detected_place(options)
-    environment.check_count(environ, place.num_processes if place else 1)
-    if place is None and not is_alone:
-        environment.check_not_numbered(environ)
-    return place
-
-
-def _launched_place(launched: LaunchEnvironment, options: _InitOptions) -> ProcessPlace:
-    device_ids = options.local_device_ids
-    count = launched.devices_per_process
-    if count is None and launched.num_local_processes > 1:
-        count = 1  # One process per GPU, unless the command line gives a number.
-    if device_ids is None and count is not None:
-        first = launched.local_process_id * count
-        device_ids = tuple(range(first, first + count))
-    return ProcessPlace(
-        coordinator_address=launched.coordinator_address,
-        num_processes=launched.num_processes,
-        process_id=launched.process_id,
-        local_device_ids=device_ids,
-        num_cpu_devices=launched.devices_per_process,
-        node=f"node {launched.node_rank}",
-        is_one_launch=launched.num_local_processes == launched.num_processes,
-    )
-
-
-def _detected_place(options: _InitOptions) -> ProcessPlace | None:
-    try:
-        address, count, process_id, device_ids = compat.detect_cluster(
-            timeout_s=options.timeout_s
-        )
-        if address is None or count is None or process_id is None:
-            return None
-        return ProcessPlace(
-            coordinator_address=address,
-            num_processes=count,
-            process_id=process_id,
-            # JAX proposes one GPU per process; a single process takes all.
-            local_device_ids=options.local_device_ids
-            or (device_ids if count > 1 else None),
-        )
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(environment.explain_cluster(os.environ, error)) from error
+def _join_job(place: ProcessPlace, options: _InitOptions) -> tuple[World, bool]:
+    """Joins a job of several processes; also returns whether all are on one host."""
+    user_mesh.check_comes_in_time(options.mesh, place.num_processes)
+    is_host = place.is_one_launch and place.process_id == 0
+    with coordination.make_path(is_one_launch=is_host) as path:
+        meeting = _join(place, options, path)
+        # A collective of all processes: after it, all are connected.
+        world = _make_world(options, meeting)
+    # Process 0 has removed it, unless it was killed meanwhile.
+    coordination.remove(meeting.path)
+    os.environ[environment.JOINED] = str(os.getpid())
+    lifeline.start(world, meeting.session_key)
+    return world, len(set(meeting.nodes)) == 1
 
 
 def _join(place: ProcessPlace, options: _InitOptions, path: str) -> roll_call.Meeting:
     """Runs the roll call, and starts `jax.distributed`."""
-    if compat.backend_is_initialized():
+    if compat.backend_is_initialized() and not _begin_anew():
         raise RuntimeError(
             "`jdp.init` must come before anything that makes JAX choose its devices, "
             "such as `jax.devices()`, `jnp.zeros(...)` or a random key, because the "
@@ -341,38 +248,68 @@ def _make_world(options: _InitOptions, meeting: roll_call.Meeting | None) -> Wor
         return node, process, device.id
 
     devices = sorted(jax.devices(), key=position)
+    # The user's mesh takes its place; see `_with_mesh`.
+    axis_name = options.axis_name if options.mesh is None else "data"
     num_nodes = options.num_nodes or len(rank_of_node)
-    if options.mesh is None:
-        found = worlds.make_mesh(devices, options.axis_name, num_nodes=num_nodes)
-        is_plain = True
-    else:
-        given = options.mesh, options.axis_name, options.manual_axes
-        found = user_mesh.make(*given)
-        is_plain = user_mesh.is_plain(found, devices, options.axis_name, num_nodes)
     return World(
-        mesh=found,
-        axis_name=options.axis_name,
+        mesh=worlds.make_mesh(devices, axis_name, num_nodes=num_nodes),
+        axis_name=axis_name,
         process_index=jax.process_index(),
         process_count=process_count,
         timeout_s=options.timeout_s,
         store=store,
         host=meeting.host if meeting else "127.0.0.1",
-        manual_axes=tuple(n for n in found.axis_names if n in options.manual_axes),
-        is_plain=is_plain,
+        num_nodes=len(rank_of_node),
     )
+
+
+def _with_mesh(world: World, options: _InitOptions) -> World:
+    """Returns a world with the mesh of the user; every process calls it."""
+    assert options.mesh is not None
+    with agreement.reporting(world, user_mesh.TOPIC):
+        given = options.mesh, options.axis_name, options.manual_axes
+        found = user_mesh.make(*given)
+    with_mesh = dataclasses.replace(
+        world,
+        mesh=found,
+        axis_name=options.axis_name,
+        manual_axes=tuple(n for n in found.axis_names if n in options.manual_axes),
+        is_plain=user_mesh.is_plain(found, world, options.axis_name),
+    )
+    user_mesh.compare(with_mesh)
+    return with_mesh
+
+
+def _configure(name: str, value: Any) -> None:
+    """Sets an option of JAX; None: as it was before `init` has set it."""
+    before = _Initialized.config_before
+    if value is not None:
+        before.setdefault(name, jax.config.values[name])
+    if name in before:
+        jax.config.update(name, before[name] if value is None else value)
+
+
+def _begin_anew() -> bool:
+    """Lets JAX choose its devices once more, after `jdp.shutdown`; returns whether."""
+    if _Initialized.has_left:
+        jax.extend.backend.clear_backends()
+    return _Initialized.has_left
 
 
 def _choose_devices(place: ProcessPlace | None, options: _InitOptions) -> None:
     """Configures the devices of this process before JAX looks for them."""
     device_ids = place.local_device_ids if place else options.local_device_ids
     count = options.num_cpu_devices or (place.num_cpu_devices if place else None)
+    wanted = None if device_ids is None else ",".join(map(str, device_ids)), count
+    if compat.backend_is_initialized() and wanted != _Initialized.devices:
+        _begin_anew()
     if not compat.backend_is_initialized():
-        if device_ids is not None:
-            visible = ",".join(map(str, device_ids))
-            jax.config.update("jax_cuda_visible_devices", visible)
-            jax.config.update("jax_rocm_visible_devices", visible)
-        if count is not None:
-            jax.config.update("jax_num_cpu_devices", count)
+        _configure("jax_cuda_visible_devices", wanted[0])
+        _configure("jax_rocm_visible_devices", wanted[0])
+        _configure("jax_num_cpu_devices", count)
+        _Initialized.devices = wanted
+        return
+    if wanted == _Initialized.devices:
         return
     if device_ids is not None:
         raise RuntimeError(

@@ -35,12 +35,13 @@ _NUMBERS_OF_CLUSTERS = (
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-# Variables of launchers that JAX does not detect; the first is the number of
-# processes. Slurm sets `SLURM_NTASKS` also without `srun`.
+# Variables of launchers that neither JAX nor `launchers` knows, or knows from more
+# variables; the first is the number of processes. Slurm sets `SLURM_NTASKS` also
+# without `srun`.
 _OF_OTHER_LAUNCHERS = (
     ("WORLD_SIZE", "RANK", "MASTER_ADDR"),  # torchrun.
-    ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI.
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI 5.
+    ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI; Slurm.
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI.
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),  # MVAPICH2.
     ("HOROVOD_SIZE", "HOROVOD_RANK"),  # horovodrun.
     ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS"),  # JAXJob of Kubeflow.
@@ -58,6 +59,7 @@ _NUMBERED = (
         "a launcher of MPI, whose other processes JAX does not find",
     ),
 )
+_OF_ANYONE = ("NUM_PROCESSES",)  # Any program may call a variable so.
 _FOUND_BY_JAX = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 _TEXTS_OF_CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
 
@@ -133,6 +135,29 @@ def is_in_shell_of_slurm(environ: Mapping[str, str]) -> bool:
     )
 
 
+def describe_lonely(environ: Mapping[str, str]) -> str:
+    """Describes a number of processes of which this one finds no other; pure.
+
+    Returns:
+      A warning; "" if no variable says that there are several.
+    """
+    counts = [name for name, *_ in _OF_OTHER_LAUNCHERS if name not in _OF_ANYONE]
+    for name in (*counts, "SLURM_NTASKS"):
+        if not (environ.get(name, "").isdecimal() and int(environ[name]) > 1):
+            continue
+        advice = "start it with that launcher, which sets more variables than this,"
+        if name == "SLURM_NTASKS":
+            advice = "start it with `srun`,"
+        return (
+            f"`{name}={environ[name]!r}` says that there are {environ[name]} "
+            "processes, and this one finds no other: it trains alone. If it is one of "
+            f"them, {advice} or with `jdp launch`, or give `coordinator_address`, "
+            "`num_processes` and `process_id`. If it is meant to be alone, "
+            "`jdp.init(num_processes=1)` says so."
+        )
+    return ""
+
+
 def check_count(environ: Mapping[str, str], num_processes: int) -> None:
     """Refuses the environment of a launcher that JAX does not detect; pure.
 
@@ -170,12 +195,13 @@ def check_place_is_free(environ: Mapping[str, str], pid: int) -> None:
     """
     owner = environ.get(JOINED)
     if owner is not None and owner != str(pid):
+        process = f"Process {environ[PROCESS_ID]}" if PROCESS_ID in environ else "One"
         raise ValueError(
-            f"Process {environ.get(PROCESS_ID)} of the job (pid {owner}) has joined it "
-            "and has started this one, which inherits its environment and has no place "
-            "of its own. Pass `num_processes=1`, and nothing else, to be alone; or "
-            f"unset the variables that `jdp launch` set, `{JOINED}` among them, and "
-            "join another job."
+            f"{process} of the processes of the job (pid {owner}) has joined it and "
+            "has started this one, which inherits its environment and has no place of "
+            "its own. Pass `num_processes=1`, and nothing else, to be alone; or unset "
+            f"the variables that the launcher set, and `{JOINED}`, and join another "
+            "job."
         )
 
 

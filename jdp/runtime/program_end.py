@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+from jdp.replicas import world_end
 from jdp.runtime import forks, user_program
 from jdp.runtime.lifeline import lifeline
 
@@ -44,6 +46,8 @@ def prepare() -> None:
         while True:
             _ProgramEnd.tasks.get()()
 
+    if _ProgramEnd.is_prepared:
+        return
     threading.Thread(target=run, name="jdp-end", daemon=True).start()
     # `sys.excepthook` would be too early, and a program may set it later.
     vars(threading)["_register_atexit"](forks.only_here(_tell_of_failure))
@@ -51,7 +55,38 @@ def prepare() -> None:
     sys.addaudithook(_show_uncaught)
     # It runs before JAX's, which was registered earlier.
     atexit.register(forks.only_here(_end_at_exit))
+    # Its own exit handler must not be registered here: it would run after jdp's.
+    if "multiprocessing.util" in sys.modules:
+        _prepare_child(sys.modules["multiprocessing.util"])
     _ProgramEnd.is_prepared = True
+
+
+def _prepare_child(util: Any) -> None:
+    """Ends a child that `multiprocessing` has forked, which it does by `os._exit`."""
+    is_child = sys.modules["multiprocessing"].parent_process() is not None
+    if is_child and not any("spawn_main" in text for text in sys.orig_argv):
+        # It runs after all finalizers of `multiprocessing` and of the program.
+        util.Finalize(None, _end_child, exitpriority=-1000)
+
+
+def _end_child() -> None:
+    """Ends a child of `multiprocessing` together with the others, as exit handlers do.
+
+    An error is on its way to `multiprocessing`, which shows it.
+    """
+    if os.getpid() != _ProgramEnd.pid:
+        return
+    error = sys.exc_info()[1]
+    if error is not None and not isinstance(error, SystemExit):
+        culprit = user_program.find_culprit(error)
+        lifeline.leave(user_program.describe_error(error), culprit=culprit)
+        _wait_for_others()
+        return
+    with contextlib.suppress(Exception):  # As Python does at its end.
+        vars(threading)["_shutdown"]()
+    world_end.close_all()
+    lifeline.leave(None)
+    lifeline.wait_at_end(_ProgramEnd.tasks.put)
 
 
 def _show_uncaught(event: str, arguments: tuple[object, ...]) -> None:
@@ -158,6 +193,7 @@ def _find_uncaught() -> BaseException | None:
 @atexit.register  # At import: all exit handlers of programs must run before it.
 def _wait_at_end() -> None:
     if not _ProgramEnd.is_prepared:
+        lifeline.say_at_end()  # A process in `jdp.shutdown` waits for it.
         return
     try:
         lifeline.wait_at_end(_ProgramEnd.tasks.put)

@@ -51,9 +51,22 @@ class DistributedStore(_Bookkeeping):
     def __init__(self, client: Any, key: bytes):
         """Uses the client of `jax.distributed`, and signs with `key`, shape (32,)."""
         super().__init__()
-        self._client = client
+        self._open_client = client
         self._key = key
         self._warned: set[str] = set()
+
+    @property
+    def _client(self) -> Any:
+        if self._open_client is None:
+            raise RuntimeError(
+                "The world has ended with `jdp.shutdown`. Use the world of the next "
+                "`jdp.init`."
+            )
+        return self._open_client
+
+    def close(self) -> None:
+        """Ends the use of the client, which `jax.distributed` has ended."""
+        self._open_client = None
 
     def set(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
         """See `jdp.types.Store`."""

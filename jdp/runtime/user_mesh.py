@@ -11,6 +11,7 @@ from jdp.replicas import agreement
 from jdp.replicas.mesh import World
 from jdp.types import AxisName, Device
 
+TOPIC = "making of the mesh that `jdp.init` was given"
 MeshOption = Mesh | Callable[[], Mesh] | None
 
 
@@ -99,14 +100,18 @@ def is_made_by(given: MeshOption, world: World) -> bool:
     return isinstance(mesh, Mesh) and _text_of(mesh) == _text_of(world.mesh)
 
 
-def is_plain(
-    mesh: Mesh, devices: Sequence[Device], axis_name: AxisName, num_nodes: int
-) -> bool:
-    """Returns whether a mesh is the mesh that jdp would make of all devices."""
+def is_plain(mesh: Mesh, world: World, axis_name: AxisName) -> bool:
+    """Returns whether a mesh is the mesh that jdp would make of all devices.
+
+    Args:
+      mesh: the mesh of the user.
+      world: the world with a mesh of jdp.
+      axis_name: the axes along which the replicas lie.
+    """
     names = types.as_axis_names(axis_name)
-    if mesh.axis_names != names or [*mesh.devices.flat] != [*devices]:
+    if mesh.axis_names != names or [*mesh.devices.flat] != [*world.mesh.devices.flat]:
         return False
-    return len(names) == 1 or mesh.devices.shape[0] == num_nodes
+    return len(names) == 1 or mesh.devices.shape[0] == world.num_nodes
 
 
 def compare(world: World) -> None:
@@ -129,10 +134,9 @@ def compare(world: World) -> None:
                 ).encode()
         return b""
 
-    topic = "comparison of the meshes that `jdp.init` was given"
-    difference = agreement.meet(world, topic, body, decide)
+    difference = agreement.meet(world, TOPIC, body, decide)
     if difference:
-        agreement.meet(world, topic, b"", lambda _: b"", then_raises=True)
+        agreement.meet(world, TOPIC, b"", lambda _: b"", then_raises=True)
         raise RuntimeError(difference.decode(errors="replace"))
 
 

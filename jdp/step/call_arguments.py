@@ -108,6 +108,10 @@ class CallBinder:
                         "it."
                     )
 
+    def forget_placed(self) -> None:
+        """Forgets arrays on the devices of an earlier world."""
+        self._placed.clear()
+
     def take_state(self, named: dict[str, PyTree]) -> PyTree:
         """Takes the state out of the arguments that were passed by name.
 

@@ -11,7 +11,14 @@ from jdp.collectives import auto
 from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy
-from jdp.replicas import agreement, comparison, mesh, progress, shared_replicas
+from jdp.replicas import (
+    agreement,
+    comparison,
+    mesh,
+    progress,
+    shared_replicas,
+    world_end,
+)
 from jdp.replicas.joinable import Joinable, JoinHook
 from jdp.replicas.mesh import World
 from jdp.step import (
@@ -74,10 +81,7 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
             static_argnames=options.static_argnames,
             replicated_argnames=options.replicated_argnames,
         )
-        self._last_trace: StepTrace | None = None
-        self._is_compared, self.calling_thread = False, 0
-        self._placer = StatePlacer(self.name, donates=options.donate_state)
-        self._jitted: dict[DivideBy | None, Any] = {}
+        self._begin_in_world()
         self._join_hook: StepJoinHook | None = None  # for the surrounding `jdp.Join`.
         self.last_state: S | None = None
         self._owners: tuple[type, ...] = (type,)
@@ -87,6 +91,17 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
             _BoundStep,
             what=f"The step `{self.name}`",
         )
+
+    def _begin_in_world(self) -> None:
+        """Forgets what belongs to the devices of an earlier world."""
+        self._num_ended = world_end.count_ended()
+        vars(self).pop("world", None)
+        vars(self).pop("_call_limit", None)
+        self._last_trace: StepTrace | None = None
+        self._is_compared, self.calling_thread = False, 0
+        self._placer = StatePlacer(self.name, donates=self._options.donate_state)
+        self._jitted: dict[DivideBy | None, Any] = {}
+        self._binder.forget_placed()
 
     def __set_name__(self, owner: type, name: str) -> None:
         """Notes the class whose method the step is."""
@@ -127,6 +142,8 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         if isinstance(state, self._owners) and jax.tree_util.all_leaves((state,)):
             if state is not NotGiven:
                 return self.__get__(state)._call(*batches, **named)
+        if self._num_ended != world_end.count_ended():
+            self._begin_in_world()
         state, batches = self._bind(state, batches, named)
         context = self.join_context
         if context is not None and context.is_enabled:
@@ -297,7 +314,9 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
     @functools.cached_property
     def world(self) -> World:
         """The replicas that the step runs on."""
-        return self._options.world or mesh.current_world()
+        world = self._options.world or mesh.current_world()
+        world_end.check_is_alive(world)
+        return world
 
     def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
         placer = self._placer

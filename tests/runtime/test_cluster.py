@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 import jdp
-from jdp.runtime import cluster, environment
+from jdp.runtime import environment, places
 from tests import harness
 
 multiprocess = pytest.mark.multiprocess
@@ -179,7 +179,7 @@ def test_each_host_of_a_launch_is_a_node():
 
 
 def test_a_process_of_a_host_with_several_takes_its_own_gpus():
-    options = cluster._InitOptions(
+    options = places.PlaceOptions(
         coordinator_address=None,
         num_processes=None,
         process_id=None,
@@ -200,7 +200,7 @@ def test_a_process_of_a_host_with_several_takes_its_own_gpus():
             node_rank=0,
             devices_per_process=count,
         )
-        return cluster._find_place(options, place.to_environ()).local_device_ids
+        return places.find(options, place.to_environ()).local_device_ids
 
     assert device_ids(4, 3, None) == (3,)
     assert device_ids(2, 1, 4) == (4, 5, 6, 7)

@@ -45,6 +45,11 @@ class JaxEnd:
         if may_begin or not self._running:
             self._may_begin.set()
 
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether JAX's end was given up."""
+        return self._is_in_vain
+
     def give_up(self) -> bool:
         """Releases the main thread without JAX's end; returns whether it waited."""
         if not self._is_awaited or self._is_decided.is_set():

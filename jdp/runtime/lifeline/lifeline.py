@@ -57,6 +57,7 @@ class _Lifeline:
         self._ends_by_s: float | None = None  # The launcher's SIGKILL follows.
         self._gone: tuple[Gone, ...] = ()
         self._stuck: LifelineVerdict | None = None
+        self._verdict: LifelineVerdict | None = None  # the reason of its own end.
         self._after_loss: rules.AfterLoss | None = None
         self._shown: set[int] = set()
         self._ended_s: float | None = None
@@ -122,17 +123,28 @@ class _Lifeline:
             self._ends.post(body)
         self._star.flush(timeout_s=1.0)
 
-    def wait_at_end(self, run_beside: Callable[[Callable[[], None]], None]) -> None:
-        """Tells the others that the exit handlers have run, and waits for JAX's end."""
+    def say_at_end(self) -> None:
+        """Tells the others that the exit handlers of this process have run."""
+        if os.getpid() != self._pid:
+            return
         # Without a line, a process does not hear of the others: JAX waits for them.
         may_begin = self._ends is not None
         self._star.say(msgspec.msgpack.encode(AtEnd(may_begin)))
         self._jax_end.note(self._own, may_begin=may_begin)
+
+    def wait_at_end(self, run_beside: Callable[[Callable[[], None]], None]) -> None:
+        """Tells the others that the exit handlers have run, and waits for JAX's end."""
+        self.say_at_end()
         try:
             self._jax_end.wait(run_beside)
         finally:
             if self._ends is not None:  # Its thread calls JAX too.
                 self._ends.close()
+
+    def close(self) -> LifelineVerdict | None:
+        """Closes the lines after JAX's end; returns why that was given up, or None."""
+        self._star.close()
+        return self._verdict if self._jax_end.is_in_vain else None
 
     def find_culprit(self, *, is_consequence: bool) -> int | None:
         """Returns the first process that failed or died; see `find_first`."""
@@ -279,6 +291,7 @@ class _Lifeline:
 
     def _end(self, verdict: LifelineVerdict) -> None:
         """Begins to end this process, and tells the others and its launcher."""
+        self._verdict = verdict
         user_program.show(verdict.text)
         is_own = verdict.culprit == self._own
         said = user_program.FAILED, 1, verdict.culprit
@@ -382,6 +395,22 @@ def wait_at_end(run_beside: Callable[[Callable[[], None]], None]) -> None:
     """
     if _Current.lifeline is not None:
         _Current.lifeline.wait_at_end(run_beside)
+
+
+def say_at_end() -> None:
+    """Tells the others that this process has come to its end; for exit handlers."""
+    if _Current.lifeline is not None:
+        _Current.lifeline.say_at_end()
+
+
+def close() -> LifelineVerdict | None:
+    """Closes the lines of this process after `wait_at_end`; `start` may open others.
+
+    Returns:
+      The reason why JAX's end was given up; None if it was not.
+    """
+    current, _Current.lifeline = _Current.lifeline, None
+    return None if current is None else current.close()
 
 
 def is_needed_by_others(waited_s: float) -> bool:
