@@ -53,6 +53,7 @@ SIGNATURES = {
     "replicated": "(fn, /, *, world, static_argnames, replicated_argnames, "
     "split_batches, compiler_options)",
     "reshard": "(saved, *, like)",
+    "shutdown": "()",
     "checkpoint_template": "(state, *, num_replicas)",
     "skip_unused": "(tx)",
     "spread": "(whole, *, like)",

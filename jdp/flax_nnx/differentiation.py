@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jdp import compat
 from jdp.backward.loss import split_loss
 from jdp.flax_nnx import graph_states, metric_updates
 from jdp.gradients import differentiation
@@ -118,6 +119,7 @@ def _run(call: "_Call", options: dict[str, Any], *, is_one: bool) -> Any:
         extras.append(extra)
     (value, (aux, changed)), grads = out
     call.update(changed)
+    call.check_streams(options["axis_name"])
     metric_updates.note_same(value)
     out = ((value, aux) if call.has_aux else value), _without_slots(grads)
     for extra in reversed(extras):
@@ -163,6 +165,13 @@ class _Call:
         self.has_aux = has_aux
         # Per object: the graph definition, and the variables without gradients.
         self._graphs: list[tuple[Any, Any]] = []
+        # Per rng stream, its count before the loss runs.
+        self._streams = [
+            (path, x, x.count.get_raw_value())
+            for _, node in nnx_objects.find((args, kwargs))
+            for path, x in nnx.iter_graph(node)
+            if isinstance(x, nnx.RngStream)
+        ]
         places = {_resolve(i, len(args)): i for i in filters}
         with nnx.split_context(_TAG) as context:
 
@@ -237,6 +246,33 @@ class _Call:
         with nnx.merge_context(_TAG, False) as context:
             for graph, state in changed:
                 context.merge(graph, state)
+
+    def check_streams(self, axis_name: AxisName) -> None:
+        """Checks that a stream from which the loss drew differs between replicas.
+
+        Only types tell, in a `shard_map` with `check_vma=True`. In a step of jdp, every
+        replica gets its part of what is drawn.
+
+        Raises:
+          ValueError: the key of a stream is the same on all replicas, by its type.
+        """
+        tracked = compat.tracked_axes(axis_name)
+        if not tracked or compat.is_alone(axis_name):
+            return
+        for path, stream, count in self._streams:
+            key = stream.key.get_raw_value()
+            is_used = stream.count.get_raw_value() is not count
+            if is_used and not tracked <= compat.varying_axes(key):
+                name = ".".join(map(str, path)) or stream.tag
+                raise ValueError(
+                    f"The rng stream `{name}` is the same on all replicas, so they "
+                    "would draw the same numbers, such as the same dropout masks, for "
+                    "other samples. Let the step be one of "
+                    "`jdp.flax_nnx.data_parallel`, which draws as one device does. In "
+                    "a `shard_map` of your own, give each replica a key: "
+                    "`stream.key[...] = jax.random.fold_in(stream.key[...], "
+                    f"jax.lax.axis_index({axis_name!r}))`."
+                )
 
 
 def _without_slots(tree: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ def shutdown() -> None:
     `jdp.join_batches`, waits until all processes have called it or have come to the end
     of their programs, and ends JAX's distributed runtime, so that no process aborts
     another one by ending first. Every process does the same at its exit, so a program
-    needs no call at its end. One that ends with `os._exit` does.
+    needs no call at its end, except before `os._exit`.
 
     Afterwards there is no world. A step that was decorated without `world=` takes the
     world of the next `jdp.init`. In a job of several processes, JAX then chooses its

@@ -167,3 +167,30 @@ def test_a_model_from_outside_the_trace_is_not_emptied():
     with pytest.raises(Exception, match="Cannot mutate .* from a different trace"):
         _trace(lambda x: flax_nnx.value_and_grad(_loss)(model, x)[0])
     assert model(X[0]).shape == (2,)
+
+
+def _in_shard_map(fn):
+    mesh = harness.local_world(N).mesh
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    return jax.make_jaxpr(mapped)(X.reshape(-1, 3))
+
+
+def test_an_rng_stream_that_no_replica_has_for_itself_is_refused_by_name():
+    def loss(model, dropout, x):
+        return _loss(model, dropout(x))
+
+    def fn(x, *, folds, rate=0.5):
+        dropout = nnx.Dropout(rate, rngs=nnx.Rngs(0))
+        if folds:
+            key = dropout.rngs.key
+            key[...] = jax.random.fold_in(key[...], jax.lax.axis_index("data"))
+        return flax_nnx.value_and_grad(loss)(Net(), dropout, x)[0]
+
+    message = (
+        r"The rng stream `rngs` is the same on all replicas.*one of "
+        r"`jdp.flax_nnx.data_parallel`.*`stream.key\[...\] = jax.random.fold_in"
+    )
+    with pytest.raises(ValueError, match=message):
+        _in_shard_map(lambda x: fn(x, folds=False))
+    _in_shard_map(lambda x: fn(x, folds=True))
+    _in_shard_map(lambda x: fn(x, folds=False, rate=0.0))  # draws nothing.

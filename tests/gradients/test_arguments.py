@@ -86,8 +86,8 @@ def test_a_wrong_place_is_named(name, argnums, error, message):
 def _with_integers(params, x):
     h = x @ params["w"] * params["step"]
     h = lax.cond(params["is_on"], lambda h: h + params["b"][None], lambda h: h, h)
-    noise = jax.random.normal(jax.random.wrap_key_data(params["key"]), h.shape)
-    return jnp.mean((h + noise[0, 0]) ** 2)
+    noise = jax.random.normal(jax.random.wrap_key_data(params["key"]), h.shape[1:])
+    return jnp.mean((h + noise[0]) ** 2)
 
 
 INTEGERS = {

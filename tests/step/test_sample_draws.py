@@ -42,6 +42,13 @@ def _in_scan(key, x):
     return lax.scan(lambda c, kx: (c, _normal(*kx)), 0, (keys, x))[1]
 
 
+def _in_layers(key, x):
+    def layer(x, key):
+        return x * jax.random.bernoulli(key, 0.7, x.shape), None
+
+    return lax.scan(jax.checkpoint(layer), x, jax.random.split(key, 3))[0]
+
+
 def _in_branch(key, x):
     return lax.cond(jax.random.uniform(key) < 2, _normal, lambda k, x: x, key, x)
 
@@ -69,6 +76,7 @@ DRAWS = {
     "a key per sample": _in_vmap,
     "a loop over samples": _in_scan,
     "a key folded from data": _by_sample,
+    "a loop over layers": _in_layers,
     "a branch": _in_branch,
     "a backward pass": _in_backward,
     "integers": lambda k, x: jax.random.randint(k, (len(x),), 0, 100),
@@ -106,6 +114,21 @@ def test_a_key_of_the_old_kind_and_another_generator_draw_alike():
         _, metrics = _step(_normal)(key, X)
         found = np.asarray(metrics.value).reshape(X.shape)
         np.testing.assert_array_equal(found, _normal(key, X))
+
+
+def test_replicas_on_two_axes_draw_in_their_order():
+    names = ("node", "data")
+
+    @jdp.data_parallel(
+        world=harness.local_world(N, axis_name=names, num_nodes=2),
+        compiler_options=harness.fast_options(),
+    )
+    def step(key, x):
+        return key, jdp.PerReplica(_normal(key, x))
+
+    _, metrics = step(KEY, X)
+    found = np.asarray(metrics.value).reshape(X.shape)
+    np.testing.assert_array_equal(found, _normal(KEY, X))
 
 
 def test_a_key_of_each_replica_draws_as_before():
