@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from jdp.runtime import forks, user_program
+from jdp.runtime import forks, last_handler, user_program
 from jdp.runtime.lifeline import lifeline
 
 _FAILED_ENDS_S = 1.5  # For threads and exit handlers; then the others begin to end.
@@ -155,7 +155,7 @@ def _find_uncaught() -> BaseException | None:
     return getattr(sys, "last_value", None)
 
 
-@atexit.register  # At import: all exit handlers of programs must run before it.
+@last_handler.run_last
 def _wait_at_end() -> None:
     if not _ProgramEnd.is_prepared:
         return
