@@ -1,13 +1,14 @@
 """jdp: data-parallel training for JAX.
 
-`import jdp` imports nothing else. A name of jdp, with all that it needs, is imported
-when it is first used; `jdp.collectives` and `jdp.hooks` likewise. Import
-`jdp.batch_norm`, `jdp.eager`, `jdp.flax_linen`, `jdp.flax_nnx` and
-`jdp.parameter_server` where you use them.
+A name of jdp, with all that it needs, is imported when it is first used, and so are
+`jdp.collectives` and `jdp.hooks`. Import `jdp.batch_norm`, `jdp.eager`,
+`jdp.flax_linen`, `jdp.flax_nnx` and `jdp.parameter_server` where you use them.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from jdp.runtime import last_handler as _last_handler
 
 if TYPE_CHECKING:
     from jdp import collectives as collectives
@@ -153,6 +154,9 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _PACKAGES = ("collectives", "hooks")
 _OTHERS = ("batch_norm", "eager", "flax_linen", "flax_nnx", "parameter_server")
+
+
+_last_handler.reserve()
 
 
 def __getattr__(name: str) -> Any:

@@ -55,14 +55,15 @@ def test_checkers_and_programs_find_the_same_names_in_the_same_modules():
     assert packages == [*_assigned(tree, "_PACKAGES")] == ["collectives", "hooks"]
 
 
-def test_jdp_adds_one_module_to_jax_and_no_time():
+def test_jdp_adds_next_to_nothing_to_jax():
     out = _run(
         "import time, sys, jax; before = set(sys.modules); start = time.process_time()"
         "; import jdp; end = time.process_time()"
         "; print(*sorted(set(sys.modules) - before), end - start)"
     )
-    name, seconds = out.split()
-    assert name == "jdp" and float(seconds) < 0.15  # 0.001 on the slowest machine.
+    *modules, seconds = out.split()
+    assert modules == ["jdp", "jdp.runtime", "jdp.runtime.last_handler"]
+    assert float(seconds) < 0.15  # 0.001
 
 
 def test_a_step_needs_neither_optax_nor_the_rest_of_jdp():
@@ -87,6 +88,27 @@ def test_a_name_can_be_used_first_while_jax_traces():
         "    assert (jax.jit(mean)(jax.numpy.arange(4.0)) == 1.5).all()\n"
         "assert (mean(jax.numpy.arange(4.0)) == 1.5).all()"
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("import jax, jdp", "jdp.init"), ("import jdp; jdp.init", ""), ("import jdp", "")],
+    ids=["after jax", "after a use", "before jax"],
+)
+def test_exit_handlers_run_in_the_order_program_jdp_jax(first, then):
+    is_reserved = first != "import jdp"  # Without JAX, the first use reserves.
+    register = "atexit.register(print, 'program')"
+    out = _run(
+        f"import atexit; {first}\n"
+        f"{register if is_reserved else 'jdp.init'}\n"
+        f"{then if is_reserved else register}\n"
+        "from jax._src import distributed\n"
+        "from jdp.runtime import program_end\n"
+        "program_end._ProgramEnd.is_prepared = True\n"
+        "program_end.lifeline.wait_at_end = lambda put: print('jdp')\n"
+        "distributed.shutdown = lambda: print('jax')"
+    )
+    assert out.split() == ["program", "jdp", "jax"]
 
 
 def test_a_module_that_is_not_imported_and_a_typo_are_told_apart():

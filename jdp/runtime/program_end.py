@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdp.replicas import world_end
-from jdp.runtime import forks, user_program
+from jdp.runtime import forks, last_handler, user_program
 from jdp.runtime.lifeline import lifeline
 
 _FAILED_ENDS_S = 1.5  # For threads and exit handlers; then the others begin to end.
@@ -190,7 +190,7 @@ def _find_uncaught() -> BaseException | None:
     return getattr(sys, "last_value", None)
 
 
-@atexit.register  # At import: all exit handlers of programs must run before it.
+@last_handler.run_last
 def _wait_at_end() -> None:
     if not _ProgramEnd.is_prepared:
         lifeline.say_at_end()  # A process in `jdp.shutdown` waits for it.
