@@ -13,6 +13,7 @@ from jax._src import source_info_util
 
 # Parts of jdp whose equations analyses look for.
 BATCH_NORM = "jdp.batch_norm"
+OWN_DRAWS = "jdp.draws"  # random numbers that have nothing to do with samples.
 _COLLECTIVES = "jdp.collectives."
 
 

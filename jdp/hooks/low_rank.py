@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jdp import types
+from jdp.compat import origins
 from jdp.hooks.base import CommHook, HookAllReduce, is_real
 from jdp.replicas.per_replica import PerReplica
 from jdp.trees import buckets as packing
@@ -192,7 +193,8 @@ def _draw(key: jax.Array, groups: list[list[_Group]]) -> list[jax.Array | None]:
     def draw(row: jax.Array) -> jax.Array:
         return jax.random.normal(jax.random.fold_in(key, row), (_DRAWN,), jnp.float32)
 
-    drawn = lax.map(draw, jnp.arange(-(-sum(sizes) // _DRAWN))).reshape(-1)
+    with origins.bound_by(origins.OWN_DRAWS):
+        drawn = lax.map(draw, jnp.arange(-(-sum(sizes) // _DRAWN))).reshape(-1)
     ends = itertools.accumulate(sizes)
     return [
         drawn[end - size : end] if size else None

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jdp import compat
 from jdp.backward import exchange, flow
 from jdp.collectives import auto
-from jdp.compat import draws, primitives
+from jdp.compat import draws, origins, primitives
 from jdp.compat.draws import Part
 from jdp.replicas.mesh import World
 from jdp.step import call_arguments
@@ -55,14 +55,19 @@ def take_parts(
         return traced
     single = _Copies().of_value(traced)
     parts = _Parts(world, _find_operands_that_differ(single, world))
-    first = next(filter(_may_grow, parts.finder.find(single)), None)
-    if first is None:
+    found = list(filter(_may_grow, parts.finder.find(single)))
+    if not found:
         return traced
     try:
         with warnings.catch_warnings(), auto.without_measuring():
             warnings.simplefilter("ignore")
             wide = trace(_widen(world, batches))
     except Exception as error:
+        leaves = call_arguments.split_leaves(batches)
+        lengths = {x.shape[0] // world.num_replicas for x in leaves}
+        first = next((x for x in found if _fits_samples(x, lengths)), None)
+        if first is None:
+            return traced
         raise _refusal(
             first.eqn,
             world,
@@ -116,10 +121,12 @@ class _DrawFinder:
     def concerns(self, eqn: Any) -> bool:
         """Returns whether an equation is a draw, or has draws inside."""
         if eqn.primitive.name in primitives.DRAWS:
-            return id(eqn) not in self._left_out
-        if eqn.primitive.name in primitives.KERNELS:
+            is_any = id(eqn) not in self._left_out
+        elif eqn.primitive.name in primitives.KERNELS:
             return False
-        return any(map(self.has_any, jaxprs_in_params(eqn.params)))
+        else:
+            is_any = any(map(self.has_any, jaxprs_in_params(eqn.params)))
+        return is_any and not origins.is_bound_by(eqn, origins.OWN_DRAWS)
 
     def find(self, jaxpr: Any, *, in_loop: bool = False) -> Iterator["_Found"]:
         """Yields the draws in a jaxpr, in order."""
@@ -142,6 +149,17 @@ def _may_grow(found: _Found) -> bool:
     """Returns whether a draw may be larger for more samples, or be made more often."""
     shape = _Place.find(found.eqn, found.eqn).shape
     return bool(shape) or found.in_loop
+
+
+def _fits_samples(found: _Found, lengths: set[int]) -> bool:
+    """Returns whether a draw may be for samples, by its shape.
+
+    Args:
+      found: the draw.
+      lengths: the lengths of a replica's batches.
+    """
+    shape = _Place.find(found.eqn, found.eqn).shape
+    return any(size % length == 0 for size in shape for length in lengths)
 
 
 class _Copies:

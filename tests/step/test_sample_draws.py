@@ -245,6 +245,30 @@ def test_what_belongs_to_no_sample_is_refused_with_the_remedy(name):
     assert "`key = jax.random.fold_in(key, jax.lax.axis_index('data'))`." in text
 
 
+def test_a_step_of_a_fixed_size_may_draw_what_belongs_to_no_sample():
+    def fn(key, x):
+        return jax.random.normal(key, (3, 5)) + x.reshape(2, 3).sum()
+
+    _step(fn).trace(KEY, X)  # No dimension is a multiple of the two samples.
+
+
+def test_the_draws_of_a_hook_are_not_for_samples():
+    calls = []
+
+    @jdp.data_parallel(world=harness.local_world(2))
+    def step(w, x):
+        calls.append(len(x))
+        hook = jdp.hooks.power_sgd(1, start_step=0, warm_start=False)
+        state = jdp.hooks.init_state(hook, w)
+        (_, grads), _ = jdp.value_and_grad(
+            lambda w, x: (x @ w).mean(), hook=hook, hook_state=state
+        )(w, x)
+        return grads, {}
+
+    step.trace(jnp.ones((3, 40)), X)
+    assert calls == [4]
+
+
 def test_the_line_of_a_refused_draw_is_named():
     def fn(key, x):
         return jax.random.bits(key, (len(x), len(x)))
