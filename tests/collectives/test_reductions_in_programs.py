@@ -222,3 +222,43 @@ def test_what_numpy_stores_otherwise_is_left_to_xla(dtype):
     assert auto.arithmetic.can_reduce(jnp.bfloat16)
     assert auto.arithmetic.can_reduce(jnp.complex64)
     assert not auto.arithmetic.can_reduce(jnp.bool_)
+
+
+def _train_networks():
+    """Norms of the gradients of three networks, from each call of one step."""
+    world = jdp.init()
+    width, wrappers = 400, {"jit": jax.jit, "checkpoint": jax.checkpoint}
+    rng = np.random.default_rng(0)
+    scale = 1 / np.sqrt(width)
+    shape = (3, 4, width, width)
+    params = jdp.replicate(world, (scale * rng.normal(size=shape)).astype(np.float32))
+
+    def loss(weights, x, factor):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x * factor).mean()
+
+    def take(params, x, factor):
+        return jdp.value_and_grad(loss)(params, x, factor)[1]
+
+    found = {}
+    for name, wrap in wrappers.items():
+        wrapped = wrap(take)
+
+        @jdp.data_parallel(donate_state=False)
+        def step(params, x, wrapped=wrapped):
+            grads = [wrapped(list(p), x, 10.0**k) for k, p in enumerate(params)]
+            return params, jnp.stack([jnp.abs(g[-1]).sum() for g in grads])
+
+        x = np.full((32, width), 1.0 + world.process_index, np.float32)
+        norms = [np.asarray(step(params, x)[1].addressable_data(0)) for _ in range(10)]
+        found[name] = np.stack(norms)
+    return found
+
+
+@pytest.mark.multiprocess
+def test_reductions_of_nested_functions_are_not_mixed_up():
+    for found in harness.run_checked(_train_networks, 2):
+        for norms in found.values():
+            np.testing.assert_allclose(norms, norms[:1].repeat(10, 0), rtol=1e-5)
+            np.testing.assert_array_less(5 * norms[0, :2], norms[0, 1:])
