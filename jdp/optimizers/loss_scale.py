@@ -81,7 +81,7 @@ def dynamic_loss_scale(
 
     def update(
         updates: PyTree,
-        state: LossScaleState,
+        state: Any,
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, LossScaleState]:

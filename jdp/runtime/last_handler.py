@@ -13,8 +13,12 @@ from collections.abc import Callable
 class _Handler:
     """The handler of this process."""
 
-    run: Callable[[], None] | None = None
-    is_registered: bool = False
+    def __init__(self) -> None:
+        self.run: Callable[[], None] | None = None
+        self.is_registered = False
+
+
+_handler = _Handler()
 
 
 def reserve() -> None:
@@ -25,17 +29,17 @@ def reserve() -> None:
 
 def run_last(fn: Callable[[], None]) -> Callable[[], None]:
     """Makes `fn` the handler; returns it."""
-    _Handler.run = fn
+    _handler.run = fn
     _register()
     return fn
 
 
 def _register() -> None:
-    if not _Handler.is_registered:
-        _Handler.is_registered = True
+    if not _handler.is_registered:
+        _handler.is_registered = True
         atexit.register(_run)
 
 
 def _run() -> None:
-    if _Handler.run is not None:
-        _Handler.run()
+    if _handler.run is not None:
+        _handler.run()

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 import jax
 
-from jdp.backward import captured
 from jdp.collectives import auto
 from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.replicas import (
     agreement,
-    comparison,
     mesh,
     progress,
     shared_replicas,
@@ -26,10 +24,7 @@ from jdp.step import (
     call_avals,
     join_hook,
     methods,
-    nan_search,
     placement,
-    replica_program,
-    state_layouts,
     whole_batches,
 )
 from jdp.step.call_arguments import CallBinder, NotGiven
@@ -37,10 +32,10 @@ from jdp.step.flat_state import FlatState
 from jdp.step.join_hook import StepJoinHook
 from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
-from jdp.step.replica_program import Program, ProgramOptions, Step
+from jdp.step.replica_program import Step
 from jdp.step.signature import A, M, P, Rest, S, StepCall, TakesOne
-from jdp.step.state_layouts import Layouts
 from jdp.step.step_form import StepForm
+from jdp.step.step_program import StepProgram
 from jdp.trees import nnx_objects
 from jdp.types import PyTree
 
@@ -72,7 +67,6 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         functools.update_wrapper(self, step)
         self._options = options
         self.name = getattr(step, "__name__", "step")
-        self._topic = f"first call of the step `{self.name}`"
         self._form = StepForm(step, self.name, options.num_states)
         self._step = self._form.packed
         self._binder = CallBinder(
@@ -97,10 +91,9 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         self._num_ended = world_end.count_ended()
         vars(self).pop("world", None)
         vars(self).pop("_call_limit", None)
-        self._last_trace: StepTrace | None = None
-        self._is_compared, self.calling_thread = False, 0
+        vars(self).pop("_program", None)
+        self.calling_thread = 0
         self._placer = StatePlacer(self.name, donates=self._options.donate_state)
-        self._jitted: dict[DivideBy | None, Any] = {}
         self._binder.forget_placed()
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -182,8 +175,7 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         """Runs one step; with a divisor, the first batch marks replicas with data."""
         flat, *placed = self._place(state, batches)
         self._call_limit.wait_for_earlier(flat)
-        jitted = self._jitted.get(divide_by) or self._jit(divide_by)
-        flat, metrics = jitted(flat, *placed)
+        flat, metrics = self._program.compiled(divide_by)(flat, *placed)
         placer = self._placer
         if self._binder.has_names and call_arguments.has_static(batches):
             placer.note_other_program()
@@ -249,13 +241,7 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
           *batches: see `trace`.
           **named: see `trace`.
         """
-        avals = self._avals(state, batches, named)
-        layouts = state_layouts.of_state(self.world, avals[0])
-
-        def run(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
-            return self._core._trace(None, layouts, state, *batches)[:2]
-
-        return self._options.compile(run, self.name).lower(*avals)
+        return self._program.lower(*self._avals(state, batches, named))
 
     @mesh.without_ambient
     def fingerprint(
@@ -273,12 +259,7 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
           **named: see `trace`.
         """
         with auto.without_measuring():
-            state, *arguments = self._avals(state, batches, named)
-            unread = StepTrace(warns_at_once=True)
-            layouts = state_layouts.of_state(self.world, state)
-            program = self._shard(None, layouts, state, tuple(arguments), unread)
-        constants = captured.find(program.jaxprs)
-        return f"{program}\ncaptured arrays: {constants.digest.hex()}"
+            return self._program.fingerprint(*self._avals(state, batches, named))
 
     @mesh.without_ambient
     def trace(
@@ -293,12 +274,8 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
           *batches: likewise, with the samples of this process.
           **named: arguments by name.
         """
-        trace = StepTrace()
         with auto.without_measuring():
-            state, *arguments = self._avals(state, batches, named)
-            layouts = state_layouts.of_state(self.world, state)
-            self._shard(None, layouts, state, tuple(arguments), trace)
-        return trace
+            return self._program.trace(*self._avals(state, batches, named))
 
     def _avals(
         self, state: PyTree, batches: tuple[PyTree, ...], named: dict[str, PyTree]
@@ -318,9 +295,14 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         world_end.check_is_alive(world)
         return world
 
+    @functools.cached_property
+    def _program(self) -> StepProgram:
+        place = self.world, self._placer
+        return StepProgram(self._step, self.name, self._options, *place)
+
     def _place(self, state: PyTree, batches: tuple[PyTree, ...]) -> tuple[Any, ...]:
         placer = self._placer
-        flat = placer.find_known(state) if self._is_compared else None
+        flat = placer.find_known(state) if self._program.is_compared else None
         if flat is None:
             flat, batches = self._place_anew(state, batches)
         else:
@@ -335,13 +317,13 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         """Places a state that is not the unchanged result of this step."""
         world, placer = self.world, self._placer
         # The other processes may be about to compare their state with ours.
-        is_awaited = not self._is_compared or placer.needs_others(world, state)
-        reporting = agreement.reporting(world, self._topic, is_local=True)
+        is_awaited = not self._program.is_compared or placer.needs_others(world, state)
+        reporting = agreement.reporting(world, self._program.topic, is_local=True)
         with reporting if is_awaited else _NOTHING:
             self._check_is_copied(state, batches)
             placer.check(state)
             batches = self._binder.place(world, batches)
-        if not (self._is_compared or world.has_whole_replicas):
+        if not (self._program.is_compared or world.has_whole_replicas):
             split = call_arguments.split_trees(batches)
             shared_replicas.compare_samples(world, split, name=self.name)
         return placer.place(world, state), batches
@@ -350,59 +332,6 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         """Raises TypeError for objects that should change in place."""
         arguments = {"state": state, **call_arguments.by_name(batches)}
         nnx_objects.check_arguments(self.name, arguments)
-
-    def _jit(self, divide_by: DivideBy | None) -> Any:
-        """Returns the compiled step of flat states; see `_trace`."""
-        if divide_by not in self._jitted:
-            # The core's method: compiled code must not keep an object alive.
-            trace = functools.partial(self._core._trace, divide_by)
-            step = self._placer.structures.take_flat(trace)
-            self._jitted[divide_by] = self._options.compile(step, self.name)
-        return self._jitted[divide_by]
-
-    def _trace(
-        self,
-        divide_by: DivideBy | None,
-        layouts: Layouts,
-        state: PyTree,
-        *batches: PyTree,
-    ) -> tuple[PyTree, PyTree, Layouts]:
-        """Traces the step, and compares the program before it can be compiled.
-
-        A divisor puts weights before the batches.
-        """
-        self._placer.note_other_program()
-        world, is_main = self.world, self.world.is_main_process
-        arguments = {"state": state, **call_arguments.by_name(batches)}
-        nan_search.check_is_tracing(self.name, arguments)
-        with agreement.reporting(world, self._topic, is_local=True):
-            trace = StepTrace()
-            program = self._shard(divide_by, layouts, state, batches, trace)
-            if self._last_trace is None and is_main:
-                skipped = 0 if divide_by is None else 1  # the marks of `run`.
-                call_arguments.warn_of_unequal_lengths(world, batches[skipped:])
-            fixed = self._options.static_graph
-            trace.follow(self._last_trace, self.name, is_main=is_main, is_fixed=fixed)
-            self._last_trace = trace
-        comparison.compare_programs(
-            world, program, arguments, topic=self._topic, jaxprs=program.jaxprs
-        )
-        self._is_compared = True
-        return *program.run(state, batches), program.layouts
-
-    def _shard(
-        self,
-        divide_by: DivideBy | None,
-        layouts: Layouts,
-        state: PyTree,
-        batches: tuple[PyTree, ...],
-        trace: StepTrace,
-    ) -> Program:
-        is_proven = self._options.check_vma
-        options = ProgramOptions(self.world, divide_by, is_proven, layouts)
-        step = functools.partial(call_arguments.run, self._step, self.world)
-        with nnx_objects.explaining(self.name):
-            return replica_program.trace_step(step, options, state, batches, trace)
 
 
 class _BoundStep(DataParallelStep[P, S, M]):

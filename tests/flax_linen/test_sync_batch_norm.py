@@ -384,7 +384,9 @@ def test_in_a_join_a_replica_without_data_does_not_count(is_weighed_after):
     x = _data()[0].reshape(24, 3)[:12]
     step.join_hook()
     amounts = np.float32([1, 0])  # as of a process that has joined
-    found, metrics = step._jit("weight")(*step._place(_variables(), (amounts, x)))
+    found, metrics = step._program.compiled("weight")(
+        *step._place(_variables(), (amounts, x))
+    )
     (loss, stats), grads = _alone(_variables(), x[:6])
     found = found.to_tree()
     chex.assert_trees_all_close(found, {"params": grads, **stats}, **CLOSE)

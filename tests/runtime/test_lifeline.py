@@ -18,7 +18,7 @@ from jdp.launch import launch
 from jdp.replicas import progress
 from jdp.replicas.progress import Snapshot
 from jdp.runtime import coordination, environment
-from jdp.runtime.lifeline import jax_end, lifeline, rules
+from jdp.runtime.lifeline import jax_end, process_lines, rules
 from jdp.runtime.lifeline.rules import Gone
 from tests import harness, rarely
 
@@ -150,7 +150,7 @@ def test_an_end_between_the_exit_handlers_is_found_soon():
 
 def never_end(process):
     """One process has an exit handler that never ends, and JAX waits for little."""
-    lifeline._WAITS_AT_END_S = 0.5
+    process_lines._WAITS_AT_END_S = 0.5
     coordination._SHUTDOWN_TIMEOUT_S = 4
     atexit.register(_sleep_if, process)
     jdp.init(timeout_s=60)
@@ -777,11 +777,11 @@ class _NoLine:
 
 
 def test_an_end_is_heard_through_the_store_where_there_is_no_line(monkeypatch):
-    monkeypatch.setattr(lifeline.star, "Star", _NoLine)
-    monkeypatch.setattr(lifeline.by_store, "_PERIOD_S", 0.1)
+    monkeypatch.setattr(process_lines.star, "Star", _NoLine)
+    monkeypatch.setattr(process_lines.by_store, "_PERIOD_S", 0.1)
 
     def run(world):
-        made = lifeline._Lifeline(world, bytes(32))
+        made = process_lines.ProcessLines(world, bytes(32))
         if world.process_index == 1:
             made.leave("ValueError: boom", None)
             assert made._ends is not None

@@ -437,7 +437,7 @@ def test_a_join_adds_no_collective():
     step, x = _mean_step(), np.arange(8, dtype=np.float32)
     amounts = np.ones(4, np.float32)
     texts = [
-        step._jit(divide_by)
+        step._program.compiled(divide_by)
         .lower(*step._place(jnp.ones(()), batches))
         .compile()
         .as_text()

@@ -135,7 +135,7 @@ def test_training_equals_one_device(gradients, mode):
     # Each array is cut as before, so that the program is compiled once.
     found = {k: x.sharding.spec for k, x in state[0].items()}
     assert found == SPECS
-    assert step._jitted[None]._cache_size() == 1
+    assert step._program.compiled(None)._cache_size() == 1
     jdp.check_replicas(state, world=world)
 
 
@@ -232,7 +232,7 @@ def test_the_state_of_a_hook_keeps_its_layout(name, mode):
     for x in BATCHES:
         state, _ = step(state, x)
     assert [x.sharding.spec for x in jax.tree.leaves(state[2])] == before
-    assert step._jitted[None]._cache_size() == 1
+    assert step._program.compiled(None)._cache_size() == 1
     if name == "top_k":  # All of the gradient.
         chex.assert_trees_all_close(state[:2], alone(tx), **CLOSE)
 
@@ -265,7 +265,7 @@ def test_local_training_is_the_same_in_both_modes(name):
         for x in BATCHES:
             state, metrics = step(state, x)
         assert [x.sharding.spec for x in jax.tree.leaves(state)] == before
-        assert step._jitted[None]._cache_size() == 1
+        assert step._program.compiled(None)._cache_size() == 1
         found.append((metrics["loss"], np.asarray(state.params.value["b"])))
     chex.assert_trees_all_close(*found, **CLOSE)
 

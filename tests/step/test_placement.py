@@ -256,7 +256,7 @@ def test_arguments_of_the_program_have_the_names_of_the_state(donate_state):
     step = _double(harness.local_world(2), donate_state=donate_state)
     state = {"b": Nested([np.ones(1, np.float32)], None), "a": np.ones(2, np.float32)}
     flat = step._place(state, (X,))
-    text = step._jit(None).lower(*flat).as_text(debug_info=True)
+    text = step._program.compiled(None).lower(*flat).as_text(debug_info=True)
     for name in ("state['a']", "state['b'].first[0]", "batches[0]"):
         assert f'"{name}"' in text, text
 

@@ -566,7 +566,7 @@ def test_in_a_join_metrics_are_those_of_the_replicas_with_data():
         )
     )
     amounts = np.array([0, 1, 0, 1], np.float32)
-    _, got = step._jit("weight")(*step._place(np.int32(7), (amounts, X)))
+    _, got = step._program.compiled("weight")(*step._place(np.int32(7), (amounts, X)))
     assert (float(got["rank"]), int(got["same"])) == (2.0, 7)
     assert got["own"].value.tolist() == [0, 1, 2, 3]
 
