@@ -88,8 +88,10 @@ def _lower(
     filled = [jax.ShapeDtypeStruct((1,), jnp.uint32)]
     filled += [jax.ShapeDtypeStruct(*x) for x in results]
 
+    run_collective = collective.run
+
     def run(results: Sequence[Any], operands: Sequence[Any]) -> None:
-        collective.run(results[1:], operands[1:])
+        run_collective(results[1:], operands[1:])
 
     return host_functions.lower(
         ctx,
@@ -127,6 +129,25 @@ def _batch(
     return [token, *batched], [dims[0], *[0] * len(batched)]
 
 
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, collective: Any, **params: Any
+) -> list[Any]:
+    """Transposes the substitute, for `jax.linear_transpose` of a reduction."""
+    is_linear = [ad.is_undefined_primal(x) for x in operands[1:]]
+    linear = [x.aval for x in operands[1:] if ad.is_undefined_primal(x)]
+
+    def substitute(*linear: Any) -> list[jax.Array]:
+        left = iter(linear)
+        pairs = zip(operands[1:], is_linear, strict=True)
+        return collective.substitute(
+            *[next(left) if is_in else x for x, is_in in pairs]
+        )
+
+    given = [ad.instantiate_zeros(x) for x in cotangents[1:]]
+    found = iter(jax.linear_transpose(substitute, *linear)(given))
+    return [None, *[next(found) if is_in else None for is_in in is_linear]]
+
+
 _host_collective_p = Primitive("jdp_host_collective")
 _host_collective_p.multiple_results = True
 _host_collective_p.def_impl(
@@ -137,4 +158,5 @@ _host_collective_p.def_impl(
 _host_collective_p.def_abstract_eval(_type)
 mlir.register_lowering(_host_collective_p, _lower)
 ad.primitive_jvps[_host_collective_p] = _differentiate
+ad.primitive_transposes[_host_collective_p] = _transpose
 batching.primitive_batchers[_host_collective_p] = _batch

@@ -11,6 +11,7 @@ fields.
 """
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import functools
@@ -18,7 +19,7 @@ import itertools
 import logging
 import os
 import threading
-import weakref
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,24 +61,35 @@ def lower(
     """
     _register_target()
     kept = _Kept(function)
-    number = next(_numbers)
-    _functions[number] = kept
     ctx.module_context.add_keepalive(kept)
     rule = jax.ffi.ffi_lowering(
         _TARGET, has_side_effect=True, operand_output_aliases=dict(aliases)
     )
-    return rule(ctx, *operands, number=np.uint64(number))
+    return rule(ctx, *operands, number=np.uint64(kept.number))
 
 
 class _Kept:
-    """Holds a function; a program keeps it."""
+    """Holds a function; a program keeps it.
+
+    A program may be dropped while it runs, for example with the last step of a loop.
+    So its functions are kept for `_KEPT_S` more.
+    """
 
     def __init__(self, function: HostFunction):
-        self.function = function
+        self.number = next(_numbers)
+        _functions[self.number] = function
+
+    def __del__(self) -> None:
+        now_s = time.monotonic()
+        _dropped.append((now_s, self.number))
+        while _dropped and now_s - _dropped[0][0] > _KEPT_S:
+            _functions.pop(_dropped.popleft()[1], None)
 
 
 _numbers = itertools.count()
-_functions: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+_functions: dict[int, HostFunction] = {}
+_dropped: collections.deque[tuple[float, int]] = collections.deque()  # (when, number)
+_KEPT_S = 3600.0  # far longer than the programs that are under way at a time.
 _registration = threading.Lock()
 
 
@@ -188,7 +200,7 @@ def _handle(frame: Any) -> int | None:
     try:
         assert frame.stage == _EXECUTE
         number = frame.attributes.scalars[0].contents.value[0]
-        function = _functions[number].function
+        function = _functions[number]
         results = _views(frame.results, function.results)
         function.run(results, _views(frame.operands, function.operands))
     except BaseException as error:

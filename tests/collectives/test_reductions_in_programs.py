@@ -55,6 +55,9 @@ TRANSFORMED = {
     "cond": lambda x, r: jax.lax.cond(
         True, lambda x: _square(x, r) + 0 * x, lambda x: x, x
     ),
+    "linear_transpose": lambda x, r: (
+        jax.linear_transpose(lambda x: r(x, AXIS), x)(jnp.arange(5.0))[0] + 0 * x
+    ),
     "linearize": lambda x, r: jax.linearize(lambda x: _square(x, r), x)[1](x) + 0 * x,
 }
 

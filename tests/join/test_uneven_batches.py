@@ -68,6 +68,7 @@ def _run_threads(fn, n, **kwargs):
 
     def run(world):
         world.__dict__["local_devices"] = tuple(world.mesh.devices.flat)
+        world.__dict__["local_replicas"] = (0,)
         return fn(world)
 
     return harness.run_threads(run, n, **kwargs)

@@ -127,14 +127,16 @@ class SharedMemoryAllReduce:
         further = [] if num_local == 1 else [base.find_group(axis_name).rank]
         further += [] if has_data is None else [has_data]
 
+        num_arrays, may_lack_data = len(arrays), has_data is not None
+
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
             flat = [np.asarray(x).reshape(-1) for x in results]
-            if has_data is not None and not np.asarray(operands[-1]):
+            if may_lack_data and not np.asarray(operands[-1]):
                 for x in flat:
                     x.fill(0)
             replica = 0
             if num_local > 1:
-                replica = int(np.asarray(operands[len(arrays)])) % num_local
+                replica = int(np.asarray(operands[num_arrays])) % num_local
             self._open(group.world, axis_name).reduce_replica(flat, op, call, replica)
 
         def substitute(*operands: jax.Array) -> list[jax.Array]:
