@@ -20,6 +20,7 @@ from jdp.replicas.mesh import World
 from jdp.step import methods
 from jdp.step.data_parallel import DataParallelStep
 from jdp.step.options import StepOptions
+from jdp.trees import nnx_objects
 from jdp.types import PyTree
 
 T = TypeVar("T")
@@ -41,7 +42,8 @@ class ReplicatedFunction(Generic[T]):
         self._options = options
         self._name = getattr(fn, "__name__", "function")
         self._calls = CallBatches(fn, self._name, options)
-        own = dataclasses.replace(options, split_batches=False)  # `CallBatches` does.
+        # `CallBatches` splits whole batches.
+        own = dataclasses.replace(options, split_batches=False, takes_modules=True)
         self._step = DataParallelStep(self._make_step(), own)
         self._bound = methods.PerObject(
             lambda owner: ReplicatedFunction(methods.bind_weakly(fn, owner), options),
@@ -120,10 +122,11 @@ class ReplicatedFunction(Generic[T]):
             trace = step_trace.current()
             trace.needs_differing = True
             bound = self._calls.signature.bind(params, *batches, **named)
-            if weight is None or self._calls.takes_weight:
-                values, kinds = self._run_on_batch(bound, weight)
-            else:
-                values, kinds = self._run_on_samples(bound, weight)
+            with nnx_objects.refusing_changes(self._name, params):
+                if weight is None or self._calls.takes_weight:
+                    values, kinds = self._run_on_batch(bound, weight)
+                else:
+                    values, kinds = self._run_on_samples(bound, weight)
             total = None
             if weight is not None:
                 amount = weighted_mean.nan_if_negative(weight).sum()

@@ -10,8 +10,10 @@ from flax.training import dynamic_scale
 from flax.training.dynamic_scale import DynamicScaleResult
 
 from jdp import compat
+from jdp.batch_norm import layer
 from jdp.gradients import differentiation, weighted_mean
 from jdp.gradients.weighted_mean import DivideBy
+from jdp.replicas import axes
 from jdp.types import AxisName, PyTree
 
 
@@ -30,7 +32,7 @@ class DynamicScale(dynamic_scale.DynamicScale):
         fun: Callable[..., Any],
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
-        axis_name: AxisName | None = "data",
+        axis_name: AxisName | None = layer.DEFAULT_AXIS,
         *,
         weight: jax.typing.ArrayLike | None = None,
         divide_by: DivideBy = "weight",
@@ -41,9 +43,9 @@ class DynamicScale(dynamic_scale.DynamicScale):
           fun: see `jdp.value_and_grad`.
           argnums: see there.
           has_aux: see there.
-          axis_name: the axis, or axes, over which replicas lie. The default, "data",
-            acts like None, which averages nothing, where no such axis is bound: on
-            one device.
+          axis_name: the axis, or axes, over which replicas lie; None averages nothing.
+            The default, "auto", is the axis of the world, and acts like None where
+            that is not bound: on one device.
           weight: see `jdp.value_and_grad`.
           divide_by: see there.
 
@@ -55,9 +57,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
         Raises:
           ValueError: from a call: `axis_name` is not bound.
         """
-        if axis_name is None or (
-            axis_name == "data" and not compat.is_bound(axis_name)
-        ):
+        axis_name = _find_axis(axis_name)
+        if axis_name is None:
             return super().value_and_grad(fun, argnums, has_aux)
 
         @functools.wraps(fun)
@@ -112,6 +113,13 @@ class DynamicScale(dynamic_scale.DynamicScale):
             fin_steps=fin_steps, scale=jnp.where(is_finite, kept, shrunk)
         )
         return DynamicScaleResult(after, is_finite, out, grads)
+
+
+def _find_axis(axis_name: AxisName | None) -> AxisName | None:
+    if axis_name != layer.DEFAULT_AXIS:
+        return axis_name
+    axis_name = axes.find(None)
+    return axis_name if compat.is_bound(axis_name) else None
 
 
 def _as_tuple(out: Any, has_aux: bool) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from jdp.flax_nnx import graph_states, metric_updates
 from jdp.gradients import differentiation
 from jdp.gradients.weighted_mean import DivideBy
 from jdp.hooks.base import CommHook
+from jdp.replicas import axes
 from jdp.trees import nnx_objects
 from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
@@ -31,7 +32,7 @@ def value_and_grad(
     allow_int: bool = False,
     weight: jax.typing.ArrayLike | None = None,
     divide_by: DivideBy = "weight",
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     plan: BucketPlan | None = None,
     packing: Packing | None = None,
     all_reduce: AllReduceOption = "auto",
@@ -119,7 +120,7 @@ def _run(call: "_Call", options: dict[str, Any], *, is_one: bool) -> Any:
         extras.append(extra)
     (value, (aux, changed)), grads = out
     call.update(changed)
-    call.check_streams(options["axis_name"])
+    call.check_streams(axes.find(options["axis_name"]))
     metric_updates.note_same(value)
     out = ((value, aux) if call.has_aux else value), _without_slots(grads)
     for extra in reversed(extras):

@@ -330,7 +330,9 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
 
     def _check_is_copied(self, state: PyTree, batches: tuple[PyTree, ...]) -> None:
         """Raises TypeError for objects that should change in place."""
-        arguments = {"state": state, **call_arguments.by_name(batches)}
+        arguments = call_arguments.by_name(batches)
+        if not self._options.takes_modules:
+            arguments = {"state": state, **arguments}
         nnx_objects.check_arguments(self.name, arguments)
 
 

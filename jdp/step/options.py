@@ -25,6 +25,7 @@ class StepOptions:
     check_vma: bool
     static_graph: bool
     compiler_options: dict[str, Any] | None
+    takes_modules: bool = False  # objects of nnx in the state, of which it gets copies.
 
     def __post_init__(self) -> None:
         """Checks all options but the names, which `CallBinder` checks.

@@ -87,6 +87,42 @@ def check_arguments(step: str, arguments: dict[str, PyTree]) -> None:
 
 
 @contextlib.contextmanager
+def refusing_changes(function: str, params: PyTree) -> Iterator[None]:
+    """Refuses changes of the objects that an evaluation gets.
+
+    Args:
+      function: the name of the function that runs meanwhile.
+      params: its parameters.
+
+    Raises:
+      ValueError: an object has another value afterwards.
+    """
+    before = jax.tree_util.tree_leaves_with_path(params) if find(params) else []
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":
+            raise
+        raise _lost_change(function, "a variable") from error
+    after = jax.tree.leaves(params) if before else []
+    if len(before) != len(after):
+        raise _lost_change(function, "attributes")
+    for (path, x), y in zip(before, after, strict=True):
+        if x is not y:
+            raise _lost_change(function, f"`{jax.tree_util.keystr(path)}`")
+
+
+def _lost_change(function: str, what: str) -> ValueError:
+    return ValueError(
+        f"`{function}` changes {what} of an nnx object among its parameters. "
+        "`jdp.replicated` gives the function a copy, so the change would be lost. "
+        "Evaluate with `model.eval()` or `nnx.view`, return metric objects that are "
+        "made in the function, or decorate it with `@jdp.flax_nnx.data_parallel`, "
+        "which changes objects in place."
+    )
+
+
+@contextlib.contextmanager
 def explaining(step: str) -> Iterator[None]:
     """Explains Flax's error for an object that is changed out of reach.
 

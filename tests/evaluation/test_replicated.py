@@ -243,6 +243,26 @@ def test_modules_are_parameters():
     assert float(evaluate(model, DATA)) == pytest.approx(expected, rel=1e-5)
 
 
+class _Noisy(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.dropout(self.dense(x))
+
+
+@pytest.mark.parametrize("num_samples", [20, 21])
+def test_a_module_that_would_change_is_refused(num_samples):
+    batch, model = _cut(slice(num_samples)), _Noisy()
+    evaluate = _replicated(lambda model, batch: model(batch["x"]).mean())
+    with pytest.raises(ValueError, match="changes .* of an nnx object .*model.eval"):
+        evaluate(model, batch)
+    model.eval()
+    expected = float(model.dense(batch["x"]).mean())
+    assert float(evaluate(model, batch)) == pytest.approx(expected, rel=1e-5)
+
+
 def test_parameters_are_not_donated():
     placed = jdp.replicate(harness.local_world(N), PARAMS)
     evaluate = _replicated(measure)

@@ -37,7 +37,7 @@ def _fields(layer):
 def test_it_has_the_arguments_of_flax():
     ours, flax = _fields(SyncBatchNorm), _fields(nn.BatchNorm)
     assert list(ours) == list(flax)
-    assert ours.pop("axis_name")[1] == "data" and flax.pop("axis_name")[1] is None
+    assert ours.pop("axis_name")[1] == "auto" and flax.pop("axis_name")[1] is None
     assert {k: v[1] for k, v in ours.items()} == {k: v[1] for k, v in flax.items()}
 
 
@@ -515,7 +515,7 @@ def test_what_cannot_be_done_is_named():
     with pytest.raises(ValueError, match="`axis_name='replica'` is not bound here"):
         run(axis_name="replica")
     run(axis_name=None)
-    run(axis_name="data")
+    run(axis_name="auto")
     groups = {"axis_index_groups": [[0, 1], [2, 3]]}
     with pytest.raises(ValueError, match="`axis_index_groups` would leave each group"):
         SyncBatchNorm(False, **groups).init(jax.random.key(0), x)

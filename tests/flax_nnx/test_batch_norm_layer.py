@@ -34,7 +34,7 @@ def test_it_has_the_arguments_of_flax(method):
         for kind in (SyncBatchNorm, nnx.BatchNorm)
     )
     if method == "__init__":
-        assert ours.pop("axis_name").default == "data"
+        assert ours.pop("axis_name").default == "auto"
         assert flax.pop("axis_name").default is None
     else:
         assert ours.pop("weight").default is None

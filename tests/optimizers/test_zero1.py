@@ -520,27 +520,24 @@ def test_other_wrappers_go_around_too(name):
 
 def test_the_state_of_flax_nnx():
     world = harness.local_world(2)
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     found = {}
     for wrapper in (jdp.distributed_optimizer, jdp.zero1):
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
         tx = wrapper(optax.adam(0.1), world=world)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-        @jdp.data_parallel(world=world, donate_state=False)
-        def step(state, x):
-            model, optimizer = state
+        @jdp.flax_nnx.data_parallel(world=world, donate_state=False)
+        def step(model, optimizer, x):
             graph, params = nnx.split(model)
             _, grads = jdp.local_gradients(
                 lambda p, x: (nnx.merge(graph, p)(x) ** 2).mean()
             )(params, x)
             optimizer.update(model, grads)
-            return (model, optimizer), {}
 
-        state = model, optimizer
         for _ in range(2):
-            state, _ = step(state, x)
-        found[wrapper] = jax.tree.map(np.asarray, nnx.state(state[0]))
+            step(model, optimizer, x)
+        found[wrapper] = jax.tree.map(np.asarray, nnx.state(model))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6),
         *found.values(),
@@ -564,7 +561,7 @@ def test_an_optimizer_of_flax_nnx_that_was_split_is_refused_with_advice(kind):
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), {}
 
-    message = "It has 2 rows, one per replica.*`nnx.split`.*`\\(model, optimizer\\)`"
+    message = "It has 2 rows, one per replica.*`nnx.split`.*`jdp.flax_nnx.data_par"
     with pytest.raises(ValueError, match=message):
         step(state, np.ones((4, 3), np.float32))
 

@@ -62,7 +62,7 @@ labels = digits.target.astype(np.int32)
 test_batch = {"image": images[1500:], "label": labels[1500:]}
 
 model = CNN(rngs=nnx.Rngs(0))
-optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+optimizer = nnx.Optimizer(model, optax.adamw(5e-3, eps=1e-4), wrt=nnx.Param)
 metrics = nnx.MultiMetric(
     accuracy=nnx.metrics.Accuracy(),
     loss=nnx.metrics.Average("loss"),
