@@ -34,6 +34,20 @@ class Fragment(NamedTuple):
 SCRIPT = "a program of its own"
 
 _ADAM_STEP = "state, metrics = step((params, tx.init(params)), batch)"
+_LOOP = """
+                import pathlib
+
+                tx = optax.adam(1e-2)
+                opt_state = tx.init(params)
+
+                @jdp.data_parallel(num_states=2)
+                def step(params, opt_state, batch):
+                    loss, grads = jdp.value_and_grad(loss_fn)(params, batch)
+                    updates, opt_state = tx.update(grads, opt_state, params)
+                    return optax.apply_updates(params, updates), opt_state, loss
+
+                params, opt_state = jdp.replicate(world, (params, opt_state))
+                """
 
 # By page, its Python blocks in order.
 PYTHON: dict[str, list[Fragment | str]] = {
@@ -205,6 +219,59 @@ PYTHON: dict[str, list[Fragment | str]] = {
     "docs/local_training.md": [SCRIPT],
     "docs/types.md": [SCRIPT],
     "docs/parameter_server.md": [SCRIPT, SCRIPT],
+    "docs/training_scripts.md": [
+        Fragment(
+            before=_LOOP
+            + """
+                images, labels, batches = np.ones((150, 4)), np.ones(150), []
+                step_ = step
+
+                def step(params, opt_state, batch):
+                    batches.append(batch)
+                    batch = {"x": batch["image"], "y": batch["label"]}
+                    return step_(params, opt_state, batch)
+                """,
+            after="assert [len(x['image']) for x in batches] == [64, 64] * 3",
+        ),
+        Fragment(
+            before="""
+                params = {"w": np.eye(4, 3, dtype=np.float32)}
+                test = {"image": np.ones((250, 4), np.float32)}
+                test["label"] = np.arange(250) % 3
+
+                def predict(params, images):
+                    return images @ params["w"]
+                """,
+            after="""
+                assert metrics["mistakes"] == 250 - sum(test["label"] == 0)
+                np.testing.assert_allclose(metrics["loss"], np.log(3), rtol=1e-5)
+                """,
+        ),
+        Fragment(
+            before=_LOOP + "folder = str(pathlib.Path('checkpoints').absolute())",
+            after="""
+                with ocp.CheckpointManager(folder) as manager:
+                    assert manager.latest_step() == 3
+                """,
+        ),
+        Fragment(
+            after="""
+                opt_state = tx.init(params)
+                for _ in range(9):  # The first scales are too large.
+                    _, opt_state, loss = step(params, opt_state, batch)
+                np.testing.assert_allclose(loss, np.mean(batch["y"] ** 2), rtol=2e-3)
+                assert opt_state.num_finite > 0
+                """,
+        ),
+        Fragment(
+            before=_LOOP,
+            after="""
+                new, old = params["w"], np.zeros(4)
+                np.testing.assert_allclose(average["w"], 0.001 * new, rtol=1e-4)
+                """,
+        ),
+        Fragment(after="assert schedule(50) == 0.2"),
+    ],
     "docs/zero1.md": [
         SCRIPT,
         Fragment(after=_ADAM_STEP),

@@ -17,7 +17,8 @@ def _callback_of(fn):
 
 def _shared_memory(x):
     aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return ordered.bind(lambda *_: None, lambda x: [x], "sum", [x], [aval], [])[0]
+    with ordered.tracing_body():
+        return ordered.bind(lambda *_: None, lambda x: [x], "sum", [x], [aval], [])[0]
 
 
 def test_a_collective_over_shared_memory_is_known_without_tracebacks(monkeypatch):
