@@ -20,20 +20,20 @@ import jax
 import msgspec
 
 from jdp.collectives.cost_model import Curve, Links
-from jdp.replicas import agreement, wire
+from jdp.replicas import agreement, cores, wire
 from jdp.replicas.mesh import World
 
 _logger = logging.getLogger("jdp")
-_VERSION = 1  # of the files, and of the algorithms whose times they hold.
+_VERSION = 2  # of the files, and of the algorithms whose times they hold.
 _MAX_BYTES = 1 << 20
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Machine of one process."""
+    """The part of a machine that one process has."""
 
     host: str
     processor: str
-    num_cpus: int
+    num_cores: float  # that the process may use.
     devices: list[str]
 
 
@@ -61,10 +61,11 @@ def find_or_measure(
     Raises:
       RuntimeError: a process did not take part.
     """
+    usable = cores.find_usable()
     own = Machine(
         platform.node(),
         platform.processor() or platform.machine(),
-        os.cpu_count() or 1,
+        min(len(usable.ids), usable.quota),
         [device.device_kind for device in world.local_devices],
     )
     paths: list[pathlib.Path] = []
@@ -90,7 +91,7 @@ def _path(world: World, bodies: list[bytes]) -> pathlib.Path:
     machines = [wire.decode(body, Machine, what=what) for body in bodies]
     hosts = list(dict.fromkeys(machine.host for machine in machines))
     kinds = [
-        (hosts.index(x.host), x.processor, x.num_cpus, x.devices) for x in machines
+        (hosts.index(x.host), x.processor, x.num_cores, x.devices) for x in machines
     ]
     backend = world.local_devices[0].client.platform_version
     facts = [_VERSION, jax.__version__, backend, world.mesh.devices.shape, kinds]

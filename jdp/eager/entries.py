@@ -44,6 +44,7 @@ class Entry:
         "is_done",
         "value",
         "error",
+        "was_late",
     )
 
     def __init__(
@@ -65,6 +66,7 @@ class Entry:
         self.is_done = False
         self.value: Any = None
         self.error: Exception | None = None
+        self.was_late = False  # for a caller with a time limit, which was told.
 
 
 class Completion:

@@ -285,7 +285,10 @@ def wait_for(entries: Sequence[Entry], timeout_s: float | None = None) -> list[A
             f"{', '.join(names[:6])}{' ...' if names[6:] else ''}: not done within "
             f"{timeout_s:g} s. {engine.ask_who_waits()}"
         )
-        engine.dump(reason)
+        if not all(entry.was_late for entry in entries):  # It may ask in a loop.
+            engine.dump(reason)
+        for entry in entries:
+            entry.was_late = True
         raise TimeoutError(reason)
     for entry in entries:
         if entry.error is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-_CONTROL_GROUPS = pathlib.Path("/sys/fs/cgroup")
+from jdp.replicas import control_groups
 
 
 class UsableCores(msgspec.Struct, frozen=True, array_like=True):
@@ -28,35 +28,19 @@ def find_usable() -> UsableCores:
     """Returns the cores of the calling thread, which its children inherit."""
     if sys.platform != "linux":  # No affinity, and no control groups.
         return UsableCores(tuple(range(os.cpu_count() or 1)))
-    try:
-        groups = pathlib.Path("/proc/self/cgroup").read_text()
-    except OSError:
-        groups = ""
     ids = tuple(sorted(os.sched_getaffinity(0)))
-    return UsableCores(ids, find_quota(groups, _CONTROL_GROUPS))
+    return UsableCores(ids, find_quota(control_groups.read_own()))
 
 
-def find_quota(groups: str, root: pathlib.Path) -> float:
+def find_quota(groups: str, root: pathlib.Path = control_groups.ROOT) -> float:
     """Returns the CPU quota of control groups, in cores; `inf` without a limit.
-
-    The groups above a group limit it, too. In a container, the listed path may be a
-    path of the host, and `root` has the limit of the container.
 
     Args:
       groups: the content of /proc/self/cgroup; see cgroups(7).
       root: the folder where control groups are mounted.
     """
-    quotas = [math.inf]
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / controllers
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(base):
-                quotas.append(_read_quota(folder))
-    return min(quotas)
+    folders = control_groups.find_folders(groups, "cpu", root)
+    return min(map(_read_quota, folders), default=math.inf)
 
 
 def _read_quota(folder: pathlib.Path) -> float:

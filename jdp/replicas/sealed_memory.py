@@ -8,12 +8,16 @@ touches memory which its owner has truncated would be killed.
 import contextlib
 import errno
 import fcntl
+import math
 import mmap
 import os
+import pathlib
 import re
 import secrets
 import stat
 from typing import NamedTuple
+
+from jdp.replicas import control_groups
 
 HEADER_BYTES = 4096  # at the beginning; its last bytes hold the token.
 _TOKEN = slice(HEADER_BYTES - 16, HEADER_BYTES)
@@ -112,50 +116,33 @@ def _check_available(size: int) -> None:
     """Raises OSError if the kernel would run out of memory and kill a process."""
     with open("/proc/meminfo") as file:
         found = re.search(r"MemAvailable: *(\d+) kB", file.read())
-    left = [] if found is None else [1024 * int(found[1])]
-    for group in _CONTROL_GROUPS:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: "max".
-            left.append(group.find_left())
-    if left and size > min(left):
+    left = [math.inf if found is None else 1024 * int(found[1])]
+    groups = control_groups.read_own()
+    left += map(find_left, control_groups.find_folders(groups, "memory"))
+    if size > min(left):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class _ControlGroup(NamedTuple):
-    """Files of the control group of the container of this process."""
+def find_left(group: pathlib.Path) -> float:
+    """Returns the bytes that a control group may still use; `inf` without a limit.
 
-    limit: str
-    usage: str
-    statistics: str
+    Files that the kernel keeps in memory count as used, but give way.
 
-    def find_left(self) -> int:
-        """Returns the bytes that the group may still use.
-
-        Files that the kernel keeps in memory count as used, but give way.
-        """
-        used = _read_number(self.usage)
-        with contextlib.suppress(OSError), open(self.statistics) as file:
-            found = re.search(r"^(?:total_)?inactive_file (\d+)$", file.read(), re.M)
-            used -= 0 if found is None else int(found[1])
-        return _read_number(self.limit) - used
-
-
-_CONTROL_GROUPS = (
-    _ControlGroup(  # version 2
-        "/sys/fs/cgroup/memory.max",
-        "/sys/fs/cgroup/memory.current",
-        "/sys/fs/cgroup/memory.stat",
-    ),
-    _ControlGroup(
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
-
-
-def _read_number(path: str) -> int:
-    with open(path) as file:
-        return int(file.read())
+    Args:
+      group: the folder of the group.
+    """
+    for limit, usage in (
+        ("memory.max", "memory.current"),  # version 2
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max".
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+            with contextlib.suppress(OSError):
+                statistics = (group / "memory.stat").read_text()
+                found = re.search(r"^(?:total_)?inactive_file (\d+)$", statistics, re.M)
+                left += 0 if found is None else int(found[1])
+            return left
+    return math.inf
 
 
 def _map(fd: int, size: int, *, is_populated: bool) -> mmap.mmap:

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from jdp.collectives import Curve, Links, measurement_cache
+from jdp.replicas import cores
 from tests import harness
 
 LINKS = Links(1e-5, 1e9, 2e-10, measured=(Curve("psum", 2, ((1 << 10, 1e-4),)),))
@@ -38,9 +39,13 @@ def test_the_next_job_of_a_kind_measures_nothing(folder):
 def test_another_kind_of_job_measures(folder, monkeypatch):
     _find()
     assert _find(world=harness.local_world(3))[1]
-    monkeypatch.setattr(measurement_cache, "_VERSION", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(measurement_cache, "_VERSION", 0)
+        assert _find()[1]
+    pinned = cores.UsableCores((0,), 0.5)
+    monkeypatch.setattr(cores, "find_usable", lambda: pinned)
     assert _find()[1]
-    assert len(_files(folder)) == 3
+    assert len(_files(folder)) == 4
 
 
 def test_times_of_an_algorithm_that_is_not_here_are_measured_anew(folder):

@@ -178,6 +178,25 @@ def a_barrier_may_give_up(me: Process, folder: pathlib.Path):
         me.expect_it_works()
 
 
+def a_rank_may_ask_in_a_loop(me: Process, folder: pathlib.Path):
+    last, told = me.size - 1, folder / "asked"
+    options = {"flight_recorder_capacity": 8, "flight_recorder_dir": str(folder)}
+    with _engine(me, **options) as lines:
+        if me.rank == last:
+            _wait_until(lambda: len(list(folder.glob("asked.*"))) == last)
+        handle = eager.all_reduce_async(np.ones(2), op="sum", name="asked for")
+        if me.rank != last:
+            for _ in range(3):
+                me.expect_error(
+                    TimeoutError,
+                    ["asked for: not done within 0.1 s"],
+                    lambda: eager.synchronize(handle, timeout_s=0.1),
+                )
+            me.expect(len([x for x in lines if "flight" in x]), 1, "one report")
+            told.with_suffix(f".{me.rank}").touch()
+        me.expect(eager.synchronize(handle), np.full(2, float(me.size)))
+
+
 # Ranks that are late
 
 
@@ -393,6 +412,7 @@ CHECKS = (
     one_that_shuts_down_ends_the_others,
     process_sets_may_be_there_from_the_start,
     a_barrier_may_give_up,
+    a_rank_may_ask_in_a_loop,
     an_idle_engine_writes_its_timeline,
     a_late_rank_is_named_with_what_it_is_waited_for,
     without_stall_checks_nothing_is_said,

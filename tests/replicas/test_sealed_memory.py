@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jdp.replicas import sealed_memory
+from jdp.replicas import control_groups, sealed_memory
 
 
 @pytest.fixture
@@ -54,21 +54,27 @@ def test_more_memory_than_is_free_is_refused_before_it_is_taken():
     assert len(os.listdir("/proc/self/fd")) == num_fds
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("depth", ["", "slice", "slice/job"])
 @pytest.mark.parametrize(("cached", "is_enough"), [(900_000, True), (100_000, False)])
-def test_files_in_the_memory_of_a_container_give_way(
-    tmp_path, monkeypatch, cached, is_enough
+def test_files_in_the_memory_of_a_group_give_way(
+    tmp_path, monkeypatch, cached, is_enough, version, depth
 ):
-    group = sealed_memory._ControlGroup(
-        *(str(tmp_path / name) for name in ("limit", "usage", "stat"))
-    )
-    monkeypatch.setattr(sealed_memory, "_CONTROL_GROUPS", (group,))
-    (tmp_path / "limit").write_text("1000000\n")
-    (tmp_path / "usage").write_text("950000\n")
-    (tmp_path / "stat").write_text(f"anon 50000\ninactive_file {cached}\n")
+    names = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
+    limit, usage = (f"memory.{name}" for name in names)
+    controller, stat = ("", "") if version == 2 else ("memory", "total_")
+    group = tmp_path / controller / depth
+    group.mkdir(parents=True, exist_ok=True)
+    groups = f"4:{controller}:/slice/job\n"
+    folders = control_groups.find_folders(groups, "memory", tmp_path)
+    monkeypatch.setattr(control_groups, "find_folders", lambda *_: folders)
+    (group / limit).write_text("1000000\n")
+    (group / usage).write_text("950000\n")
+    (group / "memory.stat").write_text(f"anon 50000\n{stat}inactive_file {cached}\n")
     if is_enough:
         sealed_memory._check_available(500_000)
     else:
         with pytest.raises(OSError, match="No space left"):
             sealed_memory._check_available(500_000)
-    (tmp_path / "limit").write_text("max\n")
+    (group / limit).write_text("max\n")
     sealed_memory._check_available(500_000)
