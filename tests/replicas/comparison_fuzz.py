@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from jdp.backward.captured import Captured, Found
-from jdp.replicas import agreement, comparison, differences, meeting
+from jdp.replicas import agreement, comparison, differences, host_copies, meeting
 from jdp.replicas.meeting import MeetingRecord
 from jdp.replicas.mesh import World
 from tests import harness
@@ -42,7 +42,7 @@ def _values(world: World) -> None:
 
 def _arrays(world: World) -> None:
     value = np.arange(4, dtype=np.float32) * (1.0 + world.process_index)
-    digest = comparison._digest(value.tobytes())
+    digest = host_copies.digest(value.tobytes())
     arrays = [
         Captured("int32[]", b"same", np.int32(3), _Jaxpr, None),
         Captured("float32[4]", digest, value, _Jaxpr, None),
