@@ -5,16 +5,25 @@ changed. A RuntimeError is all that comes of it.
 """
 
 import contextlib
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
 from jdp.backward.captured import Captured, Found
-from jdp.replicas import agreement, comparison, differences, host_copies, meeting
+from jdp.replicas import (
+    agreement,
+    comparison,
+    differences,
+    host_copies,
+    meeting,
+    shared_replicas,
+)
 from jdp.replicas.meeting import MeetingRecord
 from jdp.replicas.mesh import World
 from tests import harness
@@ -50,12 +59,35 @@ def _arrays(world: World) -> None:
     comparison._explain_arrays(world, "test", 1, Found(arrays, digest))
 
 
+@dataclasses.dataclass(frozen=True)
+class _DeviceElsewhere:
+    """A device of another process, as a mesh shows it."""
+
+    process_index: int
+
+
+def share_replica(world: World) -> None:
+    """Gives the only replica of `harness.run_threads` a device of each process.
+
+    All threads have their samples on the device of process 0.
+    """
+    elsewhere = map(_DeviceElsewhere, range(1, world.process_count))
+    world.__dict__["grid"] = np.array([[*world.mesh.devices.flat, *elsewhere]], object)
+
+
+def _samples(world: World) -> None:
+    share_replica(world)
+    batch = {"x": jnp.arange(4) * (1 + world.process_index), "y": jnp.zeros(3)}
+    shared_replicas.compare_samples(world, (batch,), name="step")
+
+
 FLOWS = {
     "leaves": _leaves,
     "places": functools.partial(_texts, explain=differences.explain_places),
     "programs": functools.partial(_texts, explain=differences.explain_programs),
     "values": _values,
     "arrays": _arrays,
+    "samples": _samples,
 }
 
 
