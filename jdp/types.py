@@ -102,8 +102,12 @@ class Store(Protocol):
         """Marks a directory for deletion once no process can still read it."""
         ...
 
-    def take_retired(self) -> list[str]:
-        """Returns the directories that this process retired since the last call."""
+    def take_retired(self, under: str = "") -> list[str]:
+        """Returns the directories that this process has retired, each once.
+
+        Args:
+          under: the beginning of their names.
+        """
         ...
 
 

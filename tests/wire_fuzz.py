@@ -65,6 +65,7 @@ MESSAGES = {
         comparison._CapturedArray("float32[2]", b"d" * 16, True)
     ]
     * 2,
+    "samples of shared replicas": {0: [b"d" * 16, b"e" * 16], 3: []},
     "differences.Details": differences.Details([("a", "f")], zlib.compress(b"a b")),
     "a list of gpu_topology.GpuFacts": [gpu_topology.GpuFacts(platform="cpu", host="a")]
     * 2,
@@ -80,6 +81,7 @@ KINDS = {
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._CapturedArray": list[comparison._CapturedArray],
+    "samples of shared replicas": dict[int, list[bytes]],
     "a list of gpu_topology.GpuFacts": list[gpu_topology.GpuFacts],
 }
 _ODD = (

@@ -24,7 +24,12 @@ REQUIRED = (
 )
 EXTRAS = {
     "autotune": ("bayesian-optimization",),
-    "examples": ("flax", "grain", "scikit-learn"),
+    "checkpoints": ("orbax-checkpoint",),
+    "examples": (
+        *("dm-haiku", "equinox", "flax", "grain", "orbax-checkpoint", "scikit-learn"),
+        "tensorboardX",
+    ),
+    "flax": ("flax",),
     "gpu": ("nvidia-ml-py",),
     "peers": ("torch",),
     "plot": ("matplotlib", "plotext"),

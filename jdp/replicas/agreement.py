@@ -7,6 +7,8 @@ from jdp.replicas import meeting, progress
 from jdp.replicas.meeting import Decide, MeetingOutcome, MeetingRecord, StoreMeeting
 from jdp.replicas.mesh import World
 
+_FOLDER = "jdp/meet"
+
 
 def meet(
     world: World, topic: str, body: bytes, decide: Decide, *, then_raises: bool = False
@@ -30,14 +32,10 @@ def meet(
     """
     if world.store is None:
         return decide([body])
-    round_index = world.store.next_round()
-    outcome = _hold(world, round_index, MeetingRecord(topic, body), decide, then_raises)
+    outcome = _hold(world, MeetingRecord(topic, body), decide, then_raises)
     if outcome.error is not None:
         culprit = None if outcome.culprit == world.process_index else outcome.culprit
         raise progress.blame(RuntimeError(outcome.error), culprit)
-    if world.is_main_process and round_index > 0:
-        # All processes are in this round, so they have read the last outcome.
-        world.store.delete(_folder(round_index - 1))
     return outcome.body
 
 
@@ -52,7 +50,7 @@ def report_failure(world: World, topic: str, error: BaseException) -> None:
     text = f"process {world.process_index} failed: {type(error).__name__}: {error}"
     record = MeetingRecord(topic, error=text)
     with contextlib.suppress(RuntimeError):  # Process 0 and the store may be gone.
-        _hold(world, world.store.next_round(), record, _decide_nothing, False)
+        _hold(world, record, _decide_nothing, False)
 
 
 @contextlib.contextmanager
@@ -74,27 +72,26 @@ def reporting(world: World, topic: str, *, is_local: bool = False) -> Iterator[N
 
 
 def _hold(
-    world: World,
-    round_index: int,
-    record: MeetingRecord,
-    decide: Decide,
-    then_raises: bool,
+    world: World, record: MeetingRecord, decide: Decide, then_raises: bool
 ) -> MeetingOutcome:
-    assert world.store is not None
-    return meeting.hold(
-        StoreMeeting(
-            world.store, _folder(round_index), world.process_index, world.timeout_s
-        ),
+    store = world.store
+    assert store is not None
+    folder = f"{_FOLDER}/{store.next_round()}"
+    outcome = meeting.hold(
+        StoreMeeting(store, folder, world.process_index, world.timeout_s),
         record,
         decide,
         processes=range(world.process_count),
         then_raises=then_raises,
     )
+    if world.is_main_process:
+        if outcome.error is None:
+            # All processes are in this round, so they have read earlier outcomes.
+            for earlier in store.take_retired(_FOLDER):
+                store.delete(earlier)
+        store.retire(folder)
+    return outcome
 
 
 def _decide_nothing(bodies: list[bytes]) -> bytes:
     raise AssertionError(f"{len(bodies)} records were judged after a failure")
-
-
-def _folder(round_index: int) -> str:
-    return f"jdp/meet/{round_index}"

@@ -32,13 +32,19 @@ def compare_samples(world: World, batches: PyTree, *, name: str) -> None:
     topic = f"comparison of the samples for the step `{name}`"
     leaves, paths = jax.tree.leaves(batches), tree_paths.leaf_paths(batches)
     with agreement.reporting(world, topic):
-        own = {replica: _digests(world, leaves, replica) for replica in _shared(world)}
+        mine = _shared(world, world.process_index)
+        own = {replica: _digests(world, leaves, replica) for replica in mine}
 
     def decide(bodies: list[bytes]) -> bytes:
         first: dict[int, tuple[int, list[bytes]]] = {}
         for process, body in enumerate(bodies):
             what = f"The samples of process {process}"
             theirs = wire.decode(body, dict[int, list[bytes]], what=what)
+            if sorted(theirs) != _shared(world, process):
+                raise wire.Malformed(
+                    f"{what} are of other replicas than those it shares with others. "
+                    "Install the same jdp in every process."
+                )
             for replica, digests in theirs.items():
                 other, expected = first.setdefault(replica, (process, digests))
                 if digests != expected:
@@ -53,13 +59,10 @@ def compare_samples(world: World, batches: PyTree, *, name: str) -> None:
         raise RuntimeError(wire.decode_text(difference))
 
 
-def _shared(world: World) -> list[int]:
-    """Returns the replicas of this process that other processes have devices of."""
-    return [
-        replica
-        for replica in world.local_replicas
-        if len({x.process_index for x in world.grid[replica]}) > 1
-    ]
+def _shared(world: World, process: int) -> list[int]:
+    """Returns the replicas of which a process has devices, and others have, too."""
+    owners = [{x.process_index for x in devices} for devices in world.grid]
+    return [i for i, each in enumerate(owners) if process in each and len(each) > 1]
 
 
 def _digests(world: World, leaves: list[Any], replica: int) -> list[bytes]:

@@ -87,8 +87,12 @@ def find(options: PlaceOptions, environ: Mapping[str, str]) -> ProcessPlace | No
     if launched is not None and (
         launched.coordinator_address or not launchers.is_of_open_mpi_4(environ)
     ):
-        return _of_launcher(launched, options, environ)
-    return _of_cluster(options, environ)
+        place = _of_launcher(launched, options, environ)
+    else:
+        place = _of_cluster(options, environ)
+    if place is None and (text := environment.describe_lonely(environ)):
+        warnings.warn(text, stacklevel=3)  # For the caller of `jdp.init`.
+    return place
 
 
 def _of_own_launcher(
@@ -118,6 +122,7 @@ def _of_launcher(
     environ: Mapping[str, str],
 ) -> ProcessPlace | None:
     if launched.num_processes == 1:
+        environment.check_count(environ, 1)
         return None
     environment.check_place_is_free(environ, os.getpid())
     if launched.coordinator_address is None:
@@ -144,8 +149,6 @@ def _of_cluster(
     environment.check_count(environ, place.num_processes if place else 1)
     if place is None and not is_alone:
         environment.check_not_numbered(environ)
-    if place is None and (text := environment.describe_lonely(environ)):
-        warnings.warn(text, stacklevel=5)  # For the caller of `jdp.init`.
     return place
 
 

@@ -31,10 +31,11 @@ class _Bookkeeping:
         """See `jdp.types.Store`."""
         self._retired.append(directory)
 
-    def take_retired(self) -> list[str]:
+    def take_retired(self, under: str = "") -> list[str]:
         """See `jdp.types.Store`."""
         retired, self._retired = self._retired, []
-        return retired
+        self._retired += [each for each in retired if not each.startswith(under)]
+        return [each for each in retired if each.startswith(under)]
 
 
 class DistributedStore(_Bookkeeping):

@@ -152,9 +152,11 @@ def test_packages_are_those_of_pyproject():
     assert {name for name in names if not name.startswith("jax")} == set(
         doctor.REQUIRED
     )
+    extras = project["optional-dependencies"]
+    # Those are for work on jdp itself.
+    assert set(doctor.EXTRAS) == set(extras) - {"ptx", "test"}
     for extra, packages in doctor.EXTRAS.items():
-        listed = project["optional-dependencies"][extra]
-        names = {re.split(r"[>=\[]", each)[0] for each in listed}
+        names = {re.split(r"[>=\[]", each)[0] for each in extras[extra]}
         assert names - {"jax"} == set(packages)
 
 

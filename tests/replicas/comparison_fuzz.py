@@ -5,16 +5,25 @@ changed. A RuntimeError is all that comes of it.
 """
 
 import contextlib
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
 from jdp.backward.captured import Captured, Found
-from jdp.replicas import agreement, comparison, differences, meeting
+from jdp.replicas import (
+    agreement,
+    comparison,
+    differences,
+    host_copies,
+    meeting,
+    shared_replicas,
+)
 from jdp.replicas.meeting import MeetingRecord
 from jdp.replicas.mesh import World
 from tests import harness
@@ -42,12 +51,34 @@ def _values(world: World) -> None:
 
 def _arrays(world: World) -> None:
     value = np.arange(4, dtype=np.float32) * (1.0 + world.process_index)
-    digest = comparison._digest(value.tobytes())
+    digest = host_copies.digest(value.tobytes())
     arrays = [
         Captured("int32[]", b"same", np.int32(3), _Jaxpr, None),
         Captured("float32[4]", digest, value, _Jaxpr, None),
     ]
     comparison._explain_arrays(world, "test", 1, Found(arrays, digest))
+
+
+@dataclasses.dataclass(frozen=True)
+class _DeviceElsewhere:
+    """A device of another process, as a mesh shows it."""
+
+    process_index: int
+
+
+def share_replica(world: World) -> None:
+    """Gives the only replica of `harness.run_threads` a device of each process.
+
+    All threads have their samples on the device of process 0.
+    """
+    elsewhere = map(_DeviceElsewhere, range(1, world.process_count))
+    world.__dict__["grid"] = np.array([[*world.mesh.devices.flat, *elsewhere]], object)
+
+
+def _samples(world: World) -> None:
+    share_replica(world)
+    batch = {"x": jnp.arange(4) * (1 + world.process_index), "y": jnp.zeros(3)}
+    shared_replicas.compare_samples(world, (batch,), name="step")
 
 
 FLOWS = {
@@ -56,6 +87,7 @@ FLOWS = {
     "programs": functools.partial(_texts, explain=differences.explain_programs),
     "values": _values,
     "arrays": _arrays,
+    "samples": _samples,
 }
 
 

@@ -84,9 +84,27 @@ def test_finished_rounds_leave_nothing_but_the_last_outcome():
         stores.append(world.store)
         for _ in range(5):
             agreement.meet(world, "test", b"x", _collect)
+            world.store.next_round()  # For something else, such as a loop.
 
     harness.run_threads(fn, 3)
-    assert list(stores[0]._shared.values) == ["jdp/meet/4/outcome"]
+    assert list(stores[0]._shared.values) == ["jdp/meet/8/outcome"]
+
+
+def test_a_meeting_that_failed_leaves_nothing_once_the_next_is_over():
+    stores = []
+
+    def fn(world):
+        stores.append(world.store)
+        agreement.meet(world, "test", b"x", _collect)
+        with pytest.raises(RuntimeError, match="no such weight"):
+            if world.process_index == 1:
+                _fail(world)
+                raise RuntimeError("no such weight")
+            _meet(world)
+        agreement.meet(world, "test", b"x", _collect)
+
+    assert harness.run_threads(fn, 3) == [None] * 3
+    assert list(stores[0]._shared.values) == ["jdp/meet/2/outcome"]
 
 
 @pytest.mark.parametrize("kind", ["topics", "failure of 0", "decision"])

@@ -11,7 +11,7 @@ import pytest
 
 import jdp
 from jdp.backward import captured
-from jdp.replicas import comparison
+from jdp.replicas import host_copies
 from tests import harness
 
 
@@ -319,14 +319,14 @@ def test_replicas_of_one_process_are_compared():
 
 
 def test_what_one_process_cannot_compare_is_told_to_the_others(monkeypatch):
-    local_copy = comparison._local_copy
+    of_replicas = host_copies.of_replicas
 
-    def copy(world, tree, index, leaf):
+    def copy(world, leaf, path):
         if threading.current_thread().name == "process 1":
             raise RuntimeError("devices disagree")
-        return local_copy(world, tree, index, leaf)
+        return of_replicas(world, leaf, path)
 
-    monkeypatch.setattr(comparison, "_local_copy", copy)
+    monkeypatch.setattr(host_copies, "of_replicas", copy)
     for process, error in enumerate(_check(lambda p: {"x": np.zeros(2)})):
         expected = "" if process == 1 else "process 1 failed: RuntimeError: "
         assert f"{expected}devices disagree" in str(error)

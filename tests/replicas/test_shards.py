@@ -195,7 +195,9 @@ def test_batches_of_an_iterable_are_those_of_one_process():
 
 
 def _read_all(world):
-    world.__dict__["local_devices"] = tuple(world.mesh.devices.flat)  # shared by all.
+    # All processes share one device.
+    world.__dict__["local_devices"] = tuple(world.mesh.devices.flat)
+    world.__dict__["local_replicas"] = (0,)
     shard = world.shard({"x": np.arange(21)}, seed=2)
     return [
         (batch["x"], weight)

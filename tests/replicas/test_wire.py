@@ -97,12 +97,13 @@ FUZZED = {
         progress_exchange: ProcessProgress, gpu_topology: GpuFacts,
         gpu_topology: list[GpuFacts], measurement: list[Seconds],
         measurement_cache: Machine, measurement_cache: StoredTimes,
-        early_exit: DepartureNotice, lifeline: Left | AtEnd | Stuck,
+        early_exit: DepartureNotice, process_lines: Left | AtEnd | Stuck,
         launcher_link: Exit, star_codec: Frame""",
     "comparison_fuzz": """
         comparison: Difference, comparison: int, comparison: tuple[str; int],
         comparison: list[bytes], comparison: differences.Details,
-        comparison: list[_CapturedArray]""",
+        comparison: list[_CapturedArray],
+        shared_replicas: dict[int; list[bytes]]""",
     "roll_call_fuzz": "roll_call: kind",
     "eager_fuzz": """
         messages: FromRank, messages: Batch, messages: Spec, startup: _Hello,

@@ -179,16 +179,7 @@ def test_each_host_of_a_launch_is_a_node():
 
 
 def test_a_process_of_a_host_with_several_takes_its_own_gpus():
-    options = places.PlaceOptions(
-        coordinator_address=None,
-        num_processes=None,
-        process_id=None,
-        local_device_ids=None,
-        num_cpu_devices=None,
-        axis_name="data",
-        num_nodes=None,
-        timeout_s=1.0,
-    )
+    options = places.PlaceOptions(timeout_s=1.0)
 
     def device_ids(num_local, local, count):
         place = environment.LaunchEnvironment(

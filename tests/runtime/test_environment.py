@@ -110,7 +110,8 @@ _OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 _MVAPICH = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
 _HOROVOD = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
 _JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-0"}
-_OTHERS = [_TORCHRUN, _MPICH, _OPEN_MPI, _MVAPICH, _HOROVOD, _JAXJOB]
+_KNOWN = [_TORCHRUN, _OPEN_MPI, _MVAPICH]  # See `launchers`.
+_OTHERS = [*_KNOWN, _MPICH, _HOROVOD, _JAXJOB]
 _INDEXED_JOB = {"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 _PMIX = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "a.1"}
 # In a step of one task, as by `srun -n1`.
@@ -170,13 +171,18 @@ def test_one_of_several_in_a_step_of_one_task_is_refused(monkeypatch, step, othe
         jdp.init(timeout_s=1)
     for name, value in other.items():
         assert f"`{name}={value!r}`" in str(refused.value)
-    assert ("finds 1 by `SLURM_NTASKS='1'`" in str(refused.value)) == (step is _STEP)
+    # The variables of a launcher that jdp knows count, whatever Slurm says; only the
+    # address is missing.
+    is_known = other in _KNOWN
+    assert ("`JAX_COORDINATOR_ADDRESS=host:port`" in str(refused.value)) == is_known
+    is_compared = step is _STEP and not is_known
+    assert ("finds 1 by `SLURM_NTASKS='1'`" in str(refused.value)) == is_compared
 
 
 def test_a_launcher_in_each_task_of_a_step_is_refused():
-    # `srun -N2 torchrun --nnodes 2 --nproc-per-node 2`.
-    environ = _STEP | {"SLURM_NTASKS": "2"} | _TORCHRUN | {"WORLD_SIZE": "4"}
-    with pytest.raises(ValueError, match="WORLD_SIZE='4'.*2 by `SLURM_NTASKS='2'`"):
+    # `srun -N2 horovodrun -np 4`.
+    environ = _STEP | {"SLURM_NTASKS": "2"} | _HOROVOD | {"HOROVOD_SIZE": "4"}
+    with pytest.raises(ValueError, match="HOROVOD_SIZE='4'.*2 by `SLURM_NTASKS='2'`"):
         environment.check_count(environ, 2)
 
 

@@ -54,9 +54,9 @@ def _use_directories(first, second):
     left = second.list_directory("d")
     first.delete("d")
     first.delete("never")
-    first.retire("d/a")
-    first.retire("d/b")
-    retired = first.take_retired(), first.take_retired()
+    for directory in ("d/a", "e/a", "d/b"):
+        first.retire(directory)
+    retired = [first.take_retired(under) for under in ("d", "d", "e/")]
     return listed, nothing, found, refused, overwritten, left, retired
 
 
@@ -67,7 +67,7 @@ _OF_DIRECTORIES = (
     True,
     b"5",
     {"ab": b"5"},
-    (["d/a", "d/b"], []),
+    [["d/a", "d/b"], [], ["e/a"]],
 )
 
 
@@ -91,17 +91,21 @@ def _use_store():
     if rank == 0:
         shared.delete("value/0")
     again, _ = harness.error_text(lambda: shared.get("value/0", timeout_s=0.5))
-    return got, text, waited_s, shared.next_round(), again if rank == 0 else ""
+    # `jdp.init` has used some rounds, the same number on all processes.
+    rounds = [shared.next_round() for _ in range(3)]
+    return got, text, waited_s, rounds, again if rank == 0 else ""
 
 
 @pytest.mark.multiprocess
 def test_the_store_of_a_job_behaves_as_its_twin():
-    for rank, value in enumerate(harness.run_checked(_use_store, 2)):
-        got, text, waited_s, round_index, again = value
+    values = harness.run_checked(_use_store, 2)
+    first = values[0][3][0]
+    for rank, value in enumerate(values):
+        got, text, waited_s, rounds, again = value
         assert got == bytes([1 - rank, 0, 255])
         assert text == "TimeoutError: `nobody` was not set in 0.3 s.\n"
         assert 0.2 < waited_s < 5.0
-        assert round_index == 0
+        assert rounds == [first, first + 1, first + 2]
         if rank == 0:
             assert again.startswith("TimeoutError")
 
@@ -142,13 +146,15 @@ def test_a_process_that_comes_later_than_a_stranger_is_heard():
 def _write_as_a_stranger():
     """A process of the job whose store the others do not believe; it is no other key.
 
-    Round 0 is spoiled before anybody meets, round 1 goes on.
+    The first meeting is spoiled before anybody comes, the second goes on.
     """
     world = jdp.init(timeout_s=3.0)
     client = compat.distributed_client()
+    last = world.store.next_round()  # `jdp.init` has used some.
     if world.process_index == 1:
-        client.key_value_set_bytes("jdp/meet/0/outcome", b"forged", False)
-        client.key_value_set_bytes("jdp/meet/1/1", b"forged", False)
+        forged = f"{last + 1}/outcome", f"{last + 2}/1"
+        for key in forged:
+            client.key_value_set_bytes(f"jdp/meet/{key}", b"forged", False)
         world.store.set("ready", b"")
     world.store.get("ready", timeout_s=30.0)
     met = agreement.meet(world, "first", b"x", b"".join)
