@@ -47,7 +47,8 @@ def bench_train(
     is_unpinned: Annotated[
         bool,
         typer.Option(
-            "--no-pin", help="Let each process run on all cores, as `jdp launch --no-pin` does."
+            "--no-pin",
+            help="Let each process run on all cores, as `jdp launch --no-pin` does.",
         ),
     ] = False,
     plot: Annotated[

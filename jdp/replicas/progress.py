@@ -53,24 +53,30 @@ class _MainThread:
 
 
 class CallLimit:
-    """Limits the calls of one step that are in flight, if that `is_needed`.
+    """Limits the calls of all steps that are in flight, for steps that need it.
 
     XLA's CPU client allows 32 programs in flight per device and then blocks the thread
     that starts them. With several devices in each of several processes, a collective of
     another process may wait for that thread: plain JAX hangs too.
     """
 
-    def __init__(self, *, is_needed: bool):
-        self._is_needed = is_needed
-        self._num_calls = 0
+    _num_calls = 0
+    _result: Any = None  # one array of the last call of eight.
 
-    def wait_for_earlier(self, state: Any) -> None:
-        """Waits, every few calls, until the calls that made `state` are done."""
-        if not self._is_needed:
-            return
-        self._num_calls += 1
-        if self._num_calls % _MOST_CALLS_UNDER_WAY == 0:
-            jax.block_until_ready(state)
+    @classmethod
+    def wait_for_earlier(cls) -> None:
+        """Waits, every few calls, until the call before is done."""
+        result, cls._result = cls._result, None
+        if result is not None and not result.is_deleted():
+            jax.block_until_ready(result)
+
+    @classmethod
+    def note(cls, results: Any) -> None:
+        """Notes what a call has returned; its arrays are ready together."""
+        cls._num_calls += 1
+        if cls._num_calls % _MOST_CALLS_UNDER_WAY == 0:
+            arrays = jax.tree.leaves(results)
+            cls._result = min(arrays, key=lambda x: x.size, default=None)
 
 
 def blame(error: RuntimeError, process: int | None) -> RuntimeError:

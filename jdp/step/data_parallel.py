@@ -90,7 +90,7 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         """Forgets what belongs to the devices of an earlier world."""
         self._num_ended = world_end.count_ended()
         vars(self).pop("world", None)
-        vars(self).pop("_call_limit", None)
+        vars(self).pop("_needs_limit", None)
         vars(self).pop("_program", None)
         self.calling_thread = 0
         self._placer = StatePlacer(self.name, donates=self._options.donate_state)
@@ -174,19 +174,22 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; with a divisor, the first batch marks replicas with data."""
         flat, *placed = self._place(state, batches)
-        self._call_limit.wait_for_earlier(flat)
-        flat, metrics = self._program.compiled(divide_by)(flat, *placed)
+        compiled = self._program.compiled(divide_by)
+        if self._needs_limit:
+            progress.CallLimit.wait_for_earlier()
+        flat, metrics = compiled(flat, *placed)
+        if self._needs_limit:
+            progress.CallLimit.note((flat, metrics))
         placer = self._placer
         if self._binder.has_names and call_arguments.has_static(batches):
             placer.note_other_program()
         return placer.take_returned(self.world, flat), metrics
 
     @functools.cached_property
-    def _call_limit(self) -> progress.CallLimit:
+    def _needs_limit(self) -> bool:
         world = self.world
         is_cpu = world.mesh.devices.flat[0].platform == "cpu"
-        counts = world.process_count, len(world.local_devices)
-        return progress.CallLimit(is_needed=is_cpu and min(counts) > 1)
+        return is_cpu and min(world.process_count, len(world.local_devices)) > 1
 
     def join_hook(
         self,

@@ -458,3 +458,24 @@ def test_processes_evaluate_what_one_device_does():
         exact = jax.device_get(make(found).compute())
         for result in (whole, lonely):
             chex.assert_trees_all_close(result[name], exact, rtol=2e-6)
+
+
+def _call_without_waiting():
+    """Calls that do not depend on each other, of two programs."""
+    world = jdp.init()
+    params = jdp.replicate(world, PARAMS)
+    evaluate = jdp.replicated(lambda p, x: jnp.mean(x @ p["w"]))
+
+    @jdp.data_parallel(donate_state=False)
+    def step(params, x):
+        return params, jnp.sum(x @ params["w"])
+
+    x = np.ones((2 * world.num_local_replicas, 4), np.float32)
+    results = [(evaluate(params, x), step(params, x)[1]) for _ in range(100)]
+    return {(float(mean), float(total)) for mean, total in results}
+
+
+@pytest.mark.multiprocess
+def test_calls_that_are_not_waited_for_do_not_hang():
+    first, second = harness.run_checked(_call_without_waiting, 2, devices_per_process=2)
+    assert first == second and len(first) == 1
