@@ -59,7 +59,9 @@ def replicated(
         metrics = evaluate(params, batch)               # of one batch
         metrics = evaluate.over(params, test_batches)   # of all samples of all batches
 
-    Numbers that differ between replicas are averaged. Results of
+    Numbers that differ between replicas are averaged. So return means or sums over the
+    samples, and apply a root or an exponential to the result: a mean of perplexities is
+    not the perplexity of all samples. Results of
     `jdp.sum_over_replicas` stay sums. Metric objects of `clu.metrics` and `nnx.metrics`
     are merged; see `jdp.merge_metrics`. What is the same on all replicas is returned as
     it is, and what is in a `jdp.PerReplica` with one row per replica.

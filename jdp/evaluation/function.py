@@ -12,7 +12,8 @@ from jax import lax
 
 from jdp.evaluation import sample_by_sample
 from jdp.evaluation.call_batches import CallBatches
-from jdp.evaluation.results import Evaluated, ResultFacts, Totals, take_local
+from jdp.evaluation.results import Evaluated, ResultFacts, take_local
+from jdp.evaluation.totals import Totals
 from jdp.gradients import reduced_values, step_trace, weighted_mean
 from jdp.gradients.weighted_mean import Weighting
 from jdp.join import uneven_batches
@@ -87,12 +88,14 @@ class ReplicatedFunction(Generic[T]):
           **named: further arguments, the same in each call.
 
         Returns:
-          The results, as the function returns them for one batch.
+          The results, as the function returns them for one batch. Batches are added up
+          in 64 bits, whatever the dtype of a result. A sum of integers that its dtype
+          does not hold is returned as a `np.ndarray` of 64 bits.
 
         Raises:
-          ValueError: there is no batch on any process; or the function reduces a number
-            over the replicas of one batch itself, so that it is not known how batches
-            add up.
+          ValueError: there is no batch on any process, or no sample for a mean; or the
+            function reduces a number over the replicas of one batch itself, so that it
+            is not known how batches add up.
         """
         totals = Totals(self._name)
         loop = uneven_batches.join_batches(batches, world=self.world)
