@@ -97,7 +97,8 @@ def replicated(
       ValueError: a name in an option is not a parameter of `fn`. From a call: the
         samples have different numbers in different leaves; `weight` has another shape;
         or a function without a parameter `weight` returns a row per sample or a
-        `jdp.PerReplica`, or reduces over a named axis, where it runs on each sample.
+        `jdp.PerReplica`, reduces over a named axis, or draws random numbers from a key
+        that all samples share, where it runs on each sample.
     """
     options = StepOptions(
         world=world,

@@ -13,6 +13,7 @@ from jax import lax
 from jdp.evaluation import sample_by_sample
 from jdp.evaluation.call_batches import CallBatches
 from jdp.evaluation.results import Evaluated, ResultFacts, take_local
+from jdp.evaluation.sample_by_sample import SampleResults
 from jdp.evaluation.totals import Totals
 from jdp.gradients import reduced_values, step_trace, weighted_mean
 from jdp.gradients.weighted_mean import Weighting
@@ -127,32 +128,34 @@ class ReplicatedFunction(Generic[T]):
             bound = self._calls.signature.bind(params, *batches, **named)
             with nnx_objects.refusing_changes(self._name, params):
                 if weight is None or self._calls.takes_weight:
-                    values, kinds = self._run_on_batch(bound, weight)
+                    found = self._run_on_batch(bound, weight)
                 else:
-                    values, kinds = self._run_on_samples(bound, weight)
+                    found = self._run_on_samples(bound, weight)
+            found.check_draws(self._name)  # A module that changes is named before.
             total = None
             if weight is not None:
                 amount = weighted_mean.nan_if_negative(weight).sum()
                 trace.note(Weighting(amount, "weight"))
                 total = lax.psum(amount, self.world.axis_names)
-            return (), Evaluated(values, total, ResultFacts(kinds, trace))
+            return (), Evaluated(found.values, total, ResultFacts(found.kinds, trace))
 
         step.__signature__ = self._calls.step_signature  # pyright: ignore
         return step
 
     def _run_on_batch(
         self, bound: inspect.BoundArguments, weight: jax.Array | None
-    ) -> tuple[PyTree, list[Any]]:
+    ) -> SampleResults:
         if weight is not None:
             bound = self._calls.with_weight(bound, weight)
         with reduced_values.collected() as noted:
             values = self._fn(*bound.args, **bound.kwargs)
         leaves = jax.tree.leaves(values)
-        return values, [reduced_values.kind_of(x, noted) for x in leaves]
+        kinds = [reduced_values.kind_of(x, noted) for x in leaves]
+        return SampleResults(values, kinds)
 
     def _run_on_samples(
         self, bound: inspect.BoundArguments, weight: jax.Array
-    ) -> tuple[PyTree, list[Any]]:
+    ) -> SampleResults:
         batch = self._calls.batches_of(bound)
 
         def on_sample(sample: dict[str, PyTree]) -> PyTree:
@@ -160,10 +163,9 @@ class ReplicatedFunction(Generic[T]):
             return self._fn(*given.args, **given.kwargs)
 
         amounts = weighted_mean.nan_if_negative(jnp.asarray(weight))
-        found = sample_by_sample.run(
+        return sample_by_sample.run(
             on_sample, batch, amounts, self.world.axis_names, self._name
         )
-        return found.values, list(found.kinds)
 
 
 class _Method(ReplicatedFunction[T]):

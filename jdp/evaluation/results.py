@@ -1,7 +1,7 @@
 """Results: what does a replicated function return?"""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jdp.types import PyTree
 class ResultFacts:
     """Facts about the results of one program; compared by identity."""
 
-    def __init__(self, kinds: list[Kind | None], trace: StepTrace):
+    def __init__(self, kinds: Sequence[Kind | None], trace: StepTrace):
         """Notes what is known before the whole program is traced.
 
         Args:

@@ -22,10 +22,13 @@ from jdp.gradients.step_trace import StepTrace
 from jdp.replicas import axes
 from jdp.replicas.per_replica import PerReplica
 from jdp.step import replica_program
+from jdp.step.sameness import SamenessAnalysis
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 SAMPLES = "jdp_samples"  # the axis along which the samples of a replica lie.
+# Draws of numbers; others make keys.
+_NUMBERS = frozenset({"random_bits", "random_gamma"})
 _ADVICE = (
     "Give the function a parameter `weight`, one number per sample with 0 for padding, "
     "or pass batches that divide among the replicas, without `weight`."
@@ -33,10 +36,30 @@ _ADVICE = (
 
 
 class SampleResults(NamedTuple):
-    """Results of a function on all samples of a replica."""
+    """Results of a function on all samples of a replica, together or one by one."""
 
     values: PyTree  # numbers averaged, and metric objects merged, over the samples.
-    kinds: list[Kind | None]  # by leaf: how its values become one; None: all are equal.
+    kinds: Sequence[Kind | None]  # by leaf: how values become one; None: all are equal.
+    draw: Any = (
+        None  # an equation that draws the same numbers for all samples, or None.
+    )
+
+    def check_draws(self, name: str) -> None:
+        """Raises ValueError for random numbers that all samples would share.
+
+        Args:
+          name: name of the function, for errors.
+        """
+        if self.draw is not None:
+            raise ValueError(
+                f"`{name}` has no parameter `weight` and runs sample by sample, but it "
+                f"draws random numbers{exchange.line_of(self.draw)} from a key that is "
+                "the same for all samples, so that every sample would get the same "
+                "numbers. Give the function a parameter `weight`, one number per "
+                "sample with 0 for padding, or pass a key per sample in the batch. "
+                "Dropout is left out of an evaluation: `deterministic=True`, "
+                "`model.eval()`."
+            )
 
 
 class _Traced(NamedTuple):
@@ -145,7 +168,8 @@ def _join(
         _check_has_no_row(x, path, name)
         values.append(_mean(x, weight))
         kinds.append("mean")
-    return SampleResults(jax.tree.unflatten(traced.treedef, values), kinds)
+    out = jax.tree.unflatten(traced.treedef, values)
+    return SampleResults(out, kinds, _find_shared_draw(traced.jaxpr))
 
 
 def _mean(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -188,6 +212,28 @@ def _check_has_no_row(x: jax.Array, path: str, name: str) -> None:
             f"The metric `{path}` of `{name}` seems to have a row per sample: it has "
             f"shape {x.shape[1:]} for one sample. Return a mean over the samples."
         )
+
+
+def _find_shared_draw(jaxpr: Any) -> Any:
+    """Returns a draw of numbers whose key is the same for all samples, or None."""
+    analysis = SamenessAnalysis(
+        (SAMPLES,), refuse_divided=False, observed=primitives.DRAWS
+    )
+    analysis.follow(jaxpr, (analysis.mask((SAMPLES,)),) * len(jaxpr.in_avals))
+
+    def find(jaxpr: Any) -> Any:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in _NUMBERS:
+                if not analysis.observed.get(id(eqn), [False])[0]:
+                    return eqn
+            elif eqn.primitive.name not in primitives.KERNELS:
+                inside = (getattr(x, "jaxpr", x) for x in jaxprs_in_params(eqn.params))
+                found = next(filter(None, map(find, inside)), None)
+                if found is not None:  # JAX keeps no lines within its own functions.
+                    return found if exchange.line_of(found) else eqn
+        return None
+
+    return find(jaxpr.jaxpr)
 
 
 def _find_reduction(jaxpr: Any, axis_names: frozenset[str]) -> Any:
