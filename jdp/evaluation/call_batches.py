@@ -73,6 +73,8 @@ class CallBatches:
         batches: tuple[PyTree, ...],
         weight: jax.typing.ArrayLike | None,
         named: dict[str, PyTree],
+        *,
+        needs_samples: bool,
     ) -> PreparedCall:
         """Pads the samples of a call so that they divide among the replicas.
 
@@ -82,14 +84,21 @@ class CallBatches:
           batches: the others that were passed by position.
           weight: one number per sample, or None.
           named: arguments passed by name.
+          needs_samples: whether to refuse a batch without samples.
 
         Raises:
           TypeError: the function does not take these arguments.
-          ValueError: `weight` does not have one number per sample.
+          ValueError: `weight` does not have one number per sample, or there is no
+            sample.
         """
         bound, weight = self._bind(params, batches, weight, named)
         samples = self.batches_of(bound)
         count, is_placed = _count(world, samples)
+        if count == 0 and needs_samples:
+            raise ValueError(
+                f"`{self._name}` was called with a batch without samples, so that "
+                "there are no results."
+            )
         if weight is not None:
             weight = self._check_weight(weight, count)
         elif self.takes_weight and count is not None:

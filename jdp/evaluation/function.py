@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp.evaluation import sample_by_sample
+from jdp.evaluation import results, sample_by_sample
 from jdp.evaluation.call_batches import CallBatches
 from jdp.evaluation.results import Evaluated, ResultFacts, take_local
 from jdp.evaluation.sample_by_sample import SampleResults
 from jdp.evaluation.totals import Totals
 from jdp.gradients import reduced_values, step_trace, weighted_mean
+from jdp.gradients.reduced_values import Kind
 from jdp.gradients.weighted_mean import Weighting
 from jdp.join import uneven_batches
 from jdp.replicas.mesh import World
@@ -73,7 +74,12 @@ class ReplicatedFunction(Generic[T]):
         **named: PyTree,
     ) -> T:
         """Runs the function on one batch; see `jdp.replicated`."""
-        return take_local(self._run(params, batches, weight, named).values)
+        found = self._run(params, batches, weight, named, needs_samples=True)
+        values = take_local(found.values)
+        if weight is None or found.total is None:
+            return values
+        has_samples = take_local(found.total) != 0
+        return results.nan_unless(has_samples, values, found.facts.kinds())
 
     def over(self, params: PyTree, batches: Iterable[PyTree], /, **named: PyTree) -> T:
         """Runs the function on many batches, and returns the results on all of them.
@@ -111,8 +117,12 @@ class ReplicatedFunction(Generic[T]):
         batches: tuple[PyTree, ...],
         weight: jax.typing.ArrayLike | None,
         named: dict[str, PyTree],
+        *,
+        needs_samples: bool = False,
     ) -> Evaluated:
-        call = self._calls.prepare(self.world, params, batches, weight, named)
+        call = self._calls.prepare(
+            self.world, params, batches, weight, named, needs_samples=needs_samples
+        )
         _, evaluated = self._step(params, call.weight, *call.batches, **call.named)
         return evaluated
 
@@ -131,6 +141,7 @@ class ReplicatedFunction(Generic[T]):
                     found = self._run_on_batch(bound, weight)
                 else:
                     found = self._run_on_samples(bound, weight)
+                    trace.has_no_rows = True
             found.check_draws(self._name)  # A module that changes is named before.
             total = None
             if weight is not None:
@@ -150,7 +161,7 @@ class ReplicatedFunction(Generic[T]):
         with reduced_values.collected() as noted:
             values = self._fn(*bound.args, **bound.kwargs)
         leaves = jax.tree.leaves(values)
-        kinds = [reduced_values.kind_of(x, noted) for x in leaves]
+        kinds: list[Kind | None] = [reduced_values.kind_of(x, noted) for x in leaves]
         return SampleResults(values, kinds)
 
     def _run_on_samples(

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
 from jdp.gradients.reduced_values import Kind
 from jdp.gradients.step_trace import StepTrace
@@ -79,3 +80,23 @@ def take_local(values: PyTree) -> PyTree:
         values,
         is_leaf=lambda x: isinstance(x, PerReplica),
     )
+
+
+def nan_unless(
+    has_samples: jax.Array, values: PyTree, kinds: Sequence[Kind | None]
+) -> PyTree:
+    """Returns results with NaN for means over no sample.
+
+    Args:
+      has_samples: bool (): whether there is any.
+      values: the results.
+      kinds: by leaf: see `ResultFacts.kinds`.
+    """
+    leaves, treedef = jax.tree.flatten(values)
+    means = [
+        jnp.where(has_samples, x, jnp.asarray(jnp.nan, x.dtype))
+        if kind == "mean"
+        else x
+        for x, kind in zip(leaves, kinds, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, means)

@@ -70,6 +70,7 @@ class _Traced(NamedTuple):
     treedef: Any  # of the results.
     paths: list[str]  # by part.
     noted: list[Kind | None]  # by leaf of all parts: how it was reduced.
+    are_rows: list[bool]  # by leaf of all parts: whether it has a row per sample.
 
 
 def run(
@@ -115,14 +116,14 @@ def _trace(
 ) -> _Traced:
     found: list[_Traced] = []
 
-    def one(sample: PyTree, own: jax.Array) -> list[jax.Array]:
+    def run_on(samples: PyTree, own: jax.Array) -> list[jax.Array]:
         weighting = weighted_mean.as_weighting(own, "weight")
         with (
             step_trace.running(StepTrace(), weighting),
             axes.inside_step((*axis_names, SAMPLES)),
             reduced_values.collected() as noted,
         ):
-            out = fn(jax.tree.map(lambda x: x[None], sample))
+            out = fn(samples)
         flat, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=_is_node)
         leaves = jax.tree.leaves([node for _, node in flat])
         for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]:
@@ -131,13 +132,24 @@ def _trace(
         arrays = [jnp.asarray(x) for x in leaves]
         nodes = jax.tree.map(jax.typeof, [node for _, node in flat])
         paths = tree_paths.format_paths(path for path, _ in flat)
-        found.append(_Traced(None, nodes, treedef, paths, kinds))
+        found.append(_Traced(None, nodes, treedef, paths, kinds, []))
         return arrays
 
-    first = jax.tree.map(lambda x: x[0], (batch, weight))
-    env = [(SAMPLES, len(weight))]
-    jaxpr = jax.make_jaxpr(one, axis_env=env)(*first)
-    return found[-1]._replace(jaxpr=jaxpr)
+    def one(sample: PyTree, own: jax.Array) -> list[jax.Array]:
+        return run_on(jax.tree.map(lambda x: x[None], sample), own)
+
+    def trace(run: Callable[..., Any], samples: PyTree) -> Any:
+        env = [(SAMPLES, len(weight))]
+        return jax.make_jaxpr(run, axis_env=env)(samples, weight[0])
+
+    jaxpr = trace(one, jax.tree.map(lambda x: x[0], batch))
+    traced = found[-1]
+    are_rows = [x.shape[:1] == (1,) for x in jaxpr.out_avals]
+    if any(are_rows):  # Or of another dimension of size 1.
+        two = jax.tree.map(lambda x: jnp.stack([x[0]] * 2), batch)
+        pairs = zip(are_rows, trace(run_on, two).out_avals, strict=True)
+        are_rows = [is_row and x.shape[:1] == (2,) for is_row, x in pairs]
+    return traced._replace(jaxpr=jaxpr, are_rows=are_rows)
 
 
 def _join(
@@ -148,24 +160,29 @@ def _join(
     name: str,
 ) -> SampleResults:
     """Joins the results of all samples, shape (n, ...) each, into one."""
-    left = iter(zip(rows, are_mapped, traced.noted, strict=True))
+    left = iter(zip(rows, are_mapped, traced.noted, traced.are_rows, strict=True))
     values: list[Any] = []
     kinds: list[Kind | None] = []
     for node, path in zip(traced.nodes, traced.paths, strict=True):
         treedef = jax.tree.structure(node)
         parts = [next(left) for _ in range(treedef.num_leaves)]
         if metric_objects.is_metric_object(node):
-            of_all = jax.tree.unflatten(treedef, [x for x, _, _ in parts])
+            of_all = jax.tree.unflatten(treedef, [x for x, *_ in parts])
             counted = weighted_mean.has_data(weight)
             values.append(metric_objects.merge_rows(of_all, counted))
             kinds += [None] * len(parts)
             continue
-        ((x, is_mapped, noted),) = parts
+        ((x, is_mapped, noted, is_row),) = parts
         if not is_mapped:
             values.append(x[0])
             kinds.append(noted)
             continue
-        _check_has_no_row(x, path, name)
+        if is_row:
+            raise ValueError(
+                f"The metric `{path}` of `{name}` seems to have a row per sample: it "
+                f"has shape {x.shape[1:]} for one sample. Return a mean over the "
+                "samples."
+            )
         values.append(_mean(x, weight))
         kinds.append("mean")
     out = jax.tree.unflatten(traced.treedef, values)
@@ -204,14 +221,6 @@ def _check(traced: _Traced, axis_names: Sequence[str], name: str) -> None:
             )
         if metric_objects.is_metric_object(node):
             metric_objects.refuse_collecting(node, f"{where} `{path}` has", _ADVICE)
-
-
-def _check_has_no_row(x: jax.Array, path: str, name: str) -> None:
-    if x.shape[1:2] == (1,):
-        raise ValueError(
-            f"The metric `{path}` of `{name}` seems to have a row per sample: it has "
-            f"shape {x.shape[1:]} for one sample. Return a mean over the samples."
-        )
 
 
 def _find_shared_draw(jaxpr: Any) -> Any:

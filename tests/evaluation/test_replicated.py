@@ -403,6 +403,26 @@ def test_no_batch_at_all_is_refused():
         _replicated(measure).over(PARAMS, [])
 
 
+@pytest.mark.parametrize("count", [8, 7, 2])
+def test_metrics_of_any_shape_are_averaged_over_samples(count):
+    """Also of size 1, and of as many elements as a replica has samples."""
+
+    def measure(params, x):
+        return {
+            "four": x.mean(axis=0),
+            "one": x[:, :1].mean(axis=0),
+            "ones": x[:, :1].mean(axis=0)[None],
+        }
+
+    evaluate, mean = _replicated(measure), X[:count].mean(axis=0)
+    expected = {"four": mean, "one": mean[:1], "ones": mean[None, :1]}
+    found = [evaluate.over(PARAMS, [X[:count]])]
+    if count == 7:  # Others divide: a replica sees its samples together.
+        found.append(evaluate(PARAMS, X[:count]))
+    for result in found:
+        chex.assert_trees_all_close(jax.device_get(result), expected, rtol=1e-5)
+
+
 def _rows(params, x):
     return x[:, 0]
 

@@ -113,6 +113,26 @@ def test_a_mean_of_no_samples_is_refused():
     assert float(total.over(None, empty)) == 0
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, x: {"m": x.mean(), "s": jdp.sum_over_replicas(x.sum()), "c": 3},
+        lambda p, x, weight: {
+            "m": (x * weight).sum() / jnp.maximum(weight.sum(), 1),
+            "s": jdp.sum_over_replicas((x * weight).sum()),
+            "c": 3,
+        },
+    ],
+)
+def test_a_mean_over_samples_of_weight_zero_is_not_a_number(fn):
+    evaluate, x = _replicated(fn), np.ones(4, np.float32)
+    found = evaluate(None, x, weight=np.zeros(4))
+    assert np.isnan(found["m"]) and float(found["s"]) == 0 and int(found["c"]) == 3
+    assert float(evaluate(None, x, weight=np.array([0, 0, 1, 0]))["m"]) == 1
+    with pytest.raises(ValueError, match="was called with a batch without samples"):
+        evaluate(None, x[:0])
+
+
 def test_rows_of_replicas_do_not_add_up():
     evaluate = _replicated(lambda p, x, weight: {"r": jdp.PerReplica(x)})
     assert evaluate.over(None, [np.ones(2)])["r"].value.shape == (2, 1)
