@@ -137,7 +137,15 @@ class DataParallelStep(Joinable, StepCall[P, S, R]):
                 return self.__get__(state)._call(*batches, **named)
         if self._num_ended != world_end.count_ended():
             self._begin_in_world()
-        state, batches = self._bind(state, batches, named)
+        try:
+            return self._call_bound(*self._bind(state, batches, dict(named)))
+        except (TypeError, ValueError) as error:
+            if not self._options.takes_modules:
+                held = self._binder.names
+                self._form.hint_at_states(error, (state, *batches), named, held)
+            raise
+
+    def _call_bound(self, state: PyTree, batches: tuple[PyTree, ...]) -> Any:
         context = self.join_context
         if context is not None and context.is_enabled:
             context.notify(self)
