@@ -49,21 +49,16 @@ def test_an_optimizer_state_that_was_taken_for_a_batch_is_named(tx, split_batche
     step = _data_parallel(
         update, split_batches=split_batches, replicated_argnames="rate"
     )
-    message = (
-        "`opt_state` of `update` has arrays like those of `params`.*`num_states=2`"
-    )
+    message = "`opt_state` of `update` holds arrays as `params` does.*`num_states=2`"
     state, batch = tx.init(PARAMS), BATCHES[0]
     for arguments, named in (
         ((PARAMS, state, batch), {}),
-        ((PARAMS,), {"batch": batch}),
+        ((PARAMS,), {"opt_state": state, "batch": batch}),
     ):
         named["rate"] = PARAMS  # All replicas have it whole.
-        if len(arguments) == 1:
-            named["opt_state"] = state
         with pytest.raises((TypeError, ValueError)) as caught:
             step(*arguments, **named)
-        notes = " ".join(caught.value.__notes__)
-        assert re.search(message, notes)
+        assert re.search(message, " ".join(caught.value.__notes__))
 
 
 def test_an_error_says_nothing_of_states_where_no_argument_is_like_the_state():
