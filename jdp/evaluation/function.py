@@ -100,10 +100,12 @@ class ReplicatedFunction(Generic[T]):
           does not hold is returned as a `np.ndarray` of 64 bits.
 
         Raises:
+          TypeError: `batches` is an array, or `weight` was passed.
           ValueError: there is no batch on any process, or no sample for a mean; or the
             function reduces a number over the replicas of one batch itself, so that it
             is not known how batches add up.
         """
+        self._calls.check_loop(batches, named)
         totals = Totals(self._name)
         loop = uneven_batches.join_batches(batches, world=self.world)
         for batch, weight in loop:

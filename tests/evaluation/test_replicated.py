@@ -487,6 +487,19 @@ def test_a_wrong_function_or_option_is_named():
         jdp.replicated(measure, world=3)
 
 
+def test_arguments_of_one_call_are_refused_in_a_loop():
+    for fn in (measure, measure_by_weight):
+        with pytest.raises(TypeError, match="over` takes no `weight`: each sample"):
+            _replicated(fn).over(PARAMS, [DATA], weight=np.ones(21))
+    with pytest.raises(TypeError, match=r"shape \(21, 4\). Pass `\[batch\]`"):
+        _replicated(measure).over(PARAMS, X)
+
+
+def test_a_misspelt_name_in_an_option_shows_the_function_as_it_was_written():
+    with pytest.raises(ValueError, match=r"parameter of `measure\(params, batch\)"):
+        jdp.replicated(measure, static_argnames="bacth")
+
+
 def _evaluate_in_processes():
     world = jdp.init()
     shard = world.shard(DATA, shuffle=False)
