@@ -109,6 +109,7 @@ FOREIGN_ATTRIBUTES = {
     # Leaves of users' trees, and functions and classes of users.
     *("shape", "dtype", "__jax_array__", "__name__", "__iter__", "__getitem__"),
     *("_fields", "_field_defaults", "__dataclass_fields__", "init", "update", "func"),
+    "iloc",
     # Parts of jaxprs, whose classes differ between kinds and versions of JAX.
     *("jaxpr", "consts", "val", "eqns", "primitive", "mlir_module_serialized"),
     *("mat", "Inline", "parent_trace"),

@@ -38,16 +38,15 @@ class CallBatches:
 
         Raises:
           TypeError: the function takes no parameters of a model.
+          ValueError: a name in an option is not a parameter of the function.
         """
         self._name = name
         self._splits = options.split_batches
         self._full = inspect.signature(fn)
-        self._held = {
-            *call_arguments.as_names("static_argnames", options.static_argnames),
-            *call_arguments.as_names(
-                "replicated_argnames", options.replicated_argnames
-            ),
-        }
+        self._held = self._read_names("static_argnames", options.static_argnames)
+        self._held |= self._read_names(
+            "replicated_argnames", options.replicated_argnames
+        )
         known = self._full.parameters
         first = next(iter(known.values()), None)
         if first is None or first.kind not in (first.POSITIONAL_ONLY, _EITHER):
@@ -73,6 +72,8 @@ class CallBatches:
         batches: tuple[PyTree, ...],
         weight: jax.typing.ArrayLike | None,
         named: dict[str, PyTree],
+        *,
+        needs_samples: bool,
     ) -> PreparedCall:
         """Pads the samples of a call so that they divide among the replicas.
 
@@ -82,14 +83,21 @@ class CallBatches:
           batches: the others that were passed by position.
           weight: one number per sample, or None.
           named: arguments passed by name.
+          needs_samples: whether to refuse a batch without samples.
 
         Raises:
           TypeError: the function does not take these arguments.
-          ValueError: `weight` does not have one number per sample.
+          ValueError: `weight` does not have one number per sample, or there is no
+            sample.
         """
         bound, weight = self._bind(params, batches, weight, named)
         samples = self.batches_of(bound)
         count, is_placed = _count(world, samples)
+        if count == 0 and needs_samples:
+            raise ValueError(
+                f"`{self._name}` was called with a batch without samples, so that "
+                "there are no results."
+            )
         if weight is not None:
             weight = self._check_weight(weight, count)
         elif self.takes_weight and count is not None:
@@ -105,6 +113,22 @@ class CallBatches:
             samples, weight = whole_batches.take_part(world, (samples, weight))
         bound = self.with_batches(bound, samples)
         return PreparedCall(weight, bound.args[1:], bound.kwargs)
+
+    def check_loop(self, batches: Any, named: dict[str, PyTree]) -> None:
+        """Raises TypeError for arguments of a call that `over` does not take."""
+        if _WEIGHT in named and _WEIGHT not in self._held:
+            raise TypeError(
+                f"`{self._name}.over` takes no `weight`: each sample of its batches "
+                f"counts the same. `{self._name}(params, batch, weight=weight)` takes "
+                "the weights of one batch; or add them to the batches, under another "
+                "name."
+            )
+        if hasattr(batches, "shape"):
+            raise TypeError(
+                f"`batches` of `{self._name}.over` must be an iterable of batches, got "
+                f"an array of shape {np.shape(batches)}. Pass `[batch]` for one batch, "
+                "or `list(batches)` if its rows are batches."
+            )
 
     def as_arguments(
         self, batch: PyTree, named: dict[str, PyTree]
@@ -186,6 +210,19 @@ class CallBatches:
         if self.takes_weight:
             weight = bound.arguments.pop(_WEIGHT)
         return inspect.BoundArguments(self.signature, bound.arguments), weight  # pyright: ignore
+
+    def _read_names(self, option: str, names: call_arguments.Names) -> set[str]:
+        """Returns the names in an option."""
+        known = self._full.parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        found = set(call_arguments.as_names(option, names))
+        for name in sorted(found - set(known)):
+            if not takes_all:
+                raise ValueError(
+                    f"`{option}` has {name!r}, which is not a parameter of "
+                    f"`{self._name}{self._full}`."
+                )
+        return found
 
     def _check_lengths(self, samples: dict[str, PyTree]) -> None:
         lengths: dict[Any, str] = {}

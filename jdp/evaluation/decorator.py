@@ -59,7 +59,9 @@ def replicated(
         metrics = evaluate(params, batch)               # of one batch
         metrics = evaluate.over(params, test_batches)   # of all samples of all batches
 
-    Numbers that differ between replicas are averaged. Results of
+    Numbers that differ between replicas are averaged. So return means or sums over the
+    samples, and apply a root or an exponential to the result: a mean of perplexities is
+    not the perplexity of all samples. Results of
     `jdp.sum_over_replicas` stay sums. Metric objects of `clu.metrics` and `nnx.metrics`
     are merged; see `jdp.merge_metrics`. What is the same on all replicas is returned as
     it is, and what is in a `jdp.PerReplica` with one row per replica.
@@ -95,7 +97,8 @@ def replicated(
       ValueError: a name in an option is not a parameter of `fn`. From a call: the
         samples have different numbers in different leaves; `weight` has another shape;
         or a function without a parameter `weight` returns a row per sample or a
-        `jdp.PerReplica`, or reduces over a named axis, where it runs on each sample.
+        `jdp.PerReplica`, reduces over a named axis, or draws random numbers from a key
+        that all samples share, where it runs on each sample.
     """
     options = StepOptions(
         world=world,

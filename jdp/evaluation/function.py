@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp.evaluation import sample_by_sample
+from jdp.evaluation import results, sample_by_sample
 from jdp.evaluation.call_batches import CallBatches
-from jdp.evaluation.results import Evaluated, ResultFacts, Totals, take_local
+from jdp.evaluation.results import Evaluated, ResultFacts, take_local
+from jdp.evaluation.sample_by_sample import SampleResults
+from jdp.evaluation.totals import Totals
 from jdp.gradients import reduced_values, step_trace, weighted_mean
+from jdp.gradients.reduced_values import Kind
 from jdp.gradients.weighted_mean import Weighting
 from jdp.join import uneven_batches
 from jdp.replicas.mesh import World
@@ -71,7 +74,12 @@ class ReplicatedFunction(Generic[T]):
         **named: PyTree,
     ) -> T:
         """Runs the function on one batch; see `jdp.replicated`."""
-        return take_local(self._run(params, batches, weight, named).values)
+        found = self._run(params, batches, weight, named, needs_samples=True)
+        values = take_local(found.values)
+        if weight is None or found.total is None:
+            return values
+        has_samples = take_local(found.total) != 0
+        return results.nan_unless(has_samples, values, found.facts.kinds())
 
     def over(self, params: PyTree, batches: Iterable[PyTree], /, **named: PyTree) -> T:
         """Runs the function on many batches, and returns the results on all of them.
@@ -87,13 +95,17 @@ class ReplicatedFunction(Generic[T]):
           **named: further arguments, the same in each call.
 
         Returns:
-          The results, as the function returns them for one batch.
+          The results, as the function returns them for one batch. Batches are added up
+          in 64 bits, whatever the dtype of a result. A sum of integers that its dtype
+          does not hold is returned as a `np.ndarray` of 64 bits.
 
         Raises:
-          ValueError: there is no batch on any process; or the function reduces a number
-            over the replicas of one batch itself, so that it is not known how batches
-            add up.
+          TypeError: `batches` is an array, or `weight` was passed.
+          ValueError: there is no batch on any process, or no sample for a mean; or the
+            function reduces a number over the replicas of one batch itself, so that it
+            is not known how batches add up.
         """
+        self._calls.check_loop(batches, named)
         totals = Totals(self._name)
         loop = uneven_batches.join_batches(batches, world=self.world)
         for batch, weight in loop:
@@ -107,8 +119,12 @@ class ReplicatedFunction(Generic[T]):
         batches: tuple[PyTree, ...],
         weight: jax.typing.ArrayLike | None,
         named: dict[str, PyTree],
+        *,
+        needs_samples: bool = False,
     ) -> Evaluated:
-        call = self._calls.prepare(self.world, params, batches, weight, named)
+        call = self._calls.prepare(
+            self.world, params, batches, weight, named, needs_samples=needs_samples
+        )
         _, evaluated = self._step(params, call.weight, *call.batches, **call.named)
         return evaluated
 
@@ -124,32 +140,35 @@ class ReplicatedFunction(Generic[T]):
             bound = self._calls.signature.bind(params, *batches, **named)
             with nnx_objects.refusing_changes(self._name, params):
                 if weight is None or self._calls.takes_weight:
-                    values, kinds = self._run_on_batch(bound, weight)
+                    found = self._run_on_batch(bound, weight)
                 else:
-                    values, kinds = self._run_on_samples(bound, weight)
+                    found = self._run_on_samples(bound, weight)
+                    trace.has_no_rows = True
+            found.check_draws(self._name)  # A module that changes is named before.
             total = None
             if weight is not None:
                 amount = weighted_mean.nan_if_negative(weight).sum()
                 trace.note(Weighting(amount, "weight"))
                 total = lax.psum(amount, self.world.axis_names)
-            return (), Evaluated(values, total, ResultFacts(kinds, trace))
+            return (), Evaluated(found.values, total, ResultFacts(found.kinds, trace))
 
         step.__signature__ = self._calls.step_signature  # pyright: ignore
         return step
 
     def _run_on_batch(
         self, bound: inspect.BoundArguments, weight: jax.Array | None
-    ) -> tuple[PyTree, list[Any]]:
+    ) -> SampleResults:
         if weight is not None:
             bound = self._calls.with_weight(bound, weight)
         with reduced_values.collected() as noted:
             values = self._fn(*bound.args, **bound.kwargs)
         leaves = jax.tree.leaves(values)
-        return values, [reduced_values.kind_of(x, noted) for x in leaves]
+        kinds: list[Kind | None] = [reduced_values.kind_of(x, noted) for x in leaves]
+        return SampleResults(values, kinds)
 
     def _run_on_samples(
         self, bound: inspect.BoundArguments, weight: jax.Array
-    ) -> tuple[PyTree, list[Any]]:
+    ) -> SampleResults:
         batch = self._calls.batches_of(bound)
 
         def on_sample(sample: dict[str, PyTree]) -> PyTree:
@@ -157,10 +176,9 @@ class ReplicatedFunction(Generic[T]):
             return self._fn(*given.args, **given.kwargs)
 
         amounts = weighted_mean.nan_if_negative(jnp.asarray(weight))
-        found = sample_by_sample.run(
+        return sample_by_sample.run(
             on_sample, batch, amounts, self.world.axis_names, self._name
         )
-        return found.values, list(found.kinds)
 
 
 class _Method(ReplicatedFunction[T]):

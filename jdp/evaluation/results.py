@@ -1,25 +1,23 @@
-"""Results: what does a replicated function return, and how do batches add up?"""
+"""Results: what does a replicated function return?"""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.core
-import numpy as np
+import jax.numpy as jnp
 
-from jdp.gradients import metric_objects
 from jdp.gradients.reduced_values import Kind
 from jdp.gradients.step_trace import StepTrace
 from jdp.replicas.per_replica import PerReplica
-from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 
 class ResultFacts:
     """Facts about the results of one program; compared by identity."""
 
-    def __init__(self, kinds: list[Kind | None], trace: StepTrace):
+    def __init__(self, kinds: Sequence[Kind | None], trace: StepTrace):
         """Notes what is known before the whole program is traced.
 
         Args:
@@ -84,96 +82,21 @@ def take_local(values: PyTree) -> PyTree:
     )
 
 
-class Totals:
-    """Results of several batches, added up."""
+def nan_unless(
+    has_samples: jax.Array, values: PyTree, kinds: Sequence[Kind | None]
+) -> PyTree:
+    """Returns results with NaN for means over no sample.
 
-    def __init__(self, name: str):
-        """Starts without a batch.
-
-        Args:
-          name: name of the function, for errors.
-        """
-        self._name = name
-        self._treedef: Any = None
-        self._nodes: list[Any] = []
-        self._kinds: list[Any] = []
-        self._paths: list[str] = []
-        self._weight: Any = 0.0
-        self._fixed: dict[int, list[Any]] = {}  # by part: the value in each batch.
-
-    def add(self, result: Evaluated) -> None:
-        """Adds the results of a batch, whose `total` is set."""
-        flat, treedef = jax.tree_util.tree_flatten_with_path(
-            take_local(result.values), is_leaf=_is_node
-        )
-        nodes = [node for _, node in flat]
-        assert result.total is not None
-        weight = take_local(result.total)
-        if self._treedef is None:
-            self._treedef, self._nodes, self._weight = treedef, nodes, weight
-            self._paths = tree_paths.format_paths(path for path, _ in flat)
-            self._kinds = _kinds_of_nodes(nodes, result.facts.kinds())
-            self._fixed = {
-                i: [node]
-                for i, node in enumerate(nodes)
-                if self._kinds[i] is None and not metric_objects.is_metric_object(node)
-            }
-            return
-        self._weight = self._weight + weight
-        # All weights may be 0 so far.
-        share = np.float32(1) * weight / _nonzero(self._weight)
-        for i, node in enumerate(nodes):
-            self._nodes[i] = self._join(i, node, share)
-
-    def _join(self, i: int, node: Any, share: Any) -> Any:
-        old = self._nodes[i]
-        if metric_objects.is_metric_object(node):
-            return metric_objects.merge_two(old, node)
-        match self._kinds[i]:
-            case "sum":
-                return old + node
-            case "mean":
-                return old + (node - old) * share.astype(node.dtype)
-        self._fixed[i].append(node)
-        return old
-
-    def finish(self) -> PyTree:
-        """Returns the results of all batches.
-
-        Raises:
-          ValueError: there was no batch; or a number that the function reduced itself
-            is not the same in all batches.
-        """
-        if self._treedef is None:
-            raise ValueError(
-                f"`{self._name}.over` got no batch, on no process, so that there are "
-                "no results."
-            )
-        for i, values in jax.device_get(self._fixed).items():
-            if any(not np.array_equal(x, values[0], equal_nan=True) for x in values):
-                raise ValueError(
-                    f"The metric `{self._paths[i]}` of `{self._name}` is the same on "
-                    "all replicas, but not in all batches, so that it is not known "
-                    "how batches add up. Return the mean over the samples of one "
-                    "replica, or what `jdp.sum_over_replicas` returns, or a metric "
-                    "object of clu or nnx."
-                )
-        return jax.tree.unflatten(self._treedef, self._nodes)
-
-
-def _nonzero(x: Any) -> Any:
-    return x + (x == 0)
-
-
-def _is_node(node: Any) -> bool:
-    return isinstance(node, PerReplica) or metric_objects.is_metric_object(node)
-
-
-def _kinds_of_nodes(nodes: Iterable[Any], kinds: list[Kind | None]) -> list[Any]:
-    """Returns the kind of each part, given the kinds of all leaves in order."""
-    found, start = [], 0
-    for node in nodes:
-        num_leaves = jax.tree.structure(node).num_leaves
-        found.append(kinds[start] if num_leaves == 1 else None)
-        start += num_leaves
-    return found
+    Args:
+      has_samples: bool (): whether there is any.
+      values: the results.
+      kinds: by leaf: see `ResultFacts.kinds`.
+    """
+    leaves, treedef = jax.tree.flatten(values)
+    means = [
+        jnp.where(has_samples, x, jnp.asarray(jnp.nan, x.dtype))
+        if kind == "mean"
+        else x
+        for x, kind in zip(leaves, kinds, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, means)

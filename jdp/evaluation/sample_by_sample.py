@@ -22,10 +22,13 @@ from jdp.gradients.step_trace import StepTrace
 from jdp.replicas import axes
 from jdp.replicas.per_replica import PerReplica
 from jdp.step import replica_program
+from jdp.step.sameness import SamenessAnalysis
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 SAMPLES = "jdp_samples"  # the axis along which the samples of a replica lie.
+# Draws of numbers; others make keys.
+_NUMBERS = frozenset({"random_bits", "random_gamma"})
 _ADVICE = (
     "Give the function a parameter `weight`, one number per sample with 0 for padding, "
     "or pass batches that divide among the replicas, without `weight`."
@@ -33,10 +36,30 @@ _ADVICE = (
 
 
 class SampleResults(NamedTuple):
-    """Results of a function on all samples of a replica."""
+    """Results of a function on all samples of a replica, together or one by one."""
 
     values: PyTree  # numbers averaged, and metric objects merged, over the samples.
-    kinds: list[Kind | None]  # by leaf: how its values become one; None: all are equal.
+    kinds: Sequence[Kind | None]  # by leaf: how values become one; None: all are equal.
+    draw: Any = (
+        None  # an equation that draws the same numbers for all samples, or None.
+    )
+
+    def check_draws(self, name: str) -> None:
+        """Raises ValueError for random numbers that all samples would share.
+
+        Args:
+          name: name of the function, for errors.
+        """
+        if self.draw is not None:
+            raise ValueError(
+                f"`{name}` has no parameter `weight` and runs sample by sample, but it "
+                f"draws random numbers{exchange.line_of(self.draw)} from a key that is "
+                "the same for all samples, so that every sample would get the same "
+                "numbers. Give the function a parameter `weight`, one number per "
+                "sample with 0 for padding, or pass a key per sample in the batch. "
+                "Dropout is left out of an evaluation: `deterministic=True`, "
+                "`model.eval()`."
+            )
 
 
 class _Traced(NamedTuple):
@@ -47,6 +70,7 @@ class _Traced(NamedTuple):
     treedef: Any  # of the results.
     paths: list[str]  # by part.
     noted: list[Kind | None]  # by leaf of all parts: how it was reduced.
+    are_rows: list[bool]  # by leaf of all parts: whether it has a row per sample.
 
 
 def run(
@@ -92,14 +116,14 @@ def _trace(
 ) -> _Traced:
     found: list[_Traced] = []
 
-    def one(sample: PyTree, own: jax.Array) -> list[jax.Array]:
+    def run_on(samples: PyTree, own: jax.Array) -> list[jax.Array]:
         weighting = weighted_mean.as_weighting(own, "weight")
         with (
             step_trace.running(StepTrace(), weighting),
             axes.inside_step((*axis_names, SAMPLES)),
             reduced_values.collected() as noted,
         ):
-            out = fn(jax.tree.map(lambda x: x[None], sample))
+            out = fn(samples)
         flat, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=_is_node)
         leaves = jax.tree.leaves([node for _, node in flat])
         for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]:
@@ -108,13 +132,24 @@ def _trace(
         arrays = [jnp.asarray(x) for x in leaves]
         nodes = jax.tree.map(jax.typeof, [node for _, node in flat])
         paths = tree_paths.format_paths(path for path, _ in flat)
-        found.append(_Traced(None, nodes, treedef, paths, kinds))
+        found.append(_Traced(None, nodes, treedef, paths, kinds, []))
         return arrays
 
-    first = jax.tree.map(lambda x: x[0], (batch, weight))
-    env = [(SAMPLES, len(weight))]
-    jaxpr = jax.make_jaxpr(one, axis_env=env)(*first)
-    return found[-1]._replace(jaxpr=jaxpr)
+    def one(sample: PyTree, own: jax.Array) -> list[jax.Array]:
+        return run_on(jax.tree.map(lambda x: x[None], sample), own)
+
+    def trace(run: Callable[..., Any], samples: PyTree) -> Any:
+        env = [(SAMPLES, len(weight))]
+        return jax.make_jaxpr(run, axis_env=env)(samples, weight[0])
+
+    jaxpr = trace(one, jax.tree.map(lambda x: x[0], batch))
+    traced = found[-1]
+    are_rows = [x.shape[:1] == (1,) for x in jaxpr.out_avals]
+    if any(are_rows):  # Or of another dimension of size 1.
+        two = jax.tree.map(lambda x: jnp.stack([x[0]] * 2), batch)
+        pairs = zip(are_rows, trace(run_on, two).out_avals, strict=True)
+        are_rows = [is_row and x.shape[:1] == (2,) for is_row, x in pairs]
+    return traced._replace(jaxpr=jaxpr, are_rows=are_rows)
 
 
 def _join(
@@ -125,27 +160,33 @@ def _join(
     name: str,
 ) -> SampleResults:
     """Joins the results of all samples, shape (n, ...) each, into one."""
-    left = iter(zip(rows, are_mapped, traced.noted, strict=True))
+    left = iter(zip(rows, are_mapped, traced.noted, traced.are_rows, strict=True))
     values: list[Any] = []
     kinds: list[Kind | None] = []
     for node, path in zip(traced.nodes, traced.paths, strict=True):
         treedef = jax.tree.structure(node)
         parts = [next(left) for _ in range(treedef.num_leaves)]
         if metric_objects.is_metric_object(node):
-            of_all = jax.tree.unflatten(treedef, [x for x, _, _ in parts])
+            of_all = jax.tree.unflatten(treedef, [x for x, *_ in parts])
             counted = weighted_mean.has_data(weight)
             values.append(metric_objects.merge_rows(of_all, counted))
             kinds += [None] * len(parts)
             continue
-        ((x, is_mapped, noted),) = parts
+        ((x, is_mapped, noted, is_row),) = parts
         if not is_mapped:
             values.append(x[0])
             kinds.append(noted)
             continue
-        _check_has_no_row(x, path, name)
+        if is_row:
+            raise ValueError(
+                f"The metric `{path}` of `{name}` seems to have a row per sample: it "
+                f"has shape {x.shape[1:]} for one sample. Return a mean over the "
+                "samples."
+            )
         values.append(_mean(x, weight))
         kinds.append("mean")
-    return SampleResults(jax.tree.unflatten(traced.treedef, values), kinds)
+    out = jax.tree.unflatten(traced.treedef, values)
+    return SampleResults(out, kinds, _find_shared_draw(traced.jaxpr))
 
 
 def _mean(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -182,12 +223,26 @@ def _check(traced: _Traced, axis_names: Sequence[str], name: str) -> None:
             metric_objects.refuse_collecting(node, f"{where} `{path}` has", _ADVICE)
 
 
-def _check_has_no_row(x: jax.Array, path: str, name: str) -> None:
-    if x.shape[1:2] == (1,):
-        raise ValueError(
-            f"The metric `{path}` of `{name}` seems to have a row per sample: it has "
-            f"shape {x.shape[1:]} for one sample. Return a mean over the samples."
-        )
+def _find_shared_draw(jaxpr: Any) -> Any:
+    """Returns a draw of numbers whose key is the same for all samples, or None."""
+    analysis = SamenessAnalysis(
+        (SAMPLES,), refuse_divided=False, observed=primitives.DRAWS
+    )
+    analysis.follow(jaxpr, (analysis.mask((SAMPLES,)),) * len(jaxpr.in_avals))
+
+    def find(jaxpr: Any) -> Any:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in _NUMBERS:
+                if not analysis.observed.get(id(eqn), [False])[0]:
+                    return eqn
+            elif eqn.primitive.name not in primitives.KERNELS:
+                inside = (getattr(x, "jaxpr", x) for x in jaxprs_in_params(eqn.params))
+                found = next(filter(None, map(find, inside)), None)
+                if found is not None:  # JAX keeps no lines within its own functions.
+                    return found if exchange.line_of(found) else eqn
+        return None
+
+    return find(jaxpr.jaxpr)
 
 
 def _find_reduction(jaxpr: Any, axis_names: frozenset[str]) -> Any:

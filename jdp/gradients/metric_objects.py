@@ -109,15 +109,29 @@ def merge_rows(rows: Any, are_counted: jax.Array | None) -> Any:
     Args:
       rows: a metric object whose leaves have shape (n, ...).
       are_counted: bool (n,): which of the n count; None: all. Without any, the result
-        has zeros.
+        has zeros. Floats narrower than 32 bits are merged in float32, since a sum of
+        ones stops at 256 in bfloat16.
     """
-    if _is_of_nnx(rows):
-        return _merge_rows_of_nnx(rows, are_counted)
-    if are_counted is None or _collects(rows):
+    if is_collecting(rows):
         return rows.reduce()
-    if isinstance(rows, sys.modules["clu.metrics"].Collection):
+    if is_collection(rows):
         parts = {k: merge_rows(v, are_counted) for k, v in vars(rows).items()}
         return type(rows)(**parts)
+    merged = _merge_wide(jax.tree.map(_widen, rows), are_counted)
+    return jax.tree.map(lambda x, row: x.astype(row.dtype), merged, rows)
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return x.astype(jnp.float32) if is_narrow else x
+
+
+def _merge_wide(rows: Any, are_counted: jax.Array | None) -> Any:
+    """Merges objects whose dtypes keep the digits of sums."""
+    if _is_of_nnx(rows):
+        return _merge_rows_of_nnx(rows, are_counted)
+    if are_counted is None:
+        return rows.reduce()
     first = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), rows)
 
     def merge(found: Any, row: Any) -> Any:
@@ -141,10 +155,22 @@ def merge_two(first: Any, second: Any) -> Any:
     return first.merge(second)
 
 
+def is_collecting(node: Any) -> bool:
+    """Returns whether a metric collects the outputs of samples, on the host."""
+    module: Any = sys.modules.get("clu.metrics")
+    return module is not None and isinstance(node, module.CollectingMetric)
+
+
+def is_collection(node: Any) -> bool:
+    """Returns whether an object is a collection of metrics of clu, by name."""
+    module: Any = sys.modules.get("clu.metrics")
+    return module is not None and isinstance(node, module.Collection)
+
+
 def refuse_collecting(node: Any, what: str, advice: str) -> None:
     """Raises TypeError for an object of clu that collects outputs of samples."""
     for metric in [node, *vars(node).values()]:
-        if _collects(metric):
+        if is_collecting(metric):
             raise TypeError(
                 f"{what} a `{type(metric).__name__}`, which collects the outputs of "
                 f"samples, padding too. {advice}"
@@ -154,12 +180,6 @@ def refuse_collecting(node: Any, what: str, advice: str) -> None:
 def _is_of_clu(node: Any) -> bool:
     module: Any = sys.modules.get("clu.metrics")  # Without it there are no objects.
     return module is not None and isinstance(node, module.Metric | module.Collection)
-
-
-def _collects(node: Any) -> bool:
-    """Returns whether a metric collects the outputs of samples, on the host."""
-    module: Any = sys.modules.get("clu.metrics")
-    return module is not None and isinstance(node, module.CollectingMetric)
 
 
 def _is_of_nnx(node: Any) -> bool:

@@ -93,6 +93,7 @@ class StepTrace:
     # Whether to find which metrics may differ between replicas, also where there is one
     # replica; and by leaf whether they do.
     needs_differing: bool = False
+    has_no_rows: bool = False  # whether metrics of any shape have no rows of samples.
     differing: list[bool] | None = None
     model_axes: tuple[str, ...] = ()  # along which the step communicates itself.
 

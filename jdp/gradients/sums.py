@@ -28,7 +28,8 @@ def sum_over_replicas(tree: PyTree, *, axis_name: AxisName | None = None) -> PyT
     Returns:
       A pytree of the same shapes, the same on all replicas. Booleans and narrow
       integers become int32 (int64 with `jax_enable_x64`), as in `jnp.sum`, and float16
-      and bfloat16 are summed in float32.
+      and bfloat16 are summed in float32. A sum that its dtype does not hold wraps, as
+      with `jnp.sum`: sum large counts as floats, or with `jax_enable_x64`.
 
     Raises:
       TypeError: a leaf is neither an array of numbers nor a number.

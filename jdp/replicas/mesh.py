@@ -17,7 +17,7 @@ from jdp.types import AxisName, Device, HostLeaf, PyTree, Store
 
 SCALAR_ADVICE = (
     "a batch is split on its first dimension. Put values that are not per sample into "
-    "the state, or name the argument in `replicated_argnames`."
+    "the state (`num_states`), or name the argument in `replicated_argnames`."
 )
 
 P = ParamSpec("P")

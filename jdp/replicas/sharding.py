@@ -51,6 +51,7 @@ class StreamShard:
         self.epoch = self.position = 0
         self._seat = seat
         self._drop_last = drop_last
+        self._was_read = False
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
         """Notes the epoch, and chooses where to begin; see `Shard.set_epoch`.
@@ -63,12 +64,33 @@ class StreamShard:
         self.position = types.as_count(position, "position", least=0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the elements of this process."""
-        left = itertools.islice(iter(self.data), self.position, None)
+        """Yields the elements of this process.
+
+        Raises:
+          ValueError: the iterable can be read once, and was read before.
+        """
+        elements = iter(self.data)
+        if elements is self.data and self._was_read:
+            elements = self._read_on(elements)
+        self._was_read = True
+        left = itertools.islice(elements, self.position, None)
         while turn := list(itertools.islice(left, self._seat.process_count)):
             is_whole = len(turn) == self._seat.process_count
             if is_whole or not self._drop_last and self._seat.process_index < len(turn):
                 yield turn[self._seat.process_index]
+
+    def _read_on(self, elements: Iterator[Any]) -> Iterator[Any]:
+        """Returns the rest of an iterator that was read before, if it has one."""
+        rest = list(itertools.islice(elements, 1))
+        if self.position or not rest:
+            raise ValueError(
+                f"`data` is a {type(self.data).__name__}, which can be read once, and "
+                "was read before. Make a shard of a new one for each epoch, "
+                "`world.shard(make_data(), shuffle=False)`, or pass an iterable that "
+                "begins anew whenever it is read, such as a class whose `__iter__` is "
+                "a generator."
+            )
+        return itertools.chain(rest, elements)
 
     def batches(self, batch_size: int) -> Iterator[PyTree]:
         """Yields the elements of this process, stacked; see `Shard.batches`.
@@ -146,7 +168,8 @@ def shard(
       yields elements. Both have `batches` and `set_epoch`.
 
     Raises:
-      TypeError: `data` is something else, or an option has the wrong type.
+      TypeError: `data` is something else, such as a frame of pandas, whose indices are
+        labels; or an option has the wrong type.
       ValueError: arrays have different lengths, `seed` is negative, or `shuffle` is
         True for an iterable.
     """

@@ -69,7 +69,8 @@ class CallBinder:
         self._name = name
         self._static = as_names("static_argnames", static_argnames)
         self._replicated = as_names("replicated_argnames", replicated_argnames)
-        self.has_names = bool(self._static or self._replicated)
+        self.names = frozenset((*self._static, *self._replicated))
+        self.has_names = bool(self.names)
         # By name: the Python number of the last call, whether 64 bits were enabled, and
         # the array that it became.
         self._placed: dict[str, tuple[Any, bool, jax.Array]] = {}

@@ -33,7 +33,7 @@ from jdp.step.join_hook import StepJoinHook
 from jdp.step.options import StepOptions, check_step
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Step
-from jdp.step.signature import A, M, P, Rest, S, StepCall, TakesOne
+from jdp.step.signature import A, P, R, Rest, S, StepCall, TakesOne
 from jdp.step.step_form import StepForm
 from jdp.step.step_program import StepProgram
 from jdp.trees import nnx_objects
@@ -42,7 +42,7 @@ from jdp.types import PyTree
 _NOTHING = contextlib.nullcontext()
 
 
-class DataParallelStep(Joinable, StepCall[P, S, M]):
+class DataParallelStep(Joinable, StepCall[P, S, R]):
     """Step of all replicas, as `jdp.data_parallel` returns it; a `jdp.Joinable`.
 
     To type checkers it is a function of the arguments of the step that returns what the
@@ -103,26 +103,26 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
 
     @overload
     def __get__(
-        self: TakesOne[A, Rest, S, M], instance: object, owner: A
-    ) -> "DataParallelStep[Rest, S, M]": ...
+        self: TakesOne[A, Rest, S, R], instance: object, owner: A
+    ) -> "DataParallelStep[Rest, S, R]": ...
     @overload
     def __get__(
         self, instance: None, owner: type | None = None
-    ) -> "DataParallelStep[P, S, M]": ...
+    ) -> "DataParallelStep[P, S, R]": ...
     @overload
     def __get__(
-        self: TakesOne[A, Rest, S, M], instance: A, owner: type | None = None
-    ) -> "DataParallelStep[Rest, S, M]": ...
+        self: TakesOne[A, Rest, S, R], instance: A, owner: type | None = None
+    ) -> "DataParallelStep[Rest, S, R]": ...
     @overload
     def __get__(
         self, instance: object, owner: type | None = None
-    ) -> "DataParallelStep[P, S, M]": ...
+    ) -> "DataParallelStep[P, S, R]": ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Returns the step of an object, for a step that is a method."""
         of = owner if self._is_of_class else instance
         return self if of is None or self._is_static else self._bound.of(of)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep[P, S, M]":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallelStep[P, S, R]":
         """Returns the step itself, as a copy of a function does."""
         return self
 
@@ -137,7 +137,15 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
                 return self.__get__(state)._call(*batches, **named)
         if self._num_ended != world_end.count_ended():
             self._begin_in_world()
-        state, batches = self._bind(state, batches, named)
+        try:
+            return self._call_bound(*self._bind(state, batches, dict(named)))
+        except (TypeError, ValueError) as error:
+            if not self._options.takes_modules:
+                held = self._binder.names
+                self._form.hint_at_states(error, (state, *batches), named, held)
+            raise
+
+    def _call_bound(self, state: PyTree, batches: tuple[PyTree, ...]) -> Any:
         context = self.join_context
         if context is not None and context.is_enabled:
             context.notify(self)
@@ -339,12 +347,12 @@ class DataParallelStep(Joinable, StepCall[P, S, M]):
         nnx_objects.check_arguments(self.name, arguments)
 
 
-class _BoundStep(DataParallelStep[P, S, M]):
+class _BoundStep(DataParallelStep[P, S, R]):
     """Step of one object: shares the attributes of its core and holds the object."""
 
     __slots__ = ("__self__",)
 
-    def __init__(self, core: DataParallelStep[..., S, M], owner: Any):
+    def __init__(self, core: DataParallelStep[..., S, R], owner: Any):
         object.__setattr__(self, "__dict__", core.__dict__)
         self.__self__ = owner
 

@@ -1,23 +1,76 @@
 """Decorator: how does the train step of one replica become the step of all?"""
 
 from collections.abc import Callable
-from typing import Any, Protocol, overload
+from typing import Any, Concatenate, Protocol, overload
+
+from typing_extensions import TypeVar
 
 from jdp.replicas.mesh import World
 from jdp.step.call_arguments import Names
 from jdp.step.data_parallel import DataParallelStep
 from jdp.step.options import StepOptions
-from jdp.step.signature import M, P, S
+from jdp.step.signature import A, P, R, Rest, S, T
+
+M = TypeVar("M", default=Any)  # the metrics.
 
 
 class StepDecorator(Protocol):
     """`jdp.data_parallel` with options and without a step."""
 
-    def __call__(self, step: Callable[P, tuple[S, M]], /) -> DataParallelStep[P, S, M]:
+    @overload
+    def __call__(
+        self, step: Callable[Concatenate[T, Rest], T], /
+    ) -> DataParallelStep[Concatenate[T, Rest], T, T]: ...
+    @overload
+    def __call__(
+        self, step: Callable[P, tuple[S, M]], /
+    ) -> DataParallelStep[P, S, tuple[S, M]]: ...
+    @overload
+    def __call__(
+        self, step: Callable[Concatenate[A, T, Rest], T], /
+    ) -> DataParallelStep[Concatenate[A, T, Rest], T, T]: ...
+    def __call__(self, step: Any, /) -> Any:
         """Returns the compiled step of all replicas."""
         ...
 
 
+class StatesDecorator(Protocol):
+    """The same, with `num_states`: the step returns what it declares."""
+
+    def __call__(self, step: Callable[P, R], /) -> DataParallelStep[P, Any, R]:
+        """Returns the compiled step of all replicas."""
+        ...
+
+
+@overload
+def data_parallel(
+    step: Callable[P, R],
+    /,
+    *,
+    num_states: int,
+    world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
+    donate_state: bool = ...,
+    split_batches: bool = ...,
+    check_vma: bool = ...,
+    static_graph: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> DataParallelStep[P, Any, R]: ...
+@overload
+def data_parallel(
+    step: Callable[Concatenate[T, Rest], T],
+    /,
+    *,
+    world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
+    donate_state: bool = ...,
+    split_batches: bool = ...,
+    check_vma: bool = ...,
+    static_graph: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> DataParallelStep[Concatenate[T, Rest], T, T]: ...
 @overload
 def data_parallel(
     step: Callable[P, tuple[S, M]],
@@ -28,11 +81,39 @@ def data_parallel(
     replicated_argnames: Names = ...,
     donate_state: bool = ...,
     split_batches: bool = ...,
-    num_states: int = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
-) -> DataParallelStep[P, S, M]: ...
+) -> DataParallelStep[P, S, tuple[S, M]]: ...
+@overload
+def data_parallel(
+    step: Callable[Concatenate[A, T, Rest], T],
+    /,
+    *,
+    world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
+    donate_state: bool = ...,
+    split_batches: bool = ...,
+    check_vma: bool = ...,
+    static_graph: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> DataParallelStep[Concatenate[A, T, Rest], T, T]: ...
+@overload
+def data_parallel(
+    step: None = None,
+    /,
+    *,
+    num_states: int,
+    world: World | None = ...,
+    static_argnames: Names = ...,
+    replicated_argnames: Names = ...,
+    donate_state: bool = ...,
+    split_batches: bool = ...,
+    check_vma: bool = ...,
+    static_graph: bool = ...,
+    compiler_options: dict[str, Any] | None = ...,
+) -> StatesDecorator: ...
 @overload
 def data_parallel(
     step: None = None,
@@ -43,7 +124,6 @@ def data_parallel(
     replicated_argnames: Names = ...,
     donate_state: bool = ...,
     split_batches: bool = ...,
-    num_states: int = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
     compiler_options: dict[str, Any] | None = ...,

@@ -235,7 +235,7 @@ def _run_on_replica(
     batches: tuple[PyTree, ...],
     trace: StepTrace,
 ) -> tuple[PyTree, PyTree, frozenset[int]]:
-    """Returns the new state, the metrics, and the lengths of the batches."""
+    """Returns the new state, the metrics, and the lengths that rows would have."""
     ambient = None
     if options.divide_by is not None:
         ambient = Weighting(batches[0][0], options.divide_by)
@@ -257,8 +257,8 @@ def _run_on_replica(
         raise
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
         check_is_array(jax.tree_util.keystr(path) or "(root)", leaf)
-    counts = frozenset(x.shape[0] for x in call_arguments.split_leaves(batches))
-    return state, metrics, counts
+    split = [] if trace.has_no_rows else call_arguments.split_leaves(batches)
+    return state, metrics, frozenset(x.shape[0] for x in split)
 
 
 def _explain_axes(error: Exception, world: World) -> None:

@@ -21,7 +21,7 @@ class StepOutlines(NamedTuple):
     state: Outline
     metrics: Outline
     weighting: StepWeighting
-    sample_counts: frozenset[int]  # the lengths of this replica's batches.
+    sample_counts: frozenset[int]  # lengths of batches, which metrics must not have.
     layouts: Layouts = None  # of the new state.
 
 

@@ -14,7 +14,8 @@ from typing_extensions import ParamSpec, TypeVar
 P = ParamSpec("P", default=...)  # the arguments of a step.
 Rest = ParamSpec("Rest")  # the arguments after the first ones.
 S = TypeVar("S", default=Any)  # the new state.
-M = TypeVar("M", default=Any)  # the metrics.
+R = TypeVar("R", default=Any)  # the results, with the new state.
+T = TypeVar("T")  # the new state, of a step that returns nothing else.
 K = TypeVar("K")
 A = TypeVar("A")
 B = TypeVar("B")
@@ -23,27 +24,29 @@ B_contra = TypeVar("B_contra", contravariant=True)
 C_contra = TypeVar("C_contra", contravariant=True)
 D_contra = TypeVar("D_contra", contravariant=True)
 S_co = TypeVar("S_co", covariant=True)
-M_co = TypeVar("M_co", covariant=True)
+R_co = TypeVar("R_co", covariant=True)
 HostArray = np.ndarray | jax.Array
 
 
-class TakesOne(Protocol[A_contra, Rest, S_co, M_co]):
+class TakesOne(Protocol[A_contra, Rest, S_co, R_co]):
     """Step, by its first argument: the state, or the object of a method."""
 
     def _step_fn(
         self, a: A_contra, /, *args: Rest.args, **kwargs: Rest.kwargs
-    ) -> tuple[S_co, M_co]: ...
+    ) -> R_co: ...
+
+    def _state_fn(self) -> S_co: ...
 
 
-class TakesTwo(Protocol[A_contra, B_contra, Rest, S_co, M_co]):
+class TakesTwo(Protocol[A_contra, B_contra, Rest, R_co]):
     """Step, by its first two arguments."""
 
     def _step_fn(
         self, a: A_contra, b: B_contra, /, *args: Rest.args, **kwargs: Rest.kwargs
-    ) -> tuple[S_co, M_co]: ...
+    ) -> R_co: ...
 
 
-class TakesThree(Protocol[A_contra, B_contra, C_contra, Rest, S_co, M_co]):
+class TakesThree(Protocol[A_contra, B_contra, C_contra, Rest, R_co]):
     """Step, by its first three arguments."""
 
     def _step_fn(
@@ -54,66 +57,104 @@ class TakesThree(Protocol[A_contra, B_contra, C_contra, Rest, S_co, M_co]):
         /,
         *args: Rest.args,
         **kwargs: Rest.kwargs,
-    ) -> tuple[S_co, M_co]: ...
+    ) -> R_co: ...
 
 
-class StepCall(Generic[P, S, M]):
+class TakesFour(Protocol[A_contra, B_contra, C_contra, D_contra, Rest, R_co]):
+    """Step, by its first four arguments."""
+
+    def _step_fn(
+        self,
+        a: A_contra,
+        b: B_contra,
+        c: C_contra,
+        d: D_contra,
+        /,
+        *args: Rest.args,
+        **kwargs: Rest.kwargs,
+    ) -> R_co: ...
+
+
+class StepCall(Generic[P, S, R]):
     """The call of a step, for type checkers."""
 
     if TYPE_CHECKING:
 
-        def _step_fn(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]: ...
+        def _step_fn(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+        def _state_fn(self) -> S: ...
 
         @overload
-        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> tuple[S, M]: ...
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
         @overload
         def __call__(
-            self: TakesTwo[A, jax.Array, Rest, S, M],
+            self: TakesTwo[A, jax.Array, Rest, R],
             state: A,
             batch: HostArray,
             /,
             *args: Rest.args,
             **kwargs: Rest.kwargs,
-        ) -> tuple[S, M]: ...
+        ) -> R: ...
         @overload
         def __call__(
-            self: TakesTwo[A, dict[K, jax.Array], Rest, S, M],
+            self: TakesTwo[A, dict[K, jax.Array], Rest, R],
             state: A,
             batch: dict[K, HostArray] | dict[K, np.ndarray],
             /,
             *args: Rest.args,
             **kwargs: Rest.kwargs,
-        ) -> tuple[S, M]: ...
+        ) -> R: ...
         @overload
         def __call__(
-            self: TakesThree[A, B, jax.Array, Rest, S, M],
+            self: TakesThree[A, B, jax.Array, Rest, R],
             state: A,
             batch: B,
             weight: HostArray,
             /,
             *args: Rest.args,
             **kwargs: Rest.kwargs,
-        ) -> tuple[S, M]: ...
+        ) -> R: ...
         @overload
         def __call__(
-            self: TakesThree[A, jax.Array, jax.Array, Rest, S, M],
+            self: TakesThree[A, jax.Array, jax.Array, Rest, R],
             state: A,
             inputs: HostArray,
             labels: HostArray,
             /,
             *args: Rest.args,
             **kwargs: Rest.kwargs,
-        ) -> tuple[S, M]: ...
+        ) -> R: ...
         @overload
         def __call__(
-            self: TakesThree[A, dict[K, jax.Array], jax.Array, Rest, S, M],
+            self: TakesThree[A, dict[K, jax.Array], jax.Array, Rest, R],
             state: A,
             batch: dict[K, HostArray] | dict[K, np.ndarray],
             weight: HostArray,
             /,
             *args: Rest.args,
             **kwargs: Rest.kwargs,
-        ) -> tuple[S, M]: ...
+        ) -> R: ...
+        @overload
+        def __call__(
+            self: TakesThree[A, B, dict[K, jax.Array], Rest, R],
+            state: A,
+            second_state: B,
+            batch: dict[K, HostArray] | dict[K, np.ndarray],
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> R: ...
+        @overload
+        def __call__(
+            self: TakesFour[A, B, jax.Array, jax.Array, Rest, R],
+            state: A,
+            second_state: B,
+            inputs: HostArray,
+            labels: HostArray,
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> R: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Runs one step; see `jdp.data_parallel`."""
             ...

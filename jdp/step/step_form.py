@@ -7,10 +7,11 @@ and return its state in several parts, and may return the state alone.
 import collections
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdp.step.call_arguments import NotGiven
 from jdp.types import PyTree
@@ -78,6 +79,40 @@ class StepForm:
             return *state, metrics
         return *state, *(metrics if self._num_metrics else ())
 
+    def hint_at_states(
+        self,
+        error: Exception,
+        arguments: tuple[PyTree, ...],
+        named: dict[str, PyTree],
+        held: Collection[str],
+    ) -> None:
+        """Adds to an error of a call that arguments look like parts of the state.
+
+        An optimizer state has arrays of the names and shapes of the parameters.
+
+        Args:
+          error: the error, to which a note is added.
+          arguments: arguments passed by position.
+          named: arguments passed by name.
+          held: names of arguments that are not batches.
+        """
+        known = inspect.signature(self._step).parameters
+        given = dict(zip(known, arguments, strict=False)) | named
+        names = [name for name in known if name in given and name not in held]
+        # An array alone may look like a batch.
+        if self._num_states > 1 or jax.tree.structure(arguments[:1]).num_leaves < 2:
+            return
+        alike = [
+            i for i, name in enumerate(names) if _has_like(given[name], given[names[0]])
+        ]
+        if alike[1:]:
+            error.add_note(
+                f"The argument `{names[alike[-1]]}` of `{self._name}` holds arrays as "
+                f"`{names[0]}` does. If it is part of the state, such as an "
+                "optimizer's, pass `jdp.data_parallel` the number of such arguments at "
+                f"the front: `num_states={alike[-1] + 1}`."
+            )
+
     @functools.cached_property
     def _make_state(self) -> Any:
         return collections.namedtuple("State", self._names, rename=True)
@@ -141,6 +176,25 @@ class StepForm:
 
 
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _has_like(tree: PyTree, like: PyTree) -> bool:
+    """Returns whether a tree holds one of the structure and shapes of another."""
+    expected = _shapes(like)
+    found = False
+
+    def visit(part: Any) -> bool:
+        nonlocal found
+        found = found or _shapes(part) == expected
+        return found
+
+    jax.tree.leaves(tree, is_leaf=visit)
+    return found
+
+
+def _shapes(tree: PyTree) -> tuple[Any, list[Any]]:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [np.shape(x) for x in leaves]
 
 
 def _is_alone(out: Any, state: PyTree) -> bool:

@@ -252,6 +252,60 @@ class _Noisy(nnx.Module):
         return self.dropout(self.dense(x))
 
 
+DRAWS = {
+    "noise": lambda key, x: jax.random.normal(key, x.shape[:1]).mean(),
+    "of split keys": lambda key, x: jax.vmap(jax.random.uniform)(
+        jax.random.split(key, len(x))
+    ).mean(),
+    "gamma": lambda key, x: jax.random.gamma(key, jnp.abs(x[:, 0])).mean(),
+    "in a loop": lambda key, x: lax.fori_loop(
+        0, 3, lambda i, y: y + jax.random.normal(jax.random.fold_in(key, i)), 0.0
+    ),
+    "of a replica": lambda key, x: jax.random.normal(
+        jax.random.fold_in(key, lax.axis_index("data")), x.shape
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_that_all_samples_would_share_are_refused(name):
+    def noisy(params, x):
+        return DRAWS[name](params, x)
+
+    evaluate, key = _replicated(noisy), jax.random.key(0)
+    message = r"`noisy` .* draws random numbers \(\S+:\d+\) from a key"
+    for call in (
+        lambda: evaluate(key, X),
+        lambda: evaluate(key, X[:20], weight=np.ones(20)),
+        lambda: evaluate.over(key, [X[:20]]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_random_numbers_are_those_of_all_samples_where_there_is_a_parameter_weight():
+    def noisy(params, x, weight):
+        noise = jax.random.uniform(params, x.shape[:1])
+        return (noise * weight).sum() / weight.sum()
+
+    key = jax.random.key(0)
+    expected = float(jax.random.uniform(key, (20,)).mean())
+    found = _replicated(noisy).over(key, [X[:20]])
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_keys_of_the_samples_themselves_may_be_mixed_with_others():
+    def noisy(params, batch):
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(params, batch["n"])
+        return jax.vmap(jax.random.uniform)(keys).mean()
+
+    key, n = jax.random.key(0), np.arange(5)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, n)
+    expected = float(jax.vmap(jax.random.uniform)(keys).mean())
+    found = _replicated(noisy).over(key, [{"n": n}])
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("num_samples", [20, 21])
 def test_a_module_that_would_change_is_refused(num_samples):
     batch, model = _cut(slice(num_samples)), _Noisy()
@@ -349,6 +403,26 @@ def test_no_batch_at_all_is_refused():
         _replicated(measure).over(PARAMS, [])
 
 
+@pytest.mark.parametrize("count", [8, 7, 2])
+def test_metrics_of_any_shape_are_averaged_over_samples(count):
+    """Also of size 1, and of as many elements as a replica has samples."""
+
+    def measure(params, x):
+        return {
+            "four": x.mean(axis=0),
+            "one": x[:, :1].mean(axis=0),
+            "ones": x[:, :1].mean(axis=0)[None],
+        }
+
+    evaluate, mean = _replicated(measure), X[:count].mean(axis=0)
+    expected = {"four": mean, "one": mean[:1], "ones": mean[None, :1]}
+    found = [evaluate.over(PARAMS, [X[:count]])]
+    if count == 7:  # Others divide: a replica sees its samples together.
+        found.append(evaluate(PARAMS, X[:count]))
+    for result in found:
+        chex.assert_trees_all_close(jax.device_get(result), expected, rtol=1e-5)
+
+
 def _rows(params, x):
     return x[:, 0]
 
@@ -411,6 +485,19 @@ def test_a_wrong_function_or_option_is_named():
         jdp.replicated(measure, static_argnames="y")
     with pytest.raises(TypeError, match="`world` must be what `jdp.init` returned"):
         jdp.replicated(measure, world=3)
+
+
+def test_arguments_of_one_call_are_refused_in_a_loop():
+    for fn in (measure, measure_by_weight):
+        with pytest.raises(TypeError, match="over` takes no `weight`: each sample"):
+            _replicated(fn).over(PARAMS, [DATA], weight=np.ones(21))
+    with pytest.raises(TypeError, match=r"shape \(21, 4\). Pass `\[batch\]`"):
+        _replicated(measure).over(PARAMS, X)
+
+
+def test_a_misspelt_name_in_an_option_shows_the_function_as_it_was_written():
+    with pytest.raises(ValueError, match=r"parameter of `measure\(params, batch\)"):
+        jdp.replicated(measure, static_argnames="bacth")
 
 
 def _evaluate_in_processes():

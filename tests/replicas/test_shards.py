@@ -137,6 +137,51 @@ def test_batches_of_arrays_have_the_rows_of_this_process():
     assert set(next(shard.batches(10))) == set(range(10))
 
 
+class _OnDisk:
+    """A data set that reads as those of h5py do: increasing indices alone."""
+
+    def __init__(self, values):
+        self._values = values
+        self.shape, self.dtype = values.shape, values.dtype
+
+    def __len__(self):
+        return len(self._values)
+
+    def __getitem__(self, index):
+        if np.ndim(index) and not (np.diff(index) > 0).all():
+            raise TypeError("Indexing elements must be in increasing order")
+        return self._values[index]
+
+
+def test_data_sets_that_take_increasing_indices_alone_are_read_in_any_order():
+    on_disk = {"x": _OnDisk(ARRAYS["x"]), "y": _OnDisk(ARRAYS["y"])}
+    for shard, expected in zip(
+        _shards(2, on_disk, seed=1), _shards(2, ARRAYS, seed=1), strict=True
+    ):
+        for batch, right in zip(shard.batches(4), expected.batches(4), strict=True):
+            np.testing.assert_array_equal(batch["x"], right["x"])
+            np.testing.assert_array_equal(batch["y"], right["y"])
+        assert [s["x"] for s in shard.samples()] == list(shard)
+
+
+class _Series:
+    """A series of pandas: its indices are labels."""
+
+    shape, dtype, iloc = (3,), np.dtype(int), None
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, label):
+        return {2: 0, 1: 1, 0: 2}[label]
+
+
+@pytest.mark.parametrize("data", [_Series(), {"x": np.ones(3), "y": _Series()}])
+def test_what_is_indexed_by_labels_is_refused(data):
+    with pytest.raises(TypeError, match=r"a _Series of pandas.*`series.to_numpy\(\)`"):
+        sharding.shard(Seat(0, 1), data)
+
+
 def test_samples_of_a_list_are_stacked():
     data = [{"x": np.full(2, i), "y": i} for i in range(5)]
     _, shard = _shards(2, data, shuffle=False)
@@ -170,6 +215,27 @@ def test_an_iterable_is_dealt_out_element_by_element():
         assert found == [
             list(range(p, kept, num_processes)) for p in range(num_processes)
         ]
+
+
+def test_a_generator_that_was_read_is_refused():
+    shard = sharding.shard(Seat(0, 2), iter(range(6)), shuffle=False)
+    assert list(shard.batches(4))[0].tolist() == [0, 2]
+    for read in (lambda: list(shard), lambda: list(shard.batches(4))):
+        with pytest.raises(ValueError, match="can be read once, and was read before"):
+            read()
+    shard = sharding.shard(Seat(0, 1), range(3).__iter__(), shuffle=False)
+    assert [*zip(shard, "abc", strict=False)] == [(0, "a"), (1, "b"), (2, "c")]
+    with pytest.raises(ValueError, match="Make a shard of a new one for each epoch"):
+        next(iter(shard))
+
+
+def test_an_endless_generator_is_read_on_in_the_next_epoch():
+    shard = sharding.shard(Seat(0, 1), itertools.count(), shuffle=False)
+    found = [list(itertools.islice(shard, 3)) for _ in range(2)]
+    assert found == [[0, 1, 2], [3, 4, 5]]
+    shard.set_epoch(1, position=2)
+    with pytest.raises(ValueError, match="which can be read once"):
+        next(iter(shard))
 
 
 def test_batches_of_an_iterable_are_those_of_one_process():

@@ -1,5 +1,6 @@
 """Steps whose state has several parts or no metrics; batches that all have whole."""
 
+import re
 from typing import NamedTuple
 
 import chex
@@ -35,6 +36,36 @@ def _update(params, opt_state, batch):
 
 def _expected():
     return harness.train_alone(PARAMS, BATCHES, TX)
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+@pytest.mark.parametrize("tx", [TX, optax.sgd(0.1, momentum=0.9)], ids=["adam", "sgd"])
+def test_an_optimizer_state_that_was_taken_for_a_batch_is_named(tx, split_batches):
+    def update(params, opt_state, batch, rate):
+        loss, grads = jdp.value_and_grad(harness.oracle_loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    step = _data_parallel(
+        update, split_batches=split_batches, replicated_argnames="rate"
+    )
+    message = "`opt_state` of `update` holds arrays as `params` does.*`num_states=2`"
+    state, batch = tx.init(PARAMS), BATCHES[0]
+    for arguments, named in (
+        ((PARAMS, state, batch), {}),
+        ((PARAMS,), {"opt_state": state, "batch": batch}),
+    ):
+        named["rate"] = PARAMS  # All replicas have it whole.
+        with pytest.raises((TypeError, ValueError)) as caught:
+            step(*arguments, **named)
+        assert re.search(message, " ".join(caught.value.__notes__))
+
+
+def test_an_error_says_nothing_of_states_where_no_argument_is_like_the_state():
+    step = _data_parallel(lambda params, batch, rate: (params, {}))
+    with pytest.raises(ValueError, match=r"is a scalar.*\(`num_states`\)") as caught:
+        step(PARAMS, BATCHES[0], 0.1)
+    assert not any("num_states" in x for x in getattr(caught.value, "__notes__", ()))
 
 
 def test_parts_of_a_state_are_arguments_and_results():

@@ -192,7 +192,53 @@ def step_with_weight(
     return state, {"loss": jnp.mean(batch.x * weight)}
 
 
+States = tuple[Params, optax.OptState]
+ThreeResults = tuple[Params, optax.OptState, jax.Array]
+
+
+@jdp.data_parallel(num_states=2)
+def step_of_states(
+    params: Params, opt_state: optax.OptState, batch: jax.Array, *, rate: float = 1.0
+) -> ThreeResults:
+    return params, opt_state, jnp.mean(batch) * rate
+
+
+@jdp.data_parallel(num_states=2, split_batches=True)
+def step_without_metrics(
+    params: Params, opt_state: optax.OptState, batch: dict[str, jax.Array]
+) -> States:
+    return params, opt_state
+
+
+def plain(
+    params: Params, opt_state: optax.OptState, x: jax.Array, y: jax.Array
+) -> ThreeResults:
+    return params, opt_state, jnp.mean(x * y)
+
+
+@jdp.data_parallel
+def state_alone(state: State, batch: jax.Array) -> State:
+    return state
+
+
+@jdp.data_parallel(split_batches=True)
+def state_alone_with_options(state: State, batch: Batch, *, rate: float = 1.0) -> State:
+    return state
+
+
 class Trainer:
+    @jdp.data_parallel(num_states=2)
+    def of_states(self, params: Params, state: State, batch: Batch) -> State:
+        return state
+
+    @jdp.data_parallel
+    def alone(self, state: Params, batch: Batch) -> Params:
+        return state
+
+    @jdp.data_parallel(donate_state=False)
+    def alone_with_options(self, state: Params, batch: Batch) -> Params:
+        return state
+
     @jdp.data_parallel
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         return state, {"loss": loss_fn(state.params, batch)}
@@ -232,6 +278,34 @@ def steps(world: jdp.World, state: State, batch: Batch, trainer: Trainer) -> Non
     for found, weight in jdp.join_batches([batch], world=world):
         assert_type(found, Batch)
         assert_type(weight, NDArray[np.float32])
+
+
+def steps_of_several_states(
+    params: Params,
+    state: State,
+    opt_state: optax.OptState,
+    host: NDArray[np.float32],
+    batch: Batch,
+    trainer: Trainer,
+) -> None:
+    """A step with `num_states` returns what it declares, and so does a state alone."""
+    assert_type(step_of_states(params, opt_state, batch.x), ThreeResults)
+    assert_type(step_of_states(params, opt_state, host, rate=0.1), ThreeResults)
+    assert_type(
+        step_of_states(params=params, opt_state=opt_state, batch=batch.x), ThreeResults
+    )
+    made = jdp.data_parallel(plain, num_states=2)
+    assert_type(made(params, opt_state, batch.x, batch.x), ThreeResults)
+    assert_type(made(params, opt_state, host, host), ThreeResults)
+    assert_type(step_without_metrics(params, opt_state, {"x": batch.x}), States)
+    assert_type(step_without_metrics(params, opt_state, {"x": host}), States)
+    assert_type(trainer.of_states(params, state, batch), State)
+    assert_type(state_alone(state, batch.x), State)
+    assert_type(state_alone(state, host), State)
+    assert_type(state_alone_with_options(state, batch, rate=0.1), State)
+    assert_type(state_alone.last_state, State | None)
+    assert_type(trainer.alone(params, batch), Params)
+    assert_type(trainer.alone_with_options(params, batch), Params)
 
 
 def steps_of_host_arrays(
