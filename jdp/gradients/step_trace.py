@@ -27,6 +27,7 @@ from jdp.gradients import (
 )
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.step_facts import LossFacts, Synchronization
+from jdp.gradients.watched_values import WatchedValues
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan, Packing
@@ -95,6 +96,13 @@ class StepTrace:
     needs_differing: bool = False
     differing: list[bool] | None = None
     model_axes: tuple[str, ...] = ()  # along which the step communicates itself.
+    watched: WatchedValues = dataclasses.field(default_factory=WatchedValues)
+
+    def restart(self, watched: WatchedValues) -> None:
+        """Forgets what a first trace found, except for answers."""
+        self.losses.clear()
+        self.synchronizations.clear()
+        self.watched = watched
 
     def add_loss(self, facts: LossFacts) -> None:
         """Notes a loss that was traced."""
