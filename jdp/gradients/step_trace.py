@@ -97,6 +97,8 @@ class StepTrace:
     differing: list[bool] | None = None
     model_axes: tuple[str, ...] = ()  # along which the step communicates itself.
     watched: WatchedValues = dataclasses.field(default_factory=WatchedValues)
+    # By name of a leaf of the state: what helps if it differs between the replicas.
+    remedies: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def restart(self, watched: WatchedValues) -> None:
         """Forgets what a first trace found, except for answers."""
