@@ -242,32 +242,43 @@ class _Call:
         nnx.update(self._metric, same)
 
     def _sample_dim(self, place: int, answer: Answer, *, is_used: bool) -> int | None:
-        """Returns the dimension of an argument that holds samples.
+        """Returns the dimension of an argument that holds a replica's samples.
 
         Raises:
-          ValueError: the argument differs between replicas otherwise.
+          ValueError: on one device, the argument would have unknown values.
         """
-        if answer.differs and answer.sample_dim is not None:
-            return answer.sample_dim
-        if not is_used or answer.differs is False or not answer.shape:
+        shape, differs, dim, has_all_samples = answer
+        if dim is not None and (differs or not is_used):
+            return None if has_all_samples and not differs else dim
+        is_plain = differs is False and (dim is None or has_all_samples)
+        if not is_used or not shape or is_plain:
             return None
-        name = self._paths[self._places[place]]
-        shape = list(answer.shape)
-        begin = f"The argument `{name}` {shape} of the update of a metric, "
-        begin += f"`{self._kind.__name__}`, "
         axis = repr(self._context.axis_name)
-        if answer.differs is None:
-            raise ValueError(
-                f"{begin}differs between the replicas in some calls, and is the same "
-                "in others. Update the metric outside of the function that JAX "
-                "transforms."
+        if differs is None:
+            reason = (
+                "differs between the replicas in some calls of a function that JAX "
+                "transforms, and is the same in others. Update the metric outside of "
+                "that function."
             )
+        elif dim is not None:
+            reason = (
+                "is the same on all replicas, and yet has a row per sample of a "
+                "replica, so its rows for the samples of all replicas are unknown. "
+                "Leave it out, make it in the `update` of the metric, or pass what "
+                "belongs to this replica's samples."
+            )
+        else:
+            reason = (
+                "differs between the replicas, but no dimension of it grows with the "
+                "number of samples, so it may be a sum or a mean. Pass one row per "
+                "sample; or make it the same on all replicas: "
+                f"`lax.psum(x, {axis})` if it is a sum over samples, or "
+                "`jdp.average(x)` if it is a mean."
+            )
+        name = self._paths[self._places[place]]
         raise ValueError(
-            f"{begin}differs between the replicas, but no dimension of it grows with "
-            "the number of samples, so jdp cannot tell whether it is a sum or a mean. "
-            "Pass one row per sample; or make it the same on all replicas: "
-            f"`lax.psum(x, {axis})` if it is a sum over samples, or `jdp.average(x)` "
-            "if it is a mean."
+            f"The argument `{name}` {list(shape)} of the update of a metric, "
+            f"`{self._kind.__name__}`, {reason}"
         )
 
     def _update_together(

@@ -291,23 +291,17 @@ class _Partition:
         return made._replace(whole=whole) if isinstance(made, Total) else None
 
 
-# The sum of results is the result of the sum.
-_LINEAR = frozenset(
-    {"broadcast_in_dim", "copy", "neg", "reduce_sum", "transpose"} | primitives.RESHAPES
-)
-
-
 def _of_sums(pair: Pair, operands: list[Value]) -> Value:
     """Follows an operation on sums, with the parameters of the second program."""
     eqn, name = pair.wide, pair.wide.primitive.name
     if any(isinstance(x, Part) for x in operands):
         return None
-    if name in {"add", "add_any", "sub"}:
+    if name in primitives.ADDITIONS - {"neg"}:
         pairs = zip(*map(_as_total, operands), strict=True)
         return Total(*(_add(eqn, x, y) for x, y in pairs))
     totals = [i for i, x in enumerate(operands) if isinstance(x, Total)]
     is_linear = (
-        name in _LINEAR
+        name in primitives.KEEPING_SUMS
         or name == "mul"
         or (name == "div" and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact))
         or (name == "convert_element_type" and _keeps_sums(eqn))

@@ -21,6 +21,9 @@ class Answer(NamedTuple):
     # The dimension that grows by the number of replicas if each has the samples of all;
     # None if there is none.
     sample_dim: int | None
+    # Whether that dimension holds the samples of all replicas, as `lax.all_gather` with
+    # `tiled=True` returns them.
+    has_all_samples: bool = False
 
 
 class WatchedValues:

@@ -44,12 +44,17 @@ def find(
         wide = None
 
     def answer(number: int, place: int, shape: _Shape) -> Answer:
-        if wide is None:  # Only the length tells.
-            dim = 0 if shape and shape[0] in lengths else None
-        else:
-            dim = _grown_dim(shape, wide[number][place], world.num_replicas)
         found = differ.get((number, place), {True})
-        return Answer(shape, None if len(found) > 1 else True in found, dim)
+        differs = None if len(found) > 1 else True in found
+        if wide is None:  # Only the length tells.
+            is_long = bool(shape) and shape[0] in lengths and differs is not False
+            return Answer(shape, differs, 0 if is_long else None)
+        dim = _grown_dim(shape, wide[number][place], world.num_replicas)
+        length = 0 if dim is None else shape[dim]
+        has_all = length not in lengths and length in {
+            world.num_replicas * k for k in lengths
+        }
+        return Answer(shape, differs, dim, has_all)
 
     return WatchedValues(
         [

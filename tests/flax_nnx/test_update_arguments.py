@@ -176,6 +176,25 @@ def test_an_argument_that_is_neither_is_refused_by_name():
     assert "jdp.average(x)" in str(info.value)
 
 
+def test_rows_that_are_the_same_are_those_of_all_samples_or_refused():
+    metric = nnx.metrics.Average()
+
+    @_data_parallel
+    def gathered(metric, x):
+        metric.update(values=lax.all_gather(x, "data", tiled=True))
+
+    gathered(metric, _batch()["x"])
+    np.testing.assert_allclose(metric.compute(), _batch()["x"].mean(), rtol=1e-5)
+    assert int(metric.count[...]) == N * B * F
+
+    @_data_parallel
+    def of_positions(metric, x):
+        metric.update(values=x[:, 0], mask=jnp.arange(len(x)) < 3)
+
+    with pytest.raises(ValueError, match=r"`\['mask'\]` \[8\].*are unknown"):
+        of_positions(metric, _batch()["x"])
+
+
 def test_an_argument_that_is_not_used_is_not_refused():
     metric = State(lambda s, x, counts: s + x.sum(), 0.0)
     step = _data_parallel(lambda m, b: m.update(x=b["x"], counts=_counts(b)))
