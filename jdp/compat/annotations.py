@@ -151,6 +151,26 @@ batching.primitive_batchers[expect_same_p] = lambda xs, dims, **params: (
 )
 
 
+def watch(x: jax.Array, number: int, place: int) -> jax.Array:
+    """Returns `x`; an equation that tells two numbers stays in the program."""
+    return _watched_p.bind(jnp.asarray(x), number=number, place=place)
+
+
+WATCHED = "jdp_watched"
+_watched_p = Primitive(WATCHED)
+_watched_p.def_impl(lambda x, **_: x)
+_watched_p.def_abstract_eval(lambda aval, **_: aval)
+mlir.register_lowering(_watched_p, lambda ctx, x, **_: [x])
+ad.primitive_jvps[_watched_p] = lambda xs, dots, **params: (
+    _watched_p.bind(*xs, **params),
+    dots[0],
+)
+batching.primitive_batchers[_watched_p] = lambda xs, dims, **params: (
+    _watched_p.bind(*xs, **params),
+    dims[0],
+)
+
+
 def only_for(x: jax.Array, platform: str, message: str) -> jax.Array:
     """Returns `x`; a program that uses it compiles only for `platform`.
 

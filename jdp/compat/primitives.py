@@ -125,6 +125,8 @@ HEAVY = CONTRACTIONS | KERNELS | _names("ragged_dot_general scan while")
 ADDITIONS = _names("add add_any neg sub")
 # These change the shape, not the order of elements.
 RESHAPES = _names("reshape reshard sharding_constraint squeeze")
+# The result of a sum is the sum of the results.
+KEEPING_SUMS = RESHAPES | _names("broadcast_in_dim copy neg reduce_sum transpose")
 # Elementwise operations that optimizers use.
 ELEMENTWISE = ADDITIONS | _names(
     "abs acos acosh and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil "

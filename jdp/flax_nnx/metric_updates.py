@@ -3,11 +3,17 @@
 Inside a step, the `update` of each `nnx.metrics.Metric` is replaced. It is traced
 first, to learn what it does with its arguments:
 
+- Arguments that are the same on all replicas are left alone.
 - Numbers without a dimension, such as a loss, are averaged over the replicas.
-- If no samples enter, the metric is then the same on all replicas.
-- If it adds amounts to its state, the amounts of all replicas are added.
-- Otherwise the samples of all replicas are gathered, and each replica counts all.
+- Other arguments must have one dimension that grows with the samples.
+- What the update sums over samples is summed over the samples of each replica, and
+  these sums are added; see `partitioned_updates`.
+- For any other update, the samples of all replicas are gathered, and each replica
+  counts all.
 - An `update` that communicates itself is left alone.
+
+Which arguments are the same, and which hold samples, only the whole program of the step
+tells; see `watched_values`.
 """
 
 import contextlib
@@ -21,18 +27,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jdp.flax_nnx import update_programs
+from jdp import compat
+from jdp.flax_nnx import partitioned_updates, update_programs
+from jdp.flax_nnx.program_pairs import Total
 from jdp.gradients import averaging, step_trace
+from jdp.gradients.watched_values import Answer
+from jdp.trees import tree_paths
 from jdp.types import AxisName, as_axis_names
 
 
 class _Growth(NamedTuple):
-    """Amounts by which one replica's samples change a metric."""
+    """New states of a metric."""
 
     metric: Any
     treedef: Any  # of its state.
-    before: list[jax.Array]
-    amounts: list[jax.Array]  # shapes and dtypes of `before`.
+    states: list[Total]
 
 
 class _Context:
@@ -49,11 +58,21 @@ class _Context:
         if self.growths is not None:
             self.growths += growths
             return
-        amounts = [x for growth in growths for x in growth.amounts]
-        totals = iter(self._sum(amounts))
+        states = [x for growth in growths for x in growth.states]
+        totals = iter(self._sum([x.own for x in states if x.own is not None]))
         for growth in growths:
-            after = [x + next(totals) for x in growth.before]
+            after = [
+                _add(x.whole, None if x.own is None else next(totals))
+                for x in growth.states
+            ]
             nnx.update(growth.metric, jax.tree.unflatten(growth.treedef, after))
+
+    def finish(self, metric: Any) -> None:
+        """Adds now what was to be added to a metric later."""
+        if any(growth.metric is metric for growth in self.growths or ()):
+            growths, self.growths = self.growths or [], None
+            self.add(growths)
+            self.growths = []
 
     def _sum(self, xs: list[jax.Array]) -> list[jax.Array]:
         """Adds arrays over the replicas, in one collective per dtype."""
@@ -156,31 +175,140 @@ class _Call:
         self._kind = kind
         self._metric = metric
         self._context = context
-        self._leaves, self._treedef = jax.tree.flatten((args, kwargs))
+        pairs, self._treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        self._leaves = [x for _, x in pairs]
+        # Without the place in the pair above.
+        self._paths = tree_paths.format_paths([path[1:] for path, _ in pairs])
         # The places of the arrays among the leaves; other leaves are static.
         self._places = [i for i, x in enumerate(self._leaves) if _is_array(x)]
-        self._graph, self._state = nnx.split(metric)
 
     def run(self) -> None:
         """Updates the metric."""
+        self._context.finish(self._metric)
+        self._graph, self._state = nnx.split(self._metric)
         arrays = [self._leaves[i] for i in self._places]
-        states, treedef = jax.tree.flatten(self._state)
+        states = jax.tree.leaves(self._state)
         program = jax.make_jaxpr(self._after)(states, arrays)
         if update_programs.has_collective(program):
             return self._update(arrays)
         used = {i - len(states) for i in update_programs.used_inputs(program)}
-        numbers = [i for i in used if i >= 0 and not jnp.ndim(arrays[i])]
+        arrays, answers = self._ask(arrays, used)
+        if answers is None:
+            return self._update_in_first_trace(arrays)
+        numbers = [
+            i
+            for i in used
+            if i >= 0 and answers[i].differs is not False and not answers[i].shape
+        ]
         arrays = self._average(arrays, numbers)
-        if not self._counts_samples(program, states, arrays, used):
-            return self._update(arrays)
-        if update_programs.only_adds(program, len(states)):
-            amounts = self._after([jnp.zeros_like(x) for x in states], arrays)
-            growth = _Growth(self._metric, treedef, states, amounts)
-            return self._context.add([growth])
+        dims = [
+            self._sample_dim(i, answer, is_used=i in used)
+            for i, answer in enumerate(answers)
+        ]
+        return self._update_together(states, arrays, dims, used)
+
+    def _ask(
+        self, arrays: list[Any], used: set[int]
+    ) -> tuple[list[Any], Sequence[Answer] | None]:
+        """Asks which arrays differ between replicas, and which hold samples.
+
+        Returns:
+          The arrays, and an answer for each; None in the first trace of a step.
+        """
+        axis_name, same = self._context.axis_name, self._context.same
+        is_same = [any(x is y for y in same) for x in arrays]
+        # A mean of numbers that are the same is that number, unless it is an integer.
+        is_open = [
+            jnp.ndim(x) or (i in used and not jnp.issubdtype(x.dtype, jnp.inexact))
+            for i, x in enumerate(arrays)
+        ]
+        if compat.axis_size(axis_name) > 1 and any(
+            is_open[i] and not is_same[i] for i in range(len(arrays))
+        ):
+            arrays, answers = step_trace.current().watched.ask(arrays)
+            if answers is None:
+                return arrays, None
+        else:
+            answers = [Answer(jnp.shape(x), not jnp.ndim(x), None) for x in arrays]
+        pairs = zip(answers, is_same, strict=True)
+        return arrays, [a._replace(differs=False) if s else a for a, s in pairs]
+
+    def _update_in_first_trace(self, arrays: list[Any]) -> None:
+        """Updates the metric, to the same values on all replicas."""
         names = as_axis_names(self._context.axis_name)
-        for i in used:
-            if i >= 0 and jnp.ndim(arrays[i]):
-                arrays[i] = lax.all_gather(arrays[i], names, tiled=True)
+        self._update(arrays)
+        state = nnx.state(self._metric)
+        same = jax.tree.map(lambda x: lax.all_gather(x, names)[0], state)
+        nnx.update(self._metric, same)
+
+    def _sample_dim(self, place: int, answer: Answer, *, is_used: bool) -> int | None:
+        """Returns the dimension of an argument that holds a replica's samples.
+
+        Raises:
+          ValueError: on one device, the argument would have unknown values.
+        """
+        shape, differs, dim, has_all_samples = answer
+        if dim is not None and (differs or not is_used):
+            return None if has_all_samples and not differs else dim
+        is_plain = differs is False and (dim is None or has_all_samples)
+        if not is_used or not shape or is_plain:
+            return None
+        axis = repr(self._context.axis_name)
+        if differs is None:
+            reason = (
+                "differs between the replicas in some calls of a function that JAX "
+                "transforms, and is the same in others. Update the metric outside of "
+                "that function."
+            )
+        elif dim is not None:
+            reason = (
+                "is the same on all replicas, and yet has a row per sample of a "
+                "replica, so its rows for the samples of all replicas are unknown. "
+                "Leave it out, make it in the `update` of the metric, or pass what "
+                "belongs to this replica's samples."
+            )
+        else:
+            reason = (
+                "differs between the replicas, but no dimension of it grows with the "
+                "number of samples, so it may be a sum or a mean. Pass one row per "
+                "sample; or make it the same on all replicas: "
+                f"`lax.psum(x, {axis})` if it is a sum over samples, or "
+                "`jdp.average(x)` if it is a mean."
+            )
+        name = self._paths[self._places[place]]
+        raise ValueError(
+            f"The argument `{name}` {list(shape)} of the update of a metric, "
+            f"`{self._kind.__name__}`, {reason}"
+        )
+
+    def _update_together(
+        self,
+        states: list[Any],
+        arrays: list[Any],
+        dims: list[int | None],
+        used: set[int],
+    ) -> None:
+        """Updates the metric by the samples of all replicas."""
+        if all(dim is None for dim in dims):
+            return self._update(arrays)
+        names = as_axis_names(self._context.axis_name)
+        n = compat.axis_size(self._context.axis_name)
+        shapes = [
+            _like(x, jnp.shape(x) if dim is None else _widen(jnp.shape(x), dim, n))
+            for x, dim in zip(arrays, dims, strict=True)
+        ]
+        narrow = jax.make_jaxpr(self._after)(states, arrays)
+        wide = jax.make_jaxpr(self._after)(states, shapes)
+        totals = partitioned_updates.run(narrow, wide, states, arrays, dims, names)
+        if totals is not None and len(totals) == len(states):
+            treedef = jax.tree.structure(self._state)
+            growth = _Growth(self._metric, treedef, totals)
+            return self._context.add([growth])
+        for i, dim in enumerate(dims):
+            if dim is not None and i in used:
+                arrays[i] = lax.all_gather(arrays[i], names, axis=dim, tiled=True)
+            elif dim is not None:  # Only its shape may matter.
+                arrays[i] = jnp.zeros(shapes[i].shape, shapes[i].dtype)
         return self._update(arrays)
 
     def _after(self, states: list[Any], arrays: list[Any]) -> list[Any]:
@@ -201,40 +329,33 @@ class _Call:
 
     def _average(self, arrays: list[Any], numbers: list[int]) -> list[Any]:
         """Returns the arguments with some of them averaged over the replicas."""
-        same = self._context.same
-        local = {
-            i: arrays[i]
-            for i in sorted(numbers)
-            if not any(arrays[i] is x for x in same)
-        }
+        local = {i: arrays[i] for i in sorted(numbers)}
         weighting = step_trace.current().weighting
         means = averaging.average_weighted(
             local, self._context.axis_name, weighting.of_metrics
         )
         return [means.get(i, x) for i, x in enumerate(arrays)]
 
-    def _counts_samples(
-        self, program: Any, states: list[Any], arrays: list[Any], used: set[int]
-    ) -> bool:
-        """Returns whether the update depends on arrays with a row per sample."""
-        if any(i >= 0 and jnp.ndim(arrays[i]) for i in used):
-            return True
-        twice = [
-            jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
-            if jnp.ndim(x)
-            else x
-            for x in arrays
-        ]
-        # It may depend on the number of samples alone.
-        try:
-            other = jax.make_jaxpr(self._after)(states, twice)
-        except Exception:  # The user's code, with twice as many samples.
-            return True
-        constants = update_programs.constants
-        return constants(program) != constants(other)
-
 
 def _is_array(x: Any) -> bool:
     if not isinstance(x, jax.Array) and not hasattr(x, "dtype"):
         return False
     return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_
+
+
+def _add(x: Any, y: Any) -> Any:
+    """Adds two arrays, either of which may be None, for zero."""
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
+
+
+def _widen(shape: Sequence[int], dim: int, factor: int) -> tuple[int, ...]:
+    """Returns a shape with one dimension that is longer."""
+    return tuple(k * factor if i == dim else k for i, k in enumerate(shape))
+
+
+def _like(x: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array, with another shape."""
+    aval: Any = jax.typeof(x)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)

@@ -11,6 +11,7 @@ from flax import errors, nnx
 
 from jdp.flax_nnx import metric_updates
 from jdp.flax_nnx.graph_states import Hole, Split, Splitter
+from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.replicas.mesh import World
 from jdp.step import methods
@@ -157,6 +158,7 @@ class ModuleStep:
                 except errors.TraceContextError as error:
                     raise self._explain_trace(error) from error
             self._check_results(out)
+            step_trace.current().remedies |= _remedies(given)
             split = self._splitter.split(given)
             return split.state, (out, _Changed(tuple(split.holes)))
 
@@ -202,6 +204,25 @@ class _BoundStep(ModuleStep):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
         return self
+
+
+def _remedies(arguments: dict[str, Any]) -> dict[str, str]:
+    """Returns by name of a leaf what helps if it differs between replicas."""
+    remedy = (
+        "`sow` has kept it of a replica's own samples. Take it out of the model in the "
+        "loss, after the model has run: `nnx.pop(model, nnx.Intermediate)`, which also "
+        "returns it."
+    )
+    remedies = {}
+    for root, node in jax.tree_util.tree_leaves_with_path(
+        arguments, is_leaf=nnx_objects.is_object
+    ):
+        if nnx_objects.is_object(node):
+            name = jax.tree_util.keystr(root, simple=True, separator=".")
+            for path, x in nnx.iter_graph(node):
+                if isinstance(x, nnx.Intermediate):
+                    remedies[".".join([name, *map(str, path)])] = remedy
+    return remedies
 
 
 def _signature_of_arrays(signature: inspect.Signature) -> inspect.Signature:

@@ -27,6 +27,7 @@ from jdp.gradients import (
 )
 from jdp.gradients.reduce import ReduceOptions
 from jdp.gradients.step_facts import LossFacts, Synchronization
+from jdp.gradients.watched_values import WatchedValues
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan, Packing
@@ -96,6 +97,15 @@ class StepTrace:
     has_no_rows: bool = False  # whether metrics of any shape have no rows of samples.
     differing: list[bool] | None = None
     model_axes: tuple[str, ...] = ()  # along which the step communicates itself.
+    watched: WatchedValues = dataclasses.field(default_factory=WatchedValues)
+    # By name of a leaf of the state: what helps if it differs between the replicas.
+    remedies: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def restart(self, watched: WatchedValues) -> None:
+        """Forgets what a first trace found, except for answers."""
+        self.losses.clear()
+        self.synchronizations.clear()
+        self.watched = watched
 
     def add_loss(self, facts: LossFacts) -> None:
         """Notes a loss that was traced."""

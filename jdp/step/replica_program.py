@@ -6,6 +6,7 @@ which results are the same on all replicas. The new state must be the same; metr
 that differ are averaged.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from jdp.backward import flow
 from jdp.collectives.shared_memory import ordered
 from jdp.gradients import averaging, metric_objects, step_trace
 from jdp.gradients.step_trace import StepTrace
+from jdp.gradients.watched_values import WatchedValues
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.replicas import axes, device_program, layouts, per_replica
 from jdp.replicas.mesh import World
@@ -31,6 +33,7 @@ from jdp.step import (
     sample_draws,
     state_layouts,
     trivial_collectives,
+    watch_answers,
 )
 from jdp.step.result_checks import StepOutlines
 from jdp.step.state_layouts import Layouts
@@ -148,10 +151,23 @@ def trace_step(
         traced = trivial_collectives.remove(traced, world.axis_names)
         return _make_program(traced, outlines, differing, world)
 
-    def trace_other(batches: tuple[PyTree, ...]) -> Any:
-        return _trace(step, options, state, batches, StepTrace())[0]
+    @functools.cache
+    def trace_wide() -> tuple[Any, WatchedValues]:
+        wide = StepTrace()
+        batch = sample_draws.widen(world, batches)
+        return _trace(step, options, state, batch, wide)[0], wide.watched
 
-    traced = sample_draws.take_parts(traced, world, batches, trace_other)
+    if trace.watched.shapes:
+        answers = watch_answers.find(
+            traced,
+            world,
+            trace.watched,
+            outlines.sample_counts,
+            lambda: trace_wide()[1],
+        )
+        trace.restart(answers)
+        traced, outlines = _trace(step, options, state, batches, trace)
+    traced = sample_draws.take_parts(traced, world, batches, lambda: trace_wide()[0])
     spreads = result_checks.find_spreads(traced, outlines, world)
     result_checks.check_state(
         traced, outlines, spreads, world, trace, is_proven=options.is_proven

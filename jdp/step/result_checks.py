@@ -71,6 +71,10 @@ def check_state(
         return
     first, others = refused[0], len(refused) - 1
     also = f", and so may {others} more" if others else ""
+    begin = f"The new state's leaf `{paths[first]}` may differ between the replicas"
+    for name, remedy in trace.remedies.items():
+        if paths[first].startswith(f"[{name!r}]"):
+            raise ValueError(f"{begin}{also}: {remedy}")
     spread = spreads.state[first]
     hint = ""
     if is_proven and not spread.is_local:
@@ -91,8 +95,8 @@ def check_state(
             spread, traced, first, world, has_synchronized=has_synchronized
         )
     raise ValueError(
-        f"The new state's leaf `{paths[first]}` may differ between the replicas{also}: "
-        f"{reason} If it is meant to differ, hold it in a `jdp.PerReplica`.{hint}"
+        f"{begin}{also}: {reason} If it is meant to differ, hold it in a "
+        f"`jdp.PerReplica`.{hint}"
     )
 
 

@@ -78,6 +78,7 @@ class SamenessAnalysis:
     Attributes:
       observed: by the id of an equation of an observed primitive: per operand, whether
         it may differ between the replicas wherever the equation was followed.
+      observed_once: the same, wherever or in one place.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class SamenessAnalysis:
         self._marked: dict[int, str | None] = {}
         self._observed_names = observed
         self.observed: dict[int, list[bool]] = {}
+        self.observed_once: dict[int, list[bool]] = {}
         self._rules = _make_rules(self)
 
     def mask(self, axis_names: Iterable[Any]) -> int:
@@ -139,6 +141,8 @@ class SamenessAnalysis:
             differ = [bool(x & self._all) for x in entering]
             pairs = zip(self.observed.get(id(eqn), differ), differ, strict=True)
             self.observed[id(eqn)] = [a and b for a, b in pairs]
+            pairs = zip(self.observed_once.get(id(eqn), differ), differ, strict=True)
+            self.observed_once[id(eqn)] = [a or b for a, b in pairs]
         rule = self._rules.get(eqn.primitive.name, self.plain)
         leaving, after = rule(eqn, entering)
         for var, x in zip(eqn.outvars, leaving, strict=True):

@@ -35,7 +35,7 @@ def take_parts(
     traced: Any,
     world: World,
     batches: tuple[Any, ...],
-    trace: Callable[[tuple[Any, ...]], Any],
+    trace_wide: Callable[[], Any],
 ) -> Any:
     """Returns a step's program in which each replica draws for its own samples.
 
@@ -43,7 +43,7 @@ def take_parts(
       traced: closed jaxpr with the `shard_map` of the step.
       world: the replicas.
       batches: the arguments of the step after the state.
-      trace: traces the step with other batches.
+      trace_wide: traces the step with the batches of `widen`.
 
     Returns:
       `traced` itself if it has no draws from keys that are the same on all replicas.
@@ -61,7 +61,7 @@ def take_parts(
     try:
         with warnings.catch_warnings(), auto.without_measuring():
             warnings.simplefilter("ignore")
-            wide = trace(_widen(world, batches))
+            wide = trace_wide()
     except Exception as error:
         leaves = call_arguments.split_leaves(batches)
         lengths = {x.shape[0] // world.num_replicas for x in leaves}
@@ -77,7 +77,7 @@ def take_parts(
     return parts.of_program(single, wide)
 
 
-def _widen(world: World, batches: tuple[Any, ...]) -> tuple[Any, ...]:
+def widen(world: World, batches: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns batches in which each replica has the samples of all replicas.
 
     Arrays with one row per replica, beside longer ones, stay as they are.
@@ -85,12 +85,12 @@ def _widen(world: World, batches: tuple[Any, ...]) -> tuple[Any, ...]:
     n = world.num_replicas
     has_longer = any(x.shape[0] > n for x in call_arguments.split_leaves(batches))
 
-    def widen(x: Any) -> jax.ShapeDtypeStruct:
+    def widened(x: Any) -> jax.ShapeDtypeStruct:
         factor = 1 if has_longer and x.shape[0] == n else n
         shape = (x.shape[0] * factor, *x.shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=world.split)
 
-    return call_arguments.map_batches(widen, batches)
+    return call_arguments.map_batches(widened, batches)
 
 
 def _find_operands_that_differ(traced: Any, world: World) -> dict[int, list[bool]]:

@@ -115,13 +115,14 @@ def test_it_is_compiled_once_and_finds_its_arrays_again():
 
     for batch in models.batches(3):
         assert step(*objects, batch) is None
-    assert calls == [4, 16]  # The second finds which draws belong to samples.
+    # The second finds which draws, and which arguments of metrics, belong to samples.
+    assert calls == [4, 16, 4]
     model.eval()  # Another graph is another program.
     step(*objects, batch)
-    assert calls == [4, 16, 4]
+    assert calls == 2 * [4, 16, 4]
     model.train()
     step(*objects, batch)
-    assert calls == [4, 16, 4]
+    assert calls == 2 * [4, 16, 4]
 
 
 class _Counter(nnx.Module):
