@@ -12,11 +12,22 @@ from jdp.replicas.mesh import World
 from jdp.step.sameness import SamenessAnalysis
 
 
-def find_operands_that_differ(traced: Any, world: World) -> dict[int, list[bool]]:
-    """Returns per operand of a draw, by its id, whether it differs in all calls."""
+def find_operands_that_differ(
+    traced: Any, world: World, *, with_index: bool = True
+) -> dict[int, list[bool]]:
+    """Returns per operand of a draw, by its id, whether it differs in all calls.
+
+    Args:
+      traced: closed jaxpr of the step.
+      world: the replicas.
+      with_index: whether the number of a replica counts as different.
+    """
     body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
     analysis = SamenessAnalysis(
-        world.axis_names, refuse_divided=False, observed=primitives.DRAWS
+        world.axis_names,
+        refuse_divided=False,
+        with_index=with_index,
+        observed=primitives.DRAWS,
     )
     analysis.follow(body, tuple(map(analysis.mask, inputs)))
     return analysis.observed

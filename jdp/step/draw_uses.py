@@ -42,6 +42,7 @@ class Uses(NamedTuple):
 
     complete: frozenset[int]  # draws for the samples of all replicas.
     loops: frozenset[int]  # `while` loops with more iterations for more samples.
+    pair: ProgramPair
 
 
 def find_uses(single: Any, wide: Any, world: World) -> Uses:
@@ -59,11 +60,12 @@ def find_uses(single: Any, wide: Any, world: World) -> Uses:
         pair = ProgramPair(loops)
         pair.compare(single, wide)
         if not _has_occasion(body, pair):
-            return Uses(frozenset(), frozenset())
+            return Uses(frozenset(), frozenset(), pair)
         analysis = _UseAnalysis(world, pair)
         analysis.follow(body, tuple(map(analysis.mask, inputs)))
         if analysis.loops == loops:
-            return Uses(draw_names.add_repeated(body, analysis.complete), loops)
+            complete = draw_names.add_repeated(body, analysis.complete)
+            return Uses(complete, loops, pair)
         loops = frozenset(analysis.loops)
 
 

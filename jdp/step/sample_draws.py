@@ -75,6 +75,7 @@ def take_parts(
             f"step fails with so many ({type(error).__name__}: {error})",
         ) from error
     uses = draw_uses.find_uses(single, wide, world)
+    _warn_of_first_keys(single, world, differ, uses)
     finder = draw_search.DrawFinder(own | uses.complete)
     if not finder.has_any(single):
         return traced
@@ -122,6 +123,32 @@ def _widen(world: World, batches: tuple[Any, ...], rank: int) -> tuple[Any, ...]
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=world.split)
 
     return call_arguments.map_batches(widen, batches)
+
+
+def _warn_of_first_keys(
+    single: Any, world: World, differ: dict[int, list[bool]], uses: draw_uses.Uses
+) -> None:
+    """Warns of draws from a key per sample that use the first key for all samples."""
+    first = [
+        found.eqn
+        for found in draw_search.DrawFinder(uses.complete).find(single)
+        if draws.uses_first_key(found.eqn) and uses.pair.is_larger(found.eqn.invars[0])
+    ]
+    if not first:
+        return
+    by_data = draw_search.find_operands_that_differ(single, world, with_index=False)
+    for eqn in first:
+        if differ[id(eqn)][0] and not by_data[id(eqn)][0]:
+            continue  # From a key of each replica's own.
+        warnings.warn(
+            f"A step draws from a key per sample{exchange.line_of(eqn)}, and the keys "
+            f"are of the implementation {draws.implementation(eqn)!r}: "
+            "under `jax.vmap`, JAX draws for all of them from the first key. So the "
+            "replicas draw other numbers than one device with all samples. Draw for "
+            "all samples from one key, or use keys of JAX's default, threefry.",
+            stacklevel=2,
+        )
+        return
 
 
 class _Parts:
@@ -244,6 +271,14 @@ class _Parts:
                 "Use `jax.random.split(key, x.shape[0])` for a key per sample",
             )
         n = self._world.num_replicas
+        if eqn.primitive.name == "random_split" and _has_other_keys(place, n):
+            raise _refusal(
+                eqn,
+                self._world,
+                "makes keys of samples and keys that belong to no sample at once",
+                "Split off the others first: `key, sub = jax.random.split(key)`, then "
+                "`jax.random.split(sub, x.shape[0])` for a key per sample",
+            )
         sizes = [(shape[i], wide_shape[i]) for i in grown]
         if keys_grow or [b for _, b in sizes] != [n * a for a, _ in sizes[:1]]:
             raise _refusal(
@@ -290,6 +325,20 @@ class _Parts:
             )
             for made in body.eqns
         ]
+
+
+def _has_other_keys(place: draw_search.Place, n: int) -> bool:
+    """Whether some of the keys of a split do not belong to samples.
+
+    Args:
+      place: the shapes of the split.
+      n: the number of replicas.
+    """
+    if len(place.grown) != 1 or place.keys_grow:
+        return False
+    size, wide = (x[place.grown[0]] for x in (place.shape, place.wide_shape))
+    others, rest = divmod(n * size - wide, n - 1)
+    return not rest and 0 < others < size
 
 
 def _refusal(eqn: Any, world: World, reason: str, remedy: str = "") -> ValueError:

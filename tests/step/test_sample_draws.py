@@ -116,6 +116,42 @@ def test_a_key_of_the_old_kind_and_another_generator_draw_alike():
         np.testing.assert_array_equal(found, _normal(key, X))
 
 
+FROM_KEYS = {
+    "a key per sample": _in_vmap,
+    "a key folded from data": _by_sample,
+}
+
+
+@pytest.mark.parametrize("name", FROM_KEYS)
+def test_a_generator_that_uses_the_first_of_many_keys_is_warned_of(name):
+    match = "a key per sample.* and the keys are of the implementation 'rbg'"
+    with pytest.warns(UserWarning, match=match) as caught:
+        _, metrics = _step(FROM_KEYS[name])(jax.random.key(3, impl="rbg"), X)
+    assert len(caught) == 1
+    first = np.asarray(metrics.value)[:, 0]
+    assert len(np.unique(first[:, 0])) == N  # No two replicas draw the same.
+
+
+def test_a_generator_is_not_warned_of_where_it_draws_what_one_device_draws(recwarn):
+    key = jax.random.key(3, impl="rbg")
+
+    def own(key, x):
+        return _in_vmap(jax.random.fold_in(key, lax.axis_index("data")), x)
+
+    def members(key, x):
+        draw = jax.vmap(lambda key: _normal(key, x))
+        return draw(jax.random.split(key, 2)).swapaxes(0, 1)
+
+    def shared(key, x):
+        return members(key, x), _in_scan(key, x)
+
+    _, metrics = _step(lambda k, x: (own(k, x), *shared(k, x)))(key, X)
+    for found, expected in zip(metrics.value[1:], shared(key, X), strict=True):
+        rows = np.asarray(found).reshape(expected.shape)
+        np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    assert not recwarn.list
+
+
 def test_replicas_on_two_axes_draw_in_their_order():
     names = ("node", "data")
 
@@ -299,6 +335,12 @@ REFUSED = {
     "one more than samples": (
         lambda k, x: jax.random.normal(k, (len(x) + 1,))[1:],
         r"has shape \[3\] for the samples of a replica and \[9\]",
+    ),
+    "one key more than samples": (
+        lambda k, x: _normal(jax.random.split(k, len(x) + 1)[0], x),
+        "makes keys of samples and keys that belong to no sample at once. .* "
+        r"Split off the others first: `key, sub = jax.random.split\(key\)`, then "
+        r"`jax.random.split\(sub, x.shape\[0\]\)` for a key per sample, or give",
     ),
     "positions": (
         _positions_folded,
