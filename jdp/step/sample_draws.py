@@ -175,6 +175,7 @@ class _Parts:
         self._loops = loops
         self._any_finder = draw_search.DrawFinder()
         self._in_sample_loops: list[Any] = []
+        self._functions: dict[Any, Callable[..., Any]] = {}
 
     def of_program(self, traced: Any, wide: Any) -> Any:
         """Returns a closed jaxpr with the parts of its draws.
@@ -233,7 +234,7 @@ class _Parts:
             if not self._finder.concerns(eqn):
                 eqns.append(eqn)
             elif eqn.primitive.name in primitives.DRAWS:
-                eqns += self._of_draw(eqn, partners[id(eqn)], in_loop)
+                eqns.append(self._of_draw(eqn, partners[id(eqn)], in_loop))
             else:
                 eqns.append(self._of_call(eqn, partners[id(eqn)], in_loop))
         effects = jaxpr.effects.union(*(eqn.effects for eqn in eqns))
@@ -253,17 +254,17 @@ class _Parts:
             axes = frozenset()
         return eqn.replace(params=params, effects=eqn.effects | axes)
 
-    def _of_draw(self, eqn: Any, wide: Any, in_loop: bool) -> list[Any]:
-        """Returns the equations that draw a replica's part."""
+    def _of_draw(self, eqn: Any, wide: Any, in_loop: bool) -> Any:
+        """Returns the equation that draws a replica's part."""
         place = draw_search.Place.find(eqn, wide)
         shape, wide_shape, grown, keys_grow = place
         if not grown:
             if in_loop and not keys_grow:
                 self._in_sample_loops.append(eqn)
-            return [eqn]
+            return eqn
         if eqn.primitive.name == "random_fold_in":
             if keys_grow or self._differ.get(id(eqn), [False, False])[1]:
-                return [eqn]
+                return eqn
             raise _refusal(
                 eqn,
                 self._world,
@@ -289,9 +290,12 @@ class _Parts:
             )
         return self._trace_part(eqn, Part(shape, grown[0], n))
 
-    def _trace_part(self, eqn: Any, part: Part) -> list[Any]:
-        """Returns the equations of a part, between the variables of `eqn`."""
+    def _function_of(self, eqn: Any, part: Part) -> Callable[..., Any]:
+        """Returns the function of a part, the same for equal draws: traced once."""
         names, kind = self._world.axis_names, eqn.primitive.name
+        key = kind, part, tuple(sorted(eqn.params.items()))
+        if key in self._functions:
+            return self._functions[key]
 
         def draw(*operands: jax.Array) -> jax.Array:
             return draws.TAKE_PART[kind](
@@ -300,7 +304,7 @@ class _Parts:
 
         draw.__name__ = f"{kind}_of_replica"
         whole = PartitionSpec()
-        mapped = jax.shard_map(
+        self._functions[key] = jax.shard_map(
             jax.jit(draw),
             mesh=self._world.mesh,
             in_specs=whole,
@@ -308,6 +312,11 @@ class _Parts:
             axis_names=self._world.program_axes,
             check_vma=False,
         )
+        return self._functions[key]
+
+    def _trace_part(self, eqn: Any, part: Part) -> Any:
+        """Returns the equation of a part, between the variables of `eqn`."""
+        mapped = self._function_of(eqn, part)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         traced = jax.make_jaxpr(mapped)(*avals)
         body, _ = compat.sharded_program(flow.open_jaxpr(traced)[0])
@@ -317,14 +326,12 @@ class _Parts:
         def rename(variables: Any) -> list[Any]:
             return [v if isinstance(v, Literal) else known.get(v, v) for v in variables]
 
-        return [
-            made.replace(
-                invars=rename(made.invars),
-                outvars=rename(made.outvars),
-                source_info=eqn.source_info,
-            )
-            for made in body.eqns
-        ]
+        (made,) = body.eqns  # One `jit`, so that draws share no variables inside.
+        return made.replace(
+            invars=rename(made.invars),
+            outvars=rename(made.outvars),
+            source_info=eqn.source_info,
+        )
 
 
 def _has_other_keys(place: draw_search.Place, n: int) -> bool:

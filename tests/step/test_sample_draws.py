@@ -387,6 +387,17 @@ def test_a_step_of_a_fixed_size_may_draw_what_belongs_to_no_sample():
     _step(fn).trace(KEY, X)  # No dimension is a multiple of the two samples.
 
 
+def test_equal_draws_share_their_program():
+    def fn(key, x):
+        for own in jax.random.split(key, 3):
+            x = x + jax.random.bits(own, x.shape)
+        return x
+
+    text = _step(fn).lower(KEY, X).as_text()
+    assert text.count("func private @random_bits_of_replica") == 1
+    assert text.count("call @random_bits_of_replica") == 3
+
+
 def test_the_draws_of_a_hook_are_not_for_samples():
     calls = []
 
