@@ -99,15 +99,17 @@ class _UseAnalysis(SamenessAnalysis):
         self._number = 1 << first + 1  # integer from the number of the replica.
         self._count = 1 << first + 2  # integer from a number of samples.
         self._first_draw = first + 3
-        # Bits above: the draws that a value is made of, if it is the same on all.
+        # Bits above, two per draw: a value is made of it, and is the same on all; and
+        # it still has the samples. How many samples a mask keeps has not.
         self._draws: list[int] = []  # ids of equations.
-        self._complete = 0
+        self._made = self._sampled = 0  # all bits of the two kinds.
+        self._complete = 0  # bits, of either kind, of draws for all replicas.
 
     @property
     def complete(self) -> frozenset[int]:
         """The ids of draws for the samples of all replicas."""
         bits = self._complete >> self._first_draw
-        return frozenset(x for i, x in enumerate(self._draws) if bits >> i & 1)
+        return frozenset(x for i, x in enumerate(self._draws) if bits >> 2 * i & 3)
 
     def of_equation(self, eqn: Any, entering: list[int]) -> Any:
         """See `SamenessAnalysis`."""
@@ -119,46 +121,51 @@ class _UseAnalysis(SamenessAnalysis):
         if eqn.primitive.name not in _WITH_JAXPRS | _SEPARATE:
             self._note_meeting(eqn, entering)
         pairs = zip(eqn.outvars, leaving, strict=True)
-        return [self._origins(eqn, var, x, entering) for var, x in pairs], after
+        return [self._origins(eqn, var, x) for var, x in pairs], after
 
     def _note_meeting(self, eqn: Any, entering: list[int]) -> None:
+        """Notes draws that are complete because of an equation."""
+        name, taken = eqn.primitive.name, entering[1:] if entering else []
+        if name in primitives.DRAWS and not entering[0] & self._all:
+            entering = [*entering, self._bits_of(eqn)]
         found = 0
         for x in entering:
             found |= x
-        if eqn.primitive.name in primitives.DRAWS and not entering[0] & self._all:
-            found |= self._bit_of(eqn)
         if found & self._gathered:
-            self._complete |= self._draws_of(found)
-        if eqn.primitive.name in _TAKING:
-            whole, *positions = entering
-            if any(x & self._number for x in positions):
-                self._complete |= self._draws_of(whole)
+            self._complete |= found & self._sampled
+        if name not in _TAKING:
+            return
+        for x in taken:
+            if entering[0] & self._gathered:
+                self._complete |= x & self._made
+            if x & self._number:
+                self._complete |= entering[0] & self._sampled
 
-    def _origins(self, eqn: Any, var: Any, x: int, entering: list[int]) -> int:
+    def _origins(self, eqn: Any, var: Any, x: int) -> int:
         """Returns a result's bits without origins that it does not have."""
         name = eqn.primitive.name
         if name == "axis_index":
             x |= self._number
         if name in primitives.DRAWS:
             x &= ~(self._number | self._count)
-            x |= self._bit_of(eqn)
+            x |= self._bits_of(eqn)
         elif not _is_integer(var):
             x &= ~(self._number | self._count)
         if name in primitives.UNITING:
             x |= self._gathered
         if not self._pair.is_larger(var):
-            x &= ~self._gathered
+            x &= ~(self._gathered | self._sampled)
         if x & self._all:
-            x &= ~(self._gathered | self._draws_of(x))
+            x &= ~(self._gathered | self._sampled | self._made)
         return x
 
-    def _draws_of(self, x: int) -> int:
-        return x >> self._first_draw << self._first_draw
-
-    def _bit_of(self, eqn: Any) -> int:
+    def _bits_of(self, eqn: Any) -> int:
         if id(eqn) not in self._draws:
             self._draws.append(id(eqn))
-        return 1 << self._first_draw + self._draws.index(id(eqn))
+        place = self._first_draw + 2 * self._draws.index(id(eqn))
+        self._made |= 1 << place
+        self._sampled |= 2 << place
+        return 3 << place
 
     def _check_divided(self, eqn: Any, predicate: int, jaxprs: Any) -> None:
         if eqn.primitive.name == "while" and predicate & self._count:

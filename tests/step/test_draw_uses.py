@@ -249,3 +249,19 @@ def test_a_program_has_draws_of_both_kinds():
         lambda *args: loss(*args, lambda x: lax.all_gather(x, "data", tiled=True)),
         lambda *args: loss(*args, lambda x: x),
     )
+
+
+def test_a_sum_over_a_local_mask_may_divide_gathered_samples():
+    def loss(w, key, x):
+        mask = jax.random.bernoulli(key, 0.5, (len(x), 1))
+        gathered = lax.all_gather(x * w, "data", tiled=True)
+        ratio = lax.stop_gradient((gathered / mask.sum()).sum()) * 0
+        return jnp.sin(w * x * mask).mean() + ratio
+
+    def reference(w, key, x):
+        return jnp.sin(w * x * jax.random.bernoulli(key, 0.5, (len(x), 1))).mean()
+
+    found = _compute(loss, x=np.concatenate([X] * 4))
+    x = np.concatenate([X] * 4)
+    expected = harness.jit_fast(jax.value_and_grad(reference))(W, KEY, x)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
