@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
@@ -127,11 +128,10 @@ def _shape(var: Any) -> Any:
 
 
 def _is_other_count(a: Any, b: Any) -> bool:
-    a, b = (x for x in (a, b))
-    is_scalar = all(np.ndim(x) == 0 and _is_integer(x) for x in (a, b))
-    return is_scalar and bool(a != b)
+    is_count = all(np.ndim(x) == 0 and _is_integer(x) for x in (a, b))
+    return is_count and a is not b and bool(a != b)
 
 
 def _is_integer(x: Any) -> bool:
     dtype = getattr(x, "dtype", None) or np.result_type(type(x))
-    return np.issubdtype(dtype, np.integer)
+    return jnp.issubdtype(dtype, jnp.integer)

@@ -265,3 +265,14 @@ def test_a_sum_over_a_local_mask_may_divide_gathered_samples():
     x = np.concatenate([X] * 4)
     expected = harness.jit_fast(jax.value_and_grad(reference))(W, KEY, x)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_key_that_the_step_captures_draws_for_gathered_samples():
+    def loss(w, _, x, gather):
+        z = gather(x * w)
+        return jnp.sin(_mask(KEY, z) - x.mean(-1)[:, None, None]).mean()
+
+    _expect(
+        lambda *args: loss(*args, lambda x: lax.all_gather(x, "data", tiled=True)),
+        lambda *args: loss(*args, lambda x: x),
+    )
