@@ -123,9 +123,9 @@ def uses_first_key(eqn: Any) -> bool:
 
     `jax.vmap` draws so from keys of XLA's generator; see `jax.random`.
     """
-    name = implementation(eqn) if eqn.invars[0].aval.shape else ""
+    generator = implementation(eqn) if eqn.invars[0].aval.shape else ""
     is_made_of_threefry = eqn.primitive.name in ("random_fold_in", "random_split")
-    return name == "unsafe_rbg" or (name == "rbg" and not is_made_of_threefry)
+    return generator == "unsafe_rbg" or (generator == "rbg" and not is_made_of_threefry)
 
 
 # By the name of the primitive.

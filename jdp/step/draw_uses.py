@@ -25,16 +25,9 @@ from jdp.step import draw_names
 from jdp.step.program_pairs import ProgramPair
 from jdp.step.sameness import SamenessAnalysis
 
-_WITH_JAXPRS = primitives.FOLLOWED_CALLS | {
-    "cond",
-    "custom_linear_solve",
-    "run_state",
-    "scan",
-    "while",
-}
+_WITH_JAXPRS = primitives.FOLLOWED_CALLS | primitives.CONTROL
 # Each result comes from an operand of its own.
 _SEPARATE = primitives.BARRIERS | primitives.UNITING | primitives.MOVING
-_TAKING = frozenset({"dynamic_slice", "gather"})
 
 
 class Uses(NamedTuple):
@@ -133,7 +126,7 @@ class _UseAnalysis(SamenessAnalysis):
             found |= x
         if found & self._gathered:
             self._complete |= found & self._sampled
-        if name not in _TAKING:
+        if name not in primitives.TAKING:
             return
         for x in taken:
             if entering[0] & self._gathered:
