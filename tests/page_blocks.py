@@ -169,6 +169,15 @@ PYTHON: dict[str, list[Fragment | str]] = {
                 """,
             after="assert metrics['scale'] == 65536 and np.isfinite(metrics['loss'])",
         ),
+        Fragment(
+            after="""
+                x = np.arange(8, dtype=np.float32)
+                _, found = step(jax.random.key(0), x)
+                _, sub = jax.random.split(jax.random.key(0))
+                expected = ((x + x[jax.random.permutation(sub, 8)]) ** 2).mean()
+                np.testing.assert_allclose(found, expected, rtol=1e-6)
+                """
+        ),
     ],
     "docs/getting_started.md": [
         Fragment(

@@ -113,6 +113,21 @@ def part_of_gamma(
     return _slice(drawn, keys.ndim, part, index)
 
 
+def implementation(eqn: Any) -> str:
+    """Returns the name of the implementation of a draw's keys."""
+    return eqn.invars[0].aval.dtype._impl.name
+
+
+def uses_first_key(eqn: Any) -> bool:
+    """Whether a draw from several keys may use the first of them for all.
+
+    `jax.vmap` draws so from keys of XLA's generator; see `jax.random`.
+    """
+    generator = implementation(eqn) if eqn.invars[0].aval.shape else ""
+    is_made_of_threefry = eqn.primitive.name in ("random_fold_in", "random_split")
+    return generator == "unsafe_rbg" or (generator == "rbg" and not is_made_of_threefry)
+
+
 # By the name of the primitive.
 TAKE_PART: dict[str, Callable[..., jax.Array]] = {
     "random_bits": part_of_bits,

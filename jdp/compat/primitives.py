@@ -37,6 +37,9 @@ FOLLOWED_CALLS = INLINABLE | _names(
     "call composite custom_vmap_call eval_jaxpr linear_call shard_map"
 )
 
+# Their jaxprs run by rules of their own.
+CONTROL = _names("cond custom_linear_solve run_state scan while")
+
 # --- Foreign code --------------------------------------------------------------------
 
 # These run functions on the host, which may read anything.
@@ -85,6 +88,11 @@ PUBLIC_NAMES = {
     "psum_invariant": "psum",
     "reduce_scatter": "psum_scatter",
 }
+
+# --- Positions -----------------------------------------------------------------------
+
+# They take elements of the first operand, at positions from the other ones.
+TAKING = _names("dynamic_slice gather")
 
 # --- Which operands a result depends on ----------------------------------------------
 

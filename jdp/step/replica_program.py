@@ -153,9 +153,11 @@ def trace_step(
 
     @functools.cache
     def trace_wide() -> tuple[Any, WatchedValues]:
-        wide = StepTrace()
-        batch = sample_draws.widen(world, batches)
-        return _trace(step, options, state, batch, wide)[0], wide.watched
+        def run(batches: tuple[PyTree, ...]) -> tuple[Any, WatchedValues]:
+            wide = StepTrace()
+            return _trace(step, options, state, batches, wide)[0], wide.watched
+
+        return sample_draws.trace_wide(world, batches, run)
 
     if trace.watched.shapes:
         answers = watch_answers.find(

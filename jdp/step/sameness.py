@@ -143,8 +143,7 @@ class SamenessAnalysis:
             self.observed[id(eqn)] = [a and b for a, b in pairs]
             pairs = zip(self.observed_once.get(id(eqn), differ), differ, strict=True)
             self.observed_once[id(eqn)] = [a or b for a, b in pairs]
-        rule = self._rules.get(eqn.primitive.name, self.plain)
-        leaving, after = rule(eqn, entering)
+        leaving, after = self.of_equation(eqn, entering)
         for var, x in zip(eqn.outvars, leaving, strict=True):
             if x:
                 known[var] = x
@@ -152,6 +151,10 @@ class SamenessAnalysis:
             for var, x in zip(eqn.invars, after, strict=True):
                 if x and not isinstance(var, Literal):
                     known[var] = x
+
+    def of_equation(self, eqn: Any, entering: list[int]) -> Any:
+        """Returns the spreads of results, and of operands after writes to them."""
+        return self._rules.get(eqn.primitive.name, self.plain)(eqn, entering)
 
     def plain(self, eqn: Any, entering: list[int]) -> Any:
         """Follows any other primitive: every operand affects every result."""

@@ -12,9 +12,10 @@ Draws that do not grow, such as noise on parameters, stay the same on all replic
 Draws from a key that differs between replicas are left alone.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -24,11 +25,12 @@ from jax.sharding import PartitionSpec
 from jdp import compat
 from jdp.backward import exchange, flow
 from jdp.collectives import auto
-from jdp.compat import draws, origins, primitives
+from jdp.compat import draws, primitives
 from jdp.compat.draws import Part
 from jdp.replicas.mesh import World
-from jdp.step import call_arguments
-from jdp.step.sameness import SamenessAnalysis
+from jdp.step import call_arguments, draw_search, draw_uses
+
+T = TypeVar("T")
 
 
 def take_parts(
@@ -43,7 +45,7 @@ def take_parts(
       traced: closed jaxpr with the `shard_map` of the step.
       world: the replicas.
       batches: the arguments of the step after the state.
-      trace_wide: traces the step with the batches of `widen`.
+      trace_wide: traces the step as `trace_wide` does.
 
     Returns:
       `traced` itself if it has no draws from keys that are the same on all replicas.
@@ -51,21 +53,21 @@ def take_parts(
     Raises:
       ValueError: it is unclear which part of a draw belongs to a replica.
     """
-    if not _DrawFinder().has_any(traced):
+    if not draw_search.DrawFinder().has_any(traced):
         return traced
-    single = _Copies().of_value(traced)
-    parts = _Parts(world, _find_operands_that_differ(single, world))
-    found = list(filter(_may_grow, parts.finder.find(single)))
+    single = draw_search.Copies().of_value(traced)
+    differ = draw_search.find_operands_that_differ(single, world)
+    own = frozenset(i for i, operands in differ.items() if operands[0])
+    found = draw_search.DrawFinder(own).find(single)
+    found = list(filter(draw_search.may_grow, found))
     if not found:
         return traced
     try:
-        with warnings.catch_warnings(), auto.without_measuring():
-            warnings.simplefilter("ignore")
-            wide = trace_wide()
+        wide = trace_wide()
     except Exception as error:
         leaves = call_arguments.split_leaves(batches)
         lengths = {x.shape[0] // world.num_replicas for x in leaves}
-        first = next((x for x in found if _fits_samples(x, lengths)), None)
+        first = next((x for x in found if draw_search.fits_samples(x, lengths)), None)
         if first is None:
             return traced
         raise _refusal(
@@ -74,146 +76,108 @@ def take_parts(
             "must be compared with the draw for the samples of all replicas, and the "
             f"step fails with so many ({type(error).__name__}: {error})",
         ) from error
-    return parts.of_program(single, wide)
+    uses = draw_uses.find_uses(single, wide, world)
+    _warn_of_first_keys(single, world, differ, uses)
+    finder = draw_search.DrawFinder(own | uses.complete)
+    if not finder.has_any(single):
+        return traced
+    return _Parts(world, differ, finder, uses.loops).of_program(single, wide)
 
 
-def widen(world: World, batches: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns batches in which each replica has the samples of all replicas.
+def trace_wide(
+    world: World,
+    batches: tuple[Any, ...],
+    trace: Callable[[tuple[Any, ...]], T],
+) -> T:
+    """Returns the trace in which each replica has the samples of all replicas.
 
-    Arrays with one row per replica, beside longer ones, stay as they are.
+    Arrays with one row per replica, beside longer ones, may be samples or weights of
+    replicas. If the step fails where they are samples, they are weights: arrays of one
+    dimension, or else all.
     """
     n = world.num_replicas
-    has_longer = any(x.shape[0] > n for x in call_arguments.split_leaves(batches))
+    leaves = call_arguments.split_leaves(batches)
+    has_longer = any(x.shape[0] > n for x in leaves)
+    ranks = {x.ndim for x in leaves if has_longer and x.shape[0] == n}
+    # Up to which number of dimensions such arrays are weights.
+    first, *others = [0, *sorted({1, max(ranks)} if ranks else ())]
+    with warnings.catch_warnings(), auto.without_measuring():
+        warnings.simplefilter("ignore")
+        try:
+            return trace(_widen(world, batches, first))
+        except Exception:
+            for rank in others:
+                with contextlib.suppress(Exception):
+                    return trace(_widen(world, batches, rank))
+            raise
 
-    def widened(x: Any) -> jax.ShapeDtypeStruct:
-        factor = 1 if has_longer and x.shape[0] == n else n
+
+def _widen(world: World, batches: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """Returns batches in which each replica has the samples of all replicas.
+
+    Arrays with one row per replica and at most `rank` dimensions stay as they are.
+    """
+    n = world.num_replicas
+
+    def widen(x: Any) -> jax.ShapeDtypeStruct:
+        factor = 1 if x.shape[0] == n and x.ndim <= rank else n
         shape = (x.shape[0] * factor, *x.shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=world.split)
 
-    return call_arguments.map_batches(widened, batches)
+    return call_arguments.map_batches(widen, batches)
 
 
-def _find_operands_that_differ(traced: Any, world: World) -> dict[int, list[bool]]:
-    """Returns per operand of a draw, by its id, whether it differs in all calls."""
-    body, inputs = compat.sharded_program(flow.open_jaxpr(traced)[0])
-    analysis = SamenessAnalysis(
-        world.axis_names, refuse_divided=False, observed=primitives.DRAWS
-    )
-    analysis.follow(body, tuple(map(analysis.mask, inputs)))
-    return analysis.observed
-
-
-class _DrawFinder:
-    """Finds draws in jaxprs, at any depth, once per jaxpr."""
-
-    def __init__(self, left_out: frozenset[int] = frozenset()):
-        """Leaves out equations with some ids."""
-        self._left_out = left_out
-        self._known: dict[int, tuple[Any, bool]] = {}  # by id; holds the jaxpr.
-
-    def has_any(self, jaxpr: Any) -> bool:
-        """Returns whether there is a draw in a jaxpr, open or closed."""
-        if id(jaxpr) not in self._known:
-            found = any(map(self.concerns, flow.open_jaxpr(jaxpr)[0].eqns))
-            self._known[id(jaxpr)] = jaxpr, found
-        return self._known[id(jaxpr)][1]
-
-    def concerns(self, eqn: Any) -> bool:
-        """Returns whether an equation is a draw, or has draws inside."""
-        if eqn.primitive.name in primitives.DRAWS:
-            is_any = id(eqn) not in self._left_out
-        elif eqn.primitive.name in primitives.KERNELS:
-            return False
-        else:
-            is_any = any(map(self.has_any, jaxprs_in_params(eqn.params)))
-        return is_any and not origins.is_bound_by(eqn, origins.OWN_DRAWS)
-
-    def find(self, jaxpr: Any, *, in_loop: bool = False) -> Iterator["_Found"]:
-        """Yields the draws in a jaxpr, in order."""
-        for eqn in filter(self.concerns, flow.open_jaxpr(jaxpr)[0].eqns):
-            if eqn.primitive.name in primitives.DRAWS:
-                yield _Found(eqn, in_loop)
-            is_loop = in_loop or eqn.primitive.name == "scan"
-            for inner in filter(self.has_any, jaxprs_in_params(eqn.params)):
-                yield from self.find(inner, in_loop=is_loop)
-
-
-class _Found(NamedTuple):
-    """A draw in a jaxpr, or in a jaxpr inside it."""
-
-    eqn: Any
-    in_loop: bool
-
-
-def _may_grow(found: _Found) -> bool:
-    """Returns whether a draw may be larger for more samples, or be made more often."""
-    shape = _Place.find(found.eqn, found.eqn).shape
-    return bool(shape) or found.in_loop
-
-
-def _fits_samples(found: _Found, lengths: set[int]) -> bool:
-    """Returns whether a draw may be for samples, by its shape.
-
-    Args:
-      found: the draw.
-      lengths: the lengths of a replica's batches.
-    """
-    shape = _Place.find(found.eqn, found.eqn).shape
-    return any(size % length == 0 for size in shape for length in lengths)
-
-
-class _Copies:
-    """Copies jaxprs with draws, so that no two equations share one.
-
-    The same jaxpr, such as the `jit` in `jax.random.normal`, may be called with keys
-    that differ between replicas and with keys that do not.
-    """
-
-    def __init__(self) -> None:
-        self._finder = _DrawFinder()
-
-    def of_value(self, value: Any) -> Any:
-        """Returns a parameter of an equation, with its jaxprs copied."""
-        if isinstance(value, tuple | list):
-            return _like(value, [self.of_value(x) for x in value])
-        is_jaxpr = isinstance(value, ClosedJaxpr | Jaxpr)
-        if not is_jaxpr or not self._finder.has_any(value):
-            return value
-        body, _ = flow.open_jaxpr(value)
-        if body is not value:
-            return value.replace(jaxpr=self.of_value(body))
-        assert isinstance(value, Jaxpr)
-        return value.replace(eqns=list(map(self._of_equation, value.eqns)))
-
-    def _of_equation(self, eqn: Any) -> Any:
-        if not self._finder.concerns(eqn):
-            return eqn
-        params = {k: self.of_value(v) for k, v in eqn.params.items()}
-        return eqn.replace(params=params)
-
-
-def _like(values: Any, parts: list[Any]) -> Any:
-    """Returns a tuple or a list with other values."""
-    is_named = hasattr(values, "_fields")  # As in `custom_linear_solve`.
-    return type(values)(*parts) if is_named else type(values)(parts)
+def _warn_of_first_keys(
+    single: Any, world: World, differ: dict[int, list[bool]], uses: draw_uses.Uses
+) -> None:
+    """Warns of draws from a key per sample that use the first key for all samples."""
+    first = [
+        found.eqn
+        for found in draw_search.DrawFinder(uses.complete).find(single)
+        if draws.uses_first_key(found.eqn) and uses.pair.is_larger(found.eqn.invars[0])
+    ]
+    if not first:
+        return
+    by_data = draw_search.find_operands_that_differ(single, world, with_index=False)
+    for eqn in first:
+        if differ[id(eqn)][0] and not by_data[id(eqn)][0]:
+            continue  # From a key of each replica's own.
+        warnings.warn(
+            f"A step draws from a key per sample{exchange.line_of(eqn)}, and the keys "
+            f"are of the implementation {draws.implementation(eqn)!r}: "
+            "under `jax.vmap`, JAX draws for all of them from the first key. So the "
+            "replicas draw other numbers than one device with all samples. Draw for "
+            "all samples from one key, or use keys of JAX's default, threefry.",
+            stacklevel=2,
+        )
+        return
 
 
 class _Parts:
     """Replaces draws by the part that belongs to a replica."""
 
-    def __init__(self, world: World, differ: dict[int, list[bool]]):
-        """Takes the parts of all draws but those whose key differs.
+    def __init__(
+        self,
+        world: World,
+        differ: dict[int, list[bool]],
+        finder: draw_search.DrawFinder,
+        loops: frozenset[int],
+    ):
+        """Takes the parts of some draws.
 
         Args:
           world: the replicas.
           differ: by the id of a draw: whether each operand differs between replicas.
+          finder: finds these draws.
+          loops: the ids of `while` loops with more iterations for more samples.
         """
         self._world = world
         self._differ = differ
-        own = frozenset(i for i, operands in differ.items() if operands[0])
-        self.finder = _DrawFinder(own)
-        self._any_finder = _DrawFinder()
+        self._finder = finder
+        self._loops = loops
+        self._any_finder = draw_search.DrawFinder()
         self._in_sample_loops: list[Any] = []
+        self._functions: dict[Any, Callable[..., Any]] = {}
 
     def of_program(self, traced: Any, wide: Any) -> Any:
         """Returns a closed jaxpr with the parts of its draws.
@@ -224,7 +188,7 @@ class _Parts:
         """
         made = self._of_value(traced, wide, False)
         if self._in_sample_loops:
-            differ = _find_operands_that_differ(made, self._world)
+            differ = draw_search.find_operands_that_differ(made, self._world)
             for eqn in self._in_sample_loops:
                 if not differ.get(id(eqn), [False])[0]:
                     raise _refusal(
@@ -242,8 +206,12 @@ class _Parts:
             if len(value) != len(wide):
                 return value
             pairs = zip(value, wide, strict=True)
-            return _like(value, [self._of_value(x, w, in_loop) for x, w in pairs])
-        if not isinstance(value, ClosedJaxpr | Jaxpr) or not self.finder.has_any(value):
+            return draw_search.like(
+                value, [self._of_value(x, w, in_loop) for x, w in pairs]
+            )
+        if not isinstance(value, ClosedJaxpr | Jaxpr) or not self._finder.has_any(
+            value
+        ):
             return value
         body, wide_body = (flow.open_jaxpr(x)[0] for x in (value, wide))
         if body is value:  # Open, or either in JAX 0.12.
@@ -257,7 +225,7 @@ class _Parts:
         names = [[eqn.primitive.name for eqn in eqns] for eqns in concerned]
         if names[0] != names[1]:
             raise _refusal(
-                next(self.finder.find(jaxpr)).eqn,
+                next(self._finder.find(jaxpr)).eqn,
                 self._world,
                 "is one of other draws for the samples of a replica than for the "
                 "samples of all replicas",
@@ -265,10 +233,10 @@ class _Parts:
         partners = dict(zip(map(id, concerned[0]), concerned[1], strict=True))
         eqns: list[Any] = []
         for eqn in jaxpr.eqns:
-            if not self.finder.concerns(eqn):
+            if not self._finder.concerns(eqn):
                 eqns.append(eqn)
             elif eqn.primitive.name in primitives.DRAWS:
-                eqns += self._of_draw(eqn, partners[id(eqn)], in_loop)
+                eqns.append(self._of_draw(eqn, partners[id(eqn)], in_loop))
             else:
                 eqns.append(self._of_call(eqn, partners[id(eqn)], in_loop))
         effects = jaxpr.effects.union(*(eqn.effects for eqn in eqns))
@@ -278,6 +246,7 @@ class _Parts:
         """Returns an equation with the jaxprs in its parameters replaced."""
         if eqn.primitive.name == "scan":
             in_loop |= eqn.params["length"] != wide.params["length"]
+        in_loop |= id(eqn) in self._loops
         params = {
             k: self._of_value(v, wide.params.get(k), in_loop)
             for k, v in eqn.params.items()
@@ -287,17 +256,17 @@ class _Parts:
             axes = frozenset()
         return eqn.replace(params=params, effects=eqn.effects | axes)
 
-    def _of_draw(self, eqn: Any, wide: Any, in_loop: bool) -> list[Any]:
-        """Returns the equations that draw a replica's part."""
-        place = _Place.find(eqn, wide)
+    def _of_draw(self, eqn: Any, wide: Any, in_loop: bool) -> Any:
+        """Returns the equation that draws a replica's part."""
+        place = draw_search.Place.find(eqn, wide)
         shape, wide_shape, grown, keys_grow = place
         if not grown:
             if in_loop and not keys_grow:
                 self._in_sample_loops.append(eqn)
-            return [eqn]
+            return eqn
         if eqn.primitive.name == "random_fold_in":
             if keys_grow or self._differ.get(id(eqn), [False, False])[1]:
-                return [eqn]
+                return eqn
             raise _refusal(
                 eqn,
                 self._world,
@@ -305,6 +274,14 @@ class _Parts:
                 "Use `jax.random.split(key, x.shape[0])` for a key per sample",
             )
         n = self._world.num_replicas
+        if eqn.primitive.name == "random_split" and _has_other_keys(place, n):
+            raise _refusal(
+                eqn,
+                self._world,
+                "makes keys of samples and keys that belong to no sample at once",
+                "Split off the others first: `key, sub = jax.random.split(key)`, then "
+                "`jax.random.split(sub, x.shape[0])` for a key per sample",
+            )
         sizes = [(shape[i], wide_shape[i]) for i in grown]
         if keys_grow or [b for _, b in sizes] != [n * a for a, _ in sizes[:1]]:
             raise _refusal(
@@ -315,9 +292,12 @@ class _Parts:
             )
         return self._trace_part(eqn, Part(shape, grown[0], n))
 
-    def _trace_part(self, eqn: Any, part: Part) -> list[Any]:
-        """Returns the equations of a part, between the variables of `eqn`."""
+    def _function_of(self, eqn: Any, part: Part) -> Callable[..., Any]:
+        """Returns the function of a part, the same for equal draws: traced once."""
         names, kind = self._world.axis_names, eqn.primitive.name
+        key = kind, part, tuple(sorted(eqn.params.items()))
+        if key in self._functions:
+            return self._functions[key]
 
         def draw(*operands: jax.Array) -> jax.Array:
             return draws.TAKE_PART[kind](
@@ -326,7 +306,7 @@ class _Parts:
 
         draw.__name__ = f"{kind}_of_replica"
         whole = PartitionSpec()
-        mapped = jax.shard_map(
+        self._functions[key] = jax.shard_map(
             jax.jit(draw),
             mesh=self._world.mesh,
             in_specs=whole,
@@ -334,6 +314,11 @@ class _Parts:
             axis_names=self._world.program_axes,
             check_vma=False,
         )
+        return self._functions[key]
+
+    def _trace_part(self, eqn: Any, part: Part) -> Any:
+        """Returns the equation of a part, between the variables of `eqn`."""
+        mapped = self._function_of(eqn, part)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         traced = jax.make_jaxpr(mapped)(*avals)
         body, _ = compat.sharded_program(flow.open_jaxpr(traced)[0])
@@ -343,40 +328,26 @@ class _Parts:
         def rename(variables: Any) -> list[Any]:
             return [v if isinstance(v, Literal) else known.get(v, v) for v in variables]
 
-        return [
-            made.replace(
-                invars=rename(made.invars),
-                outvars=rename(made.outvars),
-                source_info=eqn.source_info,
-            )
-            for made in body.eqns
-        ]
+        (made,) = body.eqns  # One `jit`, so that draws share no variables inside.
+        return made.replace(
+            invars=rename(made.invars),
+            outvars=rename(made.outvars),
+            source_info=eqn.source_info,
+        )
 
 
-class _Place(NamedTuple):
-    """Shapes of one draw: for the samples of a replica, and for the samples of all."""
+def _has_other_keys(place: draw_search.Place, n: int) -> bool:
+    """Whether some of the keys of a split do not belong to samples.
 
-    shape: tuple[int, ...]  # per key.
-    wide_shape: tuple[int, ...]
-    grown: tuple[int, ...]  # the dimensions in which these differ.
-    keys_grow: bool  # whether there are more keys.
-
-    @classmethod
-    def find(cls, eqn: Any, wide: Any) -> "_Place":
-        """Compares two equations of one primitive of `primitives.DRAWS`."""
-        keys, wide_keys = (e.invars[0].aval.shape for e in (eqn, wide))
-        if "shape" in eqn.params:
-            shape, wide_shape = eqn.params["shape"], wide.params["shape"]
-        else:
-            shape, wide_shape = (e.invars[1].aval.shape for e in (eqn, wide))
-            if eqn.primitive.name == "random_gamma":
-                shape, wide_shape = shape[len(keys) :], wide_shape[len(wide_keys) :]
-        if len(shape) == len(wide_shape):
-            pairs = zip(shape, wide_shape, strict=True)
-            grown = tuple(i for i, (a, b) in enumerate(pairs) if a != b)
-        else:
-            grown = tuple(range(min(len(shape), len(wide_shape)) + 1))
-        return cls(tuple(shape), tuple(wide_shape), grown, keys != wide_keys)
+    Args:
+      place: the shapes of the split.
+      n: the number of replicas.
+    """
+    if len(place.grown) != 1 or place.keys_grow:
+        return False
+    size, wide = (x[place.grown[0]] for x in (place.shape, place.wide_shape))
+    others, rest = divmod(n * size - wide, n - 1)
+    return not rest and 0 < others < size
 
 
 def _refusal(eqn: Any, world: World, reason: str, remedy: str = "") -> ValueError:

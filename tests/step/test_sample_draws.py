@@ -116,6 +116,42 @@ def test_a_key_of_the_old_kind_and_another_generator_draw_alike():
         np.testing.assert_array_equal(found, _normal(key, X))
 
 
+FROM_KEYS = {
+    "a key per sample": _in_vmap,
+    "a key folded from data": _by_sample,
+}
+
+
+@pytest.mark.parametrize("name", FROM_KEYS)
+def test_a_generator_that_uses_the_first_of_many_keys_is_warned_of(name):
+    match = "a key per sample.* and the keys are of the implementation 'rbg'"
+    with pytest.warns(UserWarning, match=match) as caught:
+        _, metrics = _step(FROM_KEYS[name])(jax.random.key(3, impl="rbg"), X)
+    assert len(caught) == 1
+    first = np.asarray(metrics.value)[:, 0]
+    assert len(np.unique(first[:, 0])) == N  # No two replicas draw the same.
+
+
+def test_a_generator_is_not_warned_of_where_it_draws_what_one_device_draws(recwarn):
+    key = jax.random.key(3, impl="rbg")
+
+    def own(key, x):
+        return _in_vmap(jax.random.fold_in(key, lax.axis_index("data")), x)
+
+    def members(key, x):
+        draw = jax.vmap(lambda key: _normal(key, x))
+        return draw(jax.random.split(key, 2)).swapaxes(0, 1)
+
+    def shared(key, x):
+        return members(key, x), _in_scan(key, x)
+
+    _, metrics = _step(lambda k, x: (own(k, x), *shared(k, x)))(key, X)
+    for found, expected in zip(metrics.value[1:], shared(key, X), strict=True):
+        rows = np.asarray(found).reshape(expected.shape)
+        np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    assert not recwarn.list
+
+
 def test_replicas_on_two_axes_draw_in_their_order():
     names = ("node", "data")
 
@@ -174,6 +210,36 @@ def test_a_replicated_argument_is_a_key_too():
     np.testing.assert_array_equal(found, _normal(KEY, X))
 
 
+def _step_of_two(fn, **options):
+    @jdp.data_parallel(
+        world=harness.local_world(N),
+        donate_state=False,
+        compiler_options=harness.fast_options(),
+        **options,
+    )
+    def step(key, batch):
+        return key, jdp.PerReplica(fn(key, batch["x"], batch["y"]))
+
+    return step
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 3)], ids=str)
+def test_samples_one_per_replica_beside_more_are_samples(shape):
+    y = np.zeros(shape, np.float32)
+    step = _step_of_two(lambda key, x, y: _normal(key, y))
+    _, metrics = step(KEY, {"x": X, "y": y})
+    found = np.asarray(metrics.value).reshape(shape)
+    np.testing.assert_array_equal(found, _normal(KEY, y))
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 1)], ids=str)
+def test_weights_one_per_replica_may_fit_one_row_alone(shape):
+    step = _step_of_two(lambda key, x, weight: _normal(key, x) * weight.reshape(()))
+    _, metrics = step(KEY, {"x": X, "y": np.ones(shape, np.float32)})
+    found = np.asarray(metrics.value).reshape(X.shape)
+    np.testing.assert_array_equal(found, _normal(KEY, X))
+
+
 def test_the_step_is_traced_twice_only_if_it_draws_for_samples():
     calls = []
 
@@ -206,6 +272,60 @@ def _in_loop(key, x):
     return lax.scan(body, key, x)[1]
 
 
+def _loop_from(first):
+    """Returns a loop over samples, a `while` if its first position is traced."""
+
+    def run(key, x):
+        def body(i, out):
+            noise = jax.random.normal(jax.random.fold_in(key, i), x.shape[1:])
+            return out.at[i].add(noise)
+
+        return lax.fori_loop(first(), len(x), body, x)
+
+    return run
+
+
+def _while_loop(key, x):
+    def body(carry):
+        i, key, out = carry
+        key, own = jax.random.split(key)
+        return i + 1, key, out.at[i].add(_normal(own, x[0]))
+
+    start = jnp.zeros((), int), key, x
+    return lax.while_loop(lambda carry: carry[0] < len(x), body, start)[2]
+
+
+def _while_loop_with_keys(key, x):
+    keys = jax.random.split(key, len(x))
+
+    def body(carry):
+        i, out = carry
+        return i + 1, out.at[i].add(_normal(keys[i], x[0]))
+
+    start = jnp.zeros((), int), jnp.zeros_like(x)
+    return lax.while_loop(lambda carry: carry[0] < len(x), body, start)[1]
+
+
+def test_a_while_loop_over_samples_with_keys_of_their_own_draws_alike():
+    _, metrics = _step(_while_loop_with_keys)(KEY, X)
+    found = np.asarray(metrics.value).reshape(X.shape)
+    np.testing.assert_array_equal(found, _while_loop_with_keys(KEY, X))
+
+
+def test_a_while_loop_that_does_not_count_samples_draws_the_same_everywhere():
+    def fn(key, x):
+        def body(carry):
+            i, out = carry
+            return i + 1, out + jax.random.normal(jax.random.fold_in(key, i), (3,))
+
+        start = jnp.zeros((), int), jnp.zeros(3)
+        return lax.while_loop(lambda c: c[0] < 2, body, start)[1] + _normal(key, x)
+
+    _, metrics = _step(fn)(KEY, X)
+    found = np.asarray(metrics.value).reshape(X.shape)
+    np.testing.assert_allclose(found, fn(KEY, X), rtol=1e-6)
+
+
 REFUSED = {
     "for pairs of samples": (
         lambda k, x: jax.random.normal(k, (len(x), len(x))),
@@ -216,12 +336,27 @@ REFUSED = {
         lambda k, x: jax.random.normal(k, (len(x) + 1,))[1:],
         r"has shape \[3\] for the samples of a replica and \[9\]",
     ),
+    "one key more than samples": (
+        lambda k, x: _normal(jax.random.split(k, len(x) + 1)[0], x),
+        "makes keys of samples and keys that belong to no sample at once. .* "
+        r"Split off the others first: `key, sub = jax.random.split\(key\)`, then "
+        r"`jax.random.split\(sub, x.shape\[0\]\)` for a key per sample, or give",
+    ),
     "positions": (
         _positions_folded,
         "folds positions of samples, as every replica counts them, into a key.* "
         r"Use `jax.random.split\(key, x.shape\[0\]\)` for a key per sample, or give",
     ),
     "a loop": (_in_loop, "is in a loop that has more iterations for more samples"),
+    "a while loop": (_while_loop, "is in a loop that has more iterations for more"),
+    "a fori_loop from a traced position": (
+        _loop_from(lambda: lax.axis_index("data") * 0),
+        "is in a loop that has more iterations for more samples",
+    ),
+    "a fori_loop in jit": (
+        jax.jit(_loop_from(lambda: lax.psum(0, "data") + jnp.zeros((), int))),
+        "is in a loop that has more iterations for more samples",
+    ),
     "a fixed number of samples": (
         lambda k, x: _normal(k, x.reshape(2, 3)),
         "must be compared with the draw for the samples of all replicas, and the step "
@@ -250,6 +385,17 @@ def test_a_step_of_a_fixed_size_may_draw_what_belongs_to_no_sample():
         return jax.random.normal(key, (3, 5)) + x.reshape(2, 3).sum()
 
     _step(fn).trace(KEY, X)  # No dimension is a multiple of the two samples.
+
+
+def test_equal_draws_share_their_program():
+    def fn(key, x):
+        for own in jax.random.split(key, 3):
+            x = x + jax.random.bits(own, x.shape)
+        return x
+
+    text = _step(fn).lower(KEY, X).as_text()
+    assert text.count("func private @random_bits_of_replica") == 1
+    assert text.count("call @random_bits_of_replica") == 3
 
 
 def test_the_draws_of_a_hook_are_not_for_samples():
