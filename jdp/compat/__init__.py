@@ -39,11 +39,17 @@ trace_of = operator.attrgetter("_trace")
 
 
 def buffer_addresses(x: Any) -> frozenset[int]:
-    """Returns the memory addresses of an array's parts on this process's devices."""
+    """Returns the memory addresses of an array's parts on this process's devices.
+
+    Waits until the array is there. JAX may wait for that, too, but without letting
+    other threads run Python, such as a reduction on the host that the array waits for.
+    """
     if not x.size:
         return frozenset()
     if isinstance(x, prng.PRNGKeyArray):
         x = jax.random.key_data(x)
+    if not x.is_ready():
+        x.block_until_ready()
     if len(x.sharding.device_set) == 1:  # Takes a third of the time.
         return frozenset((x.unsafe_buffer_pointer(),))
     return frozenset(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)

@@ -265,3 +265,29 @@ def test_reductions_of_nested_functions_are_not_mixed_up():
         for norms in found.values():
             np.testing.assert_allclose(norms, norms[:1].repeat(10, 0), rtol=1e-5)
             np.testing.assert_array_less(5 * norms[0, :2], norms[0, 1:])
+
+
+def _train_with_programs_between():
+    """Own programs change the states between steps, which are not waited for."""
+    world = jdp.init()
+
+    @jdp.data_parallel
+    def step(params, x):
+        loss, grads = jdp.value_and_grad(lambda p, x: jnp.mean((x @ p) ** 2))(params, x)
+        return params - 0.1 * grads, loss
+
+    decay = jax.jit(lambda x: x * 0.9)
+    x = np.ones((4 * world.num_local_replicas, 4), np.float32)
+    states = [jdp.replicate(world, np.ones((4, 8), np.float32)) for _ in range(4)]
+    for _ in range(20):
+        states = [step(decay(state), x)[0] for state in states]
+    return [float(state.addressable_data(0).sum()) for state in states]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("devices", [1, 2])
+def test_states_may_pass_through_own_programs_between_steps(devices):
+    first, second = harness.run_checked(
+        _train_with_programs_between, 2, devices_per_process=devices
+    )
+    assert first == second and len(set(first)) == 1
