@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jdp
+from jdp.replicas import mesh
 
 ROOT = pathlib.Path(jdp.__file__).parent
 PARAMS = {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}
@@ -43,8 +44,11 @@ def _files_entered(fn, *args):
 
 
 def test_few_files_are_enough_to_follow_value_and_grad(monkeypatch):
-    # Other tests may have imported Flax; then jdp looks for its batch norm.
-    monkeypatch.delitem(sys.modules, "flax", raising=False)
+    # Other tests may have imported Flax, whose batch norm and objects jdp looks for,
+    # and may have left a world.
+    for name in ("flax", "flax.nnx"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(mesh._CurrentWorld, "world", None)
     step = jax.vmap(
         lambda params, x: jdp.value_and_grad(_loss)(params, x),
         in_axes=(None, 0),
