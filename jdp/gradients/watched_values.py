@@ -4,6 +4,7 @@ Only the whole program of a step tells. So a step with such a question is traced
 without an answer, and then again with the answers.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,17 +27,17 @@ class Answer(NamedTuple):
     has_all_samples: bool = False
 
 
+@dataclasses.dataclass
 class WatchedValues:
-    """Values that are watched in one trace of a step."""
+    """Values that are watched in one trace of a step.
 
-    def __init__(self, answers: Sequence[tuple[Answer, ...]] | None = None):
-        """Starts before the function of the step is called.
+    Attributes:
+      answers: per call of `ask`; None: in the first trace of a step.
+      shapes: shapes of the values, per call of `ask` so far.
+    """
 
-        Args:
-          answers: per call of `ask`; None: in the first trace of a step.
-        """
-        self._answers = answers
-        self.shapes: list[tuple[tuple[int, ...], ...]] = []  # per call of `ask`.
+    answers: Sequence[tuple[Answer, ...]] | None = None
+    shapes: list[tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=list)
 
     def ask(
         self, xs: Sequence[jax.Array]
@@ -52,10 +53,10 @@ class WatchedValues:
         """
         number = len(self.shapes)
         self.shapes.append(tuple(jnp.shape(x) for x in xs))
-        if self._answers is None:
+        if self.answers is None:
             marked = [annotations.watch(x, number, i) for i, x in enumerate(xs)]
             return marked, None
-        answers = self._answers[number : number + 1]
+        answers = self.answers[number : number + 1]
         if [[a.shape for a in given] for given in answers] != [[*self.shapes[-1]]]:
             raise ValueError(
                 "A step that updates metrics does something else when it is traced a "
