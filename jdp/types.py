@@ -53,6 +53,8 @@ class AllReduce:
         `choose`. None: this one.
       takes_scale: whether `reduce` takes `scale=`, a number or float32 (), and
         multiplies the sum by it before rounding.
+      bucket_bytes: size of the buckets in which `jdp.value_and_grad` reduces gradients
+        where the user has no plan; None: the default of `jdp.plan_buckets`.
       name: label in `jdp.describe`.
     """
 
@@ -60,6 +62,7 @@ class AllReduce:
     reduce_group: Callable[..., list[jax.Array]] | None = None
     choose: "Callable[[jax.ShapeDtypeStruct, AxisName], AllReduce] | None" = None
     takes_scale: bool = False
+    bucket_bytes: int | None = None
     name: str = "custom"
 
 

@@ -27,7 +27,6 @@ from jdp.gradients.step_facts import LossFacts
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy, Weighting
 from jdp.hooks.base import CommHook
-from jdp.trees import buckets
 from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
@@ -191,8 +190,7 @@ def sync_local(
     facts, seed = local.facts, local.seed
     # A hook's state keeps the order of the parameters.
     order = None if hook_state is not None else facts.timeline.order()
-    plan = buckets.fit_plan(options.plan, local.grads, order)
-    options = options._replace(plan=plan)
+    options = reduce.with_plan(options, local.grads, order)
     used, riders = local.used, [local.loss]
     decided = [] if used is None else used_flags.find_decided(used, local.grads)
     if decided:

@@ -33,6 +33,29 @@ def choose_route(
     return chosen, options.packing or buckets.default_packing() if is_plain else "flat"
 
 
+def with_plan(
+    options: ReduceOptions, grads: PyTree, order: Sequence[int] | None
+) -> ReduceOptions:
+    """Returns options with a plan for `grads`: their own, or one for their all-reduce.
+
+    Args:
+      options: how gradients are reduced.
+      grads: the gradients.
+      order: the order in which they become ready; None: of the leaves.
+    """
+    plan = options.plan
+    if plan is None and options.hook is None:
+        # Whatever is chosen for a large bucket of float32.
+        num_elements = buckets.DEFAULT_BUCKET_BYTES // 4
+        spec = LeafSpec((num_elements,), jnp.dtype(jnp.float32))
+        size = choose_route([spec], options)[0].bucket_bytes
+        if size is not None:
+            plan = buckets.plan_buckets(
+                grads, bucket_bytes=size, first_bucket_bytes=size, order=order
+            )
+    return options._replace(plan=buckets.fit_plan(plan, grads, order))
+
+
 class Means(NamedTuple):
     """Results of a reduction, the same on all replicas."""
 
