@@ -54,7 +54,8 @@ class AllReduce:
       takes_scale: whether `reduce` takes `scale=`, a number or float32 (), and
         multiplies the sum by it before rounding.
       bucket_bytes: size of the buckets in which `jdp.value_and_grad` reduces gradients
-        where the user has no plan; None: the default of `jdp.plan_buckets`.
+        of at least eight such buckets, where the user has no plan; None: the default of
+        `jdp.plan_buckets`.
       name: label in `jdp.describe`.
     """
 
