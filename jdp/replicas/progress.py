@@ -30,7 +30,8 @@ class Snapshot(NamedTuple):
         processes.
       waits_since_s: start of the current wait on the host for other processes, on the
         monotonic clock. None: the thread does not wait.
-      since_s: start of that step or wait.
+      since_s: start of that step or wait, or the end of the last part of the step that
+        did not need other processes.
     """
 
     steps: Mapping[str, int]
@@ -45,7 +46,7 @@ class _MainThread:
     steps: dict[str, int] = {}
     last: str | None = None  # the step that was begun last.
     is_inside: bool = False  # whether the thread is still in that call.
-    begun_s: float = 0.0
+    begun_s: float = 0.0  # or when it came to need others.
     result: "weakref.ref[Any] | None" = None  # one array of the result of that call.
     num_waits: int = 0
     waits_since_s: float = 0.0
@@ -186,6 +187,8 @@ def working(*, needs_others: bool) -> Iterator[None]:
         yield
     finally:
         _MainThread.needs_others = before
+        if before and not needs_others:
+            _MainThread.begun_s = time.monotonic()
 
 
 def snapshot() -> Snapshot:
