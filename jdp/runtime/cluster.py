@@ -19,6 +19,7 @@ from jdp.runtime import (
     coordination,
     descriptors,
     environment,
+    freed_memory,
     job_key,
     places,
     program_end,
@@ -131,6 +132,8 @@ def init(
     else:
         _choose_devices(place, options)
         world, is_one_host = _make_world(options, None), True
+    if jax.default_backend() == "cpu":
+        freed_memory.keep()
     if options.mesh is not None:
         world = _with_mesh(world, options)
     worlds.set_current_world(world)

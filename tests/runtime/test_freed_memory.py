@@ -1,0 +1,66 @@
+"""Does freed memory stay in the process, so that the next step touches no new pages?"""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from jdp.runtime import freed_memory
+
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="the C library is not glibc"
+)
+
+# A program with 48 MB of temporary memory: prints the page faults per call.
+PROGRAM = """
+import resource
+import jax, jax.numpy as jnp
+import jdp
+
+jdp.init()
+fn = jax.jit(lambda x, w: jnp.sum((x @ w) @ w.T))
+arguments = jnp.ones((3000, 64)), jnp.ones((64, 4000))
+for k in range(8):
+    if k == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    jax.block_until_ready(fn(*arguments))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 5)
+"""
+
+
+def _count_faults(**variables: str) -> int:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=kept | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return int(result.stdout.split()[-1])
+
+
+def test_a_program_touches_no_new_pages():
+    assert _count_faults() < 200
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {freed_memory.SWITCH: "0"},
+        {"MALLOC_TOP_PAD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.top_pad=131072"},
+    ],
+    ids=["switched off", "own variables", "own tunables"],
+)
+def test_the_users_choice_is_kept(variables):
+    # 48 MB in pages of 4 KiB.
+    assert _count_faults(**variables) > 10_000
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch):
+    monkeypatch.setattr(os, "confstr", lambda name: None)
+    assert not freed_memory.keep()
