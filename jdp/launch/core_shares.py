@@ -7,7 +7,6 @@ differ in size may round differently.
 """
 
 import contextlib
-import glob
 import os
 import pathlib
 import sys
@@ -15,14 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jdp.replicas import cores
+from jdp.runtime import environment
 
 _SYSTEM = pathlib.Path("/sys/devices")
 # XLA sizes the thread pool of its CPU client by the first of these that is set, and
 # otherwise by the affinity mask (`DefaultThreadPoolSize` in XLA's cpu_client.cc).
 _XLA_THREADS = ("PJRT_NPROC", "NPROC")
 _OPENMP_THREADS = "OMP_NUM_THREADS"
-# Devices of NVIDIA and AMD, and TPUs, by the age of their driver.
-_ACCELERATORS = ("nvidia[0-9]*", "kfd", "accel[0-9]*", "accel/accel*", "vfio/[0-9]*")
 
 
 class CoreShares(NamedTuple):
@@ -55,7 +53,11 @@ def find_shares(num_processes: int, environ: Mapping[str, str]) -> CoreShares:
       num_processes: number of processes on this host.
       environ: their environment; its numbers of threads are kept.
     """
-    if num_processes == 1 or sys.platform != "linux" or has_accelerator(environ):
+    if (
+        num_processes == 1
+        or sys.platform != "linux"
+        or environment.has_accelerator(environ)
+    ):
         return CoreShares()
     usable = cores.find_usable()
     own, num_threads = share_out(find_cores(usable.ids), num_processes)
@@ -67,14 +69,6 @@ def find_shares(num_processes: int, environ: Mapping[str, str]) -> CoreShares:
             threads[_XLA_THREADS[0]] = str(num_threads)
     given = {name for name in threads if environ.get(name)}
     return CoreShares(own, {k: v for k, v in threads.items() if k not in given})
-
-
-def has_accelerator(environ: Mapping[str, str]) -> bool:
-    """Returns whether JAX may compute on more than the CPU; imports nothing."""
-    platforms = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME")
-    if platforms:
-        return platforms.strip().lower() != "cpu"
-    return any(glob.glob(f"/dev/{name}") for name in _ACCELERATORS)
 
 
 def find_cores(ids: Iterable[int], system: pathlib.Path = _SYSTEM) -> list[Core]:

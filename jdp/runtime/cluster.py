@@ -126,14 +126,15 @@ def init(
         return worlds.current_world()
     _check_options(options)
     user_program.report(user_program.BEGAN)
+    platforms = jax.config.values["jax_platforms"] or ""
+    if not environment.has_accelerator({**os.environ, "JAX_PLATFORMS": platforms}):
+        freed_memory.keep()
     place = places.find(options, os.environ)
     if place is not None and place.num_processes > 1:
         world, is_one_host = _join_job(place, options)
     else:
         _choose_devices(place, options)
         world, is_one_host = _make_world(options, None), True
-    if jax.default_backend() == "cpu":
-        freed_memory.keep()
     if options.mesh is not None:
         world = _with_mesh(world, options)
     worlds.set_current_world(world)

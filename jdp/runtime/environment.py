@@ -1,6 +1,7 @@
 """Launch environment: how does a launcher tell a process its place in the job?"""
 
 import dataclasses
+import glob
 from collections.abc import Mapping, Sequence
 
 COORDINATOR_ADDRESS = "JDP_COORDINATOR_ADDRESS"
@@ -30,6 +31,8 @@ VARIABLES = (
 )
 
 
+# Devices of NVIDIA and AMD, and TPUs, by the age of their driver.
+_ACCELERATORS = ("nvidia[0-9]*", "kfd", "accel[0-9]*", "accel/accel*", "vfio/[0-9]*")
 # Variables from which JAX detects a process's place, besides Kubernetes and TPUs.
 _NUMBERS_OF_CLUSTERS = (
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -118,6 +121,14 @@ class LaunchEnvironment:
                 None if devices is None else _parse_int(environ, DEVICES_PER_PROCESS)
             ),
         )
+
+
+def has_accelerator(environ: Mapping[str, str]) -> bool:
+    """Returns whether JAX may compute on more than the CPU; imports nothing."""
+    platforms = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME")
+    if platforms:
+        return platforms.strip().lower() != "cpu"
+    return any(glob.glob(f"/dev/{name}") for name in _ACCELERATORS)
 
 
 def is_in_shell_of_slurm(environ: Mapping[str, str]) -> bool:

@@ -4,6 +4,10 @@ XLA allocates the temporary memory of a program at each call. glibc takes 32 MiB
 more from the system and gives them back when they are freed, so that each step would
 touch new pages: 10,000 page faults, 17 ms of 84, in a step of a GPT with 40 MiB. Here
 freed memory stays in the process, up to `MAX_KEPT_BYTES` at the end of the heap.
+
+glibc gives each thread an arena. Those of other threads than the main thread hold at
+most 64 MiB, so that XLA's threads would still map larger memory anew. One arena serves
+all threads, if it comes before they start: before JAX makes its devices.
 """
 
 import ctypes
@@ -14,9 +18,10 @@ SWITCH = "JDP_KEEP_FREED_MEMORY"
 # The largest argument of mallopt(3), an int.
 MAX_KEPT_BYTES = 2**31 - 1
 
-# The numbers of M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h of glibc.
+# The numbers of M_TRIM_THRESHOLD, M_MMAP_MAX and M_ARENA_MAX in malloc.h of glibc.
 _TRIM_THRESHOLD = -1
 _MAX_MAPPINGS = -4
+_MAX_ARENAS = -8
 
 
 def keep() -> bool:
@@ -28,8 +33,8 @@ def keep() -> bool:
     if os.environ.get(SWITCH) == "0" or not _is_glibc() or _has_own_options():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # It returns 1 for success.
-    return mallopt(_MAX_MAPPINGS, 0) + mallopt(_TRIM_THRESHOLD, MAX_KEPT_BYTES) == 2
+    options = {_MAX_MAPPINGS: 0, _TRIM_THRESHOLD: MAX_KEPT_BYTES, _MAX_ARENAS: 1}
+    return all([mallopt(name, value) == 1 for name, value in options.items()])
 
 
 def _is_glibc() -> bool:

@@ -12,6 +12,7 @@ import pytest
 from jdp.launch import core_shares, launch
 from jdp.launch.core_shares import Core
 from jdp.parameter_server import launching
+from jdp.runtime import environment
 from tests import harness
 
 REPORT = """
@@ -133,8 +134,8 @@ def test_cores_are_read_as_the_kernel_shows_them(tmp_path):
 
 @on_linux
 def test_accelerators_are_not_shared_out():
-    assert core_shares.has_accelerator({"JAX_PLATFORMS": "cuda,cpu"})
-    assert not core_shares.has_accelerator({"JAX_PLATFORMS": "cpu"})
+    assert environment.has_accelerator({"JAX_PLATFORMS": "cuda,cpu"})
+    assert not environment.has_accelerator({"JAX_PLATFORMS": "cpu"})
     found = core_shares.find_shares(2, {"JAX_PLATFORMS": "tpu"})
     assert found == core_shares.CoreShares()
 
