@@ -5,9 +5,9 @@ more from the system and gives them back when they are freed, so that each step 
 touch new pages: 10,000 page faults, 17 ms of 84, in a step of a GPT with 40 MiB. Here
 freed memory stays in the process, up to `MAX_KEPT_BYTES` at the end of the heap.
 
-glibc gives each thread an arena. Those of other threads than the main thread hold at
-most 64 MiB, so that XLA's threads would still map larger memory anew. One arena serves
-all threads, if it comes before they start: before JAX makes its devices.
+glibc gives each thread an arena, which holds at most 64 MiB, except for the main
+thread's. XLA's threads would still map larger memory anew. One arena serves all
+threads, if that is set before they start: before JAX makes its devices.
 """
 
 import ctypes
