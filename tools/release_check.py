@@ -131,7 +131,9 @@ def _run(command: list[object], *, cwd: pathlib.Path = ROOT) -> str:
     )
     if done.returncode != 0:
         words = " ".join(map(str, command))
-        sys.exit(f"release-check: `{words}` ended with {done.returncode}:\n{done.stdout}")
+        sys.exit(
+            f"release-check: `{words}` ended with {done.returncode}:\n{done.stdout}"
+        )
     return done.stdout
 
 

@@ -16,6 +16,7 @@ tx = jdp.distributed_optimizer(optax.sgd(0.1), axis_name=world.axis_name)
 
 @jdp.data_parallel
 def step(state, x, y):
+    """Takes a step of linear regression."""
     params, opt_state = state
     loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(params)
     updates, opt_state = tx.update(grads, opt_state, params)
