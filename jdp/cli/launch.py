@@ -1,17 +1,18 @@
 """`jdp launch`: how does one command line start the processes of a job?"""
 
+import contextlib
 import errno
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import typer
 
 from jdp.cli import launch_options
-from jdp.launch import guarding, output
+from jdp.launch import guarding, launcher_link, output
 from jdp.launch import launch as launching
 from jdp.runtime import job_key
 
@@ -181,6 +182,7 @@ def _launch_processes(
     is_module: bool, words: list[str], *, key_file: str, **options: Any
 ) -> NoReturn:
     """Runs processes by `LaunchOptions(**options)`, and exits."""
+    key = None
     try:
         key = job_key.read_file(key_file) if key_file else None
         checked = launching.LaunchOptions(**options, key=key)
@@ -193,8 +195,25 @@ def _launch_processes(
             typer.echo(f"jdp launch: {error}", err=True)
             program = _command(is_module, words, is_checked=False)
     except ValueError as error:
-        raise typer.BadParameter(_name_options(str(error))) from None
+        text = _name_options(str(error))
+        _tell_hosts(text, key, options)
+        raise typer.BadParameter(text) from None
     _run(lambda: launching.launch(program, checked, adopts_orphans=True))
+
+
+def _tell_hosts(text: str, key: bytes | None, options: Mapping[str, Any]) -> None:
+    """Tells the other hosts that this one refuses its options, if it can."""
+    num_nodes, node_rank = options["num_nodes"], options["node_rank"]
+    address = options["coordinator_address"]
+    if not 0 <= node_rank < num_nodes or num_nodes == 1 or address is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        key = key or job_key.from_environ(os.environ)
+        if key is not None:
+            job = job_key.name_job(address, os.environ)
+            launcher_link.say_refused(
+                text, node_rank, num_nodes, address=address, key=key, job=job
+            )
 
 
 def _launch_hosts(is_module: bool, words: list[str], **options: Any) -> NoReturn:

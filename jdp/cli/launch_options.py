@@ -18,7 +18,7 @@ Hosts = Annotated[
     typer.Option(
         "-H",
         "--hosts",
-        metavar="HOST:SLOTS,...",
+        metavar="HOST:SLOTS",
         help="Hosts to start the job on over ssh, and the processes of each, such as "
         "a:4,b:4; in place of -n. The folder and Python are the same as here.",
         show_default=False,

@@ -139,19 +139,9 @@ def _launch(
     if coordinator_address is None:
         coordinator_address = f"127.0.0.1:{_free_port()}"
     key = find_key(options, base)
-    num_shares = options.num_processes if options.has_shares else 1
-    shares = core_shares.find_shares(num_shares, base)
-    environs = {}
-    for i in range(options.num_processes):
-        place = place_of(options, i, coordinator_address=coordinator_address)
-        environs[place.process_id] = shares.environ | process_environ(
-            place,
-            launch_id,
-            base=base,
-            key=key,
-            folder=folder,
-            grace_s=options.grace_s,
-        )
+    environs, cores = _share_out(
+        options, base, launch_id, coordinator_address, key=key, folder=folder
+    )
     link, problem = None, ""
     if options.num_nodes > 1:
         link, problem = _open_link(options, coordinator_address, key, base)
@@ -168,7 +158,7 @@ def _launch(
             link=link,
             folder=folder,
             adopts_orphans=adopts_orphans,
-            cores=dict(zip(environs, shares.cores, strict=False)),
+            cores=cores,
         )
         return job.run(process_arguments(command), environs)
     except Exception as error:
@@ -178,6 +168,32 @@ def _launch(
     finally:
         if link is not None:
             link.close()
+
+
+def _share_out(
+    options: LaunchOptions,
+    base: Mapping[str, str],
+    launch_id: str,
+    coordinator_address: str,
+    *,
+    key: bytes | None,
+    folder: str,
+) -> tuple[dict[int, dict[str, str]], dict[int, frozenset[int]]]:
+    """Returns the environment and the cores of each process of this host, by id."""
+    num_shares = options.num_processes if options.has_shares else 1
+    shares = core_shares.find_shares(num_shares, base)
+    environs = {}
+    for i in range(options.num_processes):
+        place = place_of(options, i, coordinator_address=coordinator_address)
+        environs[place.process_id] = shares.environ | process_environ(
+            place,
+            launch_id,
+            base=base,
+            key=key,
+            folder=folder,
+            grace_s=options.grace_s,
+        )
+    return environs, dict(zip(environs, shares.cores, strict=False))
 
 
 def _make_forwarder(

@@ -102,7 +102,9 @@ class LauncherLink:
             time.sleep(_POLL_S)
 
     def tell(self, end: Exit) -> None:
-        """Takes a failure from elsewhere, as if another launcher had reported it."""
+        """Takes a failure that all launchers hear of from elsewhere."""
+        with self._lock:
+            self._meet_by_s = 0.0  # No host has to hear of it from this one.
         self._add(check(end))
 
     def take(self) -> list[Exit]:
@@ -182,6 +184,22 @@ class LauncherLink:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._news_fd, b"n")
+
+
+def say_refused(
+    text: str, node_rank: int, num_nodes: int, *, address: str, key: bytes, job: str
+) -> None:
+    """Reports a launcher that does not begin; arguments are as for `LauncherLink`.
+
+    Raises:
+      OSError: host 0 cannot listen there.
+      ValueError: `address` is not host:port.
+    """
+    link = LauncherLink(node_rank, num_nodes, address=address, key=key, job=job)
+    try:
+        link.say_failed(ValueError(text))
+    finally:
+        link.close()
 
 
 def check(end: Exit) -> Exit:

@@ -57,7 +57,7 @@ def main(charge: Mapping[str, Any]) -> None:
     """Runs the processes of this host and exits as the job does.
 
     Args:
-      charge: what `ssh_starter` has sent.
+      charge: the first line that `ssh_starter` sends, decoded.
     """
     mark = charge["mark"].encode()
     _say(mark, b"ready")

@@ -125,7 +125,7 @@ def find_address(options: SshOptions, host: Host) -> str:
 def kept_environ(
     environ: Mapping[str, str], without: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Returns the variables that go to all hosts, but for those of `without`."""
+    """Returns the variables that go to all hosts; `without` names exceptions."""
     return {
         name: value
         for name, value in environ.items()

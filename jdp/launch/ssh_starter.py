@@ -82,7 +82,7 @@ class Starter:
         Args:
           hosts: node 0 first.
           ssh: how they are reached.
-          charge: what all hosts get; its "options" are of `launch.LaunchOptions`.
+          charge: facts that all hosts get; "options" are of `launch.LaunchOptions`.
           stdout_fd: descriptor for the stdout of all processes.
           stderr_fd: the same for stderr, and for messages of the launchers.
         """
