@@ -7,6 +7,7 @@ stdin ends, as when this process is killed, ends its job.
 
 import collections
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -26,6 +27,10 @@ _TICK_S = 0.05
 _START_S = 60.0  # for Python to start on a host, after ssh has connected.
 # After the launchers were told to end: for their SIGKILL, and for ssh to notice.
 _END_S = 15.0
+# An unfinished line is shown after this many seconds, or this many bytes.
+_HOLD_S = 1.0
+_HOLD_BYTES = 1 << 16
+_MOST_CHARGE_BYTES = 60_000  # A pipe takes them before ssh reads.
 _OF_SSH = 255  # the exit code of ssh where it failed itself.
 
 
@@ -40,6 +45,7 @@ class _Session:
         self.problem = ""  # why its launcher failed.
         self.is_over = False
         self.held = {1: b"", 2: b""}  # unfinished lines.
+        self.held_since_s = {1: 0.0, 2: 0.0}
         self.last = collections.deque[str](maxlen=TAIL_LINES)  # before it is ready.
 
     def order(self, signum: int, code: int, note: str, *, is_first: bool) -> None:
@@ -62,7 +68,10 @@ class _Session:
         if not self.is_ready:
             return f"host {name} (node {self.node}) could not start jdp{said}"
         how = endings.describe_exit(Exit(0, code)).removeprefix("process 0 ")
-        return f"the connection to host {name} (node {self.node}) was lost: ssh {how}"
+        return (
+            f"the connection to host {name} (node {self.node}) was lost, or its "
+            f"launcher was killed: ssh {how}"
+        )
 
 
 class Starter:
@@ -91,6 +100,8 @@ class Starter:
         self._charge = {**charge, "mark": self._mark}
         self._grace_s = float(charge["options"]["grace_s"])
         self._screens = {1: Screen(stdout_fd), 2: Screen(stderr_fd)}
+        if os.path.sameopenfile(stdout_fd, stderr_fd):
+            self._screens[2] = self._screens[1]
         self._selector = output.selectors.DefaultSelector()
         self._sessions: list[_Session] = []
         self._inbox = signal_inbox.SignalInbox()
@@ -132,6 +143,13 @@ class Starter:
         }
         if address is not None:
             options["coordinator_address"] = address
+        charge = ssh_hosts.encode_charge({**self._charge, "options": options})
+        if len(charge) > _MOST_CHARGE_BYTES:
+            raise OSError(
+                errno.E2BIG,
+                f"arguments and variables of the program take {len(charge)} bytes, "
+                f"more than {_MOST_CHARGE_BYTES}",
+            )
         try:
             process = subprocess.Popen(
                 ssh_hosts.ssh_arguments(self._ssh, host),
@@ -148,7 +166,6 @@ class Starter:
         session = _Session(node, host, process)
         self._sessions.append(session)
         assert process.stdin is not None
-        charge = ssh_hosts.encode_charge({**self._charge, "options": options})
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(charge)
         for number, pipe in ((1, process.stdout), (2, process.stderr)):
@@ -174,6 +191,7 @@ class Starter:
                 self._selector.unregister(key.fileobj)
                 self._take(session, number, b"\n" if session.held[number] else b"")
         for session in self._sessions:
+            self._show_held(session)
             has_output = any(
                 key.data[0] is session for key in self._selector.get_map().values()
             )
@@ -182,21 +200,35 @@ class Starter:
                     self._end(session)
 
     def _take(self, session: _Session, number: int, chunk: bytes) -> None:
+        if not session.held[number]:
+            session.held_since_s[number] = time.monotonic()
         lines, session.held[number] = split_segments(session.held[number] + chunk)
         for line in lines:
             before, mark, said = line.partition(self._mark.encode())
+            if before:
+                self._show(session, number, before + (b"\n" if mark else b""))
             if mark:
                 self._hear(session, said.decode(errors="replace").split())
-            if not before:
-                continue
-            text = b"jdp launch: "
-            if not session.is_ready:
-                session.last.append(before.decode(errors="replace").strip())
-                before = f"[{session.host.name}] ".encode() + before
-            elif number == 2 and before.startswith(text):
-                where = f"jdp launch on {session.host.name}: "
-                before = where.encode() + before[len(text) :]
-            self._screens[number].write(2 * session.node + number, b"", before)
+
+    def _show(self, session: _Session, number: int, line: bytes) -> None:
+        """Shows a line; lines of ssh and of launchers name the host."""
+        start = b"jdp launch: "
+        if not session.is_ready:
+            session.last.append(line.decode(errors="replace").strip())
+            line = f"[{session.host.name}] ".encode() + line
+        elif number == 2 and line.startswith(start):
+            where = f"jdp launch on {session.host.name}: "
+            line = where.encode() + line[len(start) :]
+        self._screens[number].write(2 * session.node + number, b"", line)
+
+    def _show_held(self, session: _Session) -> None:
+        """Shows lines that have been unfinished for a while; they continue."""
+        before_s = time.monotonic() - _HOLD_S
+        for number, held in session.held.items():
+            is_due = session.held_since_s[number] < before_s or len(held) > _HOLD_BYTES
+            if held and is_due and session.is_ready:
+                self._screens[number].write(2 * session.node + number, b"", held)
+                session.held[number] = b""
 
     def _hear(self, session: _Session, words: list[str]) -> None:
         match words:
@@ -268,7 +300,7 @@ class Starter:
                 session.process.kill()
             session.process.wait()
         deadline_s = time.monotonic() + self._grace_s
-        for screen in self._screens.values():
+        for screen in {*self._screens.values()}:
             screen.close()
             screen.flush(timeout_s=max(0.0, deadline_s - time.monotonic()))
         self._selector.close()

@@ -286,7 +286,69 @@ def test_an_ssh_that_is_killed_ends_all_hosts(start, signum):
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - start_s < SOON_S
     assert process.returncode == 1
-    assert "jdp launch: the connection to host b (node 1) was lost: ssh " in err
+    assert "jdp launch: the connection to host b (node 1) was lost, or its" in err
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_that_is_killed_ends_all_hosts(start, tmp_path):
+    process = start("a,b", WAITS)
+    wait_until_ready(process, 2)
+    (launcher,) = [
+        each
+        for each in psutil.process_iter()
+        if each.name().startswith("python")
+        and "ssh_end" not in each.name()
+        and is_launcher_of(each, tmp_path, "1")
+    ]
+    start_s = time.monotonic()
+    launcher.kill()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - start_s < SOON_S
+    assert process.returncode == 1
+    assert "the launcher of node 1 is gone" in err
+    assert "(node 1) was lost, or its launcher was killed" in err
+
+
+def is_launcher_of(process, folder, node):
+    """Whether a child of the process is the process of `node` in `folder`."""
+    try:
+        return any(
+            child.environ().get("JDP_NODE_RANK") == node and child.cwd() == str(folder)
+            for child in process.children()
+        )
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.multiprocess
+def test_unfinished_and_endless_lines_are_shown_and_noise_of_a_shell_is_no_order(
+    start, tmp_path
+):
+    noisy = tmp_path / "noisy"
+    noisy.write_text(f'#!/bin/sh\nprintf "welcome "\nexec "{sys.executable}" "$@"\n')
+    noisy.chmod(0o755)
+    program = (
+        "import sys, time\nprint('x' * 300_000)\n"
+        "print('asks? ', end='', flush=True)\ntime.sleep(60)"
+    )
+    process = start("a", program, "--python", str(noisy))
+    seen = ""
+    while "asks? " not in seen:
+        piece = os.read(process.stdout.fileno(), 1 << 16).decode()
+        assert piece, process.stderr.read()
+        seen += piece
+    assert seen.startswith("[a] welcome ") and "x" * 300_000 in seen
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+@pytest.mark.multiprocess
+def test_a_reader_that_goes_away_ends_the_job(start):
+    process = start("a,b", "while True: print('line' * 100)")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
 
 
 SAVES = """
