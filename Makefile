@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 LATEST := .venv-latest
 PTX := .venv-ptx
+RELEASE := .venv-release
 TODAY := $(shell date +%F)
 
-.PHONY: help demo test test-all check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench sweep soak two-hosts faults clean
+.PHONY: help demo test test-all check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench sweep soak two-hosts faults release-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +24,7 @@ help:
 	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its coordinator and its wire, parameter servers"
 	@echo "make two-hosts    as root: train over two hosts, each with its own network and name"
 	@echo "make faults       every fault at every moment: is the right process blamed, and soon"
+	@echo "make release-check  build wheel and sdist; install, launch and train in clean environments"
 	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/.examples
@@ -146,6 +148,10 @@ two-hosts: $(VENV)/.examples $(VENV)/.test
 faults: $(VENV)/.test
 	$(BIN)/python -m tests.launch.fault_table
 
+# Needs a network, some 10 minutes, and Python 3.11, 3.12 and 3.13 (pyenv's are found).
+release-check: $(RELEASE)/.release
+	$(RELEASE)/bin/python tools/release_check.py
+
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \
 		version=$$($(PYTHON) --version 2>/dev/null) || version="not one that runs"; \
@@ -179,5 +185,10 @@ $(PTX)-latest/.ptx: pyproject.toml
 	$(PTX)-latest/bin/python -m pip install --quiet --upgrade --editable '.[test,ptx]'
 	@touch $@
 
+$(RELEASE)/.release:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet build twine
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(LATEST) $(PTX) $(PTX)-latest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(PTX) $(PTX)-latest $(RELEASE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,17 +1,18 @@
 """`jdp launch`: how does one command line start the processes of a job?"""
 
+import contextlib
 import errno
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import typer
 
 from jdp.cli import launch_options
-from jdp.launch import guarding, output
+from jdp.launch import guarding, launcher_link, output
 from jdp.launch import launch as launching
 from jdp.runtime import job_key
 
@@ -21,25 +22,18 @@ _COUNTS = re.compile(r"-n\d*$|--(num-processes|servers|workers)(=|$)")
 # The first word of a program, where other launchers want the interpreter.
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 
-# By parameter of `launch`. An option without effect is refused, because it may have
-# been confused with another one, such as --address with --coordinator.
-_OF_SERVERS = {
-    "addresses": "--address",
-    "first": "--first",
-    "all_workers": "--all-workers",
-    "restarts": "--restarts",
-    "is_table": "--table",
-    "is_json": "--json",
-}
-_OF_PROCESSES = {
-    "devices_per_process": "--devices-per-process",
-    "num_nodes": "--nodes",
-    "node_rank": "--node-rank",
-    "coordinator": "--coordinator",
-}
+# Parameters of `launch`. An option without effect is refused, because it may have been
+# confused with another one, such as --address with --coordinator.
+_OF_SERVERS = "addresses first all_workers restarts is_table is_json".split()
+_OF_NODES = ("num_nodes", "node_rank")
+_OF_PROCESSES = ("devices_per_process", *_OF_NODES, "coordinator")
+_OF_HOSTS = ("ssh", "python")
 
 # By field of the options that a `launch` checks, as its messages name it.
 _BY_FIELD = {
+    "hosts": "-H",
+    "ssh": "--ssh",
+    "python": "--python",
     "num_processes": "-n",
     "devices_per_process": "--devices-per-process",
     "num_nodes": "--nodes",
@@ -54,12 +48,15 @@ _BY_FIELD = {
     "first": "--first",
     "all_workers": "--all-workers",
     "restarts": "--restarts",
+    "is_table": "--table",
+    "is_json": "--json",
 }
 
 
 def launch(
     context: typer.Context,
     num_processes: launch_options.NumProcesses = None,
+    hosts: launch_options.Hosts = "",
     script: launch_options.Script = None,
     arguments: launch_options.Arguments = None,
     is_module: launch_options.IsModule = False,
@@ -74,13 +71,15 @@ def launch(
     num_workers: launch_options.NumWorkers = None,
     addresses: launch_options.Addresses = None,
     key_file: launch_options.KeyFile = "",
+    ssh: launch_options.Ssh = "ssh",
+    python: launch_options.Python = "",
     first: launch_options.First = 0,
     all_workers: launch_options.AllWorkers = None,
     restarts: launch_options.Restarts = 3,
     is_table: launch_options.IsTable = None,
     is_json: launch_options.IsJson = False,
 ) -> None:
-    """Run a program in several processes on this host.
+    """Run a program in several processes, here or on the hosts of -H.
 
     When a process fails, the others are ended, and jdp exits with the code of the first
     that failed. With --servers and --workers, a killed worker does not end the others,
@@ -90,17 +89,14 @@ def launch(
     words = _check(context, script, arguments or [])
     shared: Any = dict(key_file=key_file, grace_s=grace_s, log_dir=log_dir)
     shared["has_shares"] = not is_unpinned
+    if not (num_servers or num_workers):
+        shared["devices_per_process"] = devices_per_process
+        shared["coordinator_address"] = coordinator
+    if hosts:
+        _launch_hosts(is_module, words, hosts=hosts, ssh=ssh, python=python, **shared)
     if num_processes is not None:
-        _launch_processes(
-            is_module,
-            words,
-            num_processes=num_processes,
-            devices_per_process=devices_per_process,
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            coordinator_address=coordinator,
-            **shared,
-        )
+        shared.update(num_nodes=num_nodes, node_rank=node_rank)
+        _launch_processes(is_module, words, num_processes=num_processes, **shared)
     _launch_roles(
         is_module,
         words,
@@ -131,28 +127,36 @@ def _check(
         )
     given = context.params
     has_roles = given["num_servers"] is not None or given["num_workers"] is not None
-    if has_roles == (given["num_processes"] is not None):
+    ways = has_roles, given["num_processes"] is not None, bool(given["hosts"])
+    if sum(ways) != 1:
         late = [text for text in arguments if _COUNTS.match(text)]
         hint = ""
         if late:
             hint = f" {late[0]!r} comes after {script!r}, which gets it."
         raise typer.BadParameter(
-            "give the number of processes with '-n' 2, or for parameter servers "
-            f"'--servers' 1 '--workers' 2, and not both.{hint} Options of `jdp launch` "
-            "come before the script."
+            "give the number of processes with '-n' 2, or with '-H' a:2,b:2 for hosts "
+            "over ssh, or for parameter servers '--servers' 1 '--workers' 2, and only "
+            f"one of them.{hint} Options of `jdp launch` come before the script."
         )
-    for name, option in (_OF_PROCESSES if has_roles else _OF_SERVERS).items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(
-                "goes with '-n'."
-                if has_roles
-                else "goes with '--servers' and '--workers'.",
-                param_hint=option,
-            )
+    _refuse_useless(context, has_roles, bool(given["hosts"]))
     if given["is_json"] and given["is_table"]:
         raise typer.BadParameter("goes without '--table'.", param_hint="--json")
     return [script, *arguments]
+
+
+def _refuse_useless(context: typer.Context, has_roles: bool, has_hosts: bool) -> None:
+    """Refuses options of the other kinds of job."""
+    useless = dict.fromkeys(_OF_SERVERS, "goes with '--servers' and '--workers'.")
+    if has_roles:
+        useless = dict.fromkeys(_OF_PROCESSES, "goes with '-n'.")
+    if has_hosts:
+        useless |= dict.fromkeys(_OF_NODES, "goes without '-H'.")
+    else:
+        useless |= dict.fromkeys(_OF_HOSTS, "goes with '-H'.")
+    for name, text in useless.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(text, param_hint=_BY_FIELD[name])
 
 
 def _choose_report(is_json: bool, is_table: bool | None) -> str:
@@ -178,6 +182,7 @@ def _launch_processes(
     is_module: bool, words: list[str], *, key_file: str, **options: Any
 ) -> NoReturn:
     """Runs processes by `LaunchOptions(**options)`, and exits."""
+    key = None
     try:
         key = job_key.read_file(key_file) if key_file else None
         checked = launching.LaunchOptions(**options, key=key)
@@ -190,8 +195,39 @@ def _launch_processes(
             typer.echo(f"jdp launch: {error}", err=True)
             program = _command(is_module, words, is_checked=False)
     except ValueError as error:
-        raise typer.BadParameter(_name_options(str(error))) from None
+        text = _name_options(str(error))
+        _tell_hosts(text, key, options)
+        raise typer.BadParameter(text) from None
     _run(lambda: launching.launch(program, checked, adopts_orphans=True))
+
+
+def _tell_hosts(text: str, key: bytes | None, options: Mapping[str, Any]) -> None:
+    """Tells the other hosts that this one refuses its options, if it can."""
+    num_nodes, node_rank = options["num_nodes"], options["node_rank"]
+    address = options["coordinator_address"]
+    if not 0 <= node_rank < num_nodes or num_nodes == 1 or address is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        key = key or job_key.from_environ(os.environ)
+        if key is not None:
+            job = job_key.name_job(address, os.environ)
+            launcher_link.say_refused(
+                text, node_rank, num_nodes, address=address, key=key, job=job
+            )
+
+
+def _launch_hosts(is_module: bool, words: list[str], **options: Any) -> NoReturn:
+    """Runs the processes of all hosts over ssh, and exits."""
+    from jdp.cli import launch_hosts
+
+    try:
+        if not is_module and _PYTHON.fullmatch(words[0]) is not None:
+            raise ValueError(_explain_python(words))
+        command = _command(is_module, words, is_checked=False)
+        starter = launch_hosts.make_starter(command, **options)
+    except ValueError as error:
+        raise typer.BadParameter(_name_options(str(error))) from None
+    _run(starter.run)
 
 
 def _name_options(text: str) -> str:

@@ -13,6 +13,28 @@ NumProcesses = Annotated[
         show_default=False,
     ),
 ]
+Hosts = Annotated[
+    str,
+    typer.Option(
+        "-H",
+        "--hosts",
+        metavar="HOST:SLOTS",
+        help="Hosts to start the job on over ssh, and the processes of each, such as "
+        "a:4,b:4; in place of -n. The folder and Python are the same as here.",
+        show_default=False,
+    ),
+]
+Ssh = Annotated[
+    str, typer.Option(metavar="COMMAND", help="Command of ssh, with its options.")
+]
+Python = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH",
+        help="Python on the hosts of -H; by default the path of this one.",
+        show_default=False,
+    ),
+]
 Script = Annotated[
     str | None,
     typer.Argument(

@@ -32,7 +32,7 @@ def _bench(name: str, text: str) -> Command:
 ENTRIES = {
     "launch": Command(
         "jdp.cli.launch:launch",
-        "Run a program in several processes on this host.",
+        "Run a program in several processes, here or on the hosts of -H.",
         # Words after the script belong to the script, even if they look like options.
         {"allow_interspersed_args": False},
     ),

@@ -47,7 +47,8 @@ def plan(
 
     Parameters and arguments are arrays, `jax.ShapeDtypeStruct`s, trees of them, or
     functions without arguments that return them. Functions are only traced: no array
-    is made, and no device is needed.
+    is made, and no device is needed. The module is imported, which runs its top level;
+    a line on stderr says so.
 
     With --nodes, --latency-us and --bandwidth-gbps, the cost model also predicts how
     long the all-reduces of a step take on that cluster, per algorithm.
@@ -227,8 +228,17 @@ def _resolve(name: str, module: Any) -> tuple[Any, Any]:
 
 
 def _import(path: str) -> Any:
+    """Imports a module of the user, and says so: its top level may do anything."""
+    if path not in sys.modules:
+        typer.echo(f"jdp plan: imports {path!r}, whose top level runs.", err=True)
     try:
         return importlib.import_module(path)
+    except SystemExit as end:
+        raise _refused(
+            f"Module {path!r} ended the program when it was imported, with exit code "
+            f"{end.code!r}. Put what a script does under "
+            '`if __name__ == "__main__":`.'
+        ) from None
     except ModuleNotFoundError as error:
         hint = ""
         if pathlib.Path(path).suffix == ".py":

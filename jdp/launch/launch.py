@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from jdp.launch import core_shares, launcher_link, logs, output, supervisor
@@ -86,6 +86,7 @@ def launch(
     stdout_fd: int = 1,
     stderr_fd: int = 2,
     adopts_orphans: bool = False,
+    on_link: Callable[[launcher_link.LauncherLink], None] | None = None,
 ) -> int:
     """Runs the processes of this host, and returns when the last one has ended.
 
@@ -101,6 +102,7 @@ def launch(
       stderr_fd: the same for their stderr and for messages of the launcher.
       adopts_orphans: see `supervisor.Supervisor`; for a process that does nothing else,
         such as `jdp launch`.
+      on_link: called with the link to the launchers of other hosts, if there is one.
 
     Returns:
       0, or the exit code of the process that failed first; 128 + s where signal s ended
@@ -117,6 +119,7 @@ def launch(
             folder=folder,
             fds=(stdout_fd, stderr_fd),
             adopts_orphans=adopts_orphans,
+            on_link=on_link,
         )
 
 
@@ -128,6 +131,7 @@ def _launch(
     folder: str,
     fds: tuple[int, int],
     adopts_orphans: bool,
+    on_link: Callable[[launcher_link.LauncherLink], None] | None,
 ) -> int:
     """Implements `launch`; the processes share `folder`, unless it is ""."""
     launch_id = uuid.uuid4().hex
@@ -135,6 +139,47 @@ def _launch(
     if coordinator_address is None:
         coordinator_address = f"127.0.0.1:{_free_port()}"
     key = find_key(options, base)
+    environs, cores = _share_out(
+        options, base, launch_id, coordinator_address, key=key, folder=folder
+    )
+    link, problem = None, ""
+    if options.num_nodes > 1:
+        link, problem = _open_link(options, coordinator_address, key, base)
+    try:
+        if link is not None and on_link is not None:
+            on_link(link)
+        forwarder = _make_forwarder(options, environs, fds)
+        if problem:
+            forwarder.print_line(problem)
+        job = supervisor.Supervisor(
+            launch_id,
+            forwarder,
+            grace_s=options.grace_s,
+            link=link,
+            folder=folder,
+            adopts_orphans=adopts_orphans,
+            cores=cores,
+        )
+        return job.run(process_arguments(command), environs)
+    except Exception as error:
+        if link is not None:
+            link.say_failed(error)
+        raise
+    finally:
+        if link is not None:
+            link.close()
+
+
+def _share_out(
+    options: LaunchOptions,
+    base: Mapping[str, str],
+    launch_id: str,
+    coordinator_address: str,
+    *,
+    key: bytes | None,
+    folder: str,
+) -> tuple[dict[int, dict[str, str]], dict[int, frozenset[int]]]:
+    """Returns the environment and the cores of each process of this host, by id."""
     num_shares = options.num_processes if options.has_shares else 1
     shares = core_shares.find_shares(num_shares, base)
     environs = {}
@@ -148,24 +193,7 @@ def _launch(
             folder=folder,
             grace_s=options.grace_s,
         )
-    forwarder = _make_forwarder(options, environs, fds)
-    link = None
-    if options.num_nodes > 1:
-        link = _open_link(options, coordinator_address, key, forwarder, base)
-    try:
-        job = supervisor.Supervisor(
-            launch_id,
-            forwarder,
-            grace_s=options.grace_s,
-            link=link,
-            folder=folder,
-            adopts_orphans=adopts_orphans,
-            cores=dict(zip(environs, shares.cores, strict=False)),
-        )
-        return job.run(process_arguments(command), environs)
-    finally:
-        if link is not None:
-            link.close()
+    return environs, dict(zip(environs, shares.cores, strict=False))
 
 
 def _make_forwarder(
@@ -185,32 +213,31 @@ def _open_link(
     options: LaunchOptions,
     coordinator_address: str,
     key: bytes | None,
-    forwarder: output.Forwarder,
     environ: Mapping[str, str],
-) -> launcher_link.LauncherLink | None:
-    """Opens the link to the launchers of other hosts, or prints why it cannot."""
+) -> tuple[launcher_link.LauncherLink | None, str]:
+    """Opens the link to the launchers of other hosts, or returns why it cannot."""
     if key is None:
         why = "there is no `--key-file`, of which every host has a copy"
     else:
         try:
-            return launcher_link.LauncherLink(
+            link = launcher_link.LauncherLink(
                 options.node_rank,
                 options.num_nodes,
                 address=coordinator_address,
                 key=key,
                 job=job_key.name_job(coordinator_address, environ),
             )
+            return link, ""
         except socket.gaierror as error:
             host = addresses.split(coordinator_address)[0]
             why = f"the host {host!r} has no address here: {error.strerror}"
         except OSError as error:
             port = launcher_link.find_port(addresses.split(coordinator_address)[1])
             why = f"port {port} is not free here: {error.strerror}"
-    forwarder.print_line(
+    return None, (
         f"jdp launch: the launchers of the hosts are not linked, because {why}. A "
         "failure on one host ends its processes there; the others notice it."
     )
-    return None
 
 
 def place_of(

@@ -21,6 +21,7 @@ _PURPOSE = "launchers"
 _MOST_PROCESSES = 1 << 31
 _MOST_SIGNAL = 64  # of Linux.
 _MOST_SAID = 40  # `star` limits the messages of one member.
+_POLL_S = 0.05
 _MEET_S = 30.0  # A host that starts later than this does not hear of a failure.
 _DECODER = msgspec.msgpack.Decoder(Exit)
 _logger = logging.getLogger("jdp")
@@ -87,6 +88,24 @@ class LauncherLink:
         if process_id not in self._said and len(self._said) < _MOST_SAID:
             self._said.add(process_id)
             self._star.say(msgspec.msgpack.encode(Exit(process_id, 0)))
+
+    def say_failed(self, error: BaseException) -> None:
+        """Reports that this launcher failed; waits for hosts that have not come yet.
+
+        A launcher that leaves without a word leaves the others waiting for its
+        processes.
+        """
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        note = f"the launcher of node {self.node_rank} failed: {text.splitlines()[0]}"
+        self._star.say(msgspec.msgpack.encode(Exit(-1, 1, note=note)))
+        while self.meets_for_s():
+            time.sleep(_POLL_S)
+
+    def tell(self, end: Exit) -> None:
+        """Takes a failure that all launchers hear of from elsewhere."""
+        with self._lock:
+            self._meet_by_s = 0.0  # No host has to hear of it from this one.
+        self._add(check(end))
 
     def take(self) -> list[Exit]:
         """Returns the failures on other hosts since the last call."""
@@ -165,6 +184,22 @@ class LauncherLink:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._news_fd, b"n")
+
+
+def say_refused(
+    text: str, node_rank: int, num_nodes: int, *, address: str, key: bytes, job: str
+) -> None:
+    """Reports a launcher that does not begin; arguments are as for `LauncherLink`.
+
+    Raises:
+      OSError: host 0 cannot listen there.
+      ValueError: `address` is not host:port.
+    """
+    link = LauncherLink(node_rank, num_nodes, address=address, key=key, job=job)
+    try:
+        link.say_failed(ValueError(text))
+    finally:
+        link.close()
 
 
 def check(end: Exit) -> Exit:

@@ -37,7 +37,7 @@ class LogFiles:
         except OSError as error:
             self.close()
             raise OSError(
-                error.errno, f"`log_dir` {folder!r} cannot be written: {error.strerror}"
+                error.errno, f"--log-dir {folder!r} cannot be written: {error.strerror}"
             ) from None
 
     def take(self, process_id: int, fd: int, chunk: bytes) -> None:

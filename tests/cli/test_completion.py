@@ -1,29 +1,39 @@
 """`jdp completion`: what a shell completes with it."""
 
+import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import typer.testing
 
 from jdp.cli import main
-from tests import commands
+from tests import commands, harness
 
 
 @pytest.fixture
-def shell(tmp_path):
-    """Runs a script of a shell, in which `jdp` is this one."""
+def environ(tmp_path):
+    """Variables of a shell in which `jdp` is this one."""
     (tmp_path / "jdp").write_text(
         f'#!/bin/sh\nexec "{sys.executable}" -m jdp.cli.main "$@"\n'
     )
     (tmp_path / "jdp").chmod(0o755)
     environ = commands.environ()
-    environ["PATH"] = f"{tmp_path}:{environ['PATH']}"
+    return {**environ, "PATH": f"{tmp_path}:{environ['PATH']}"}
+
+
+@pytest.fixture
+def shell(environ):
+    """Runs a script of a shell."""
 
     def run(program, script):
         process = subprocess.run(
             [program, "-c", script],
+            cwd=harness.ROOT,
             env=environ,
             capture_output=True,
             text=True,
@@ -60,7 +70,7 @@ def test_bash_completes_commands_and_options(shell):
 
 @pytest.mark.multiprocess
 def test_zsh_and_fish_ask_for_the_same(shell):
-    # As the scripts do; the shells may not be here.
+    # As the scripts do, also where the shells are not here.
     zsh = shell(
         "sh", "_JDP_COMPLETE=complete_zsh _TYPER_COMPLETE_ARGS='jdp timeline m' jdp"
     )
@@ -88,3 +98,62 @@ def test_another_shell_is_refused():
     found = runner.invoke(main.app, ["completion", "csh"])
     assert found.exit_code == 2
     assert "'bash', 'zsh', 'fish'" in " ".join(found.stderr.split())
+
+
+def _type(words, lines, *, environ, until):
+    """Types lines into an interactive shell, each a while after the last one."""
+    fd, own_fd = pty.openpty()
+    process = subprocess.Popen(
+        words,
+        stdin=own_fd,
+        stdout=own_fd,
+        stderr=own_fd,
+        env=environ,
+        start_new_session=True,
+    )
+    os.close(own_fd)
+    shown = b""
+    try:
+        for line, awaited in zip(lines, until, strict=True):
+            os.write(fd, line)
+            seen, deadline_s = len(shown), time.monotonic() + 40
+            while awaited not in shown[seen:]:
+                assert time.monotonic() < deadline_s, shown
+                if select.select([fd], [], [], 0.1)[0]:
+                    shown += os.read(fd, 1 << 16)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(fd)
+
+
+@pytest.mark.multiprocess
+def test_zsh_completes_where_it_is_typed(tmp_path, environ):
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    environ |= {"HOME": str(tmp_path), "TERM": "xterm"}
+    start = b'autoload -U compinit; compinit -u -D; eval "$(jdp completion zsh)"'
+    _type(
+        ["zsh", "-f", "-i"],
+        [
+            start + b"; echo is $((40 + 2))\n",
+            b"jdp timeline m\t",
+            b"\x15jdp launch --no-p\t",
+        ],
+        environ=environ,
+        until=[b"is 42", b"merge", b"in"],
+    )
+
+
+@pytest.mark.multiprocess
+def test_fish_completes_commands_options_and_files(shell, tmp_path):
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    script = (
+        "jdp completion fish | source; "
+        'complete -C "jdp timeline m"; complete -C "jdp launch --no-p"; '
+        'complete -C "jdp launch -n 2 examples/digi"'
+    )
+    found = " ".join(shell("fish", script))
+    assert found.startswith("merge Merge the timelines") and "diff" not in found
+    assert "--no-pin" in found and "examples/digits.py" in found

@@ -15,7 +15,10 @@ from jdp.cli import launch, main
         (["train.py", "-n2"], "'-n2' comes after 'train.py', which gets it."),
         (["-m", "train", "--num-processes=2"], "'--num-processes=2' comes after"),
         (["train.py", "--servers", "1", "--workers", "2"], "'--servers' comes after"),
-        (["train.py"], "and not both. Options of `jdp launch` come before the script."),
+        (
+            ["train.py"],
+            "only one of them. Options of `jdp launch` come before the script.",
+        ),
         (["-n", "2"], "name a program: `jdp launch -n 2 train.py`"),
     ],
 )

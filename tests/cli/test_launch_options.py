@@ -27,6 +27,12 @@ def _refusal(*arguments):
         (["-n", "0"], "-n must be"),
         (["-n", "1", "--nodes", "0"], "--nodes must be"),
         (["-n", "1", "--nodes", "2"], "--coordinator"),
+        (["-H", "a b"], "-H must be host:slots"),
+        (["-H", "a:1,b:2"], "-H must have equal slots"),
+        (["-H", "a,b", "--ssh", " "], "--ssh must be a command"),
+        (["-H", "a,b", "--grace-s", "-1"], "--grace-s must be"),
+        (["-H", "localhost,10.0.0.2"], "-H begins with 'localhost', whose address"),
+        (["-H", "a,b", "--coordinator", "a"], "--coordinator must be host:port"),
     ],
 )
 def test_refusals_name_options_as_they_are_typed(arguments, text):
@@ -67,6 +73,11 @@ def test_help_is_whole_and_shows_no_types_of_python(words):
         (["-n", "1", "--restarts", "3"], "--restarts", "goes with '--servers' and"),
         (["-n", "1", "--no-table"], "--table", "goes with '--servers' and"),
         (["-n", "1", "--json"], "--json", "goes with '--servers' and"),
+        (["-n", "1", "--ssh", "x"], "--ssh", "goes with '-H'."),
+        (["-n", "1", "--python", "x"], "--python", "goes with '-H'."),
+        (["-H", "a,b", "--nodes", "2"], "--nodes", "goes without '-H'."),
+        (["-H", "a,b", "--node-rank", "1"], "--node-rank", "goes without '-H'."),
+        (["-H", "a", "--restarts", "3"], "--restarts", "goes with '--servers' and"),
         (
             ["--servers", "1", "--workers", "1", "--nodes", "2"],
             "--nodes",

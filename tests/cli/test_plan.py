@@ -200,6 +200,21 @@ def test_a_typo_is_named(arguments, message, run):
     assert message in err
 
 
+def test_an_import_that_runs_a_script_is_announced_and_its_end_is_named(
+    run_process, tmp_path
+):
+    code, out, err = run_process("mymodel:loss_fn", "--json")
+    assert code == 0 and json.loads(out)
+    assert err == "jdp plan: imports 'mymodel', whose top level runs."
+    (tmp_path / "ends.py").write_text("import sys\nprint('trains')\nsys.exit(3)\n")
+    code, out, err = run_process("ends:loss_fn")
+    assert (code, out) == (2, "trains\n")
+    assert err.startswith("jdp plan: imports 'ends', whose top level runs. ")
+    assert "'ends' ended the program when it was imported, with exit code 3" in err
+    code, out, _ = run_process("--gradient-mib", "1", *CLUSTER, "--json")
+    assert code == 0 and json.loads(out)
+
+
 @pytest.mark.parametrize(
     "target,message",
     [

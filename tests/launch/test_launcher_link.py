@@ -277,6 +277,28 @@ def test_a_launcher_that_is_killed_ends_the_other(two_hosts):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("node", rarely.cases([0, 1], often=(1,)))
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--log-dir", "program.py"], "--log-dir 'program.py' cannot be written"),
+        (["--grace-s", "-1"], "--grace-s must be a number of seconds"),
+        (["--devices-per-process", "0"], "--devices-per-process must be at least 1"),
+    ],
+)
+def test_a_launcher_that_fails_ends_the_other_at_once(two_hosts, node, options, text):
+    each: list[list[str]] = [[], []]
+    each[node] = options
+    start_s = time.monotonic()
+    launchers = two_hosts(PROGRAM, "--key-file", "key", each=each)
+    said = [launcher.communicate(timeout=90)[1] for launcher in launchers]
+    assert time.monotonic() - start_s < 3.0 + 10.0  # Two launchers start meanwhile.
+    assert f"jdp launch: the launcher of node {node} failed: {text}" in said[1 - node]
+    assert launchers[1 - node].returncode == 1
+    assert launchers[node].returncode in (1, 2) and text in said[node]
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("differs", ["key", "job"])
 def test_both_launchers_name_another_key_or_job_at_once(two_hosts, tmp_path, differs):
     (tmp_path / "key1").write_text("K" * 64)
