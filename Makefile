@@ -7,7 +7,7 @@ PTX := .venv-ptx
 RELEASE := .venv-release
 TODAY := $(shell date +%F)
 
-.PHONY: help demo test test-all check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench sweep soak two-hosts faults release-check clean
+.PHONY: help demo test test-all check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench results performance sweep soak two-hosts faults release-check docs docs-serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,15 +15,18 @@ help:
 	@echo "make test         the test suite, but for what takes long and breaks rarely"
 	@echo "make test-all     all of it"
 	@echo "make check        ruff and pyright"
+	@echo "make docs         the site with all pages and the API reference, in site/"
 	@echo "make test-latest  the suite under the newest Python here, with the newest jax"
 	@echo "make test-kernels every GPU kernel, interpreted on the CPU with races found"
 	@echo "make test-ptx     compile the GPU kernels for CUDA, without a GPU"
 	@echo "make gpu          on a GPU: exact sums of every kernel, times, steps"
 	@echo "make bench        a step compared with other systems"
+	@echo "make results      every benchmark of docs/performance.md, into benchmarks/results: an hour of a quiet machine"
+	@echo "make performance  docs/performance.md, its pictures and README's figures, from the results"
 	@echo "make sweep        every all-reduce at every size, beside the cost model"
-	@echo "make soak         long runs: uneven inputs, shared memory, the eager engine, its coordinator and its wire, parameter servers"
+	@echo "make soak         long runs: uneven inputs, the watch, shared memory, the eager engine, its coordinator and its wire, parameter servers"
 	@echo "make two-hosts    as root: train over two hosts, each with its own network and name"
-	@echo "make faults       every fault at every moment: is the right process blamed, and soon"
+	@echo "make faults       every fault at every moment: is the right process blamed, or named where it hangs, and soon"
 	@echo "make release-check  build wheel and sdist; install, launch and train in clean environments"
 	@echo "make clean        remove the virtual environments and caches"
 
@@ -41,6 +44,13 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# mkdocs-material prints an advertisement of its successor.
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 test-latest:
 	@python=$$(./tools/newest-python 3 12) || { \
@@ -122,6 +132,36 @@ bench: $(VENV)/.examples
 	$(BIN)/jdp bench local
 	$(BIN)/jdp bench parameter-server
 
+# The files that docs/performance.md is made from; `make result-train` stores one. Needs
+# torch and mpi4jax as `make bench` does, and a machine that does nothing else.
+BENCH_step := step --rounds 15
+BENCH_step_101mb := step --blocks 24 --width 1024 --batch 32 --rounds 9 --steps 3
+BENCH_step_4_processes := step -n 4 --rounds 7
+BENCH_scaling := scaling --rounds 7
+BENCH_train := train --rounds 9
+BENCH_train_no_pin := train --rounds 9 --no-pin
+BENCH_overhead := overhead
+BENCH_leaves := leaves
+BENCH_hooks := hooks
+BENCH_zero1 := zero1 --rounds 15
+BENCH_shards := shards --rounds 15
+BENCH_local := local
+BENCH_eager := eager
+BENCH_parameter_server := parameter-server
+BENCH_join := join --rounds 51
+BENCH_overlap := step --overlap --rounds 15
+BENCH_overlap_101mb := step --overlap --blocks 24 --width 1024 --batch 32 --rounds 7 --steps 3
+BENCH_collectives_devices := collectives --steps 3
+BENCH_collectives_processes := collectives --kind processes --replicas 2 --sizes 64k,1m,12.1m --rounds 11 --steps 20
+RESULTS := $(sort $(patsubst BENCH_%,result-%,$(filter BENCH_%,$(.VARIABLES))))
+results: $(RESULTS)
+result-%: $(VENV)/.examples
+	$(BIN)/jdp bench $(BENCH_$*) \
+		--json benchmarks/results/$(TODAY)_$*_cpu$(shell nproc).json
+
+performance: $(VENV)/.test
+	$(BIN)/python tools/write_performance.py
+
 sweep: $(VENV)/.test
 	$(BIN)/jdp bench collectives --plot collectives_devices.png
 	$(BIN)/jdp bench collectives --kind processes --replicas 2,4 \
@@ -137,9 +177,12 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.roll_call_fuzz --messages 1000000
 	$(BIN)/python -m tests.wire_fuzz --messages 1000000
 	$(BIN)/python -m tests.step.sameness_soak --programs 1000
+	$(BIN)/python -m tests.step.shards.soak
 	$(BIN)/python -m tests.parameter_server.soak
 	$(BIN)/python -m tests.parameter_server.fuzz --messages 1000000
 	$(BIN)/python -m tests.join.lockstep_fuzz --messages 1000000
+	$(BIN)/python -m tests.watch.simulation --runs 10000 --processes 256
+	$(BIN)/python -m tests.watch.false_alarms
 
 # As root, with iproute2: each host is a network namespace of its own.
 two-hosts: $(VENV)/.examples $(VENV)/.test
@@ -147,6 +190,7 @@ two-hosts: $(VENV)/.examples $(VENV)/.test
 
 faults: $(VENV)/.test
 	$(BIN)/python -m tests.launch.fault_table
+	$(BIN)/python -m tests.watch.fault_table --others
 
 # Needs a network, some 10 minutes, and Python 3.11, 3.12 and 3.13 (pyenv's are found).
 release-check: $(RELEASE)/.release
@@ -191,4 +235,4 @@ $(RELEASE)/.release:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LATEST) $(PTX) $(PTX)-latest $(RELEASE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(LATEST) $(PTX) $(PTX)-latest $(RELEASE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

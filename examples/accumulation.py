@@ -67,8 +67,8 @@ def main(epochs: int, batch_size: int, micro_batches: int, seed: int) -> None:
     part = batch_size // world.process_count
     if batch_size % world.num_replicas or not 0 < batch_size <= 1500:
         raise SystemExit(
-            f"--batch-size must be a multiple of the {world.num_replicas} replicas, "
-            f"from 1 to 1500; got {batch_size}."
+            "--batch-size must be a multiple of the number of replicas, "
+            f"{world.num_replicas}, from 1 to 1500; got {batch_size}."
         )
     if not 1 <= micro_batches <= batch_size // world.num_replicas:
         raise SystemExit(

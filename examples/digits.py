@@ -7,7 +7,6 @@ import argparse
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -38,63 +37,54 @@ def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return images[:1500], labels[:1500], images[1500:], labels[1500:]
 
 
-def main(epochs: int, batch_size: int, seed: int) -> None:
+def main(epochs: int, batch_size: int, seed: int, plot: str | None) -> None:
     world = jdp.init()
     train_x, train_y, test_x, test_y = load_data()
     if not 0 < batch_size <= len(train_y) or batch_size % world.num_replicas:
         raise SystemExit(
-            f"--batch-size must be a multiple of the {world.num_replicas} replicas, "
-            f"from 1 to {len(train_y)}; got {batch_size}."
+            "--batch-size must be a multiple of the number of replicas, "
+            f"{world.num_replicas}, from 1 to {len(train_y)}; got {batch_size}."
         )
     graph, params = nnx.split(Net(nnx.Rngs(seed)))
-    num_steps = len(train_y) // batch_size  # of an epoch; the rest is left out.
+    train = world.shard((train_x, train_y), seed=seed, drop_last=True)
+    test = world.shard((test_x, test_y), shuffle=False)
+    num_steps = train.num_batches(batch_size)  # of an epoch.
     tx = optax.adam(optax.cosine_decay_schedule(4e-3, epochs * num_steps))
 
     def loss_fn(params, images, labels):
         logits = nnx.merge(graph, params)(images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     @jdp.data_parallel
-    def train_step(state, images, labels):
+    def train_step(state, batch):
         params, opt_state = state
-        loss, grads = jdp.value_and_grad(loss_fn)(params, images, labels)
+        loss, grads = jdp.value_and_grad(loss_fn)(params, *batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
-    @jdp.data_parallel(donate_state=False)
-    def count_correct(params, images, labels, is_real):
+    @jdp.replicated
+    def evaluate(params, batch):
+        images, labels = batch
         right = nnx.merge(graph, params)(images).argmax(-1) == labels
-        return params, {"correct": jnp.sum(right * is_real)}
-
-    def test_accuracy(params) -> float:
-        # Padded so that it divides among the replicas; padding does not count.
-        padding = -len(test_y) % world.num_replicas
-        arrays = (test_x, test_y, np.ones(len(test_y), np.float32))
-        padded = [np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
-        _, metrics = count_correct(params, *[my_part(a) for a in padded])
-        return float(metrics["correct"]) * world.num_replicas / len(test_y)
-
-    def my_part(array: np.ndarray) -> np.ndarray:
-        return np.split(array, world.process_count)[world.process_index]
+        return {"accuracy": right.mean()}
 
     # The values of process 0, everywhere.
     state = jdp.replicate(world, (params, tx.init(params)))
-    accuracy = 0.0
+    losses = []
     with Progress(disable=not world.is_main_process) as progress:
         bar = progress.add_task("training", total=epochs * num_steps)
         for epoch in range(1, epochs + 1):
-            order = np.random.default_rng([seed, epoch]).permutation(len(train_y))
+            train.set_epoch(epoch)
             start_s = time.perf_counter()
-            losses = []
-            for k in range(num_steps):
-                batch = my_part(order[k * batch_size : (k + 1) * batch_size])
-                state, metrics = train_step(state, train_x[batch], train_y[batch])
+            for batch in train.batches(batch_size):
+                state, metrics = train_step(state, batch)
                 losses.append(metrics["loss"])
                 progress.advance(bar)
-            loss = np.mean(jax.device_get(losses))
+            loss = np.mean(jax.device_get(losses[-num_steps:]))
             speed = num_steps * batch_size / (time.perf_counter() - start_s)
-            accuracy = test_accuracy(state[0])
+            accuracy = float(
+                evaluate.over(state[0], test.batches(batch_size))["accuracy"]
+            )
             if world.is_main_process:
                 progress.console.print(
                     f"epoch {epoch:2d}  loss {loss:.4f}  {speed:6.0f} images/s  "
@@ -103,10 +93,18 @@ def main(epochs: int, batch_size: int, seed: int) -> None:
                 )
     jdp.check_replicas(state, world=world)  # raises if a bit differs
     if world.is_main_process:
-        print(
-            f"done: {world.num_replicas} replicas, bitwise equal; "
-            f"test accuracy {accuracy:.2%}"
-        )
+        equal = f"replicas: {world.num_replicas}, bitwise equal"
+        print(f"done; {equal}; test accuracy: {accuracy:.2%}")
+        if plot is not None:
+            draw(jax.device_get(losses), plot)
+
+
+def draw(losses: list, path: str) -> None:
+    from matplotlib import pyplot
+
+    pyplot.semilogy(range(1, len(losses) + 1), losses)
+    pyplot.gca().set(xlabel="step", ylabel="loss of all replicas")
+    pyplot.savefig(path)
 
 
 if __name__ == "__main__":
@@ -114,9 +112,8 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--batch-size", type=int, default=64, help="of all replicas")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", help="draw the loss of each step into this file")
     arguments = parser.parse_args()
-    if arguments.epochs < 1:
-        parser.error("--epochs must be at least 1")
-    if arguments.seed < 0:
-        parser.error("--seed must be at least 0")
-    main(arguments.epochs, arguments.batch_size, arguments.seed)
+    if arguments.epochs < 1 or arguments.seed < 0:
+        parser.error("--epochs must be at least 1, and --seed at least 0")
+    main(**vars(arguments))

@@ -61,8 +61,8 @@ def main(num_steps: int, period: int, batch_size: int, seed: int) -> None:
     world = jdp.init()
     if batch_size % world.num_replicas:
         raise SystemExit(
-            f"--batch-size must be a multiple of the {world.num_replicas} replicas, "
-            f"got {batch_size}."
+            "--batch-size must be a multiple of the number of replicas, "
+            f"{world.num_replicas}, got {batch_size}."
         )
     text = load_text()
     split = len(text) * 9 // 10
@@ -125,8 +125,8 @@ def main(num_steps: int, period: int, batch_size: int, seed: int) -> None:
     loss, sent = train("diloco", diloco_step, state, lambda state: state.outer_params)
     if world.is_main_process:
         print(
-            f"done: on {world.num_replicas} replicas DiLoCo's loss is "
-            f"{loss / plain - 1:+.2%} of the plain one's, with "
+            f"done; replicas: {world.num_replicas}; DiLoCo's loss differs from plain "
+            f"training's by {loss / plain - 1:+.2%}, with "
             f"{sent / max(plain_sent, 1):.3f} of its bytes"
         )
 

@@ -133,4 +133,6 @@ if __name__ == "__main__":
         parser.error("--epochs must be at least 1")
     if not 1 <= arguments.batch_size <= 100:
         parser.error("--batch-size must be from 1 to 100")
+    if arguments.seed < 0:
+        parser.error("--seed must be at least 0")
     main(arguments.epochs, arguments.batch_size, arguments.seed)

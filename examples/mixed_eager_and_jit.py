@@ -72,7 +72,7 @@ def main(steps: int, batch_size: int, seed: int) -> None:
     if world.is_main_process:
         print(f"labels of {num_seen.sum()} samples: {num_seen.tolist()}")
         print(f"brightness {found['mean']:.3f} on average, {found['max']:.3f} at most")
-        print(f"loss {float(metrics['loss']):.3f} on {world.num_replicas} replicas")
+        print(f"replicas: {world.num_replicas}, loss: {float(metrics['loss']):.3f}")
     eager.shutdown()
 
 
@@ -88,4 +88,6 @@ if __name__ == "__main__":
         parser.error("--steps must be at least 1")
     if arguments.batch_size < 1:
         parser.error("--batch-size must be at least 1")
+    if arguments.seed < 0:
+        parser.error("--seed must be at least 0")
     main(arguments.steps, arguments.batch_size, arguments.seed)

@@ -112,7 +112,7 @@ def main(num_steps: int, batch_size: int, checkpoint: pathlib.Path | None) -> No
     if world.is_main_process:
         accuracy = np.mean(predicted == labels[1500:])
         print(
-            f"done: step {begin + num_steps} on {world.num_replicas} replicas, "
+            f"done: step {begin + num_steps}, replicas: {world.num_replicas}, "
             f"loss {loss:.4f}, test accuracy {accuracy:.2%}"
         )
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jdp import hooks as hooks
     from jdp.backward.loss_queries import gradient_order, used_parameters
     from jdp.evaluation.decorator import replicated
+    from jdp.fingerprints.fingerprint import StateFingerprint, fingerprint_state
+    from jdp.fingerprints.record import FingerprintRecord
     from jdp.gradients.accumulate import accumulate_gradients
     from jdp.gradients.averaging import average
     from jdp.gradients.buffers import broadcast_from, sync_buffers
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from jdp.optimizers.distributed_optimizer import distributed_optimizer
     from jdp.optimizers.local_sgd import local_sgd
     from jdp.optimizers.local_training import LocalTraining
-    from jdp.optimizers.loss_scale import LossScaleState, dynamic_loss_scale
+    from jdp.optimizers.loss_scale import LossScaleState, dynamic_loss_scale, loss_scale
     from jdp.optimizers.reshard import checkpoint_template, consolidate, reshard, spread
     from jdp.optimizers.skip_unused import skip_unused
     from jdp.optimizers.zero1 import zero1
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from jdp.replicas.mesh import World, global_batch
     from jdp.replicas.per_replica import PerReplica
     from jdp.replicas.replication import check_replicas, check_same_program, replicate
+    from jdp.replicas.shard_keys import shard_key
     from jdp.replicas.sharding import StreamShard
     from jdp.replicas.shards import Shard
     from jdp.runtime.cluster import init
@@ -60,6 +63,7 @@ __version__ = "0.1.0.dev0"  # pyproject.toml reads it from here.
 __all__ = [
     "AllReduce",
     "BucketPlan",
+    "FingerprintRecord",
     "GradientNorms",
     "Join",
     "JoinHook",
@@ -69,6 +73,7 @@ __all__ = [
     "NoiseScaleState",
     "PerReplica",
     "Shard",
+    "StateFingerprint",
     "StreamShard",
     "World",
     "ZeroState",
@@ -85,6 +90,7 @@ __all__ = [
     "diloco",
     "distributed_optimizer",
     "dynamic_loss_scale",
+    "fingerprint_state",
     "flatten_buckets",
     "global_batch",
     "gradient_order",
@@ -92,6 +98,7 @@ __all__ = [
     "join_batches",
     "local_gradients",
     "local_sgd",
+    "loss_scale",
     "mean_loss",
     "merge_metrics",
     "noise_scale",
@@ -99,6 +106,7 @@ __all__ = [
     "replicate",
     "replicated",
     "reshard",
+    "shard_key",
     "shutdown",
     "skip_unused",
     "spread",
@@ -116,6 +124,8 @@ __all__ = [
 _NAMES = {
     "jdp.backward.loss_queries": "gradient_order used_parameters",
     "jdp.evaluation.decorator": "replicated",
+    "jdp.fingerprints.fingerprint": "StateFingerprint fingerprint_state",
+    "jdp.fingerprints.record": "FingerprintRecord",
     "jdp.gradients.accumulate": "accumulate_gradients",
     "jdp.gradients.averaging": "average",
     "jdp.gradients.buffers": "broadcast_from sync_buffers",
@@ -132,7 +142,7 @@ _NAMES = {
     "jdp.optimizers.distributed_optimizer": "distributed_optimizer",
     "jdp.optimizers.local_sgd": "local_sgd",
     "jdp.optimizers.local_training": "LocalTraining",
-    "jdp.optimizers.loss_scale": "LossScaleState dynamic_loss_scale",
+    "jdp.optimizers.loss_scale": "LossScaleState dynamic_loss_scale loss_scale",
     "jdp.optimizers.reshard": "checkpoint_template consolidate reshard spread",
     "jdp.optimizers.skip_unused": "skip_unused",
     "jdp.optimizers.zero1": "zero1",
@@ -142,6 +152,7 @@ _NAMES = {
     "jdp.replicas.mesh": "World global_batch",
     "jdp.replicas.per_replica": "PerReplica",
     "jdp.replicas.replication": "check_replicas check_same_program replicate",
+    "jdp.replicas.shard_keys": "shard_key",
     "jdp.replicas.sharding": "StreamShard",
     "jdp.replicas.shards": "Shard",
     "jdp.runtime.cluster": "init",

@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 from unittest import mock
 
@@ -33,9 +34,10 @@ if jaxlib.version.__version_info__ < (0, 11):
 os.environ["JDP_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdp-test-cache-")
 atexit.register(shutil.rmtree, os.environ["JDP_CACHE_DIR"], ignore_errors=True)
 
-# For the processes that tests start. Where the environment forbids to keep byte code,
-# each would compile all of jdp anew: a sixth of its start.
+# Where the environment forbids to keep byte code, each process that tests start would
+# compile all of jdp anew, a sixth of its start, and each worker of pytest all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 _START = str(pathlib.Path(__file__).parent / "start")
 _GIVEN = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if _START not in _GIVEN:  # A worker has it from the process that started it.
@@ -44,33 +46,42 @@ if _START not in _GIVEN:  # A worker has it from the process that started it.
 # A file is run by one worker; those that take longest come first, lest one of them is
 # begun when other workers are nearly done (the option `--no-loadscope-reorder`).
 _LONGEST = (
-    "test_lifeline.py",
-    "test_launch.py",
     "test_contract.py",
-    "test_hooks.py",
+    "test_launch.py",
     "test_transport.py",
+    "test_replicated.py",
+    "test_lifeline.py",
+    "test_model_axes.py",
+    "test_cluster.py",
+    "test_training.py",
     "test_launcher_link.py",
+    "test_reductions_in_programs.py",
+    "test_hooks.py",
+    "test_skip_unused.py",
+    "test_engine_twin.py",
+    "test_local_sgd.py",
+    "test_sync_batch_norm.py",
+    "test_refusals.py",
+    "test_auto.py",
+    "test_behaviours_faults.py",
+    "test_as_all_reduce.py",
+    "test_uneven_batches.py",
+    "test_processes.py",
+    "test_placement.py",
+    "test_shared_memory.py",
+    "test_module_step.py",
+    "test_unused.py",
+    "test_zero1.py",
     "test_behaviours_sets.py",
     "test_behaviours_values.py",
     "test_every_optimizer.py",
     "test_bench.py",
     "test_two_hosts.py",
     "test_examples.py",
-    "test_training.py",
-    "test_cluster.py",
-    "test_processes.py",
-    "test_zero1.py",
-    "test_uneven_batches.py",
     "test_weighted_mean.py",
-    "test_sync_batch_norm.py",
     "test_weight_ranges.py",
-    "test_refusals.py",
-    "test_local_sgd.py",
     "test_objective.py",
-    "test_unused.py",
-    "test_skip_unused.py",
     "test_pallas.py",
-    "test_shared_memory.py",
     "test_engine.py",
     "test_join.py",
 )

@@ -49,6 +49,15 @@ _LOOP = """
                 params, opt_state = jdp.replicate(world, (params, opt_state))
                 """
 
+_STEP = """
+                @jdp.data_parallel
+                def step(params, batch):
+                    loss, grads = jdp.value_and_grad(loss_fn)(params, batch)
+                    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+                    return params, {"loss": loss}
+
+                """
+
 # By page, its Python blocks in order.
 PYTHON: dict[str, list[Fragment | str]] = {
     "README.md": [SCRIPT, Fragment(after=_ADAM_STEP), SCRIPT],
@@ -108,6 +117,12 @@ PYTHON: dict[str, list[Fragment | str]] = {
             after="assert 'batch_stats' in updated",
         ),
     ],
+    "docs/buckets.md": [
+        SCRIPT,
+        Fragment(
+            before="params = {'layers': {'w': jnp.ones((3, 4, 4))}}", is_traced=True
+        ),
+    ],
     "docs/collectives.md": [
         Fragment(after="params, metrics = step(params, batch)"),
         SCRIPT,
@@ -134,6 +149,11 @@ PYTHON: dict[str, list[Fragment | str]] = {
                 """,
         ),
         SCRIPT,
+    ],
+    "docs/fingerprints.md": [
+        Fragment(after="params, metrics = step(params, batch)"),
+        Fragment(),
+        Fragment(after="assert len(str(fingerprint)) == 32"),
     ],
     "docs/flax.md": [
         Fragment(
@@ -179,7 +199,61 @@ PYTHON: dict[str, list[Fragment | str]] = {
                 """
         ),
     ],
-    "docs/getting_started.md": [
+    "docs/from_horovod.md": [
+        Fragment(
+            after="""
+                state = params, tx.init(params)
+                _, _, loss = step(*state, batch)
+                np.testing.assert_allclose(loss, np.mean(batch["y"] ** 2), rtol=1e-5)
+                """
+        )
+    ],
+    "docs/from_pmap.md": [
+        Fragment(
+            before=_STEP
+            + """
+                state, batches = params, [batch] * 5
+                """,
+            after="""
+                assert len([*prefetch(batches)]) == 5 and [*prefetch([])] == []
+                assert all(x["x"].is_fully_addressable for x in prefetch(batches))
+                assert metrics["loss"] < np.mean(batch["y"] ** 2)
+                """,
+        )
+    ],
+    "docs/getting_started.md": [SCRIPT],
+    "docs/hooks.md": [SCRIPT],
+    "docs/launching.md": [SCRIPT],
+    "docs/local_training.md": [SCRIPT],
+    "docs/micro_batches.md": [
+        Fragment(after=_ADAM_STEP),
+        Fragment(
+            after="""
+                @jdp.data_parallel
+                def step(params, batch):
+                    halves = jax.tree.map(lambda x: jnp.stack(jnp.split(x, 2)), batch)
+                    return mean_gradients(params, halves), {}
+
+                grads, _ = step(params, batch)
+                expected = jax.grad(loss_fn)(params, batch)
+                np.testing.assert_allclose(grads["w"], expected["w"], rtol=1e-5)
+                """
+        ),
+        Fragment(
+            after="""
+                state = {"params": params, "noise": noise.init()}
+                state, metrics = step(state, batch)
+                assert np.isfinite(metrics["scale"])
+                """
+        ),
+    ],
+    "docs/replicas.md": [SCRIPT, SCRIPT],
+    "docs/same_bits.md": [
+        Fragment(after="params, metrics = step(params, batch)"),
+        Fragment(after="params, metrics = step(params, batch, key=jax.random.key(0))"),
+    ],
+    "docs/steps.md": [
+        Fragment(after="assert np.isfinite(metrics['loss'])"),
         Fragment(
             before="""
                 schedule, i = optax.cosine_decay_schedule(0.1, 10), 3
@@ -191,41 +265,8 @@ PYTHON: dict[str, list[Fragment | str]] = {
                 )
                 """,
         ),
-        Fragment(
-            before="params = {'layers': {'w': jnp.ones((3, 4, 4))}}", is_traced=True
-        ),
-        Fragment(after=_ADAM_STEP),
-        Fragment(
-            after="""
-                state = {"params": params, "noise": noise.init()}
-                state, metrics = step(state, batch)
-                assert np.isfinite(metrics["scale"])
-                """
-        ),
-        Fragment(
-            before="""
-                def predict(params, x):
-                    return x @ params["w"]
-
-                loader = [batch, {k: v[:3] for k, v in batch.items()}]
-                """,
-            after="assert np.isfinite(metrics['loss'])",
-        ),
-        Fragment(
-            before="""
-                @jdp.data_parallel
-                def step(params, batch):
-                    loss, grads = jdp.value_and_grad(loss_fn)(params, batch)
-                    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-                    return params, {"loss": loss}
-
-                state, batches = jdp.replicate(world, params), [batch] * 3
-                """,
-            after="jdp.check_replicas(state, world=world)",
-        ),
     ],
-    "docs/hooks.md": [SCRIPT],
-    "docs/local_training.md": [SCRIPT],
+    "docs/testing.md": [SCRIPT] * 5,
     "docs/types.md": [SCRIPT],
     "docs/parameter_server.md": [SCRIPT, SCRIPT],
     "docs/training_scripts.md": [
@@ -280,6 +321,37 @@ PYTHON: dict[str, list[Fragment | str]] = {
                 """,
         ),
         Fragment(after="assert schedule(50) == 0.2"),
+    ],
+    "docs/troubleshooting.md": [
+        Fragment(
+            after="""
+                faulthandler.cancel_dump_traceback_later()
+                assert faulthandler.unregister(signal.SIGUSR1)
+                """,
+        ),
+        Fragment(
+            before="params = jdp.replicate(world, params)",
+            after="assert not np.any(jax.device_get(metrics['is_bad']))",
+        ),
+    ],
+    "docs/unused_parameters.md": [Fragment(after=_ADAM_STEP)],
+    "docs/uneven_inputs.md": [
+        Fragment(
+            before="""
+                def predict(params, x):
+                    return x @ params["w"]
+
+                loader = [batch, {k: v[:3] for k, v in batch.items()}]
+                """,
+            after="assert np.isfinite(metrics['loss'])",
+        ),
+        Fragment(
+            before=_STEP
+            + """
+                state, batches = jdp.replicate(world, params), [batch] * 3
+                """,
+            after="jdp.check_replicas(state, world=world)",
+        ),
     ],
     "docs/zero1.md": [
         SCRIPT,

@@ -27,7 +27,7 @@ SIGNATURES = {
     "copy_per_replica": "(tree, *, axis_name, world)",
     "data_parallel": "(step, /, *, world, static_argnames, replicated_argnames, "
     "donate_state, split_batches, num_states, check_vma, static_graph, "
-    "compiler_options)",
+    "check_every, record_fingerprints, compiler_options, num_shards)",
     "describe": "(step, state, /, *batches, **named)",
     "diloco": "(tx, *, period, outer, num_fragments, delay, mixing, axis_name, "
     "all_reduce, world)",
@@ -35,15 +35,17 @@ SIGNATURES = {
     "hook, world)",
     "dynamic_loss_scale": "(tx, *, init_scale, growth_interval, growth_factor, "
     "backoff_factor)",
+    "fingerprint_state": "(tree, *, world)",
     "flatten_buckets": "(plan, tree)",
     "global_batch": "(world, local_batch)",
     "gradient_order": "(loss_fn, params, *args)",
     "init": "(*, coordinator_address, num_processes, process_id, local_device_ids, "
-    "num_cpu_devices, axis_name, num_nodes, timeout_s, mesh, manual_axes)",
+    "num_cpu_devices, axis_name, num_nodes, timeout_s, mesh, manual_axes, num_shards)",
     "join_batches": "(batches, *, world, prefetch, like)",
     "local_gradients": "(loss_fn, argnums, *, has_aux, find_unused, allow_int, "
     "axis_name)",
     "local_sgd": "(tx, *, period, warmup_steps, axis_name, all_reduce, world)",
+    "loss_scale": "(opt_state)",
     "mean_loss": "(loss_fn, argnums, *, weight, divide_by, axis_name, plan, packing, "
     "all_reduce)",
     "merge_metrics": "(metrics, *, weight, axis_name)",
@@ -53,6 +55,7 @@ SIGNATURES = {
     "replicated": "(fn, /, *, world, static_argnames, replicated_argnames, "
     "split_batches, compiler_options)",
     "reshard": "(saved, *, like)",
+    "shard_key": "(key, *, axis_name)",
     "shutdown": "()",
     "checkpoint_template": "(state, *, num_replicas)",
     "skip_unused": "(tx)",
@@ -73,6 +76,7 @@ SIGNATURES = {
 TYPES = {
     "AllReduce",
     "BucketPlan",
+    "FingerprintRecord",
     "GradientNorms",
     "Join",
     "JoinHook",
@@ -82,6 +86,7 @@ TYPES = {
     "NoiseScaleState",
     "PerReplica",
     "Shard",
+    "StateFingerprint",
     "StreamShard",
     "World",
     "ZeroState",
@@ -100,7 +105,7 @@ def test_all_is_the_contract():
 
 def test_the_version_is_a_constant_that_the_package_is_built_with():
     settings = tomllib.loads((harness.ROOT / "pyproject.toml").read_text())
-    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["project"]["dynamic"] == ["version", "readme"]
     assert settings["tool"]["hatch"]["version"]["path"] == "jdp/__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", jdp.__version__)
 
@@ -445,7 +450,8 @@ LAYERS = {
         "SyncBatchNorm.__call__": f"(self, {_OF_LAYERS})",
         "convert_batch_norm": "(model, *, axis_name)",
         "data_parallel": "(step, /, *, world, static_argnames, replicated_argnames, "
-        "donate_state, check_vma, static_graph, compiler_options)",
+        "donate_state, split_batches, check_vma, static_graph, check_every, "
+        "record_fingerprints, compiler_options, num_shards)",
         "value_and_grad": "(loss_fn, *, argnums, has_aux, find_unused, allow_int, "
         "weight, divide_by, axis_name, plan, packing, all_reduce, hook, hook_state, "
         "find_norms)",

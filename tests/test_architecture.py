@@ -16,19 +16,21 @@ LAYERS = (
     {"trees"},
     {"backward"},
     {"replicas"},
+    {"fingerprints"},
     {"collectives"},
     {"hooks"},
     {"gradients"},
     {"optimizers", "batch_norm"},
     {"step"},
     {"flax_linen", "flax_nnx"},
+    {"watch"},
     {"runtime"},
     {"launch", "join", "eager"},
     {"parameter_server", "evaluation"},
     {"bench"},
     {"cli"},
 )
-HOST = {"runtime", "launch", "join", "eager", "parameter_server"}
+HOST = {"watch", "runtime", "launch", "join", "eager", "parameter_server"}
 # A worker pushes through a hook, which the servers run again, and a server asks of a
 # program whether an optimizer mixes leaves that lie on several servers.
 HOST_MAY_USE = HOST | {

@@ -8,16 +8,19 @@ import sys
 import numpy as np
 import pytest
 
-from tests import commands, harness
+from tests import commands, harness, rarely
 
 pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.slow
-def test_digits_trains_to_97_percent_on_equal_replicas():
-    code, out, err = commands.jdp("launch", "-n", 2, "examples/digits.py")
+def test_digits_trains_to_97_percent_on_equal_replicas(tmp_path):
+    plot = tmp_path / "loss.png"
+    words = ("launch", "-n", 2, "examples/digits.py", "--plot", plot)
+    code, out, err = commands.jdp(*words)
     assert code == 0, err
-    (final,) = re.findall(r"2 replicas, bitwise equal; test accuracy (.*)%", out)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    (final,) = re.findall(r"replicas: 2, bitwise equal; test accuracy: (.*)%", out)
     assert float(final) > 97.0
     epochs = re.findall(
         r"\[0\] epoch +\d+  loss [\d.]+ +\d+ images/s  test accuracy [\d.]+%", out
@@ -32,7 +35,7 @@ def test_digits_trains_to_97_percent_on_equal_replicas():
 def test_digits_names_a_batch_size_that_does_not_divide():
     code, _, err = commands.launch(2, "examples/digits.py", "--batch-size", 63)
     assert code == 1
-    assert "must be a multiple of the 2 replicas, from 1 to 1500; got 63" in err
+    assert "multiple of the number of replicas, 2, from 1 to 1500; got 63" in err
 
 
 @pytest.mark.slow
@@ -72,7 +75,9 @@ def test_zero1_goes_on_with_another_number_of_replicas(tmp_path):
         (found,) = re.findall(r"step (\d+): a replica holds ([\d,]+) bytes", out)
         assert int(found[0]) == begin
         held.append(int(found[1].replace(",", "")))
-        (done,) = re.findall(rf"step {begin + 40} on {n} .* accuracy ([\d.]+)%", out)
+        (done,) = re.findall(
+            rf"step {begin + 40}, replicas: {n}, .* accuracy ([\d.]+)%", out
+        )
         assert float(done) > 75
     assert held[1] == pytest.approx(2 * held[0], rel=0.01)
 
@@ -85,7 +90,7 @@ def test_diloco_learns_beside_plain_training():
     assert code == 0, err
     losses = [float(x) for x in re.findall(r"held-out loss ([\d.]+)", out)]
     assert len(losses) == 2 and max(losses) < 4.0  # log 128 is 4.85
-    assert re.search(r"plain one's, with [\d.]+ of its bytes", out)
+    assert re.search(r"training's by [-+\d.]+%, with [\d.]+ of its bytes", out)
 
 
 def _newest(path, *version):
@@ -202,7 +207,7 @@ def test_a_compiled_step_runs_among_names(num_processes):
     ((total, counts),) = re.findall(r"labels of (\d+) samples: \[(.*)\]", out)
     assert int(total) == sum(map(int, counts.split(","))) == 60 * 32 * num_processes
     assert "1.000 at most" in out  # of pixels, the brightest.
-    (loss,) = re.findall(rf"loss ([\d.]+) on {num_processes} replicas", out)
+    (loss,) = re.findall(rf"replicas: {num_processes}, loss: ([\d.]+)", out)
     assert float(loss) < 1.0 < np.log(10)
 
 
@@ -265,7 +270,7 @@ def test_examples_name_a_bad_option(example, arguments, message, monkeypatch, ca
 def test_accumulation_names_a_batch_size_that_does_not_divide():
     code, _, err = commands.launch(2, "examples/accumulation.py", "--batch-size", 7)
     assert code == 1
-    assert "--batch-size must be a multiple of the 2 replicas" in err
+    assert "--batch-size must be a multiple of the number of replicas, 2" in err
 
 
 @pytest.mark.slow
@@ -279,3 +284,12 @@ def test_all_reduces_reach_the_same_loss():
     names = {"psum", "auto", "ring", "halving-doubling", "butterfly", "tree"}
     assert set(found) == names
     assert len(set(found.values())) == 1 and adasum != found["psum"]
+
+
+@pytest.mark.parametrize(
+    "name", rarely.cases(["eager", "mixed_eager_and_jit"], often=("eager",))
+)
+def test_a_negative_seed_is_named(name):
+    code, _, err = commands.launch(1, f"examples/{name}.py", "--seed", -1)
+    assert code == 2
+    assert "--seed must be at least 0" in err

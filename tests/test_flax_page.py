@@ -15,7 +15,7 @@ from flax import nnx
 
 import jdp
 from jdp.replicas import mesh
-from tests import harness, page_blocks
+from tests import harness, page_blocks, rarely
 
 ORIGINALS = harness.ROOT / "tests/originals"
 SCRIPTS = ("nnx", "linen")
@@ -90,7 +90,7 @@ def _changed(name, folder):
     return path
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", rarely.cases(SCRIPTS, often=("linen",)))
 def test_a_process_with_four_replicas_trains_as_one_device(name, tmp_path, monkeypatch):
     world = harness.local_world(4)
     monkeypatch.setattr(jdp, "init", lambda: world)
@@ -108,6 +108,7 @@ def run_changed(folder):
     return [_run(pathlib.Path(folder, f"{name}.py")) for name in SCRIPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one_device(tmp_path):
     for name in SCRIPTS:

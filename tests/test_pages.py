@@ -1,6 +1,7 @@
 """Every code block of README and docs runs as it is printed."""
 
 import os
+import pathlib
 import re
 import shlex
 import subprocess
@@ -10,7 +11,10 @@ import pytest
 import typer.main
 
 from jdp.cli import main
+from jdp.runtime import environment, launchers, user_program
 from tests import commands, harness, page_blocks
+
+_FIRST_STEPS = "docs/getting_started.md"
 
 
 def _write(path, *texts):
@@ -18,13 +22,99 @@ def _write(path, *texts):
     return path.name
 
 
+def _run_alone(folder, script):
+    """Runs a script in one process, and returns its output."""
+    done = subprocess.run(
+        [sys.executable, _write(folder / "alone.py", script)],
+        cwd=folder,
+        env=commands.environ() | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.multiprocess
 def test_the_first_example_of_the_readme_runs(tmp_path):
     name = _write(tmp_path / "train.py", page_blocks.python("README.md", 0))
     code, out, err = commands.launch(2, name, cwd=tmp_path, compiled_as="usual")
     assert code == 0, err
-    (loss,) = re.findall(r"loss ([\d.]+) on 2 replicas", out)
+    (loss,) = re.findall(r"replicas: 2, loss: ([\d.]+)", out)
     assert float(loss) < 0.2  # of a sine whose variance is about 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_first_steps_print_one_loss_on_any_devices(tmp_path):
+    script = page_blocks.python("docs/getting_started.md", 0)
+    blocks = [b for b in page_blocks.find("console") if b.page == _FIRST_STEPS]
+    alone, devices, several = (block.text.splitlines()[-1] for block in blocks)
+    assert alone in _run_alone(tmp_path, script)
+    divided = script.replace("jdp.init()", "jdp.init(num_cpu_devices=4)")
+    assert divided != script and devices in _run_alone(tmp_path, divided)
+    name = _write(tmp_path / "train.py", script)
+    code, out, err = commands.launch(2, name, cwd=tmp_path, compiled_as="usual")
+    assert code == 0, err
+    assert several in out
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("index", "changes"),
+    [
+        (
+            0,
+            {
+                "import jax.numpy": "import jax, jax.numpy",
+                "= jdp.value_and_grad": "= jax.value_and_grad",
+            },
+        ),
+        (1, {"size=32": "size=32 + world.process_index"}),
+    ],
+)
+def test_the_first_steps_quote_the_errors_of_both_processes(tmp_path, index, changes):
+    script = page_blocks.python("docs/getting_started.md", 0)
+    for old, new in changes.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    blocks = [b.text for b in page_blocks.find("text") if b.page == _FIRST_STEPS]
+    quoted = " ".join(blocks[index].split()).removesuffix(" ...")
+    name = _write(tmp_path / "train.py", script)
+    code, _, err = commands.launch(2, name, cwd=tmp_path)
+    assert code == 1
+    for process in (0, 1):
+        assert f"[{process}] {quoted}" in " ".join(err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_page_on_replicas_tells_what_a_world_has(tmp_path):
+    name = _write(tmp_path / "train.py", page_blocks.python("docs/replicas.md", 0))
+    code, out, err = commands.launch(2, name, cwd=tmp_path)
+    assert code == 0, err
+    page = (harness.ROOT / "docs/replicas.md").read_text()
+    (printed,) = re.findall(r"process 1 prints `(.*)`", page)
+    assert f"[1] {printed}" in out
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_page_on_replicas_trains_on_a_mesh_with_a_model_axis(tmp_path):
+    out = _run_alone(tmp_path, page_blocks.python("docs/replicas.md", 1))
+    (loss,) = re.findall(r"replicas: 2, loss: ([\d.]+)", out)
+    assert float(loss) < 0.2  # of a sine whose variance is about 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_page_on_buckets_shows_the_buckets_of_its_step(tmp_path):
+    (table,) = [b.text for b in page_blocks.find("text") if b.page == "docs/buckets.md"]
+    out = _run_alone(tmp_path, page_blocks.python("docs/buckets.md", 0))
+    lines = [line.rstrip() for line in out.rstrip().splitlines()]
+    assert lines == table.splitlines()
 
 
 @pytest.mark.multiprocess
@@ -63,7 +153,7 @@ def test_the_example_of_a_page_runs(tmp_path, page, most):
     name = _write(tmp_path / "page.py", page_blocks.python(f"docs/{page}.md", 0))
     code, out, err = commands.launch(2, name, cwd=tmp_path)
     assert code == 0, err
-    (loss,) = re.findall(r"loss ([\d.]+) on 2 replicas", out)
+    (loss,) = re.findall(r"replicas: 2, loss: ([\d.]+)", out)
     assert float(loss) < most
 
 
@@ -128,7 +218,8 @@ def test_the_page_on_tracing_compares_two_ranks_that_went_apart(tmp_path, monkey
     records = sorted(tmp_path.glob("jdp_flight_*.json"), key=lambda p: p.suffixes)
     code, out, err = commands.jdp("timeline", "diff", *records, cwd=tmp_path)
     assert code == 1, err
-    (block,) = page_blocks.find("console")
+    page = "docs/eager_tracing.md"
+    (block,) = [b for b in page_blocks.find("console") if b.page == page]
     printed = block.text.splitlines()[-5:]
     for line in printed:
         line = re.escape(line.split(" It failed")[0]).replace(r"2\.0", r"[\d.]+")
@@ -178,7 +269,15 @@ def test_fragments_of_the_pages_run(tmp_path):
 
 def test_every_block_has_a_language_and_every_python_block_is_run():
     languages = {block.language for block in page_blocks.find()}
-    assert languages == {"python", "sh", "console", "text", "yaml", "diff"}
+    assert languages == {
+        "python",
+        "sh",
+        "console",
+        "text",
+        "yaml",
+        "diff",
+        "dockerfile",
+    }
     for page in page_blocks.PAGES:
         blocks = [block for block in page_blocks.find("python") if block.page == page]
         assert len(blocks) == len(page_blocks.PYTHON.get(page, [])), page
@@ -193,7 +292,10 @@ def _lines():
                 if not line.startswith("$ "):
                     continue
                 line = line[2:]
-            if words := shlex.split(line, comments=True):
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)  # A variable of the command alone.
+            if words:
                 yield f"{block.page}:{number}", words
     for page in page_blocks.PAGES:
         text = re.sub(r"(?ms)^```.*?^```$", "", (harness.ROOT / page).read_text())
@@ -239,6 +341,10 @@ def _check_make(words):
             assert re.search(rf"(?m)^{target}:", makefile), target
 
 
+def _check_environment(words):
+    assert words == ["-m", "venv", ".venv", "&&", ".", ".venv/bin/activate"]
+
+
 def _check_python(words):
     if words[:1] == ["-m"]:
         assert (harness.ROOT / f"{words[1].replace('.', '/')}.py").is_file(), words
@@ -248,12 +354,40 @@ def _check_pip(words):
     assert words == ["install", "-e", "."]
 
 
+def _check_started(words):
+    """A launcher of a cluster starts a script of the reader's in Python."""
+    assert words[-2:] == ["python", "train.py"], words
+
+
+def _check_export(words):
+    for name in re.findall(r"([A-Z_]+)=", " ".join(words)):
+        known = (*environment.VARIABLES, launchers.COORDINATOR_ADDRESS)
+        assert name in known, name
+
+
+def _check_docker(words):
+    assert words[0] in ("build", "run"), words
+    assert "train" in words or words[-3:] == ["-t", "train", "."]
+
+
+def _check_pgrep(words):
+    assert words[-1].split()[0] == pathlib.Path(user_program.__file__).name
+
+
 # What is not jdp's is looked at by people.
 _CHECKS = {
     "jdp": _check_jdp,
     "make": _check_make,
     "python": _check_python,
+    "python3": _check_environment,
     "pip": _check_pip,
+    "srun": _check_started,
+    "mpirun": _check_started,
+    "export": _check_export,
+    "docker": _check_docker,
+    "pgrep": _check_pgrep,
+    "py-spy": lambda words: None,
+    "tr": lambda words: None,
     "nft": lambda words: None,
     "(umask": lambda words: None,  # openssl, in a subshell.
 }
@@ -265,6 +399,14 @@ def test_commands_of_the_pages_exist_with_their_options():
     for place, (program, *words) in found:
         assert program in _CHECKS, place
         _CHECKS[program](words)
+
+
+def test_shell_of_the_pages_can_be_parsed():
+    for block in page_blocks.find("sh"):
+        result = subprocess.run(
+            ["bash", "-n"], input=block.text, capture_output=True, text=True
+        )
+        assert result.returncode == 0, (block.page, block.line, result.stderr)
 
 
 def test_plans_of_the_pages_run(tmp_path, monkeypatch, capsys):

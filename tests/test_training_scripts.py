@@ -15,7 +15,7 @@ import pytest
 
 import jdp
 from jdp.replicas import mesh
-from tests import diffs, harness
+from tests import diffs, harness, rarely
 
 PAGE = "docs/training_scripts.md"
 # The order on the page, and the most lines that may change.
@@ -106,7 +106,7 @@ def _initialized(monkeypatch, num_replicas):
         mesh.set_current_world(before)
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", rarely.cases(MOST, often=("optax",)))
 def test_a_process_with_four_replicas_trains_as_one_device(name, tmp_path, monkeypatch):
     with _initialized(monkeypatch, 4):
         found = _run(_change(name, tmp_path), name)
@@ -120,7 +120,13 @@ def run_changed(folder, names):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("names", [("optax", "equinox", "haiku"), ("pmap",)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("optax", "equinox", "haiku"), marks=pytest.mark.slow),
+        ("pmap",),
+    ],
+)
 def test_two_processes_train_as_one_device(names, tmp_path):
     for name in names:
         _change(name, tmp_path)

@@ -15,12 +15,14 @@ import zmq
 from jdp.collectives import Curve, measurement, measurement_cache
 from jdp.collectives.pallas import gpu_topology
 from jdp.collectives.shared_memory import shared_segment
+from jdp.fingerprints import fingerprint
 from jdp.join import early_exit, lockstep, progress_exchange
-from jdp.launch import endings, launcher_link
+from jdp.launch import endings, launcher_link, watching
 from jdp.replicas import comparison, cores, differences, meeting, progress, wire
 from jdp.runtime import job_key, store
 from jdp.runtime.lifeline import rules, star_codec
 from jdp.runtime.transport import datagram_link, rendezvous, transport
+from jdp.watch.report import Awaited, ProcessReport
 from tests.replicas import comparison_fuzz
 from tests.runtime.transport_fuzz import mutate
 
@@ -28,6 +30,10 @@ _PEER = shared_segment.Peer(7, "11", cores.UsableCores((0, 3), 1.5))
 _OPTIONS = transport.LinkOptions()
 _OFFER = rendezvous._LinkOffer(zmq.curve_keypair()[0], _OPTIONS)
 _LANE_OFFER = datagram_link._LaneOffer(b"\0jdp-" + b"5e" * 16, b"t" * 16)
+_WAITING = ProcessReport(
+    *(1, 1, "program", 9.0), wait=Awaited("step", 4, "train", 9.0), begun=4, reached=4
+)
+_LATE = ProcessReport(2, 1, "python", 9.0, begun=3, reached=3, name="train")
 # A message of each kind that processes send each other by way of the store.
 MESSAGES = {
     "meeting.MeetingRecord": meeting.MeetingRecord("a topic", b"body", "why"),
@@ -54,9 +60,13 @@ MESSAGES = {
     "early_exit.DepartureNotice": early_exit.DepartureNotice(1, 3, "why"),
     "lifeline.Left": rules.Left({"train": 3}, "why", 1),
     "lifeline.AtEnd": rules.AtEnd(may_begin=True),
+    "lifeline.LeftJax": rules.LeftJax(),
     "lifeline.Stuck": rules.Stuck(1, "why"),
     "endings.Exit": endings.Exit(1, -9, 0.5, 0, None, "why"),
     "star_codec.Frame": star_codec.Frame("say", 1, b"body"),
+    "watching._Reports": watching._Reports("a host", (_WAITING, _LATE)),
+    "watching._Ask": watching._Ask(),
+    "watching._Lines": watching._Lines(("a line", "another"), True),
     "comparison.Difference": comparison.Difference(1, 0),
     "comparison digests": [b"d" * 16, b"e" * 16],
     "comparison array": ("float32[2]", 0),
@@ -67,17 +77,22 @@ MESSAGES = {
     * 2,
     "samples of shared replicas": {0: [b"d" * 16, b"e" * 16], 3: []},
     "differences.Details": differences.Details([("a", "f")], zlib.compress(b"a b")),
+    "fingerprint._Record": fingerprint._Record(b"h" * 16, b"s" * 64),
     "a list of gpu_topology.GpuFacts": [gpu_topology.GpuFacts(platform="cpu", host="a")]
     * 2,
 }
 # Of those that are no class of their own.
 KINDS = {
     "measurement.Seconds": list[measurement.Seconds],
-    "lifeline.Left": rules.Left | rules.AtEnd | rules.Stuck,
-    "lifeline.AtEnd": rules.Left | rules.AtEnd | rules.Stuck,
-    "lifeline.Stuck": rules.Left | rules.AtEnd | rules.Stuck,
+    "lifeline.Left": rules.Message,
+    "lifeline.AtEnd": rules.Message,
+    "lifeline.LeftJax": rules.Message,
+    "lifeline.Stuck": rules.Message,
     "a list of shared_segment.Peer": list[shared_segment.Peer],
     "endpoints of a link": tuple[str, str],
+    "watching._Reports": watching._Message,
+    "watching._Ask": watching._Message,
+    "watching._Lines": watching._Message,
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._CapturedArray": list[comparison._CapturedArray],
@@ -195,7 +210,7 @@ def _combine(data: bytes) -> None:
         gpu_topology.combine(found)
 
 
-def _judge_gone(data: bytes, found: rules.Left | rules.AtEnd | rules.Stuck) -> None:
+def _judge_gone(data: bytes, found: rules.Message) -> None:
     """What another process says of its end has a verdict that can be shown."""
     del data
     try:
@@ -205,7 +220,7 @@ def _judge_gone(data: bytes, found: rules.Left | rules.AtEnd | rules.Stuck) -> N
     if isinstance(checked, rules.Stuck):
         assert checked.culprit in (0, 1) and checked.text.isprintable()
         return
-    if isinstance(checked, rules.AtEnd):
+    if isinstance(checked, rules.AtEnd | rules.LeftJax):
         return
     gone = rules.Gone(1, 0.0, checked.steps, checked.error, checked.culprit)
     now = progress.Snapshot({"train": 4}, "train", None, 0.0)
@@ -224,7 +239,24 @@ def _show_end(data: bytes, found: endings.Exit) -> None:
     assert 0 <= endings.exit_code(end.returncode) < 256
 
 
+def _act_on_watch(data: bytes, found: watching._Message) -> None:
+    """Other hosts can make a watch show printable lines, and nothing else."""
+    del data
+    shown: list[str] = []
+    options = watching.WatchOptions(stall_s=1.0, folder="/dev/null/none")
+    watch = watching.Watch(options, num_processes=3, show=shown.append)
+    now_s = time.monotonic()
+    for message in (found, watching._Reports("a host", (_WAITING,))):
+        watch._act_on(message, now_s)
+    for late_s in (0.1, 0.2, 9.0):
+        watch._judge(now_s + late_s)
+    assert all(map(str.isprintable, shown)), shown
+
+
 NEXT = {
+    "watching._Reports": _act_on_watch,
+    "watching._Ask": _act_on_watch,
+    "watching._Lines": _act_on_watch,
     "datagram_link._Offer": lambda data, found: _try(datagram_link._decode_offer, data),
     "endpoints of a link": lambda data, found: _try(rendezvous._check_endpoints, found),
     "shared_segment.SegmentOffer": lambda data, found: _open(found),
@@ -237,6 +269,7 @@ NEXT = {
     "differences.Details": lambda data, found: _try(differences.unpack, found.program),
     "lifeline.Left": _judge_gone,
     "lifeline.AtEnd": _judge_gone,
+    "lifeline.LeftJax": _judge_gone,
     "lifeline.Stuck": _judge_gone,
     "endings.Exit": _show_end,
 }

@@ -55,7 +55,7 @@ def take(
         return mean, squares / total, count
     names = types.as_axis_names(axis_name)
     num_replicas = lax.axis_size(names)
-    is_mine = jnp.arange(num_replicas) == lax.axis_index(names)
+    is_mine = jnp.arange(num_replicas) == compat.axis_index(names)
 
     def in_own_row(part: jax.Array) -> jax.Array:
         return jnp.where(is_mine.reshape(-1, *(1,) * part.ndim), part, 0)

@@ -11,7 +11,7 @@ import rich.progress
 import rich.table
 import typer
 
-from jdp.bench import channel, collectives_plot, driver, step
+from jdp.bench import channel, collectives_plot, driver, plots, step
 from jdp.bench import tune as tuning
 from jdp.bench.collectives_step import ALONE, CHAIN_CHUNKS, FIT, NONE
 from jdp.collectives import cost_model, measurement
@@ -35,9 +35,7 @@ def bench_collectives(
     ] = "devices",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over everything.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="All-reduces per turn.")] = 10,
-    plot: Annotated[
-        pathlib.Path | None, typer.Option(help="Write a plot here, a PNG file.")
-    ] = None,
+    plot: plots.PlotFile = None,
     tune: Annotated[
         pathlib.Path | None,
         typer.Option(
@@ -61,9 +59,7 @@ def bench_collectives(
         return
     num_bytes = [parse_size(text) for text in sizes.split(",")]
     channel.check_can_write(json_file)
-    channel.check_can_write(plot, "--plot")
-    if plot is not None:
-        collectives_plot.check_can_plot()
+    plots.check(plot)
     results = [_measure(kind, n, num_bytes, rounds, steps) for n in counts]
     result: dict[str, Any] = {"replicas": results}
     config = {"kind": kind, "rounds": rounds, "steps": steps}

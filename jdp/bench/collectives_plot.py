@@ -5,17 +5,10 @@ import pathlib
 from typing import Any
 
 import rich.console
-import typer
+
+from jdp.bench import plots
 
 _SHOWN = ("psum", "ring", "halving_doubling", "butterfly", "shared_memory", "tree")
-
-
-def check_can_plot() -> None:
-    """Raises typer.BadParameter if matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            "needs matplotlib: pip install matplotlib.", param_hint="--plot"
-        )
 
 
 def show(result: dict[str, Any], console: rich.console.Console) -> None:
@@ -39,28 +32,19 @@ def show(result: dict[str, Any], console: rich.console.Console) -> None:
 def write(
     results: list[dict[str, Any]], config: dict[str, Any], path: pathlib.Path
 ) -> None:
-    """Writes measured times, as points, and predicted ones, as lines, to a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, len(results), figsize=(6 * len(results), 5), squeeze=False, sharey=True
-    )
-    for axis, result in zip(axes[0], results, strict=True):
-        for name, (sizes, measured, model) in _curves(result).items():
-            (points,) = axis.loglog(sizes, measured, "o", label=name, markersize=4)
-            if None not in model:
-                axis.loglog(sizes, model, "-", color=points.get_color(), linewidth=1)
-        axis.set_title(f"{result['num_replicas']} {config['kind']}")
-        axis.set_xlabel("bytes")
-        axis.grid(True, which="major", alpha=0.3)
-    axes[0][0].set_ylabel("seconds; lines: the model")
-    axes[0][-1].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
+    """Draws measured times, as points, and predicted ones, as lines."""
+    with plots.saved(path, columns=len(results), size=(6.0, 5.0), share_y=True) as axes:
+        for axis, result in zip(axes, results, strict=True):
+            for name, (sizes, measured, model) in _curves(result).items():
+                (points,) = axis.loglog(sizes, measured, "o", label=name, markersize=4)
+                color = points.get_color()
+                if None not in model:
+                    axis.loglog(sizes, model, "-", color=color, linewidth=1)
+            axis.set_title(f"{result['num_replicas']} {config['kind']}")
+            axis.set_xlabel("bytes")
+            axis.grid(True, which="major", alpha=0.3)
+        axes[0].set_ylabel("seconds; lines: the model")
+        axes[-1].legend(fontsize="small")
 
 
 def _curves(result: dict[str, Any]) -> dict[str, tuple[list, list, list]]:

@@ -10,10 +10,8 @@ import rich.console
 import rich.table
 import typer
 
-from jdp.bench import channel, driver
+from jdp.bench import channel, compared_plot, driver, plots
 from jdp.bench.driver import Turn
-
-_MOST_METRICS_BYTES = 1000  # sent by a process per step besides gradients.
 
 NumProcesses = Annotated[int, typer.Option("-n", min=1, help="Processes.")]
 Blocks = Annotated[int, typer.Option(min=1, help="Depth of the model.")]
@@ -35,6 +33,7 @@ class CompareOptions(NamedTuple):
     batch: int
     rounds: int
     steps: int
+    plot: pathlib.Path | None
     json_file: pathlib.Path | None
 
 
@@ -50,10 +49,11 @@ def make_command(
         batch: Batch = 16,
         rounds: Rounds = default_rounds,
         steps: Steps = 10,
+        plot: plots.PlotFile = None,
         json_file: JsonFile = None,
     ) -> None:
         options = CompareOptions(
-            num_processes, blocks, width, batch, rounds, steps, json_file
+            num_processes, blocks, width, batch, rounds, steps, plot, json_file
         )
         bench(module, reference, options)
 
@@ -68,7 +68,7 @@ def bench(
     *,
     arguments: Sequence[str] = (),
 ) -> None:
-    """Times the variants of a module in turn; prints a table and writes the file.
+    """Times the variants of a module in turn; prints a table and writes the files.
 
     Args:
       module: the module that runs the variants.
@@ -77,6 +77,7 @@ def bench(
       arguments: further arguments of the module.
     """
     channel.check_can_write(options.json_file)
+    plots.check(options.plot)
     start = functools.partial(driver.start_jax, module, arguments=arguments)
     turns = driver.measure_systems(
         (start,),
@@ -96,6 +97,8 @@ def bench(
     }
     driver.write_result(result, config, options.json_file)
     rich.console.Console().print(_table(result))
+    if options.plot is not None:
+        compared_plot.write(result, options.plot)
 
 
 def summarize(turns: dict[str, list[Turn]], reference: str) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def summarize(turns: dict[str, list[Turn]], reference: str) -> dict[str, Any]:
     num_bytes = {name: min(t.sent_bytes for t in turns[name]) for name in turns}
     for name, rounds in turns.items():
         pairs = list(zip(rounds, turns[reference], strict=True))
-        sends = num_bytes[reference] > _MOST_METRICS_BYTES
+        sends = num_bytes[reference] > compared_plot.MOST_METRICS_BYTES
         variants[name] = {
             "median_ms": 1e3 * statistics.median(turn.seconds for turn in rounds),
             "over_reference": statistics.median(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -177,9 +178,29 @@ def write_result(
         "jax": jax.__version__,
         "python": platform.python_version(),
         "num_cpus": os.cpu_count(),
+        "cpu": _find_cpu_name(),
+        "peers": _find_versions("torch", "mpi4jax", "horovod"),
     }
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _find_cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _find_versions(*packages: str) -> dict[str, str]:
+    """Returns the versions of the packages that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _measure(

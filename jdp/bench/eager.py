@@ -1,8 +1,12 @@
 """`jdp bench eager`: how fast is the eager engine beside torch and a compiled step?"""
 
 import functools
+import importlib.util
 import pathlib
+import shutil
 import statistics
+import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import rich.console
@@ -20,6 +24,10 @@ FLAT = "step, flat shard_map"
 DECORATED = "step, jdp"
 IDLE = "idle"
 COORDINATOR = "coordinator"
+# Made by `horovod_all_reduce`, which needs Horovod.
+HOROVOD_ONE = "Horovod, one name"
+HOROVOD_MANY = "Horovod, many names"
+HOROVOD_MANY_NEW = "Horovod, many new names"
 
 NUM_NAMES = 1000
 NUM_RANKS = 256  # ranks that send names to the coordinator.
@@ -53,18 +61,19 @@ def bench_eager(
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
 ) -> None:
-    """Time the eager engine beside torch and compiled steps.
+    """Time the eager engine beside torch, Horovod and jit.
 
     An all_reduce by name from the call to its result, beside torch's over gloo; 1,000
-    all_reduces at once; a step of the model of `jdp bench step` whose gradients are
-    submitted one by one, in another order on each process, beside compiled steps; the
-    CPU time of an idle engine, and of a coordinator to which 256 ranks send 1,000
-    names. The table has medians over the rounds, and limits.
+    all_reduces at once, beside Horovod's where it is installed for torch; a step of the
+    model of `jdp bench step` whose gradients are submitted one by one, in another order
+    on each process, beside compiled steps; the CPU time of an idle engine, and of a
+    coordinator to which 256 ranks send 1,000 names. The table has medians over the
+    rounds, and limits.
     """
     channel.check_can_write(json_file)
     start_jax = functools.partial(driver.start_jax, "jdp.bench.eager_step")
     seconds = driver.time_systems(
-        (start_jax, _start_torch),
+        (start_jax, _start_torch, _start_horovod),
         num_processes,
         (blocks, width, batch, round(1e3 * idle_s)),
         rounds=rounds,
@@ -94,8 +103,8 @@ def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
     Returns:
       A dict with "rows". Each row has its median in `unit`. If the variant that it is
       compared with has run, it has `over`, the median over the rounds of the ratio of
-      times. If it has a limit, it has `is_met`, which is None if the other variant has
-      not run.
+      times, also where the medians are names per second. If it has a limit, it has
+      `is_met`, which is None if the other variant has not run.
     """
     return {"rows": [_summarize(row, seconds) for row in _make_rows()]}
 
@@ -121,6 +130,20 @@ def _make_rows() -> list[_Figure]:
             "/s",
             limit=60_000,
             is_least=True,
+        ),
+        _Figure(
+            "1 element / Horovod",
+            f"{ALL_REDUCE} {_ELEMENT_BYTES}",
+            "µs",
+            HOROVOD_ONE,
+        ),
+        _Figure(f"{NUM_NAMES:,} names / Horovod", MANY, "/s", HOROVOD_MANY),
+        _Figure(
+            f"{NUM_NAMES:,} new names / Horovod",
+            MANY_NEW,
+            "/s",
+            HOROVOD_MANY_NEW,
+            limit=1.0,
         ),
         _Figure("step / flat shard_map", STEP, "ms", FLAT, limit=1.5),
         _Figure("step / jdp", STEP, "ms", DECORATED),
@@ -198,3 +221,18 @@ def _start_torch(*args: Any) -> driver.Group | None:
     num_processes, port, _, folder = args
     # The processes take a number of devices first, which torch does not use.
     return _START_TORCH(num_processes, port, (1, *NUM_BYTES), folder)
+
+
+def _start_horovod(
+    num_processes: int, port: int, sizes: Sequence[int], folder: pathlib.Path
+) -> driver.Group | None:
+    del sizes  # of the model.
+    launcher = shutil.which("horovodrun", path=str(pathlib.Path(sys.executable).parent))
+    if launcher is None or importlib.util.find_spec("torch") is None:
+        return None
+    log = folder / "horovod.log"
+    module = [sys.executable, "-m", "jdp.bench.horovod_all_reduce"]
+    command = [launcher, "-np", str(num_processes), "--gloo", *module]
+    variants = [HOROVOD_ONE, HOROVOD_MANY, HOROVOD_MANY_NEW]
+    process = driver.spawn([*command, str(port), str(NUM_NAMES), *variants], log, {})
+    return driver.Group("Horovod", [process], log)

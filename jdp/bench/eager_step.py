@@ -1,7 +1,6 @@
 """Processes of `jdp bench eager`: what do they time with the engine?"""
 
 import functools
-import itertools
 import random
 import sys
 import time
@@ -14,7 +13,7 @@ import numpy as np
 
 import jdp
 from jdp import eager
-from jdp.bench import channel, jax_step
+from jdp.bench import channel, jax_step, named_calls
 from jdp.bench import eager as bench
 from jdp.bench.channel import StepConfig
 from jdp.eager.coordinator.coordinator import Coordinator
@@ -62,7 +61,7 @@ def make_steps(world: jdp.World, config: StepConfig) -> dict[str, channel.RunSte
             state[0], loss = step(state[0], batch)
             jax.block_until_ready((state[0], loss))
 
-        return _repeating(once)
+        return named_calls.repeating(once)
 
     replicate = functools.partial(jdp.replicate, world)
     by_name = make_step_by_name(config, world.process_index)
@@ -80,31 +79,16 @@ def make_calls() -> dict[str, channel.RunSteps]:
         x = np.zeros(num_bytes // 4, np.float32)
         return lambda: eager.all_reduce(x, name=f"{num_bytes} bytes")
 
-    elements = [np.zeros(1, np.float32) for _ in range(bench.NUM_NAMES)]
-    names = [f"element {i}" for i in range(bench.NUM_NAMES)]
-
-    def reduce_all(names: list[str]) -> None:
-        handles = [
-            eager.all_reduce_async(x, name=name)
-            for x, name in zip(elements, names, strict=True)
-        ]
-        for handle in handles:
-            eager.synchronize(handle)
-
-    calls = itertools.count()
-
-    def reduce_new() -> None:
-        call = next(calls)
-        reduce_all([f"new element {call}.{i}" for i in range(bench.NUM_NAMES)])
-
+    many, new = named_calls.make_runners(
+        lambda x, name: eager.all_reduce_async(x, name=name),
+        eager.synchronize,
+        [np.zeros(1, np.float32) for _ in range(bench.NUM_NAMES)],
+    )
     variants = {
-        f"{bench.ALL_REDUCE} {num_bytes}": _repeating(call_of(num_bytes))
+        f"{bench.ALL_REDUCE} {num_bytes}": named_calls.repeating(call_of(num_bytes))
         for num_bytes in bench.NUM_BYTES
     }
-    return variants | {
-        bench.MANY: _repeating(lambda: reduce_all(names)),
-        bench.MANY_NEW: _repeating(reduce_new),
-    }
+    return variants | {bench.MANY: many, bench.MANY_NEW: new}
 
 
 def time_coordinator(num_ranks: int, num_names: int) -> float:
@@ -132,12 +116,6 @@ def time_coordinator(num_ranks: int, num_names: int) -> float:
     assert batch is not None
     assert sum(len(response.names) for response in batch.responses) == num_names
     return seconds
-
-
-def _repeating(once: Callable[[], Any]) -> channel.RunSteps:
-    once()  # compiles, and the ranks agree on all names.
-    once()
-    return lambda num_steps: channel.time_steps(once, num_steps)
 
 
 def _idle(world: jdp.World, idle_s: float, num_steps: int) -> list[float]:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from jdp.bench import compared, hook_option
+from jdp.bench import compared, hook_option, plots
 from jdp.bench.compared import (
     Batch,
     Blocks,
@@ -41,6 +41,7 @@ def bench_hooks(
             show_default=False,
         ),
     ] = None,
+    plot: plots.PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:
     """Time a step with each communication hook.
@@ -55,6 +56,8 @@ def bench_hooks(
     compared.bench(
         "jdp.bench.hooks_step",
         "no hook",
-        CompareOptions(num_processes, blocks, width, batch, rounds, steps, json_file),
+        CompareOptions(
+            num_processes, blocks, width, batch, rounds, steps, plot, json_file
+        ),
         arguments=hooks,
     )

@@ -1,7 +1,6 @@
 """`jdp bench leaves`: how long is a step of many parameters traced?"""
 
 import gc
-import json
 import pathlib
 import statistics
 import time
@@ -18,7 +17,7 @@ import typer
 
 import jdp
 from jdp import hooks
-from jdp.bench import channel
+from jdp.bench import channel, driver
 
 _WIDTH = 4
 
@@ -49,9 +48,8 @@ def bench_leaves(
         row = [f"{x:.2f}" for x in (times["init_s"], times["lower_s"], total)]
         table.add_row(name, *row, f"{total / base:.2f}")
     rich.console.Console().print(table)
-    if json_file is not None:
-        found = {"num_leaves": leaves, "rounds": rounds, "cpu_s": result}
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
+    found = {"num_leaves": leaves, "rounds": rounds, "cpu_s": result}
+    driver.write_result(found, {}, json_file)
 
 
 def measure(world: jdp.World, num_leaves: int, rounds: int) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`jdp bench overhead`: how much does a decorated step cost beside the bare step?"""
 
-import json
 import pathlib
 import statistics
 import time
@@ -15,7 +14,7 @@ import typer
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp.bench import channel, jax_step, tracing
+from jdp.bench import channel, driver, jax_step, tracing
 from jdp.bench.channel import StepConfig
 
 
@@ -39,7 +38,7 @@ def bench_overhead(
     """
     channel.check_can_write(json_file)
     world = jdp.init(num_cpu_devices=2)
-    result = {
+    result: dict[str, Any] = {
         "call_us": measure_call(world, rounds),
         "plan_10000_leaves_ms": measure_plan(),
         "memory": measure_memory(world),
@@ -63,8 +62,8 @@ def bench_overhead(
     for what, value in _tracing_rows(result["tracing_ms"]).items():
         table.add_row(what, value)
     rich.console.Console().print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    config = {"rounds": rounds, "tracing_rounds": tracing_rounds}
+    driver.write_result(result, config, json_file)
 
 
 def _tracing_rows(times_ms: dict[str, float]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import rich.console
 import rich.table
 import typer
 
-from jdp.bench import channel, driver, overlap
+from jdp.bench import channel, driver, overlap, plots, step_plot
 from jdp.launch.core_shares import CoreShares
 
 _REFERENCE = "jdp"
@@ -41,6 +41,7 @@ def bench_step(
             show_default=False,
         ),
     ] = None,
+    plot: plots.PlotFile = None,
     json_file: Annotated[
         pathlib.Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
@@ -56,9 +57,7 @@ def bench_step(
     With --overlap: the step, the step without communication, and the communication
     alone, for that model and for a model of stacked layers in a loop.
     """
-    if layers is not None and not is_overlap:
-        raise typer.BadParameter("is for --overlap alone.", param_hint="--layers")
-    channel.check_can_write(json_file)
+    _check(is_overlap, layers, json_file, plot)
     sizes = (blocks, width, batch)
     config = {
         "num_processes": num_processes,
@@ -73,12 +72,29 @@ def bench_step(
         result = overlap.measure(num_processes, (*sizes, layers or 24), rounds, steps)
         make_table = overlap.make_table
     else:
-        result, make_table = _measure(num_processes, sizes, rounds, steps), _table
+        result, make_table = measure(num_processes, sizes, rounds, steps), _table
     driver.write_result(result, config, json_file)
     rich.console.Console().print(make_table(result))
+    if plot is not None:
+        step_plot.write([result], plot)
 
 
-def _measure(
+def _check(
+    is_overlap: bool,
+    layers: int | None,
+    json_file: pathlib.Path | None,
+    plot: pathlib.Path | None,
+) -> None:
+    """Raises typer.BadParameter for options that exclude each other, and for files."""
+    if layers is not None and not is_overlap:
+        raise typer.BadParameter("is for --overlap alone.", param_hint="--layers")
+    if plot is not None and is_overlap:
+        raise typer.BadParameter("cannot draw --overlap.", param_hint="--plot")
+    channel.check_can_write(json_file)
+    plots.check(plot)
+
+
+def measure(
     num_processes: int, sizes: tuple[int, ...], rounds: int, steps: int
 ) -> dict[str, Any]:
     """Times the step of every system; returns the summary."""

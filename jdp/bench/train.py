@@ -11,9 +11,9 @@ import typer
 
 from jdp.bench import (
     channel,
-    collectives_plot,
     compared,
     driver,
+    plots,
     step,
     train_plot,
     train_setup,
@@ -51,9 +51,7 @@ def bench_train(
             help="Let each process run on all cores, as `jdp launch --no-pin` does.",
         ),
     ] = False,
-    plot: Annotated[
-        pathlib.Path | None, typer.Option(help="Write a plot here, a PNG file.")
-    ] = None,
+    plot: plots.PlotFile = None,
     json_file: compared.JsonFile = None,
 ) -> None:
     """Train a GPT in turns beside other systems, on the CPU.
@@ -99,9 +97,7 @@ def _check(
             param_hint="--width",
         )
     channel.check_can_write(json_file)
-    if plot is not None:
-        channel.check_can_write(plot, "--plot")
-        collectives_plot.check_can_plot()
+    plots.check(plot)
 
 
 def _find_shares(num_processes: int, *, has_shares: bool) -> CoreShares:

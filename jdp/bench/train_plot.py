@@ -6,6 +6,8 @@ from typing import Any
 
 import rich.console
 
+from jdp.bench import plots
+
 
 def show(result: dict[str, Any], console: rich.console.Console) -> None:
     """Draws tokens per second into the terminal, if plotext is installed."""
@@ -27,28 +29,31 @@ def show(result: dict[str, Any], console: rich.console.Console) -> None:
 
 
 def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes tokens per second by round, and losses by step, to a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Draws tokens per second by round, and losses by step, to a PNG or SVG file."""
     systems, config = result["systems"], result["config"]
-    figure, (speed, loss) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for i, (name, row) in enumerate(systems.items()):
-        (bar,) = speed.barh(i, row["tokens_per_s"], alpha=0.5)
-        rounds = row["rounds_tokens_per_s"]
-        speed.plot(rounds, [i] * len(rounds), "|", color="black")
-        style = "--" if "no communication" in name else "-"
-        color = bar.get_facecolor()[:3]
-        loss.plot(result["steps"], row["losses"], style, label=name, color=color)
-    speed.set_yticks(range(len(systems)), list(systems))
-    speed.invert_yaxis()
-    speed.set_xlabel("tokens per second; lines: the rounds")
-    speed.set_title(f"{config['num_processes']} processes")
-    loss.set_xlabel("steps")
-    loss.set_ylabel("loss on held-out text")
-    loss.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
+    colors = {name: f"C{i}" for i, name in enumerate(systems)}
+    with plots.saved(path, columns=2) as (speed, loss):
+        speeds = {
+            name: (row["tokens_per_s"], row["rounds_tokens_per_s"])
+            for name, row in systems.items()
+        }
+        plots.draw_bars(
+            speed,
+            speeds,
+            label=lambda value: f"{value:,.0f}",
+            color=lambda name: (colors[name], 0.5),
+        )
+        speed.set_xlabel("tokens per second; lines: the rounds")
+        speed.set_title(f"{config['num_processes']} processes")
+        for i, (name, row) in enumerate(systems.items()):
+            loss.plot(
+                result["steps"],
+                row["losses"],
+                "--" if "no communication" in name else "-",
+                label=name,
+                color=colors[name],
+                linewidth=1.5 * (len(systems) - i),  # Equal curves show as stripes.
+            )
+        loss.set_xlabel("steps")
+        loss.set_ylabel("loss on held-out text")
+        loss.legend(fontsize="small")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from jdp.launch import launch
-from jdp.runtime import addresses, environment, job_key
+from jdp.runtime import addresses, environment, freed_memory, job_key
 
 # Packages that are required besides jax, and optional ones, as in pyproject.toml.
 REQUIRED = (
@@ -35,6 +35,7 @@ EXTRAS = {
     "plot": ("matplotlib", "plotext"),
 }
 _NUM_LAST_LINES = 15
+_CACHE_DIR = "JDP_CACHE_DIR"  # of `collectives.measurement_cache`.
 
 
 class Check(NamedTuple):
@@ -187,7 +188,10 @@ def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Chec
       The options of the eager engine that parse, by variable; and the checks.
     """
     from jdp.eager.options import PREFIX, EagerOptions
+    from jdp.parameter_server import keys
 
+    known = {*environment.VARIABLES, environment.JOB_ID, freed_memory.SWITCH}
+    known |= {_CACHE_DIR, *keys.VARIABLES, keys.REPORT, keys.DISPLAY_FD}
     mine = {k: v for k, v in environ.items() if k.startswith("JDP_")}
     parsed: dict[str, str] = {}
     found = []
@@ -203,7 +207,7 @@ def check_environ(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Chec
                 why = str(error)
         elif variable == job_key.VARIABLE:
             text, why = _describe_key(mine)
-        elif variable not in (*environment.VARIABLES, environment.JOB_ID):
+        elif variable not in known:
             why = "jdp has no such variable."
         found.append(Check(variable, f"{text}{': ' if why else ''}{why}", bool(why)))
     found.reverse()

@@ -26,7 +26,8 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 # confused with another one, such as --address with --coordinator.
 _OF_SERVERS = "addresses first all_workers restarts is_table is_json".split()
 _OF_NODES = ("num_nodes", "node_rank")
-_OF_PROCESSES = ("devices_per_process", *_OF_NODES, "coordinator")
+_OF_WATCH = ("stall_s", "on_stall")
+_OF_PROCESSES = ("devices_per_process", *_OF_NODES, "coordinator", *_OF_WATCH)
 _OF_HOSTS = ("ssh", "python")
 
 # By field of the options that a `launch` checks, as its messages name it.
@@ -41,6 +42,8 @@ _BY_FIELD = {
     "coordinator": "--coordinator",
     "grace_s": "--grace-s",
     "log_dir": "--log-dir",
+    "stall_s": "--stall-s",
+    "on_stall": "--on-stall",
     "num_servers": "--servers",
     "num_workers": "--workers",
     "addresses": "--address",
@@ -67,6 +70,8 @@ def launch(
     grace_s: launch_options.GraceS = 5.0,
     is_unpinned: launch_options.IsUnpinned = False,
     log_dir: launch_options.LogDir = "",
+    stall_s: launch_options.StallS = 10.0,
+    on_stall: launch_options.OnStall = "raise",
     num_servers: launch_options.NumServers = None,
     num_workers: launch_options.NumWorkers = None,
     addresses: launch_options.Addresses = None,
@@ -90,22 +95,20 @@ def launch(
     shared: Any = dict(key_file=key_file, grace_s=grace_s, log_dir=log_dir)
     shared["has_shares"] = not is_unpinned
     if not (num_servers or num_workers):
-        shared["devices_per_process"] = devices_per_process
-        shared["coordinator_address"] = coordinator
+        shared.update(devices_per_process=devices_per_process, stall_s=stall_s)
+        shared.update(coordinator_address=coordinator, on_stall=on_stall)
     if hosts:
         _launch_hosts(is_module, words, hosts=hosts, ssh=ssh, python=python, **shared)
     if num_processes is not None:
         shared.update(num_nodes=num_nodes, node_rank=node_rank)
         _launch_processes(is_module, words, num_processes=num_processes, **shared)
+    shared.update(first=first, all_workers=all_workers, restarts=restarts)
     _launch_roles(
         is_module,
         words,
         num_servers=num_servers or 0,
         num_workers=num_workers or 0,
         addresses=tuple(addresses or ()),
-        first=first,
-        all_workers=all_workers,
-        restarts=restarts,
         report=_choose_report(is_json, is_table),
         **shared,
     )
@@ -173,7 +176,8 @@ def _launch_roles(is_module: bool, words: list[str], **options: Any) -> NoReturn
         from jdp.parameter_server import launching as role_launching
 
         roles = role_launching.RoleOptions(**options)
-        _run(lambda: role_launching.launch_roles(program, roles, adopts_orphans=True))
+        start = role_launching.launch_roles
+        _run(lambda: start(program, roles, stdin_fd=0, adopts_orphans=True))
     except ValueError as error:
         raise typer.BadParameter(_name_options(str(error))) from None
 
@@ -198,7 +202,8 @@ def _launch_processes(
         text = _name_options(str(error))
         _tell_hosts(text, key, options)
         raise typer.BadParameter(text) from None
-    _run(lambda: launching.launch(program, checked, adopts_orphans=True))
+    start = launching.launch
+    _run(lambda: start(program, checked, stdin_fd=0, adopts_orphans=True))
 
 
 def _tell_hosts(text: str, key: bytes | None, options: Mapping[str, Any]) -> None:

@@ -84,6 +84,23 @@ LogDir = Annotated[
         show_default=False,
     ),
 ]
+StallS = Annotated[
+    float,
+    typer.Option(
+        envvar="JDP_STALL_S",
+        help="Name a process for which others wait so many seconds beyond a usual "
+        "step; 0: never.",
+    ),
+]
+OnStall = Annotated[
+    str,
+    typer.Option(
+        metavar="log|raise",
+        envvar="JDP_ON_STALL",
+        help="log: name it. raise: also end the job, once the others have waited "
+        "thirty times --stall-s.",
+    ),
+]
 NumServers = Annotated[
     int | None,
     typer.Option(

@@ -11,6 +11,7 @@ from jdp.cli.lazy_group import Command, Group
 
 _BENCH = {
     "step": "Time a data-parallel step beside other systems.",
+    "scaling": "Time a step on several numbers of processes.",
     "train": "Train a GPT in turns beside other systems, on the CPU.",
     "collectives": "Time every all-reduce, and test the cost model.",
     "kernel": "Time the kernels of the custom all-reduce.",
@@ -18,8 +19,9 @@ _BENCH = {
     "hooks": "Time a step with each communication hook.",
     "local": "Time steps of DiLoCo with and without communication.",
     "zero1": "Time a step of Adam with and without `jdp.zero1`.",
+    "shards": "Time a step with and without `num_shards`.",
     "leaves": "Measure the CPU time to trace a step of many parameters.",
-    "eager": "Time the eager engine beside torch and compiled steps.",
+    "eager": "Time the eager engine beside torch, Horovod and jit.",
     "parameter-server": "Time one parameter server with two workers.",
     "overhead": "Measure Python's time per call, and tracing and memory.",
 }
@@ -63,6 +65,19 @@ ENTRIES = {
             "merge": Command(
                 "jdp.cli.timeline:merge",
                 "Merge the timelines of ranks into one file.",
+            ),
+        },
+    ),
+    "fingerprint": Group(
+        "Compare the states of two runs, bit for bit.",
+        {
+            "diff": Command(
+                "jdp.cli.fingerprint:diff",
+                "Show the first step, and its leaves, in which two runs differ.",
+            ),
+            "show": Command(
+                "jdp.cli.fingerprint:show",
+                "Show the steps of a record, or the leaves after one step.",
             ),
         },
     ),

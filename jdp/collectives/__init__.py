@@ -14,6 +14,7 @@ from jdp.collectives.cost_model import (
     choose,
     predict,
 )
+from jdp.collectives.fixed_tree import fixed_tree_all_reduce
 from jdp.collectives.halving_doubling import (
     HALVING_DOUBLING,
     halving_doubling_all_gather,
@@ -61,6 +62,7 @@ __all__ = [
     "choose",
     "create_shared_buffer",
     "fit_links",
+    "fixed_tree_all_reduce",
     "halving_doubling_all_gather",
     "halving_doubling_all_reduce",
     "halving_doubling_reduce_scatter",

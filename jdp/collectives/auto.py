@@ -25,7 +25,7 @@ from jdp.collectives.shared_memory.all_reduce import (
     SHARED_MEMORY,
     shared_memory_all_reduce,
 )
-from jdp.replicas import mesh, progress
+from jdp.replicas import axes, mesh, progress
 from jdp.replicas.mesh import World
 from jdp.types import AllReduce, AxisName
 
@@ -81,6 +81,8 @@ class AutoAllReduce:
     ) -> AllReduce:
         """Returns the all-reduce for a buffer of that shape and dtype."""
         world = mesh.find_current_world()
+        if axes.traces_shards():
+            return xla.PLAIN
         if world is None or not _is_whole(world, axis_name):
             reason = "there is no world of `jdp.init` over the axes that are reduced"
             self._explain(buffer, reason)
@@ -132,6 +134,8 @@ def choose_halves(axis_name: AxisName) -> ReduceScatterAllGather:
     memory, and elsewhere they are XLA's.
     """
     world = mesh.find_current_world()
+    if axes.traces_shards():
+        return xla.PSUM
     if world is None or world.num_local_replicas > 1 or not _is_whole(world, axis_name):
         return xla.PSUM
     found = _find(world)

@@ -77,7 +77,9 @@ def find_group(axis_name: AxisName) -> ReplicaGroup:
       ValueError: `axis_name` is not bound.
     """
     size = compat.axis_size(axis_name)
-    return ReplicaGroup(axis_name, size, lax.axis_index(types.as_axis_names(axis_name)))
+    return ReplicaGroup(
+        axis_name, size, compat.axis_index(types.as_axis_names(axis_name))
+    )
 
 
 def is_trivial(x: jax.Array, group: ReplicaGroup) -> bool:

@@ -16,19 +16,25 @@ PLAIN = AllReduce(lax.psum, name="psum")
 
 
 def psum_in_order(
-    groups: Sequence[Sequence[jax.Array]], axis_name: AxisName
+    groups: Sequence[Sequence[jax.Array]], axis_name: AxisName, names: Sequence[str]
 ) -> list[list[jax.Array]]:
     """Sums leaf by leaf, side by side within a group and one group after another.
 
     XLA combines all-reduces that do not depend on each other, so a group becomes one
     all-reduce with as many operands, and the dependence keeps groups apart; on CPU only
     if the pass "cse_barrier_expander" does not remove it first.
+
+    Args:
+      groups: the arrays.
+      axis_name: the axis, or axes, over which replicas lie.
+      names: name scope of each group, for profilers.
     """
     reduced: list[list[jax.Array]] = []
-    for group in groups:
+    for group, name in zip(groups, names, strict=True):
         if reduced:
             group, reduced[-1] = annotations.order_after(group, reduced[-1])
-        reduced.append([lax.psum(x, axis_name) for x in group])
+        with jax.named_scope(name):
+            reduced.append([lax.psum(x, axis_name) for x in group])
     return reduced
 
 

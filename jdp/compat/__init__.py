@@ -38,23 +38,6 @@ ARRAY_TYPES = frozenset({array.ArrayImpl, prng.PRNGKeyArray})
 trace_of = operator.attrgetter("_trace")
 
 
-def buffer_addresses(x: Any) -> frozenset[int]:
-    """Returns the memory addresses of an array's parts on this process's devices.
-
-    Waits until the array is there. JAX may wait for that, too, but without letting
-    other threads run Python, such as a reduction on the host that the array waits for.
-    """
-    if not x.size:
-        return frozenset()
-    if isinstance(x, prng.PRNGKeyArray):
-        x = jax.random.key_data(x)
-    if not x.is_ready():
-        x.block_until_ready()
-    if len(x.sharding.device_set) == 1:  # Takes a third of the time.
-        return frozenset((x.unsafe_buffer_pointer(),))
-    return frozenset(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
-
-
 def without_key_type(x: Any) -> Any:
     """Returns an array, or the key data of an array of PRNG keys; traces nothing."""
     return x._base_array if isinstance(x, prng.PRNGKeyArray) else x
@@ -63,6 +46,13 @@ def without_key_type(x: Any) -> Any:
 def as_weak(x: Any) -> Any:
     """Returns an array with a weak type, as a Python number has."""
     return lax_internal._convert_element_type(x, weak_type=True)
+
+
+def is_weak(x: Any) -> bool:
+    """Whether a value is weakly typed: a Python number, or an array made of one."""
+    if isinstance(x, jax.Array):
+        return jax.typeof(x).weak_type
+    return type(x) in (int, float, complex)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -360,6 +350,23 @@ def axis_size(axis_name: AxisName) -> int:
         ) from None
 
 
+def axis_index(axis_name: Any) -> jax.Array:
+    """Returns the number of this replica, int32 (), for a computation of jdp's own.
+
+    A step with `num_shards` refuses `lax.axis_index` in the user's code.
+    """
+    with jax.named_scope(_OWN_INDEX):
+        return lax.axis_index(axis_name)
+
+
+def is_own_index(eqn: Any) -> bool:
+    """Whether an equation is an `axis_index`."""
+    return _OWN_INDEX in str(eqn.source_info.name_stack)
+
+
+_OWN_INDEX = "jdp_axis_index"
+
+
 def is_bound(axis_name: AxisName) -> bool:
     """Returns whether all given axes are bound where this is traced."""
     return set(types.as_axis_names(axis_name)) <= set(bound_axis_names())
@@ -368,7 +375,7 @@ def is_bound(axis_name: AxisName) -> bool:
 def tracked_axes(axis_name: AxisName) -> frozenset[str]:
     """Returns the axes along which JAX tracks varying values by type here."""
     # Per axis: for several at once, `lax.axis_index` takes 20 times as long.
-    ranks = map(lax.axis_index, types.as_axis_names(axis_name))
+    ranks = map(axis_index, types.as_axis_names(axis_name))
     return frozenset[str]().union(*map(varying_axes, ranks))
 
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir.dialects import stablehlo
 
-from jdp.compat import cast_varying, varying_axes
+from jdp.compat import axis_index, cast_varying, varying_axes
 
 
 def order_after(
@@ -52,7 +51,7 @@ def declare_replicated(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
         return _replicated_p.bind(x, axes=names, is_typed=True)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     names = tuple(n for n in axis_names if n in manual)
-    if not names or varying_axes(lax.axis_index(names)):
+    if not names or varying_axes(axis_index(names)):
         return x
     return _replicated_p.bind(x, axes=names, is_typed=False)
 
@@ -69,7 +68,7 @@ def _replicated_transpose(
 ) -> list[jax.Array]:
     if not is_typed:
         return [cotangent]
-    is_first = lax.axis_index(axes) == 0
+    is_first = axis_index(axes) == 0
     return [
         cast_varying(jnp.where(is_first, cotangent, jnp.zeros_like(cotangent)), axes)
     ]
@@ -132,7 +131,7 @@ def expect_same(x: jax.Array, axis_names: Sequence[str], message: str) -> jax.Ar
     """
     if varying_axes(x) & frozenset(axis_names):
         raise ValueError(message)
-    if varying_axes(lax.axis_index(tuple(axis_names))):
+    if varying_axes(axis_index(tuple(axis_names))):
         return x
     return expect_same_p.bind(x, axes=tuple(axis_names), message=message)
 

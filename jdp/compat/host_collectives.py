@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -55,6 +56,78 @@ def run_on_host(
         varying=frozenset(varying),
     )
     return token, filled
+
+
+def is_on_host(eqn: Any) -> bool:
+    """Whether an equation of a jaxpr is a host collective."""
+    return eqn.primitive is _host_collective_p
+
+
+def run_equation(
+    eqn: Any, operands: Sequence[jax.Array], earlier: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Runs the host collective of an equation after the arrays `earlier` are there.
+
+    Args:
+      eqn: an equation that `is_on_host`.
+      operands: its operands, the token first.
+      earlier: arrays, of which it gets one element each.
+
+    Returns:
+      Its results, the next token first.
+    """
+    parts = [_first_element(x) for x in earlier if _can_select(x)]
+    if not parts:
+        return _host_collective_p.bind(*operands, **eqn.params)
+    collective, count = eqn.params["collective"], len(operands) - 1
+
+    def run(results: Sequence[Any], operands: Sequence[Any]) -> None:
+        collective.run(results, operands[:count])
+
+    params = eqn.params | {"collective": collective._replace(run=run)}
+    return _host_collective_p.bind(*operands, lax.concatenate(parts, 0), **params)
+
+
+def wait_for(token: jax.Array, arrays: Sequence[Any]) -> list[Any]:
+    """Returns arrays, bit for bit, that are not there before `token` is.
+
+    XLA on CPU drops `lax.optimization_barrier` before it orders a program. It does not
+    know that tokens are zero.
+    """
+    found = list(arrays)
+    waiting = [i for i, x in enumerate(arrays) if _can_select(x)]
+    selected = _wait_p.bind(token, *(arrays[i] for i in waiting))
+    for i, x in zip(waiting, selected, strict=True):
+        found[i] = x
+    return found
+
+
+def join(arrays: Sequence[Any]) -> jax.Array:
+    """Returns a bool () that is not there before one element of each array is."""
+    parts = [_first_element(x) for x in arrays if _can_select(x)]
+    return lax.concatenate(parts, 0).any() if parts else jnp.zeros((), bool)
+
+
+def _can_select(x: Any) -> bool:
+    aval = jax.typeof(x)
+    if type(aval) is not ShapedArray or not aval.size:  # a reference; nothing.
+        return False
+    is_extended = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return not is_extended and aval.dtype != jax.dtypes.float0
+
+
+def _first_element(x: Any) -> jax.Array:
+    """Returns whether the first element is not zero, bool (1,)."""
+    x = jnp.asarray(x)
+    return lax.slice(lax.reshape(x, (x.size,)), (0,), (1,)) != 0
+
+
+def _wait(token: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    is_there = token[0] == 0
+    return [
+        lax.select(lax.broadcast(is_there, x.shape), x, lax.full_like(x, 0))
+        for x in arrays
+    ]
 
 
 def _type(
@@ -160,3 +233,8 @@ mlir.register_lowering(_host_collective_p, _lower)
 ad.primitive_jvps[_host_collective_p] = _differentiate
 ad.primitive_transposes[_host_collective_p] = _transpose
 batching.primitive_batchers[_host_collective_p] = _batch
+
+_wait_p = Primitive("jdp_wait")
+_wait_p.multiple_results = True
+_wait_p.def_abstract_eval(lambda token, *arrays: list(arrays))
+mlir.register_lowering(_wait_p, mlir.lower_fun(_wait, multiple_results=True))

@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,19 @@ class HostFunction(NamedTuple):
     operands: Sequence[jax.ShapeDtypeStruct]
 
 
+def can_see(dtype: Any) -> bool:
+    """Whether arrays of this dtype look to a host function as they are.
+
+    XLA packs int4, float4 and narrower numbers, several into a byte. A view of numpy
+    has a byte for each, so it would reach beyond the end of the memory.
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits >= 8
+    return True
+
+
 def lower(
     ctx: Any,
     operands: Sequence[Any],
@@ -55,7 +69,7 @@ def lower(
 
     Args:
       ctx: context of the lowering rule.
-      operands: values of the program.
+      operands: values of the program, of dtypes that it `can_see`.
       function: the function; it lives as long as the program.
       aliases: which result takes the memory of which operand.
     """
@@ -78,12 +92,15 @@ class _Kept:
     def __init__(self, function: HostFunction):
         self.number = next(_numbers)
         _functions[self.number] = function
+        # Not `__del__`: a program of a global is dropped after the modules.
+        weakref.finalize(self, _drop, self.number).atexit = False
 
-    def __del__(self) -> None:
-        now_s = time.monotonic()
-        _dropped.append((now_s, self.number))
-        while _dropped and now_s - _dropped[0][0] > _KEPT_S:
-            _functions.pop(_dropped.popleft()[1], None)
+
+def _drop(number: int) -> None:
+    now_s = time.monotonic()
+    _dropped.append((now_s, number))
+    while _dropped and now_s - _dropped[0][0] > _KEPT_S:
+        _functions.pop(_dropped.popleft()[1], None)
 
 
 _numbers = itertools.count()

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jax._src import api, distributed, xla_bridge
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -29,6 +29,31 @@ def patient_client(timeout_s: int) -> Iterator[None]:
 def is_connected() -> bool:
     """Returns whether this process has not yet left the coordination service."""
     return distributed.global_state.client is not None
+
+
+def call_between_ends(leave: Callable[[], None]) -> None:
+    """Calls `leave` after the client of this process has ended, before the service.
+
+    All clients leave together, and process 0 then ends the service at once. A client
+    that has not noticed yet that it may leave takes this for a failure of the service,
+    and aborts its process (seen on a busy machine, jax 0.10.2).
+    """
+    state = distributed.global_state
+
+    def shutdown() -> None:
+        service, state.service = state.service, None
+        is_client = state.client is not None
+        try:
+            type(state).shutdown(state)
+        except BaseException:
+            state.service = service
+            raise
+        if is_client:
+            leave()
+        if service is not None:
+            service.shutdown()
+
+    vars(state)["shutdown"] = shutdown  # `jax.distributed.shutdown` looks there first.
 
 
 def abandon() -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.eager import gradients
-from jdp.replicas import mesh
+from jdp.replicas import host_arrays
 from jdp.types import PyTree
 
 
@@ -162,7 +162,7 @@ def check_array(leaf: Any, name: str) -> Any:
       TypeError: the leaf is not an array of numbers.
       ValueError: the leaf is a global array that is split over the processes.
     """
-    mesh.check_has_no_mask(leaf, f"`{name}`")
+    host_arrays.check_has_no_mask(leaf, f"`{name}`")
     if type(leaf) is np.ndarray:
         array = leaf
     elif isinstance(leaf, jax.core.Tracer):

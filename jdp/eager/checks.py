@@ -76,7 +76,7 @@ def check_response(response: Response) -> None:
         raise ProtocolError(f"a response has a name twice, among {names[:4]}")
     if response.error:
         return
-    specs = [decode_spec(spec) for spec in response.specs]
+    specs = [decode_spec(spec) for spec in set(response.specs)]
     if num > 1:
         keys = {fusion.key_of(response.process_set, spec) for spec in specs}
         if len(keys) > 1 or None in keys:
@@ -198,6 +198,7 @@ def check_batch(batch: Batch, *, size: int) -> None:
 
 def _is_local(local: Sequence[int], spec: Spec, num_members: int) -> bool:
     """Whether `local` is a valid `Request.local`."""
-    has_local = spec.kind in HAS_LOCAL_FIRST and spec.shape != SCALAR
-    wanted = (num_members if spec.kind == "all_to_all" else 1) if has_local else 0
+    if spec.kind not in HAS_LOCAL_FIRST or spec.shape == SCALAR:
+        return not local
+    wanted = num_members if spec.kind == "all_to_all" else 1
     return len(local) == wanted and all(0 <= n < _MAX_ROWS for n in local)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jdp.eager import argument_types, messages
 from jdp.eager.messages import ProtocolError
-from jdp.replicas import mesh
+from jdp.replicas import host_arrays
 
 # Codes of MessagePack extensions, for types that it lacks.
 _ARRAY, _SET, _FROZENSET, _TUPLE, _SCALAR, _PAIRS = range(1, 7)
@@ -163,7 +163,7 @@ _WRAPPERS: dict[type, Callable[[Any, int], Any]] = {
 
 
 def _wrap_array(value: Any) -> msgspec.msgpack.Ext:
-    mesh.check_has_no_mask(value, "An array that is sent")
+    host_arrays.check_has_no_mask(value, "An array that is sent")
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
         raise TypeError(_refuse(value))
     if argument_types.is_key(value):

@@ -78,6 +78,7 @@ class Engine:
         self.intake = Intake(self._recorder)
         # Shared by callers and the thread.
         self._is_sleeping = False  # whether the thread waits for news.
+        self._is_waking = False  # whether a caller is about to wake it.
         self._wants_to_leave = False
         self._asks = False
         self._who_waits = ""  # the coordinator's last answer about late ranks.
@@ -107,7 +108,7 @@ class Engine:
             raise
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
-        """Waits for entries; see `Completion.wait`."""
+        """Waits for entries; see `Intake.expect` and `Completion.wait`."""
         if self.intake.expect():
             self._notify()
         return self._completion.wait(entries, timeout_s)
@@ -140,15 +141,19 @@ class Engine:
         """Ends the engine on all processes; returns once it has ended here."""
         self._wants_to_leave = True
         self._notify()
-        self._thread.join(timeout_s)
+        if not (self.intake.is_interrupted() or self._completion.is_interrupted()):
+            self._thread.join(timeout_s)  # Else it ends after the signal handler.
         self.stop_timeline()
 
     def _notify(self) -> None:
         """Wakes the thread, which then looks at the queue."""
-        if self._is_sleeping:
+        if self._is_sleeping or self._is_waking:
             try:
-                self._is_sleeping = False
-                self._link.wake()
+                with self.intake.waking:
+                    self._is_waking = True  # A signal handler in between wakes it, too.
+                    self._is_sleeping = False
+                    self._link.wake()
+                    self._is_waking = False
             except BaseException:  # No later call would wake it.
                 self._link.wake()
                 raise

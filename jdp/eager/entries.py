@@ -8,12 +8,18 @@ from typing import Any
 
 from jdp.eager.diagnosis.flight_recorder import FlightRecorder, Record
 from jdp.eager.messages import Request, Response
-from jdp.replicas import progress
+from jdp.replicas import progress, stamps
 
 # Reasons why nothing more can be submitted.
 JOINED = (
     "This process has called `join`, and has no more data until all processes have. "
     "Wait for it before another operation."
+)
+INTERRUPTED = (
+    "A signal handler has interrupted a call of `jdp.eager` in this thread, which has "
+    "to end before another operation can. Do not wait in signal handlers: begin the "
+    "operation with a function whose name ends in `_async`, or set a flag, and wait "
+    "outside of the handler."
 )
 JOINED_TWICE = "`join` was called again before all processes had joined."
 
@@ -73,14 +79,26 @@ class Completion:
     """Condition on which callers wait for their entries; any thread may use it."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
 
     def wait(self, entries: Sequence[Entry], timeout_s: float | None) -> bool:
-        """Waits until all entries are done or one has failed; False on time-out."""
+        """Waits until all entries are done or one has failed; False on time-out.
+
+        Raises:
+          RuntimeError: a signal handler waits that has interrupted this function.
+        """
         if _is_over(entries):
             return True
-        with self.changed:
+        if self.is_interrupted():
+            raise RuntimeError(INTERRUPTED)
+        name = entries[0].request.name
+        with stamps.during_main(stamps.EAGER_BEGUN, name=name), self.changed:
             return self.changed.wait_for(lambda: _is_over(entries), timeout_s)
+
+    def is_interrupted(self) -> bool:
+        """Whether a signal handler calls that has interrupted a wait."""
+        return _is_held(self._lock)
 
     def finish(self, entries: Sequence[Entry | None], values: Sequence[Any]) -> None:
         """Gives entries their values; None stands for an entry of another rank."""
@@ -118,39 +136,40 @@ class Pending:
 
     def __init__(self) -> None:
         self.entries: dict[tuple[int, str], Entry] = {}
-        self._groups: set[tuple[int, str]] = set()
+        self._groups: dict[tuple[int, str], Sequence[Entry]] = {}
         self._order = 0  # number of responses so far.
 
     def put(self, entries: Sequence[Entry], queue: list[Entry]) -> None:
         """Adds entries, all of one group or without a group, here and to `queue`.
 
-        All or none are added, even if a signal handler raises meanwhile: a name that
-        is in use but not in the queue would stay in use for ever.
+        All or none are added, even if a signal handler raises meanwhile, or adds
+        others: a name that is in use but not in the queue would stay in use for ever.
 
         Raises:
           ValueError: a name is in use.
         """
-        num_before = len(queue)
         try:
             self._add(entries)
             queue.extend(entries)
         except BaseException:
-            del queue[num_before:]
+            added = set(map(id, entries))
+            queue[:] = [entry for entry in queue if id(entry) not in added]
             for entry in entries:
                 if self.entries.get(entry.key) is entry:
-                    self.drop(entry)
+                    del self.entries[entry.key]
+            group = entries[0].group
+            if group is not None and self._groups.get(group) is entries:
+                del self._groups[group]
             raise
 
     def _add(self, entries: Sequence[Entry]) -> None:
-        pending, group = self.entries, entries[0].group
-        if group is not None and group in self._groups:
+        # `setdefault` looks and adds in one step, between two signals.
+        group = entries[0].group
+        if group is not None and self._groups.setdefault(group, entries) is not entries:
             raise ValueError(_describe("a group", group[1]))
         for entry in entries:
-            if entry.key in pending:
+            if self.entries.setdefault(entry.key, entry) is not entry:
                 raise ValueError(_describe("an operation", entry.key[1]))
-            pending[entry.key] = entry
-        if group is not None:
-            self._groups.add(group)
 
     def take_agreed(
         self, response: Response, *, rank: int, agreed_s: float
@@ -177,14 +196,14 @@ class Pending:
                 entry.record.agreed_s = agreed_s
                 entry.record.order = order
                 if entry.group is not None:
-                    self._groups.discard(entry.group)
+                    self._groups.pop(entry.group, None)
         return entries
 
     def drop(self, entry: Entry) -> None:
         """Takes out an entry that the other ranks have not heard of."""
         del self.entries[entry.key]
         if entry.group is not None:
-            self._groups.discard(entry.group)
+            self._groups.pop(entry.group, None)
 
     def take_all(self) -> list[Entry]:
         """Takes out all entries."""
@@ -208,6 +227,7 @@ class Intake:
       join_entry: the `join` of this process, until all ranks have joined.
       has_new_join: whether the thread has not taken `join_entry` yet.
       submitted: counter of submissions, per thread.
+      waking: held by a caller that wakes the thread.
     """
 
     def __init__(self, recorder: FlightRecorder):
@@ -220,7 +240,9 @@ class Intake:
         self.has_new_join = False
         self.submitted = Submitted()
         self._recorder = recorder
-        self._lock = threading.Lock()
+        # Reentrant, for a signal handler that submits in the middle of a submission.
+        self._lock = threading.RLock()
+        self.waking = threading.RLock()
 
     def put(self, entries: Sequence[Entry]) -> bool:
         """Queues requests, all or none; returns whether the queue was empty before.
@@ -239,6 +261,10 @@ class Intake:
             for entry in entries:
                 self._recorder.add(entry.record)
         return is_first
+
+    def is_interrupted(self) -> bool:
+        """Whether a signal handler calls that has interrupted a submission."""
+        return _is_held(self._lock) or _is_held(self.waking)
 
     def put_join(self, entry: Entry) -> None:
         """Queues the `join` of this process.
@@ -260,7 +286,13 @@ class Intake:
             raise as_error(self.refusal)
 
     def expect(self) -> bool:
-        """Notes that a caller waits for the queue; returns whether there is one."""
+        """Notes that a caller waits for the queue; returns whether there is one.
+
+        Raises:
+          RuntimeError: a signal handler waits in the middle of a submission.
+        """
+        if _is_held(self._lock):
+            raise RuntimeError(INTERRUPTED)
         with self._lock:  # Requests that are queued later are not awaited yet.
             self.is_awaited = is_awaited = bool(self.queue)
         return is_awaited
@@ -311,6 +343,18 @@ def as_error(why: str) -> RuntimeError:
     found = _CULPRIT.match(why)
     culprit = None if found is None else int(found[1])
     return progress.blame(RuntimeError(why), culprit)
+
+
+def _is_held(lock: Any) -> bool:
+    """Whether this thread holds an RLock before it takes it: a signal handler calls.
+
+    What has to be done under the lock waits until the handler has returned.
+    """
+    try:
+        threading.Condition(lock).notify(0)  # Raises if the lock is not held.
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_over(entries: Sequence[Entry]) -> bool:

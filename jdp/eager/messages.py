@@ -53,7 +53,7 @@ class ProtocolError(Exception):
     """A process violated the protocol; the message says how."""
 
 
-class Spec(msgspec.Struct, frozen=True, array_like=True):
+class Spec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """Properties that must be the same on all ranks that submit a name.
 
     Attributes:
@@ -85,7 +85,8 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
     fingerprint: str = ""
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+# Messages hold no cycles, so Python's collector need not look at them (`gc=False`).
+class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One rank is ready to run one operation."""
 
     name: str
@@ -94,7 +95,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     local: tuple[int, ...] = ()  # first dimension, or splits; may differ by rank.
 
 
-class FromRank(msgspec.Struct, frozen=True, array_like=True):
+class FromRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Message of one rank to the coordinator.
 
     Attributes:
@@ -124,7 +125,7 @@ class FromRank(msgspec.Struct, frozen=True, array_like=True):
     doubts: tuple[Doubt, ...] = ()
 
 
-class Response(msgspec.Struct, frozen=True, array_like=True):
+class Response(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Operation that all ranks of a process set run next.
 
     Attributes:
@@ -168,7 +169,7 @@ class Tunable(msgspec.Struct, frozen=True, array_like=True):
     hierarchical_all_gather: bool = False
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
+class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Message of the coordinator to all ranks.
 
     A batch with `who_waits`, `tuned` or `unknown` has no other field, and is not

@@ -49,10 +49,12 @@ class EagerOptions:
       autotune: whether the coordinator tunes `fusion_bytes`, `cycle_time_s` and so on
         while the job runs; needs the extra `autotune`.
       autotune_log: CSV file of the tried options; "": none.
-      autotune_warmup_samples: see `jdp.eager.coordinator.autotune.AutotuneOptions`.
-      autotune_steps_per_sample: likewise.
-      autotune_max_samples: likewise.
-      autotune_noise: likewise.
+      autotune_warmup_samples: number of samples that are discarded at the beginning. A
+        sample is a choice of options and its score: the median of five measurements.
+      autotune_steps_per_sample: steps per measurement.
+      autotune_max_samples: number of samples before the best is kept for good.
+      autotune_noise: standard deviation of the noise in the scores, from 0 to 1,
+        relative to the standard deviation of the scores.
     """
 
     fusion_bytes: int = 128 << 20

@@ -12,7 +12,7 @@ from jdp.eager.engine import Engine
 from jdp.eager.entries import Entry
 from jdp.eager.messages import UNNAMED
 from jdp.eager.options import EagerOptions
-from jdp.replicas import mesh, progress, world_end
+from jdp.replicas import forked, mesh, progress, world_end
 from jdp.replicas.mesh import World
 from jdp.runtime import program_end
 
@@ -32,7 +32,8 @@ class _Session:
     returned: collections.defaultdict[tuple[str, int], set[int]]
     returned = collections.defaultdict(set)
     num_joins = 0
-    lock = threading.Lock()  # for `counts`, `returned` and `num_joins`.
+    # For `counts`, `returned` and `num_joins`; signal handlers take it again.
+    lock = threading.RLock()
 
 
 def start(world: World | None, options: EagerOptions | None) -> Engine:
@@ -152,9 +153,7 @@ def _check_is_not_forked() -> None:
 
 
 def _note_fork() -> None:
-    world = mesh.find_current_world()
-    is_in_job = world is not None and world.process_count > 1
-    _Session.is_forked = _Session.engine is not None or is_in_job
+    _Session.is_forked = _Session.engine is not None or forked.is_child()
 
 
 os.register_at_fork(after_in_child=_note_fork)

@@ -31,7 +31,7 @@ from jdp.trees import tree_paths
 from jdp.types import PyTree
 
 R = TypeVar("R", default=Any)
-_finishing = threading.Lock()  # several threads may ask for one result.
+_finishing = threading.RLock()  # threads and signal handlers may ask for one result.
 _MAX_KNOWN = 1 << 12  # cached options, and cached tensors for each of them.
 
 

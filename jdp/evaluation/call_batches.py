@@ -103,7 +103,7 @@ class CallBatches:
         elif self.takes_weight and count is not None:
             weight = np.ones(count, np.float32)
         if count is not None and not is_placed:
-            parts = world.num_replicas if self._splits else world.num_local_replicas
+            parts = world.num_rows if self._splits else world.num_local_rows
             size = max(1, -(-count // parts)) * parts
             if size != count:
                 weight = np.ones(count, np.float32) if weight is None else weight

@@ -1,21 +1,26 @@
 """Decorator: how does a function of a model become one on all replicas?"""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, overload
 
 from jdp.evaluation.function import ReplicatedFunction
 from jdp.replicas.mesh import World
 from jdp.step.call_arguments import Names
 from jdp.step.options import StepOptions
+from jdp.step.signature import P, R
 
-T = TypeVar("T")
+
+class EvaluationDecorator(Protocol):
+    """`jdp.replicated` with options and without a function."""
+
+    def __call__(self, fn: Callable[P, R], /) -> ReplicatedFunction[P, R]:
+        """Returns the function on all replicas."""
+        ...
 
 
-@overload
-def replicated(fn: Callable[..., T], /) -> ReplicatedFunction[T]: ...
 @overload
 def replicated(
-    fn: Callable[..., T],
+    fn: Callable[P, R],
     /,
     *,
     world: World | None = ...,
@@ -23,7 +28,7 @@ def replicated(
     replicated_argnames: Names = ...,
     split_batches: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
-) -> ReplicatedFunction[T]: ...
+) -> ReplicatedFunction[P, R]: ...
 @overload
 def replicated(
     fn: None = None,
@@ -34,9 +39,9 @@ def replicated(
     replicated_argnames: Names = ...,
     split_batches: bool = ...,
     compiler_options: dict[str, Any] | None = ...,
-) -> Callable[[Callable[..., T]], ReplicatedFunction[T]]: ...
+) -> EvaluationDecorator: ...
 def replicated(
-    fn: Callable[..., T] | None = None,
+    fn: Any = None,
     /,
     *,
     world: World | None = None,
@@ -90,7 +95,8 @@ def replicated(
     Returns:
       A callable with the arguments and results of `fn`, and `weight=`, and a method
       `over(params, batches)`. Arrays in the results are arrays of this process, so that
-      a process alone can compute with them.
+      a process alone can compute with them; a `jdp.PerReplica` stays spread over the
+      replicas.
 
     Raises:
       TypeError: `fn` is not a function of parameters, or an option has the wrong type.

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jdp.evaluation import results, sample_by_sample
 from jdp.evaluation.call_batches import CallBatches
 from jdp.evaluation.results import Evaluated, ResultFacts, take_local
 from jdp.evaluation.sample_by_sample import SampleResults
+from jdp.evaluation.signature import EvaluationCall
 from jdp.evaluation.totals import Totals
 from jdp.gradients import reduced_values, step_trace, weighted_mean
 from jdp.gradients.reduced_values import Kind
@@ -23,16 +24,15 @@ from jdp.replicas.mesh import World
 from jdp.step import methods
 from jdp.step.data_parallel import DataParallelStep
 from jdp.step.options import StepOptions
+from jdp.step.signature import A, P, R, Rest, TakesOne
 from jdp.trees import nnx_objects
 from jdp.types import PyTree
 
-T = TypeVar("T")
 
-
-class ReplicatedFunction(Generic[T]):
+class ReplicatedFunction(EvaluationCall[P, R]):
     """Function on all replicas, as `jdp.replicated` returns it."""
 
-    def __init__(self, fn: Callable[..., T], options: StepOptions):
+    def __init__(self, fn: Callable[P, R], options: StepOptions):
         """Use `jdp.replicated`."""
         if not callable(fn):
             raise TypeError(
@@ -41,7 +41,7 @@ class ReplicatedFunction(Generic[T]):
                 "`jdp.replicated(fn, world=world)`."
             )
         functools.update_wrapper(self, fn)
-        self._fn = fn
+        self._fn: Callable[..., Any] = fn
         self._options = options
         self._name = getattr(fn, "__name__", "function")
         self._calls = CallBatches(fn, self._name, options)
@@ -54,9 +54,19 @@ class ReplicatedFunction(Generic[T]):
             what=f"The function `{self._name}`",
         )
 
+    @overload
     def __get__(
-        self, instance: Any, owner: type | None = None
-    ) -> "ReplicatedFunction[T]":
+        self, instance: None, owner: type | None = None
+    ) -> "ReplicatedFunction[P, R]": ...
+    @overload
+    def __get__(
+        self: TakesOne[A, Rest, Any, R], instance: A, owner: type | None = None
+    ) -> "ReplicatedFunction[Rest, R]": ...
+    @overload
+    def __get__(
+        self, instance: object, owner: type | None = None
+    ) -> "ReplicatedFunction[P, R]": ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Returns the function of an object, for a function that is a method."""
         return self if instance is None else self._bound.of(instance)
 
@@ -65,14 +75,14 @@ class ReplicatedFunction(Generic[T]):
         """The replicas that the function runs on."""
         return self._step.world
 
-    def __call__(
+    def _call(
         self,
         params: PyTree,
         /,
         *batches: PyTree,
         weight: jax.typing.ArrayLike | None = None,
         **named: PyTree,
-    ) -> T:
+    ) -> Any:
         """Runs the function on one batch; see `jdp.replicated`."""
         found = self._run(params, batches, weight, named, needs_samples=True)
         values = take_local(found.values)
@@ -81,7 +91,16 @@ class ReplicatedFunction(Generic[T]):
         has_samples = take_local(found.total) != 0
         return results.nan_unless(has_samples, values, found.facts.kinds())
 
-    def over(self, params: PyTree, batches: Iterable[PyTree], /, **named: PyTree) -> T:
+    if not TYPE_CHECKING:  # For checkers, `EvaluationCall` has it.
+        __call__ = _call
+
+    def over(
+        self: TakesOne[A, ..., Any, R],
+        params: A,
+        batches: Iterable[PyTree],
+        /,
+        **named: PyTree,
+    ) -> R:
         """Runs the function on many batches, and returns the results on all of them.
 
         Every process calls it, with its own batches: any number of any sizes, read
@@ -105,12 +124,13 @@ class ReplicatedFunction(Generic[T]):
             function reduces a number over the replicas of one batch itself, so that it
             is not known how batches add up.
         """
-        self._calls.check_loop(batches, named)
-        totals = Totals(self._name)
-        loop = uneven_batches.join_batches(batches, world=self.world)
+        function = cast(ReplicatedFunction[..., R], self)
+        function._calls.check_loop(batches, named)
+        totals = Totals(function._name)
+        loop = uneven_batches.join_batches(batches, world=function.world)
         for batch, weight in loop:
-            arguments = self._calls.as_arguments(batch, named)
-            totals.add(self._run(params, arguments, weight, dict(named)))
+            arguments = function._calls.as_arguments(batch, named)
+            totals.add(function._run(params, arguments, weight, dict(named)))
         return totals.finish()
 
     def _run(
@@ -181,16 +201,14 @@ class ReplicatedFunction(Generic[T]):
         )
 
 
-class _Method(ReplicatedFunction[T]):
+class _Method(ReplicatedFunction[P, R]):
     """Function of one object: shares its core's attributes and holds the object."""
 
     __slots__ = ("__self__",)
 
-    def __init__(self, core: ReplicatedFunction[T], owner: Any):
+    def __init__(self, core: ReplicatedFunction[..., R], owner: Any):
         object.__setattr__(self, "__dict__", core.__dict__)
         self.__self__ = owner
 
-    def __get__(
-        self, instance: Any, owner: type | None = None
-    ) -> "ReplicatedFunction[T]":
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Self
@@ -16,6 +17,8 @@ from jdp.flax_linen import batch_norm_layer
 from jdp.flax_linen.loss_scaling import DynamicScale
 from jdp.optimizers.local_training import LocalTraining
 from jdp.types import PyTree
+
+_OPTIONAL_FIELDS = {"collections", "key", "dynamic_scale"}
 
 
 class TrainState(train_state.TrainState):
@@ -52,6 +55,18 @@ class TrainState(train_state.TrainState):
     key: jax.Array | None = struct.field(default=None, kw_only=True)
     dynamic_scale: DynamicScale | None = struct.field(default=None, kw_only=True)
 
+    def __init_subclass__(cls, **kwargs: Any):
+        """Keeps the fields above keyword-only where a class declares one anew.
+
+        A field keeps the place of its first declaration. Were `key: Any = None` no
+        longer keyword-only, no field without a default could follow it.
+        """
+        for name in _OPTIONAL_FIELDS & cls.__dict__.get("__annotations__", {}).keys():
+            default = cls.__dict__.get(name, dataclasses.MISSING)
+            if not isinstance(default, dataclasses.Field):
+                setattr(cls, name, struct.field(default=default, kw_only=True))
+        super().__init_subclass__(**kwargs)
+
     @classmethod
     def create(
         cls,
@@ -76,6 +91,7 @@ class TrainState(train_state.TrainState):
         Raises:
           TypeError: `tx` is not an optax transformation, such as the result of
             `jdp.local_sgd`, which keeps a state of its own.
+          ValueError: `collections` has the parameters.
         """
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(
@@ -88,6 +104,7 @@ class TrainState(train_state.TrainState):
                 "replicas. Let its own state, `training.init(params)`, be the state "
                 "of the step."
             )
+        _check_no_params(kwargs.get("collections") or {})
         if sync_batch_norm and apply_fn is not None:
             apply_fn = _SyncedApply(apply_fn)
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
@@ -101,7 +118,8 @@ class TrainState(train_state.TrainState):
           params: the parameters, as the loss gets them; None: the state's own.
         """
         params = self.params if params is None else params
-        return {"params": params, **self.collections}
+        # The parameters of the loss, not a copy of them that has no gradients.
+        return {**self.collections, "params": params}
 
     def rngs(self, *names: str) -> dict[str, jax.Array]:
         """Returns keys for this step, one per name, such as "dropout".
@@ -118,7 +136,9 @@ class TrainState(train_state.TrainState):
                 "`TrainState.create`."
             )
         key = jax.random.fold_in(self.key, self.step)
-        return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
+        # By name: the key of a name is the same whatever other names there are.
+        numbers = {name: zlib.crc32(name.encode()) for name in names}
+        return {name: jax.random.fold_in(key, i) for name, i in numbers.items()}
 
     def apply_gradients(
         self,
@@ -141,6 +161,11 @@ class TrainState(train_state.TrainState):
 
         Returns:
           The next state.
+
+        Raises:
+          ValueError: `collections` has a name that the state's do not have, as the
+            variables of one collection do, has the name of a field or "params", or
+            lacks a variable that a collection of the state has.
         """
         state = self
         if update_args:
@@ -148,7 +173,7 @@ class TrainState(train_state.TrainState):
             update = functools.partial(tx.update, **update_args)
             state = self.replace(tx=optax.GradientTransformation(tx.init, update))
         if "collections" in kwargs:
-            kwargs["collections"] = {**self.collections, **kwargs["collections"]}
+            kwargs["collections"] = self._update_collections(kwargs["collections"])
         # Flax also knows parameters whose gradient is their new value.
         after = super(TrainState, state).apply_gradients(grads=grads, **kwargs)
         after = after.replace(tx=self.tx)
@@ -161,6 +186,59 @@ class TrainState(train_state.TrainState):
         return after.replace(
             params=jax.tree.map(choose, after.params, self.params),
             opt_state=jax.tree.map(choose, after.opt_state, self.opt_state),
+        )
+
+    def _update_collections(self, changed: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        _check_no_params(changed)
+        unknown = [name for name in changed if name not in self.collections]
+        for name in unknown:
+            if any(field.name == name for field in dataclasses.fields(self)):
+                raise ValueError(
+                    f"`collections` has {name!r}, which is a field of the state. The "
+                    "field would keep its old value. Pass it by its own name: "
+                    f"`apply_gradients(grads=grads, {name}=updates[{name!r}])`."
+                )
+        if self.collections and unknown:
+            raise ValueError(
+                f"`collections` has {unknown[0]!r}, which is not a collection of the "
+                f"state: it has {', '.join(map(repr, self.collections))}. Pass whole "
+                "collections by name, as `apply_fn` returns them: "
+                "`collections=updates` instead of "
+                '`collections=updates["batch_stats"]`. Leave out collections that the '
+                "state does not keep, such as `intermediates`."
+            )
+        for name in changed.keys() & self.collections.keys():
+            _check_kept(name, self.collections[name], changed[name])
+        return {**self.collections, **changed}
+
+
+def _check_no_params(collections: Mapping[str, PyTree]) -> None:
+    if "params" in collections:
+        raise ValueError(
+            '`collections` has "params". The parameters are the field `params` of the '
+            "state; a second copy would not be trained. Pass only the other "
+            "collections, such as "
+            '`collections={"batch_stats": variables["batch_stats"]}`.'
+        )
+
+
+def _check_kept(name: str, old: PyTree, new: PyTree) -> None:
+    """Checks that a changed collection has the variables of the old one.
+
+    `apply_fn` makes variables that are missing anew, with their initial values, so
+    running statistics at another level would start again at each step.
+
+    Raises:
+      ValueError: a variable is missing.
+    """
+    after = {path for path, _ in jax.tree_util.tree_leaves_with_path(new)}
+    before = [path for path, _ in jax.tree_util.tree_leaves_with_path(old)]
+    missing = next((path for path in before if path not in after), None)
+    if missing is not None:
+        raise ValueError(
+            f"`collections[{name!r}]` lacks the variable "
+            f"`{jax.tree_util.keystr(missing)}`, which the state has. Pass whole "
+            "collections by name, as `apply_fn` returns them: `collections=updates`."
         )
 
 

@@ -17,8 +17,8 @@ from jdp.types import AxisName
 
 __all__ = ["SyncBatchNorm", "convert_batch_norm"]
 
-_Model = TypeVar("_Model", bound=nnx.Module)
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+Model = TypeVar("Model", bound=nnx.Module)
+NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 class SyncBatchNorm(nnx.BatchNorm):
@@ -48,8 +48,8 @@ class SyncBatchNorm(nnx.BatchNorm):
         use_fast_variance: bool = True,
         promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
         rngs: nnx.Rngs,
-        bias_metadata: Mapping[str, Any] = _NOTHING,
-        scale_metadata: Mapping[str, Any] = _NOTHING,
+        bias_metadata: Mapping[str, Any] = NO_METADATA,
+        scale_metadata: Mapping[str, Any] = NO_METADATA,
     ):
         """Makes scale, bias and running statistics.
 
@@ -158,8 +158,8 @@ class SyncBatchNorm(nnx.BatchNorm):
 
 
 def convert_batch_norm(
-    model: _Model, *, axis_name: AxisName = layer.DEFAULT_AXIS
-) -> _Model:
+    model: Model, *, axis_name: AxisName = layer.DEFAULT_AXIS
+) -> Model:
     """Makes each `nnx.BatchNorm` of a model a `SyncBatchNorm`, in place.
 
     Parameters, statistics, other attributes and shared layers stay the same objects.

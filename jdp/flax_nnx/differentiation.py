@@ -20,13 +20,13 @@ from jdp.trees.buckets import BucketPlan, Packing
 from jdp.types import AllReduceOption, AxisName, PyTree
 
 _TAG = "jdp.flax_nnx.value_and_grad"
-_Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any] | None = None,
     *,
-    argnums: _Argnums = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     find_unused: bool = False,
     allow_int: bool = False,
@@ -285,7 +285,7 @@ def _is_slot(x: Any) -> bool:
     return isinstance(x, _Slot)
 
 
-def _find_filters(argnums: _Argnums) -> dict[int, Any]:
+def _find_filters(argnums: Argnums) -> dict[int, Any]:
     """Returns the filter of the variables that get gradients, per place."""
     given = argnums if isinstance(argnums, Sequence) else [argnums]
     filters: dict[int, Any] = {}

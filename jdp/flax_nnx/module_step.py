@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 from flax import errors, nnx
@@ -15,9 +15,9 @@ from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.replicas.mesh import World
 from jdp.step import methods
-from jdp.step.call_arguments import Names
 from jdp.step.data_parallel import DataParallelStep
 from jdp.step.options import StepOptions, check_step
+from jdp.step.signature import A, P, R, Rest, StepCall, TakesOne
 from jdp.trees import nnx_objects
 from jdp.types import PyTree
 
@@ -32,10 +32,14 @@ class _Changed:
     holes: tuple[Hole, ...]
 
 
-class ModuleStep:
-    """Step of all replicas, as `jdp.flax_nnx.data_parallel` returns it."""
+class ModuleStep(StepCall[P, Any, R]):
+    """Step of all replicas, as `jdp.flax_nnx.data_parallel` returns it.
 
-    def __init__(self, step: Callable[..., Any], options: StepOptions):
+    To type checkers it is a function of the arguments of the step that returns what the
+    step returns.
+    """
+
+    def __init__(self, step: Callable[P, R], options: StepOptions):
         """Use `data_parallel`."""
         check_step(step)
         if isinstance(step, staticmethod | classmethod):
@@ -44,7 +48,7 @@ class ModuleStep:
                 "`@jdp.flax_nnx.data_parallel` below it."
             )
         functools.update_wrapper(self, step)
-        self._step = step
+        self._step: Callable[..., Any] = step
         self._signature = inspect.signature(step)
         self._splitter = Splitter(_TAG)
         self._inner = DataParallelStep(self._as_function_of_arrays(), options)
@@ -64,7 +68,19 @@ class ModuleStep:
         """The replicas that the step runs on."""
         return self._inner.world
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+    @overload
+    def __get__(
+        self, instance: None, owner: type | None = None
+    ) -> "ModuleStep[P, R]": ...
+    @overload
+    def __get__(
+        self: TakesOne[A, Rest, Any, R], instance: A, owner: type | None = None
+    ) -> StepCall[Rest, Any, R]: ...
+    @overload
+    def __get__(
+        self, instance: object, owner: type | None = None
+    ) -> StepCall[P, Any, R]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Returns the step of an object, for a step that is a method."""
         if instance is None:
             return self
@@ -72,13 +88,16 @@ class ModuleStep:
             return functools.partial(self, instance)
         return self._bound.of(instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step; see `data_parallel`."""
         with nnx.update_context(_TAG):
             split = self._split(args, kwargs)
             state, (out, changed) = self._inner(split.state, **split.arguments)
             self._splitter.merge(list(changed.holes), state, is_inner=False)
         return out
+
+    if not TYPE_CHECKING:  # For checkers, `StepCall` has it.
+        __call__ = _call
 
     def trace(self, *args: Any, **kwargs: Any) -> StepTrace:
         """Traces the step for such arguments, to see what it synchronises.
@@ -193,16 +212,16 @@ class ModuleStep:
         return ValueError(f"The step `{self.name}` {text} Flax says: {error}")
 
 
-class _BoundStep(ModuleStep):
+class _BoundStep(ModuleStep[P, R]):
     """Step of one object: shares the attributes of its core and holds the object."""
 
     __slots__ = ("__self__",)
 
-    def __init__(self, core: ModuleStep, owner: Any):
+    def __init__(self, core: ModuleStep[..., R], owner: Any):
         object.__setattr__(self, "__dict__", core.__dict__)
         self.__self__ = owner
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self
 
 
@@ -251,111 +270,3 @@ def _captured_names(step: Callable[..., Any]) -> list[str]:
         return []
     captured = {**found.globals, **found.nonlocals}
     return [f"`{k}`" for k, v in captured.items() if nnx_objects.find(v)]
-
-
-@overload
-def data_parallel(step: Callable[..., Any], /) -> ModuleStep: ...
-@overload
-def data_parallel(
-    step: None = None,
-    /,
-    *,
-    world: World | None = ...,
-    static_argnames: Names = ...,
-    replicated_argnames: Names = ...,
-    donate_state: bool = ...,
-    check_vma: bool = ...,
-    static_graph: bool = ...,
-    compiler_options: dict[str, Any] | None = ...,
-) -> Callable[[Callable[..., Any]], ModuleStep]: ...
-@overload
-def data_parallel(
-    step: Callable[..., Any],
-    /,
-    *,
-    world: World | None = ...,
-    static_argnames: Names = ...,
-    replicated_argnames: Names = ...,
-    donate_state: bool = ...,
-    check_vma: bool = ...,
-    static_graph: bool = ...,
-    compiler_options: dict[str, Any] | None = ...,
-) -> ModuleStep: ...
-def data_parallel(
-    step: Callable[..., Any] | None = None,
-    /,
-    *,
-    world: World | None = None,
-    static_argnames: Names = None,
-    replicated_argnames: Names = None,
-    donate_state: bool = False,
-    check_vma: bool = True,
-    static_graph: bool = False,
-    compiler_options: dict[str, Any] | None = None,
-) -> Any:
-    """Turns a step that changes nnx objects into a compiled step of all replicas.
-
-    It takes the place of `nnx.jit`. Models, optimizers, metrics and rng streams are
-    arguments, which the step changes in place; every other argument is a batch, unless
-    an option names it:
-
-        @jdp.flax_nnx.data_parallel
-        def train_step(model, optimizer, metrics, batch):
-            grad_fn = jdp.flax_nnx.value_and_grad(loss_fn, has_aux=True)
-            (loss, logits), grads = grad_fn(model, batch)
-            metrics.update(loss=loss, logits=logits, labels=batch["label"])
-            optimizer.update(model, grads)
-
-    After a call, the objects of the caller have the new values, and new attributes,
-    as after `nnx.jit`. Every process calls the step the same number of times.
-
-    The results equal the results on one device with the samples of all replicas, up to
-    the order of summation. Dropout masks, and other random numbers for samples, are
-    each replica's part of the numbers that one device would draw. The `update` of an
-    `nnx.metrics.Metric` counts the samples of all replicas; numbers without a
-    dimension, such as a loss, are averaged. `nnx.BatchNorm` needs
-    `convert_batch_norm`.
-
-    Args:
-      step: the step of one replica, a function of named arguments.
-      world: see `jdp.data_parallel`, as for all options but `donate_state`.
-      static_argnames: see there.
-      replicated_argnames: see there.
-      donate_state: whether the new values reuse the memory of the old ones. With True,
-        arrays that the program keeps elsewhere, as `nnx.clone(model)` or
-        `nnx.state(model)` do, are gone after the step. With False, as in `nnx.jit`,
-        the objects take their memory twice during a step.
-      check_vma: see there.
-      static_graph: see there.
-      compiler_options: see there.
-
-    Returns:
-      A callable with the arguments of `step`, which returns what `step` returns, as
-      metrics of `jdp.data_parallel`: numbers that differ between the replicas are
-      averaged, and a `jdp.PerReplica` has one row per replica.
-
-    Raises:
-      TypeError: `step` is not a function, takes `*args`, or an option has the wrong
-        type.
-      ValueError: a name in an option is not a parameter of the step.
-      TypeError: from a call: no argument is an nnx object; the step returns one; or an
-        error of `jdp.data_parallel`.
-      ValueError: from a call: the step changes an object that is not an argument; or
-        an error of `jdp.data_parallel`, such as a parameter that differs between the
-        replicas because `nnx.value_and_grad` was left in place.
-      RuntimeError: from a call: see `jdp.data_parallel`.
-    """
-    options = StepOptions(
-        world=world,
-        static_argnames=static_argnames,
-        replicated_argnames=replicated_argnames,
-        donate_state=donate_state,
-        split_batches=False,
-        num_states=1,
-        check_vma=check_vma,
-        static_graph=static_graph,
-        compiler_options=compiler_options,
-    )
-    if step is None:
-        return lambda step: ModuleStep(step, options)
-    return ModuleStep(step, options)

@@ -135,7 +135,7 @@ class _Partition:
             return None
         if grown_dims(shape, wide_shape) != [dim]:
             return None
-        first = lax.axis_index(self._axis_names) * shape[dim]
+        first = compat.axis_index(self._axis_names) * shape[dim]
         return lax.dynamic_slice_in_dim(x.x, first, shape[dim], dim)
 
     def _bind(self, pair: Pair, operands: Sequence[Any], dim: int) -> Value:

@@ -30,6 +30,7 @@ _SUMS = {
     id(_PUBLIC[name]): name
     for name in (
         "butterfly_all_reduce",
+        "fixed_tree_all_reduce",
         "halving_doubling_all_reduce",
         "hierarchical_all_reduce",
         "psum_all_reduce",

@@ -13,7 +13,7 @@ from jdp.gradients.reduce_options import ReduceOptions
 from jdp.gradients.weighted_mean import GradientWeighting, Weighting
 from jdp.hooks.base import Wire
 from jdp.hooks.state import avals_of
-from jdp.trees import buckets
+from jdp.trees import bucket_names, buckets
 from jdp.trees.buckets import BucketPlan, LeafSpec, Packing
 from jdp.types import AllReduce, AxisName, PyTree
 
@@ -143,25 +143,27 @@ def _average(
       Gradients and riders; the total weight; the next state of the hook.
     """
     axis_name, weighting = options.axis_name, weighing.weighting
+    assert options.plan is not None
+    names = bucket_names.scope_names(options.plan, bucketed)
     if options.hook is None:
         dtypes = [[x.dtype for x in group] for group in groups]
         if weighting is not None:
             weighting = weighted_mean.cast_amount(weighting, axis_name)
             groups = weighing._replace(weighting=weighting).weigh(groups)
         seats = _seat_riders(groups, riders, weighting, axis_name)
-        by_total = weighing.divisor is None
-        sums, total = sum_groups(groups, options, weighting, by_total=by_total)
+        sums, total = sum_groups(
+            groups, options, weighting, by_total=weighing.divisor is None, names=names
+        )
         divisor = total
         if weighting is not None:
             divisor = weighing.find_divisor(total, axis_name)
         # Riders come after the gradients: in a group, and in groups of their own.
         averaged = list(divide_sums(sums, divisor, dtypes))
         return averaged, _mean_riders(sums, seats, riders, total), total, hook_state
-    assert options.plan is not None
     found, total = mean_of_riders(riders, options, weighting)
     passed = hook_reduction.sum_buckets(
         options.hook,
-        Wire(axis_name, options.all_reduce),
+        Wire(axis_name, options.all_reduce, names),
         avals_of(options.plan, bucketed),
         groups,
         hook_reduction.find_share(weighing, total, axis_name),
@@ -234,6 +236,7 @@ def sum_groups(
     weighting: Weighting | None,
     *,
     by_total: bool = True,
+    names: Sequence[str] = (),
 ) -> tuple[list[GroupSum], jax.Array | int]:
     """Sums weighted arrays over the replicas, each group in one collective.
 
@@ -242,6 +245,7 @@ def sum_groups(
       options: how groups are sent.
       weighting: weight of this replica; None: equal weights.
       by_total: whether the total divides the sums, so that the all-reduce may do it.
+      names: name scopes of the first groups, for profilers.
 
     Returns:
       The sums, and the total: weight of all replicas, their number without weighting.
@@ -262,7 +266,7 @@ def sum_groups(
         def find_scale(reduced: list[GroupSum]) -> float | None:
             return None if are_means[len(reduced)] else 1.0 / num_replicas
 
-        sums = _reduce(groups, options, None, find_scale)
+        sums = _reduce(groups, names, options, None, find_scale)
         pairs = zip(sums, are_means, strict=True)
         sums = [x._replace(is_mean=x.is_mean or is_mean) for x, is_mean in pairs]
         return sums, num_replicas
@@ -276,7 +280,7 @@ def sum_groups(
         return weighted_mean.invert(weighted_mean.decode(reduced[seat].arrays[-1]))
 
     has_data = weighted_mean.has_data(weighting.amount)
-    sums = _reduce(groups, options, has_data, find_inverse)
+    sums = _reduce(groups, names, options, has_data, find_inverse)
     return sums, weighted_mean.decode(sums[seat].arrays.pop())
 
 
@@ -338,6 +342,7 @@ def check_are_local(
 
 def _reduce(
     groups: list[list[jax.Array]],
+    names: Sequence[str],
     options: ReduceOptions,
     has_data: jax.Array | None,
     find_scale: Callable[[list[GroupSum]], jax.typing.ArrayLike | None],
@@ -347,25 +352,30 @@ def _reduce(
     `find_scale` returns the factor that divides the sums of a group, given the sums of
     the groups before it.
     """
+    names = [*names, *[bucket_names.VALUES] * (len(groups) - len(names))]
     routes = [choose_route(group, options) for group in groups]
     if all(packing == "tuple" for _, packing in routes):
-        return _reduce_unpacked(groups, options, has_data)
+        return _reduce_unpacked(groups, names, options, has_data)
     reduced: list[GroupSum] = []
-    for group, (all_reduce, packing) in zip(groups, routes, strict=True):
+    for group, name, (all_reduce, packing) in zip(groups, names, routes, strict=True):
         if packing == "tuple":
-            reduced += _reduce_unpacked([group], options, has_data)
+            reduced += _reduce_unpacked([group], [name], options, has_data)
             continue
         scale = find_scale(reduced) if all_reduce.takes_scale else None
-        reduced.append(_reduce_group(group, all_reduce, options, has_data, scale))
+        with jax.named_scope(name):
+            reduced.append(_reduce_group(group, all_reduce, options, has_data, scale))
     return reduced
 
 
 def _reduce_unpacked(
-    groups: list[list[jax.Array]], options: ReduceOptions, has_data: jax.Array | None
+    groups: list[list[jax.Array]],
+    names: Sequence[str],
+    options: ReduceOptions,
+    has_data: jax.Array | None,
 ) -> list[GroupSum]:
     if has_data is not None:
         groups = [[weighted_mean.zero_unless(has_data, x) for x in g] for g in groups]
-    return [GroupSum(g) for g in xla.psum_in_order(groups, options.axis_name)]
+    return [GroupSum(g) for g in xla.psum_in_order(groups, options.axis_name, names)]
 
 
 def _reduce_group(

@@ -22,8 +22,28 @@ class ReduceOptions(NamedTuple):
     hook: CommHook | None = None
 
     def here(self) -> "ReduceOptions":
-        """Returns the options of a call that is traced: with an axis."""
+        """Returns the options of a call that is traced: with an axis.
+
+        Raises:
+          ValueError: the step has `num_shards`, which excludes the hook or the
+            all-reduce.
+        """
+        if axes.traces_shards():
+            self._check_fits_shards()
         return self if self.axis_name else self._replace(axis_name=axes.find(None))
+
+    def _check_fits_shards(self) -> None:
+        if self.hook is not None and not self.hook.is_elementwise:
+            raise ValueError(
+                f"The step has `num_shards`, and the hook `{self.hook.name}` is not "
+                "elementwise: what it leaves out depends on what travels together. "
+                "Take `jdp.hooks.cast`, or none."
+            )
+        if self.all_reduce not in (AUTO, xla.PLAIN):
+            raise ValueError(
+                "The step has `num_shards`, and so reduces along one fixed tree: leave "
+                f'`all_reduce` at "auto", got {self.all_reduce.name!r}.'
+            )
 
 
 def make_options(

@@ -23,6 +23,8 @@ class LossFacts:
     synced_batch_norms: tuple[str, ...]  # name scopes of jdp's `SyncBatchNorm`.
     exchanges: tuple[str, ...]  # other collectives that gradients go through.
     has_exchanges: bool  # whether gradients go through any collective.
+    # Bytes that each `SyncBatchNorm` sums in one evaluation, and again for gradients.
+    batch_norm_bytes: tuple[int, ...] = ()
     finds_unused: bool = False  # whether the caller asked which parameters are used.
 
     @functools.cached_property
@@ -62,6 +64,7 @@ class Synchronization:
     riders: tuple[buckets.LeafSpec, ...]  # further arrays in the buckets.
     divide_by: str | None  # "weight", "active" or "world"; None without weights.
     loss: LossFacts | None  # None where only gradients were given.
+    weight_bytes: int = 0  # size of the weights, in a bucket and before the gradients.
     # Whether gradients were multiplied by the weight after the backward pass.
     is_weighed_late: bool = False
     # Whether the backward pass did not even know which replicas have weight 0.

@@ -8,8 +8,9 @@ there on it is an argument.
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 
@@ -139,6 +140,12 @@ class StepTrace:
             and not is_weighed
             and not compat.is_alone(options.axis_name)
         )
+        weight_bytes = _weight_bytes(options, weighting, riders, done)
+        if is_weighed and weight_bytes and loss is not None and loss.has_exchanges:
+            # The backward pass needs the weights of all replicas before it.
+            assert weighting is not None
+            num_replicas = compat.axis_size(options.axis_name)
+            weight_bytes += num_replicas * weighting.amount.dtype.itemsize
         by_samples = weighting is not None and weighting.divide_by == "weight"
         self.note(weighting)
         self.add_synchronization(
@@ -149,6 +156,7 @@ class StepTrace:
             done,
             is_weighed_late=is_late and by_samples,
             is_weighed_blindly=is_late and loss is None,
+            weight_bytes=weight_bytes,
         )
 
     def add_synchronization(
@@ -161,6 +169,7 @@ class StepTrace:
         *,
         is_weighed_late: bool = False,
         is_weighed_blindly: bool = False,
+        weight_bytes: int = 0,
     ) -> None:
         """Notes a reduction of gradients; see `add_reduction` and `Synchronization`."""
         plan, hook = options.plan, options.hook
@@ -179,6 +188,7 @@ class StepTrace:
             num_replicas=num_replicas,
             riders=tuple(buckets.LeafSpec(x.shape, x.dtype) for x in riders),
             divide_by=divide_by,
+            weight_bytes=weight_bytes,
             loss=loss,
             is_weighed_late=is_weighed_late,
             is_weighed_blindly=is_weighed_blindly,
@@ -305,8 +315,13 @@ def facts_of(
         tuple(dict.fromkeys(str(eqn.source_info.name_stack) for eqn in synced)),
         tuple(dict.fromkeys(map(exchange.describe, others))),
         bool(exchanges),
+        tuple(sum(_num_bytes(var.aval) for var in eqn.invars) for eqn in synced),
         finds_unused,
     )
+
+
+def _num_bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def check_divide_by(divide_by: str) -> None:
@@ -322,6 +337,23 @@ def _as_aval(weighting: Weighting | None) -> Weighting | None:
         return None
     x = weighting.amount
     return weighting._replace(amount=jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+
+def _weight_bytes(
+    options: ReduceOptions,
+    weighting: Weighting | None,
+    riders: Sequence[jax.Array],
+    done: Collection[int],
+) -> int:
+    """Returns the bytes of the weight that travels with the gradients."""
+    if weighting is None or compat.is_alone(options.axis_name):
+        return 0
+    plan, dtypes = options.plan, [x.dtype for x in riders]
+    if options.hook is None and plan is not None:  # Else it travels with riders alone.
+        sent = buckets.remaining_buckets(plan, done)
+        dtypes = [*[plan.leaves[bucket[0]].dtype for bucket in sent], *dtypes]
+    num_replicas = compat.axis_size(options.axis_name)
+    return weighted_mean.num_encoded_bytes(dtypes, weighting, num_replicas)
 
 
 def _describe_routes(

@@ -133,7 +133,7 @@ class Totals(NamedTuple):
 def sum_over_replicas(amount: jax.Array, axis_name: AxisName) -> Totals:
     """Returns the totals of `amount`, a float (), by a small collective."""
     names = types.as_axis_names(axis_name)
-    is_mine = jnp.arange(lax.axis_size(names)) == lax.axis_index(names)
+    is_mine = jnp.arange(lax.axis_size(names)) == compat.axis_index(names)
     own = jnp.where(is_mine, amount, jnp.zeros((), amount.dtype))
     missing = compat.tracked_axes(axis_name) - compat.varying_axes(own)
     amounts = lax.psum(compat.cast_varying(own, sorted(missing)), names)
@@ -222,7 +222,7 @@ def encode(amount: jax.Array, dtype: Any, axis_name: AxisName) -> jax.Array:
         digits.append(lax.reduce_precision(amount, exponent_bits=8, mantissa_bits=7))
         amount = amount - digits[-1]
     names = types.as_axis_names(axis_name)
-    is_mine = jnp.arange(lax.axis_size(names)) == lax.axis_index(names)
+    is_mine = jnp.arange(lax.axis_size(names)) == compat.axis_index(names)
     return jnp.where(is_mine, jnp.stack(digits)[:, None], 0.0).astype(dtype)
 
 
@@ -262,6 +262,24 @@ def add_total(
     encoded = encode(weighting.amount, dtype, axis_name)
     groups[seat] = [*groups[seat], encoded]
     return groups, seat
+
+
+def num_encoded_bytes(
+    dtypes: Sequence[Any], weighting: Weighting, num_replicas: int
+) -> int:
+    """Returns the bytes of the weight that `add_total` adds.
+
+    Args:
+      dtypes: dtypes of the gradients of each group, and of riders.
+      weighting: the weight of this replica.
+      num_replicas: number of replicas.
+    """
+    sent = [x if x == jnp.bfloat16 else wide_dtype(x) for x in dtypes]
+    if weighting.amount.dtype == jnp.float64:
+        sent.sort(key=lambda dtype: jnp.finfo(dtype).bits != 64)
+    dtype = jnp.dtype(sent[0] if sent else jnp.float32)
+    num_numbers = _NUM_DIGITS * num_replicas if dtype == jnp.bfloat16 else 1
+    return num_numbers * dtype.itemsize
 
 
 def decode(total: jax.Array) -> jax.Array:

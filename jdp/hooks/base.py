@@ -11,9 +11,10 @@ A hook is a pair of pure functions that sum the buckets of all replicas:
   all; jdp divides them to the mean. A hook communicates through `all_reduce` only.
 """
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol
 
 import jax
@@ -31,6 +32,7 @@ T = TypeVar("T")
 State = TypeVar("State", default=Any)
 State_co = TypeVar("State_co", covariant=True)
 
+_NOTHING = contextlib.nullcontext()
 _MOST_UNROLLED = 64  # rows; each is an operation of the program.
 
 
@@ -56,6 +58,14 @@ class HookAllReduce(Protocol):
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Returns `x`, shape (m,), of all replicas, shape (num_replicas, m)."""
+        ...
+
+    def bucket(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Names the operations inside by a bucket, in profiles and dumps of XLA.
+
+        Args:
+          number: index of the bucket in the list that `apply` was given.
+        """
         ...
 
     def switch(
@@ -95,6 +105,9 @@ class CommHook(NamedTuple, Generic[State]):
     name: str = "custom"  # label in tables.
     # Whether it communicates by sums only, so that `chain` can put a hook after it.
     only_sums: bool = True
+    # Whether each element of the sums depends on the same element of the buckets alone.
+    # A step with `num_shards` takes no other hooks.
+    is_elementwise: bool = True
 
 
 def check_hook(hook: Any) -> None:
@@ -117,13 +130,25 @@ class ErrorFeedbackState(NamedTuple):
 class Wire:
     """A `HookAllReduce` over the replicas of an axis."""
 
-    def __init__(self, axis_name: AxisName, all_reduce: AllReduce | None = None):
-        """Communicates over `axis_name`; `all_reduce` sums, None: XLA's collectives."""
+    def __init__(
+        self,
+        axis_name: AxisName,
+        all_reduce: AllReduce | None = None,
+        names: Sequence[str] = (),
+    ):
+        """Communicates over an axis.
+
+        Args:
+          axis_name: the axis.
+          all_reduce: sums buffers; None: XLA's collectives.
+          names: name scope of each bucket.
+        """
         self._axis_name = axis_name
         self._all_reduce = all_reduce or xla.PLAIN
         is_auto = isinstance(self._all_reduce.reduce, AutoAllReduce)
         self._halves = auto.choose_halves(axis_name) if is_auto else xla.PSUM
         self.num_replicas = compat.axis_size(axis_name)
+        self._names = names
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Implements `HookAllReduce`."""
@@ -153,6 +178,16 @@ class Wire:
         x = base.cast_varying(x, self._axis_name)
         whole = _as_bits(lambda x: self._halves.all_gather(x, self._axis_name), x)
         return whole.reshape(self.num_replicas, -1)
+
+    @contextlib.contextmanager
+    def bucket(self, number: int) -> Iterator[None]:
+        """Implements `HookAllReduce`; a hook within another's bucket adds no name."""
+        names, self._names = self._names, ()
+        try:
+            with jax.named_scope(names[number]) if names else _NOTHING:
+                yield
+        finally:
+            self._names = names
 
     def switch(
         self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
@@ -185,6 +220,11 @@ class Meter:
         self.num_bytes += (self.num_replicas - 1) * x.nbytes
         return jnp.broadcast_to(x, (self.num_replicas, *x.shape))
 
+    def bucket(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Does nothing."""
+        del number
+        return _NOTHING
+
     def switch(
         self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]
     ) -> T:
@@ -215,6 +255,23 @@ def trace(
 def is_real(dtype: Any) -> bool:
     """Whether a dtype is real and floating; other dtypes are not compressed."""
     return jnp.issubdtype(dtype, jnp.floating)
+
+
+def map_buckets(
+    fn: Callable[..., T], all_reduce: HookAllReduce, *lists: Sequence[Any]
+) -> list[T]:
+    """Returns `fn` of each bucket, and of the elements of further lists.
+
+    Args:
+      fn: function of one element of each list, which may communicate.
+      all_reduce: the collectives, which name what it does by the bucket.
+      *lists: the buckets that `apply` was given, and lists with an element per bucket.
+    """
+    found = []
+    for number, each in enumerate(zip(*lists, strict=True)):
+        with all_reduce.bucket(number):
+            found.append(fn(*each))
+    return found
 
 
 def sum_rows(rows: jax.Array) -> jax.Array:

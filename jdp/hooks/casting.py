@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp import types
-from jdp.hooks.base import CommHook, HookAllReduce, is_real
+from jdp.hooks.base import CommHook, HookAllReduce, is_real, map_buckets
 from jdp.trees.buckets import BucketAval
 
 
@@ -16,7 +16,7 @@ def none() -> CommHook[tuple[()]]:
     def apply(
         buckets: list[jax.Array], state: tuple[()], all_reduce: HookAllReduce
     ) -> tuple[list[jax.Array], tuple[()]]:
-        return [all_reduce(x) for x in buckets], state
+        return map_buckets(all_reduce, all_reduce, buckets), state
 
     return CommHook(_no_state, apply, "none")
 
@@ -52,7 +52,7 @@ def cast(dtype: jax.typing.DTypeLike) -> CommHook[tuple[()]]:
     def apply(
         buckets: list[jax.Array], state: tuple[()], all_reduce: HookAllReduce
     ) -> tuple[list[jax.Array], tuple[()]]:
-        return [send(x, all_reduce) for x in buckets], state
+        return map_buckets(lambda x: send(x, all_reduce), all_reduce, buckets), state
 
     return CommHook(_no_state, apply, f"cast({narrow})")
 

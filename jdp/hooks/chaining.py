@@ -1,5 +1,6 @@
 """Chaining: hooks that compress the messages of other hooks."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -64,11 +65,16 @@ def chain(*hooks: CommHook[Any]) -> CommHook[Any]:
         return sums, [outer_state, through.states]
 
     name = " + ".join([first.name, inner.name])
-    return CommHook(init, apply, name, inner.only_sums)
+    is_elementwise = all(hook.is_elementwise for hook in hooks)
+    return CommHook(init, apply, name, inner.only_sums, is_elementwise)
 
 
 class _OnlySums:
     """Collectives for a hook that is not the last: only sums."""
+
+    def bucket(self, number: int) -> contextlib.AbstractContextManager[None]:
+        del number
+        return contextlib.nullcontext()
 
     def exchange(self, rows: jax.Array) -> jax.Array:
         raise _not_the_last()
@@ -93,6 +99,9 @@ class _Through(_OnlySums):
         self.states[self._number] = state
         self._number += 1
         return total
+
+    def bucket(self, number: int) -> contextlib.AbstractContextManager[None]:
+        return self._wire.bucket(number)
 
     def switch(
         self, is_late: jax.Array, late: Callable[[], T], early: Callable[[], T]

@@ -14,7 +14,7 @@ from jax import lax
 
 from jdp import types
 from jdp.compat import origins
-from jdp.hooks.base import CommHook, HookAllReduce, is_real
+from jdp.hooks.base import CommHook, HookAllReduce, is_real, map_buckets
 from jdp.replicas.per_replica import PerReplica
 from jdp.trees import buckets as packing
 from jdp.trees.buckets import BucketAval
@@ -135,7 +135,7 @@ def power_sgd(
             return _apply(buckets, state, all_reduce, options)
 
         def plain() -> tuple[list[jax.Array], PowerSGDState]:
-            return [all_reduce(x) for x in buckets], state
+            return map_buckets(all_reduce, all_reduce, buckets), state
 
         if start_step == 0:
             sums, state = compressed()
@@ -145,7 +145,7 @@ def power_sgd(
         return sums, state._replace(step=state.step + 1)
 
     init = functools.partial(_init, options=options)
-    return CommHook(init, apply, f"power_sgd({rank})")
+    return CommHook(init, apply, f"power_sgd({rank})", is_elementwise=False)
 
 
 def _init(avals: Sequence[BucketAval], options: _PowerSGDOptions) -> PowerSGDState:
@@ -220,19 +220,20 @@ def _apply(
     for k, bucket in enumerate(buckets):
         residual = None if state.residuals is None else state.residuals.value[k]
         factor = before[k]
-        if factor is None:
-            total = all_reduce(bucket)
-        else:
-            total, factor, residual = _send(
-                bucket,
-                residual,
-                factor,
-                state.step,
-                groups[k],
-                state.leaf_shapes[k],
-                all_reduce,
-                options,
-            )
+        with all_reduce.bucket(k):
+            if factor is None:
+                total = all_reduce(bucket)
+            else:
+                total, factor, residual = _send(
+                    bucket,
+                    residual,
+                    factor,
+                    state.step,
+                    groups[k],
+                    state.leaf_shapes[k],
+                    all_reduce,
+                    options,
+                )
         sums.append(total)
         factors.append(factor)
         residuals.append(residual)

@@ -8,7 +8,13 @@ from jax import lax
 
 from jdp import types
 from jdp.collectives import base
-from jdp.hooks.base import CommHook, HookAllReduce, is_real, sum_rows
+from jdp.hooks.base import (
+    CommHook,
+    HookAllReduce,
+    is_real,
+    map_buckets,
+    sum_rows,
+)
 from jdp.trees.buckets import BucketAval
 
 _LARGEST = 127
@@ -59,9 +65,9 @@ def int8(*, chunk_size: int = 256) -> CommHook[tuple[()]]:
     def apply(
         buckets: list[jax.Array], state: tuple[()], all_reduce: HookAllReduce
     ) -> tuple[list[jax.Array], tuple[()]]:
-        return [send(x, all_reduce) for x in buckets], state
+        return map_buckets(lambda x: send(x, all_reduce), all_reduce, buckets), state
 
-    return CommHook(init, apply, "int8", only_sums=False)
+    return CommHook(init, apply, "int8", False, is_elementwise=False)
 
 
 def _encode(rows: jax.Array, width: int) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp import types
-from jdp.hooks.base import CommHook, HookAllReduce, is_real
+from jdp.hooks.base import CommHook, HookAllReduce, is_real, map_buckets
 from jdp.trees import buckets as packing
 from jdp.trees.buckets import BucketAval
 
@@ -57,8 +57,12 @@ def rows(max_rows: int) -> CommHook[RowsState]:
     def apply(
         buckets: list[jax.Array], state: RowsState, all_reduce: HookAllReduce
     ) -> tuple[list[jax.Array], RowsState]:
-        pairs = zip(buckets, state.leaf_shapes, strict=True)
-        sums = [_sum(x, shapes, max_rows, all_reduce) for x, shapes in pairs]
+        sums = map_buckets(
+            lambda x, shapes: _sum(x, shapes, max_rows, all_reduce),
+            all_reduce,
+            buckets,
+            state.leaf_shapes,
+        )
         return sums, state
 
     return CommHook(init, apply, f"rows({max_rows})", only_sums=False)

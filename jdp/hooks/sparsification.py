@@ -9,7 +9,13 @@ from jax import lax
 
 from jdp import types
 from jdp.hooks import selection
-from jdp.hooks.base import CommHook, ErrorFeedbackState, HookAllReduce, is_real
+from jdp.hooks.base import (
+    CommHook,
+    ErrorFeedbackState,
+    HookAllReduce,
+    is_real,
+    map_buckets,
+)
 from jdp.replicas.per_replica import PerReplica
 from jdp.trees.buckets import BucketAval
 
@@ -68,14 +74,16 @@ def top_k(fraction: float) -> CommHook[ErrorFeedbackState]:
     def apply(
         buckets: list[jax.Array], state: ErrorFeedbackState, all_reduce: HookAllReduce
     ) -> tuple[list[jax.Array], ErrorFeedbackState]:
-        pairs = [
-            _send(x, residual, fraction, all_reduce)
-            for x, residual in zip(buckets, state.residuals.value, strict=True)
-        ]
+        pairs = map_buckets(
+            lambda x, residual: _send(x, residual, fraction, all_reduce),
+            all_reduce,
+            buckets,
+            state.residuals.value,
+        )
         residuals = PerReplica([residual for _, residual in pairs])
         return [total for total, _ in pairs], ErrorFeedbackState(residuals)
 
-    return CommHook(init, apply, f"top_k({fraction:g})", only_sums=False)
+    return CommHook(init, apply, f"top_k({fraction:g})", False, is_elementwise=False)
 
 
 def _send(

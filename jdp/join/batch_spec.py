@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jdp.replicas import mesh, wire
+from jdp.replicas import host_arrays, wire
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
@@ -70,7 +70,7 @@ def inspect_batch(tree: PyTree, index: int) -> ReadBatch:
         if isinstance(leaf, np.ma.MaskedArray):
             path = tree_paths.leaf_paths(tree)[i]
             name = f"The leaf `{path}` of batch {index} (counted from 0)"
-            mesh.check_has_no_mask(leaf, name)
+            host_arrays.check_has_no_mask(leaf, name)
     leaves = [
         leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves
     ]
@@ -84,7 +84,7 @@ def inspect_batch(tree: PyTree, index: int) -> ReadBatch:
     kinds = tuple((_dtype_of(leaf), leaf.shape[1:]) for leaf in leaves)
     if not all(isinstance(leaf, jax.Array) for leaf in leaves):
         leaves = [
-            mesh.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
+            host_arrays.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
             for leaf in leaves
         ]
         tree = jax.tree.unflatten(treedef, leaves)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import jax
 import msgspec
 
-from jdp.replicas import progress, wire, world_end
+from jdp.replicas import forked, progress, wire, world_end
 from jdp.replicas.mesh import World
 from jdp.runtime import forks, user_program
 from jdp.types import Store
@@ -103,7 +103,11 @@ class ExitWatch:
           directory: directory of the notices in the store; the same on all processes,
             and used by this loop only.
           loop: the loop in words, such as "the loop over `jdp.join_batches`".
+
+        Raises:
+          RuntimeError: this process was forked from a process of a job.
         """
+        forked.check_is_not_child()
         self._world = world
         self._directory = directory
         self._loop = loop

@@ -21,13 +21,14 @@ from jdp.join.batch_spec import BatchSpec, ReadBatch
 from jdp.join.early_exit import ExitWatch
 from jdp.join.lockstep import Announcement, Decision
 from jdp.join.rounds import Rounds
-from jdp.replicas import progress
+from jdp.replicas import progress, stamps
 from jdp.replicas.mesh import World
 from jdp.types import PyTree
 
 _CHECK_PERIOD_S = 0.1  # a waiting loop checks so often whether a process has left.
 _JOIN_TIMEOUT_S = 2.0
 _PATIENCE_S = 0.05  # with a reader that seems to be in the user's code.
+_ITERATION_BITS = 40  # of a number in the record; above them is the loop's.
 _END: Any = object()
 
 
@@ -90,7 +91,9 @@ class ReadAhead:
             if not self._steps and self._final is None:
                 self._waiting_since_s = time.monotonic()
                 self._has_news.notify()
-                with progress.waiting():
+                number = self._rounds.number << _ITERATION_BITS | self._num_begun
+                waits = stamps.ITERATION_BEGUN, number, "jdp.join_batches"
+                with progress.waiting(), stamps.during(*waits):
                     while not self._steps and self._final is None:
                         watch.check()
                         self._has_steps.wait(_CHECK_PERIOD_S)
@@ -105,7 +108,7 @@ class ReadAhead:
                 batch = self._queue.popleft()
                 self._has_space.notify()
             self._wake_agent()
-        return AgreedIteration(size * self._world.num_local_replicas, spec, batch)
+        return AgreedIteration(size * self._world.num_local_rows, spec, batch)
 
     def stop(self) -> None:
         """Stops the threads, and waits for them unless one is in the user's code."""
@@ -148,7 +151,8 @@ class ReadAhead:
             for index in itertools.count():
                 if not self._wait_for_space():
                     return
-                tree = next(iterator, _END)
+                with stamps.during(stamps.READ_BEGUN, index):
+                    tree = next(iterator, _END)
                 if tree is _END:
                     self._end(None)
                     return
@@ -178,7 +182,7 @@ class ReadAhead:
             return True
 
     def _add(self, batch: ReadBatch, spec: BatchSpec | None) -> None:
-        size = -(-batch.num_samples // self._world.num_local_replicas)
+        size = -(-batch.num_samples // self._world.num_local_rows)
         with self._lock:
             specs = () if spec is None else ((0, spec),)
             self._seen[batch.signature[0]] = None

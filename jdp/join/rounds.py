@@ -14,8 +14,15 @@ _ROUNDS_PER_FOLDER = 32  # deleted together.
 class Rounds:
     """One process's side of the rounds of one loop; its agent calls `exchange`."""
 
-    def __init__(self, world: World, directory: str):
-        """Takes part in the rounds under `directory`, the same on all processes."""
+    def __init__(self, world: World, number: int, directory: str):
+        """Takes part in the rounds of a loop.
+
+        Args:
+          world: the processes.
+          number: number of the loop, the same on all processes.
+          directory: the key under which its messages lie.
+        """
+        self.number = number
         self.is_stopping = False
         self.has_failed = False  # this process got no decision.
         self._world = world

@@ -102,7 +102,7 @@ class UnevenBatches(Generic[B]):
         """Use `join_batches`."""
         index = 0 if world.store is None else world.store.next_round()
         directory = f"jdp/join/{index}"
-        self._rounds = Rounds(world, directory)
+        self._rounds = Rounds(world, index, directory)
         self._watch = ExitWatch(
             world, directory, loop="the loop over `jdp.join_batches`"
         )

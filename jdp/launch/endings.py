@@ -226,6 +226,12 @@ def _failing_order(end: Exit) -> tuple[int, float]:
     return (0, 0.0) if end.failed_at_s is None else (1, end.failed_at_s)
 
 
+def as_launcher_ended(signum: signal.Signals, node_rank: int) -> Exit:
+    """Returns the end that a launcher reports which a signal has ended."""
+    note = f"the launcher of node {node_rank} was ended by {signal_name(signum)}"
+    return Exit(-1, 128 + signum, note=note)
+
+
 def describe_absence(process_id: int, waiting: Collection[int]) -> str:
     """Describes a process that ended before others met it in `jdp.init`."""
     return (

@@ -1,16 +1,29 @@
 """Launch: how does one command line become the processes of a job?"""
 
+import contextlib
 import dataclasses
-import importlib.machinery
+import functools
 import os
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from jdp.launch import core_shares, launcher_link, logs, output, supervisor
+from jdp.launch import (
+    core_shares,
+    launcher_link,
+    logs,
+    output,
+    ports,
+    reports,
+    supervisor,
+    user_target,
+    watching,
+)
 from jdp.runtime import addresses, environment, job_key, private_folder, user_program
+
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +44,9 @@ class Command:
         if not self.is_checked:
             return
         if self.kind == "script":
-            _check_script(self.target)
+            user_target.check_script(self.target)
         else:
-            _check_module(self.target)
+            user_target.check_module(self.target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +65,8 @@ class LaunchOptions:
     grace_s: float = 5.0  # From SIGTERM to SIGKILL.
     has_shares: bool = True  # of the cores; see `core_shares.find_shares`.
     log_dir: str = ""  # A folder for the output of each process; see `logs`.
+    stall_s: float = 10.0  # see `watching.WatchOptions`.
+    on_stall: watching.OnStall = "raise"
     # The secret of the job, the same on every host; None: see `find_key`.
     key: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -60,6 +75,7 @@ class LaunchOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        environment.check_num_devices("devices_per_process", self.devices_per_process)
         if not 0 <= self.node_rank < self.num_nodes:
             raise ValueError(
                 f"`node_rank` must be at least 0 and less than `num_nodes`, which is "
@@ -69,6 +85,7 @@ class LaunchOptions:
             raise ValueError(
                 f"`grace_s` must be a number of seconds, 0 or more, got {self.grace_s}."
             )
+        self.as_watch()
         if self.coordinator_address is not None:
             _check_address(self.coordinator_address)
         elif self.num_nodes > 1:
@@ -76,6 +93,12 @@ class LaunchOptions:
                 f"`coordinator` is needed when `num_nodes` is {self.num_nodes}: give "
                 "every host the same host:port, a free port on the host of node 0."
             )
+
+    def as_watch(self) -> watching.WatchOptions:
+        """Returns the options of the watch."""
+        return watching.WatchOptions(
+            stall_s=self.stall_s, on_stall=self.on_stall, folder=self.log_dir
+        )
 
 
 def launch(
@@ -85,6 +108,7 @@ def launch(
     environ: Mapping[str, str] | None = None,
     stdout_fd: int = 1,
     stderr_fd: int = 2,
+    stdin_fd: int | None = None,
     adopts_orphans: bool = False,
     on_link: Callable[[launcher_link.LauncherLink], None] | None = None,
 ) -> int:
@@ -100,6 +124,9 @@ def launch(
       environ: the environment of the processes; by default the caller's.
       stdout_fd: descriptor for their stdout; each line gets the process id in front.
       stderr_fd: the same for their stderr and for messages of the launcher.
+      stdin_fd: descriptor for their stdin: a terminal, whose keys go to one process
+        after another, see `keyboard`, or a pipe or file for the first process. None:
+        stdin is empty.
       adopts_orphans: see `supervisor.Supervisor`; for a process that does nothing else,
         such as `jdp launch`.
       on_link: called with the link to the launchers of other hosts, if there is one.
@@ -111,13 +138,18 @@ def launch(
     Raises:
       RuntimeError: the guard process could not be started.
     """
-    with private_folder.for_launch() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(private_folder.for_launch())
+        if options.coordinator_address is None:
+            port = stack.enter_context(ports.held(_LOOPBACK))
+            address = addresses.join(_LOOPBACK, port)
+            options = dataclasses.replace(options, coordinator_address=address)
         return _launch(
             command,
             options,
             os.environ if environ is None else environ,
             folder=folder,
-            fds=(stdout_fd, stderr_fd),
+            fds=(stdin_fd, stdout_fd, stderr_fd),
             adopts_orphans=adopts_orphans,
             on_link=on_link,
         )
@@ -129,15 +161,14 @@ def _launch(
     base: Mapping[str, str],
     *,
     folder: str,
-    fds: tuple[int, int],
+    fds: tuple[int | None, int, int],
     adopts_orphans: bool,
     on_link: Callable[[launcher_link.LauncherLink], None] | None,
 ) -> int:
     """Implements `launch`; the processes share `folder`, unless it is ""."""
     launch_id = uuid.uuid4().hex
     coordinator_address = options.coordinator_address
-    if coordinator_address is None:
-        coordinator_address = f"127.0.0.1:{_free_port()}"
+    assert coordinator_address is not None
     key = find_key(options, base)
     environs, cores = _share_out(
         options, base, launch_id, coordinator_address, key=key, folder=folder
@@ -148,7 +179,7 @@ def _launch(
     try:
         if link is not None and on_link is not None:
             on_link(link)
-        forwarder = _make_forwarder(options, environs, fds)
+        forwarder, watch = _make_outputs(options, environs, fds, link)
         if problem:
             forwarder.print_line(problem)
         job = supervisor.Supervisor(
@@ -159,6 +190,7 @@ def _launch(
             folder=folder,
             adopts_orphans=adopts_orphans,
             cores=cores,
+            watch=watch,
         )
         return job.run(process_arguments(command), environs)
     except Exception as error:
@@ -196,17 +228,31 @@ def _share_out(
     return environs, dict(zip(environs, shares.cores, strict=False))
 
 
-def _make_forwarder(
-    options: LaunchOptions, process_ids: Iterable[int], fds: tuple[int, int]
-) -> output.Forwarder:
+def _make_outputs(
+    options: LaunchOptions,
+    process_ids: Iterable[int],
+    fds: tuple[int | None, int, int],
+    link: launcher_link.LauncherLink | None,
+) -> tuple[output.Forwarder, watching.Watch]:
+    """Returns the output of the processes, and the watch that writes to it."""
     num_processes = options.num_nodes * options.num_processes
     names = logs.name_processes(process_ids, num_processes)
-    return output.Forwarder(
+    files = logs.LogFiles(options.log_dir, names) if options.log_dir else None
+    forwarder = output.Forwarder(
         num_processes=num_processes,
-        stdout_fd=fds[0],
-        stderr_fd=fds[1],
-        logs=logs.LogFiles(options.log_dir, names) if options.log_dir else None,
+        stdin_fd=fds[0],
+        stdout_fd=fds[1],
+        stderr_fd=fds[2],
+        logs=files,
     )
+    watch = watching.Watch(
+        options.as_watch(),
+        num_processes=num_processes,
+        show=functools.partial(reports.show_to_all, forwarder, files),
+        host=options.node_rank,
+        link=link,
+    )
+    return forwarder, watch
 
 
 def _open_link(
@@ -295,88 +341,6 @@ def process_arguments(command: Command) -> list[str]:
     return [*start, command.kind, command.target, *command.arguments]
 
 
-def _check_script(path: str) -> None:
-    if not os.path.exists(path):
-        hint = "Give a path"
-        if _has_module(path):
-            hint = f"Use `-m {path}` to run the module of that name, or give a path"
-        raise ValueError(
-            f"There is no script {path!r} in {_folder()}. "
-            f"{hint} that `python` could run."
-        )
-    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
-        raise ValueError(
-            f"`{path}` is a folder without a `__main__.py`. Give the path of a script."
-        )
-
-
-def _check_module(name: str) -> None:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(
-            f"`-m` takes the dotted name of a module, such as `package.train`, got "
-            f"{name!r}. Leave out `-m` to run a script by its path."
-        )
-    if not _has_module(name):
-        raise ValueError(
-            f"There is no module {name!r} that could be run: it was looked for in "
-            f"{_folder()} and on `sys.path`. A package needs a `__main__.py`."
-        )
-
-
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return "the current folder, which was deleted"
-
-
-def _has_module(name: str) -> bool:
-    """Whether `python -m name` might find a module; imports nothing."""
-    top, *parts = name.split(".")
-    spec = _find_top(top)
-    for part in (*parts, None):
-        if spec is None:
-            return False
-        folders = spec.submodule_search_locations
-        if folders is None:
-            return part is None
-        child = _find_in(part or "__main__", list(folders))
-        if child is None and _edits_its_path(spec):
-            return True
-        spec = child
-    return spec is not None
-
-
-def _find_top(name: str) -> importlib.machinery.ModuleSpec | None:
-    spec = _find_in(name, ["", *sys.path])  # "" is the current folder.
-    if spec is not None:
-        return spec
-    for finder in sys.meta_path:  # Built-in modules, and editable installations.
-        spec = finder.find_spec(name, None)
-        if spec is not None:
-            return spec
-    return None
-
-
-def _find_in(
-    name: str, folders: Sequence[str]
-) -> importlib.machinery.ModuleSpec | None:
-    # Only the last part of a name: with the full name, a namespace package would look
-    # for its parent in `sys.modules`.
-    return importlib.machinery.PathFinder.find_spec(name, folders)
-
-
-def _edits_its_path(spec: importlib.machinery.ModuleSpec) -> bool:
-    """Whether only an import could tell which modules the package has."""
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return False
-    try:
-        with open(spec.origin, "rb") as file:
-            return b"__path__" in file.read()
-    except OSError:
-        return False
-
-
 def _check_address(address: str) -> None:
     try:
         addresses.split(address)
@@ -385,9 +349,3 @@ def _check_address(address: str) -> None:
             f"`coordinator` {error}. Give the host and the port alone, such as "
             "10.0.0.1:29500, also without `http://`."
         ) from None
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

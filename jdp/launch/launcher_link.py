@@ -4,6 +4,7 @@ The launcher of host 0 listens one port above the coordinator; see `star`. Each 
 sends its first failures to the others at once, so that all find the same culprit.
 """
 
+import collections
 import contextlib
 import logging
 import os
@@ -21,6 +22,7 @@ _PURPOSE = "launchers"
 _MOST_PROCESSES = 1 << 31
 _MOST_SIGNAL = 64  # of Linux.
 _MOST_SAID = 40  # `star` limits the messages of one member.
+_MOST_TOLD = 1000  # messages of watches that wait to be taken.
 _POLL_S = 0.05
 _MEET_S = 30.0  # A host that starts later than this does not hear of a failure.
 _DECODER = msgspec.msgpack.Decoder(Exit)
@@ -57,6 +59,7 @@ class LauncherLink:
         self._heard: list[Exit] = []
         self._absent: dict[int, float] = {}
         self._refusals: list[str] = []
+        self._told: collections.deque[bytes] = collections.deque(maxlen=_MOST_TOLD)
         self._lock = threading.Lock()
         self._meet_by_s = time.monotonic() + _MEET_S
         listener = star_line.listen(*place) if node_rank == 0 else None
@@ -73,6 +76,7 @@ class LauncherLink:
             heard=self._hear,
             lost=self._lose,
             refused=self._refuse,
+            told=lambda node, body: self._told.append(body),
         )
 
     def say(self, end: Exit) -> None:
@@ -82,6 +86,17 @@ class LauncherLink:
         if end.returncode != 0 and len(self._said) < _MOST_SAID:
             self._said.add(end.process_id)
             self._star.say(msgspec.msgpack.encode(end))
+
+    def tell(self, body: bytes) -> None:
+        """Sends a message of the watch to host 0, or from it to all; see `star`."""
+        self._star.say(body, is_kept=False)
+
+    def take_told(self) -> list[bytes]:
+        """Returns the messages of other watches since the last call."""
+        told = []
+        while self._told:
+            told.append(self._told.popleft())
+        return told
 
     def say_absent(self, process_id: int) -> None:
         """Reports a process here that ended with 0 before `jdp.init`."""
@@ -101,7 +116,7 @@ class LauncherLink:
         while self.meets_for_s():
             time.sleep(_POLL_S)
 
-    def tell(self, end: Exit) -> None:
+    def tell_end(self, end: Exit) -> None:
         """Takes a failure that all launchers hear of from elsewhere."""
         with self._lock:
             self._meet_by_s = 0.0  # No host has to hear of it from this one.

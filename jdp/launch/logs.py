@@ -59,6 +59,11 @@ class LogFiles:
         if rest:
             self._write(process_id, rest + b"\n")
 
+    def take_line(self, text: str) -> None:
+        """Writes a line of the launcher to the files of all processes."""
+        for process_id in self._fds:
+            self._write(process_id, text.encode(errors="replace") + b"\n")
+
     def close(self) -> None:
         """Closes all files."""
         while self._fds:

@@ -16,6 +16,7 @@ import termios
 import time
 from collections.abc import Callable
 
+from jdp.launch import keyboard as keyboards
 from jdp.launch import screen as screens
 from jdp.launch.logs import LogFiles
 from jdp.launch.screen import Screen
@@ -28,7 +29,8 @@ _PARTIAL_DELAY_S = 0.05
 _PARTIAL_BYTES = 4096
 # Moves to other rows, and erasures that reach our prefix: on a terminal that is shared,
 # a process owns one line. Displays of many lines come out one below the other.
-_MOVE = re.compile(rb"\x1b\[(?:[0-9;]*[ABEFHJf]|[12]K)")
+# Brackets around pasted text are refused, since a terminal would keep them on.
+_MOVE = re.compile(rb"\x1b\[(?:[0-9;]*[ABEFHJf]|[12]K|\?2004[hl])")
 # An unfinished line is shown after this many seconds, or this many bytes.
 _HOLD_S = 1.0
 _HOLD_BYTES = 1 << 16
@@ -59,9 +61,8 @@ class _Stream:
     fd: int
     screen: Screen
     prefix: bytes
-    pieces: list[bytes] = dataclasses.field(
-        default_factory=list
-    )  # The unfinished line.
+    # The unfinished line.
+    pieces: list[bytes] = dataclasses.field(default_factory=list)
     replaced: bytes = b""  # The text before a final `\r`.
     style: bytes = b""
     is_changed: bool = False  # Its unfinished line was not drawn yet.
@@ -99,6 +100,7 @@ class Forwarder:
         stdout_fd: int,
         stderr_fd: int,
         logs: LogFiles | None = None,
+        stdin_fd: int | None = None,
     ) -> None:
         """The width of the prefix follows from `num_processes`; closes `logs`."""
         out, err = os.fstat(stdout_fd), os.fstat(stderr_fd)
@@ -108,6 +110,9 @@ class Forwarder:
         self._num_processes = num_processes
         self._logs = logs
         self._selector = selectors.DefaultSelector()
+        self.keyboard = keyboards.Keyboard(
+            stdin_fd, self._selector, has_screen=self.stdout.is_terminal
+        )
         self._streams: list[_Stream] = []
         self._tails: dict[int, collections.deque[bytes]] = {}
         self._partial_due_s: float | None = None
@@ -141,6 +146,11 @@ class Forwarder:
             self._open_stream(2 * process_id + 1, process_id, self.stderr),
         )
 
+    def find_stdin(self, process_id: int, stdout_fd: int) -> int:
+        """Returns the stdin of a process, given its stdout, for `subprocess.Popen`."""
+        ours = {stream.owner: stream.fd for stream in self._streams}
+        return self.keyboard.connect(process_id, ours[2 * process_id], stdout_fd)
+
     def watch(self, fd: int, heard: Callable[[bytes], None] | None = None) -> None:
         """Makes `pump` return early when `fd` is readable, and read it.
 
@@ -172,6 +182,7 @@ class Forwarder:
         for key, _ in self._selector.select(self._wait_s(timeout_s)):
             has_read |= key.data()
         now_s = time.monotonic()
+        self._poll_keyboard(now_s)
         if self._partial_due_s is not None and now_s >= self._partial_due_s:
             self._draw_unfinished()
         for stream in self._streams:
@@ -198,11 +209,8 @@ class Forwarder:
     def print_tail(self, process_id: int) -> None:
         """Prints the last lines of a process again, on stderr."""
         lines = self._tails.get(process_id, ())
-        self.print_line(
-            "jdp launch: its last lines were:"
-            if lines
-            else "jdp launch: it was silent."
-        )
+        said = "its last lines were:" if lines else "it was silent."
+        self.print_line(f"jdp launch: {said}")
         start = screens.prefix(
             process_id,
             num_processes=self._num_processes,
@@ -222,6 +230,7 @@ class Forwarder:
 
     def close(self) -> None:
         """Ends every stream; shows the bytes read so far, not the rest."""
+        self.keyboard.close()
         for stream in list(self._streams):
             self._end(stream)
         for screen in {self.stdout, self.stderr}:
@@ -311,8 +320,27 @@ class Forwarder:
         if lines:
             stream.screen.draw(stream.owner, lines, b"")
         stream.is_changed = bool(stream.pieces or stream.replaced)
-        if stream.is_changed and self._partial_due_s is None:
+        if stream.is_changed and stream.owner == stream.screen.front:
+            self._partial_due_s = 0.0  # The echo of a key.
+        elif stream.is_changed and self._partial_due_s is None:
             self._partial_due_s = time.monotonic() + _PARTIAL_DELAY_S
+
+    def _poll_keyboard(self, now_s: float) -> None:
+        """Puts the line of the process that has the keyboard below the others."""
+        waiting, holder = self.keyboard.poll(now_s), self.keyboard.holder
+        for each in waiting:
+            text = f"process {each} waits for the keyboard, which process {holder} has"
+            self.print_line(f"jdp launch: {text}.")
+        front = None
+        if holder is not None:  # The prompt of `getpass` is on stderr.
+            own = [each for each in self._streams if each.process_id == holder]
+            lines = [stream.owner for stream in own if stream.pieces]
+            front = min(lines, default=2 * holder)
+        if front != self.stdout.front or self.keyboard.has_taken_over:
+            self.stdout.front = front
+            for stream in self._streams:
+                if stream.owner == front and stream.pieces:
+                    stream.is_changed, self._partial_due_s = True, 0.0
 
     def _styled(self, stream: _Stream, text: bytes) -> bytes:
         """Puts the prefix before `text`, and keeps its colors out of other lines."""
@@ -334,6 +362,8 @@ class Forwarder:
         self._selector.unregister(stream.fd)
         if self._logs is not None:
             self._logs.end(stream.process_id, stream.fd)
+        if stream.owner == 2 * stream.process_id:
+            self.keyboard.disconnect(stream.process_id)
         os.close(stream.fd)
         is_terminal = stream.screen.is_terminal
         if is_terminal and not _ESCAPE.sub(b"", b"".join(stream.pieces)):

@@ -105,6 +105,7 @@ def render_terminal(
     lines: Sequence[bytes],
     unfinished: bytes,
     footer: Sequence[bytes] | None = None,
+    front: int | None = None,
 ) -> tuple[TerminalState, bytes]:
     """Places whole lines of one owner above the footer and the unfinished lines of all.
 
@@ -114,6 +115,7 @@ def render_terminal(
       lines: with their prefixes, without their ends.
       unfinished: the new unfinished line of `owner`, with its prefix; empty for none.
       footer: the new footer, line by line; None: the footer stays.
+      front: the owner whose unfinished line alone is shown; None: the last one is.
 
     Returns:
       The new state, and the bytes to write to the terminal.
@@ -126,7 +128,8 @@ def render_terminal(
     kept = tuple(item for item in state.unfinished if item[0] != owner)
     if unfinished:
         kept += ((owner, unfinished),)
-    if kept:
+    kept = tuple(sorted(kept, key=lambda item: item[0] == front))
+    if kept and front in (None, kept[-1][0]):
         out.append(_NO_WRAP + kept[-1][1] + _WRAP)
     return TerminalState(kept, footer), b"".join(out)
 
@@ -140,6 +143,7 @@ class Screen:
       is_broken: whether its reader is gone; later writes are dropped.
       disk_error: why a write to a file failed; its bytes are dropped, and later writes
         are tried again.
+      front: the owner whose unfinished line alone is shown on a terminal.
     """
 
     def __init__(self, fd: int) -> None:
@@ -149,6 +153,7 @@ class Screen:
         self.is_broken = False
         self.disk_error: str | None = None
         self.fd = fd
+        self.front: int | None = None
         self._plain = PlainState()
         self._terminal = TerminalState()
         self._may_hide_cursor = False
@@ -160,7 +165,9 @@ class Screen:
 
     def draw(self, owner: int, lines: Sequence[bytes], unfinished: bytes) -> None:
         """Adds lines of a terminal to the backlog."""
-        self._terminal, out = render_terminal(self._terminal, owner, lines, unfinished)
+        self._terminal, out = render_terminal(
+            self._terminal, owner, lines, unfinished, front=self.front
+        )
         self._may_hide_cursor |= _HIDE_CURSOR in out
         self.backlog += out
 
@@ -168,7 +175,9 @@ class Screen:
         """Replaces the lines below all others of a terminal."""
         num_rows = os.get_terminal_size(self.fd).lines or _DEFAULT_NUM_ROWS
         kept = lines[: max(0, num_rows - 2)]  # Lines that have scrolled off stay there.
-        self._terminal, out = render_terminal(self._terminal, -1, [], b"", kept)
+        self._terminal, out = render_terminal(
+            self._terminal, -1, [], b"", kept, front=self.front
+        )
         self.backlog += out
 
     def close(self) -> None:

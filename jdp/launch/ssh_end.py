@@ -8,17 +8,14 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import jdp
-from jdp.launch import guarding, launch, launcher_link
+from jdp.launch import guarding, launch, launcher_link, ports
 from jdp.launch.endings import Exit
 from jdp.runtime import addresses
-
-_TRIES = 100
 
 
 class _Orders:
@@ -48,7 +45,7 @@ class _Orders:
         with self._lock:
             # The launchers also tell each other, and a signal that comes second kills.
             if self._link is not None and order["is_first"]:
-                self._link.tell(end)
+                self._link.tell_end(end)
             else:  # It has not begun, or it has no link to the others.
                 os.kill(os.getpid(), order["signal"])
 
@@ -87,32 +84,24 @@ def _run(charge: Mapping[str, Any], mark: bytes) -> int:
             f"{error.strerror}. Jobs run in the same folder on all hosts.",
         ) from None
     given = dict(charge["options"])
-    if given["node_rank"] == 0:
-        if not given["coordinator_address"]:
-            host = charge["address"]
-            given["coordinator_address"] = addresses.join(host, _find_port())
-        _say(mark, b"meet " + given["coordinator_address"].encode())
-    key = bytes.fromhex(charge["key"])
-    options = launch.LaunchOptions(**given, key=key)
-    # Unchecked: the processes fail where it is missing, and all hosts hear of it.
-    command = launch.Command(**charge["command"], is_checked=False)
-    orders = _Orders()
-    orders.start()
-    return launch.launch(command, options, adopts_orphans=True, on_link=orders.link_to)
+    with contextlib.ExitStack() as stack:
+        if given["node_rank"] == 0:
+            if not given["coordinator_address"]:
+                # For the processes, and for the link of the launchers above it.
+                port = stack.enter_context(ports.held("", count=2))
+                given["coordinator_address"] = addresses.join(charge["address"], port)
+            _say(mark, b"meet " + given["coordinator_address"].encode())
+        key = bytes.fromhex(charge["key"])
+        options = launch.LaunchOptions(**given, key=key)
+        # Unchecked: the processes fail where it is missing, and all hosts hear of it.
+        command = launch.Command(**charge["command"], is_checked=False)
+        orders = _Orders()
+        orders.start()
+        return launch.launch(
+            command, options, adopts_orphans=True, on_link=orders.link_to
+        )
 
 
 def _say(mark: bytes, text: bytes) -> None:
     with contextlib.suppress(OSError):
         os.write(1, mark + b" " + text + b"\n")
-
-
-def _find_port() -> int:
-    """Returns a free port of this host whose neighbour is free, too."""
-    for _ in range(_TRIES):
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("", launcher_link.find_port(port)))
-                return port
-    raise OSError(None, "no two ports in a row are free on this host")

@@ -20,7 +20,9 @@ from jdp.launch import (
     held_ends,
     launcher_link,
     output,
+    reports,
     signal_inbox,
+    watching,
 )
 from jdp.launch.endings import Exit, StopState
 from jdp.launch.exit_order import ExitOrder
@@ -53,13 +55,16 @@ class Supervisor:
         folder: str = "",
         adopts_orphans: bool = False,
         cores: Mapping[int, frozenset[int]] | None = None,
+        watch: watching.Watch | None = None,
     ) -> None:
         """Starts nothing yet; every process carries `launch_id` in its environment.
 
         The guard removes `folder` if this process is killed. `adopts_orphans` is for a
         process that does nothing else: all its children from now on are of the job.
         `cores` has the cores of each process, unless it gets the cores of this one.
+        `watch` names a process that the others wait for.
         """
+        self._watch = watching.NoWatch() if watch is None else watch
         self._cores = cores or {}
         self._kin = guarding.Kin(launch_id, folder, adopts_orphans=adopts_orphans)
         self._link = link
@@ -102,13 +107,16 @@ class Supervisor:
                     self._wait_for_processes()
                     self._sweep()
                     self._drain()
-                    self._report()
+                    reports.show_cause(
+                        self._forwarder, self._state.cause, self._environs
+                    )
                     self._tell_late_hosts()
             finally:
                 self._forwarder.close()
                 self._flush()
                 self._failures.close()
                 self._exits.close()
+                self._watch.close()
         return self._state.exit_code
 
     def _start(self, process_id: int) -> None:
@@ -126,10 +134,14 @@ class Supervisor:
             with core_shares.inherited(self._cores.get(process_id)):
                 process = subprocess.Popen(
                     self._arguments,
-                    stdin=subprocess.DEVNULL,
+                    stdin=self._forwarder.find_stdin(process_id, stdout_fd),
                     stdout=stdout_fd,
                     stderr=stderr_fd,
-                    env={**self._environs[process_id], **self._failures.environ},
+                    env={
+                        **self._environs[process_id],
+                        **self._failures.environ,
+                        **self._watch.environ(process_id),
+                    },
                     pass_fds=(*self._failures.fds, *self._pass_fds),
                     start_new_session=True,
                 )
@@ -139,6 +151,7 @@ class Supervisor:
         self._running[process_id] = process
         self._exits.add(process_id, process.pid)
         self._kin.add(process.pid)
+        self._watch.add(process_id, process.pid)
 
     def _wait_for_processes(self) -> None:
         while self._running:
@@ -163,6 +176,7 @@ class Supervisor:
             process = self._running.get(process_id)
             if process is not None and process.poll() is not None:
                 del self._running[process_id]
+                self._watch.note_end(process_id, process.returncode)
                 if process_id not in self._failures.staying:
                     self._take_end(Exit(process_id, process.returncode))
         for process_id, failure in self._failures.take_staying().items():
@@ -172,6 +186,10 @@ class Supervisor:
         self._kin.look(process.pid for process in self._running.values())
         self._end_superfluous()
         self._hear_of_failures()
+        if self._state.cause is None:
+            keyboard = self._forwarder.keyboard.holder
+            if (stalled := self._watch.look(keyboard=keyboard)) is not None:
+                self._hold(stalled)
         signals = self._take_signals()
         if self._forwarder.is_broken and self._state.cause is None:
             signals.append(signal.SIGPIPE)
@@ -218,12 +236,9 @@ class Supervisor:
         cause = self._state.cause
         if self._link is None or cause is None:
             return
-        if isinstance(cause, Exit):
-            self._link.say(cause)
-        else:
-            name = endings.signal_name(cause)
-            note = f"the launcher of node {self._link.node_rank} was ended by {name}"
-            self._link.say(Exit(-1, 128 + cause, note=note))
+        if not isinstance(cause, Exit):
+            cause = endings.as_launcher_ended(cause, self._link.node_rank)
+        self._link.say(cause)
 
     def _take_end(self, end: Exit) -> None:
         """Does what the policy decides about the end of a process."""
@@ -338,18 +353,6 @@ class Supervisor:
                 left_s -= elapsed_s
                 idle_s = 0.0 if has_read else idle_s + elapsed_s
 
-    def _report(self) -> None:
-        """Prints what went wrong, and the last lines of the culprit."""
-        cause = self._state.cause
-        if isinstance(cause, Exit):
-            self._forwarder.print_line(f"jdp launch: {endings.describe_exit(cause)}.")
-            if cause.process_id in self._environs:
-                self._forwarder.print_tail(cause.process_id)
-        elif cause is not None:
-            self._forwarder.print_line(
-                f"jdp launch: ended by {endings.signal_name(cause)}."
-            )
-
     def _tell_late_hosts(self) -> None:
         """Waits a while for hosts that have not come yet, to tell them of a failure."""
         link = self._link
@@ -378,6 +381,7 @@ class Supervisor:
 
     def _take_signals(self) -> list[int]:
         received = self._inbox.take()
+        received = self._forwarder.keyboard.keep_interrupts(received, self._running)
         if signal.SIGWINCH in received:
             self._forwarder.resize()
         return [signum for signum in received if signum in signal_inbox.STOP_SIGNALS]

@@ -12,6 +12,7 @@ import optax
 from jdp import types
 from jdp.gradients import weighted_mean
 from jdp.optimizers import selection, update_arguments
+from jdp.optimizers.zero_state import ZeroState
 from jdp.types import PyTree
 
 
@@ -64,7 +65,8 @@ def dynamic_loss_scale(
         below 1.
 
     Returns:
-      An optax transformation; its state is a `LossScaleState`.
+      An optax transformation; its state is a `LossScaleState`. `jdp.loss_scale` reads
+      the factor where this state lies in another one.
 
     Raises:
       TypeError: `tx` is not an optimizer, or an option is not a number.
@@ -103,6 +105,53 @@ def dynamic_loss_scale(
         return out, LossScaleState(scale, num_finite, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def loss_scale(opt_state: PyTree) -> jax.Array:
+    """Reads the factor of the loss from the state of an optimizer.
+
+    The state may lie in the state of another optimizer, such as the one of
+    `optax.chain`, `jdp.distributed_optimizer(jdp.dynamic_loss_scale(tx))` or
+    `jdp.zero1(jdp.dynamic_loss_scale(tx))`. Works inside of a step and outside.
+
+    Args:
+      opt_state: pytree with the state of one `jdp.dynamic_loss_scale`.
+
+    Returns:
+      float32 (): the factor.
+
+    Raises:
+      ValueError: `opt_state` has no such state, or several.
+    """
+    found: list[jax.Array] = []
+
+    def is_state(x: Any) -> bool:
+        return isinstance(x, LossScaleState | ZeroState)
+
+    for x in jax.tree.leaves(opt_state, is_leaf=is_state):
+        if isinstance(x, LossScaleState):
+            found.append(x.scale)
+        elif isinstance(x, ZeroState):
+            found.extend(_find_in_shared(x))
+    if len(found) != 1:
+        raise ValueError(
+            "`opt_state` must have the state of one `jdp.dynamic_loss_scale`, got "
+            f"{len(found)}. Wrap the optimizer, `jdp.dynamic_loss_scale(tx)`, and pass "
+            "the state that its `init` or `update` returned; with several scales, pass "
+            "the part of the state that has one."
+        )
+    return found[0]
+
+
+def _find_in_shared(state: ZeroState) -> list[jax.Array]:
+    """Returns the factors among the arrays that replicas have whole, by their names."""
+    arrays = dict(zip(state.shared_names, state.shared, strict=True))
+    key, other = (f".{field} []" for field in LossScaleState._fields[:2])
+    return [
+        x
+        for name, x in arrays.items()
+        if name.endswith(key) and name.removesuffix(key) + other in arrays
+    ]
 
 
 def _divide(grad: Any, scale: jax.Array) -> Any:

@@ -34,7 +34,7 @@ from jdp.optimizers.transformation import SyncedTransformation
 from jdp.optimizers.zero_state import ArrayName, InnerState, ZeroState
 from jdp.replicas import axes, initial_state, mesh
 from jdp.replicas.mesh import World
-from jdp.trees import buckets, tree_paths
+from jdp.trees import bucket_names, buckets, tree_paths
 from jdp.trees.buckets import BucketPlan
 from jdp.types import AxisName, PyTree
 
@@ -331,11 +331,7 @@ def _scatter(
     riders = [used_flags.as_rider(decided, jnp.float32)] if decided else []
     if options.hook is not None or compat.is_alone(options.axis_name):
         means = reduce.mean_over_replicas(
-            grads,
-            options,
-            hook_state=hook_state,
-            weighting=weighting,
-            riders=riders,
+            grads, options, hook_state=hook_state, weighting=weighting, riders=riders
         )
         if decided:
             used = used_flags.from_rider(used, means.riders[0])
@@ -352,9 +348,11 @@ def _scatter(
             used = used_flags.from_rider(used, flags[0])
     weighing = GradientWeighting(weighting)
     share = hook_reduction.find_share(weighing, total, options.axis_name)
-    for bucket in plan.buckets:
-        rows = [layout.rows(hook_reduction.scale(leaves[i], share)) for i in bucket]
-        parts = shard_layout.scatter(rows, layout, halves)
+    names = bucket_names.scope_names(plan, plan.buckets)
+    for bucket, name in zip(plan.buckets, names, strict=True):
+        with jax.named_scope(name):
+            rows = [layout.rows(hook_reduction.scale(leaves[i], share)) for i in bucket]
+            parts = shard_layout.scatter(rows, layout, halves)
         for i, part in zip(bucket, parts, strict=True):
             # float16 is weighted in float32.
             shards[i] = ArrayShard(part.astype(leaves[i].dtype), jnp.shape(leaves[i]))

@@ -1,6 +1,7 @@
 """Connection: how does a worker talk to the servers while its program computes?"""
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,7 @@ class Connection:
         self._is_closing = False
         self._leave_end_s = 0.0
         self._started_s = time.monotonic()
+        self._process_id = os.getpid()
         self._thread = threading.Thread(
             target=self._run, name="jdp parameter-server worker", daemon=True
         )
@@ -133,7 +135,9 @@ class Connection:
         return dict(self._client.counts)
 
     def close(self) -> None:
-        """Says goodbye, and ends the thread."""
+        """Says goodbye, and ends the thread; in a forked child it does nothing."""
+        if os.getpid() != self._process_id:
+            return
         with self._changed:
             if self._is_closing:
                 return
@@ -148,12 +152,14 @@ class Connection:
 
     @contextlib.contextmanager
     def _acting(self) -> Iterator[None]:
+        self._check_is_not_forked()
         with self._changed:
             self._check()
             yield
         self._sockets.wake()
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        self._check_is_not_forked()
         start_s = time.monotonic()
         with self._changed:
             while not is_done():
@@ -177,6 +183,15 @@ class Connection:
             "`start_timeout_s` for workers that have not come. `wait_timeout_s` of "
             "`WorkerOptions` limits the wait of this worker."
         )
+
+    def _check_is_not_forked(self) -> None:
+        """Raises RuntimeError in a forked child, whose locks may be held for ever."""
+        if os.getpid() != self._process_id:
+            raise RuntimeError(
+                "This process was forked from a worker, whose thread and connections "
+                "belong to the parent. Pull and push in the parent, or start the child "
+                'with `multiprocessing.get_context("spawn")`.'
+            )
 
     def _check(self) -> None:
         if self._failure:

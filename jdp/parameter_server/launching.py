@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
-from jdp.launch import core_shares, launch, logs, output, supervisor
+from jdp.launch import core_shares, launch, logs, output, ports, supervisor
 from jdp.launch.endings import Exit
 from jdp.parameter_server import keys, metrics, option_checks
 from jdp.parameter_server.keys import Place
@@ -161,6 +161,7 @@ def launch_roles(
     environ: Mapping[str, str] | None = None,
     stdout_fd: int = 1,
     stderr_fd: int = 2,
+    stdin_fd: int | None = None,
     adopts_orphans: bool = False,
 ) -> int:
     """Runs servers and workers on this host, and returns when the last has ended.
@@ -172,7 +173,7 @@ def launch_roles(
       stdout_fd: descriptor for their stdout, with the index of the process before each
         line, servers first.
       stderr_fd: the same for their stderr and for messages of the launcher.
-      adopts_orphans: as in `launch.launch`.
+      stdin_fd, adopts_orphans: as in `launch.launch`.
 
     Returns:
       0, or the exit code of the first failure.
@@ -188,13 +189,14 @@ def launch_roles(
         pass_fds: list[int] = []
         if not key_file:
             key_file, pass_fds = _make_key_file(stack)
-        addresses = options.addresses or _free_addresses(options.num_servers)
+        addresses = options.addresses or _hold_addresses(options.num_servers, stack)
         places = options.find_places(addresses, os.path.abspath(key_file))
         names = {i: f"{place.role}_{place.index}" for i, place in enumerate(places)}
         forwarder = output.Forwarder(
             num_processes=len(places),
             stdout_fd=stdout_fd,
             stderr_fd=stderr_fd,
+            stdin_fd=stdin_fd,
             logs=logs.LogFiles(options.log_dir, names) if options.log_dir else None,
         )
         if forwarder.stderr.is_terminal:
@@ -272,10 +274,6 @@ def _display(forwarder: output.Forwarder) -> Iterator[int]:
         yield theirs.fileno()
 
 
-def _free_addresses(num: int) -> tuple[str, ...]:
-    with contextlib.ExitStack() as stack:
-        probes = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            for _ in range(num)
-        ]
-        return tuple(f"127.0.0.1:{p.getsockname()[1]}" for p in probes)
+def _hold_addresses(num: int, stack: contextlib.ExitStack) -> tuple[str, ...]:
+    found = (stack.enter_context(ports.held("127.0.0.1")) for _ in range(num))
+    return tuple(f"127.0.0.1:{port}" for port in found)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdp.replicas import mesh
+from jdp.replicas import host_arrays
 from jdp.trees import buckets, tree_paths
 from jdp.trees.buckets import BucketAval, BucketPlan
 from jdp.types import PyTree
@@ -109,7 +109,7 @@ def plan_shards(params: PyTree, num_servers: int) -> Shards:
     """
     paths, leaves = tree_paths.leaf_paths(params), jax.tree.leaves(params)
     for path, leaf in zip(paths, leaves, strict=True):
-        mesh.check_has_no_mask(leaf, f"`params{path}`")
+        host_arrays.check_has_no_mask(leaf, f"`params{path}`")
         is_number = isinstance(leaf, int | float | complex)
         if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
@@ -180,8 +180,8 @@ def check_gradient(plan: BucketPlan, grads: PyTree) -> list[Any]:
             raise TypeError(
                 f"`grads{path}` must be an array, got {type(leaf).__name__}."
             )
-        mesh.check_has_no_mask(leaf, f"`grads{path}`")
-        mesh.check_has_known_dtype(leaf, f"`grads{path}`")
+        host_arrays.check_has_no_mask(leaf, f"`grads{path}`")
+        host_arrays.check_has_known_dtype(leaf, f"`grads{path}`")
         shape, dtype = np.shape(leaf), jnp.result_type(leaf)
         if (shape, dtype) != (spec.shape, spec.dtype):
             raise ValueError(

@@ -16,7 +16,7 @@ from jdp.types import PyTree
 def scale_by_staleness(
     tx: optax.GradientTransformation, *, power: float = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    """Divides the updates of `tx` by max(1, staleness) ** power.
+    """Divides the updates of `tx` by `max(1, staleness) ** power`.
 
     The rule of Zhang et al., 2016, "Staleness-aware Async-SGD for Distributed Deep
     Learning", with a power of 1. A `Server` passes the staleness of each push: the

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from jdp.replicas import meeting, progress
+from jdp.replicas import meeting, progress, stamps
 from jdp.replicas.meeting import Decide, MeetingOutcome, MeetingRecord, StoreMeeting
 from jdp.replicas.mesh import World
 
@@ -76,14 +76,16 @@ def _hold(
 ) -> MeetingOutcome:
     store = world.store
     assert store is not None
-    folder = f"{_FOLDER}/{store.next_round()}"
-    outcome = meeting.hold(
-        StoreMeeting(store, folder, world.process_index, world.timeout_s),
-        record,
-        decide,
-        processes=range(world.process_count),
-        then_raises=then_raises,
-    )
+    number = store.next_round()
+    folder = f"{_FOLDER}/{number}"
+    with stamps.during(stamps.MEETING_BEGUN, number, record.topic):
+        outcome = meeting.hold(
+            StoreMeeting(store, folder, world.process_index, world.timeout_s),
+            record,
+            decide,
+            processes=range(world.process_count),
+            then_raises=then_raises,
+        )
     if world.is_main_process:
         if outcome.error is None:
             # All processes are in this round, so they have read earlier outcomes.

@@ -26,6 +26,29 @@ def inside_step(axis_name: AxisName) -> Iterator[None]:
         _of_step.reset(token)
 
 
+@contextlib.contextmanager
+def tracing_shards() -> Iterator[None]:
+    """Marks the trace of a step with `num_shards`.
+
+    The step is taken apart at its collectives, and reduces along a fixed tree.
+    """
+    token = _traces_shards.set(True)
+    try:
+        yield
+    finally:
+        _traces_shards.reset(token)
+
+
+def traces_shards() -> bool:
+    """Whether a step with `num_shards` is being traced."""
+    return _traces_shards.get()
+
+
+_traces_shards: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "traces_shards", default=False
+)
+
+
 def find(axis_name: AxisName | None) -> AxisName:
     """Returns the axis, or axes, that a traced call reduces over.
 

@@ -22,6 +22,7 @@ from jdp.replicas import (
     axes,
     comparison,
     device_program,
+    host_arrays,
     layouts,
     mesh,
     per_replica,
@@ -97,7 +98,9 @@ def init_on_replicas(
         return per_replica.split_leaves(per_replica.leave(tree))
 
     names = world.axis_names
-    if world.manual_axes:
+    if world.num_shards is not None:
+        mapped = _on_shards(world, run)
+    elif world.manual_axes:
         mapped = _on_devices(world, run, made, args)
     else:
         mapped = jax.shard_map(
@@ -115,6 +118,31 @@ def init_on_replicas(
     treedef, are_own = made[-1]
     leaves = per_replica.merge_leaves(are_own, shared, own)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _on_shards(
+    world: World, run: Callable[..., tuple[list[jax.Array], list[jax.Array]]]
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    """Returns the program of all shards, each with its own row."""
+    assert world.num_shards is not None
+    (name,), num_shards = world.axis_names, world.num_shards
+
+    def mapped(*args: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+        shared, own = jax.vmap(
+            lambda _: run(*args), axis_name=name, axis_size=num_shards
+        )(jnp.arange(num_shards))
+        joined = [x.reshape(num_shards, *x.shape[2:]) for x in own]
+        return (
+            [lax.with_sharding_constraint(x[0], world.replicated) for x in shared],
+            [_with_rows(world, x) for x in joined],
+        )
+
+    return mapped
+
+
+def _with_rows(world: World, x: jax.Array) -> jax.Array:
+    sharding = layouts.sharding_of_rows(world, x.shape)
+    return lax.with_sharding_constraint(x, sharding)
 
 
 def _on_devices(
@@ -284,8 +312,9 @@ def _on_all(world: World, leaf: Any, name: str) -> Any:
         return jax.random.wrap_key_data(
             jax.device_put(data, world.replicated), impl=impl
         )
-    mesh.check_has_no_mask(leaf, name)
-    return np.asarray(leaf)
+    host_arrays.check_has_no_mask(leaf, name)
+    value = np.asarray(leaf)
+    return compat.as_weak(jnp.asarray(value)) if compat.is_weak(leaf) else value
 
 
 def _compare(world: World, fn: Callable[..., Any], args: PyTree, topic: str) -> None:

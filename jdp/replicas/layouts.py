@@ -51,7 +51,7 @@ def _find_rows(world: World, x: jax.Array) -> PartitionSpec | None:
     # sharding was; since JAX 0.12 not all.
     places = world.split, sharding_of_rows(world, x.shape)
     if any(_is_like(x, place) for place in places):
-        return rows(world) if x.shape[0] == world.num_replicas else None
+        return rows(world) if x.shape[0] == world.num_rows else None
     spec = partition_of(world, x)
     if not spec:
         return None
@@ -234,7 +234,7 @@ def axes_with_rows(world: World, num_rows: int) -> tuple[str, ...] | None:
     for count in range(len(axes) + 1):
         for own in itertools.combinations(axes, count):
             sizes = (world.mesh.shape[name] for name in own)
-            if num_rows == world.num_replicas * math.prod(sizes):
+            if num_rows == world.num_rows * math.prod(sizes):
                 return own
     return None
 

@@ -12,20 +12,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import compat, types
-from jdp.replicas import sharding
+from jdp.replicas import host_arrays, sharding
 from jdp.types import AxisName, Device, HostLeaf, PyTree, Store
 
 SCALAR_ADVICE = (
-    "a batch is split on its first dimension. Put values that are not per sample into "
-    "the state (`num_states`), or name the argument in `replicated_argnames`."
+    "a batch is split on its first dimension. Turn lists into arrays. Put what is not "
+    "per sample into the state (`num_states`), or name it in `replicated_argnames`."
 )
 
 P = ParamSpec("P")
 T = TypeVar("T")
 K = TypeVar("K")
 Leaf = TypeVar("Leaf", bound=HostLeaf)
-_ALIGNMENT = 64  # bytes; JAX uses memory with this alignment on CPU without a copy.
-_LARGE_BYTES = 1 << 16  # below this, JAX's own copy costs less than aligned memory.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +48,9 @@ class World:
         the mesh; JAX partitions the step along the others.
       is_plain: whether the mesh is jdp's own: without model axes, its devices in the
         order of hosts and processes.
+      num_shards: number of shards of a batch that a step computes one by one, so that
+        its bits do not depend on the number of replicas; None: a step is computed
+        whole on each replica.
     """
 
     mesh: Mesh
@@ -62,6 +63,7 @@ class World:
     num_nodes: int = 1
     manual_axes: tuple[str, ...] = ()
     is_plain: bool = True
+    num_shards: int | None = None
 
     shard = sharding.shard
 
@@ -91,7 +93,17 @@ class World:
     @functools.cached_property
     def num_replicas(self) -> int:
         """Number of replicas of all processes together."""
-        return len(self.grid)
+        return math.prod(self.mesh.shape[name] for name in self.axis_names)
+
+    @property
+    def num_rows(self) -> int:
+        """Length of dimension 0 of a `jdp.PerReplica` array: one row per shard."""
+        return self.num_shards or self.num_replicas
+
+    @property
+    def num_local_rows(self) -> int:
+        """Number of these rows that belong to replicas of this process."""
+        return self.num_rows // self.num_replicas * self.num_local_replicas
 
     @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
@@ -276,7 +288,7 @@ def _is_split(world: World, leaf: Any) -> bool:
 
 def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Array:
     if not isinstance(leaf, jax.Array):
-        leaf = as_host_array(tree, index, leaf)
+        leaf = host_arrays.as_host_array(leaf, _describe(tree, index))
     elif isinstance(leaf, jax.core.Tracer):
         raise TypeError(
             f"{_describe(tree, index)} is a value that JAX traces. Pass batches from "
@@ -309,8 +321,7 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
             f"among the {num_parts} replicas of this process. Use a batch size that is "
             f"a multiple of {num_parts}, or drop or pad the rest."
         )
-    if isinstance(leaf, np.ndarray):
-        leaf = own_copy(leaf)
+    leaf = host_arrays.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
     if world.process_count == 1:
         return jax.device_put(leaf, world.split)
     part = num_samples // num_parts
@@ -323,76 +334,8 @@ def _split_leaf(world: World, tree: PyTree, index: int, leaf: object) -> jax.Arr
     ]
     shards = jax.device_put(parts, list(world.local_devices))
     shape = (part * world.num_replicas, *leaf.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, world.split, shards)
-
-
-def as_host_array(tree: PyTree, index: int, leaf: object) -> np.ndarray:
-    """Returns a leaf of a batch as a NumPy array.
-
-    Raises:
-      TypeError: the leaf is not an array, or has a dtype that JAX lacks. The message
-        names the leaf.
-    """
-    check_has_no_mask(leaf, _describe(tree, index))
-    array = np.asarray(leaf)
-    check_has_known_dtype(leaf, _describe(tree, index))
-    if array.dtype.kind not in "biufcV":
-        raise TypeError(
-            f"{_describe(tree, index)} is a {type(leaf).__name__}, not an array. Pass "
-            "pytrees of arrays. Name a flag or a string in `static_argnames`. Register "
-            "your own classes with `jax.tree_util.register_dataclass`."
-        )
-    return array
-
-
-def own_copy(x: np.ndarray) -> np.ndarray:
-    """Returns a copy of `x` in memory that no caller writes to.
-
-    JAX reads a NumPy array after `jax.device_put` has returned: on CPU it uses aligned
-    memory without a copy, whatever `may_alias` says, and copies other memory in a
-    thread. A large copy is aligned, so that JAX does not copy again: 17 ms instead of
-    49 ms for 100 MB on CPU. Read-only arrays are copied too: a loader may make them
-    writeable again, or hold a writeable view.
-    """
-    if x.nbytes < _LARGE_BYTES:
-        return np.array(x)
-    memory = np.empty(x.nbytes + _ALIGNMENT, np.uint8)
-    first = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    copy = memory[first : first + x.nbytes].view(x.dtype).reshape(x.shape)
-    np.copyto(copy, x)
-    return copy
-
-
-def check_has_no_mask(leaf: object, name: str) -> None:
-    """Raises TypeError for a masked NumPy array, whose mask would be lost."""
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} is a masked array of numpy, and JAX has no masks. Pass "
-            "`x.filled(value)` and, if you need it, the mask as a separate array."
-        )
-
-
-def check_has_known_dtype(leaf: object, name: str) -> None:
-    """Raises TypeError for a NumPy array in a dtype that JAX does not have."""
-    if not isinstance(leaf, np.ndarray):
-        return
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        if leaf.dtype.kind == "V" and leaf.dtype.names is None:
-            advice = (
-                "`np.savez` loses bfloat16 and narrower floats: restore the dtype, for "
-                "example with `x.view(jnp.bfloat16)`."
-            )
-        else:
-            advice = (
-                "Pass numbers in the byte order of this machine, such as "
-                "`x.astype(np.float32)`, and the fields of a structured array one by "
-                "one."
-            )
-        raise TypeError(
-            f"{name} has dtype {leaf.dtype}, which JAX does not have. {advice}"
-        ) from None
+    placed = jax.make_array_from_single_device_arrays(shape, world.split, shards)
+    return compat.as_weak(placed) if compat.is_weak(leaf) else placed
 
 
 def _describe(tree: PyTree, index: int) -> str:

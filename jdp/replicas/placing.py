@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.replicas import host_copies, layouts, mesh
+from jdp import compat
+from jdp.replicas import host_arrays, host_copies, layouts
 from jdp.replicas.mesh import World
 
 _BROADCAST_WORDS = 1 << 24  # 64 MiB of 32-bit words at a time.
@@ -40,7 +41,7 @@ def gather(world: World, x: jax.Array, target: PartitionSpec) -> jax.Array:
     placed = jax.make_array_from_single_device_arrays(
         whole.shape, world.replicated, shards
     )
-    placed = as_keys(placed, like=x)
+    placed = typed_like(placed, like=x)
     return gather(world, placed, target) if target else placed
 
 
@@ -51,7 +52,7 @@ def copy_out(world: World, leaf: Any, target: PartitionSpec) -> jax.Array:
     sharding = layouts.over_devices(world, target)
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf.copy(), sharding)
-    value = mesh.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
+    value = host_arrays.own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf
     return jax.device_put(value, sharding)
 
 
@@ -91,6 +92,12 @@ def as_keys(placed: jax.Array, *, like: Any) -> jax.Array:
     return placed
 
 
+def typed_like(placed: jax.Array, *, like: jax.Array) -> jax.Array:
+    """Returns an array, as keys or weakly typed if `like` is."""
+    placed = as_keys(placed, like=like)
+    return compat.as_weak(placed) if compat.is_weak(like) else placed
+
+
 def send(
     world: World,
     leaves: list[Any],
@@ -98,15 +105,23 @@ def send(
     targets: Sequence[PartitionSpec],
     process: int,
 ) -> None:
-    """Replaces the leaves `todo` by the values that `process` has."""
+    """Replaces the leaves `todo` by the values that `process` has.
+
+    They are weakly typed where they are in `process`. A product of a Python number and
+    bfloat16 is bfloat16, and of a float32 array and bfloat16 float32.
+    """
     copies = [host_copies.host_copy(leaves[i]) for i in todo]
-    sent = _broadcast(world, b"".join(host_copies.as_bytes(x) for x in copies), process)
+    weak = bytes(compat.is_weak(leaves[i]) for i in todo)
+    data = b"".join([*map(host_copies.as_bytes, copies), weak])
+    sent = _broadcast(world, data, process)
+    weak = sent[len(data) - len(weak) :]
     start = 0
-    for i, like in zip(todo, copies, strict=True):
+    for i, like, is_weak in zip(todo, copies, weak, strict=True):
         value = np.frombuffer(sent, like.dtype, like.size, offset=start)
         start += like.nbytes
         value = value.reshape(like.shape)
-        leaves[i] = place(world, value, like=leaves[i], target=targets[i])
+        placed = place(world, value, like=leaves[i], target=targets[i])
+        leaves[i] = compat.as_weak(placed) if is_weak else placed
 
 
 def _broadcast(world: World, data: bytes, process: int) -> bytes:
@@ -159,7 +174,7 @@ def copy_over_replicas(
         out_shardings=places,
     )
     pairs = zip(pick(stacked), arrays, strict=True)
-    return [as_keys(x, like=like) for x, like in pairs]
+    return [typed_like(x, like=like) for x, like in pairs]
 
 
 def _to_bits(x: jax.Array) -> jax.Array:

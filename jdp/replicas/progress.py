@@ -4,6 +4,7 @@ The main thread records here what it begins. The thread of `jdp.runtime.lifeline
 it, to tell a process that waits for another process from a busy one.
 """
 
+import collections
 import contextlib
 import functools
 import threading
@@ -14,10 +15,15 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdp.replicas import forked, stamps
+
 Run = Callable[..., tuple[Any, Any]]
 _CULPRIT = "jdp_culprit"
 _MOST_CALLS_UNDER_WAY = 8
 _CONTAINERS = (dict, list, tuple)
+# With a record, a result with no more elements is kept until it is ready.
+_SMALL = 1024
+_MOST_UNFINISHED = 64  # steps; above, the oldest are not seen to end.
 
 
 class Snapshot(NamedTuple):
@@ -51,6 +57,13 @@ class _MainThread:
     num_waits: int = 0
     waits_since_s: float = 0.0
     needs_others: bool = True  # False: the current work ends without them.
+    number: int = 0  # of the last call, of all steps together.
+    # With a record, the number of each call that is not known to have ended, and
+    # returns its result or None.
+    unfinished: "collections.deque[tuple[int, Callable[[], Any]]]" = collections.deque(
+        maxlen=_MOST_UNFINISHED
+    )
+    looking: threading.Lock = threading.Lock()  # of a thread that takes from these.
 
 
 class CallLimit:
@@ -99,7 +112,8 @@ def counted(run: Run) -> Run:
     """Counts the calls of a method that runs a step of all processes.
 
     A call that raises does not count: the other processes wait for this one in a
-    program that it has not begun, or in which it has failed.
+    program that it has not begun, or in which it has failed. In a child that was forked
+    from a process of a job a call is refused with RuntimeError.
 
     Args:
       run: method of an object with a `name` and a `world`. It returns a pair of
@@ -110,6 +124,7 @@ def counted(run: Run) -> Run:
     def call(self: Any, *arguments: Any) -> tuple[Any, Any]:
         if self.world.process_count == 1:
             return run(self, *arguments)
+        forked.check_is_not_child()
         _begin_step(self.name)
         out, has_run = None, False
         try:
@@ -118,6 +133,7 @@ def counted(run: Run) -> Run:
             return out
         except FloatingPointError:  # Raised after the program, for its results.
             has_run = True
+            _follow_result(None)
             raise
         finally:
             if not has_run:
@@ -220,15 +236,48 @@ def has_result() -> bool:
     return True
 
 
+def note_finished() -> None:
+    """Takes down the last step that is seen to have ended; any thread.
+
+    A step whose result was donated or dropped counts as ended once no later step is
+    known.
+    """
+    unfinished, finished = _MainThread.unfinished, 0
+    if not unfinished or not _MainThread.looking.acquire(blocking=False):
+        return  # Another thread looks.
+    try:
+        while unfinished:
+            number, find = unfinished[0]
+            result: Any = find()
+            is_known = False
+            with contextlib.suppress(RuntimeError):  # Donated meanwhile, or failed.
+                if result is not None and not result.is_deleted():
+                    if not result.is_ready():
+                        break
+                    is_known = True
+            if is_known or len(unfinished) == 1:
+                finished = number
+            unfinished.popleft()
+        if finished:
+            stamps.stamp(stamps.STEP_FINISHED, finished)
+    finally:
+        _MainThread.looking.release()
+
+
 def _begin_step(name: str) -> None:
     _MainThread.steps[name] = _MainThread.steps.get(name, 0) + 1
     _MainThread.last = name
     _MainThread.result = None
     _MainThread.begun_s = time.monotonic()
     _MainThread.is_inside = True
+    note_finished()
+    _MainThread.number += 1
+    stamps.stamp(stamps.STEP_BEGUN, _MainThread.number, name)
 
 
 def _take_back(name: str) -> None:
+    stamps.stamp(stamps.STEP_FAILED, _MainThread.number, name)
+    _MainThread.number -= 1
     _MainThread.steps[name] -= 1
     if not _MainThread.steps[name]:
         del _MainThread.steps[name]
@@ -245,7 +294,23 @@ def _end_step(out: tuple[Any, Any] | None) -> None:
         if type(node) not in _CONTAINERS:
             with contextlib.suppress(TypeError):
                 _MainThread.result = weakref.ref(node)
-                return
+                break
+    if stamps.has_record():
+        _follow_result(_MainThread.result)
+
+
+def _follow_result(result: "weakref.ref[Any] | None") -> None:
+    """Notes that the call of a step has returned, and by what its end is seen."""
+    number = _MainThread.number
+    array = None if result is None else result()
+    if isinstance(array, jax.Array):
+        is_small = array.size <= _SMALL
+        find = (lambda: array) if is_small else result
+        assert find is not None
+        _MainThread.unfinished.append((number, find))
+    stamps.stamp(stamps.STEP_DISPATCHED, number)
+    if not isinstance(array, jax.Array):
+        stamps.stamp(stamps.STEP_FINISHED, number)
 
 
 def _is_done() -> bool:

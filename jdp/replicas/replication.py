@@ -12,6 +12,7 @@ from jdp.replicas import (
     agreement,
     comparison,
     differences,
+    host_arrays,
     host_copies,
     layouts,
     mesh,
@@ -162,8 +163,8 @@ def place(
     with agreement.reporting(world, topic):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             where = f"`{name}{jax.tree_util.keystr(path)}`"
-            mesh.check_has_no_mask(leaf, where)
-            mesh.check_has_known_dtype(leaf, where)
+            host_arrays.check_has_no_mask(leaf, where)
+            host_arrays.check_has_known_dtype(leaf, where)
         given = layouts.check_specs(world, tree, specs, name)
         leaves, treedef = jax.tree.flatten(place_own_rows(world, tree))
         targets = [
@@ -246,7 +247,7 @@ def place_own_value(world: World, leaf: Any, name: str) -> jax.Array:
         )
     value: Any = leaf
     if not isinstance(leaf, jax.Array):
-        value = mesh.own_copy(np.asarray(leaf))
+        value = host_arrays.own_copy(np.asarray(leaf))
     elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(leaf)
     return placing.place(world, value, like=leaf)
@@ -315,10 +316,11 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
     if axes is None:
         raise ValueError(
             f"`{path}` is in a `jdp.PerReplica`, so outside of a step its first "
-            f"dimension must be {world.num_replicas}, one row per replica, got shape "
+            f"dimension must be {world.num_rows}, one row per "
+            f"{'shard' if world.num_shards else 'replica'}, got shape "
             f"{jnp.shape(leaf)}."
         )
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    if isinstance(leaf, jax.Array) and not _is_whole_here(leaf):
         raise ValueError(
             f"`{path}` is in a `jdp.PerReplica` and lies on devices of several "
             "processes in another way than one row on each replica, in their order "
@@ -327,9 +329,20 @@ def _split_rows(world: World, tree: PyTree, index: int, leaf: Any) -> jax.Array:
         )
     rows = host_copies.host_copy(leaf)
     if not isinstance(leaf, jax.Array):
-        rows = mesh.own_copy(rows)
+        rows = host_arrays.own_copy(rows)
     sharding = layouts.sharding_of_rows(world, rows.shape, axes)
     placed = jax.make_array_from_callback(
         rows.shape, sharding, lambda where: rows[where]
     )
     return placing.as_keys(placed, like=leaf)
+
+
+def _is_whole_here(x: jax.Array) -> bool:
+    """Returns whether this process holds all rows of an array.
+
+    `jdp.replicate` gives all rows to each replica if it gets the arrays of a
+    `jdp.PerReplica` alone, as in the `nnx.state` of an optimizer.
+    """
+    return x.is_fully_addressable or (
+        x.is_fully_replicated and bool(x.addressable_shards)
+    )

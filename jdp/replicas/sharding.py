@@ -7,7 +7,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 
 from jdp import types
-from jdp.replicas import shards
+from jdp.replicas import shards, stamps
 from jdp.replicas.shards import Seat, Shard
 from jdp.types import PyTree
 
@@ -31,6 +31,9 @@ class _World(Protocol):
 
     @property
     def process_count(self) -> int: ...
+
+    @property
+    def num_shards(self) -> int | None: ...
 
 
 class StreamShard:
@@ -74,10 +77,15 @@ class StreamShard:
             elements = self._read_on(elements)
         self._was_read = True
         left = itertools.islice(elements, self.position, None)
-        while turn := list(itertools.islice(left, self._seat.process_count)):
+        while turn := self._read_turn(left):
             is_whole = len(turn) == self._seat.process_count
             if is_whole or not self._drop_last and self._seat.process_index < len(turn):
                 yield turn[self._seat.process_index]
+
+    def _read_turn(self, left: Iterator[Any]) -> list[Any]:
+        """Returns the next element of each process, as far as there are some."""
+        with stamps.loading():
+            return list(itertools.islice(left, self._seat.process_count))
 
     def _read_on(self, elements: Iterator[Any]) -> Iterator[Any]:
         """Returns the rest of an iterator that was read before, if it has one."""
@@ -173,7 +181,7 @@ def shard(
       ValueError: arrays have different lengths, `seed` is negative, or `shuffle` is
         True for an iterable.
     """
-    seat = Seat(world.process_index, world.process_count)
+    seat = Seat(world.process_index, world.process_count, world.num_shards)
     types.check_flags(shuffle=shuffle, drop_last=drop_last)
     seed = types.as_count(seed, "seed", least=0)
     if isinstance(data, np.integer):

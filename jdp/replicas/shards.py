@@ -3,7 +3,8 @@
 The order of an epoch is one sequence of all samples, the same for any number of
 processes. The processes take turns: place k of what is left belongs to process k modulo
 their number. So a batch of all processes has the samples that one process would have
-read, and a job may go on with another number of processes, anywhere in an epoch.
+read, and a job may go on with another number of processes, anywhere in an epoch. With
+`jdp.init(num_shards=)` each process reads its block of a batch instead.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 from jdp import types
-from jdp.replicas import permutation
+from jdp.replicas import permutation, stamps
 from jdp.trees import tree_paths
 from jdp.types import PyTree
 
@@ -26,6 +27,9 @@ class Seat(NamedTuple):
 
     process_index: int
     process_count: int
+    # With shards a batch is cut into blocks, so that samples stay in their shard on any
+    # number of processes; without, processes take turns.
+    num_shards: int | None = None
 
     def local_size(self, batch_size: int) -> int:
         """Returns the number of samples of this process in a batch of all.
@@ -151,6 +155,10 @@ class Shard:
         `drop_last`, the last batch is smaller, and processes may have different numbers
         of its samples, or none: read them through `jdp.join_batches`.
 
+        With `jdp.init(num_shards=)`, process p of n gets block p of n of each batch, so
+        that a sample is in the same shard on any number of processes; the last batch
+        fills the blocks one after the other.
+
         Args:
           batch_size: samples of all processes together, a multiple of their number.
 
@@ -165,8 +173,17 @@ class Shard:
         size = self._seat.local_size(batch_size)
         count = self.num_samples - self.position
         last = count // batch_size if self._drop_last else count
-        chunks = itertools.islice(self._chunks(size), last)
-        return map(self._gather, chunks)
+        read = self._chunks if self._seat.num_shards is None else self._blocks
+        return map(self._gather, itertools.islice(read(size), last))
+
+    def _blocks(self, size: int) -> Iterator[np.ndarray]:
+        """Returns the indices of this process' block of each batch of the epoch."""
+        epoch, seat = self.epoch, self._seat
+        first = self.position + seat.process_index * size
+        return (
+            self._find(np.arange(i, min(i + size, self.num_samples)), epoch)
+            for i in range(first, self.num_samples, size * seat.process_count)
+        )
 
     def _chunks(self, size: int) -> Iterator[np.ndarray]:
         """Returns the indices, `size` at a time, of the epoch as it is now."""
@@ -179,11 +196,19 @@ class Shard:
     def _look_up(self, position: int, turns: np.ndarray, epoch: int) -> np.ndarray:
         """Returns the indices of the samples of some turns of this process."""
         places = position + self._seat.process_index + turns * self._seat.process_count
+        return self._find(places, epoch)
+
+    def _find(self, places: np.ndarray, epoch: int) -> np.ndarray:
+        """Returns the indices of the samples at some places of an epoch."""
         if not self._shuffle:
             return places
         return permutation.find_samples(places, self.num_samples, (self._seed, epoch))
 
     def _gather(self, indices: np.ndarray) -> PyTree:
+        with stamps.loading():
+            return self._read(indices)
+
+    def _read(self, indices: np.ndarray) -> PyTree:
         if isinstance(self.data, int):
             return indices
         if self._are_arrays:

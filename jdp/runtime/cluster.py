@@ -11,7 +11,7 @@ import jax.extend.backend
 
 from jdp import compat, types
 from jdp.collectives import auto
-from jdp.replicas import agreement, world_end
+from jdp.replicas import agreement, stamps, virtual_replicas, world_end
 from jdp.replicas import mesh as worlds
 from jdp.replicas.mesh import World
 from jdp.runtime import (
@@ -34,6 +34,7 @@ from jdp.runtime.places import PlaceOptions, ProcessPlace
 from jdp.runtime.store import DistributedStore
 from jdp.runtime.user_mesh import MeshOption
 from jdp.types import AxisName, Device
+from jdp.watch import recording
 
 _logger = logging.getLogger("jdp")
 
@@ -45,6 +46,7 @@ class _InitOptions(PlaceOptions):
     num_nodes: int | None
     mesh: MeshOption
     manual_axes: tuple[str, ...]
+    num_shards: int | None
 
 
 class _Initialized:
@@ -69,6 +71,7 @@ def init(
     timeout_s: float = 300.0,
     mesh: MeshOption = None,
     manual_axes: str | Sequence[str] = (),
+    num_shards: int | None = None,
 ) -> World:
     """Joins the job and returns its replicas; every process calls it once, first.
 
@@ -98,6 +101,10 @@ def init(
         `jax.shard_map`, so that they see the part of an array that a device has. Along
         the others JAX partitions the step, as under `jax.jit`, and it sees whole
         arrays.
+      num_shards: number of shards that each global batch is cut into, a multiple of the
+        number of replicas. Steps compute them one by one, and the training has the
+        same bits on any number of replicas; see `jdp.data_parallel`. None: each replica
+        computes its part of a batch at once.
 
     Returns:
       The world; functions that take `world=None` use it.
@@ -120,6 +127,7 @@ def init(
         timeout_s=timeout_s,
         mesh=mesh,
         manual_axes=(manual_axes,) if isinstance(manual_axes, str) else (*manual_axes,),
+        num_shards=num_shards,
     )
     if _Initialized.options is not None:
         _check_same_options(_Initialized.options, options)
@@ -137,6 +145,8 @@ def init(
         world, is_one_host = _make_world(options, None), True
     if options.mesh is not None:
         world = _with_mesh(world, options)
+    if num_shards is not None:
+        world = virtual_replicas.with_shards(world, num_shards)
     worlds.set_current_world(world)
     _Initialized.options = options
     auto.prepare(world, is_one_host=is_one_host)
@@ -174,6 +184,7 @@ def _check_options(options: _InitOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
+    environment.check_num_devices("num_cpu_devices", options.num_cpu_devices)
     num_names = len(types.as_axis_names(options.axis_name))
     if options.num_nodes is not None and num_names < 2:
         raise ValueError(
@@ -185,6 +196,12 @@ def _check_options(options: _InitOptions) -> None:
 def _join_job(place: ProcessPlace, options: _InitOptions) -> tuple[World, bool]:
     """Joins a job of several processes; also returns whether all are on one host."""
     user_mesh.check_comes_in_time(options.mesh, place.num_processes)
+    recording.begin(os.environ.pop(environment.RECORD, ""))
+    with stamps.during(stamps.INIT_BEGUN, 1):
+        return _meet_others(place, options)
+
+
+def _meet_others(place: ProcessPlace, options: _InitOptions) -> tuple[World, bool]:
     is_host = place.is_one_launch and place.process_id == 0
     with coordination.make_path(is_one_launch=is_host) as path:
         meeting = _join(place, options, path)

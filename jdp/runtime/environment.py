@@ -14,9 +14,12 @@ DEVICES_PER_PROCESS = "JDP_DEVICES_PER_PROCESS"
 LAUNCH_ID = "JDP_LAUNCH_ID"  # The same for all processes of one launcher.
 LAUNCH_FOLDER = "JDP_LAUNCH_FOLDER"  # See `private_folder`.
 GRACE_S = "JDP_GRACE_S"  # Seconds from SIGTERM to SIGKILL, at the end of a failed job.
+RECORD = "JDP_RECORD"  # Memory of the launcher for the record of this process.
 JOINED = "JDP_JOINED"  # The pid of the process that has taken this place.
 JOB_KEY = "JDP_JOB_KEY"  # The secret of the job; see `job_key`.
 JOB_ID = "JDP_JOB_ID"  # Any text that tells the job from others with its key.
+# JAX takes a minute to make as many, and seconds for a thousand.
+MAX_CPU_DEVICES = 16_384
 _REQUIRED = (
     COORDINATOR_ADDRESS,
     NUM_PROCESSES,
@@ -27,7 +30,7 @@ _REQUIRED = (
 )
 VARIABLES = (
     *(*_REQUIRED, DEVICES_PER_PROCESS),
-    *(LAUNCH_ID, LAUNCH_FOLDER, GRACE_S, JOINED, JOB_KEY),
+    *(LAUNCH_ID, LAUNCH_FOLDER, GRACE_S, RECORD, JOINED, JOB_KEY),
 )
 
 
@@ -123,6 +126,15 @@ class LaunchEnvironment:
         )
 
 
+def check_num_devices(name: str, count: int | None) -> None:
+    """Raises ValueError for more devices of a process than JAX makes in a minute."""
+    if count is not None and count > MAX_CPU_DEVICES:
+        raise ValueError(
+            f"`{name}` must be at most {MAX_CPU_DEVICES}, got {count}: JAX needs "
+            "minutes and gigabytes to divide a CPU into more devices."
+        )
+
+
 def has_accelerator(environ: Mapping[str, str]) -> bool:
     """Returns whether JAX may compute on more than the CPU; imports nothing."""
     platforms = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME")
@@ -210,9 +222,11 @@ def check_place_is_free(environ: Mapping[str, str], pid: int) -> None:
         raise ValueError(
             f"{process} of the processes of the job (pid {owner}) has joined it and "
             "has started this one, which inherits its environment and has no place of "
-            "its own. Pass `num_processes=1`, and nothing else, to be alone; or unset "
-            f"the variables that the launcher set, and `{JOINED}`, and join another "
-            "job."
+            "its own. If `multiprocessing` has spawned this process, it imports the "
+            "script again: put what the script does under `if __name__ == "
+            "'__main__':`. To be alone, pass `num_processes=1` and nothing else. To "
+            "join another job, unset the variables that the launcher set, and "
+            f"`{JOINED}`."
         )
 
 

@@ -9,6 +9,7 @@ would wait in vain.
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import queue
@@ -49,8 +50,6 @@ def prepare() -> None:
     if _ProgramEnd.is_prepared:
         return
     threading.Thread(target=run, name="jdp-end", daemon=True).start()
-    # `sys.excepthook` would be too early, and a program may set it later.
-    vars(threading)["_register_atexit"](forks.only_here(_tell_of_failure))
     _ProgramEnd.pid = os.getpid()
     sys.addaudithook(_show_uncaught)
     # It runs before JAX's, which was registered earlier.
@@ -96,6 +95,10 @@ def _show_uncaught(event: str, arguments: tuple[object, ...]) -> None:
     error = _find_uncaught()
     if error is None or arguments[2] is not error:
         return
+    # Functions registered last run first: before `concurrent.futures` waits for its
+    # threads, which a program may import after `jdp.init`. To tell of it here would be
+    # too early: the hook may be a debugger, and `python -i` goes on.
+    vars(threading)["_register_atexit"](forks.only_here(_tell_of_failure))
     code = user_program.show_error(error)
     if code is not None:
         _ProgramEnd.exit_code, _ProgramEnd.has_exited = code or 1, True
@@ -176,11 +179,13 @@ def _ignore_signals() -> None:
 
 
 def _end_by_interrupt() -> None:
-    """Ends this process by SIGINT, as Python does."""
-    with contextlib.suppress(ValueError):  # This is not the main thread.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(130)
+    """Ends this process by SIGINT, as Python does; on any thread."""
+    # `signal.signal` is for the main thread, which may wait for other threads.
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    set_handler(signal.SIGINT, None)  # SIG_DFL
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(130)  # SIGINT is blocked.
 
 
 def _find_uncaught() -> BaseException | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jdp.replicas import progress
+from jdp.replicas import forked, progress
 from jdp.runtime import job_key
 
 _FORGED_PERIOD_S = 0.05  # between reads of a key that a stranger has written.
@@ -58,6 +58,7 @@ class DistributedStore(_Bookkeeping):
 
     @property
     def _client(self) -> Any:
+        forked.check_is_not_child()
         if self._open_client is None:
             raise RuntimeError(
                 "The world has ended with `jdp.shutdown`. Use the world of the next "

@@ -17,6 +17,7 @@ import gc
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import os
 import re
 import stat
@@ -24,14 +25,14 @@ import struct
 import sys
 import threading
 import time
-import types
+from types import CodeType, ModuleType
 
 _MAX_REASON = 300  # characters.
 _CULPRIT_FIRST_S = 1.0
 FAILURE_FD = "JDP_FAILURE_FD"
 ENDING_FD = "JDP_ENDING_FD"  # At its end once the launcher has begun to end the job.
 _FLUSH_TIMEOUT_S = 2.0  # for all pipes and sockets together.
-# In C: `isinstance` with an ABC would inspect every object.
+# In C, for types: `isinstance` runs code of ABCs, and of users' classes (`__class__`).
 _FILE: type = io.IOBase.__mro__[1]
 _TOO_LARGE = 1 << 63  # Python ends with 255 for a code that is not a C long.
 # Kind, process id, seconds of the monotonic clock, code, culprit, is_consequence.
@@ -54,25 +55,22 @@ def main(argv: list[str]) -> None:
     _LauncherPipe.ending_fd = _take_fd(ENDING_FD)
     # `import jdp.runtime.user_program` must return this module, which has the pipe.
     sys.modules["jdp.runtime.user_program"] = sys.modules["__main__"]
-    program = types.ModuleType("__main__")
+    program = ModuleType("__main__")
     program.__dict__["__builtins__"] = builtins
     # The interpreter keeps the module of this file alive.
     sys.modules["__main__"] = program
+    if os.isatty(0):
+        _prepare_prompts()
     try:
-        if kind == "module":
-            code = _load_module(program, target, arguments)
-        else:
-            code = _load_script(program, target, arguments)
-        exec(code, program.__dict__)
+        load = _load_module if kind == "module" else _load_script
+        exec(load(program, target, arguments), program.__dict__)
         report(ENDED)
         _exit_if_child(0)
     except SystemExit as error:
         code = _exit_code(error)
         _exit_if_child(code)
-        if code == 0:
-            report(ENDED)
-        else:
-            report(FAILED, code)
+        report(FAILED if code else ENDED, code)
+        if code:
             _tell_others(f"exit code {code}")
         _exit_unless_zero(code)
     except BaseException as error:
@@ -95,11 +93,19 @@ def main(argv: list[str]) -> None:
 
 def _take_fd(name: str) -> int | None:
     """Removes a pipe of the launcher from the environment, and returns it."""
-    fd = os.environ.pop(name, None)
-    if fd is None:
+    if (fd := os.environ.pop(name, None)) is None:
         return None
     os.set_inheritable(int(fd), False)
     return int(fd)
+
+
+def _prepare_prompts() -> None:
+    """Makes `input()` use readline, whose mode of the terminal the launcher notices."""
+    try:
+        readline = importlib.import_module("readline")
+        readline.parse_and_bind("set horizontal-scroll-mode on")
+    except ImportError:  # Nothing that is typed would come here.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
 
 class _LauncherPipe:
@@ -139,16 +145,15 @@ def report(
       is_consequence: whether the only reason is the end of another process.
     """
     process_id = os.environ.get("JDP_PROCESS_ID", "")
-    if _LauncherPipe.failure_fd is None or not process_id.isdigit():
-        return
-    if os.getpid() != _LauncherPipe.pid:
+    fd = _LauncherPipe.failure_fd
+    if fd is None or os.getpid() != _LauncherPipe.pid or not process_id.isdigit():
         return
     own = int(process_id)
     blamed = own if culprit is None else culprit
     at_s = time.monotonic() if at_s is None else at_s
     record = RECORD.pack(kind, own, at_s, code, blamed, is_consequence)
     with contextlib.suppress(OSError):  # The launcher is gone.
-        os.write(_LauncherPipe.failure_fd, record)
+        os.write(fd, record)
 
 
 def describe_error(error: BaseException) -> str:
@@ -175,8 +180,7 @@ def find_culprit(error: BaseException) -> int | None:
     progress = sys.modules.get("jdp.replicas.progress")
     timeout_s = 0.0
     for cause in _chain(error):
-        process = None if progress is None else progress.culprit_of(cause)
-        if process is not None:
+        if progress and (process := progress.culprit_of(cause)) is not None:
             return process
         if _is_of_jax(cause):
             timeout_s = _PEER_IS_HEARD_S
@@ -185,9 +189,8 @@ def find_culprit(error: BaseException) -> int | None:
     lifeline = sys.modules.get("jdp.runtime.lifeline.lifeline")
     if lifeline is None:
         return None
-    return lifeline.find_culprit(
-        timeout_s=timeout_s, is_consequence=is_consequence(error)
-    )
+    follows = is_consequence(error)
+    return lifeline.find_culprit(timeout_s=timeout_s, is_consequence=follows)
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -195,12 +198,9 @@ def is_consequence(error: BaseException) -> bool:
 
     Such an error is not the cause if another process reports a reason.
     """
+    of_jax = filter(_is_of_jax, _chain(error))
     return any(
-        _is_of_jax(cause)
-        and bool(
-            _BROKEN.search(describe_error(cause)) or _NAMED.search(_text_of(cause))
-        )
-        for cause in _chain(error)
+        _BROKEN.search(describe_error(e)) or _NAMED.search(_text_of(e)) for e in of_jax
     )
 
 
@@ -225,14 +225,11 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _tell_others(reason: str, culprit: int | None = None) -> None:
     """Tells the other processes of the job, if this one has joined it."""
-    module = sys.modules.get("jdp.runtime.lifeline.lifeline")
-    if module is not None:
+    if (module := sys.modules.get("jdp.runtime.lifeline.lifeline")) is not None:
         module.leave(reason, culprit=culprit)
 
 
-def _load_script(
-    program: types.ModuleType, path: str, arguments: list[str]
-) -> types.CodeType:
+def _load_script(program: ModuleType, path: str, arguments: list[str]) -> CodeType:
     sys.argv = [path, *arguments]
     if not os.path.isabs(path):  # Else it works even if the folder was deleted.
         path = os.path.join(os.getcwd(), path)
@@ -254,9 +251,7 @@ def _load_script(
         return loader.source_to_code(file.read(), path)
 
 
-def _load_module(
-    program: types.ModuleType, name: str, arguments: list[str]
-) -> types.CodeType:
+def _load_module(program: ModuleType, name: str, arguments: list[str]) -> CodeType:
     sys.argv = ["-m", *arguments]
     _set_first_path(os.getcwd())
     spec = importlib.util.find_spec(name)  # Imports the packages around it.
@@ -265,14 +260,11 @@ def _load_module(
     if spec is None or spec.loader is None:
         print(f"{sys.executable}: No module named {name}", file=sys.stderr)
         raise SystemExit(1)
-    if spec.origin is not None:
-        sys.argv[0] = spec.origin
+    sys.argv[0] = spec.origin or sys.argv[0]
     return _adopt(program, spec)
 
 
-def _adopt(
-    program: types.ModuleType, spec: importlib.machinery.ModuleSpec
-) -> types.CodeType:
+def _adopt(program: ModuleType, spec: importlib.machinery.ModuleSpec) -> CodeType:
     """Names `program` as the import system would, and returns its code."""
     program.__spec__ = spec
     program.__loader__ = spec.loader
@@ -299,9 +291,8 @@ def _exit_code(error: SystemExit) -> int:
     try:
         print(error.code, file=sys.stderr)
     except Exception:  # `__str__` of the user's class; Python ends with 1, silently.
-        name = type(error.code).__name__
-        text = f"`sys.exit` got an object of class {name}, whose text fails"
-        print(text, file=sys.stderr)
+        text = f"an object of class {type(error.code).__name__}, whose text fails"
+        print(f"`sys.exit` got {text}", file=sys.stderr)
     return 1
 
 
@@ -312,8 +303,7 @@ def _exit_if_child(code: int) -> None:
     """
     if os.getpid() == _LauncherPipe.pid:
         return
-    wait_for_threads = vars(threading)["_shutdown"]  # as Python does at its end.
-    for end in (wait_for_threads, atexit._run_exitfuncs):
+    for end in (vars(threading)["_shutdown"], atexit._run_exitfuncs):  # as Python does.
         with contextlib.suppress(Exception):
             end()
     flush()
@@ -341,34 +331,44 @@ def flush() -> None:
 
     From then on, text files write each line at once: other threads may go on.
     """
-    flush_regular_files(is_last=True)
+    flush_files(is_last=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
             continue  # None, broken or closed.
     # A pipe may never be read, so this gets a deadline.
-    thread = threading.Thread(target=_flush_files, args=(False,), daemon=True)
+    thread = threading.Thread(target=flush_files, args=(False,), daemon=True)
     with contextlib.suppress(RuntimeError):  # At its end, Python cannot start a thread.
         thread.start()
         thread.join(_FLUSH_TIMEOUT_S)
-    flush_regular_files(is_last=True)
+    flush_files(is_last=True)
 
 
-def flush_regular_files(*, is_last: bool = False) -> None:
-    """Flushes open files on disks; `is_last`: text files flush each line then."""
-    _flush_files(True, is_last)
-
-
-def _flush_files(are_regular: bool, is_last: bool = False) -> None:
-    # By type: `__class__` may be a property of the user's class.
-    for file in [each for each in gc.get_objects() if issubclass(type(each), _FILE)]:
+def flush_files(of_disks: bool = True, *, is_last: bool = False) -> None:
+    """Flushes open files on disks, or others; `is_last`: text files flush each line."""
+    for file in _find_files():
         # A user's class may raise; a file in memory has no descriptor.
         with contextlib.suppress(Exception):
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode) == are_regular:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode) == of_disks:
                 file.flush()
                 if is_last and isinstance(file, io.TextIOWrapper):
                     file.reconfigure(line_buffering=True)
+
+
+def _find_files() -> list[io.IOBase]:
+    """Returns the file objects of the process.
+
+    All in one call to `list`: no other thread runs while all objects are held. `tuple`
+    raises SystemError if its unfinished result is held elsewhere.
+    """
+    held: list[io.IOBase] = []  # and all others, within the call.
+    steps: tuple = (
+        map(held.extend, map(gc.get_objects, [None])),
+        itertools.compress(held, map(_FILE.__subclasscheck__, map(type, held))),
+        map(held.__delitem__, [slice(None)]),
+    )
+    return list(itertools.chain.from_iterable(steps))[1:-1]
 
 
 def show_error(error: BaseException) -> int | None:

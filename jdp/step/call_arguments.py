@@ -264,27 +264,53 @@ def split_leaves(batches: tuple[PyTree, ...]) -> list[Any]:
     return jax.tree.leaves(split_trees(batches))
 
 
+def check_divide(batches: tuple[PyTree, ...], num_shards: int) -> None:
+    """Raises ValueError for a leaf whose samples do not divide among the shards."""
+    for length, where in _lengths(batches).items():
+        if length % num_shards:
+            raise ValueError(
+                f"`{where}` has {length} samples over all replicas, which do not "
+                f"divide among {num_shards} shards (`num_shards`). Use a batch size "
+                f"that is a multiple of {num_shards}, or drop or pad the rest."
+            )
+
+
 def warn_of_unequal_lengths(world: World, batches: tuple[PyTree, ...]) -> None:
     """Warns about a leaf that is split but might not have one row per sample.
 
     A leaf with one row per replica, such as the weights of replicas, is fine.
     """
+    lengths = _lengths(batches)
+    lengths.pop(world.num_replicas, None)
+    if len(lengths) > 1:
+        warnings.warn(_describe_lengths(lengths), stacklevel=2)
+
+
+def explain_unequal_lengths(error: Exception, batches: tuple[PyTree, ...]) -> None:
+    """Adds to an error of a step that leaves of its batches differ in length."""
+    lengths = _lengths(batches)
+    if len(lengths) > 1:
+        error.add_note(_describe_lengths(lengths))
+
+
+def _lengths(batches: tuple[PyTree, ...]) -> dict[int, str]:
+    """Returns the first dimensions of the batches, each with the first such leaf."""
     trees = {k: v for k, v in by_name(batches).items() if k != "argument"}
     lengths: dict[int, str] = {}
     for name, tree in trees.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             where = f"{name}{jax.tree_util.keystr(path)}"
             lengths.setdefault(leaf.shape[0], where)
-    lengths.pop(world.num_replicas, None)
-    if len(lengths) < 2:
-        return
+    return lengths
+
+
+def _describe_lengths(lengths: dict[int, str]) -> str:
     (first, a), (second, b) = list(lengths.items())[:2]
-    warnings.warn(
+    return (
         f"The batches have different first dimensions: `{a}` {first}, `{b}` {second}, "
         "over all replicas. Each is split over the replicas. If all samples share an "
-        "array, such as weights of classes, name it in `replicated_argnames`, or hold "
-        "it in the state.",
-        stacklevel=2,
+        "array, such as weights of classes or a random key, name it in "
+        "`replicated_argnames`, or hold it in the state."
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.replicas import mesh
+from jdp.replicas import host_arrays, mesh
 from jdp.replicas.mesh import World
 from jdp.step import call_arguments, placement
 from jdp.trees import tree_paths
@@ -32,7 +32,8 @@ def global_avals(world: World, batches: tuple[PyTree, ...]) -> tuple[PyTree, ...
 
     def of_batch(tree: PyTree, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, np.ndarray) or not hasattr(leaf, "dtype"):
-            mesh.as_host_array(tree, index, leaf)
+            path = tree_paths.leaf_paths(tree)[index] or "(root)"
+            host_arrays.as_host_array(leaf, f"The batch's leaf `{path}`")
         shape, dtype = _shape_and_dtype(leaf)
         if not shape:
             path = tree_paths.leaf_paths(tree)[index]

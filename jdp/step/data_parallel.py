@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 
 from jdp.collectives import auto
+from jdp.fingerprints.replica_check import ReplicaCheck
 from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy
@@ -15,6 +16,8 @@ from jdp.replicas import (
     mesh,
     progress,
     shared_replicas,
+    stamps,
+    virtual_replicas,
     world_end,
 )
 from jdp.replicas.joinable import Joinable, JoinHook
@@ -91,6 +94,7 @@ class DataParallelStep(Joinable, StepCall[P, S, R]):
         self._num_ended = world_end.count_ended()
         vars(self).pop("world", None)
         vars(self).pop("_needs_limit", None)
+        vars(self).pop("_replica_check", None)
         vars(self).pop("_program", None)
         self.calling_thread = 0
         self._placer = StatePlacer(self.name, donates=self._options.donate_state)
@@ -182,6 +186,10 @@ class DataParallelStep(Joinable, StepCall[P, S, R]):
     ) -> tuple[PyTree, PyTree]:
         """Runs one step; with a divisor, the first batch marks replicas with data."""
         flat, *placed = self._place(state, batches)
+        record = self._options.record_fingerprints
+        if record is not None:
+            record.begin(flat.to_tree(), world=self.world)
+        stamps.stamp(stamps.STEP_PLACED)
         compiled = self._program.compiled(divide_by)
         if self._needs_limit:
             progress.CallLimit.wait_for_earlier()
@@ -191,7 +199,19 @@ class DataParallelStep(Joinable, StepCall[P, S, R]):
         placer = self._placer
         if self._binder.has_names and call_arguments.has_static(batches):
             placer.note_other_program()
-        return placer.take_returned(self.world, flat), metrics
+        new_state = placer.take_returned(self.world, flat)
+        if self._replica_check is not None:
+            self._replica_check.after_call(new_state)
+        if record is not None:
+            record.after_step(new_state, world=self.world)
+        return new_state, metrics
+
+    @functools.cached_property
+    def _replica_check(self) -> ReplicaCheck | None:
+        every = self._options.check_every
+        if every is None:
+            return None
+        return ReplicaCheck(self.world, self.name, every=every)
 
     @functools.cached_property
     def _needs_limit(self) -> bool:
@@ -304,6 +324,8 @@ class DataParallelStep(Joinable, StepCall[P, S, R]):
         """The replicas that the step runs on."""
         world = self._options.world or mesh.current_world()
         world_end.check_is_alive(world)
+        if self._options.num_shards is not None:
+            world = virtual_replicas.with_shards(world, self._options.num_shards)
         return world
 
     @functools.cached_property

@@ -5,6 +5,8 @@ from typing import Any, Concatenate, Protocol, overload
 
 from typing_extensions import TypeVar
 
+from jdp.fingerprints import record
+from jdp.fingerprints.record import RecordTo
 from jdp.replicas.mesh import World
 from jdp.step.call_arguments import Names
 from jdp.step.data_parallel import DataParallelStep
@@ -55,7 +57,10 @@ def data_parallel(
     split_batches: bool = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
+    check_every: int | None = ...,
+    record_fingerprints: RecordTo = ...,
     compiler_options: dict[str, Any] | None = ...,
+    num_shards: int | None = ...,
 ) -> DataParallelStep[P, Any, R]: ...
 @overload
 def data_parallel(
@@ -69,7 +74,10 @@ def data_parallel(
     split_batches: bool = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
+    check_every: int | None = ...,
+    record_fingerprints: RecordTo = ...,
     compiler_options: dict[str, Any] | None = ...,
+    num_shards: int | None = ...,
 ) -> DataParallelStep[Concatenate[T, Rest], T, T]: ...
 @overload
 def data_parallel(
@@ -83,7 +91,10 @@ def data_parallel(
     split_batches: bool = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
+    check_every: int | None = ...,
+    record_fingerprints: RecordTo = ...,
     compiler_options: dict[str, Any] | None = ...,
+    num_shards: int | None = ...,
 ) -> DataParallelStep[P, S, tuple[S, M]]: ...
 @overload
 def data_parallel(
@@ -97,7 +108,10 @@ def data_parallel(
     split_batches: bool = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
+    check_every: int | None = ...,
+    record_fingerprints: RecordTo = ...,
     compiler_options: dict[str, Any] | None = ...,
+    num_shards: int | None = ...,
 ) -> DataParallelStep[Concatenate[A, T, Rest], T, T]: ...
 @overload
 def data_parallel(
@@ -112,7 +126,10 @@ def data_parallel(
     split_batches: bool = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
+    check_every: int | None = ...,
+    record_fingerprints: RecordTo = ...,
     compiler_options: dict[str, Any] | None = ...,
+    num_shards: int | None = ...,
 ) -> StatesDecorator: ...
 @overload
 def data_parallel(
@@ -126,7 +143,10 @@ def data_parallel(
     split_batches: bool = ...,
     check_vma: bool = ...,
     static_graph: bool = ...,
+    check_every: int | None = ...,
+    record_fingerprints: RecordTo = ...,
     compiler_options: dict[str, Any] | None = ...,
+    num_shards: int | None = ...,
 ) -> StepDecorator: ...
 def data_parallel(
     step: Any = None,
@@ -140,7 +160,10 @@ def data_parallel(
     num_states: int = 1,
     check_vma: bool = True,
     static_graph: bool = False,
+    check_every: int | None = None,
+    record_fingerprints: RecordTo = None,
     compiler_options: dict[str, Any] | None = None,
+    num_shards: int | None = None,
 ) -> Any:
     """Turns the train step of one replica into a compiled step of all replicas.
 
@@ -207,8 +230,22 @@ def data_parallel(
       static_graph: whether to raise if a later trace of the step, for other shapes,
         finds other used parameters or another order of their gradients. False logs
         the difference.
+      check_every: after every so many calls, all replicas compare the bits of the new
+        state, in one small collective; the call waits for it. A difference, which a
+        faulty device makes, raises on every process. None: never.
+      record_fingerprints: a file to which process 0 writes the fingerprint of the state
+        before the first step and after every 100 steps, or a `jdp.FingerprintRecord`,
+        which has another period or goes on from a checkpoint. `jdp fingerprint diff`
+        compares the files of two runs.
       compiler_options: XLA options for this step; they take precedence over jdp's
         defaults.
+      num_shards: number of shards, a multiple of the number of replicas, into which
+        each global batch is cut. Each replica computes its shards one after the other,
+        by programs of one shard, and everything that is reduced follows one fixed tree
+        of shards. So parameters, losses and metrics have the same bits on any number
+        of replicas and processes; see docs/same_bits.md. `step` is then written for one
+        shard. None: the `num_shards` of the world, which is None by default: each
+        replica computes its part of the batch at once.
 
     Returns:
       A callable with the arguments and results of `step`. The state is any tree that
@@ -226,9 +263,12 @@ def data_parallel(
         differs between replicas; a metric has one row per sample; or a collective is in
         a `cond` or a `while` loop that replicas may decide differently, so that some
         would wait forever for the others. The message names the leaf or the line.
+        With `num_shards`: it does not divide among the replicas, a batch does not
+        divide among the shards, or the step reads `lax.axis_index` or has a collective
+        in a `while` loop or a `cond`.
       RuntimeError: from a call: the state was donated before; or the processes have
         different states or programs, in which case every process raises and names the
-        difference.
+        difference; or `check_every` found replicas with other bits, which it names.
     """
 
     options = StepOptions(
@@ -241,6 +281,9 @@ def data_parallel(
         check_vma=check_vma,
         static_graph=static_graph,
         compiler_options=compiler_options,
+        check_every=check_every,
+        record_fingerprints=record.as_record(record_fingerprints),
+        num_shards=num_shards,
     )
     if step is None:
         return lambda step: DataParallelStep(step, options)

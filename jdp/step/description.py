@@ -66,6 +66,9 @@ class SynchronizationDescription:
     buckets: tuple[BucketDescription, ...]  # in the order sent.
     riders: tuple[str, ...]  # values sent in the buckets besides gradients.
     divide_by: str | None  # how replicas are weighted; None: equal weights.
+    weight_bytes: int  # size of the weights that are sent; 0 without weights.
+    # Bytes of each collective of `SyncBatchNorm`: forward, then the same for gradients.
+    batch_norm_bytes: tuple[int, ...]
     synced_in_backward: tuple[LeafDescription, ...]  # by `jdp.sync_in_backward`.
     never_used: tuple[str, ...]  # paths that cannot receive a gradient; not sent.
     used_at_times: tuple[str, ...]  # paths that control flow decides about.
@@ -89,7 +92,9 @@ class Description:
 
         2 (n - 1) / n times the bytes of the buckets, the cost of a bandwidth-optimal
         all-reduce such as the ring (Patarasuk and Yuan, 2009). With a hook, the bytes
-        that the hook passes on are counted.
+        that the hook passes on are counted. The weight of a replica counts, and so do
+        the collectives of `SyncBatchNorm`, as many as one evaluation of the loss and
+        its gradient has outside of loops.
         """
         return sum(made.wire_bytes for made in self.synchronizations)
 
@@ -115,7 +120,8 @@ class Description:
         """Form for `rich.print`: a table for each synchronisation."""
         from rich.console import Group
 
-        title = f"{self.name} on {self.num_replicas} replicas"
+        plural = "" if self.num_replicas == 1 else "s"
+        title = f"{self.name} on {self.num_replicas} replica{plural}"
         if not self.synchronizations:
             return Group(f"{title}: synchronises nothing.")
         return Group(*[_table(title, made) for made in self.synchronizations])
@@ -192,10 +198,14 @@ def _describe(made: Synchronization) -> SynchronizationDescription:
     sent = [] if made.hook else [bucket.num_bytes for bucket in buckets]
     sent += [spec.num_bytes for spec in made.riders]
     sent += [plan.leaves[i].num_bytes for i in synced]
+    of_norms = 2 * loss.batch_norm_bytes if loss and made.num_replicas > 1 else ()
+    sent += [made.weight_bytes, *of_norms]
     return SynchronizationDescription(
         buckets=buckets,
         riders=tuple(map(str, made.riders)),
         divide_by=made.divide_by,
+        weight_bytes=made.weight_bytes,
+        batch_norm_bytes=of_norms,
         synced_in_backward=tuple(map(leaf, synced)),
         never_used=tuple(paths[i] for i in never_used),
         used_at_times=tuple(paths[i] for i in loss.undecided) if loss else (),
@@ -246,6 +256,11 @@ def _caption(made: SynchronizationDescription) -> str:
     ]
     if made.riders:
         lines.append(f"Besides gradients: {', '.join(made.riders)}.")
+    if made.batch_norm_bytes:
+        lines.append(
+            f"Batch norm: {len(made.batch_norm_bytes)} collectives of "
+            f"{sum(made.batch_norm_bytes):,} bytes in all."
+        )
     if made.divide_by:
         lines.append(
             "Replicas without data have weight 0; the sum is divided by "

@@ -52,7 +52,7 @@ class StepJoinHook(JoinHook):
     ) -> tuple[PyTree, PyTree]:
         """Runs the step; without data, the replicas of this process have weight 0."""
         step = self._step
-        amount = np.full(step.join_world.num_local_replicas, has_data, np.float32)
+        amount = np.full(step.join_world.num_local_rows, has_data, np.float32)
         out = step.run(self._divide_by, state, (amount, *batches))
         step.last_state = out[0]
         self._has_run = True

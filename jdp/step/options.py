@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jdp import types
+from jdp.fingerprints.record import FingerprintRecord
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.step.call_arguments import Names
@@ -25,6 +26,9 @@ class StepOptions:
     check_vma: bool
     static_graph: bool
     compiler_options: dict[str, Any] | None
+    check_every: int | None = None
+    record_fingerprints: FingerprintRecord | None = None
+    num_shards: int | None = None
     takes_modules: bool = False  # objects of nnx in the state, of which it gets copies.
 
     def __post_init__(self) -> None:
@@ -32,7 +36,7 @@ class StepOptions:
 
         Raises:
           TypeError: an option has the wrong type.
-          ValueError: `num_states` is below 1.
+          ValueError: `num_states`, `check_every` or `num_shards` is below 1.
         """
         if self.world is not None:
             mesh.check_world(self.world)
@@ -46,6 +50,10 @@ class StepOptions:
             if not isinstance(value, bool):
                 raise TypeError(f"`{name}` must be True or False, got {value!r}.")
         types.as_count(self.num_states, "num_states", least=1)
+        if self.check_every is not None:
+            types.as_count(self.check_every, "check_every", least=1)
+        if self.num_shards is not None:
+            types.as_count(self.num_shards, "num_shards", least=1)
         options = self.compiler_options
         if not (options is None or isinstance(options, dict)):
             raise TypeError(

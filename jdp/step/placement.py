@@ -11,8 +11,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import compat
-from jdp.replicas import layouts, mesh, per_replica, replication
+from jdp.compat import array_parts
+from jdp.replicas import host_arrays, layouts, per_replica, replication
 from jdp.replicas.mesh import World
 from jdp.step import state_layouts
 from jdp.step.flat_state import FlatState, LeafFinder, Structure, Structures
@@ -229,10 +229,10 @@ class StatePlacer:
             address
             for x in state.leaves
             if not sizes.isdisjoint(self._sizes_beside(x))
-            for address in compat.buffer_addresses(x)
+            for address in array_parts.buffer_addresses(x)
         }
         leaves = [
-            x if taken.isdisjoint(compat.buffer_addresses(x)) else _copy(x)
+            x if taken.isdisjoint(array_parts.buffer_addresses(x)) else _copy(x)
             for x in leaves
         ]
         return jax.tree.unflatten(treedef, leaves)
@@ -296,8 +296,8 @@ def _name_of(path: Any) -> str:
 
 def check_is_array(leaf: Any, name: str) -> None:
     """Raises TypeError unless `leaf` is an array or a number that JAX takes."""
-    mesh.check_has_no_mask(leaf, name)
-    mesh.check_has_known_dtype(leaf, name)
+    host_arrays.check_has_no_mask(leaf, name)
+    host_arrays.check_has_known_dtype(leaf, name)
     try:
         jax.typeof(leaf)
     except TypeError:
@@ -369,7 +369,7 @@ def _copy_aliases(leaves: Sequence[Any]) -> list[Any]:
     taken: set[int] = set()
     distinct = []
     for x in leaves:
-        addresses = compat.buffer_addresses(x)
+        addresses = array_parts.buffer_addresses(x)
         if not taken.isdisjoint(addresses):
             x = _copy(x)
         taken.update(addresses)

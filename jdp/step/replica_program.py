@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.collectives.shared_memory import ordered
+from jdp.collectives.shared_memory import ordered, program_order
 from jdp.gradients import averaging, metric_objects, step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.watched_values import WatchedValues
@@ -159,9 +159,13 @@ def trace_step(
 
         return sample_draws.trace_wide(world, batches, run)
 
+    def take_parts(traced: Any) -> Any:
+        return sample_draws.take_parts(traced, world, batches, lambda: trace_wide()[0])
+
     if trace.watched.shapes:
         answers = watch_answers.find(
             traced,
+            take_parts,
             world,
             trace.watched,
             outlines.sample_counts,
@@ -169,14 +173,30 @@ def trace_step(
         )
         trace.restart(answers)
         traced, outlines = _trace(step, options, state, batches, trace)
-    traced = sample_draws.take_parts(traced, world, batches, lambda: trace_wide()[0])
+    traced = take_parts(traced)
     spreads = result_checks.find_spreads(traced, outlines, world)
     result_checks.check_state(
         traced, outlines, spreads, world, trace, is_proven=options.is_proven
     )
     differing = result_checks.check_metrics(outlines, spreads.metrics, world)
     trace.differing = differing
+    traced = _keep_order(traced, outlines, differing, world)
     return _make_program(traced, outlines, differing, world)
+
+
+def _keep_order(
+    traced: Any, outlines: StepOutlines, differing: list[bool], world: World
+) -> Any:
+    """Returns a program whose collectives run in one order; metrics come last."""
+    is_alone = world.process_count == 1 or world.num_shards is not None
+    if is_alone or world.manual_axes:
+        return traced
+    first = len(outlines.state.leaves)
+    pairs = zip(differing, outlines.metrics.are_own, strict=True)
+    averaged = [first + i for i, (differs, own) in enumerate(pairs) if differs > own]
+    if averaged:  # The weight of the replica comes after the metrics.
+        averaged += range(first + len(differing), len(traced.out_avals))
+    return program_order.keep(traced, world, averaged)
 
 
 def _trace(
@@ -282,6 +302,14 @@ def _run_on_replica(
 def _explain_axes(error: Exception, world: World) -> None:
     """Adds to an error about the name of an axis which names there are."""
     text = str(error)
+    if re.search("Resource axis: .* not found in mesh", text):
+        error.add_note(
+            f"The mesh of the world has the axes {', '.join(world.mesh.axis_names)}. "
+            "The step, or an annotation of a parameter, names another one. Pass a mesh "
+            "with this axis, `jdp.init(mesh=...)`; it may have the size 1. Or take the "
+            "annotation off: `flax.linen.unbox(variables)`, before the state is made."
+        )
+        return
     if "axis name" not in text and "is not bound here" not in text:
         return
     free = [name for name in world.model_axes if name not in world.manual_axes]

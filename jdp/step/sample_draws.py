@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
@@ -301,7 +300,7 @@ class _Parts:
 
         def draw(*operands: jax.Array) -> jax.Array:
             return draws.TAKE_PART[kind](
-                *operands, part, lax.axis_index(names), **eqn.params
+                *operands, part, compat.axis_index(names), **eqn.params
             )
 
         draw.__name__ = f"{kind}_of_replica"

@@ -19,6 +19,7 @@ T = TypeVar("T")  # the new state, of a step that returns nothing else.
 K = TypeVar("K")
 A = TypeVar("A")
 B = TypeVar("B")
+C = TypeVar("C")
 A_contra = TypeVar("A_contra", contravariant=True)
 B_contra = TypeVar("B_contra", contravariant=True)
 C_contra = TypeVar("C_contra", contravariant=True)
@@ -151,6 +152,28 @@ class StepCall(Generic[P, S, R]):
             second_state: B,
             inputs: HostArray,
             labels: HostArray,
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> R: ...
+        @overload
+        def __call__(
+            self: TakesFour[A, B, C, jax.Array, Rest, R],
+            state: A,
+            second_state: B,
+            third: C,
+            batch: HostArray,
+            /,
+            *args: Rest.args,
+            **kwargs: Rest.kwargs,
+        ) -> R: ...
+        @overload
+        def __call__(
+            self: TakesFour[A, B, C, dict[K, jax.Array], Rest, R],
+            state: A,
+            second_state: B,
+            third: C,
+            batch: dict[K, HostArray] | dict[K, np.ndarray],
             /,
             *args: Rest.args,
             **kwargs: Rest.kwargs,

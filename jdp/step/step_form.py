@@ -148,11 +148,12 @@ class StepForm:
     def _take_results(self, out: Any, state: PyTree) -> tuple[PyTree, PyTree]:
         """Splits what the step returned into state and metrics."""
         if self._num_states > 1:
-            num_metrics, found = self._split_states(out)
+            num_metrics, found = self._split_states(out, state)
         elif _is_alone(out, state):
             num_metrics, found = None, (out, {})
         else:
             num_metrics, found = 1, _check_pair(out)
+            self._check_order(found, (state,))
         if self._is_traced and num_metrics != self._num_metrics:
             raise ValueError(
                 f"The step `{self._name}` returned {_describe(self._num_metrics)} "
@@ -162,7 +163,9 @@ class StepForm:
         self._is_traced, self._num_metrics = True, num_metrics
         return found
 
-    def _split_states(self, out: Any) -> tuple[int, tuple[PyTree, PyTree]]:
+    def _split_states(
+        self, out: Any, state: PyTree
+    ) -> tuple[int, tuple[PyTree, PyTree]]:
         if not isinstance(out, tuple) or len(out) < self._num_states:
             got = f"{len(out)} values" if type(out) is tuple else type(out).__name__
             names = ", ".join(self._names)
@@ -170,9 +173,27 @@ class StepForm:
                 f"With `num_states={self._num_states}` the step must return "
                 f"`({names}, metrics)`, or `({names})`, got {got}."
             )
+        self._check_order(out, state)
         state = self._make_state(*out[: self._num_states])
         metrics = out[self._num_states :]
         return len(metrics), (state, metrics[0] if len(metrics) == 1 else metrics)
+
+    def _check_order(self, out: tuple[Any, ...], states: tuple[PyTree, ...]) -> None:
+        """Raises TypeError if the metrics come before the state."""
+        metrics, *others = out
+        if len(others) < len(states) or not any(map(_has_arrays, states)):
+            return
+        is_like = (
+            _shapes(x) == _shapes(s) for x, s in zip(others, states, strict=False)
+        )
+        if not _has_arrays(metrics) and _shapes(metrics) != _shapes(states[0]):
+            if all(is_like):
+                names = ", ".join(self._names) or "state"
+                raise TypeError(
+                    f"The step `{self._name}` returned its metrics first. Return "
+                    f"`({names}, metrics)`: what comes first is the new state, and "
+                    "metrics are averaged over the replicas."
+                )
 
 
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -195,6 +216,11 @@ def _has_like(tree: PyTree, like: PyTree) -> bool:
 def _shapes(tree: PyTree) -> tuple[Any, list[Any]]:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [np.shape(x) for x in leaves]
+
+
+def _has_arrays(tree: PyTree) -> bool:
+    """Returns whether a tree holds more than numbers without a dimension."""
+    return any(np.ndim(x) for x in jax.tree.leaves(tree))
 
 
 def _is_alone(out: Any, state: PyTree) -> bool:

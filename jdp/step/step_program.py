@@ -1,5 +1,6 @@
 """Step program: which program of all replicas is a step, for given arguments?"""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -8,12 +9,13 @@ import jax
 from jdp.backward import captured
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import DivideBy
-from jdp.replicas import agreement, comparison
+from jdp.replicas import agreement, axes, comparison, stamps, virtual_replicas
 from jdp.replicas.mesh import World
 from jdp.step import call_arguments, nan_search, replica_program, state_layouts
 from jdp.step.options import StepOptions
 from jdp.step.placement import StatePlacer
 from jdp.step.replica_program import Program, ProgramOptions, Step
+from jdp.step.shards import sharded_step
 from jdp.step.state_layouts import Layouts
 from jdp.trees import nnx_objects
 from jdp.types import PyTree
@@ -43,6 +45,10 @@ class StepProgram:
         self._name = name
         self._options = options
         self._world = world
+        # The replicas whose program is traced.
+        self._traced_world = world
+        if world.num_shards is not None:
+            self._traced_world = virtual_replicas.world_of_shards(world)
         self._placer = placer
         self._compiled: dict[DivideBy | None, Any] = {}
         self._last_trace: StepTrace | None = None
@@ -57,14 +63,26 @@ class StepProgram:
         """
         found = self._compiled.get(divide_by)
         if found is None:
-            trace = functools.partial(self._trace, divide_by)
+            trace = functools.partial(self._trace_noted, divide_by)
             step = self._placer.structures.take_flat(trace)
-            found = self._options.compile(step, self._name)
+            if self._world.num_shards is None:
+                found = self._options.compile(step, self._name)
+            else:
+                found = sharded_step.ShardedStep(step, self._world, self._options)
             self._compiled[divide_by] = found
         return found
 
     def lower(self, state: PyTree, *batches: PyTree) -> jax.stages.Lowered:
-        """Lowers the step for arguments of such avals; a call of all processes."""
+        """Lowers the step for arguments of such avals; a call of all processes.
+
+        Raises:
+          ValueError: the step has shards, and so several programs.
+        """
+        if self._world.num_shards is not None:
+            raise ValueError(
+                f"The step `{self._name}` has `num_shards`, and so consists of several "
+                "programs; `fingerprint` has the text of what they compute together."
+            )
         layouts = state_layouts.of_state(self._world, state)
 
         def run(state: PyTree, *batches: PyTree) -> tuple[PyTree, PyTree]:
@@ -87,6 +105,11 @@ class StepProgram:
         self._shard(None, layouts, state, batches, trace)
         return trace
 
+    def _trace_noted(self, *arguments: Any) -> tuple[PyTree, PyTree, Layouts]:
+        """Is `_trace`, with its begin and end in the record of this process."""
+        with stamps.during(stamps.TRACE_BEGUN, name=self._name):
+            return self._trace(*arguments)
+
     def _trace(
         self,
         divide_by: DivideBy | None,
@@ -101,10 +124,16 @@ class StepProgram:
         nan_search.check_is_tracing(self._name, arguments)
         with agreement.reporting(world, self.topic, is_local=True):
             trace = StepTrace()
-            program = self._shard(divide_by, layouts, state, batches, trace)
+            given = batches[0 if divide_by is None else 1 :]  # without marks of `run`.
+            if world.num_shards is not None:
+                call_arguments.check_divide(given, world.num_shards)
+            try:
+                program = self._shard(divide_by, layouts, state, batches, trace)
+            except (TypeError, ValueError) as error:
+                call_arguments.explain_unequal_lengths(error, given)
+                raise
             if self._last_trace is None and is_main:
-                skipped = 0 if divide_by is None else 1  # the marks of `run`.
-                call_arguments.warn_of_unequal_lengths(world, batches[skipped:])
+                call_arguments.warn_of_unequal_lengths(world, given)
             fixed = self._options.static_graph
             trace.follow(self._last_trace, self._name, is_main=is_main, is_fixed=fixed)
             self._last_trace = trace
@@ -123,7 +152,9 @@ class StepProgram:
         trace: StepTrace,
     ) -> Program:
         is_proven = self._options.check_vma
-        options = ProgramOptions(self._world, divide_by, is_proven, layouts)
-        step = functools.partial(call_arguments.run, self._step, self._world)
-        with nnx_objects.explaining(self._name):
+        world = self._traced_world
+        options = ProgramOptions(world, divide_by, is_proven, layouts)
+        step = functools.partial(call_arguments.run, self._step, world)
+        marked = axes.tracing_shards() if world.num_shards else contextlib.nullcontext()
+        with nnx_objects.explaining(self._name), marked:
             return replica_program.trace_step(step, options, state, batches, trace)

@@ -1,5 +1,6 @@
 """Watch answers: what does the program of a step tell about the values it watches?"""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ _Shape = tuple[int, ...]
 
 def find(
     traced: Any,
+    take_parts: Callable[[Any], Any],
     world: World,
     watched: WatchedValues,
     lengths: Collection[int],
@@ -28,11 +30,16 @@ def find(
 
     Args:
       traced: closed jaxpr with the `shard_map` of the step.
+      take_parts: returns the program in which each replica draws for its own samples,
+        so that what is drawn differs.
       world: the replicas.
       watched: the values that this trace watches.
       lengths: the lengths of a replica's batches.
       trace_wide: traces the step with the samples of all replicas on each.
     """
+    with warnings.catch_warnings(), contextlib.suppress(ValueError):
+        warnings.simplefilter("ignore")
+        traced = take_parts(traced)  # An error is raised for the next trace.
     differ = _find_differences(traced, world)
     try:
         with warnings.catch_warnings(), auto.without_measuring():

@@ -7,7 +7,7 @@ streams, is lost. Flax is not imported here: without it, there are no such objec
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -98,27 +98,48 @@ def refusing_changes(function: str, params: PyTree) -> Iterator[None]:
       ValueError: an object has another value afterwards.
     """
     before = jax.tree_util.tree_leaves_with_path(params) if find(params) else []
+    static = _static_attributes(params)
     try:
         yield
     except Exception as error:
         if type(error).__name__ != "TraceContextError":
             raise
-        raise _lost_change(function, "a variable") from error
+        raise _lost_change(function, "a variable or an attribute") from error
     after = jax.tree.leaves(params) if before else []
     if len(before) != len(after):
         raise _lost_change(function, "attributes")
     for (path, x), y in zip(before, after, strict=True):
         if x is not y:
             raise _lost_change(function, f"`{jax.tree_util.keystr(path)}`")
+    changed = static ^ _static_attributes(params)
+    if changed:
+        name = min(name for name, _ in changed)
+        raise _lost_change(function, f"the attribute `{name}`")
+
+
+def _static_attributes(params: PyTree) -> set[tuple[str, Any]]:
+    """Returns the names and values of attributes that hold neither arrays nor objects.
+
+    Such an attribute is part of a graph definition of Flax, and so can be hashed.
+    """
+    found: set[tuple[str, Any]] = set()
+    for root, x in find(params):
+        nnx = sys.modules["flax.nnx"]
+        for path, value in nnx.iter_graph(x):
+            is_flax = any(str(key).startswith("_pytree__") for key in path)
+            is_dynamic = isinstance(value, jax.Array | nnx.Variable | nnx.Pytree)
+            if not is_flax and not is_dynamic and isinstance(value, Hashable):
+                found.add((".".join([root, *map(str, path)]).lstrip("."), value))
+    return found
 
 
 def _lost_change(function: str, what: str) -> ValueError:
     return ValueError(
         f"`{function}` changes {what} of an nnx object among its parameters. "
         "`jdp.replicated` gives the function a copy, so the change would be lost. "
-        "Evaluate with `model.eval()` or `nnx.view`, return metric objects that are "
-        "made in the function, or decorate it with `@jdp.flax_nnx.data_parallel`, "
-        "which changes objects in place."
+        "Call `model.eval()` before the evaluation or use `nnx.view`, return metric "
+        "objects that are made in the function, or decorate it with "
+        "`@jdp.flax_nnx.data_parallel`, which changes objects in place."
     )
 
 

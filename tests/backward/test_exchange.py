@@ -17,7 +17,7 @@ import jdp
 from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import Weighting
-from tests import harness
+from tests import harness, rarely
 from tests.transforms import AXIS, COMPILED_FAST
 
 N, SIZE, FEATURES = 3, 4, 2
@@ -151,7 +151,7 @@ def _weighted(loss_fn, divide_by="weight", *, accumulate=False):
 EXCHANGING = [k for k in LAYERS if k not in ("clip", "inject", "clip and psum")]
 
 
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("counts", rarely.cases(COUNTS, often=("one without",)))
 @pytest.mark.parametrize("layer", EXCHANGING)
 def test_losses_with_collectives_are_weighed_before_the_backward_pass(layer, counts):
     params, x, w = _inputs(COUNTS[counts])
@@ -210,7 +210,9 @@ def test_equal_weights_change_nothing_for_a_rule_behind_a_collective():
 
 
 @pytest.mark.parametrize("divide_by", ["weight", "active", "world"])
-@pytest.mark.parametrize("counts", ["unequal", "one without"])
+@pytest.mark.parametrize(
+    "counts", rarely.cases(["unequal", "one without"], often=("one without",))
+)
 def test_micro_batches_with_collectives_are_weighed_in_time(counts, divide_by):
     params, x, w = _inputs(COUNTS[counts])
     loss_fn = _make_loss("all_gather", is_safe=True)

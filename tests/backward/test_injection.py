@@ -156,7 +156,7 @@ def _compare(program, flags, *, is_exact):
         assert f"['{name}']" not in never or not has_gradient
 
 
-@settings(max_examples=40, deadline=None, phases=QUICK)
+@settings(max_examples=20, deadline=None, phases=QUICK)
 @given(_statements(RULES, ["jit", "remat"]), test_usage.FLAGS)
 def test_random_programs_use_what_jax_gives_a_gradient(program, flags):
     _compare(program, flags, is_exact=True)

@@ -18,8 +18,9 @@ from jdp.replicas import mesh
 ROOT = pathlib.Path(jdp.__file__).parent
 PARAMS = {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}
 # Four lie in gradients/, four in backward/. In three of the others, the axis and the
-# reduction of the world are found, and in one, modules of nnx are refused.
-NUM_FILES = 15
+# reduction of the world are found, in one, modules of nnx are refused, and in one, the
+# buckets get their names.
+NUM_FILES = 16
 
 
 def _loss(params, x):

@@ -15,7 +15,7 @@ from tests.backward import test_usage
 
 
 @pytest.mark.filterwarnings("ignore:.*can never receive:UserWarning")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(test_usage.statements(2, has_while=False), min_size=1, max_size=3),
     st.tuples(test_usage.FLAGS, test_usage.FLAGS),

@@ -395,7 +395,7 @@ def test_complex_inputs_have_complex_means():
         taken, _ = layer.take_moments(inputs, None, options, x.dtype)
         return taken, layer.normalize(inputs, taken, None, None, options)
 
-    found, y = jax.vmap(fn, axis_name=AXIS)(x)
+    found, y = harness.jit_fast(jax.vmap(fn, axis_name=AXIS))(x)
     flat = x.reshape(-1, 3)
     expected = Moments(flat.mean(0), flat.var(0))
     for k in range(2):

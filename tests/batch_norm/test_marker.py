@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 import jdp
 from jdp.backward.loss import is_of_synced_batch_norm
 from jdp.batch_norm import layer
-from tests import harness
+from tests import harness, rarely
 from tests.transforms import AXIS, COMPILED_FAST
 
 N = 2
@@ -110,7 +110,9 @@ def _elsewhere(tmp_path, monkeypatch):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("transform", ["shard_map", "vmap"])
+@pytest.mark.parametrize(
+    "transform", rarely.cases(["shard_map", "vmap"], often=("shard_map",))
+)
 def test_the_warning_and_the_weights_are_the_same(
     setting, transform, tmp_path, monkeypatch
 ):

@@ -45,8 +45,9 @@ def _jdp(*arguments, **kwargs):
 
 
 def test_bench_step_times_every_system_and_writes_a_file(tmp_path):
-    path = tmp_path / "step.json"
-    process = _jdp("bench", "step", "-n", "2", *SMALL, "--steps", "2", "--json", path)
+    path, plot = tmp_path / "step.json", tmp_path / "step.png"
+    options = ("--steps", "2", "--json", path, "--plot", plot)
+    process = _jdp("bench", "step", "-n", "2", *SMALL, *options)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     result = json.loads(path.read_text())
@@ -60,6 +61,25 @@ def test_bench_step_times_every_system_and_writes_a_file(tmp_path):
         assert len(row["rounds_ms"]) == 2
         assert 0 < row["min_ms"] <= row["median_ms"]
     assert systems["jdp"]["jdp_over"] == 1.0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_scaling_times_each_number_of_processes(tmp_path):
+    path, plot = tmp_path / "scaling.json", tmp_path / "scaling.png"
+    options = ("--processes", "1,2", "--steps", "2", "--json", path, "--plot", plot)
+    process = _jdp("bench", "scaling", *SMALL, *options)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    result = json.loads(path.read_text())
+    assert result["config"]["cpu"]
+    assert [each["num_processes"] for each in result["processes"]] == [1, 2]
+    for each in result["processes"]:
+        systems = each["systems"]
+        assert systems.keys() >= JAX_SYSTEMS - {"two copies alone"}
+        for name, row in systems.items():
+            assert name in out and row["samples_per_s"] > 0
+        assert systems["no communication"]["over_alone"] == 1.0
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_ratio_is_the_median_of_the_rounds():
@@ -109,6 +129,7 @@ def test_bench_overhead_shows_its_figures(tmp_path):
     assert process.returncode == 0, err
     result = json.loads(path.read_text())
     assert set(result["call_us"]) == {"bare", "decorated"}
+    assert result["config"]["rounds"] == 5
     assert result["plan_10000_leaves_ms"] > 0
     assert "decorated over bare" in out
     assert set(result["tracing_ms"]) == {"by hand", "without", "with", "both"}

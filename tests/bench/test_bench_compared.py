@@ -41,8 +41,10 @@ def _bench(path, *arguments):
 
 @pytest.mark.multiprocess
 def test_bench_hooks_counts_what_leaves_the_processes(tmp_path):
-    hooks = ("--hook", "cast:bfloat16", "--hook", "int8")
+    plot = tmp_path / "hooks.png"
+    hooks = ("--hook", "cast:bfloat16", "--hook", "int8", "--plot", plot)
     found = _bench(tmp_path / "hooks.json", "hooks", *hooks)
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert list(found) == ["no hook", "cast:bfloat16", "int8"]
     # The loss and the frames of the sockets come on top of 33 KB.
     assert found["no hook"]["sent_bytes"] == pytest.approx(33_792, rel=0.1)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 TORCH = "torch gloo"
 
 
-def _seconds(*, has_torch):
+def _seconds(*, has_torch, has_horovod=False):
     """Three rounds of every variant."""
     seconds = {f"{eager.ALL_REDUCE} {n}": [1.0, 2.0, 3.0] for n in eager.NUM_BYTES}
     seconds |= {
@@ -32,7 +32,22 @@ def _seconds(*, has_torch):
     }
     if has_torch:
         seconds |= {f"{TORCH} {n}": [1.0, 1.0, 3.0] for n in eager.NUM_BYTES}
+    if has_horovod:
+        seconds |= {
+            eager.HOROVOD_ONE: [1e-3, 2e-3, 2e-3],
+            eager.HOROVOD_MANY: [0.01, 0.02, 0.03],
+            eager.HOROVOD_MANY_NEW: [0.02, 0.04, 0.06],
+        }
     return seconds
+
+
+def test_names_are_compared_with_horovod_where_it_runs():
+    rows = eager.summarize(_seconds(has_torch=False, has_horovod=True))["rows"]
+    found = {row["what"]: row for row in rows if "Horovod" in row["what"]}
+    assert [row["over"] for row in found.values()] == pytest.approx([1000, 1.0, 0.5])
+    new = found["1,000 new names / Horovod"]
+    assert new["is_met"] and new["beside_median"] == pytest.approx(25_000)
+    assert "over" not in eager.summarize(_seconds(has_torch=True))["rows"][3]
 
 
 def test_limits_are_of_the_median_of_the_rounds():
@@ -42,6 +57,7 @@ def test_limits_are_of_the_median_of_the_rounds():
         "1 element / torch gloo": ("at most 1.2", True),
         "1,000 names at once": ("at least 50,000", True),
         "1,000 new names at once": ("at least 60,000", False),
+        "1,000 new names / Horovod": ("at most 1", None),
         "step / flat shard_map": ("at most 1.5", True),
         "idle engine": ("at most 0.5", True),
         "coordinator, 256 ranks": ("at most 1", False),
@@ -87,7 +103,7 @@ def test_bench_eager_measures_every_row_and_writes_a_file(tmp_path):
     assert process.returncode == 0, process.stderr
     result = json.loads(path.read_text())
     assert result["config"]["num_blocks"] == 2 and result["config"]["idle_s"] == 0.1
-    assert len(result["rows"]) == 10
+    assert len(result["rows"]) == 13
     has_torch = importlib.util.find_spec("torch") is not None
     for row in result["rows"]:
         assert row["what"] in process.stdout

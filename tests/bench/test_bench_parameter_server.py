@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 import rich.console
 
 from jdp import parameter_server
@@ -42,6 +43,7 @@ def test_without_data_nothing_is_said_of_accuracy():
     assert len(bench.summarize(_seconds(), {})["rows"]) == 3
 
 
+@pytest.mark.slow
 def test_digits_are_learnt(tmp_path):
     mode, port = parameter_server.asynchronous(), driver.free_port()
     found = parameter_server_step.train_digits(mode, str(tmp_path), port, seed=0)

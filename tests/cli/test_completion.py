@@ -68,6 +68,7 @@ def test_bash_completes_commands_and_options(shell):
     assert sorted(third[:-1]) == sorted(options)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_zsh_and_fish_ask_for_the_same(shell):
     # As the scripts do, also where the shells are not here.
@@ -145,6 +146,7 @@ def test_zsh_completes_where_it_is_typed(tmp_path, environ):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_fish_completes_commands_options_and_files(shell, tmp_path):
     if shutil.which("fish") is None:

@@ -111,6 +111,14 @@ def test_variables_that_do_not_parse_are_broken():
     assert broken["JDP_PROCES_ID"] == "0: jdp has no such variable."
 
 
+@pytest.mark.parametrize(
+    "name", ["JDP_CACHE_DIR", "JDP_KEEP_FREED_MEMORY", "JDP_PARAMETER_SERVER_ROLE"]
+)
+def test_variables_that_other_parts_of_jdp_read_are_known(name):
+    _, (only,) = doctor.check_environ({name: "0"})
+    assert (only.name, only.is_broken) == (name, False)
+
+
 def test_a_shutdown_before_the_warning_is_broken():
     parsed, found = doctor.check_environ({"JDP_EAGER_STALL_SHUTDOWN_S": "5"})
     (only,) = found
@@ -154,7 +162,7 @@ def test_packages_are_those_of_pyproject():
     )
     extras = project["optional-dependencies"]
     # Those are for work on jdp itself.
-    assert set(doctor.EXTRAS) == set(extras) - {"ptx", "test"}
+    assert set(doctor.EXTRAS) == set(extras) - {"docs", "ptx", "test"}
     for extra, packages in doctor.EXTRAS.items():
         names = {re.split(r"[>=\[]", each)[0] for each in extras[extra]}
         assert names - {"jax"} == set(packages)

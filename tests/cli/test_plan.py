@@ -200,6 +200,7 @@ def test_a_typo_is_named(arguments, message, run):
     assert message in err
 
 
+@pytest.mark.slow
 def test_an_import_that_runs_a_script_is_announced_and_its_end_is_named(
     run_process, tmp_path
 ):
@@ -219,7 +220,11 @@ def test_an_import_that_runs_a_script_is_announced_and_its_end_is_named(
     "target,message",
     [
         ("mymodel:los_fn", "Module 'mymodel' has no 'los_fn'."),
-        ("mymodel:not_scalar", "must return a scalar loss, got shape (16, 64)"),
+        pytest.param(
+            "mymodel:not_scalar",
+            "must return a scalar loss, got shape (16, 64)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_process_ends_with_2_and_no_traceback_after_a_typo(

@@ -10,7 +10,7 @@ import pytest
 import jdp
 from jdp import collectives
 from jdp.collectives import measurement
-from tests import harness
+from tests import harness, rarely
 from tests.collectives.test_contract import HIERARCHICAL, NODES, ON_ONE_AXIS
 from tests.transforms import AXIS
 
@@ -18,9 +18,8 @@ EVERYWHERE = {
     **{name: (fn, AXIS) for name, fn in ON_ONE_AXIS.items()},
     **{name: (fn, NODES) for name, fn in HIERARCHICAL.items()},
 }
-everywhere = pytest.mark.parametrize(
-    ("all_reduce", "axis_name"), EVERYWHERE.values(), ids=EVERYWHERE
-)
+# That all keep the contract is found by `test_contract`.
+A_FEW = ("psum", "ring in chunks", "tree", "halving doubling", "hierarchical")
 
 
 def _value_and_grad(options):
@@ -86,25 +85,30 @@ def _train(way, all_reduce, axis_name, n, num_nodes=2):
     jdp.check_replicas(carry, world=world)
 
 
-@everywhere
-def test_replicas_train_as_one_device(all_reduce, axis_name):
-    _train("value_and_grad", all_reduce, axis_name, 4)
-    _train("value_and_grad", all_reduce, axis_name, 3, num_nodes=3)
+@pytest.mark.parametrize("name", rarely.cases(EVERYWHERE, often=A_FEW))
+def test_replicas_train_as_one_device(name):
+    _train("value_and_grad", *EVERYWHERE[name], 4)
+    _train("value_and_grad", *EVERYWHERE[name], 3, num_nodes=3)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "value_and_grad"])
-@pytest.mark.parametrize("name", ["ring", "halving doubling in chunks", "hierarchical"])
+@pytest.mark.parametrize(
+    "name",
+    rarely.cases(
+        ["ring", "halving doubling in chunks", "hierarchical"], often=["hierarchical"]
+    ),
+)
 def test_every_way_takes_an_all_reduce(way, name):
     _train(way, *EVERYWHERE[name], 4)
 
 
-def test_auto(monkeypatch):
+@pytest.mark.parametrize("way", rarely.cases(WAYS, often=("value_and_grad",)))
+def test_auto(monkeypatch, way):
     world = harness.local_world(4)
     fit_links = functools.partial(measurement.fit_links, sizes=(1 << 10,), rounds=2)
     monkeypatch.setattr(measurement, "fit_links", fit_links)
     monkeypatch.setattr(jdp.replicas.mesh._CurrentWorld, "world", world)
-    for way in WAYS:
-        _train(way, "auto", AXIS, 4)
+    _train(way, "auto", AXIS, 4)
 
 
 def test_adasum_of_local_gradients_trains():

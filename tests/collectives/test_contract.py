@@ -19,6 +19,7 @@ butterfly = collectives.butterfly_all_reduce
 reduce_broadcast = collectives.reduce_broadcast_all_reduce
 ON_ONE_AXIS = {
     "psum": collectives.psum_all_reduce,
+    "fixed tree": collectives.fixed_tree_all_reduce,
     "ring": ring,
     "ring in chunks": partial(ring, num_chunks=3),
     "bidirectional ring": partial(ring, bidirectional=True),
@@ -113,14 +114,16 @@ def test_every_axis_size(all_reduce, n):
 
 
 @whole
-@pytest.mark.parametrize("transform", ["pmap", "vmap"])
+@pytest.mark.parametrize("transform", rarely.cases(["pmap", "vmap"], often=("vmap",)))
 @pytest.mark.parametrize("n", rarely.cases(A_FEW_SIZES, often=(3,)))
 def test_every_transform(all_reduce, n, transform):
     _check(transform, n, all_reduce, contract.A_FEW)
 
 
 @in_chunks
-@pytest.mark.parametrize("transform", ["shard_map", "pmap", "vmap"])
+@pytest.mark.parametrize(
+    "transform", rarely.cases(["shard_map", "pmap", "vmap"], often=("shard_map",))
+)
 @pytest.mark.parametrize("n", rarely.cases([4, 7], often=(4,)))
 def test_chunks_under_every_transform(all_reduce, n, transform):
     _check(transform, n, all_reduce, contract.A_FEW)

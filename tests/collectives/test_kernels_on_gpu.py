@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpu_launches
 from jdp.collectives.pallas import kernel_launch
-from tests import harness
+from tests import harness, rarely
 from tests.collectives import kernels_on_gpu
 from tests.collectives.kernels_on_gpu import Case
 
@@ -81,7 +81,11 @@ def test_the_default_launch_is_shown_beside_the_best():
 
 
 @pytest.mark.parametrize(
-    "module", ["tests.collectives.kernels_on_gpu", "benchmarks.gpu_launches"]
+    "module",
+    rarely.cases(
+        ["tests.collectives.kernels_on_gpu", "benchmarks.gpu_launches"],
+        often=("benchmarks.gpu_launches",),
+    ),
 )
 def test_without_a_gpu_it_says_so(module):
     command = [sys.executable, "-m", module]

@@ -101,7 +101,10 @@ def _name(value):
 
 @pytest.mark.parametrize(
     ("peers", "algorithm", "n", "dtype", "size"),
-    _cases((2, 4, 8), (jnp.float32, jnp.bfloat16), (5003, 3 * 1024 + 8)),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[2] == 4))
+        for case in _cases((2, 4, 8), (jnp.float32, jnp.bfloat16), (5003, 3 * 1024 + 8))
+    ],
     ids=_name,
 )
 def test_every_replica_gets_the_sum(peers, algorithm, n, dtype, size):

@@ -1,10 +1,12 @@
 """The all-reduce through memory that the processes of one host share."""
 
+import contextlib
 import errno
 import fcntl
 import functools
 import os
 import pathlib
+import resource
 import signal
 import time
 
@@ -274,6 +276,8 @@ def _run_in_two():
         },
         "weighed": _weigh(world),
         "two programs": _call_two_programs(world, 100),
+        "narrow": {dtype: _reduce_narrow(world, dtype) for dtype in NARROW},
+        "kept tracers": [_find_kept_tracers(world, fn) for fn in REDUCED],
         "different sizes": _reduce_different_sizes(world),
     }
 
@@ -424,6 +428,38 @@ def test_a_survivor_raises_at_once_and_names_the_dead(delay_s):
     assert os.listdir("/dev/shm") == before
 
 
+def _wait_without_descriptors():
+    world = jdp.init(num_cpu_devices=1)
+    run = _jitted(world, 1000)
+    run()
+    taken = []
+    if world.process_index == 0:
+        soft = len(os.listdir("/proc/self/fd")) + 20
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+    for _ in range(3):
+        time.sleep(0.3 * world.process_index)  # process 0 looks whether 1 is alive.
+        run()
+    if world.process_index == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    text, seconds = harness.error_text(run)
+    for fd in taken:
+        os.close(fd)
+    print(f"SURVIVED {seconds:.1f} s: {text}", flush=True)
+
+
+@pytest.mark.multiprocess
+def test_a_process_without_descriptors_takes_no_living_process_for_dead():
+    outcome = harness.run_processes(_wait_without_descriptors, 2, grace_s=5.0)
+    survived = outcome.output.replace("\n[0] ", " ").partition("SURVIVED")[2]
+    assert survived and float(survived.split()[0]) < 5.0, outcome.output
+    assert "Process 1 has ended; the others cannot go on without it." in survived
+
+
 def _reduce_different_sizes(world):
     run = _jitted(world, 1000 + world.process_index)
     return harness.error_text(run)
@@ -464,6 +500,68 @@ def _call_two_programs(world, num_rounds):
 def test_programs_of_one_thread_run_in_the_order_of_their_calls(in_two):
     for found in in_two:
         assert found["two programs"] == [[[2.0], [200.0]]] * 100
+
+
+# XLA packs all but the last into bytes; numpy gives each number a byte.
+NARROW = ("int4", "uint4", "float4_e2m1fn", "float8_e4m3fn")
+
+
+def _reduce_narrow(world, dtype):
+    """Sums, and what goes through both halves, of numbers of few bits."""
+    reduce, rank = shared_memory_all_reduce, world.process_index
+
+    def run(x):
+        part = reduce.reduce_scatter(x, "data")
+        (rows,) = reduce.gather_rows([x], "data")
+        found = reduce(x, "data"), reduce.all_gather(part, "data"), rows.reshape(-1)
+        return [y.astype(jnp.float32) for y in found]
+
+    mapped = jax.shard_map(
+        harness.as_body(run), mesh=world.mesh, in_specs=P("data"), out_specs=P()
+    )
+    own = (np.arange(5000) % 2 + rank).astype(jnp.dtype(dtype))
+    found = jax.jit(mapped)(jdp.global_batch(world, own))
+    return [np.asarray(x.addressable_data(0)) for x in found]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("dtype", NARROW)
+def test_numbers_of_few_bits_are_reduced(in_two, dtype):
+    one = np.arange(5000, dtype=np.float32) % 2
+    for value in in_two:
+        total, of_halves, rows = value["narrow"][dtype]
+        np.testing.assert_array_equal(total, 2 * one + 1)
+        np.testing.assert_array_equal(of_halves, 2 * one + 1)
+        np.testing.assert_array_equal(rows, np.concatenate([one, one + 1]))
+
+
+def _reduce_with_data(x):
+    reducer = SharedMemoryAllReduce()
+    return reducer.reduce_group([x], "data", has_data=x[0] > 0)[0]
+
+
+def _scatter_and_gather(x):
+    halves = SharedMemoryAllReduce().halves
+    part = halves.reduce_scatter(x, "data")
+    return halves.all_gather(part, "data")
+
+
+def _reduce(x):
+    return shared_memory_all_reduce(x, "data")
+
+
+REDUCED = (_reduce, _reduce_with_data, _scatter_and_gather)
+
+
+def _find_kept_tracers(world, fn):
+    with jax.checking_leaks():
+        return harness.error_text(lambda: _traced(world, fn))[0]
+
+
+@pytest.mark.multiprocess
+def test_a_program_keeps_no_tracer(in_two):
+    for value in in_two:
+        assert value["kept tracers"] == [""] * len(REDUCED)
 
 
 # --- What is refused ----------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import jdp
 from jdp.eager.coordinator.mismatch import explain
 from jdp.eager.messages import Spec
-from tests import harness
+from tests import harness, rarely
 from tests.eager import checks, checks_of_errors, simulation
 from tests.eager.simulation import all_reduce
 
@@ -20,24 +20,24 @@ CONFIGURATIONS = {
 NAMES = [check.__name__ for check in CHECKS]
 
 
-def _run():
+def _run(configuration):
+    repeats, options = CONFIGURATIONS[configuration]
     world = jdp.init()
-    return {
-        name: checks.run(CHECKS, world, repeats=repeats, **options)
-        for name, (repeats, options) in CONFIGURATIONS.items()
-    }
+    return {configuration: checks.run(CHECKS, world, repeats=repeats, **options)}
 
 
 @pytest.fixture(scope="module")
 def find_job():
-    return functools.cache(lambda: harness.run_processes(_run, 3))
+    return functools.cache(lambda name: harness.run_processes(_run, 3, name))
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "configuration", rarely.cases(CONFIGURATIONS, often=("cached",))
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_errors(find_job, configuration, name):
-    checks.verify(find_job(), configuration, name)
+    checks.verify(find_job(configuration), configuration, name)
 
 
 # What no machine of these tests has.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jdp.eager.coordinator.coordinator import ProtocolError
 from jdp.eager.messages import FromRank, Request, Spec, encode_spec
+from tests import rarely
 from tests.eager.simulation import Job, all_gather, all_reduce
 
 ORDERS = list(itertools.permutations(range(3)))
@@ -180,6 +181,23 @@ def test_a_small_cache_is_only_slower(capacity):
     assert job.executed[0] == job.executed[1] == job.executed[2]
 
 
+def _cpu_s_of_new_names(num_names, num_rounds):
+    """CPU time of rounds of names that fill a cache, and never come again."""
+    job = Job(1, cache_capacity=num_names)
+    begin_s = time.process_time()
+    for step in range(num_rounds):
+        job.submit(0, *[all_reduce(f"{step}.{i}") for i in range(num_names)])
+        job.settle()
+    return time.process_time() - begin_s
+
+
+def test_a_new_name_costs_no_more_where_there_are_many():
+    _cpu_s_of_new_names(512, 8)
+    few_s = _cpu_s_of_new_names(512, 96)
+    many_s = _cpu_s_of_new_names(16_384, 3)
+    assert many_s < 3 * few_s
+
+
 def test_what_is_used_most_recently_stays():
     job = Job(1, cache_capacity=2)
     for name in "abacac":
@@ -339,6 +357,33 @@ def test_other_leaves_than_those_of_a_rank_that_has_joined_are_an_error(
     for executed in job.executed:
         ran = [name for _, names, error in executed[before:] for name in names]
         assert sorted(ran) == ["a", "b"] and not executed[-1][2]
+
+
+@pytest.mark.parametrize("cached", rarely.cases(["", "a", "b", "ab"], often=("", "a")))
+def test_leaves_of_ranks_that_have_all_joined_run_only_if_they_are_the_same(cached):
+    """All ways in which three ranks can submit leaves of a group before they join."""
+    choices = ["", "a", "b", "c", "ab", "ac", "bc", "abc"]
+    for leaves in itertools.product(choices, repeat=3):
+        for order in itertools.permutations(range(3)):
+            job = Job(3)
+            for names in {cached, *cached} - {""}:
+                for rank in range(3):
+                    job.submit(rank, *_group(names))
+                job.settle()
+            before = len(job.executed[0])
+            for rank in order:
+                job.submit(rank, *_group(leaves[rank]), joined=True)
+            job.settle()
+            (done, *others) = [executed[before:] for executed in job.executed]
+            assert all(other == done for other in others), (leaves, order)
+            found = {name: error for _, names, error in done for name in names}
+            assert found.keys() == set("".join(leaves)), (leaves, order)
+            is_same = len({*leaves} - {""}) == 1
+            assert all(bool(error) != is_same for error in found.values()), (
+                leaves,
+                order,
+            )
+            assert not job.coordinator.has_waiting
 
 
 @pytest.mark.parametrize("when", ["before", "last"])

@@ -8,13 +8,13 @@ import pytest
 
 import jdp
 from jdp import eager
-from tests import harness
+from tests import harness, rarely
 from tests.eager import checks_of_ends
 
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", rarely.cases([2, 3], often=(3,)))
 def test_one_that_ends_lets_run_what_all_submit_and_the_rest_is_named(num_processes):
     outcome = harness.run_processes(
         checks_of_ends.run, num_processes, "ends", 0, ends_as_usual=True
@@ -55,6 +55,7 @@ def _fail_in_process_0():
         return str(error), time.monotonic() - start_s
 
 
+@pytest.mark.slow
 def test_the_others_hear_at_once_that_process_0_has_failed():
     """It stays until they have ended, but its engine does not."""
     outcome = harness.run_processes(_fail_in_process_0, 2, grace_s=20.0)

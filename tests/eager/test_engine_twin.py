@@ -17,7 +17,7 @@ from jdp.eager.messages import Request, Response, Spec, encode_spec
 from jdp.eager.response_cache import ResponseCache
 from jdp.replicas import agreement, progress
 from jdp.runtime.transport import transport
-from tests import harness
+from tests import harness, rarely
 
 _SIZE = 3
 
@@ -221,7 +221,7 @@ def test_what_nobody_waits_for_is_held_back_and_fused(links):
     assert _run(run, cycle_time_s=5.0) == [1] * _SIZE
 
 
-@pytest.mark.parametrize("num_cycles", [10, 1])
+@pytest.mark.parametrize("num_cycles", rarely.cases([10, 1], often=(10,)))
 def test_a_loop_of_submissions_is_held_back_until_it_ends(
     links, monkeypatch, num_cycles
 ):

@@ -1,5 +1,8 @@
 """Results of a replicated function are those of one device on all samples."""
 
+import itertools
+import re
+
 import chex
 import flax
 import jax
@@ -10,7 +13,7 @@ from flax import nnx
 from jax import lax
 
 import jdp
-from tests import harness
+from tests import harness, rarely
 from tests.gradients.test_metric_objects import Labels, check_alike, of_clu, of_nnx
 
 N = 2
@@ -58,8 +61,16 @@ def measure_by_weight(params, batch, weight):
     }
 
 
+# One program in place of many small ones.
+@harness.jit_fast
+def _outputs_and_metrics(batch):
+    found = _outputs(PARAMS, batch)
+    made = {"clu": of_clu(found), "nnx": of_nnx(found)}
+    return found, {name: metrics.compute() for name, metrics in made.items()}
+
+
 def _expected(samples=slice(None), weight=None):
-    found = jax.device_get(_outputs(PARAMS, jax.tree.map(lambda x: x[samples], DATA)))
+    found, _ = jax.device_get(_outputs_and_metrics(_cut(samples)))
     weight = np.ones(len(found["loss"])) if weight is None else weight
     right = found["logits"].argmax(-1) == found["labels"]
     loss = np.average(found["loss"], weights=weight)
@@ -80,11 +91,10 @@ def _check(result, samples=slice(None), weight=None):
     chex.assert_trees_all_close(jax.device_get(numbers), expected, rtol=2e-6, atol=1e-7)
     kept = np.arange(len(Y))[samples]
     kept = kept if weight is None else kept[weight > 0]
-    found = jax.tree.map(lambda x: jnp.asarray(x[kept]), DATA)
-    for name, make in {"clu": of_clu, "nnx": of_nnx}.items():
+    _, exact = jax.device_get(_outputs_and_metrics(_cut(kept)))
+    for name, metrics in exact.items():
         if name in result:
-            exact = jax.device_get(make(_outputs(PARAMS, found)).compute())
-            check_alike(result[name], exact)
+            check_alike(result[name], metrics)
 
 
 def _replicated(fn, num_replicas=N, **options):
@@ -102,8 +112,12 @@ BOTH = pytest.mark.parametrize("fn", [measure, measure_by_weight])
 
 
 @BOTH
-@pytest.mark.parametrize("num_replicas", [1, N])
-@pytest.mark.parametrize("count", [20, 21, 1])
+@pytest.mark.parametrize(
+    ("count", "num_replicas"),
+    rarely.cases(
+        itertools.product([20, 21, 1], [1, N]), often=[(20, 1), (21, N), (1, N)]
+    ),
+)
 def test_results_are_those_of_all_samples(fn, count, num_replicas):
     _check(_replicated(fn, num_replicas)(PARAMS, _cut(slice(count))), slice(count))
 
@@ -315,6 +329,31 @@ def test_a_module_that_would_change_is_refused(num_samples):
     model.eval()
     expected = float(model.dense(batch["x"]).mean())
     assert float(evaluate(model, batch)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_samples", [20, 21])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("['net'].num_calls", lambda model: setattr(model, "num_calls", 1)),
+        ("['net'].dropout.deterministic", lambda model: model.train()),
+        ("['net'].dense.note", lambda model: setattr(model.dense, "note", "new")),
+    ],
+)
+def test_a_changed_attribute_without_arrays_is_refused(name, change, num_samples):
+    model = _Noisy()
+    model.num_calls = 0
+    model.eval()
+
+    def measure(params, batch):
+        change(params["net"])
+        return params["net"].dense(batch["x"]).mean()
+
+    # Where each sample is a batch, Flax refuses the change.
+    found = f"the attribute `{name}`" if num_samples == 20 else "a variable or an "
+    with pytest.raises(ValueError, match=re.escape(f"changes {found}")):
+        _replicated(measure)({"net": model}, _cut(slice(num_samples)))
+    assert model.num_calls == 0 and model.dropout.deterministic
 
 
 def test_parameters_are_not_donated():

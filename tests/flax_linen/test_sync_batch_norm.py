@@ -17,7 +17,7 @@ from jax import lax
 import jdp
 from jdp import batch_norm, flax_linen
 from jdp.flax_linen import SyncBatchNorm
-from tests import harness
+from tests import harness, rarely
 from tests.transforms import COMPILED_FAST, transforms_compiled_fast
 
 COUNTS = [3, 0, 6, 1]  # samples of each replica, of at most 6.
@@ -57,7 +57,7 @@ ATOL = {np.float32: 1e-5, jnp.bfloat16: 2**-7 * 8}
 
 
 @pytest.mark.parametrize("shape, arguments", ARGUMENTS.values(), ids=ARGUMENTS)
-@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("one_pass", rarely.cases([True, False], often=(True,)))
 def test_on_one_device_it_is_that_of_flax(shape, arguments, one_pass):
     x = _data(shape)[0][0]
     made = {}
@@ -157,7 +157,13 @@ def _flax(variables, x, weight):
     return _Model().apply(variables, x, mutable=["batch_stats"])
 
 
-WAYS = pytest.mark.parametrize("apply", [_with_arguments, _converted, _in_context])
+WAYS = pytest.mark.parametrize(
+    "apply",
+    rarely.cases(
+        [_with_arguments, _converted, _in_context],
+        often=(_converted, _in_context),
+    ),
+)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from flax import nnx
 import jdp
 from jdp import batch_norm, flax_nnx
 from jdp.flax_nnx import SyncBatchNorm
-from tests import harness
+from tests import harness, rarely
 from tests.transforms import COMPILED_FAST, transforms_compiled_fast
 
 COUNTS = [3, 0, 6, 1]  # samples of each replica, of at most 6.
@@ -58,7 +58,11 @@ ARGUMENTS = {
 ATOL = {np.float32: 1e-5, jnp.bfloat16: 2**-7 * 8}
 
 
-@pytest.mark.parametrize("shape, arguments", ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.parametrize(
+    "shape, arguments",
+    rarely.cases(ARGUMENTS.values(), often=list(ARGUMENTS.values())[1::2]),
+    ids=ARGUMENTS,
+)
 def test_on_one_device_it_is_that_of_flax(shape, arguments):
     x = _data(shape)[0][0]
     made = []
@@ -149,7 +153,9 @@ def _descend(params, grads):
 
 
 @transforms_compiled_fast
-@pytest.mark.parametrize("way", ["argument", "context"])
+@pytest.mark.parametrize(
+    "way", rarely.cases(["argument", "context"], often=["context"])
+)
 def test_replicas_train_as_one_device_on_all_samples(run, way):
     x, weight = _data()
     x[weight == 0] = 1e3

@@ -171,6 +171,38 @@ def test_arguments_are_named_static_or_replicated():
     assert int(counter.count[...]) == 8
 
 
+def _train_on_whole_batches():
+    jdp.init()
+    objects = models.make()
+    flax_nnx.convert_batch_norm(objects[0])
+    jit = functools.partial(flax_nnx.data_parallel, split_batches=True, **FAST)
+    step = _train_step(jit, flax_nnx.value_and_grad)
+    found = _train(step, objects, models.batches(3))
+    step.lower(*objects, models.batches(1)[0])
+    try:
+        step(*objects, jax.tree.map(lambda x: x[:5], models.batches(1)[0]))
+    except ValueError as error:
+        return found, models.arrays(*objects), str(error)
+
+
+def test_one_process_takes_a_whole_batch():
+    with pytest.raises(TypeError, match="`split_batches` must be True or False"):
+        _data_parallel(lambda model, x: x.sum(), split_batches=1)
+    step = _data_parallel(lambda model, x: x.sum(), split_batches=True)
+    assert float(step(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), np.ones(8)) * N) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_take_their_parts_of_whole_batches():
+    values = harness.run_checked(_train_on_whole_batches, 2)
+    expected, arrays = _alone()
+    for found, ours, error in values:
+        chex.assert_trees_all_close(found, expected, atol=1e-6)
+        chex.assert_trees_all_close(ours, arrays, atol=1e-6)
+        assert "5 samples, of all processes together" in error
+
+
 def test_methods_of_plain_objects_and_of_modules_are_steps():
     class Trainer:
         factor = 3

@@ -9,7 +9,7 @@ from jax import lax
 
 import jdp
 from jdp import flax_nnx
-from tests import harness
+from tests import harness, rarely
 
 N, B, F = 4, 8, 6
 
@@ -94,7 +94,7 @@ _UPDATES = {
 }
 
 
-@pytest.mark.parametrize("name", _UPDATES)
+@pytest.mark.parametrize("name", rarely.cases(_UPDATES, often=list(_UPDATES)[::2]))
 def test_an_update_is_that_of_one_device(name):
     fn, before, is_cheap = _UPDATES[name]
     found, expected = State(fn, before), State(fn, before)
@@ -193,6 +193,37 @@ def test_rows_that_are_the_same_are_those_of_all_samples_or_refused():
 
     with pytest.raises(ValueError, match=r"`\['mask'\]` \[8\].*are unknown"):
         of_positions(metric, _batch()["x"])
+
+
+def test_numbers_that_are_drawn_for_samples_are_those_of_all_samples():
+    # The scores of generated samples, in a GAN.
+    def run(wrap, total):
+        metrics = nnx.metrics.Welford(), State(lambda s, k: s + k, 0)
+
+        def step(rngs, scores, number, x):
+            z = rngs.noise.normal((len(x), F))
+            scores.update(values=jnp.tanh(z).sum(1))
+            number.update(k=total((z > 0).sum()))
+
+        wrap(step)(nnx.Rngs(noise=3), *metrics, _batch()["x"])
+        return [jax.device_get(jax.tree.leaves(nnx.state(x))) for x in metrics]
+
+    found = run(_data_parallel, lambda x: lax.psum(x, "data"))
+    expected = run(lambda fn: fn, lambda x: x)
+    for ours, flax in zip(found, expected, strict=True):
+        for x, y in zip(ours, flax, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def test_a_sum_over_drawn_samples_is_refused_by_name():
+    metric = State(lambda s, v: s + v, _VECTOR)
+
+    @_data_parallel
+    def step(rngs, metric, x):
+        metric.update(v=rngs.noise.normal(x.shape).sum(0))
+
+    with pytest.raises(ValueError, match=r"`\['v'\]` \[6\].*lax\.psum"):
+        step(nnx.Rngs(noise=3), metric, _batch()["x"])
 
 
 def test_an_argument_that_is_not_used_is_not_refused():

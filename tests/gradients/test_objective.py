@@ -14,7 +14,7 @@ import jdp
 from jdp.gradients import step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.weighted_mean import Weighting
-from tests import harness
+from tests import harness, rarely
 from tests.transforms import AXIS, COMPILED_FAST, transforms_compiled_fast
 
 N = 4
@@ -118,7 +118,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    rarely.cases(OPTIONS.values(), often=list(OPTIONS.values())[::2]),
+    ids=OPTIONS,
+)
 def test_and_so_they_are_however_gradients_travel(options):
     def fn(params, batch):
         mean = jdp.mean_loss(harness.oracle_loss, **options)

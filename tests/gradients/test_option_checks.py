@@ -33,6 +33,7 @@ SUMS = [
     collectives.auto_all_reduce,
     collectives.AutoAllReduce(),
     collectives.butterfly_all_reduce,
+    collectives.fixed_tree_all_reduce,
     collectives.halving_doubling_all_reduce,
     collectives.hierarchical_all_reduce,
     collectives.pallas_all_reduce,

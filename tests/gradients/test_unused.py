@@ -76,7 +76,7 @@ def _train_alone(params, batches, n, tx):
     return params, states
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", rarely.cases([2, 4, 8], often=(4,)))
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_replicas_with_branches_of_their_own_train_as_one_device(n, optimizer):
     tx = {

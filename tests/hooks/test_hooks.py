@@ -53,7 +53,20 @@ transforms_and_sizes = pytest.mark.parametrize(
     ),
     ids=TRANSFORMS_AND_SIZES,
 )
-every_hook = pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+# "three" has the parts of those that are run rarely.
+RARELY = (
+    "power_sgd that begins later",
+    "power_sgd in bfloat16",
+    "float16 in power_sgd",
+)
+every_hook = pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(hook, marks=[pytest.mark.slow] * (name in RARELY))
+        for name, hook in HOOKS.items()
+    ],
+    ids=HOOKS,
+)
 
 
 def _grads(n, seed=0, dtype=np.float32):
@@ -239,7 +252,7 @@ def test_power_sgd_converges_to_the_best_approximation_of_its_rank():
 
     def fn(x):
         state = hook.init([aval])
-        for _ in range(20):
+        for _ in range(10):
             (total,), state = hook.apply([x.ravel()], state, base.Wire(AXIS, None))
         return total
 

@@ -492,6 +492,7 @@ def _die_while_joined():
             counter()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_process_killed_while_it_stands_in_ends_the_job():
     outcome = harness.run_processes(_die_while_joined, 2)

@@ -211,10 +211,13 @@ def test_all_hosts_say_that_the_job_failed_where_a_silent_end_broke_it(two_hosts
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("fault", "text", "code"),
-    [
-        ("sys.exit(3)", "failed with exit code 3", 3),
-        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 137),
-    ],
+    rarely.cases(
+        [
+            ("sys.exit(3)", "failed with exit code 3", 3),
+            ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 137),
+        ],
+        often=[("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 137)],
+    ),
 )
 @pytest.mark.parametrize("process", rarely.cases([0, 1], often=(1,)))
 def test_a_failure_before_the_first_step_is_named_on_all_hosts(
@@ -280,11 +283,14 @@ def test_a_launcher_that_is_killed_ends_the_other(two_hosts):
 @pytest.mark.parametrize("node", rarely.cases([0, 1], often=(1,)))
 @pytest.mark.parametrize(
     ("options", "text"),
-    [
-        (["--log-dir", "program.py"], "--log-dir 'program.py' cannot be written"),
-        (["--grace-s", "-1"], "--grace-s must be a number of seconds"),
-        (["--devices-per-process", "0"], "--devices-per-process must be at least 1"),
-    ],
+    rarely.cases(
+        [
+            (["--log-dir", "program.py"], "--log-dir 'program.py' cannot be written"),
+            (["--grace-s", "-1"], "--grace-s must be a number of seconds"),
+            (["--devices-per-process", "0"], "--devices-per-process must be at least"),
+        ],
+        often=[(["--grace-s", "-1"], "--grace-s must be a number of seconds")],
+    ),
 )
 def test_a_launcher_that_fails_ends_the_other_at_once(two_hosts, node, options, text):
     each: list[list[str]] = [[], []]
@@ -299,7 +305,7 @@ def test_a_launcher_that_fails_ends_the_other_at_once(two_hosts, node, options, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("differs", ["key", "job"])
+@pytest.mark.parametrize("differs", rarely.cases(["key", "job"], often=("job",)))
 def test_both_launchers_name_another_key_or_job_at_once(two_hosts, tmp_path, differs):
     (tmp_path / "key1").write_text("K" * 64)
     os.chmod(tmp_path / "key1", 0o600)

@@ -1,6 +1,7 @@
 """Replicas that train apart: the same as a loop over replicas in plain Python."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec
 import jdp
 from jdp.optimizers import diloco
 from jdp.replicas import per_replica
-from tests import harness
+from tests import harness, rarely
 
 PARAMS = harness.oracle_params()
 N, STEPS = 4, 9
@@ -85,8 +86,10 @@ def _are_equal(params):
     return all((np.asarray(x) == np.asarray(x)[:1]).all() for x in params.values())
 
 
-@pytest.mark.parametrize("period", [1, 2, 4])
-@pytest.mark.parametrize("warmup_steps", [0, 3])
+@pytest.mark.parametrize(
+    ("warmup_steps", "period"),
+    rarely.cases(itertools.product([0, 3], [1, 2, 4]), often=[(0, 4), (3, 2)]),
+)
 def test_local_sgd_averages_parameters_after_its_period(period, warmup_steps):
     tx, world = optax.sgd(0.1, momentum=0.9), harness.local_world(N)
     local = jdp.local_sgd(tx, period=period, warmup_steps=warmup_steps, world=world)
@@ -240,14 +243,17 @@ def _diloco(tx, outer, period, num_fragments, delay, mixing, num_steps=STEPS):
 
 @pytest.mark.parametrize(
     ("period", "num_fragments", "delay", "mixing"),
-    [
-        (3, 1, 0, None),
-        (4, 2, 0, None),
-        (4, 2, 1, None),
-        (4, 2, 2, 0.0),
-        (6, 3, 2, 0.3),
-        (3, 1, 3, None),
-    ],
+    rarely.cases(
+        [
+            (3, 1, 0, None),
+            (4, 2, 0, None),
+            (4, 2, 1, None),
+            (4, 2, 2, 0.0),
+            (6, 3, 2, 0.3),
+            (3, 1, 3, None),
+        ],
+        often=[(3, 1, 0, None), (6, 3, 2, 0.3), (3, 1, 3, None)],
+    ),
 )
 def test_diloco_is_that_of_plain_python(period, num_fragments, delay, mixing):
     world, tx = harness.local_world(N), optax.adam(0.01)
@@ -426,7 +432,11 @@ def _run_on_integers(make, tx, steps, rows=None, weights=(1.0,) * N):
     return state
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "tx",
+    [pytest.param(optax.sgd(0.1), marks=pytest.mark.slow), optax.adam(0.1)],
+    ids=["sgd", "adam"],
+)
 @pytest.mark.parametrize("method", INTEGER_METHODS)
 def test_equal_integers_stay_bit_for_bit(method, tx):
     weights = [3.0, 5.0, 0.0, 1.0]
@@ -438,7 +448,14 @@ def test_equal_integers_stay_bit_for_bit(method, tx):
 
 
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
-@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (3, 5, 0, 1), (0, 0, 0, 0)])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param((1, 1, 1, 1), marks=pytest.mark.slow),
+        (3, 5, 0, 1),
+        pytest.param((0, 0, 0, 0), marks=pytest.mark.slow),
+    ],
+)
 def test_different_integers_become_the_rounded_mean_within_their_range(method, weights):
     rng = np.random.default_rng(0)
     rows = {"bool": rng.random((N, 3)) < 0.5}

@@ -1,5 +1,8 @@
 """Loss scale: float16 gradients that neither vanish nor ruin the parameters."""
 
+import collections
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -112,11 +115,12 @@ def test_the_factor_stays_a_positive_number():
 
 @pytest.mark.parametrize("wrap", [jdp.distributed_optimizer, jdp.zero1])
 def test_it_goes_inside_an_optimizer_that_averages(wrap):
-    tx = wrap(jdp.dynamic_loss_scale(optax.adam(0.01), init_scale=4.0))
+    tx = wrap(jdp.dynamic_loss_scale(optax.adam(0.01), growth_interval=2))
 
     def step(params, opt_state, batch):
+        scale = jdp.loss_scale(opt_state)
         _, grads = jdp.local_gradients(harness.oracle_loss)(params, batch)
-        grads = jax.tree.map(lambda g: g * 4, grads)
+        grads = jax.tree.map(lambda g: g * scale, grads)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
@@ -130,7 +134,7 @@ def test_it_goes_inside_an_optimizer_that_averages(wrap):
     )
     if wrap is jdp.zero1:
         tx = jdp.zero1(
-            jdp.dynamic_loss_scale(optax.adam(0.01), init_scale=4.0), world=world
+            jdp.dynamic_loss_scale(optax.adam(0.01), growth_interval=2), world=world
         )
     params, opt_state = PARAMS, tx.init(PARAMS)
     bad = jax.tree.map(np.array, BATCHES[1])
@@ -139,6 +143,31 @@ def test_it_goes_inside_an_optimizer_that_averages(wrap):
         params, opt_state = step(params, opt_state, batch)
     expected, _ = harness.train_alone(PARAMS, BATCHES, optax.adam(0.01))
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
+    # It has grown once, after two of three finite steps, and shrunk once.
+    assert float(jdp.loss_scale(opt_state)) == 2.0**15
+
+
+def _with_scale_of_its_own():
+    """An optimizer whose state has a field of this name, and is no loss scale."""
+    State = collections.namedtuple("State", ["scale"])
+    return optax.GradientTransformation(
+        lambda params: State(jnp.float32(3)), lambda g, state, params=None: (g, state)
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jdp.zero1])
+def test_the_scale_is_found_in_a_state_of_several_parts(wrap):
+    world = harness.local_world(N)
+    wrap = functools.partial(wrap, world=world) if wrap is jdp.zero1 else wrap
+    inner = optax.chain(_with_scale_of_its_own(), optax.adam(0.1))
+    scaled = jdp.dynamic_loss_scale(inner, init_scale=8.0)
+    chained = optax.chain(_with_scale_of_its_own(), scaled)
+    scale = jdp.loss_scale({"opt": wrap(chained).init(PARAMS), "step": 0})
+    assert float(scale) == 8.0 and scale.dtype == jnp.float32
+    with pytest.raises(ValueError, match="got 0"):
+        jdp.loss_scale(wrap(inner).init(PARAMS))
+    with pytest.raises(ValueError, match="got 2"):
+        jdp.loss_scale(wrap(optax.chain(scaled, scaled)).init(PARAMS))
 
 
 def test_gradients_that_are_not_averaged_are_refused():

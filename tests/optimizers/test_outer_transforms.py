@@ -10,7 +10,7 @@ from jax._src.lib import _jax  # Only this switches tracebacks off.
 
 import jdp
 from jdp import flax_nnx
-from tests import harness
+from tests import harness, rarely
 
 PARAMS = {"w": np.ones((3, 2), np.float32), "b": np.ones(2, np.float32)}
 BATCH = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
@@ -126,7 +126,7 @@ BETWEEN = {  # What stands between, or around the averaging: (inner) -> what is 
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", rarely.cases(WRAPPERS, often=("zero1",)))
 def test_it_is_found_behind_code_of_the_user_and_outside_of_a_jaxpr(wrapper, name):
     inner = WRAPPERS[wrapper](optax.sgd(0.1), world=harness.local_world(2))
     behind = BETWEEN[name](inner)

@@ -125,7 +125,10 @@ def _expect_same(found, expected, dtype, is_exact, message):
 
 
 @pytest.mark.parametrize("check_vma", rarely.cases([True, False], often=(True,)))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    rarely.cases(["float32", "bfloat16", "float16"], often=("float32", "bfloat16")),
+)
 def test_reductions_of_pieces_are_those_of_the_whole(dtype, check_vma):
     rows = jnp.asarray(np.stack(list(CASES.values()))).astype(dtype)
 
@@ -203,7 +206,11 @@ ARITHMETIC = {
 
 
 @pytest.mark.parametrize(
-    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"]
+    "dtype",
+    rarely.cases(
+        ["int8", "uint8", "int16", "uint16", "int32", "uint32"],
+        often=("int8", "uint16", "int32"),
+    ),
 )
 def test_arithmetic_of_integer_sums_is_that_of_the_whole(dtype):
     rng, info = np.random.default_rng(0), np.iinfo(dtype)

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pathlib
 import re
 import signal
 import struct
@@ -13,6 +14,8 @@ import tempfile
 import termios
 import threading
 
+import numpy as np
+import optax
 import pytest
 
 from jdp import parameter_server
@@ -21,7 +24,7 @@ from jdp.launch.endings import Exit
 from jdp.parameter_server import launching
 from tests import harness
 from tests.parameter_server import network
-from tests.parameter_server.jobs import wait_for
+from tests.parameter_server.jobs import ThreadJob, wait_for
 
 TIMEOUT_S = 60.0
 
@@ -262,6 +265,54 @@ def test_a_worker_behind_a_link_that_is_cut_and_mended_comes_back(tmp_path):
     assert job.exit_code == 0, text
     check_steps(found, [0, 1], least_epoch=1)
     assert found["worker-1"]["counts"]["late"] == 0
+
+
+def _fork_a_worker(folder):
+    """Uses a worker in a forked child; returns its errors, and what its parent sees."""
+    params = {"w": np.zeros(3, np.float32)}
+    with ThreadJob(
+        pathlib.Path(folder),
+        params,
+        optax.sgd(1.0),
+        mode=parameter_server.asynchronous(),
+    ) as job:
+        worker = job.worker()
+        worker.pull()
+        calls = {
+            "pull": worker.pull,
+            "push": lambda: worker.push({"w": np.full(3, 100, np.float32)}),
+            "flush": worker.flush,
+            "close": worker.close,
+        }
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(int(TIMEOUT_S))
+            try:
+                found = {
+                    name: harness.error_text(call)[0] for name, call in calls.items()
+                }
+                os.write(writer, json.dumps(found).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            found = json.loads(pipe.read() or b"{}")
+        os.waitpid(pid, 0)
+        worker.push({"w": np.ones(3, np.float32)})
+        worker.flush()
+        value = float(worker.pull()["w"][0])
+        worker.close()
+    return found, value
+
+
+def test_a_forked_child_of_a_worker_is_refused_and_the_worker_goes_on(tmp_path):
+    ((found, value),) = harness.run_checked(_fork_a_worker, 1, str(tmp_path))
+    assert value == -1.0
+    assert found.pop("close") == ""
+    assert set(found) == {"pull", "push", "flush"}
+    for name, text in found.items():
+        assert text.startswith("RuntimeError: This process was forked"), name
 
 
 def test_what_the_end_of_a_process_means():

@@ -32,6 +32,7 @@ from jdp.parameter_server.messages import (
     WorkerHello,
 )
 from jdp.parameter_server.sockets import ClientSockets
+from tests import rarely
 from tests.parameter_server.jobs import ThreadJob, free_addresses, wait_for
 from tests.runtime import strangers
 
@@ -724,7 +725,7 @@ def test_a_push_before_any_pull_is_refused_in_sync_mode(tmp_path):
         assert worker.flush() == "applied"
 
 
-@pytest.mark.parametrize("has_come", [True, False])
+@pytest.mark.parametrize("has_come", rarely.cases([True, False], often=(True,)))
 def test_a_wait_that_is_too_long_names_the_workers_that_are_waited_for(
     tmp_path, has_come
 ):

@@ -12,7 +12,7 @@ import pytest
 
 from jdp import hooks, parameter_server
 from jdp.parameter_server import shards, updates
-from tests import harness
+from tests import harness, rarely
 from tests.parameter_server.jobs import ThreadJob, run_workers, wait_for
 from tests.parameter_server.proxy import Proxy
 
@@ -113,7 +113,10 @@ def test_a_mean_of_finite_gradients_is_finite_and_of_equal_ones_their_own(
     "tx",
     [
         optax.noisy_sgd(0.1, key=jax.random.key(0)),
-        optax.noisy_sgd(0.1, key=jax.random.key(0, impl="rbg")),
+        pytest.param(
+            optax.noisy_sgd(0.1, key=jax.random.key(0, impl="rbg")),
+            marks=pytest.mark.slow,
+        ),
         # Its moments are of the dtype of the parameters, then of the step size.
         optax.inject_hyperparams(optax.adam)(1e-2, eps=1e-3),
         optax.chain(optax.sgd(0.1), optax.monitor({"norm": optax.tree.norm})),
@@ -323,7 +326,11 @@ def test_gradients_that_are_not_finite_are_rejected_and_counted(
 
 @pytest.mark.parametrize(
     "hook,rtol",
-    [(hooks.cast(jnp.bfloat16), 2**-8), (hooks.int8(), 1 / 127), (hooks.top_k(1), 0)],
+    [
+        pytest.param(hooks.cast(jnp.bfloat16), 2**-8, marks=pytest.mark.slow),
+        (hooks.int8(), 1 / 127),
+        (hooks.top_k(1), 0),
+    ],
     ids=["cast", "int8", "top_k"],
 )
 def test_a_push_may_be_compressed(tmp_path, hook, rtol):
@@ -393,7 +400,7 @@ def test_a_round_goes_on_without_who_is_silent_and_takes_it_back(tmp_path, caplo
     assert "Worker 2 has been silent for 0.4 s; it is left out" in caplog.text
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", rarely.cases([True, False], often=(False,)))
 def test_a_link_that_is_cut_loses_and_doubles_nothing(tmp_path, shared_memory):
     mode = parameter_server.asynchronous()
     with _job(tmp_path, mode=mode, options={"lease_s": 0.8}) as job:

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from jdp.replicas import mesh, replication
+from jdp.replicas import host_arrays, mesh, replication
 from tests import harness
 
 
@@ -74,7 +74,7 @@ def test_a_copy_is_equal_in_every_layout_and_dtype():
         np.float32(3),
         np.zeros((0, 4)),
     ):
-        copy = mesh.own_copy(np.asarray(x))
+        copy = host_arrays.own_copy(np.asarray(x))
         assert copy.dtype == x.dtype and not np.shares_memory(copy, x)
         np.testing.assert_array_equal(copy, x)
 

@@ -163,6 +163,40 @@ def test_processes_keep_their_own_through_a_join():
         assert shared == 3 + 2 + 1
 
 
+def _go_on_from_gathered_rows():
+    """Real processes: own parts that `replicate` gathered are split again."""
+    world = jdp.init()
+
+    @jdp.data_parallel
+    def step(state, batch):
+        assert state["own"].value["x"].shape == (3,)
+        return _count(state, batch)
+
+    state, _ = step(_state(world.num_replicas), np.ones(2, np.float32))
+    # Arrays alone, as in the `nnx.state` of an optimizer: not known as own parts.
+    arrays = jdp.replicate(world, jax.tree.leaves(state))
+    gathered = jax.tree.unflatten(jax.tree.structure(state), arrays)
+    assert replication.is_replicated(world, gathered["own"].value["x"])
+    found = []
+    for start in (state, gathered, jdp.replicate(world, gathered)):
+        start = jax.tree.map(jnp.copy, start)
+        own = step(start, np.ones(2, np.float32))[0]["own"].value
+        assert own["x"].sharding == world.split
+        data = own["x"], jax.random.key_data(own["key"])
+        found.append([np.asarray(x.addressable_data(0)) for x in data])
+    return found
+
+
+@pytest.mark.multiprocess
+def test_gathered_rows_are_split_again():
+    for rank, found in enumerate(harness.run_checked(_go_on_from_gathered_rows, 2)):
+        x = np.arange(6.0).reshape(2, 3)[rank : rank + 1] + 4
+        np.testing.assert_array_equal(found[0][0], x)
+        for other in found[1:]:
+            for before, after in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(before, after)
+
+
 def _make_different_states():
     """Real processes: what each says of a state that they would make differently."""
     world = jdp.init(timeout_s=20.0)

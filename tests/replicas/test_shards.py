@@ -366,3 +366,27 @@ BAD_TYPES = {
 def test_a_wrong_type_is_named(message):
     with pytest.raises(TypeError, match=message):
         BAD_TYPES[message]()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_with_shards_a_sample_is_at_one_place_of_a_batch(drop_last):
+    data = np.arange(30)
+
+    def batches(num_processes):
+        """The batches of all processes, each filled up to its block."""
+        whole = []
+        for process in range(num_processes):
+            seat = Seat(process, num_processes, 8)
+            shard = sharding.shard(seat, data, seed=3, drop_last=drop_last)
+            shard.set_epoch(2, position=2)
+            block = 8 // num_processes
+            rows = np.full((4, block), -1)
+            for row, batch in zip(rows, shard.batches(8), strict=False):
+                row[: len(batch)] = batch
+            whole.append(rows)
+        return np.concatenate(whole, axis=1)
+
+    alone = batches(1)
+    assert len(set(alone[alone >= 0].tolist())) == (24 if drop_last else 28)
+    for num_processes in (2, 4):
+        np.testing.assert_array_equal(batches(num_processes), alone)

@@ -97,8 +97,9 @@ FUZZED = {
         progress_exchange: ProcessProgress, gpu_topology: GpuFacts,
         gpu_topology: list[GpuFacts], measurement: list[Seconds],
         measurement_cache: Machine, measurement_cache: StoredTimes,
-        early_exit: DepartureNotice, process_lines: Left | AtEnd | Stuck,
-        launcher_link: Exit, star_codec: Frame""",
+        early_exit: DepartureNotice, process_lines: rules.Message,
+        launcher_link: Exit, star_codec: Frame, watching: _Message,
+        fingerprint: _Record""",
     "comparison_fuzz": """
         comparison: Difference, comparison: int, comparison: tuple[str; int],
         comparison: list[bytes], comparison: differences.Details,
@@ -115,7 +116,9 @@ FUZZED = {
         checkpoint_files: Manifest, attendance: AttendanceRecord,
         checkpoint_files: dict[messages.Identity; Settled]""",
     # Files that only their owner gives to a tool.
-    "": "choice: cls, timeline: list[dict[str; Any]]",
+    "": """
+        choice: cls, timeline: list[dict[str; Any]], record: _Head,
+        record: _OutlinesLine, record: _StepLine""",
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jdp
 from jdp.runtime import environment, places
-from tests import harness
+from tests import harness, rarely
 
 multiprocess = pytest.mark.multiprocess
 # Garbage is looked for as in `tests.process`.
@@ -125,7 +125,7 @@ def _open_mpi(rank, port):
 
 
 @multiprocess
-@pytest.mark.parametrize("launcher", [_slurm, _open_mpi])
+@pytest.mark.parametrize("launcher", rarely.cases([_slurm, _open_mpi], often=(_slurm,)))
 def test_the_variables_of_a_launcher_are_enough(launcher):
     port = _port()
     processes = [_start("init(timeout_s=20.0)", launcher(i, port)) for i in range(2)]
@@ -224,6 +224,10 @@ REFUSED = [
         "ValueError: `coordinator_address` must be 'host:por",
     ),
     ("init(num_cpu_devices=0)", "ValueError: `num_cpu_devices` must be at least 1"),
+    (
+        "init(num_cpu_devices=10**6)",
+        "ValueError: `num_cpu_devices` must be at most 16384, got 1000000",
+    ),
     ("init(timeout_s=0)", "ValueError: `timeout_s` must be positive, got 0"),
     ("init(axis_name='')", "ValueError: `axis_name` must be one name or a pair"),
     ("init(num_nodes=2)", "ValueError: `num_nodes` needs a pair of axis names"),
@@ -278,7 +282,7 @@ def test_a_wrong_call_says_what_is_wrong(code, expected, refusals):
     assert re.search(expected, refusals[code]), refusals[code]
 
 
-@pytest.mark.parametrize("code,expected", TOO_LATE)
+@pytest.mark.parametrize("code,expected", rarely.cases(TOO_LATE, often=TOO_LATE[1::2]))
 def test_a_call_that_comes_too_late_says_what_is_wrong(code, expected):
     returncode, output = _run(code)
     assert returncode == 1

@@ -20,7 +20,7 @@ from jdp.runtime import (
     private_folder,
     roll_call,
 )
-from tests import harness
+from tests import harness, rarely
 
 
 def test_the_path_is_of_this_user_alone_and_goes():
@@ -138,7 +138,9 @@ def _meet_nobody(how):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+@pytest.mark.parametrize(
+    "how", rarely.cases(["kill", "exit", "raise"], often=("kill",))
+)
 def test_a_job_that_ends_in_the_roll_call_leaves_no_folder(how, short_path):
     outcome = harness.run_processes(_meet_nobody, 2, how)
     expected = {"kill": 137, "exit": 3, "raise": 1}[how]

@@ -53,6 +53,7 @@ def test_variables_lists_every_variable():
     assert {*environment.VARIABLES, environment.JOB_ID} == names
     beside = {environment.LAUNCH_ID, environment.LAUNCH_FOLDER, environment.JOINED}
     beside |= {environment.GRACE_S, environment.JOB_KEY, environment.JOB_ID}
+    beside |= {environment.RECORD}
     assert set(PLACE.to_environ()) | beside == names
 
 
@@ -60,7 +61,9 @@ def test_a_child_of_a_process_that_has_joined_is_refused():
     place = PLACE.to_environ()
     environment.check_place_is_free(place, 8)
     environment.check_place_is_free(place | {environment.JOINED: "8"}, 8)
-    with pytest.raises(ValueError, match=r"Process 3 .* \(pid 7\).*`num_processes=1`"):
+    with pytest.raises(
+        ValueError, match=r"Process 3 .* \(pid 7\).*`if __name__ == .*`num_processes=1`"
+    ):
         environment.check_place_is_free(place | {environment.JOINED: "7"}, 8)
 
 

@@ -9,7 +9,7 @@ import sysconfig
 
 import pytest
 
-from tests import harness
+from tests import harness, rarely
 
 pytestmark = pytest.mark.multiprocess
 
@@ -52,6 +52,7 @@ def _find_launchers() -> list[str]:
 
 
 LAUNCHERS = _find_launchers()
+EACH = rarely.cases(LAUNCHERS, often=LAUNCHERS[:1]) or [None]
 
 
 def _run(launcher: str, folder: pathlib.Path, *arguments: str):
@@ -76,7 +77,7 @@ def _run(launcher: str, folder: pathlib.Path, *arguments: str):
 
 
 @pytest.mark.skipif(not LAUNCHERS, reason="no mpirun is installed")
-@pytest.mark.parametrize("launcher", LAUNCHERS or [None])
+@pytest.mark.parametrize("launcher", EACH)
 def test_processes_of_mpi_train_together(launcher, tmp_path):
     result = _run(launcher, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -87,7 +88,7 @@ def test_processes_of_mpi_train_together(launcher, tmp_path):
 
 
 @pytest.mark.skipif(not LAUNCHERS, reason="no mpirun is installed")
-@pytest.mark.parametrize("launcher", LAUNCHERS or [None])
+@pytest.mark.parametrize("launcher", EACH)
 def test_a_failure_under_mpi_ends_the_job(launcher, tmp_path):
     result = _run(launcher, tmp_path, "1")
     assert result.returncode != 0

@@ -16,6 +16,7 @@ from jdp.runtime import (
     roll_call_server,
 )
 from jdp.runtime.roll_call_sockets import call_roll
+from tests import rarely
 
 KEY = job_key.make()
 
@@ -239,8 +240,16 @@ def test_a_valid_line_without_the_key_takes_no_place():
     "keys,expected",
     [
         ([KEY, None], "takes only processes with the key of its job; this one has no"),
-        ([None, KEY], "has no key of a job, and this process has one"),
-        ([KEY, job_key.make()], "has another key of a job than this process"),
+        pytest.param(
+            [None, KEY],
+            "has no key of a job, and this process has one",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [KEY, job_key.make()],
+            "has another key of a job than this process",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_processes_of_different_keys_are_named_on_both_sides(keys, expected):
@@ -418,7 +427,7 @@ class _Relay:
         self._server.close()
 
 
-@pytest.mark.parametrize("is_renamed", [False, True])
+@pytest.mark.parametrize("is_renamed", rarely.cases([False, True], often=(True,)))
 def test_a_process_of_one_job_is_not_led_into_another_one_with_its_key(is_renamed):
     theirs = _address()
     relay = _Relay(theirs)

@@ -9,7 +9,7 @@ import pytest
 
 import jdp
 from jdp.runtime import sigterm
-from tests import harness
+from tests import harness, rarely
 
 
 def _double(x):
@@ -63,7 +63,10 @@ def send_sigterm(kind):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("kind", "num_heard", "is_ignored"),
-    [("python", 1, False), ("ignored", 0, True), ("none", 0, False)],
+    rarely.cases(
+        [("python", 1, False), ("ignored", 0, True), ("none", 0, False)],
+        often=[("python", 1, False)],
+    ),
 )
 def test_a_handler_from_before_init_stays(kind, num_heard, is_ignored):
     got = harness.run_processes(send_sigterm, 2, kind, ends_as_usual=True)

@@ -27,8 +27,8 @@ TIMEOUT_S = 20.0
 class Member:
     """One member, and what it has heard."""
 
-    def __init__(self, number, count, place, *, key=KEY):
-        self.heard, self.lost = [], []
+    def __init__(self, number, count, place, *, key=KEY, is_told=False):
+        self.heard, self.lost, self.told = [], [], []
         options = (
             {"listener": place}
             if number == 0
@@ -41,6 +41,7 @@ class Member:
             purpose="test",
             heard=lambda member, body: self.heard.append((member, body)),
             lost=lambda member, has_died: self.lost.append((member, has_died)),
+            told=(lambda *message: self.told.append(message)) if is_told else None,
             **options,
         )
 
@@ -309,3 +310,27 @@ def test_what_is_kept_of_a_member_is_bounded_however_often_it_comes_back(members
         second.star.close()
         wait_until(lambda: not first.star._lines)
     assert len(first.star._history) <= star._MAX_SAID + 1
+
+
+def test_messages_that_are_not_kept_go_to_member_zero_or_from_it_to_all(members):
+    made = [members(i, 3, is_told=True) for i in range(3)]
+    for member in made:
+        assert member.star.wait_until_whole(timeout_s=TIMEOUT_S)
+    count = 3 * star._MAX_SAID  # As many as one likes.
+    for i in range(count):
+        made[1].star.say(b"%d" % i, is_kept=False)
+    made[0].star.say(b"to all", is_kept=False)
+    wait_until(lambda: len(made[0].told) == count)
+    assert made[0].told == [(1, b"%d" % i) for i in range(count)]
+    for member in made[1:]:
+        wait_until(lambda m=member: m.told)
+        assert member.told == [(0, b"to all")]
+    assert made[0].star._history == []
+    assert not any(member.heard or member.lost for member in made)
+
+
+def test_where_nothing_may_be_told_the_line_of_the_teller_is_closed(members):
+    first, second = make_whole(members, 2)
+    second.star.say(b"x", is_kept=False)
+    wait_until(lambda: first.lost)
+    assert first.lost == [(1, False)]

@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import pathlib
@@ -21,7 +22,7 @@ import jdp
 from jdp.replicas.meeting import StoreMeeting
 from jdp.runtime.transport import rendezvous, transport, zmq_sockets
 from jdp.runtime.transport.transport import LinkOptions, Lost, Received
-from tests import harness
+from tests import harness, rarely
 from tests.runtime import strangers, transport_fuzz
 
 _SMALL = LinkOptions(max_message_bytes=1 << 20, heartbeat_timeout_s=5.0)
@@ -216,8 +217,15 @@ def test_every_spoke_sees_the_loss_of_the_hub(star):
         assert spoke.wait(0.1) == []
 
 
-# Longer than a link lingers.
-@pytest.mark.parametrize("delay_s", [0.0, 1.2])
+# The longer one is longer than a link lingers.
+@pytest.mark.parametrize(
+    ("star", "delay_s"),
+    rarely.cases(
+        itertools.product(_KINDS, [0.0, 1.2]),
+        often=[(kind, 0.0) for kind in _KINDS] + [("tcp", 1.2), ("path", 1.2)],
+    ),
+    indirect=["star"],
+)
 def test_what_was_sent_before_a_close_arrives_before_the_loss(star, delay_s):
     (hub, first, second), _ = star(3)
     messages = [b"%d" % i for i in range(5000)]  # more than one wait takes.

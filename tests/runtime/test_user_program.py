@@ -10,6 +10,7 @@ import pytest
 
 from jdp.replicas import progress
 from jdp.runtime import user_program
+from tests import rarely
 
 pytestmark = pytest.mark.multiprocess
 
@@ -113,7 +114,10 @@ def test_a_program_ends_as_under_python(tmp_path, program):
     )
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no')"])
+@pytest.mark.parametrize(
+    "end",
+    rarely.cases(["sys.exit(3)", "raise ValueError('no')"], often=("sys.exit(3)",)),
+)
 def test_open_files_hold_what_was_written_as_under_python(tmp_path, end):
     (tmp_path / "program.py").write_text(
         f"""
@@ -332,3 +336,28 @@ def test_lines_that_another_thread_writes_during_the_last_flush_are_kept(tmp_pat
     assert num_written > 1000
     num_kept = (tmp_path / "lines").read_text().count("line\n")
     assert num_written <= num_kept <= num_written + 1
+
+
+TUPLES_BEHIND = """
+import sys, threading
+sys.path.insert(0, FOLDER)
+import user_program
+held = [[i] for i in range(200_000)]  # The search takes a few turns of the threads.
+lasts = threading.Event()
+
+def search():
+    for _ in range(10):
+        user_program.flush_files()
+    lasts.set()
+
+threading.Thread(target=search).start()
+while not lasts.is_set():
+    tuple(i for i in range(20_000))
+"""
+
+
+def test_tuples_that_another_thread_makes_during_a_flush_are_made(tmp_path):
+    folder = os.path.dirname(user_program.__file__)
+    program = TUPLES_BEHIND.replace("FOLDER", repr(folder))
+    done = run(["-c", program], tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import weakref
 
 import chex
@@ -113,6 +114,32 @@ def test_a_scalar_batch_by_name_is_named():
     for call in (step, step.lower, step.trace):
         with pytest.raises(ValueError, match=r"`\['x'\]` is a scalar.*replicated_arg"):
             call(np.float32(0), x=np.float32(1))
+
+
+@pytest.mark.parametrize(
+    "batches, leaves",
+    [
+        ((np.ones((8, 2)), np.zeros(2, np.uint32)), r"`batch\[0\]` 8, `batch\[1\]` 2"),
+        (({"x": np.ones((8, 2)), "y": np.ones((6, 2))},), r"'x'\]` 8, .*'y'\]` 6"),
+    ],
+)
+def test_a_step_that_fails_names_batches_of_different_lengths(batches, leaves):
+    def step(state, *batches):
+        (*_, x), (*_, y) = jax.tree.leaves(batches)[:1], jax.tree.leaves(batches)[1:]
+        if y.dtype == np.uint32:
+            return state, jax.random.bernoulli(y, 0.5, x.shape).mean()
+        return state, (x * y).mean()
+
+    with pytest.raises((TypeError, ValueError)) as caught:
+        jdp.data_parallel(step, world=_world())(np.float32(0), *batches)
+    notes = " ".join(caught.value.__notes__)
+    assert re.search(f"{leaves}.*random key, name it in `replicated_argnames`", notes)
+
+
+def test_a_list_of_numbers_as_a_batch_is_to_be_an_array():
+    step = jdp.data_parallel(lambda state, x: (state, {}), world=_world())
+    with pytest.raises(ValueError, match="is a scalar; .* Turn lists into arrays"):
+        step(np.float32(0), [1.0, 2.0])
 
 
 @pytest.mark.parametrize("option", ["static_argnames", "replicated_argnames"])

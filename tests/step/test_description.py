@@ -2,7 +2,10 @@
 
 import functools
 import json
+import math
+import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ import rich.console
 from jax import lax
 
 import jdp
+import jdp.flax_linen
 from tests import harness
 
 WIDTH = 8
@@ -186,6 +190,11 @@ def test_shapes_are_enough_and_nothing_runs():
     assert found == jdp.describe(train, _params(), X)
 
 
+def test_a_table_of_one_replica_says_so():
+    step = jdp.data_parallel(lambda p, x: (p, {}), world=harness.local_world(1))
+    assert str(jdp.describe(step, _params(), X)).startswith("<lambda> on 1 replica:")
+
+
 def test_a_table_has_every_bucket_path_and_sum():
     found = jdp.describe(_step(plan=_small_buckets()), _params(), X)
     text = str(found)
@@ -244,3 +253,78 @@ def _describe_in_one_process():
 def test_one_process_may_ask_alone():
     values = harness.run_checked(_describe_in_one_process, 2)
     assert values == [None, 2 * MATRIX + 2 * WIDTH * 4 + 4]
+
+
+def _reduced_bytes(step, *args):
+    """The bytes that the all-reduces of a compiled step sum, and their number."""
+    text = step.lower(*args).compile().as_text()
+    sizes = re.findall(r"= (f32|bf16)\[([\d,]*)\]\S* all-reduce\(", text)
+    bytes_of = {"f32": 4, "bf16": 2}
+    numbers = [
+        (bytes_of[d], math.prod(map(int, filter(None, s.split(","))))) for d, s in sizes
+    ]
+    return sum(size * count for size, count in numbers), len(numbers)
+
+
+class _Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for width in (5, 7):
+            x = nn.Dense(width)(x)
+            norm = jdp.flax_linen.SyncBatchNorm(axis_name="data")
+            x = nn.relu(norm(x, use_running_average=False))
+        return x
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("weight", [None, 2.0])
+def test_collectives_of_batch_norm_and_weights_are_counted(n, weight):
+    net = _Net()
+    state = jax.device_get(net.init(jax.random.key(0), X))
+
+    @jdp.data_parallel(world=harness.local_world(n))
+    def step(state, x):
+        def loss_fn(params, x):
+            out, new = net.apply(
+                {"params": params, "batch_stats": state["batch_stats"]},
+                x,
+                mutable=["batch_stats"],
+            )
+            return jnp.mean(out**2), new["batch_stats"]
+
+        grad_fn = jdp.value_and_grad(
+            loss_fn, has_aux=True, weight=weight, packing="flat", all_reduce=None
+        )
+        (loss, stats), grads = grad_fn(state["params"], x)
+        params = jax.tree.map(lambda p, g: p - g, state["params"], grads)
+        return {"params": params, "batch_stats": stats}, loss
+
+    found = jdp.describe(step, state, X)
+    (made,) = found.synchronizations
+    # The means of all replicas, and the squares.
+    norms = tuple(4 * (n + 1) * width for width in (5, 7)) if n > 1 else ()
+    assert made.batch_norm_bytes == norms * 2
+    # The total travels in a bucket. The weights of all replicas travel before the
+    # backward pass, which goes through the collectives of batch norm.
+    assert made.weight_bytes == (4 + 4 * n if weight and n > 1 else 0)
+    num_bytes, num_collectives = _reduced_bytes(step, state, X)
+    assert found.wire_bytes == round(2 * (n - 1) / n * num_bytes)
+    if n > 1:
+        assert num_collectives == 5 + (weight is not None)
+        assert f"Batch norm: 4 collectives of {2 * sum(norms)} bytes" in str(found)
+
+
+@pytest.mark.parametrize(
+    "dtype, size", [("float32", 4), ("float16", 4), ("bfloat16", 24)]
+)
+def test_a_weight_has_the_bytes_with_which_its_sum_is_exact(dtype, size):
+    params = jax.tree.map(lambda x: x.astype(dtype), _params())
+
+    @jdp.data_parallel(world=harness.local_world(4))
+    def step(params, x):
+        grad_fn = jdp.value_and_grad(_loss, weight=3.0, packing="flat", all_reduce=None)
+        loss, grads = grad_fn(params, x.astype(dtype))
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    found = jdp.describe(step, params, X)
+    assert found.synchronizations[0].weight_bytes == size

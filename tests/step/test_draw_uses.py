@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jdp
-from tests import harness
+from tests import harness, rarely
 
 N = 4
 KEY = jax.random.key(5)
@@ -125,7 +125,10 @@ OF_ALL = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS | OF_ALL)
+@pytest.mark.parametrize(
+    "name",
+    rarely.cases(LAYERS | OF_ALL, often=[*list(LAYERS)[1::2], *list(OF_ALL)[:-1]]),
+)
 def test_a_draw_for_gathered_samples_is_complete(name):
     layer = (LAYERS | OF_ALL)[name]
 
@@ -141,7 +144,7 @@ def test_a_draw_for_gathered_samples_is_complete(name):
     )
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", rarely.cases(LAYERS, often=list(LAYERS)[::3]))
 def test_the_same_layer_draws_for_local_samples(name):
     def loss(w, key, x):
         return jnp.cos(LAYERS[name](key, jnp.sin(x * w))).mean()

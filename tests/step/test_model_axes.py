@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.replicas import mesh
-from tests import harness
+from tests import harness, rarely
 
 SPECS = {"w": P(None, "model"), "v": P("model"), "b": P(), "c": P("model")}
 RNG = np.random.default_rng(0)
@@ -123,7 +123,9 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("gradients", GRADIENTS)
+@pytest.mark.parametrize(
+    "gradients", rarely.cases(GRADIENTS, often=list(GRADIENTS)[::2])
+)
 def test_training_equals_one_device(gradients, mode):
     world = harness.mesh_world((2, 2), manual=MODES[mode])
     step = make_step(world, ADAM, GRADIENTS[gradients])
@@ -213,7 +215,7 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", rarely.cases(HOOKS, often=("top_k", "chain")))
 def test_the_state_of_a_hook_keeps_its_layout(name, mode):
     world, hook, tx = harness.mesh_world((2, 2), manual=MODES[mode]), HOOKS[name], ADAM
 
@@ -247,7 +249,7 @@ LOCAL = {
 }
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", rarely.cases(LOCAL, often=("local_sgd", "diloco")))
 def test_local_training_is_the_same_in_both_modes(name):
     make, options = LOCAL[name]
     found = []

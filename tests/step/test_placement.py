@@ -14,7 +14,7 @@ import pytest
 
 import jdp
 from jdp.step import placement
-from tests import harness
+from tests import harness, rarely
 
 
 @jax.tree_util.register_dataclass
@@ -288,7 +288,7 @@ def test_a_state_that_is_dropped_is_freed():
     assert [ref() for ref in references] == [None, None]
 
 
-@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("kept", rarely.cases([0, 1], often=(1,)))
 @pytest.mark.parametrize(
     "make", [lambda *parts: parts, lambda a, b: [{"p": a, "o": b}]]
 )
@@ -531,6 +531,58 @@ def test_processes_get_the_leaves_of_process_0_one_by_one():
             "`jax_enable_x64` is False on process 0, is True on process 1. Enter "
             "`jax.enable_x64` in every process" in found["wide in one"]
         )
+
+
+def _types(tree):
+    return [(str(x.dtype), bool(x.weak_type)) for x in jax.tree.leaves(tree)]
+
+
+# In float32 each product of `RATE` or `SHIFT` and bfloat16 would be float32.
+BF16 = np.full(3, 0.5, jnp.bfloat16)
+WEAK, WHOLE = ("float32", True), ("bfloat16", False)
+
+
+def _compute_with_numbers(world):
+    """Types of states and of what a step computes with numbers in them."""
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        p = state["p"] * state["rate"] - state["shift"]
+        own = jax.tree.map(lambda x: x * state["rate"], state["own"])
+        return {**state, "p": p, "own": own}, {"y": (x * state["p"][0]).mean()}
+
+    own = jdp.copy_per_replica(0.5, world=world)
+    state = {"own": own, "p": BF16, "rate": 0.5, "shift": jnp.asarray(0.25)}
+    batch = jnp.full((2 * world.num_local_replicas,), 0.5)
+    state, metrics = step(state, batch)
+    found = [_types(state), _types(metrics)]
+    state, metrics = step(state, batch)
+    return [*found, _types(state), _types(metrics)]
+
+
+EXPECTED = [[WEAK, WHOLE, WEAK, WEAK], [WHOLE]] * 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_number_in_a_state_computes_in_the_dtype_of_the_arrays(n):
+    assert _compute_with_numbers(harness.local_world(n)) == EXPECTED
+
+
+def _compute_with_numbers_in_two():
+    world = jdp.init(timeout_s=60)
+    # A process that has restored a checkpoint, and one that begins.
+    mixed = 0.5 if world.process_index else np.float32(0.5)
+    placed = [jdp.replicate(world, mixed, process=i) for i in range(2)]
+    ahead = jdp.replicate(world, {"p": BF16, "rate": 0.5})
+    return _compute_with_numbers(world), _types(placed), _types(ahead)
+
+
+@pytest.mark.multiprocess
+def test_a_number_in_a_state_does_so_in_several_processes():
+    for computed, placed, ahead in harness.run_checked(_compute_with_numbers_in_two, 2):
+        assert computed == EXPECTED
+        assert placed == [("float32", False), WEAK]
+        assert ahead == [WHOLE, WEAK]
 
 
 def test_a_process_alone_with_a_new_leaf_names_it_in_time():

@@ -13,11 +13,14 @@ from jax.experimental import io_callback
 from optax import contrib
 
 import jdp
-from tests import harness
+from tests import harness, rarely
 
 N = 4
 BOTH = ("node", "data")
 either = pytest.mark.parametrize("check_vma", [True, False])
+rarely_unchecked = pytest.mark.parametrize(
+    "check_vma", rarely.cases([True, False], often=(True,))
+)
 
 
 def _data_parallel(step, n=N, axis_name="data", **options):
@@ -166,7 +169,7 @@ REFUSED = {
 }
 
 
-@either
+@rarely_unchecked
 @pytest.mark.parametrize("way", RIGHT)
 def test_a_step_gives_the_gradient_of_one_device(way, check_vma):
     step = _data_parallel(_by_gradients(RIGHT[way]), check_vma=check_vma)
@@ -207,7 +210,7 @@ EXTERNAL = {
 }
 
 
-@either
+@rarely_unchecked
 @pytest.mark.parametrize("name", EXTERNAL)
 def test_what_hosts_return_is_refused_by_path_and_line(name, check_vma):
     def run(rate, x):
@@ -363,11 +366,15 @@ MODELS = {
 }  # fmt: skip
 
 
+# Linen's layers over time are the same scan, and take seconds each.
+OFTEN = [(name, "data") for name in MODELS if name not in ("linen LSTM", "nnx RNN")]
+
+
 @pytest.mark.filterwarnings("ignore:.* may be left out of a step by control flow")
 @pytest.mark.parametrize(
     ("name", "axis_name"),
     [
-        *[(name, "data") for name in MODELS],
+        *rarely.cases([(name, "data") for name in MODELS], often=OFTEN),
         ("flash attention", BOTH),
         ("cond or 0.0", BOTH),
     ],

@@ -127,6 +127,27 @@ def test_a_pair_that_is_the_state_is_told_from_state_and_metrics():
     assert set(new) == {"a", "b"} and metrics == {}
 
 
+def test_metrics_before_the_state_are_refused():
+    def parts(params, opt_state, batch):
+        params, opt_state, loss = _update(params, opt_state, batch)
+        return loss, params, opt_state
+
+    opt_state = TX.init(PARAMS)
+    with pytest.raises(TypeError, match=r"first\. Return `\(params, opt_state, metr"):
+        _data_parallel(parts, num_states=2)(PARAMS, opt_state, BATCHES[0])
+
+    def pair(state, batch):
+        *state, loss = _update(*state, batch)
+        return {"loss": loss}, tuple(state)
+
+    with pytest.raises(TypeError, match=r"metrics first\. Return `\(state, metrics"):
+        _data_parallel(pair)((PARAMS, opt_state), BATCHES[0])
+
+    # Numbers and metrics of the same shapes may be either.
+    new, metrics = _data_parallel(lambda a, x: (a + 1, a))(1.0, np.ones(4))
+    assert (float(new), float(metrics)) == (2, 1)
+
+
 def test_parts_of_a_state_are_passed_by_name_too():
     step = _data_parallel(_update, num_states=2)
     opt_state = TX.init(PARAMS)

@@ -136,6 +136,7 @@ def _join_after_a_step():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_nested_function_counts_only_processes_with_data_in_a_join():
     for found in harness.run_checked(_join_after_a_step, 2):

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jdp
-from tests import harness
+from tests import harness, rarely
 
 X = np.arange(1.0, 13.0, dtype=np.float32).reshape(4, 3)
 PARAMS = np.float32([0.1, 0.2, 0.3])
@@ -41,7 +41,9 @@ AXES = {"one axis": ("data", 1), "two axes": (("node", "data"), 1)}
 
 
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(
+    "name", rarely.cases(COLLECTIVES, often=list(COLLECTIVES)[::2])
+)
 def test_values_and_derivatives_are_the_ones_of_shard_map(name, axes):
     axis_name, _ = axes
     collective = COLLECTIVES[name]

@@ -130,7 +130,7 @@ TREES = st.recursive(
 )
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(TREES, st.sampled_from([0, 1, 16, MIB]), st.randoms())
 def test_unflatten_inverts_flatten(tree, bucket_bytes, random):
     order = list(range(len(jax.tree.leaves(tree))))

@@ -10,6 +10,7 @@ import optax
 from numpy.typing import NDArray
 
 import jdp
+import jdp.flax_nnx
 from jdp import eager, parameter_server
 from jdp.hooks import CommHook, ErrorFeedbackState, PowerSGDState
 from jdp.optimizers.skip_unused import SkipUnusedState
@@ -306,6 +307,86 @@ def steps_of_several_states(
     assert_type(state_alone.last_state, State | None)
     assert_type(trainer.alone(params, batch), Params)
     assert_type(trainer.alone_with_options(params, batch), Params)
+
+
+@jdp.replicated
+def evaluate(params: Params, batch: Batch) -> Metrics:
+    return {"loss": loss_fn(params, batch)}
+
+
+@jdp.replicated(split_batches=True, replicated_argnames="rate")
+def evaluate_with_options(
+    params: Params, x: jax.Array, weight: jax.Array, *, rate: float = 1.0
+) -> Value:
+    return jnp.mean(x * weight) * rate, {}
+
+
+class Evaluator:
+    @jdp.replicated
+    def measure(self, params: Params, batch: Batch) -> jax.Array:
+        return loss_fn(params, batch)
+
+
+def replicated_functions(
+    params: Params, batch: Batch, host: NDArray[np.float32], evaluator: Evaluator
+) -> None:
+    assert_type(evaluate(params, batch), Metrics)
+    assert_type(evaluate(params, batch=batch), Metrics)
+    assert_type(evaluate(params, batch, weight=host), Metrics)
+    assert_type(evaluate.over(params, [batch]), Metrics)
+    assert_type(evaluate_with_options(params, batch.x, batch.x), Value)
+    assert_type(evaluate_with_options(params, host, weight=host, rate=0.1), Value)
+    assert_type(evaluate_with_options(params, host), Value)
+    assert_type(evaluate_with_options.over(params, [host], rate=0.1), Value)
+    assert_type(evaluator.measure(params, batch), jax.Array)
+    assert_type(evaluator.measure(params, batch, weight=host), jax.Array)
+    assert_type(evaluator.measure.over(params, [batch]), jax.Array)
+
+
+class Model:
+    """Stands for a module of nnx."""
+
+
+class Optimizer:
+    """Stands for an optimizer of nnx."""
+
+
+@jdp.flax_nnx.data_parallel
+def module_step(model: Model, optimizer: Optimizer, batch: Batch) -> Metrics:
+    return {}
+
+
+@jdp.flax_nnx.data_parallel(split_batches=True, replicated_argnames="rate")
+def module_step_of_dict(
+    model: Model,
+    optimizer: Optimizer,
+    metrics: Model,
+    batch: dict[str, jax.Array],
+    *,
+    rate: float = 1.0,
+) -> None: ...
+
+
+class ModuleTrainer:
+    @jdp.flax_nnx.data_parallel
+    def step(self, model: Model, x: jax.Array) -> jax.Array:
+        return x.mean()
+
+
+def steps_of_modules(
+    model: Model,
+    optimizer: Optimizer,
+    batch: Batch,
+    host: NDArray[np.float32],
+    trainer: ModuleTrainer,
+) -> None:
+    assert_type(module_step(model, optimizer, batch), Metrics)
+    assert_type(module_step(model, optimizer, batch=batch), Metrics)
+    module_step_of_dict(model, optimizer, model, {"x": batch.x}, rate=0.1)
+    module_step_of_dict(model, optimizer, model, {"x": host})
+    assert_type(trainer.step(model, batch.x), jax.Array)
+    assert_type(trainer.step(model, host), jax.Array)
+    assert_type(ModuleTrainer.step(trainer, model, batch.x), jax.Array)
 
 
 def steps_of_host_arrays(

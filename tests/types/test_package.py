@@ -12,7 +12,7 @@ import zipfile
 import pytest
 
 import jdp
-from tests import commands, harness
+from tests import commands, harness, rarely
 
 _SPEC = importlib.util.spec_from_file_location(
     "release_check", harness.ROOT / "tools/release_check.py"
@@ -44,7 +44,7 @@ def names(tmp_path_factory):
         }
 
 
-@pytest.mark.parametrize("kind", ["wheel", "source"])
+@pytest.mark.parametrize("kind", rarely.cases(["wheel", "source"], often=("source",)))
 def test_what_is_shipped_has_the_marker_of_types(names, kind):
     assert "jdp/py.typed" in names[kind]
     assert "jdp/__init__.py" in names[kind] and "jdp_command.py" in names[kind]
@@ -87,7 +87,7 @@ def test_a_release_is_tried_with_every_python_and_the_lowest_and_newest_jax():
 
 def test_make_builds_and_tries_a_release_in_an_environment_of_its_own():
     done = subprocess.run(
-        ["make", "-n", "release-check"],
+        ["make", "--no-print-directory", "-n", "release-check"],
         cwd=harness.ROOT,
         capture_output=True,
         text=True,
@@ -99,6 +99,7 @@ def test_make_builds_and_tries_a_release_in_an_environment_of_its_own():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_smoke_test_of_a_release_trains():
     code, out, err = commands.launch(2, "tools/release_smoke.py")

@@ -64,6 +64,11 @@ def evaluate(state: State, batch: Batch, weight: Array) -> tuple[State, Metrics]
     return state, jdp.average(metrics, weight=weight.sum(), divide_by="weight")
 
 
+@jdp.replicated
+def measure(params: Params, batch: Batch) -> Metrics:
+    return Metrics(*loss_fn(params, batch))
+
+
 def batches(seed: int, count: int) -> Iterator[Batch]:
     rng = np.random.default_rng(seed)
     for _ in range(count):
@@ -83,6 +88,9 @@ def main(world: jdp.World) -> list[float]:
     for batch, weight in jdp.join_batches(batches(1, 2), world=world):
         state, metrics = evaluate(state, batch, weight)
         losses.append(metrics.loss.item())
+    for batch in batches(2, 1):
+        losses.append(float(measure(state.params, batch).loss))
+    losses.append(float(measure.over(state.params, batches(2, 2)).loss))
     jdp.check_replicas(state.params, world=world)
     return losses
 

@@ -134,6 +134,7 @@ class SharedMemoryAllReduce:
         further = [] if num_local == 1 else [base.find_group(axis_name).rank]
         further += [] if has_data is None else [has_data]
 
+        # The program keeps the functions, which therefore must not hold its arrays.
         num_arrays, may_lack_data = len(arrays), has_data is not None
 
         def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
@@ -147,8 +148,8 @@ class SharedMemoryAllReduce:
             self._open(group.world, axis_name).reduce_replica(flat, op, call, replica)
 
         def substitute(*operands: jax.Array) -> list[jax.Array]:
-            given = operands[: len(arrays)]
-            if has_data is not None:
+            given = operands[:num_arrays]
+            if may_lack_data:
                 given = [jnp.where(operands[-1], x, jnp.zeros_like(x)) for x in given]
             total = xla.psum_all_reduce(buckets.pack(given), axis_name, op=op)
             return buckets.unpack(total, [x.shape for x in given])
@@ -334,6 +335,8 @@ class _Default:
     lock = threading.Lock()
     world: World | None = None
     buffers: dict[tuple[str, ...], SharedBuffer] = {}
+    # Why there is none, by axes: the processes meet for it once.
+    failures: dict[tuple[str, ...], str] = {}
 
 
 def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
@@ -345,18 +348,24 @@ def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
     names = types.as_axis_names(axis_name)
     with _Default.lock:
         if _Default.world is not world:
-            _Default.world, _Default.buffers = world, {}
+            _Default.world, _Default.buffers, _Default.failures = world, {}, {}
+        if names in _Default.failures:
+            raise RuntimeError(_Default.failures[names])
         if names not in _Default.buffers:
             processes = members.find_processes(world, axis_name)
             key = f"jdp/shared_memory/default/{len(names)}/{processes[0]}"
-            _Default.buffers[names] = SharedBuffer(
-                world,
-                processes,
-                DEFAULT_NUM_BYTES,
-                key=key,
-                axis_name=axis_name,
-                least_bytes=LEAST_NUM_BYTES,
-            )
+            try:
+                _Default.buffers[names] = SharedBuffer(
+                    world,
+                    processes,
+                    DEFAULT_NUM_BYTES,
+                    key=key,
+                    axis_name=axis_name,
+                    least_bytes=LEAST_NUM_BYTES,
+                )
+            except RuntimeError as error:
+                _Default.failures[names] = str(error)
+                raise
         return _Default.buffers[names]
 
 

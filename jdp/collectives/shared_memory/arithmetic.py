@@ -8,6 +8,7 @@ import numpy as np
 
 from jdp.collectives import base
 from jdp.collectives.base import Op
+from jdp.compat import host_functions
 
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -60,10 +61,4 @@ def divide(x: np.ndarray, count: int) -> None:
 
 def can_reduce(dtype: Any) -> bool:
     """Whether numpy reduces arrays of this dtype as XLA does."""
-    if not jnp.issubdtype(dtype, jnp.number):
-        return False
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return True
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    bits = (jnp.iinfo if is_integer else jnp.finfo)(dtype).bits
-    return bits == 8 * jnp.dtype(dtype).itemsize  # not int4, which XLA packs.
+    return jnp.issubdtype(dtype, jnp.number) and host_functions.can_see(dtype)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp import compat
-from jdp.compat import host_collectives, origins
+from jdp.compat import host_collectives, host_functions, origins
 from jdp.compat.host_collectives import HostCollective
 
 
@@ -61,7 +61,8 @@ def bind(
 ) -> list[jax.Array]:
     """Calls `run(call, results, operands)` when the program reaches this point.
 
-    In other functions than the body of `tracing_body`, it is `substitute`.
+    In other functions than the body of `tracing_body`, and for numbers of fewer than 8
+    bits, it is `substitute`.
 
     Args:
       run: fills the results; results in place are the first operands.
@@ -74,6 +75,8 @@ def bind(
     """
     last = _last.get()
     if last is None or last.trace is not compat.current_trace():
+        return substitute(*operands)
+    if not all(host_functions.can_see(x.dtype) for x in (*operands, *results)):
         return substitute(*operands)
     token = jnp.zeros(1, jnp.uint32) if last.token is None else last.token
     call = zlib.crc32(f"{last.number} {what}".encode())

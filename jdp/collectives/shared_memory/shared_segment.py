@@ -41,9 +41,18 @@ class Peer(msgspec.Struct, frozen=True):
     cores: UsableCores
 
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
-        fields = _read_stat(self.pid)
-        return bool(fields) and fields[0] not in "ZX" and fields[19] == self.started
+        """Whether the process has not ended; True for a zombie if /proc is unreadable.
+
+        It is unreadable while this process has no descriptor left, which says nothing
+        about the other.
+        """
+        try:
+            fields = _read_stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        except OSError:
+            return _has_pid(self.pid)
+        return fields[0] not in "ZX" and fields[19] == self.started
 
 
 class SegmentOffer(msgspec.Struct, frozen=True):
@@ -134,7 +143,7 @@ class SharedSegment:
         return (
             f"Process {process} did not come to a shared-memory all-reduce within "
             f"{self._world.timeout_s:g} s; it may have stopped, or make other "
-            "all-reduces than the rest."
+            "all-reduces than the rest, as with a last batch of another size."
         )
 
     def _futex(self, rank: int, operation: int, value: int) -> None:
@@ -164,13 +173,17 @@ _WAIT = ctypes.cast(ctypes.pointer(_PERIOD), ctypes.c_void_p)
 def _map_together(
     world: World, sizes: Sequence[int], key: str, processes: Sequence[int]
 ) -> tuple[mmap.mmap, list[Peer]]:
-    started = (_read_stat(os.getpid()) or [""] * 20)[19]
+    obstacle, started = _find_obstacle(processes), ""
+    try:
+        started = _read_stat(os.getpid())[19]
+    except OSError as error:
+        obstacle = obstacle or f"cannot read its own state in /proc ({error})."
     own = Peer(os.getpid(), started, cores.find_usable())
     if world.store is None:
         return mmap.mmap(-1, sizes[0]), [own]
     first = processes[0]
     store_meeting = StoreMeeting(world.store, key, world.process_index, world.timeout_s)
-    mapped, offer = None, SegmentOffer(own, error=_find_obstacle(processes))
+    mapped, offer = None, SegmentOffer(own, error=obstacle)
     error = offer.error
     try:
         if world.process_index == first:
@@ -275,10 +288,17 @@ def _explain(size: int, error: OSError) -> str:
     )
 
 
-def _read_stat(pid: int) -> list[str] | None:
+def _read_stat(pid: int) -> list[str]:
     """Reads /proc/<pid>/stat after the name: field 0 is the state, 19 the start."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def _has_pid(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -84,10 +84,12 @@ def has_more(
     slots: SlotTable,
     key: Key,
 ) -> bool:
-    """Whether a rank that has joined waits for leaves that are not in its group.
+    """Whether the held leaves of a group come from different ranks.
+
+    No rank, joined or not, has submitted just these leaves then.
 
     Args:
-      broken: receives the group and the reason in that case.
+      broken: groups that ranks do not agree on; receives the group and the reason.
       taken: slots that are ready and might not be held yet, as a bit set.
       names: see `fail`.
       groups: see `fail`.
@@ -95,6 +97,8 @@ def has_more(
       slots: see `fail`.
       key: a group of which as many leaves are held as it has.
     """
+    if key in broken:  # Another leaf has failed, and is no longer in the tables.
+        return True
     if not names.joined:  # All ranks have submitted exactly these leaves.
         return False
     held = groups.held[key].ready
@@ -102,13 +106,14 @@ def has_more(
     more = set(_find_waiting(key, names, groups, hits, slots))
     more |= {slots.get(s).name for s in bits(taken & slots.of_group.get(key, 0))}
     more -= leaves
-    if not more and len(held) <= decode_spec(held[0].spec).group_size:
+    if not more and len(held) <= min(decode_spec(x.spec).group_size for x in held):
         return False
-    why = (
-        f"Mismatched groups: of {key[1]!r}, {_list(leaves, set())} came, but a rank "
-        f"that has joined waits for {_list(more, set())}."
+    what = "which are leaves of different ranks"
+    if more:
+        what = f"but a rank that has joined waits for {_list(more, set())}"
+    broken[key] = (
+        f"Mismatched groups: of {key[1]!r}, {_list(leaves, set())} came, {what}."
     )
-    broken.setdefault(key, why)
     return True
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jdp.eager.coordinator import fusion
 from jdp.eager.coordinator.fusion import FusionItem
 from jdp.eager.execution import small_tensors
-from jdp.eager.messages import decode_spec, num_bytes_of
+from jdp.eager.messages import decode_spec
 
 
 class Cached(NamedTuple):
@@ -32,8 +32,7 @@ def make_cached(
 ) -> Cached:
     """Returns the table's entry for a request; the arguments are its first fields."""
     decoded = decode_spec(spec)
-    key = fusion.key_of(process_set, decoded)
-    item = FusionItem(key, num_bytes_of(decoded, locals_))
+    item = fusion.item_of(process_set, spec, locals_)
     is_small = small_tensors.is_small(decoded, item.num_bytes)
     carried_bytes = item.num_bytes if is_small else -1
     facts = (process_set, name, spec, locals_)
@@ -54,8 +53,11 @@ class SlotTable:
         )
         self._cached: dict[int, Cached] = {}
         # Requests of slots that were taken back, and the number of the batch that says
-        # so.
-        self._retired: dict[int, tuple[Cached, int]] = {}
+        # so: the oldest first. Looking for the first item of a plain dict takes long
+        # once many before it were deleted.
+        self._retired: collections.OrderedDict[int, tuple[Cached, int]] = (
+            collections.OrderedDict()
+        )
         self._evicted: list[int] = []  # for the next batch.
 
     def find(self, set_id: int, name: str) -> int | None:
@@ -112,7 +114,8 @@ class SlotTable:
     def _find_free(self, num_seen: int) -> int:
         if len(self._cached) >= self.capacity:
             return -1
-        for slot, (_, batch) in self._retired.items():
+        if self._retired:
+            slot, (_, batch) = next(iter(self._retired.items()))
             if num_seen > batch:
                 del self._retired[slot]
                 return slot

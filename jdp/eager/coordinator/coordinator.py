@@ -315,22 +315,23 @@ class Coordinator:
             )
 
     def _respond(self, ready: list[Ready]) -> Response:
+        num_seen = min(self._seen)
         slots = tuple(
-            each.slot if each.slot >= 0 else self._give_slot(each) for each in ready
+            [e.slot if e.slot >= 0 else self._give_slot(e, num_seen) for e in ready]
         )
         set_id = ready[0].process_set
-        if all(each.slot >= 0 for each in ready):
+        if all([each.slot >= 0 for each in ready]):
             return Response((), process_set=set_id, slots=slots)
-        locals_ = tuple(each.locals for each in ready)
+        locals_ = tuple([each.locals for each in ready])
         return Response(
-            tuple(each.name for each in ready),
-            tuple(each.spec for each in ready),
+            tuple([each.name for each in ready]),
+            tuple([each.spec for each in ready]),
             set_id,
             locals_ if any(locals_) else (),
             slots,
         )
 
-    def _give_slot(self, ready: Ready) -> int:
+    def _give_slot(self, ready: Ready, num_seen: int) -> int:
         """Gives a name a slot; returns -1 if none is free, or the name cannot recur."""
         if decode_spec(ready.spec).kind in _NEVER_CACHED:
             return -1
@@ -338,7 +339,7 @@ class Coordinator:
             return -1
         if ready.process_set not in self._names.members:  # Removed in this batch.
             return -1
-        slot = self._slots.give(make_cached(*ready[:4]), num_seen=min(self._seen))
+        slot = self._slots.give(make_cached(*ready[:4]), num_seen=num_seen)
         if slot < 0:
             oldest = self._slots.find_oldest(self._in_use())
             if oldest is not None:  # Makes room for a later name.

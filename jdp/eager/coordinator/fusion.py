@@ -1,9 +1,10 @@
 """Fusion: which of the operations that are ready run as one?"""
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from jdp.eager.messages import Spec
+from jdp.eager.messages import Spec, decode_spec, num_bytes_of
 
 _FUSED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
@@ -61,3 +62,26 @@ def key_of(process_set: int, spec: Spec) -> tuple[object, ...] | None:
         return None
     rest = (spec.op, spec.prescale, spec.postscale, spec.root)
     return (process_set, spec.kind, spec.dtype, spec.device, *rest)
+
+
+def item_of(
+    process_set: int, spec: bytes, locals_: tuple[tuple[int, ...], ...]
+) -> FusionItem:
+    """Returns the item of a name.
+
+    Args:
+      process_set: the processes that take part.
+      spec: spec of the operation, encoded.
+      locals_: by member, `Request.local`; () for kinds without it.
+    """
+    item = _item_without_locals(process_set, spec)
+    if not locals_:
+        return item
+    return item._replace(num_bytes=num_bytes_of(decode_spec(spec), locals_))
+
+
+# Many names have the same properties. Rows differ by call, so they are not kept.
+@functools.lru_cache(maxsize=4096)
+def _item_without_locals(process_set: int, spec: bytes) -> FusionItem:
+    decoded = decode_spec(spec)
+    return FusionItem(key_of(process_set, decoded), num_bytes_of(decoded, ()))

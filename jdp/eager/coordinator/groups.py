@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jdp.eager.coordinator import fusion
 from jdp.eager.coordinator.fusion import FusionItem
-from jdp.eager.messages import decode_spec, num_bytes_of
+from jdp.eager.messages import decode_spec
 
 
 class Ready(NamedTuple):
@@ -121,18 +121,20 @@ def fuse(
         # The kinds of a group run one after another, with nothing in between.
         by_key: dict[object, list[Ready]] = {}
         for each in (each for i in together for each in units[i]):
-            by_key.setdefault(_key_of(each), []).append(each)
+            by_key.setdefault(_item_of(each).key, []).append(each)
         fused += by_key.values()
     return fused
 
 
 def _item(unit: Sequence[Ready], fuse_groups: bool) -> FusionItem:
-    keys = {_key_of(each) for each in unit}
-    is_group = bool(decode_spec(unit[0].spec).group)
-    is_alone = len(keys) > 1 or is_group and not fuse_groups
-    num_bytes = sum(num_bytes_of(decode_spec(each.spec), each.locals) for each in unit)
+    if not decode_spec(unit[0].spec).group:
+        return _item_of(unit[0])
+    items = [_item_of(each) for each in unit]
+    keys = {item.key for item in items}
+    is_alone = len(keys) > 1 or not fuse_groups
+    num_bytes = sum([item.num_bytes for item in items])
     return FusionItem(None if is_alone else keys.pop(), num_bytes)
 
 
-def _key_of(ready: Ready) -> tuple[object, ...] | None:
-    return fusion.key_of(ready.process_set, decode_spec(ready.spec))
+def _item_of(ready: Ready) -> FusionItem:
+    return fusion.item_of(ready.process_set, ready.spec, ready.locals)

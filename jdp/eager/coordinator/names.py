@@ -1,24 +1,35 @@
 """Names: which names has each rank submitted, and which ranks have joined?"""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from jdp.eager import checks
 from jdp.eager.coordinator.cache_slots import Cached, bits
 from jdp.eager.messages import ProtocolError, Request, decode_spec
 
+_MAX_KNOWN = 4096
 
-class Waiting:
-    """Name that is not ready on all ranks; `first` is the first rank to submit it."""
 
-    __slots__ = ("first", "spec", "arrived", "odd", "locals", "since_s")
+class Waiting(msgspec.Struct, gc=False):
+    """Name that is not ready on all ranks.
 
-    def __init__(self, first: int, spec: bytes, now_s: float):
-        self.first = first
-        self.spec = spec
-        self.arrived = 0  # one bit per rank.
-        self.odd: dict[int, bytes] = {}  # by rank, specs that differ from the first.
-        self.locals: dict[int, tuple[int, ...]] = {}
-        self.since_s = now_s
+    Attributes:
+      first: the first rank to submit it.
+      spec: `Request.spec` of that rank.
+      since_s: time of its submission.
+      arrived: ranks that have submitted it, as bits.
+      odd: by rank, specs that differ from the first.
+      locals: by rank, `Request.local`.
+    """
+
+    first: int
+    spec: bytes
+    since_s: float
+    arrived: int = 0
+    odd: dict[int, bytes] = {}
+    locals: dict[int, tuple[int, ...]] = {}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -35,7 +46,8 @@ class Names:
         self.full: dict[int, int] = {}  # the members as bits.
         self.tables: dict[int, dict[str, Waiting]] = {}
         self.joined = 0  # one bit per rank.
-        self._ready: dict[tuple[int, str], None] = {}  # in the order of becoming ready.
+        # In the order of becoming ready.
+        self._ready: OrderedDict[tuple[int, str], None] = OrderedDict()
         # Removed sets, and the number of the batch that says so.
         self._removed: dict[int, int] = {}
         self._num_sets = 0  # that there ever were.
@@ -44,6 +56,8 @@ class Names:
         self.came: dict[tuple[int, str], int] = {}
         # Groups with new leaves, by name or by slot, since `broken_groups` last looked.
         self.touched: set[tuple[int, str]] = set()
+        # By set and spec of requests that are right, and have no `local`: their group.
+        self._group_of: dict[tuple[int, bytes], str] = {}
         self.add_set(0, range(size))
 
     def add_set(self, set_id: int, ranks: Sequence[int]) -> None:
@@ -82,7 +96,8 @@ class Names:
         """
         del self.members[set_id], self.full[set_id]
         self._removed[set_id] = num_batches
-        self._ready = {key: None for key in self._ready if key[0] != set_id}
+        for key in [key for key in self._ready if key[0] == set_id]:
+            del self._ready[key]
         self.came = {key: bits for key, bits in self.came.items() if key[0] != set_id}
         table = self.tables.pop(set_id)
         return {name: (each.spec, each.ranks) for name, each in table.items()}
@@ -108,7 +123,14 @@ class Names:
             such a request.
         """
         name, spec, set_id = request.name, request.spec, request.process_set
-        checks.check_request(rank, request, self.members[set_id], size=self.size)
+        group = None if request.local else self._group_of.get((set_id, spec))
+        if group is None:
+            checks.check_request(rank, request, self.members[set_id], size=self.size)
+            group = decode_spec(spec).group
+            if not request.local:
+                if len(self._group_of) == _MAX_KNOWN:
+                    self._group_of.clear()
+                self._group_of[set_id, spec] = group
         entry = self.tables[set_id].get(name)
         if entry is None:
             entry = self.tables[set_id][name] = Waiting(rank, spec, now_s)
@@ -119,7 +141,6 @@ class Names:
         entry.arrived |= 1 << rank
         if request.local:
             entry.locals[rank] = request.local
-        group = decode_spec(spec).group
         if group:
             key = (set_id, group)
             self.came[key] = self.came.get(key, 0) | 1 << rank
@@ -148,8 +169,7 @@ class Names:
     def take_ready(self) -> Iterator[tuple[int, str, Waiting]]:
         """Takes out the names that every rank has submitted or joined for."""
         while self._ready:
-            set_id, name = key = next(iter(self._ready))
-            del self._ready[key]
+            (set_id, name), _ = self._ready.popitem(last=False)
             yield set_id, name, self.tables[set_id].pop(name)
 
     def find_join_fault(self, set_id: int, name: str, spec: bytes) -> str:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,7 +19,6 @@ from jdp.eager import numerics
 from jdp.eager.execution import small_tensors
 from jdp.eager.execution.base import Array, Implementation, SetMembers
 from jdp.eager.messages import Spec
-from jdp.trees.buckets import BucketPlan, LeafSpec
 
 # Tensors that are smaller on average are packed into one buffer. Larger ones are
 # reduced one after another in place, which saves a copy.
@@ -79,18 +77,13 @@ class Scratch:
             buffer = self._buffers[dtype] = np.empty(size, dtype)
         return buffer[:size]
 
-    def lay_out(self, shapes: tuple[tuple[int, ...], ...], dtype: np.dtype) -> _Layout:
-        """Plans one bucket of tensors of these shapes."""
+    def lay_out(self, shapes: tuple[tuple[int, ...], ...]) -> _Layout:
+        """Returns where tensors of these shapes are in a buffer."""
         layout = self._layouts.get(shapes)
         if layout is None:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._layouts.clear()
-            plan = BucketPlan(
-                jax.tree.structure(list(shapes), is_leaf=_is_shape),
-                tuple([_leaf(shape, dtype) for shape in shapes]),
-                (tuple(range(len(shapes))),),
-            )
-            sizes = [leaf.size for leaf in plan.leaves]
+            sizes = [math.prod(shape) for shape in shapes]
             ends = list(itertools.accumulate(sizes))
             places = [
                 (slice(end - size, end), None if len(shape) == 1 else shape)
@@ -98,13 +91,6 @@ class Scratch:
             ]
             layout = self._layouts[shapes] = _Layout(ends[-1], places)
         return layout
-
-
-_leaf = functools.lru_cache(maxsize=4096)(LeafSpec)
-
-
-def _is_shape(node: Any) -> bool:
-    return isinstance(node, tuple)
 
 
 def run(
@@ -162,7 +148,7 @@ def _all_reduce_with(
     op, postscale = small_tensors.split_average(spec, dtype, members.size)
     if spec.device == "cpu":
         shapes = tuple([each.shape for each in specs])
-        layout = scratch.lay_out(shapes, dtype)
+        layout = scratch.lay_out(shapes)
         if len(specs) > 1 and layout.size * dtype.itemsize < _PACKED_BYTES * len(specs):
             return _all_reduce_packed(reduce, job, scratch, layout, op, postscale)
     flats = [

@@ -14,6 +14,8 @@ from jdp.compat import jax_distributed
 from jdp.runtime import user_program
 
 _RETURN_TIMEOUT_S = 2.0
+# Far longer than a live process takes to leave; then it has no line to this one.
+_LEAVE_TIMEOUT_S = 5.0
 
 
 class JaxEnd:
@@ -27,9 +29,14 @@ class JaxEnd:
           count: number of processes.
         """
         self._running = set(range(count)) - {own}
+        self._running_own = {own}  # until its own exit handlers have run.
+        self._clients = set(self._running)  # of JAX's service, in process 0.
         self._may_begin = threading.Event()
         self._is_decided = threading.Event()  # JAX has ended, or never will.
         self._has_returned = threading.Event()
+        self._have_left = threading.Event()  # All clients have left the service.
+        if not self._clients:
+            self._have_left.set()
         self._has_begun = False
         self._is_awaited = False
         self._is_in_vain = False
@@ -42,8 +49,24 @@ class JaxEnd:
           may_begin: whether JAX may end, whatever the other processes have sent.
         """
         self._running.discard(process)
+        self._running_own.discard(process)
         if may_begin or not self._running:
             self._may_begin.set()
+
+    def note_left(self, process: int) -> None:
+        """Notes that a process has left JAX's coordination service, or is gone."""
+        self._clients.discard(process)
+        if not self._clients:
+            self._have_left.set()
+
+    def wait_for_clients(self) -> None:
+        """Waits until all other processes have left JAX's coordination service."""
+        self._have_left.wait(_LEAVE_TIMEOUT_S)
+
+    @property
+    def running(self) -> frozenset[int]:
+        """Processes whose exit handlers have not all run."""
+        return frozenset(self._running | self._running_own)
 
     @property
     def is_in_vain(self) -> bool:
@@ -57,6 +80,7 @@ class JaxEnd:
         self._is_in_vain = True
         self._is_decided.set()
         self._may_begin.set()
+        self._have_left.set()
         return True
 
     def wait(self, run_beside: Callable[[Callable[[], None]], None]) -> None:

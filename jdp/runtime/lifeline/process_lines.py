@@ -18,7 +18,7 @@ from jdp.replicas.mesh import World
 from jdp.runtime import environment, user_program
 from jdp.runtime.lifeline import by_store, rules, star, star_line
 from jdp.runtime.lifeline.jax_end import JaxEnd
-from jdp.runtime.lifeline.rules import AtEnd, Gone, Left, LifelineVerdict, Stuck
+from jdp.runtime.lifeline.rules import AtEnd, Gone, Left, LeftJax, LifelineVerdict
 
 _PURPOSE = "processes"
 _KEY = "jdp/lifeline"  # key in the store: where process 0 listens.
@@ -33,7 +33,7 @@ _WAITS_AT_END_S = 60.0  # until a process names the processes JAX waits for.
 _logger = logging.getLogger("jdp")
 
 
-_DECODER = msgspec.msgpack.Decoder(Left | AtEnd | Stuck)
+_DECODER = msgspec.msgpack.Decoder(rules.Message)
 
 
 class ProcessLines:
@@ -70,6 +70,7 @@ class ProcessLines:
             )
             tell = self._heard, self._star.wake
             self._ends = by_store.EndsInStore(world, *tell)
+        jax_distributed.call_between_ends(self._leave_jax)
 
     def _join(self, world: World, key: bytes) -> star.Star:
         assert world.store is not None
@@ -137,6 +138,14 @@ class ProcessLines:
         self._star.close()
         return self._verdict if self._jax_end.is_in_vain else None
 
+    def _leave_jax(self) -> None:
+        """Process 0 ends JAX's coordination service once all others have left it."""
+        if self._own == 0:
+            self._jax_end.wait_for_clients()
+            return
+        self._star.say(msgspec.msgpack.encode(LeftJax()))
+        self._star.flush(timeout_s=1.0)
+
     def find_culprit(self, *, is_consequence: bool) -> int | None:
         """Returns the first process that failed or died; see `find_first`."""
         if self._stuck is not None:
@@ -161,6 +170,9 @@ class ProcessLines:
         if isinstance(message, AtEnd):
             self._jax_end.note(process, may_begin=message.may_begin)
             return
+        if isinstance(message, LeftJax):
+            self._jax_end.note_left(process)
+            return
         verdict = LifelineVerdict(message.culprit, message.text)
         if self._stuck is None:
             self._stuck = verdict
@@ -171,6 +183,7 @@ class ProcessLines:
 
     def _lost(self, process: int, has_died: bool) -> None:
         now_s = time.monotonic()
+        self._jax_end.note_left(process)
         for i, gone in enumerate(self._gone):
             if gone.process == process:
                 broken = gone._replace(broke_s=gone.broke_s or now_s)
@@ -194,12 +207,12 @@ class ProcessLines:
         note_s = self._note_waiting(now_s)
         if not self._gone and self._stuck is None and self._ends_by_s is None:
             return note_s
+        self._flush(now_s)  # First: JAX may abort this process in a moment.
         verdict = self._find_verdict(now_s)
         if verdict is not None:
             self._end(verdict)
             return 0.0
         self._tell(now_s)
-        self._flush(now_s)
         if self._ended_s is not None and len(self._gone) == self._count - 1:
             if not jax_distributed.is_connected():
                 return None  # Nothing is left to wait for.
@@ -215,8 +228,8 @@ class ProcessLines:
         if left_s > 0.0:
             return left_s
         self._has_noted = True
-        place = self._own, self._count
-        text = rules.describe_waiting(*place, self._gone, _WAITS_AT_END_S)
+        place, running = (self._own, self._count), self._jax_end.running
+        text = rules.describe_waiting(*place, self._gone, running, _WAITS_AT_END_S)
         user_program.show(text)
         return None
 
@@ -230,7 +243,7 @@ class ProcessLines:
         is_last |= self._ends_by_s is not None and now_s > self._ends_by_s
         if is_last or num_bad > self._num_bad:
             self._num_bad = num_bad
-            user_program.flush_regular_files(is_last=is_last)
+            user_program.flush_files(is_last=is_last)
 
     def _find_verdict(self, now_s: float) -> LifelineVerdict | None:
         has_ended = self._ended_s is not None
@@ -287,9 +300,9 @@ class ProcessLines:
         is_own = verdict.culprit == self._own
         said = user_program.FAILED, 1, verdict.culprit
         user_program.report(*said, is_consequence=not is_own)
-        self._star.say_now(msgspec.msgpack.encode(Stuck(*verdict)))
+        self._star.say_now(msgspec.msgpack.encode(rules.Stuck(*verdict)))
         if self._own == 0:  # It waits, and the launcher's SIGKILL may come.
-            user_program.flush_regular_files(is_last=True)
+            user_program.flush_files(is_last=True)
         self._ends_since_s = time.monotonic()
 
     def _end_when_others_have(self, since_s: float) -> float | None:

@@ -3,7 +3,7 @@
 Pure: no clock and no link; see `lifeline` for what is done about it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -53,6 +53,10 @@ class AtEnd(msgspec.Struct, frozen=True, tag="at_end"):
     may_begin: bool = False  # whether JAX may end, whatever the others have sent.
 
 
+class LeftJax(msgspec.Struct, frozen=True, tag="left_jax"):
+    """This process has left JAX's coordination service, which process 0 may end."""
+
+
 class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
     """This process is being ended, because it waits for another one."""
 
@@ -60,7 +64,10 @@ class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
     text: str
 
 
-def check(message: Left | AtEnd | Stuck, count: int) -> Left | AtEnd | Stuck:
+Message = Left | AtEnd | LeftJax | Stuck
+
+
+def check(message: Message, count: int) -> Message:
     """Returns the message of one of `count` processes, cleaned for a terminal.
 
     Raises:
@@ -71,7 +78,7 @@ def check(message: Left | AtEnd | Stuck, count: int) -> Left | AtEnd | Stuck:
         error = None if message.error is None else wire.printable(message.error)
         culprit = message.culprit if message.culprit in range(count) else None
         return Left(steps, error, culprit)
-    if isinstance(message, AtEnd):
+    if isinstance(message, AtEnd | LeftJax):
         return message
     if not 0 <= message.culprit < count:
         raise wire.DecodeError(f"there is no process {message.culprit}")
@@ -217,7 +224,7 @@ def judge(
         )
         if is_stuck or is_over:
             return LifelineVerdict(
-                other.process, f"{who}, and {where}. {_advice(other)}"
+                other.process, f"{who}, and {where}. {_advice(other, now)}"
             )
     return None
 
@@ -281,21 +288,30 @@ def describe(gone: Gone) -> str:
     return f"process {gone.process} ended after {', '.join(steps) or 'no step'}"
 
 
-def describe_waiting(own: int, count: int, gone: Sequence[Gone], ended_s: float) -> str:
+def describe_waiting(
+    own: int, count: int, gone: Sequence[Gone], running: Set[int], ended_s: float
+) -> str:
     """Describes for which processes JAX keeps process `own` at its end.
 
     Args:
       own: index of this process, whose program has come to its end.
       count: number of processes.
       gone: processes in the order in which this process heard of them.
+      running: processes whose exit handlers have not all run.
       ended_s: how long ago its program came to its end, in seconds.
     """
     ended = {other.process for other in gone}
     others = [i for i in range(count) if i != own]
     awaited = [i for i in others if i not in ended]
     what = "which still runs"
+    if not awaited and own in running:
+        return (
+            f"process {own} came to the end of its program {ended_s:g} s ago, and an "
+            "exit handler or a thread of it has not ended."
+        )
     if not awaited:
-        awaited, what = others, "whose exit handlers or threads have not ended"
+        awaited = [i for i in others if i in running] or others
+        what = "whose exit handlers or threads have not ended"
     shown = ", ".join(map(str, awaited[:10])) + (", ..." if awaited[10:] else "")
     return (
         f"process {own} came to the end of its program {ended_s:g} s ago, and JAX "
@@ -303,11 +319,17 @@ def describe_waiting(own: int, count: int, gone: Sequence[Gone], ended_s: float)
     )
 
 
-def _advice(gone: Gone) -> str:
+def _advice(gone: Gone, now: Snapshot) -> str:
     if gone.error is not None or gone.steps is None:
         return f"Look at what process {gone.process} wrote last."
+    what = "A step needs all processes."
+    if now.waits_since_s is not None:
+        what = (
+            "Steps, evaluations, checks and `jdp.replicate` need all processes, so "
+            "none may be under `if world.is_main_process:`."
+        )
     return (
-        "A step needs all processes. Give each the same number of steps, or use "
+        f"{what} Give each the same number of steps, or use "
         "`jdp.join_batches` or `jdp.Join` where they have different amounts of data. "
         f"If process {gone.process} called `sys.exit`, look at what it wrote last."
     )

@@ -32,6 +32,7 @@ _GUEST_TIMEOUT_S = 10.0
 _MAX_WARNED = 10  # addresses that are logged, or passed to `refused`.
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.1
+_MOST_UNSENT = 1 << 18  # bytes of a line; above, it gets only what is kept.
 _DIED = b"died"  # Body of a "lost" frame: the kernel of the member closed its line.
 _logger = logging.getLogger("jdp")
 
@@ -57,6 +58,7 @@ class Star:
         tick: Callable[[], float | None] | None = None,
         alarm: tuple[int, Callable[[], None]] | None = None,
         refused: Callable[[str, OtherJob], None] | None = None,
+        told: Callable[[int, bytes], None] | None = None,
     ):
         """Starts the thread.
 
@@ -75,6 +77,7 @@ class Star:
           tick: called after each event, and again after the seconds that it returned;
             None: not before the next event.
           alarm: a descriptor, and a function that is called once when it is readable.
+          told: called like `heard` with messages that are not kept; None: refused.
           refused: called once per address with the address and the error, if the other
             end has another key or is of another job. None: the log has it.
         """
@@ -83,19 +86,16 @@ class Star:
         self._listener, self._address = listener, address
         self._connect_timeout_s = connect_timeout_s
         self._heard, self._lost, self._tick = heard, lost, tick
-        self._alarm = alarm
         self._selector = selectors.DefaultSelector()
         self._lines: dict[socket.socket, StarLine] = {}
         self._history: list[Frame] = []  # for members that connect later.
         self._num_said = collections.Counter[int]()  # by member.
         self._outbox: collections.deque[Frame] = collections.deque()
         self._is_closing = False
-        self._refused = refused
+        self._refused, self._told, self._alarm = refused, told, alarm
         self._warned: set[str] = set()  # addresses that were refused.
         self._is_welcome = False  # Member 0 has answered.
-        self._met: set[int] = (
-            set()
-        )  # members that member 0 has met, also if they have left.
+        self._met: set[int] = set()  # by member 0, also if they have left.
         self._unheard: list[Frame] = []  # said before that.
         self._reconnect_s: float | None = None
         self._connect_by_s = time.monotonic() + connect_timeout_s
@@ -108,9 +108,12 @@ class Star:
         )
         self._thread.start()
 
-    def say(self, body: bytes) -> None:
-        """Sends to all other members; any thread may call it."""
-        self._outbox.append(Frame("say", self._member, body))
+    def say(self, body: bytes, *, is_kept: bool = True) -> None:
+        """Sends to all other members; any thread may call it.
+
+        A message that is not kept goes to `told` of member 0, or from it to all.
+        """
+        self._outbox.append(Frame("say" if is_kept else "tell", self._member, body))
         self.wake()
 
     def wait_until_whole(self, *, timeout_s: float) -> bool:
@@ -307,6 +310,11 @@ class Star:
     def _take(self, line: StarLine, frame: Frame) -> None:
         if not 0 <= frame.member < self._num_members:
             raise FrameRefused(f"it names member {frame.member} of {self._num_members}")
+        if frame.kind == "tell":
+            if self._told is None or frame.member != line.member:
+                raise FrameRefused(f"member {frame.member} must not tell this")
+            self._told(frame.member, frame.body)
+            return
         if self._member != 0:
             if line.member is None and frame.kind == "doubled":
                 raise Doubled(f"it has another member {self._member}")
@@ -357,6 +365,8 @@ class Star:
         if self._member != 0 and not self._is_welcome and frame.kind == "say":
             self._unheard.append(frame)  # Sent again if this line is not authenticated.
         for line in self._lines.values():
+            if frame.kind == "tell" and len(line.unsent) > _MOST_UNSENT:
+                continue
             if line is not but and (line.member is not None or line.is_center):
                 line.unsent += line.codec.encode(frame)
 

@@ -41,7 +41,7 @@ class Doubled(OtherJob):
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """One message on a line."""
 
-    kind: Literal["hello", "say", "lost", "bye", "doubled"]
+    kind: Literal["hello", "say", "lost", "bye", "doubled", "tell"]
     member: int  # the sender, or the member that is lost.
     body: bytes = b""
 

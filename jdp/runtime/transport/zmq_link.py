@@ -80,9 +80,8 @@ class ZmqLink:
         self._ahead: list[Event] = []  # events from before the first wait.
         self._is_closed = False
         self.is_woken = False  # whether a wake ended the last wait.
-        self._wake_lock = (
-            threading.Lock()
-        )  # so that a wake never writes to a closed pipe.
+        # So that a wake never writes to a closed pipe; signal handlers wake, too.
+        self._wake_lock = threading.RLock()
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
         os.set_blocking(self._wake_in, False)

@@ -1,0 +1,1 @@
+"""Shards: a step whose bits do not depend on the number of replicas."""

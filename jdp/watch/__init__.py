@@ -1,0 +1,1 @@
+"""Watch: where is each process of a job, and which one do the others wait for?"""
